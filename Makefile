@@ -1,0 +1,99 @@
+# make demo | test | check | clean: each sets up what it needs in .venv, once.
+#
+#   PYTHON=python3.12     the interpreter to build .venv with (default: the first fit one on PATH)
+#   ARGS="--steps 20"     arguments for `fusedreduce demo`
+
+PYTHON ?=
+ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+# One install serves every target: the test extra contains the demo's, and a second set-up would save little.
+STAMP := $(VENV)/.installed
+PERF := $(if $(wildcard perf/*.py),perf)
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help demo test check clean
+.DELETE_ON_ERROR:
+
+# A caller's settings that would aim Python or pip past .venv.
+unexport PYTHONHOME PYTHONPATH PIP_PREFIX PIP_REQUIRE_VIRTUALENV PIP_TARGET PIP_USER
+export PYTHON
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# The stamp holds where the checkout lay: an editable install is void once that has moved.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(shell pwd -P))
+.PHONY: $(STAMP)
+endif
+
+define FIT_PYTHON
+import ensurepip, sys, venv
+sys.exit(not (3, 11) <= sys.version_info < (3, 15))
+endef
+export FIT_PYTHON
+
+define NO_PYTHON
+error: no Python fit for $(VENV): it takes 3.11 to 3.14 with the venv and ensurepip modules
+       (on Debian and Ubuntu: apt-get install python3-venv). Name one with: make PYTHON=/path/to/python3
+endef
+export NO_PYTHON
+
+define TOTALS
+import sys, xml.etree.ElementTree as tree
+suites = [suite for path in sys.argv[1:] for suite in tree.parse(path).iter("testsuite")]
+count = lambda *names: sum(int(suite.get(name)) for suite in suites for name in names)
+failed, skipped = count("failures", "errors"), count("skipped")
+print(f"total: {count('tests') - failed - skipped} passed, {failed} failed, {skipped} skipped")
+endef
+export TOTALS
+
+help:
+	@echo "make demo    install into $(VENV) and run the demo (ARGS=... are its arguments)"
+	@echo "make test    install into $(VENV) and run every check and every test"
+	@echo "make check   lint, format and types only"
+	@echo "make clean   remove $(VENV) and everything else that was made here"
+
+$(STAMP): pyproject.toml constraints.txt Makefile
+	@if ! $(PY) -c "$$FIT_PYTHON" 2>/dev/null || ! $(PY) -m pip --version >/dev/null 2>&1; then \
+	  if [ -n "$$PYTHON" ]; then set -- "$$PYTHON"; \
+	  else set -- python3 python3.14 python3.13 python3.12 python3.11; fi; \
+	  found=; for p do if "$$p" -c "$$FIT_PYTHON" 2>/dev/null; then found=$$p; break; fi; done; \
+	  if [ -z "$$found" ]; then printf '%s\n' "$$NO_PYTHON" >&2; exit 1; fi; \
+	  echo "==> creating $(VENV) with $$found ($$("$$found" -c 'import platform; print(platform.python_version())'))"; \
+	  rm -rf $(VENV) && "$$found" -m venv $(VENV); \
+	fi
+	@echo "==> installing fusedreduce and what its demo and tests need (once; this takes some minutes)"
+	@$(PY) -m pip install --quiet --constraint constraints.txt pip setuptools
+	@$(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[test]'
+	@pwd -P >$@
+
+demo: $(STAMP)
+	@echo "==> fusedreduce demo $(ARGS)"
+	@$(VENV)/bin/fusedreduce demo $(ARGS)
+
+check: $(STAMP)
+	@echo "==> ruff check"
+	@$(PY) -m ruff check .
+	@echo "==> ruff format --check"
+	@$(PY) -m ruff format --check .
+	@echo "==> mypy"
+	@$(PY) -m mypy fusedreduce tests $(PERF)
+
+test: check
+	@echo "==> compiling every kernel ahead of time, for each architecture"
+	@env -u TRITON_INTERPRET $(PY) -m fusedreduce.kernels.aot --check
+	@rm -rf out/test
+	@echo "==> tests without a GPU, kernels interpreted"
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest -m "not gpu" --junit-xml=out/test/cpu.xml
+	@echo "==> tests with a GPU, kernels compiled (skipped where there is none)"
+	@env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(PY) -m pytest -m gpu --junit-xml=out/test/gpu.xml || { \
+	  status=$$?; [ $$status -eq 5 ] && \
+	  ! $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' && \
+	  echo "no GPU here, and no test that asks for one: 0 skipped"; }
+	@$(PY) -c "$$TOTALS" out/test/cpu.xml out/test/gpu.xml
+
+clean:
+	@echo "==> removing $(VENV), out/, build outputs and caches"
+	@rm -rf $(VENV) out build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@find . -path ./.git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,37 @@
+"""The command line: `fusedreduce demo` (also `python -m fusedreduce.cli demo`)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import fusedreduce
+
+from . import demo
+
+# Each has add_parser(subparsers), which sets `run`: the parsed arguments -> the exit status.
+_COMMANDS = (demo,)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: arguments without the program's name; None: those of this process.
+
+    Returns:
+        The exit status: 0 when all went well, 1 when what was run failed, 2 when it could not be started, 128 plus
+        the signal's number when interrupted.
+    """
+    parser = argparse.ArgumentParser(
+        prog="fusedreduce",
+        description="Gradients averaged across ranks with one fused kernel on each side of one collective per bucket.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"fusedreduce {fusedreduce.__version__}")
+    subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        command.add_parser(subparsers)
+    arguments = parser.parse_args(argv)
+    status: int = arguments.run(arguments)
+    return status

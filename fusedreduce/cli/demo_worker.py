@@ -1,0 +1,237 @@
+"""One rank of the demo: `python -m fusedreduce.cli.demo_worker FOLDER`, started by torch's launcher.
+
+All variants train side by side, step i of each before step i + 1 of any, on the same batches and in an order that
+rotates, so that whatever else the machine does hits them alike. Every PROBE_EVERY-th step is a probe: between two
+barriers, on the same weights and batch, a forward and backward with the exchange of gradients (the training step
+itself) and one without (under `no_sync`, thrown away), which of them first changing from probe to probe.
+
+    step_ms   median over the steps that are no probes: no barrier in sight, as a user's loop
+    sync_ms   median over the probes of (with - without): the exchange, waiting for the slower rank included
+
+Only here is torch.distributed used the way a user's script uses it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from . import digits, measure, results
+from .progress import Progress
+from .variants import Contender, Variant, variants
+
+PROBE_EVERY = 5
+WARM_UP_STEPS = 3  # kernels compiled, buckets laid out anew by DDP: not timed
+_TIMEOUT = timedelta(minutes=3)
+_PR_SET_PDEATHSIG = 1
+# For tests only: accuracy (the last variant forgets everything), bytes (one bit of it flips on the last rank),
+# raise and crash (the last rank raises, or is killed, after a few steps).
+_FAULT = "FUSEDREDUCE_DEMO_FAULT"
+_FAULT_STEP = 2
+
+
+@dataclass
+class Run:
+    """A variant in training, and what has been measured of it on this rank."""
+
+    variant: Variant
+    contender: Contender
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    losses: list[torch.Tensor] = field(default_factory=list)
+    steps_s: list[float] = field(default_factory=list)
+    syncs_s: list[float] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+
+    def step(self, batch: digits.Digits, device: torch.device, *, timed: bool) -> None:
+        """One step of training."""
+
+        def train() -> None:
+            self.losses.append(measure.forward_backward(self.contender.ddp, batch))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+        taken_s = measure.seconds(device, train)
+        self.schedule.step()
+        if timed:
+            self.steps_s.append(taken_s)
+
+    def probe(self, batch: digits.Digits, device: torch.device, *, exchange_first: bool, timed: bool) -> None:
+        """One step of training, compared with the same without exchange."""
+        gradients: dict[bool, list[torch.Tensor]] = {}
+        taken_s: dict[bool, float] = {}
+        for exchange in (exchange_first, not exchange_first):
+            self.optimizer.zero_grad()
+            dist.barrier()
+            taken_s[exchange] = measure.seconds(device, lambda e=exchange: self._pass(batch, e))  # type: ignore[misc]
+            gradients[exchange] = self._gradients()
+        self.errors.append(measure.gradient_error(gradients[True], gradients[False]))
+        parameters = self.contender.ddp.parameters()
+        for parameter, gradient in zip(parameters, gradients[True], strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        if timed:
+            self.syncs_s.append(taken_s[True] - taken_s[False])
+
+    def _pass(self, batch: digits.Digits, exchange: bool) -> None:
+        loss = measure.forward_backward(self.contender.ddp, batch, exchange=exchange)
+        if exchange:
+            self.losses.append(loss)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        gradients = [parameter.grad for parameter in self.contender.ddp.parameters()]
+        assert all(gradient is not None for gradient in gradients)
+        return gradients  # type: ignore[return-value]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Trains and measures; rank 0 leaves the rows in FOLDER, a rank that fails leaves the reason there."""
+    folder = Path(arguments[0])
+    job = results.read_job(folder)
+    _end_with(job.launcher_pid)
+    rank = int(os.environ["RANK"])
+    try:
+        device = _join(job, int(os.environ["LOCAL_RANK"]))
+        rows = train(job, device, rank)
+        if rank == 0:
+            results.write_rows(folder, rows)
+        dist.destroy_process_group()
+    except Exception as error:
+        failure = {
+            "reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+            "lost_peer": isinstance(error, dist.DistError | ConnectionError) or "peer" in str(error),
+            "traceback": traceback.format_exc(),
+            "time": time.time(),
+        }
+        results.write_json(folder / f"rank{rank}.error.json", failure)
+        # Not sys.exit: tearing down a process group whose peer is gone may wait for it.
+        os._exit(1)
+
+
+def train(job: results.Job, device: torch.device, rank: int) -> list[results.Row]:
+    """Trains all variants side by side; the rows are the same on every rank, but for rank 0's own columns."""
+    ranks = dist.get_world_size()
+    training, held_out = (part.to(device) for part in digits.load())
+    runs = [_start(variant, job, device) for variant in variants(job.wires)]
+    progress = Progress(job.steps, sys.stderr) if rank == 0 else None
+    last_rank = rank == ranks - 1
+    for step in range(job.steps):
+        batch = training.take(digits.batch_rows(step, len(training), rank, ranks, job.seed).to(device))
+        turn = step % len(runs)
+        timed = step >= min(WARM_UP_STEPS, job.steps - 1)
+        for run in runs[turn:] + runs[:turn]:
+            if step % PROBE_EVERY == 0:
+                run.probe(batch, device, exchange_first=step // PROBE_EVERY % 2 == 1, timed=timed)
+            else:
+                run.step(batch, device, timed=timed)
+        if last_rank and step == min(_FAULT_STEP, job.steps - 1):
+            _inject_death()
+        if progress is not None:
+            progress.show(step + 1)
+    _inject_wrong_result(runs[-1], last_rank)
+    return [_row(run, training.take(torch.arange(digits.BATCH_IMAGES)), held_out, device) for run in runs]
+
+
+def _start(variant: Variant, job: results.Job, device: torch.device) -> Run:
+    contender = variant.build(digits.build_model(job.seed).to(device))
+    optimizer, schedule = digits.build_optimizer(contender.ddp, job.steps)
+    return Run(variant, contender, optimizer, schedule)
+
+
+def _row(run: Run, batch: digits.Digits, held_out: digits.Digits, device: torch.device) -> results.Row:
+    """Puts together what the ranks have measured."""
+    contender = run.contender
+    difference = measure.difference_between_ranks(contender.ddp.module, device)
+    with torch.no_grad():
+        guessed = contender.ddp.module(held_out.images).argmax(dim=1)
+    # Twice: the first may still find DDP's buckets as they were before its second step.
+    exchange = [measure.count_exchange(contender.ddp, batch) for _ in range(2)][-1]
+    losses = _mean_over_ranks(torch.stack(run.losses).double())
+    steps_s, syncs_s = run.steps_s or [float("nan")], run.syncs_s or [float("nan")]
+    own = torch.tensor([measure.median(steps_s) * 1e3, measure.median(syncs_s) * 1e3], dtype=torch.float64)
+    step_ms, sync_ms = _mean_over_ranks(own.to(device)).tolist()
+    epoch = digits.batches_per_epoch(digits.TRAINING_IMAGES, dist.get_world_size())
+    return results.Row(
+        name=run.variant.name,
+        setting=run.variant.setting,
+        accuracy=float((guessed == held_out.labels).double().mean()),
+        loss=float(losses[-epoch:].mean()),
+        worst_gradient_error=_worst_over_ranks(run.errors, device),
+        wire_bytes_per_step=exchange.wire_bytes,
+        step_ms=step_ms,
+        sync_ms=sync_ms,
+        sync_share=sync_ms / step_ms,
+        launches_per_bucket=exchange.launches / contender.buckets,
+        collectives_per_bucket=exchange.collectives / contender.buckets,
+        buckets=contender.buckets,
+        path=contender.path,
+        losses=losses.tolist(),
+        parameters_equal=difference is None,
+        difference=difference,
+    )
+
+
+def _mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(values)
+    return values.div_(dist.get_world_size())
+
+
+def _worst_over_ranks(errors: list[float], device: torch.device) -> float:
+    """The maximum, NaN if there is one: which a MAX reduction does not promise."""
+    mine = torch.tensor(errors, dtype=torch.float64, device=device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    return float(torch.cat(gathered).max())
+
+
+def _join(job: results.Job, local_rank: int) -> torch.device:
+    if job.device == "cpu":
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    # The two passes of a probe must compute the same local gradients, bit for bit.
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=device)
+    return device
+
+
+def _end_with(launcher_pid: int) -> None:
+    """Has the kernel end this process when the launcher is gone, however it went."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher_pid:
+        os._exit(1)
+
+
+def _inject_death() -> None:
+    if os.environ.get(_FAULT) == "crash":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ.get(_FAULT) == "raise":
+        raise ValueError("a fault was asked for")
+
+
+def _inject_wrong_result(run: Run, last_rank: bool) -> None:
+    weight = next(run.contender.ddp.module.parameters())
+    if os.environ.get(_FAULT) == "accuracy":
+        weight.data.zero_()
+    if os.environ.get(_FAULT) == "bytes" and last_rank:
+        weight.data.view(-1).view(torch.uint8)[0] ^= 1
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,103 @@
+"""What goes between the demo's processes, as JSON: the launcher's Job to the ranks, rank 0's Rows back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusedreduce.config import Wire
+
+JOB_FILE = "job.json"
+ROWS_FILE = "rows.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every rank is to do.
+
+    Args:
+        device: "cpu" or "cuda".
+        wires: the fused hook's wires, a row each.
+        steps: training steps per variant.
+        seed: of the initial weights and of the order of images.
+        launcher_pid: a rank without this parent ends itself.
+    """
+
+    device: str
+    wires: tuple[Wire, ...]
+    steps: int
+    seed: int
+    launcher_pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One variant's row of the table; names and meanings are those of `variants` in demo.json.
+
+    Args:
+        name: the variant.
+        setting: how it was built.
+        accuracy: share of the held-out images that rank 0's parameters get right.
+        loss: mean training loss of the last epoch, over all ranks.
+        worst_gradient_error: see `measure.gradient_error`; worst over parameters, probed steps and ranks.
+        wire_bytes_per_step: payload that a rank hands to collectives in one step.
+        step_ms: median of forward, backward, optimizer and zero_grad; mean over ranks.
+        sync_ms: the part of it that exchanging gradients takes; see `demo_worker`.
+        sync_share: sync_ms / step_ms.
+        launches_per_bucket: see `measure`.
+        collectives_per_bucket: c10d calls.
+        buckets: per step.
+        path: triton, interpreter or torch.
+        losses: mean over ranks, per step.
+        parameters_equal: every parameter and buffer has the same bytes on every rank.
+        difference: which one has not.
+    """
+
+    name: str
+    setting: str
+    accuracy: float
+    loss: float
+    worst_gradient_error: float
+    wire_bytes_per_step: int
+    step_ms: float
+    sync_ms: float
+    sync_share: float
+    launches_per_bucket: float
+    collectives_per_bucket: float
+    buckets: int
+    path: str
+    losses: list[float]
+    parameters_equal: bool
+    difference: str | None
+
+
+def write_job(folder: Path, job: Job) -> None:
+    """Leaves `job` in `folder` for the ranks."""
+    (folder / JOB_FILE).write_text(json.dumps(dataclasses.asdict(job)))
+
+
+def read_job(folder: Path) -> Job:
+    """The job that `write_job` left."""
+    fields = json.loads((folder / JOB_FILE).read_text())
+    return Job(**{**fields, "wires": tuple(fields["wires"])})
+
+
+def write_rows(folder: Path, rows: list[Row]) -> None:
+    """Leaves `rows` in `folder` for the launcher."""
+    write_json(folder / ROWS_FILE, [dataclasses.asdict(row) for row in rows])
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """The rows that `write_rows` left."""
+    return [Row(**fields) for fields in json.loads((folder / ROWS_FILE).read_text())]
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes `path` in one piece: whoever reads it finds the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(temporary, path)

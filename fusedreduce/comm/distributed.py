@@ -1,0 +1,125 @@
+"""Communicator over a torch.distributed process group: the only caller of its collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..errors import UnsupportedWireError
+
+# What each backend can sum. A backend that is not listed is asked, once, with one element.
+_SUMMABLE: dict[str, frozenset[torch.dtype]] = {
+    "gloo": frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16}),
+    "nccl": frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16}),
+    "mpi": frozenset({torch.float32, torch.float64}),
+}
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A torch.distributed Work and the tensor that it reduces in place."""
+
+    work: dist.Work
+    tensor: torch.Tensor
+
+    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        future: torch.futures.Future[list[torch.Tensor]] = self.work.get_future()
+        return future
+
+
+class ProcessGroupCommunicator:
+    """Communicator over `group` (None: the default group, which must exist by then).
+
+    Raises:
+        ValueError: torch.distributed is not initialised, or this process is not a member of `group`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_initialized():
+            raise ValueError("torch.distributed is not initialised: call init_process_group before the first backward")
+        self.group = group if group is not None else dist.group.WORLD
+        self._rank = dist.get_rank(self.group)
+        if self._rank < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not a member of the process group it was given")
+        self._size = dist.get_world_size(self.group)
+        self._asked: dict[tuple[torch.dtype, torch.device], str | None] = {}
+
+    @property
+    def rank(self) -> int:
+        """This process's rank within the group."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self._size
+
+    def timeout_s(self, device: torch.device) -> float:
+        """Seconds after which the backend fails a collective on `device`."""
+        assert self.group is not None
+        # There is no public way to read it; every backend of torch keeps it in its options.
+        options = getattr(self.group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        return float((timeout or dist.default_pg_timeout).total_seconds())
+
+    def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises UnsupportedWireError, on every rank alike, if the backend cannot sum `dtype` on `device`."""
+        backend = self._backend_name(device)
+        if backend in _SUMMABLE:
+            supported = dtype in _SUMMABLE[backend]
+            reason = "" if supported else f"it sums {', '.join(sorted(map(str, _SUMMABLE[backend])))}"
+        else:
+            reason = self._ask(dtype, device) or ""
+            supported = not reason
+        if not supported:
+            raise UnsupportedWireError(
+                f"backend {backend!r} cannot all-reduce {dtype} on {device.type} ({reason}); "
+                "choose another wire, or another backend for this device"
+            )
+
+    def all_reduce(self, tensor: torch.Tensor) -> _Work:
+        """Starts the sum of `tensor` over all ranks, in place."""
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
+        assert work is not None
+        return _Work(work, tensor)
+
+    def all_reduce_sparse(self, tensor: torch.Tensor) -> _Work:
+        """Starts the sum of a sparse COO tensor over all ranks; the future's value holds the result."""
+        return self.all_reduce(tensor)
+
+    def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
+        """Every rank's payload, in rank order; blocks. One collective of `capacity_bytes` + 8 bytes per rank."""
+        if len(payload) > capacity_bytes:
+            raise ValueError(f"a payload of {len(payload)} bytes does not fit into {capacity_bytes}")
+        message = len(payload).to_bytes(8, "little") + payload.ljust(capacity_bytes, b"\0")
+        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
+        gathered = [torch.empty_like(mine) for _ in range(self._size)]
+        dist.all_gather(gathered, mine, group=self.group)
+        received = []
+        for tensor in gathered:
+            raw = bytes(tensor.cpu().numpy())
+            length = int.from_bytes(raw[:8], "little")
+            received.append(raw[8 : 8 + length])
+        return received
+
+    def _backend_name(self, device: torch.device) -> str:
+        assert self.group is not None
+        # "cpu:gloo,cuda:nccl" for a group of several backends, else one name.
+        config = dist.get_backend_config(self.group)
+        for part in str(config).split(","):
+            kind, _, name = part.partition(":")
+            if kind == device.type and name:
+                return name
+        return str(dist.get_backend(self.group))
+
+    def _ask(self, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Why one element of `dtype` cannot be summed, or None; the same on every rank, since the cause is."""
+        if (dtype, device) not in self._asked:
+            try:
+                dist.all_reduce(torch.zeros(1, dtype=dtype, device=device), group=self.group)
+                self._asked[dtype, device] = None
+            except (RuntimeError, TypeError, ValueError) as error:
+                self._asked[dtype, device] = f"{type(error).__name__}: {error}"
+        return self._asked[dtype, device]

@@ -1,0 +1,49 @@
+"""Communicator: the little that a reduction needs of a group of ranks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Pending(Protocol):
+    """A collective under way. Whoever holds it keeps the tensor alive."""
+
+    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Done when the result may be used (on CUDA: by streams that wait as the future's callbacks do)."""
+        ...
+
+
+class Communicator(Protocol):
+    """A group of ranks that issue the same collectives in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank within the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        ...
+
+    def timeout_s(self, device: torch.device) -> float:
+        """Seconds after which a collective on `device` fails."""
+        ...
+
+    def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises UnsupportedWireError, on every rank alike, if `dtype` cannot be summed on `device`."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Starts the sum of `tensor` over all ranks, in place."""
+        ...
+
+    def all_reduce_sparse(self, tensor: torch.Tensor) -> Pending:
+        """Starts the sum of a sparse COO tensor over all ranks; the future's value holds the result."""
+        ...
+
+    def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
+        """Every rank's payload, in rank order; blocks. Payloads are at most `capacity_bytes` long."""
+        ...

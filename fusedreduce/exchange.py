@@ -1,0 +1,108 @@
+"""The data path, stateless: start (pack, all-reduce) and finish (unpack).
+
+    start(bucket, gradients)   gradient / divisor -> wire, one rounding;  all-reduce(wire), asynchronous
+    finish(in_flight)          wire * scale -> the same gradients
+
+Two launches and one collective per bucket. Where the wire has the gradients' own dtype and they already lie in one
+buffer (a comm hook at wire "native"), `start` divides in place and there is nothing to finish: one launch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import record_function
+
+from .bucket import Bucket, BucketState
+from .comm.protocol import Communicator, Pending
+from .errors import CollectiveError, FusedReduceError
+from .kernels import dispatch
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A bucket under way. It owns the gradients: the pointer table that a kernel may still read points into them."""
+
+    bucket: Bucket
+    gradients: tuple[torch.Tensor | None, ...]
+    wire: torch.Tensor
+    pending: Pending
+    rank: int
+    in_place: bool
+
+
+def start(
+    bucket: Bucket,
+    gradients: Sequence[torch.Tensor | None],
+    communicator: Communicator,
+    *,
+    in_place: bool = False,
+) -> InFlight:
+    """Packs `gradients` and starts their all-reduce.
+
+    Args:
+        bucket: idle; its layout says what each gradient is.
+        gradients: one per slot, None where missing. Read before this returns (on CUDA: by the current stream).
+        communicator: the ranks to average over.
+        in_place: the one gradient is flat and has the wire's dtype: it is the wire.
+
+    Raises:
+        ValueError, TypeError: gradients do not fit the bucket; nothing has been written.
+        CollectiveError: the collective could not be issued.
+    """
+    assert bucket.state is BucketState.IDLE, f"{bucket.label} is {bucket.state.value}"
+    with record_function(f"fusedreduce::pack {bucket.label}"):
+        wire = _own_wire(gradients) if in_place else bucket.wire()
+        divisor = scalar(float(communicator.size), bucket.compute_dtype, bucket.device)
+        dispatch.pack(gradients, bucket.chunks, bucket.pointers, wire, divisor)
+    bucket.state = BucketState.LAUNCHED
+    try:
+        with record_function(f"fusedreduce::all_reduce {bucket.label}"):
+            pending = communicator.all_reduce(wire)
+    except RuntimeError as error:
+        bucket.state = BucketState.FAILED
+        raise collective_error(bucket, communicator.rank, error) from error
+    return InFlight(bucket, tuple(gradients), wire, pending, communicator.rank, in_place)
+
+
+def finish(in_flight: InFlight) -> torch.cuda.Event | None:
+    """Unpacks the reduced wire into the gradients it was packed from; the collective must be done.
+
+    Returns:
+        On CUDA the event after which the gradients may be read by any stream; None on CPU.
+    """
+    bucket = in_flight.bucket
+    try:
+        if not in_flight.in_place:
+            with record_function(f"fusedreduce::unpack {bucket.label}"):
+                scale = scalar(1.0, bucket.compute_dtype, bucket.device)
+                dispatch.unpack(in_flight.gradients, bucket.chunks, bucket.pointers, in_flight.wire, scale)
+        event = bucket.unpacked()
+    except BaseException:
+        bucket.state = BucketState.FAILED
+        raise
+    bucket.state = BucketState.IDLE
+    return event
+
+
+def collective_error(bucket: Bucket, rank: int, cause: BaseException) -> FusedReduceError:
+    """The error for a collective of `bucket` that failed with `cause`."""
+    return CollectiveError(
+        f"rank {rank}: the all-reduce of {bucket.label} failed: a peer died, left or did not answer within the "
+        f"process group's timeout. Its gradients have not been reduced. Cause: {cause}"
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def scalar(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A device scalar, uploaded once."""
+    return torch.full((1,), value, dtype=dtype, device=device)
+
+
+def _own_wire(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    (gradient,) = gradients
+    assert gradient is not None
+    return gradient

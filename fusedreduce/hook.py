@@ -1,0 +1,323 @@
+"""The comm hook: one line on torch's own DistributedDataParallel.
+
+    ddp.register_comm_hook(FusedHookState(wire="bf16"), fused_hook)
+
+DDP has flattened the bucket already; the hook divides by the world size in fp32, rounds once to the wire's dtype,
+all-reduces, and writes the result back into the bucket's own buffer, which it returns: with
+`gradient_as_bucket_view=True` nothing is copied after that. One launch and one collective per bucket at wire
+"native" (in place), two launches and one collective with a 16-bit wire.
+
+Where errors go: a comm hook that raises leaves DDP unusable. So what is wrong with the settings is kept, nothing is
+reduced, the buffers go back as they came, and the error is raised, in its own class, after DDP has finished the
+backward: the gradients are the local ones, and the next step works. A collective that failed is raised before DDP
+copies anything out of the buckets.
+"""
+# No `from __future__ import annotations` here: register_comm_hook compares the annotations with the types themselves.
+
+import copy
+import functools
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import exchange
+from .bucket import Bucket, BucketState
+from .comm.agreement import agree
+from .comm.distributed import ProcessGroupCommunicator
+from .comm.monitor import StallMonitor
+from .config import WIRES, ReduceConfig, Wire
+from .errors import FusedReduceError
+from .exchange import InFlight
+from .kernels import dispatch
+from .planning.layout import flat_layout
+
+_logger = logging.getLogger(__name__)
+_STALL_SHARE_OF_TIMEOUT = 0.8
+# DDP lays its buckets out anew after its first step; what two steps have not used belongs to an old layout.
+_KEEP_STEPS = 2
+
+
+class FusedHookState:
+    """State of `fused_hook`: options, and one Bucket per bucket that DDP has shown.
+
+    May be built before `init_process_group`, registered on several DDP modules that use the same group, and pickled
+    or copied (without its process group and buffers; torch does not register hooks again when it loads a DDP
+    module: do so yourself). While it lives it keeps one wire buffer per bucket: at a 16-bit wire half the bytes of
+    fp32 gradients, at wire "native" none.
+
+    Args:
+        process_group: the group that DDP was given; None is the default group, as in torch's own hooks. Its own
+            size divides the gradients.
+        wire: "native", "bf16" or "fp16"; see ReduceConfig.
+        options: the other fields of ReduceConfig.
+
+    Raises:
+        ValueError: an option that is not accepted.
+        TypeError: an unknown option, or a process_group that is none.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, wire: Wire = "native", **options: Any
+    ) -> None:
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(
+                f"process_group must be a torch.distributed.ProcessGroup or None, got {process_group!r} "
+                "(the wire is a keyword: FusedHookState(wire='bf16'))"
+            )
+        self.config = ReduceConfig(wire=wire, **options)
+        self.process_group = process_group
+        self._lock = threading.Lock()
+        self._communicator: ProcessGroupCommunicator | None = None
+        self._agreed_on: object = None
+        self._buckets: dict[tuple[object, ...], list[_Entry]] = {}
+        self._in_flight: list[torch.futures.Future[torch.Tensor]] = []
+        self._error: BaseException | None = None
+        self._monitor = StallMonitor()
+        self._steps = 0
+        self._counts = {"wire_bytes": 0, "collectives": 0, "wire_allocations": 0, "buckets": 0}
+        self._buckets_this_step = 0
+        self._path = "none"
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            wire_dtype = WIRES[self.config.wire] or torch.float32
+            dispatch.warm_up(torch.device("cuda", torch.cuda.current_device()), wire_dtype)
+
+    def stats(self) -> dict[str, int | str]:
+        """Counters since the state was built, on this rank.
+
+        Returns:
+            steps (synchronised backwards), buckets (of the latest step), collectives, wire_bytes (payload handed to
+            them), wire_allocations (wire buffers allocated), path (of the latest bucket: triton, interpreter, torch).
+        """
+        with self._lock:
+            return {"steps": self._steps, **self._counts, "path": self._path}
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            warnings.warn(
+                "FusedHookState is pickled without its process group: it will use the default group when loaded",
+                stacklevel=2,
+            )
+        return {"config": self.config}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        FusedHookState.__init__(self, None, **state["config"].to_dict())
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "FusedHookState":
+        return self.__copy__()
+
+    def __copy__(self) -> "FusedHookState":
+        return FusedHookState(self.process_group, **copy.deepcopy(self.config.to_dict()))  # type: ignore[arg-type]
+
+
+def fused_hook(state: FusedHookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages one DDP bucket over the state's process group; pass it to `register_comm_hook`.
+
+    Args:
+        state: see FusedHookState.
+        bucket: what DDP hands over: fp32, fp16, bf16, fp64 or complex gradients, flat, not yet divided. A sparse
+            bucket goes through torch's own all-reduce.
+
+    Returns:
+        A future of the bucket's own buffer, averaged.
+
+    Raises (from `backward()`, after DDP has finished it):
+        AgreementError: ranks use different options; on every rank.
+        UnsupportedWireError: the backend cannot sum the wire's dtype; on every rank.
+        TypeError: a bucket of integers.
+        CollectiveError: a peer died, left or did not answer in time; names the bucket.
+    """
+    if state._error is None:
+        try:
+            future = _reduce(state, bucket)
+        except (FusedReduceError, ValueError, TypeError, RuntimeError) as error:
+            if not _in_backward():
+                raise
+            state._error = error
+    if state._error is not None:
+        future = _done(bucket.buffer())
+    if bucket.is_last():
+        _end_step(state)
+    return future
+
+
+class _Entry:
+    """A Bucket and the last step that used it."""
+
+    def __init__(self, bucket: Bucket, step: int) -> None:
+        self.bucket = bucket
+        self.last_step = step
+
+
+def _reduce(state: FusedHookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Starts one bucket's reduction; raises before anything is touched."""
+    buffer = bucket.buffer()
+    communicator = _communicator(state)
+    _agree_once(state, communicator, buffer.device)
+    if buffer.layout is not torch.strided:
+        return _reduce_sparse(communicator, buffer)
+    flat = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+    wire_dtype = _wire_dtype(state, bucket, flat, communicator)
+    if flat.numel() == 0:
+        return _done(buffer)
+    ours = _idle_bucket(state, bucket, flat, wire_dtype)
+    allocations = ours.allocations
+    in_flight = exchange.start(ours, [flat], communicator, in_place=wire_dtype is flat.dtype)
+    future = in_flight.pending.future().then(functools.partial(_finish, state, in_flight, buffer))
+    with state._lock:
+        state._counts["collectives"] += 1
+        state._counts["wire_bytes"] += ours.wire_bytes
+        state._counts["wire_allocations"] += ours.allocations - allocations
+        state._path = dispatch.path_for(flat.device, (wire_dtype,), (flat.dtype,))
+        if not flat.is_cuda:
+            state._in_flight.append(future)
+    return future
+
+
+def _finish(
+    state: FusedHookState,
+    in_flight: InFlight,
+    buffer: torch.Tensor,
+    reduced: torch.futures.Future[list[torch.Tensor]],
+) -> torch.Tensor:
+    """Callback of the collective: unpacks into DDP's bucket. On CUDA its stream already waits for the collective."""
+    ours = in_flight.bucket
+    try:
+        try:
+            reduced.value()
+        except RuntimeError as error:
+            ours.state = BucketState.FAILED
+            raise exchange.collective_error(ours, in_flight.rank, error) from error
+        done = exchange.finish(in_flight)
+    except Exception as error:
+        with state._lock:
+            state._error = state._error or error
+        raise
+    if done is not None:
+        _watch(state, ours, in_flight.rank, done)
+    return buffer
+
+
+def _reduce_sparse(communicator: ProcessGroupCommunicator, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """torch's own way: divide, then sum; there is nothing to flatten or cast in a sparse tensor."""
+    pending = communicator.all_reduce_sparse(buffer.div_(communicator.size))
+    return pending.future().then(lambda reduced: reduced.value()[0])
+
+
+def _communicator(state: FusedHookState) -> ProcessGroupCommunicator:
+    """The communicator of the group as it is now: the default group may have been made anew."""
+    group = state.process_group if state.process_group is not None else dist.group.WORLD
+    if state._communicator is None or state._communicator.group is not group:
+        state._communicator = ProcessGroupCommunicator(group)
+    return state._communicator
+
+
+def _agree_once(state: FusedHookState, communicator: ProcessGroupCommunicator, device: torch.device) -> None:
+    """Compares the options across ranks before the first reduction over this group."""
+    if state._agreed_on is not communicator:
+        agree(communicator, "options of fused_hook", state.config.to_dict(), device)
+        state._agreed_on = communicator
+
+
+def _wire_dtype(
+    state: FusedHookState, bucket: dist.GradBucket, flat: torch.Tensor, communicator: ProcessGroupCommunicator
+) -> torch.dtype:
+    if not flat.is_floating_point():
+        raise TypeError(
+            f"rank {communicator.rank}: {_describe(bucket)} holds {flat.dtype}; gradients must be fp32, fp16, bf16, "
+            "fp64 or complex. Keep integer parameters out of DDP (requires_grad=False)"
+        )
+    wire_dtype = state.config.wire_dtype(flat.dtype)
+    communicator.check_wire(wire_dtype, flat.device)
+    return wire_dtype
+
+
+def _idle_bucket(
+    state: FusedHookState, bucket: dist.GradBucket, flat: torch.Tensor, wire_dtype: torch.dtype
+) -> Bucket:
+    """The Bucket for what DDP shows now. Its tables depend on nothing but this key, so DDP may re-lay its buckets,
+    and several DDP modules may share the state; one that is still under way is never used twice."""
+    key = (bucket.index(), flat.numel(), flat.dtype, flat.device)
+    with state._lock:
+        state._buckets_this_step += 1
+        entries = state._buckets.setdefault(key, [])
+        for entry in entries:
+            if entry.bucket.state is BucketState.IDLE:
+                entry.last_step = state._steps
+                return entry.bucket
+        layout = flat_layout(flat.numel())
+        made = Bucket(layout, [flat.dtype], wire_dtype, flat.device, _describe(bucket))
+        entries.append(_Entry(made, state._steps))
+        return made
+
+
+def _describe(bucket: dist.GradBucket) -> str:
+    shapes = [str(tuple(parameter.shape)) for parameter in bucket.parameters()]
+    shown = ", ".join(shapes[:4]) + (f", ... {len(shapes) - 4} more" if len(shapes) > 4 else "")
+    return f"bucket {bucket.index()} ({len(shapes)} parameters of shapes {shown})"
+
+
+def _watch(state: FusedHookState, ours: Bucket, rank: int, done: torch.cuda.Event) -> None:
+    """Has the bucket named if it does not finish. Events must not be queried while a graph is being captured."""
+    if torch.cuda.is_current_stream_capturing():
+        state._monitor.forget_all()
+        return
+    assert state._communicator is not None
+    report_after_s = state.config.stall_report_s
+    if report_after_s is None:
+        report_after_s = _STALL_SHARE_OF_TIMEOUT * state._communicator.timeout_s(ours.device)
+    state._monitor.watch(ours, lambda: f"rank {rank}: the reduction of {ours.label}", done.query, report_after_s)
+
+
+def _end_step(state: FusedHookState) -> None:
+    """After the last bucket: forgets old layouts, and has what went wrong raised once backward is done."""
+    with state._lock:
+        state._counts["buckets"], state._buckets_this_step = state._buckets_this_step, 0
+        for key, entries in list(state._buckets.items()):
+            entries[:] = [entry for entry in entries if entry.last_step >= state._steps - _KEEP_STEPS]
+            if not entries:
+                del state._buckets[key]
+        state._steps += 1
+        in_flight, state._in_flight = state._in_flight, []
+    if _in_backward():
+        # DDP queues its own callback, which copies out of the buckets, right after this one.
+        _queue_callback(functools.partial(_raise_what_failed, state, in_flight))
+
+
+def _raise_what_failed(state: FusedHookState, in_flight: list[torch.futures.Future[torch.Tensor]]) -> None:
+    for future in in_flight:
+        try:
+            future.wait()
+        except RuntimeError:
+            _logger.debug("a bucket failed; its error is raised below in its own class", exc_info=True)
+    with state._lock:
+        error, state._error = state._error, None
+    if error is None:
+        return
+    if in_flight:
+        # Before DDP copies buckets whose reduction failed over the local gradients.
+        raise error
+    # Nothing was reduced: let DDP finish, so that it can be used again.
+    _queue_callback(functools.partial(_raise, error))
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _queue_callback(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

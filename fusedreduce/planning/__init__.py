@@ -1,0 +1,1 @@
+"""Pure planning: layouts of buckets. No torch, no communication, no kernels."""

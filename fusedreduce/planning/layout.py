@@ -1,0 +1,92 @@
+"""Where each parameter lies in a bucket.
+
+Offsets and lengths count elements of the wire. Slots of at least 4 KiB begin at multiples of 128 bytes (a cache
+line: no line is written by two slots), smaller ones at multiples of 16 (one vector access); the bucket's length is a
+multiple of shards x 16 bytes, so that every shard begins aligned.
+
+Example, wire of 2 bytes: numels (3, 5000, 10) -> offsets (0, 64, 5064), numel 5080: slot 1 is 10,000 bytes and moves
+up to element 64 = 128 bytes; slot 2 begins at 5064 = 8 x 633; 5074 elements end at the next multiple of 8, 5080.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SMALL_ALIGN_BYTES = 16
+LARGE_ALIGN_BYTES = 128
+LARGE_SLOT_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place: `numel` wire elements from `offset` on."""
+
+    numel: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A bucket: slots ascending without overlap, and its length in wire elements, padding included."""
+
+    slots: tuple[Slot, ...]
+    numel: int
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each slot."""
+        return tuple(slot.numel for slot in self.slots)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """First wire element of each slot."""
+        return tuple(slot.offset for slot in self.slots)
+
+    @property
+    def padding_numel(self) -> int:
+        """Wire elements that belong to no slot."""
+        return self.numel - sum(self.numels)
+
+
+def aligned_layout(numels: Sequence[int], *, wire_itemsize_bytes: int, shards: int = 1) -> Layout:
+    """Lays parameters out one after the other, each slot and each shard aligned.
+
+    Args:
+        numels: elements of each parameter; 0 is legal and takes no room.
+        wire_itemsize_bytes: bytes of one wire element: 1, 2, 4 or 8.
+        shards: equal parts into which a collective cuts the bucket (the world size for a reduce-scatter).
+
+    Raises:
+        ValueError: a negative size, an itemsize that does not divide 16, or shards < 1.
+    """
+    if wire_itemsize_bytes < 1 or SMALL_ALIGN_BYTES % wire_itemsize_bytes:
+        raise ValueError(f"wire_itemsize_bytes must divide {SMALL_ALIGN_BYTES}, got {wire_itemsize_bytes}")
+    if shards < 1:
+        raise ValueError(f"shards must be at least 1, got {shards}")
+    slots = []
+    end = 0
+    for index, numel in enumerate(numels):
+        if numel < 0:
+            raise ValueError(f"parameter {index} has {numel} elements")
+        large = numel * wire_itemsize_bytes >= LARGE_SLOT_BYTES
+        align = (LARGE_ALIGN_BYTES if large else SMALL_ALIGN_BYTES) // wire_itemsize_bytes
+        offset = _round_up(end, align) if numel else end
+        slots.append(Slot(numel, offset))
+        end = offset + numel
+    return Layout(tuple(slots), _round_up(end, shards * SMALL_ALIGN_BYTES // wire_itemsize_bytes))
+
+
+def flat_layout(numel: int) -> Layout:
+    """One slot and no padding: a buffer that somebody else has already flattened.
+
+    Raises:
+        ValueError: a negative size.
+    """
+    if numel < 0:
+        raise ValueError(f"a buffer of {numel} elements")
+    return Layout((Slot(numel, 0),), numel)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,264 @@
+"""Compiles every kernel for sm_80, sm_90, sm_100 and gfx942 on a machine without a GPU, and reads the machine code.
+
+    python -m fusedreduce.kernels.aot --check [--arch sm_90] [--jobs 2] [--json FILE]
+
+What is compiled is what `Variant.launch` launches: the same signature, constexprs, warps and options, and no
+alignment. `machine_rules` says what the code must look like. Exit status 1 if a rule is broken or a kernel does not
+compile, 2 if Triton was imported as an interpreter. Columns:
+
+    regs      registers of a thread (AMD: vector registers)
+    KiB/SM    loads in flight: resident warps x bytes of vector loads that a thread issues in one block x threads of
+              a warp. Resident warps are what registers, threads, blocks and shared memory of one multiprocessor (AMD:
+              compute unit, by LLVM's own figure) allow, in whole programs. The worst dtype branch counts.
+    ins/16B   instructions of a turn of the tile loop for 16 bytes of the wider side, along the shortest path (in pack
+              the one with an exact reciprocal). The worst dtype branch counts.
+    loads, stores   accesses to gradients and wire in the code, as width in bytes x how many
+    !         a rule is broken; the lines below the tables say which
+
+Example, sm_90, 64 registers, 128 threads, 4 loads of 16 bytes: 65536 / (64 x 32) = 32 warps x 64 bytes x 32 = 64 KiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from . import pack, stats, support, unpack
+from .machine_code import parse_gcn, parse_sass
+from .machine_rules import BranchFigures, Violation, examine
+from .variants import TRITON_NAMES, WARP_SIZE, Variant, interpreted, tuning_for
+
+
+@dataclass(frozen=True)
+class Target:
+    """An architecture, and what one multiprocessor of it holds (unused for AMD, where LLVM says it)."""
+
+    name: str
+    key: tuple[str, int | str]
+    warps: int = 0
+    programs: int = 0
+    shared_bytes: int = 0
+    registers: int = 65536
+
+    @property
+    def warp_size(self) -> int:
+        return WARP_SIZE[self.key[0]]
+
+
+# Warps, programs and shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+TARGETS: Mapping[str, Target] = {
+    target.name: target
+    for target in (
+        Target("sm_80", ("cuda", 80), warps=64, programs=32, shared_bytes=164 * 1024),
+        Target("sm_90", ("cuda", 90), warps=64, programs=32, shared_bytes=228 * 1024),
+        Target("sm_100", ("cuda", 100), warps=64, programs=32, shared_bytes=228 * 1024),
+        Target("gfx942", ("hip", "gfx942")),
+    )
+}
+_REGISTERS_PER_WARP = 256  # registers are handed out to warps in this many
+_RESERVED_SHARED_BYTES = 1024  # of each program, by the system
+_SIMDS = 4  # of a compute unit
+
+
+@dataclass(frozen=True)
+class Report:
+    """One row of the table. `unsupported` is the reason why there is nothing to compile, or None."""
+
+    kernel: str
+    target: str
+    unsupported: str | None = None
+    violations: tuple[Violation, ...] = ()
+    registers: int = 0
+    resident_warps: int = 0
+    in_flight_bytes: int | None = None
+    branches: Mapping[str, BranchFigures] = dataclasses.field(default_factory=dict)
+    loads: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    stores: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+
+def all_variants(target: Target) -> tuple[Variant, ...]:
+    """Everything that can be launched on an architecture."""
+    tuning = tuning_for(target.key)
+    return (*pack.variants(tuning, target.key[0]), *unpack.variants(tuning, target.key[0]), *stats.variants())
+
+
+def dtypes_of(variant: Variant) -> frozenset[torch.dtype]:
+    """Every dtype that a variant reads, writes or computes in."""
+    names = {kind.removeprefix("*") for kind in variant.signature.values()}.union(*variant.branches)
+    return frozenset(dtype for dtype, name in TRITON_NAMES.items() if name in names)
+
+
+def compile_variant(variant: Variant, target: Target) -> Any:
+    """Triton's CompiledKernel, from its cache where it has it: the same entry that a launch makes and uses."""
+    constexprs = {name: None for name, kind in variant.signature.items() if kind == "constexpr"}
+    source = ASTSource(variant.kernel, dict(variant.signature), constexprs={**constexprs, **variant.constexprs})
+    options = {"num_warps": variant.num_warps, **variant.options}
+    return triton.compile(source, target=GPUTarget(*target.key, target.warp_size), options=options)
+
+
+def report(variant: Variant, target: Target) -> Report:
+    """Compiles one variant for one architecture and judges its machine code."""
+    reason = support.unsupported(target.key, dtypes_of(variant))
+    if reason is not None:
+        return Report(variant.label, target.name, unsupported=reason)
+    try:
+        compiled = compile_variant(variant, target)
+    except Exception as error:  # whatever the compiler raises: a pair that fails and is not listed fails the check
+        return failed(variant, target, error)
+    if target.key[0] == "cuda":
+        disassembly, usage = _dump(compiled.asm["cubin"])
+        blocks = parse_sass(disassembly, compiled.asm["ptx"])
+        registers = _number(r"REG:(\d+)", usage)
+        must_be_zero = {name: _number(rf"{name}:(\d+)", usage) for name in ("STACK", "LOCAL")}
+        resident = _resident_warps(target, registers, compiled.metadata.shared, variant.num_warps)
+    else:
+        assembly = compiled.asm["amdgcn"]
+        blocks = parse_gcn(assembly)
+        registers = _number(r"\.vgpr_count:\s*(\d+)", assembly)
+        spills = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+        must_be_zero = {name: _number(rf"\.{name}:\s*(\d+)", assembly) for name in spills}
+        resident = _whole(_SIMDS * _number(r"; Occupancy: (\d+)", assembly), variant.num_warps)
+    threads = variant.num_warps * target.warp_size
+    found = examine(variant, target.name, blocks, threads, must_be_zero)
+    loading = [figures.load_bytes for figures in found.branches.values() if figures.load_bytes]
+    return Report(
+        kernel=variant.label,
+        target=target.name,
+        violations=found.violations,
+        registers=registers,
+        resident_warps=resident,
+        in_flight_bytes=resident * min(loading) * target.warp_size if loading else None,
+        branches=found.branches,
+        loads=found.loads,
+        stores=found.stores,
+    )
+
+
+def failed(variant: Variant, target: Target, error: BaseException) -> Report:
+    """The row of a variant that did not compile."""
+    detail = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    violation = Violation(variant.label, target.name, "", "compiles", f"{detail}; not listed in kernels/support.py")
+    return Report(variant.label, target.name, violations=(violation,))
+
+
+def _dump(cubin: bytes) -> tuple[str, str]:
+    """Disassembly with PTX lines, and resource usage, by the tools in Triton's package."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        commands = (("nvdisasm", "-gp", "-c"), ("cuobjdump", "-res-usage"))
+        disassembly, usage = (
+            subprocess.run([tools / tool, *flags, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, *flags in commands
+        )
+    return disassembly, usage
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found, f"the compiler's output has no {pattern}"
+    return int(found[1])
+
+
+def _resident_warps(target: Target, registers: int, shared_bytes: int, num_warps: int) -> int:
+    warp_registers = -(-registers * target.warp_size // _REGISTERS_PER_WARP) * _REGISTERS_PER_WARP
+    warps = min(target.warps, target.registers // warp_registers, target.programs * num_warps)
+    return _whole(min(warps, target.shared_bytes // (shared_bytes + _RESERVED_SHARED_BYTES) * num_warps), num_warps)
+
+
+def _whole(warps: int, num_warps: int) -> int:
+    return warps // num_warps * num_warps
+
+
+def _report_nth(target: str, index: int) -> Report:
+    """In a process of the pool: variants hold functions, which cannot be sent to it."""
+    return report(all_variants(TARGETS[target])[index], TARGETS[target])
+
+
+def report_all(targets: Sequence[Target], jobs: int) -> Iterable[list[Report]]:
+    """The rows of each target in turn, compiled by `jobs` processes."""
+    # Spawned, not forked: numpy and torch have threads by now, and a fork would copy their locks.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        started: dict[str, list[tuple[Variant, Future[Report]]]] = {
+            target.name: [
+                (variant, pool.submit(_report_nth, target.name, index))
+                for index, variant in enumerate(all_variants(target))
+            ]
+            for target in targets
+        }
+        for target in targets:
+            rows = []
+            for variant, future in started[target.name]:
+                error = future.exception()  # a compiler that ends its process, for one
+                rows.append(future.result() if error is None else failed(variant, target, error))
+            yield rows
+
+
+def table(rows: Sequence[Report]) -> str:
+    """The rows of one target as text, 100 columns at most."""
+    lines = [f"{rows[0].target:<34} regs  KiB/SM  ins/16B  {'loads':<21}stores"]
+    for row in rows:
+        if row.unsupported is not None:
+            lines.append(f"  {row.kernel:<32}unsupported: {row.unsupported}")
+            continue
+        costs = [figures.per_16_bytes for figures in row.branches.values() if figures.per_16_bytes is not None]
+        in_flight = "-" if row.in_flight_bytes is None else f"{row.in_flight_bytes / 1024:.0f}"
+        cost = f"{max(costs):.1f}" if costs else "-"
+        loads, stores = (
+            " ".join(f"{width}x{times}" for width, times in counts.items()) or "-"
+            for counts in (row.loads, row.stores)
+        )
+        mark = "!" if row.violations else " "
+        lines.append(f"{mark} {row.kernel:<32}{row.registers:>5}{in_flight:>8}{cost:>9}  {loads:<21}{stores}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m fusedreduce.kernels.aot", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if a rule is broken")
+    parser.add_argument("--arch", action="append", choices=TARGETS, help="only this one (repeatable)")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too, with every branch")
+    chosen = parser.parse_args(arguments)
+    if interpreted():
+        print("TRITON_INTERPRET is set, and with it triton compiles nothing: unset it", file=sys.stderr)
+        return 2
+    rows: list[Report] = []
+    for group in report_all([TARGETS[name] for name in dict.fromkeys(chosen.arch or TARGETS)], max(1, chosen.jobs)):
+        print(table(group), flush=True)
+        rows += group
+    violations = [violation for row in rows for violation in row.violations]
+    for violation in violations:
+        print(f"FAILED {violation}")
+    skipped = sum(row.unsupported is not None for row in rows)
+    print(f"{len(rows) - skipped} kernels compiled, {skipped} unsupported, {len(violations)} rules broken")
+    if chosen.json:
+        as_objects = [
+            {**dataclasses.asdict(row), "violations": [violation._asdict() for violation in row.violations]}
+            for row in rows
+        ]
+        chosen.json.write_text(json.dumps({"triton": triton.__version__, "kernels": as_objects}, indent=1) + "\n")
+    return 1 if violations and chosen.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

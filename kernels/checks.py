@@ -1,0 +1,133 @@
+"""What pack and unpack refuse, before anything is read or written. Shared by the kernels and their torch reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .table import WIRE_DTYPES, ChunkTable, Partials, PointerTable
+
+
+def check_transfer(
+    gradients: Sequence[torch.Tensor | None],
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    wire: torch.Tensor,
+    scalar: torch.Tensor,
+    partials: Partials | None,
+) -> None:
+    """Raises if these arguments of pack or unpack do not fit together.
+
+    What can change every step (sizes, dtypes and devices of wire, scalar and partials) is checked every time; the
+    gradients one by one only when an address differs from those that `pointers` holds.
+
+    Raises:
+        ValueError: wrong count, size, device, layout, or memory that overlaps.
+        TypeError: wrong dtype.
+    """
+    if len(gradients) != len(chunks):
+        raise ValueError(f"got {len(gradients)} gradients for a layout of {len(chunks)} slots")
+    _check_wire(wire, chunks)
+    compute = torch.float64 if chunks.fp64 else torch.float32
+    if scalar.dtype != compute or scalar.numel() != 1:
+        raise TypeError(
+            f"the divisor or scale must be one element of {compute}, got {scalar.numel()} of {scalar.dtype}"
+        )
+    _check_device("divisor or scale", scalar, wire)
+    if partials is not None:
+        _check_partials(partials, chunks, wire)
+    try:
+        known = pointers.holds(gradients)
+    except RuntimeError:  # a sparse or fake tensor has no address; it is named below
+        known = False
+    if not known:
+        for slot, gradient in enumerate(gradients):
+            if gradient is not None:
+                _check_gradient(slot, gradient, chunks, wire)
+    if not pointers.holds(gradients, wire):
+        _check_overlap(gradients, chunks, wire)
+
+
+def _check_wire(wire: torch.Tensor, chunks: ChunkTable) -> None:
+    accepted = (*WIRE_DTYPES[1:], torch.float64) if chunks.fp64 else WIRE_DTYPES
+    if wire.dtype not in accepted:
+        raise TypeError(f"the wire buffer is {wire.dtype}; for these gradients it must be one of {_names(accepted)}")
+    if wire.dim() != 1 or not wire.is_contiguous() or wire.numel() != chunks.wire_numel:
+        raise ValueError(
+            f"the wire buffer must be contiguous with shape ({chunks.wire_numel},), "
+            f"got shape {tuple(wire.shape)} and strides {wire.stride()}"
+        )
+
+
+def _check_device(what: str, tensor: torch.Tensor, wire: torch.Tensor) -> None:
+    if tensor.device != wire.device:
+        raise ValueError(f"the {what} is on {tensor.device}, the wire buffer on {wire.device}: move them together")
+
+
+def _check_partials(partials: Partials, chunks: ChunkTable, wire: torch.Tensor) -> None:
+    for what, tensor, dtype in (
+        ("partials.sums", partials.sums, torch.float64),
+        ("partials.first_non_finite", partials.first_non_finite, torch.int64),
+    ):
+        _check_device(what, tensor, wire)
+        if tensor.dtype != dtype or tuple(tensor.shape) != (len(chunks.rows),):
+            raise ValueError(
+                f"{what} must be {dtype} of shape ({len(chunks.rows)},), got {tensor.dtype} of {tuple(tensor.shape)}: "
+                "use ChunkTable.new_partials"
+            )
+
+
+def _check_gradient(slot: int, gradient: torch.Tensor, chunks: ChunkTable, wire: torch.Tensor) -> None:
+    what = f"gradient {slot}"
+    if gradient.layout != torch.strided:
+        raise TypeError(f"{what} has layout {gradient.layout}; only dense (strided) gradients can be packed")
+    if gradient.dtype != chunks.dtypes[slot]:
+        raise TypeError(f"{what} is {gradient.dtype}, its slot was laid out for {chunks.dtypes[slot]}")
+    _check_device(what, gradient, wire)
+    needed = chunks.begins[slot] + chunks.numels[slot]
+    if gradient.numel() < needed or (chunks.begins[slot] == 0 and not chunks.shared and gradient.numel() != needed):
+        raise ValueError(f"{what} has {gradient.numel()} elements, its slot needs {needed}")
+    if not _is_dense(gradient):
+        raise ValueError(
+            f"{what} (shape {tuple(gradient.shape)}, strides {gradient.stride()}) has gaps or repeats in memory; "
+            "pass gradient.contiguous()"
+        )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a gapless range of memory, each once, in any order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _check_overlap(gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, wire: torch.Tensor) -> None:
+    ranges = []
+    for slot, gradient in enumerate(gradients):
+        if gradient is not None and chunks.numels[slot] > 0:
+            begin = gradient.data_ptr() + chunks.begins[slot] * gradient.element_size()
+            ranges.append((begin, begin + chunks.numels[slot] * gradient.element_size(), slot))
+    ranges.sort()
+    for (_, end, slot), (begin, _, other) in zip(ranges, ranges[1:], strict=False):
+        if begin < end:
+            raise ValueError(f"gradients {slot} and {other} overlap in memory; pass each element once")
+    wire_begin = wire.data_ptr()
+    wire_end = wire_begin + wire.numel() * wire.element_size()
+    for begin, end, slot in ranges:
+        in_place = wire.dtype == chunks.dtypes[slot] and begin == wire_begin + chunks.offsets[slot] * wire.element_size()
+        if begin < wire_end and wire_begin < end and not in_place:
+            raise ValueError(
+                f"gradient {slot} overlaps the wire buffer; that is possible only in place, "
+                "with the same dtype and each element at its own offset"
+            )
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype) for dtype in dtypes)

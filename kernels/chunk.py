@@ -1,0 +1,219 @@
+"""What pack and unpack share: one program walks one chunk, `destination = round(op(source))`.
+
+A chunk is `count` consecutive elements. Its middle, where source and destination are aligned together, moves in
+tiles of 16-byte accesses; the few elements before and after it move in one narrow piece, one element per thread.
+Where source and destination are never aligned together (a gradient that is a view at an odd address), the narrow
+piece loops over the whole chunk, so every alignment is right and the common one is fast.
+
+Example, fp32 -> bf16, so VECTOR = 16 bytes / 4 bytes = 4 elements: count = 13, destination 3 elements short of
+alignment. Head = elements 0 to 2, middle = 3 to 10 (two vectors), tail = 11 and 12; the narrow piece moves
+elements 0, 1, 2, 11 and 12 with five threads.
+
+Arithmetic: load in the source's own dtype, compute in fp32 (fp64 if either side is fp64), round once to the
+destination's dtype. `aot` finds every access to gradients or wire by the four functions they go through:
+load_vector, store_vector, load_single, store_single.
+"""
+
+import triton
+import triton.language as tl
+
+# Columns of a ChunkTable row: parameter, begin, end, offset, dtype code.
+ROW = tl.constexpr(5)
+DIVIDE = tl.constexpr(0)
+MULTIPLY = tl.constexpr(1)
+# Chunk sums of squares between these bounds stand as computed in fp32: what was flushed to zero is below 2^-24 of
+# them, and nothing has overflowed.
+SUM_LOWEST = tl.constexpr(1e-27)
+SUM_HIGHEST = tl.constexpr(3e38)
+NOT_FOUND = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def load_vector(pointer, mask):
+    return tl.load(pointer, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_vector(pointer, value, mask):
+    tl.store(pointer, value, mask=mask)
+
+
+@triton.jit
+def load_single(pointer, mask):
+    return tl.load(pointer, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_single(pointer, value, mask):
+    tl.store(pointer, value, mask=mask)
+
+
+@triton.jit
+def round_once(value, DESTINATION: tl.constexpr):
+    """One rounding to DESTINATION.
+
+    fp64 -> bf16 or fp16 has no single instruction; through a plain fp32 it would round twice. So fp32 is taken
+    rounded to odd (the last bit is set when anything was lost): the second rounding then sees on which side of a
+    tie the value was. 1 + 2^-8 + 2^-40 -> fp32 by nearest is 1 + 2^-8, a tie, -> bf16 1.0 (wrong); rounded to odd
+    it is 1 + 2^-8 + 2^-23 -> bf16 1 + 2^-7 (right).
+    """
+    if value.dtype.primitive_bitwidth == 64 and DESTINATION.primitive_bitwidth == 16:
+        nearest = value.to(tl.float32)
+        back = nearest.to(tl.float64)
+        bits = nearest.to(tl.int32, bitcast=True)
+        lost = (back != value) & (value == value) & ((bits & 1) == 0)
+        toward = tl.where(tl.abs(value) > tl.abs(back), 1, -1)
+        odd = tl.where(lost, bits + toward, bits).to(tl.float32, bitcast=True)
+        return odd.to(DESTINATION)
+    else:
+        return value.to(DESTINATION)
+
+
+@triton.jit
+def apply_scalar(value, scalar, reciprocal, exact, OP: tl.constexpr):
+    """value / scalar, correctly rounded, or value * scalar.
+
+    A reciprocal is exact only for powers of two (1/3 is wrong in the last bit for a third of all values), so only
+    there does the cheap product stand for the division; `exact` is the same for the whole launch.
+    """
+    if OP == MULTIPLY:
+        result = value * scalar
+    else:
+        if exact:
+            result = value * reciprocal
+        else:
+            if value.dtype.primitive_bitwidth == 64:
+                result = value / scalar
+            else:
+                result = tl.div_rn(value, scalar)
+    return result
+
+
+@triton.jit
+def convert_chunk(
+    source,
+    destination,
+    count,
+    scalar,
+    SOURCE: tl.constexpr,
+    DESTINATION: tl.constexpr,
+    OP: tl.constexpr,
+    STATS: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Moves `count` elements; returns what `chunk_sum` needs of the values as stored.
+
+    `source` and `destination` are int64 addresses of the chunk's first element, each a multiple of its itemsize.
+    Returns per-vector sums of squares and largest absolute values [TILE_BYTES / 16], and the same of the narrow
+    piece [LANES].
+    """
+    SOURCE_BYTES: tl.constexpr = SOURCE.primitive_bitwidth // 8
+    DESTINATION_BYTES: tl.constexpr = DESTINATION.primitive_bitwidth // 8
+    # The wider side decides: 16 bytes there, 8 on the narrow side. 16 on both would cost a layout conversion.
+    WIDE_BYTES: tl.constexpr = SOURCE_BYTES if SOURCE_BYTES > DESTINATION_BYTES else DESTINATION_BYTES
+    COMPUTE: tl.constexpr = tl.float64 if WIDE_BYTES == 8 else tl.float32
+    VECTOR: tl.constexpr = 16 // WIDE_BYTES
+    VECTORS: tl.constexpr = TILE_BYTES // 16
+    TILE: tl.constexpr = VECTORS * VECTOR
+
+    reciprocal = scalar
+    exact = False
+    if OP == DIVIDE:
+        one = tl.full((), 1.0, COMPUTE)
+        if COMPUTE == tl.float64:
+            reciprocal = one / scalar
+            exact = (scalar.to(tl.int64, bitcast=True) & 0xFFFFFFFFFFFFF) == 0
+        else:
+            reciprocal = tl.div_rn(one, scalar)
+            exact = (scalar.to(tl.int32, bitcast=True) & 0x7FFFFF) == 0
+
+    head = ((VECTOR - (destination // DESTINATION_BYTES) % VECTOR) % VECTOR).to(tl.int32)
+    together = (source // SOURCE_BYTES + head) % VECTOR == 0
+    head = tl.minimum(tl.where(together, head, count), count)
+    middle = tl.multiple_of((count - head) // VECTOR * VECTOR, VECTOR)
+
+    source_ptr = source.to(tl.pointer_type(SOURCE))
+    destination_ptr = destination.to(tl.pointer_type(DESTINATION))
+    vector_source = tl.multiple_of(source_ptr + head, VECTOR * SOURCE_BYTES)
+    vector_destination = tl.multiple_of(destination_ptr + head, VECTOR * DESTINATION_BYTES)
+    tile_lane = tl.arange(0, TILE)
+    squares = tl.zeros((VECTORS,), COMPUTE)
+    peaks = tl.zeros((VECTORS,), COMPUTE)
+    for start in tl.range(0, middle, TILE):
+        index = tl.multiple_of(start, VECTOR) + tile_lane
+        inside = index < middle
+        value = load_vector(vector_source + index, inside).to(COMPUTE)
+        stored = round_once(apply_scalar(value, scalar, reciprocal, exact, OP), DESTINATION)
+        store_vector(vector_destination + index, stored, inside)
+        if STATS:
+            # A vector lies in one thread: added up there, it costs one register of accumulator instead of VECTOR.
+            seen = tl.reshape(stored.to(COMPUTE), (VECTORS, VECTOR))
+            squares += tl.sum(seen * seen, axis=1)
+            peaks = tl.maximum(peaks, tl.max(tl.abs(seen), axis=1))
+
+    lane = tl.arange(0, LANES)
+    edge_squares = tl.zeros((LANES,), COMPUTE)
+    edge_peaks = tl.zeros((LANES,), COMPUTE)
+    for start in tl.range(0, count - middle, LANES):
+        piece = start + lane
+        index = tl.where(piece < head, piece, piece + middle)
+        inside = piece < count - middle
+        value = load_single(source_ptr + index, inside).to(COMPUTE)
+        stored = round_once(apply_scalar(value, scalar, reciprocal, exact, OP), DESTINATION)
+        store_single(destination_ptr + index, stored, inside)
+        if STATS:
+            seen = stored.to(COMPUTE)
+            edge_squares += seen * seen
+            edge_peaks = tl.maximum(edge_peaks, tl.abs(seen))
+    return squares, peaks, edge_squares, edge_peaks
+
+
+@triton.jit
+def zero_chunk(destination, count, DESTINATION: tl.constexpr, TILE_BYTES: tl.constexpr, LANES: tl.constexpr):
+    """Writes `count` zeros: a missing gradient, or padding (a stale NaN there would travel)."""
+    BYTES: tl.constexpr = DESTINATION.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
+    TILE: tl.constexpr = TILE_BYTES // BYTES
+    pointer = destination.to(tl.pointer_type(DESTINATION))
+    head = tl.minimum(((VECTOR - (destination // BYTES) % VECTOR) % VECTOR).to(tl.int32), count)
+    middle = tl.multiple_of((count - head) // VECTOR * VECTOR, VECTOR)
+    vector_pointer = tl.multiple_of(pointer + head, 16)
+    tile_lane = tl.arange(0, TILE)
+    for start in tl.range(0, middle, TILE):
+        index = tl.multiple_of(start, VECTOR) + tile_lane
+        store_vector(vector_pointer + index, tl.zeros((TILE,), DESTINATION), index < middle)
+    # Head and tail together are fewer elements than LANES.
+    piece = tl.arange(0, LANES)
+    index = tl.where(piece < head, piece, piece + middle)
+    store_single(pointer + index, tl.zeros((LANES,), DESTINATION), piece < count - middle)
+
+
+@triton.jit
+def chunk_sum(squares, peaks, edge_squares, edge_peaks):
+    """(sum of squares in fp64, whether it stands): it does not where squares may have overflowed or vanished.
+
+    All zeros stands, and is common: rows of an embedding that were not looked up.
+    """
+    total = tl.sum(squares, axis=0) + tl.sum(edge_squares, axis=0)
+    peak = tl.maximum(tl.max(peaks, axis=0), tl.max(edge_peaks, axis=0))
+    stands = ((total > SUM_LOWEST) & (total < SUM_HIGHEST)) | ((total == 0.0) & (peak == 0.0))
+    return total.to(tl.float64), stands
+
+
+@triton.jit
+def careful_sum(stored, count, STORED: tl.constexpr, LANES: tl.constexpr):
+    """Sum of squares in fp64 and first non-finite index (-1: none) of what this program has just stored."""
+    # Other threads of this program stored some of what this one reads.
+    tl.debug_barrier()
+    stored_ptr = stored.to(tl.pointer_type(STORED))
+    lane = tl.arange(0, LANES)
+    squares = tl.zeros((LANES,), tl.float64)
+    found = tl.full((LANES,), NOT_FOUND, tl.int32)
+    for start in tl.range(0, count, LANES):
+        index = start + lane
+        seen = load_single(stored_ptr + index, index < count).to(tl.float64)
+        squares += seen * seen
+        found = tl.minimum(found, tl.where(tl.abs(seen) < float("inf"), NOT_FOUND, index))
+    first = tl.min(found, axis=0)
+    return tl.sum(squares, axis=0), tl.where(first == NOT_FOUND, -1, first).to(tl.int64)

@@ -1,0 +1,188 @@
+"""Which of the two implementations runs: Triton kernels or their torch reference.
+
+    CUDA (or ROCm) tensors                     triton       the compiled kernels
+    CPU tensors                                torch        reference.py
+    CPU tensors under TRITON_INTERPRET=1       interpreter  the kernels, in Triton's interpreter (slow: for tests)
+
+The interpreter rounds fp32 -> bf16 by cutting bits off, so whatever writes bf16 there takes the torch path: dispatch
+never hands out a wrong gradient. The signatures of pack, unpack and reduce_partials are the launchers'.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import reference
+from .support import unsupported
+from .table import ChunkTable, Partials, PointerTable, Totals
+
+_triton_pack: ModuleType | None
+try:
+    from . import pack as _triton_pack
+    from . import stats as _triton_stats
+    from . import unpack as _triton_unpack
+    from . import variants as _variants
+except ImportError:  # no triton on this platform: the torch path serves every device
+    _triton_pack = None
+
+_logger = logging.getLogger(__name__)
+Path = Literal["triton", "interpreter", "torch"]
+
+
+class UnsupportedPairError(TypeError):
+    """This architecture cannot run the kernel for these dtypes."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call that was counted: which function, which path, and how many kernels or torch operators it ran."""
+
+    function: Literal["pack", "unpack", "reduce_partials"]
+    path: Path
+    launches: int
+
+
+def path_for(device: torch.device, written: Iterable[torch.dtype], read: Iterable[torch.dtype] = ()) -> Path:
+    """The path that a function writing dtypes `written` and reading `read` takes for tensors on `device`.
+
+    Raises:
+        UnsupportedPairError: a GPU whose architecture cannot have one of the dtypes.
+    """
+    if _triton_pack is None:
+        _warn_without_triton(device.type)
+        return "torch"
+    if device.type == "cuda":
+        written, read = tuple(written), tuple(read)
+        _refuse_unsupported(device, frozenset((*written, *read)))
+        return "triton"
+    if device.type == "cpu" and _variants.interpreted() and torch.bfloat16 not in tuple(written):
+        return "interpreter"
+    return "torch"
+
+
+def pack(
+    gradients: Sequence[torch.Tensor | None],
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    wire: torch.Tensor,
+    divisor: torch.Tensor,
+    partials: Partials | None = None,
+) -> None:
+    """Flattens, divides and casts `gradients` into `wire`; see `kernels.pack.pack`."""
+    path = path_for(wire.device, (wire.dtype,), chunks.dtypes)
+    function = reference.pack if path == "torch" else _triton_pack.pack  # type: ignore[union-attr]
+    _call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials)
+
+
+def unpack(
+    gradients: Sequence[torch.Tensor | None],
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    wire: torch.Tensor,
+    scale: torch.Tensor,
+    partials: Partials | None = None,
+) -> None:
+    """Unflattens, scales and casts `wire` into `gradients`; see `kernels.unpack.unpack`."""
+    path = path_for(wire.device, chunks.dtypes, (wire.dtype,))
+    function = reference.unpack if path == "torch" else _triton_unpack.unpack
+    _call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials)
+
+
+def reduce_partials(partials: Partials, chunks: ChunkTable) -> Totals:
+    """Adds partials up per parameter and in total; see `kernels.stats.reduce_partials`."""
+    path = path_for(partials.sums.device, ())
+    function = reference.reduce_partials if path == "torch" else _triton_stats.reduce_partials
+    totals: Totals = _call("reduce_partials", path, function, partials, chunks)
+    return totals
+
+
+def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stats: bool = False) -> None:
+    """Compiles pack and unpack for one wire by running them on one element, so that no step has to.
+
+    A no-op where the torch path runs.
+    """
+    dtype = torch.float64 if fp64 else torch.float32
+    if path_for(device, (wire,), (dtype,)) != "triton":
+        return
+    gradients = [torch.zeros(1, dtype=dtype, device=device)]
+    chunks = ChunkTable([1], [0], [dtype], 1)
+    buffer = torch.empty(1, dtype=wire, device=device)
+    one = torch.ones(1, dtype=dtype, device=device)
+    partials = chunks.new_partials(device) if stats else None
+    pack(gradients, chunks, PointerTable(), buffer, one, partials)
+    unpack(gradients, chunks, PointerTable(), buffer, one, partials)
+
+
+@contextmanager
+def count_launches() -> Iterator[list[Launch]]:
+    """Counts every pack, unpack and reduce_partials of the process, on any thread, while the context is open."""
+    counted: list[Launch] = []
+    with _lock:
+        _counting.append(counted)
+    try:
+        yield counted
+    finally:
+        with _lock:
+            _counting.remove(counted)
+
+
+_lock = threading.Lock()
+_counting: list[list[Launch]] = []
+
+
+class _CountOperators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _call(name: Any, path: Path, function: Callable[..., Any], *arguments: Any) -> Any:
+    if not _counting:
+        return function(*arguments)
+    if path == "torch":
+        with _CountOperators() as operators:
+            result = function(*arguments)
+        launches = operators.calls
+    else:
+        before = _variants.launches()
+        result = function(*arguments)
+        launches = _variants.launches() - before
+    with _lock:
+        for counted in _counting:
+            counted.append(Launch(name, path, launches))
+    return result
+
+
+@functools.lru_cache(maxsize=None)
+def _refuse_unsupported(device: torch.device, dtypes: frozenset[torch.dtype]) -> None:
+    target = _variants.current_target(device)
+    reason = unsupported(target, dtypes)
+    if reason is not None:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise UnsupportedPairError(f"{device} ({target[0]} {target[1]}) cannot run the kernels for {names}: {reason}")
+
+
+@functools.lru_cache(maxsize=None)
+def _warn_without_triton(device_type: str) -> None:
+    if device_type == "cuda":
+        _logger.warning("triton cannot be imported: gradients on CUDA take the slower torch path")

@@ -1,0 +1,26 @@
+"""Kernel and dtype pairs that an architecture cannot have.
+
+Found out by compiling: with Triton 3.7, every kernel and dtype compiles for compute capabilities 6.0 to 12.1 (below
+8.0 bf16 is rounded in integer arithmetic, to nearest even and keeping NaN, as the hardware does from there on) and for AMD's
+gfx908, gfx90a, gfx942, gfx950 and RDNA (gfx10 to gfx12). What is listed here does not compile. `dispatch` refuses it,
+and `aot` shows it instead of compiling it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+_NO_CODE = "Triton generates no code for this architecture (of AMD's data-centre line it knows gfx908 and later)"
+# By Triton's (backend, architecture): a reason per dtype; None stands for every dtype.
+UNSUPPORTED: Mapping[tuple[str, int | str], Mapping[torch.dtype | None, str]] = {
+    ("hip", name): {None: _NO_CODE}
+    for name in ("gfx803", "gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c", "gfx940", "gfx941")
+}
+
+
+def unsupported(target: tuple[str, int | str], dtypes: Iterable[torch.dtype]) -> str | None:
+    """Why `target`, Triton's (backend, architecture), cannot run kernels on `dtypes`; None if it can."""
+    reasons = UNSUPPORTED.get(target, {})
+    return next((reasons[dtype] for dtype in (None, *dtypes) if dtype in reasons), None)

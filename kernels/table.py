@@ -1,0 +1,292 @@
+"""Tables the kernels walk: ChunkTable (what a layout looks like) and PointerTable (where the gradients are now).
+
+ChunkTable rows are int64 (parameter, begin, end, offset, dtype code): elements [begin, end) of that parameter's
+memory belong at [offset, offset + end - begin) of the wire. It is built once per layout with numpy and uploaded
+once per device. Cutting every slot into chunks of at most `chunk_numel` elements balances one tensor of 500 MB
+beside 300 biases. Padding is rows of a parameter that never has an address, so pack writes zeros there.
+
+Example: slots of 5 and 3 elements at offsets 0 and 8, wire of 16, chunk_numel 4, both fp32:
+    (0, 0, 4, 0, 0)  (0, 4, 5, 4, 0)  (1, 0, 3, 8, 0)   data
+    (2, 0, 3, 5, 0)  (2, 0, 4, 11, 0)  (2, 4, 5, 15, 0)  padding, parameter 2 = none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+DTYPE_CODES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+# fp64 gradients travel as fp64, bf16 or fp16.
+WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CHUNK_NUMEL = 8192
+_RING = 3
+
+
+@dataclass(frozen=True)
+class Partials:
+    """By-products of one launch, one entry per row of the table; those of padding rows mean nothing.
+
+    Args:
+        sums: fp64 [rows], sums of squares of the values as stored.
+        first_non_finite: int64 [rows], index within the parameter's memory of the first NaN or Inf, -1 for none.
+    """
+
+    sums: torch.Tensor
+    first_non_finite: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Second stage of the by-products: see `kernels.stats.reduce_partials`.
+
+    Args:
+        parameter_sums: fp64 [P], sum of squares of each parameter's values as stored.
+        first_non_finite: int64 [P], index within the parameter's memory of its first NaN or Inf, -1 for none.
+        total: fp64 [1], sum of parameter_sums.
+    """
+
+    parameter_sums: torch.Tensor
+    first_non_finite: torch.Tensor
+    total: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DeviceRows:
+    """A ChunkTable on one device. `starts` is int64 [1 + P + 1]: P, then where each parameter's rows begin."""
+
+    rows: torch.Tensor
+    starts: torch.Tensor
+
+
+class ChunkTable:
+    """The static half: rows of one layout.
+
+    Args:
+        numels: elements of each slot.
+        offsets: first wire element of each slot; slots ascend and do not overlap.
+        dtypes: gradient dtype of each slot: fp32, bf16 and fp16 in any mix, or fp64 alone.
+        wire_numel: elements of the wire buffer; what no slot covers is padding.
+        begins: first element of each slot within its memory (default 0; a comm hook's slots share one buffer).
+        chunk_numel: at most this many elements per row.
+
+    Raises:
+        ValueError: slots overlap, leave the wire, or a size is negative.
+        TypeError: a dtype the kernels do not take, or fp64 mixed with others.
+    """
+
+    def __init__(
+        self,
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        wire_numel: int,
+        *,
+        begins: Sequence[int] | None = None,
+        chunk_numel: int = CHUNK_NUMEL,
+    ) -> None:
+        if not 0 < chunk_numel < 2**30:
+            raise ValueError(f"chunk_numel must be in [1, 2**30), got {chunk_numel}")
+        self.numels = tuple(numels)
+        self.offsets = tuple(offsets)
+        self.dtypes = tuple(dtypes)
+        self.begins = tuple(begins) if begins is not None else (0,) * len(self.numels)
+        # Slots that name their begin share one buffer, which is longer than any of them.
+        self.shared = begins is not None
+        self.wire_numel = wire_numel
+        self.chunk_numel = chunk_numel
+        if not len(self.numels) == len(self.offsets) == len(self.dtypes) == len(self.begins):
+            raise ValueError(
+                f"{len(self.numels)} sizes, {len(self.offsets)} offsets, {len(self.dtypes)} dtypes and "
+                f"{len(self.begins)} begins: give one of each per slot"
+            )
+        self.fp64 = _checked_fp64(self.dtypes)
+        numel = np.asarray(self.numels, dtype=np.int64)
+        offset = np.asarray(self.offsets, dtype=np.int64)
+        begin = np.asarray(self.begins, dtype=np.int64)
+        gaps = _checked_gaps(numel, offset, begin, wire_numel)
+        self.gaps: tuple[tuple[int, int], ...] = tuple((int(lo), int(hi)) for lo, hi in gaps)
+        code = np.asarray([DTYPE_CODES[dtype] for dtype in self.dtypes], dtype=np.int64)
+        data, counts = _cut(np.arange(len(numel)), begin, numel, offset, code, chunk_numel)
+        none = np.full(len(gaps), len(numel))
+        zeros = np.zeros(len(gaps), dtype=np.int64)
+        padding, _ = _cut(none, zeros, gaps[:, 1] - gaps[:, 0], gaps[:, 0], zeros, chunk_numel)
+        self.rows: npt.NDArray[np.int64] = np.concatenate([data, padding])
+        self.data_rows = len(data)
+        self.starts: npt.NDArray[np.int64] = np.concatenate([[len(numel), 0], np.cumsum(counts)]).astype(np.int64)
+        self._on_device: dict[torch.device, DeviceRows] = {}
+
+    def __len__(self) -> int:
+        """Number of slots."""
+        return len(self.numels)
+
+    def on(self, device: torch.device) -> DeviceRows:
+        """The rows on `device`; uploaded at the first call."""
+        uploaded = self._on_device.get(device)
+        if uploaded is None:
+            uploaded = DeviceRows(torch.from_numpy(self.rows).to(device), torch.from_numpy(self.starts).to(device))
+            self._on_device[device] = uploaded
+        return uploaded
+
+    def new_partials(self, device: torch.device) -> Partials:
+        """Uninitialised partials for one launch, which writes those of every data row."""
+        return Partials(
+            sums=torch.empty(len(self.rows), dtype=torch.float64, device=device),
+            first_non_finite=torch.empty(len(self.rows), dtype=torch.int64, device=device),
+        )
+
+
+def _checked_fp64(dtypes: Sequence[torch.dtype]) -> bool:
+    kinds = set(dtypes)
+    unknown = kinds - set(DTYPE_CODES)
+    if unknown:
+        names = ", ".join(sorted(map(str, unknown)))
+        accepted = ", ".join(map(str, DTYPE_CODES))
+        raise TypeError(f"gradients of {names} cannot be packed; accepted: {accepted} (complex: pass view_as_real)")
+    if torch.float64 in kinds and len(kinds) > 1:
+        raise TypeError("torch.float64 gradients need a bucket of their own; put the other dtypes into another one")
+    return torch.float64 in kinds
+
+
+def _checked_gaps(
+    numel: npt.NDArray[np.int64], offset: npt.NDArray[np.int64], begin: npt.NDArray[np.int64], wire_numel: int
+) -> npt.NDArray[np.int64]:
+    """The [begin, end) ranges of the wire that no slot covers, as rows."""
+    if (numel < 0).any() or (offset < 0).any() or (begin < 0).any() or wire_numel < 0:
+        raise ValueError("sizes, offsets and begins must not be negative")
+    ends = np.concatenate([[0], offset + numel])
+    begins = np.concatenate([offset, [wire_numel]])
+    if (begins < ends).any():
+        slot = int(np.argmax(begins < ends))
+        where = f"slot {slot} begins at {begins[slot]}" if slot < len(numel) else f"the wire ends at {wire_numel}"
+        raise ValueError(f"{where}, but slot {slot - 1} ends at {ends[slot]}: slots must ascend and not overlap")
+    gaps = np.stack([ends, begins], axis=1)
+    return gaps[gaps[:, 0] < gaps[:, 1]]
+
+
+def _cut(
+    parameter: npt.NDArray[np.int64],
+    begin: npt.NDArray[np.int64],
+    numel: npt.NDArray[np.int64],
+    offset: npt.NDArray[np.int64],
+    code: npt.NDArray[np.int64],
+    chunk_numel: int,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Cuts slots into rows of at most chunk_numel elements; returns rows [C, 5] and the number of rows per slot."""
+    counts = -(-numel // chunk_numel)
+    slot = np.repeat(np.arange(len(numel)), counts)
+    first_row = np.concatenate([[0], np.cumsum(counts)])[:-1]
+    done = (np.arange(len(slot)) - first_row[slot]) * chunk_numel
+    rows = np.stack(
+        [
+            parameter[slot],
+            begin[slot] + done,
+            begin[slot] + np.minimum(done + chunk_numel, numel[slot]),
+            offset[slot] + done,
+            code[slot],
+        ],
+        axis=1,
+    )
+    return np.ascontiguousarray(rows, dtype=np.int64), counts
+
+
+@dataclass
+class _Upload:
+    """One generation of addresses: pinned source, device copy, and when the last launch that read it is done."""
+
+    host: torch.Tensor
+    device: torch.Tensor
+    used: torch.cuda.Event | None = None
+
+    def free(self) -> bool:
+        return self.used is None or self.used.query()
+
+
+class PointerTable:
+    """The moving half: where the gradients of one bucket are now.
+
+    Uploads only when an address changed. What a launch in flight reads is never overwritten: a change takes a
+    generation that no launch reads any more, or a new one, rather than wait.
+    """
+
+    def __init__(self) -> None:
+        self._addresses: tuple[int, ...] | None = None
+        self._wire: tuple[int, torch.dtype] | None = None
+        self._generations: list[_Upload] = []
+        self._captured: list[_Upload] = []
+        self._current: _Upload | None = None
+        self.uploads = 0
+
+    def holds(self, gradients: Sequence[torch.Tensor | None], wire: torch.Tensor | None = None) -> bool:
+        """Whether these are the addresses (and, if given, the wire) of the last launch."""
+        if wire is not None and self._wire != (wire.data_ptr(), wire.dtype):
+            return False
+        return self._addresses == addresses_of(gradients)
+
+    def remember(self, gradients: Sequence[torch.Tensor | None], wire: torch.Tensor) -> None:
+        """Notes what a launch was checked for, without uploading it (the torch reference needs no table)."""
+        addresses = addresses_of(gradients)
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._current = None
+        self._wire = (wire.data_ptr(), wire.dtype)
+
+    def upload(self, gradients: Sequence[torch.Tensor | None], wire: torch.Tensor) -> torch.Tensor:
+        """Addresses of `gradients` on the wire's device: int64 [P + 1], 0 where one is None, and 0 at the end.
+
+        The last entry is what padding rows point to.
+        """
+        self.remember(gradients, wire)
+        assert self._addresses is not None
+        if self._current is None or self._current.device.device != wire.device:
+            self._current = self._uploaded(torch.tensor([*self._addresses, 0], dtype=torch.int64), wire.device)
+            self.uploads += 1
+        return self._current.device
+
+    def launched(self) -> None:
+        """Marks the table as read by what was just launched on the current stream (CUDA only)."""
+        current = self._current
+        if current is not None and current.device.is_cuda and not torch.cuda.is_current_stream_capturing():
+            stream = torch.cuda.current_stream(current.device.device)
+            event = current.readers.setdefault(stream.cuda_stream, torch.cuda.Event())
+            event.record(stream)
+
+    def _uploaded(self, values: torch.Tensor, device: torch.device) -> _Upload:
+        if device.type == "cpu":
+            return _Upload(values, values)
+        if torch.cuda.is_current_stream_capturing():
+            # The graph reads this pinned memory at every replay: it is never used again for anything else.
+            host = values.pin_memory()
+            upload = _Upload(host, host.to(device, non_blocking=True))
+            self._captured.append(upload)
+            return upload
+        for upload in self._generations:
+            if upload.device.device == device and upload.host.numel() == values.numel() and upload.unread():
+                break
+        else:
+            upload = _Upload(values.pin_memory(), torch.empty_like(values, device=device))
+            self._generations.append(upload)
+        upload.host.copy_(values)
+        upload.device.copy_(upload.host, non_blocking=True)
+        return upload
+
+
+@dataclass
+class _Upload:
+    """One generation of addresses: pinned source, device copy, and per stream the last launch that read it."""
+
+    host: torch.Tensor
+    device: torch.Tensor
+    readers: dict[int, torch.cuda.Event] = field(default_factory=dict)
+
+    def unread(self) -> bool:
+        return all(event.query() for event in self.readers.values())
+
+
+def addresses_of(gradients: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+    """data_ptr() of each gradient, 0 for None (and for an empty one, whose slot has no rows)."""
+    return tuple([0 if gradient is None else gradient.data_ptr() for gradient in gradients])

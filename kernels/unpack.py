@@ -1,0 +1,142 @@
+"""Unpack: one flat wire buffer back into the gradients, through a table of addresses, in one launch.
+
+    gradient[i] = round_to_gradient(wire[offset + i] * scale)      fp32 arithmetic (fp64 for fp64), one rounding
+
+Shapes: wire [wire_numel] -> P gradients of any sizes. Bytes moved per element: wire itemsize + gradient itemsize
+(bf16 -> fp32: 6), each read or written once; plus 40 bytes of table per chunk. Slots whose gradient is missing are
+skipped; padding is not read.
+
+Example: wire [40000.0] (fp16), scale 1, gradient fp32 -> [40000.0].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from .checks import check_transfer
+from .chunk import MULTIPLY, ROW, careful_sum, chunk_sum, convert_chunk
+from .table import ChunkTable, Partials, PointerTable
+from .variants import (
+    POINTERS,
+    TRANSFERS,
+    Tuning,
+    Variant,
+    current_target,
+    transfer_variant,
+    tuning_for,
+)
+
+
+@triton.jit(do_not_specialize_on_alignment=POINTERS)
+def _unpack_kernel(
+    addresses,
+    rows,
+    wire,
+    scalar,
+    partial_sums,
+    first_non_finite,
+    FP64: tl.constexpr,
+    STATS: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One program per data row (parameter, begin, end, offset, dtype); a branch per gradient dtype."""
+    program = tl.program_id(0).to(tl.int64)
+    row = rows + program * ROW
+    parameter = tl.load(row)
+    begin = tl.load(row + 1)
+    count = (tl.load(row + 2) - begin).to(tl.int32)
+    offset = tl.load(row + 3)
+    dtype = tl.load(row + 4)
+    address = tl.load(addresses + parameter)
+    scale = tl.load(scalar)
+    WIRE: tl.constexpr = wire.dtype.element_ty
+    source = (wire + offset).to(tl.int64)
+
+    COMPUTE: tl.constexpr = tl.float64 if FP64 else tl.float32
+    squares = tl.zeros((TILE_BYTES // 16,), COMPUTE)
+    peaks = tl.zeros((TILE_BYTES // 16,), COMPUTE)
+    edge_squares = tl.zeros((LANES,), COMPUTE)
+    edge_peaks = tl.zeros((LANES,), COMPUTE)
+    if address != 0:
+        if FP64:
+            squares, peaks, edge_squares, edge_peaks = convert_chunk(
+                source, address + begin * 8, count, scale, WIRE, tl.float64, MULTIPLY, STATS, TILE_BYTES, LANES
+            )
+        elif dtype == 0:
+            squares, peaks, edge_squares, edge_peaks = convert_chunk(
+                source, address + begin * 4, count, scale, WIRE, tl.float32, MULTIPLY, STATS, TILE_BYTES, LANES
+            )
+        elif dtype == 1:
+            squares, peaks, edge_squares, edge_peaks = convert_chunk(
+                source, address + begin * 2, count, scale, WIRE, tl.bfloat16, MULTIPLY, STATS, TILE_BYTES, LANES
+            )
+        else:
+            squares, peaks, edge_squares, edge_peaks = convert_chunk(
+                source, address + begin * 2, count, scale, WIRE, tl.float16, MULTIPLY, STATS, TILE_BYTES, LANES
+            )
+    if STATS:
+        total, stands = chunk_sum(squares, peaks, edge_squares, edge_peaks)
+        first = tl.full((), -1, tl.int64)
+        if not stands:
+            if FP64:
+                total, first = careful_sum(address + begin * 8, count, tl.float64, LANES)
+            elif dtype == 0:
+                total, first = careful_sum(address + begin * 4, count, tl.float32, LANES)
+            elif dtype == 1:
+                total, first = careful_sum(address + begin * 2, count, tl.bfloat16, LANES)
+            else:
+                total, first = careful_sum(address + begin * 2, count, tl.float16, LANES)
+        tl.store(partial_sums + program, total)
+        tl.store(first_non_finite + program, tl.where(first < 0, first, first + begin))
+
+
+def unpack(
+    gradients: Sequence[torch.Tensor | None],
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    wire: torch.Tensor,
+    scale: torch.Tensor,
+    partials: Partials | None = None,
+    *,
+    tuning: Tuning | None = None,
+) -> None:
+    """Unflattens, scales and casts `wire` into `gradients`, in one launch.
+
+    Args:
+        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None where
+            a gradient is missing (its slot is skipped).
+        chunks: the layout's table; says size, dtype and wire offset of each.
+        pointers: this bucket's address table; belongs to this bucket alone.
+        wire: input [chunks.wire_numel], contiguous: fp32, bf16 or fp16 (fp64 gradients: fp64, bf16 or fp16).
+        scale: one element on the device, fp32 (fp64 for fp64 gradients).
+        partials: from `chunks.new_partials`, filled in the same launch with sums of squares and first non-finite
+            indices of the values as stored.
+        tuning: launch shape; default: the architecture's.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together; nothing has been written then.
+    """
+    check_transfer(gradients, chunks, pointers, wire, scale, partials)
+    target = current_target(wire.device)
+    variant = unpack_variant(wire.dtype, chunks.fp64, partials is not None, tuning or tuning_for(target), target[0])
+    addresses = pointers.upload(gradients, wire)
+    programs = chunks.data_rows
+    if programs:
+        sums, first = (None, None) if partials is None else (partials.sums, partials.first_non_finite)
+        variant.launch(programs, (addresses, chunks.on(wire.device).rows, wire, scale, sums, first))
+        pointers.launched()
+
+
+def unpack_variant(wire: torch.dtype, fp64: bool, stats: bool, tuning: Tuning, backend: str) -> Variant:
+    """The one compilation that serves this wire, mixed or fp64 gradients, and sums or none."""
+    return transfer_variant("unpack", _unpack_kernel, wire, fp64, stats, tuning, backend)
+
+
+def variants(tuning: Tuning, backend: str) -> tuple[Variant, ...]:
+    """Everything this file can launch on one architecture."""
+    return tuple(unpack_variant(*choice, tuning, backend) for choice in TRANSFERS)

@@ -1,0 +1,177 @@
+"""What gets compiled: the one table from which `dispatch` launches and `aot` compiles and reads machine code.
+
+A Variant is a kernel with everything that decides its code: argument types, constexprs, warps, options. No pointer
+is specialised on its alignment and no kernel takes an integer argument, so the addresses and sizes of a step can
+never cause a compilation: one Variant is one compilation per device.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+
+STATS_POINTERS = ["starts", "sums", "first_non_finite", "parameter_sums", "parameter_first", "total"]
+POINTERS = ["addresses", "rows", "wire", "scalar", "partial_sums", "first_non_finite"]
+
+TRITON_NAMES: Mapping[torch.dtype, str] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+    torch.int64: "i64",
+}
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Launch shape of one architecture: bytes of a tile on its wider side, and warps of a program."""
+
+    tile_bytes: int
+    num_warps: int
+
+
+# Keyed by Triton's (backend, architecture); found offline, never while training. Four 16-byte loads per thread in
+# flight on the wider side.
+TUNING: Mapping[tuple[str, int | str], Tuning] = {
+    ("cuda", 80): Tuning(tile_bytes=8192, num_warps=4),
+    ("cuda", 90): Tuning(tile_bytes=8192, num_warps=4),
+    ("cuda", 100): Tuning(tile_bytes=8192, num_warps=4),
+    ("hip", "gfx942"): Tuning(tile_bytes=16384, num_warps=4),
+}
+DEFAULT_TUNING = Tuning(tile_bytes=8192, num_warps=4)
+# The interpreter costs per operation, not per element: one large tile is cheapest.
+INTERPRETER_TUNING = Tuning(tile_bytes=16384, num_warps=4)
+
+WARP_SIZE: Mapping[str, int] = {"cuda": 32, "hip": 64, "interpreter": 32}
+
+
+def interpreted() -> bool:
+    """Whether Triton was imported to run kernels in its interpreter, on CPU tensors."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def current_target(device: torch.device) -> tuple[str, int | str]:
+    """Triton's (backend, architecture) for tensors on `device`; ("interpreter", "") for CPU tensors there.
+
+    Raises:
+        ValueError: CPU tensors without the interpreter: no kernel can read them.
+    """
+    if device.type == "cuda":
+        if torch.version.hip is not None:
+            return "hip", torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        major, minor = torch.cuda.get_device_capability(device)
+        return "cuda", major * 10 + minor
+    if interpreted():
+        return "interpreter", ""
+    raise ValueError(
+        f"Triton kernels cannot read tensors on {device}: pass CUDA tensors, call fusedreduce.kernels.dispatch (which "
+        "takes the torch path there), or set TRITON_INTERPRET=1 before the first import of triton"
+    )
+
+
+def tuning_for(target: tuple[str, int | str]) -> Tuning:
+    """The launch shape of an architecture; one that is not in the table gets the nearest older one of its backend."""
+    if target[0] == "interpreter":
+        return INTERPRETER_TUNING
+    if target in TUNING:
+        return TUNING[target]
+    older = [key for key in TUNING if key[0] == target[0] == "cuda" and int(key[1]) < int(target[1])]
+    return TUNING[max(older, key=lambda key: int(key[1]))] if older else DEFAULT_TUNING
+
+
+_launched = threading.local()
+
+
+def launches() -> int:
+    """Kernels that this thread has launched so far."""
+    return getattr(_launched, "count", 0)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation: `kernel` with these argument types, constexprs and options.
+
+    `signature` maps every argument to Triton's name of its type ("*fp32", "constexpr"); `constexprs` holds the
+    values of the latter. `branches` names the dtype branches that the machine code must have, as (source,
+    destination) pairs.
+    """
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any]
+    num_warps: int
+    branches: tuple[tuple[str, str], ...]
+    label: str
+    options: Mapping[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": True})
+
+    def launch(self, programs: int, pointers: Sequence[torch.Tensor | None]) -> None:
+        """Launches `programs` programs on the current stream of the current device."""
+        _launched.count = launches() + 1
+        self.kernel[(programs,)](*pointers, **self.constexprs, num_warps=self.num_warps, **self.options)
+
+
+def lanes(tuning: Tuning, backend: str) -> int:
+    """Threads of one program: the narrow piece moves one element per thread."""
+    return tuning.num_warps * WARP_SIZE[backend]
+
+
+# What pack and unpack are compiled for: (wire, gradients are fp64, with sums).
+TRANSFERS: tuple[tuple[torch.dtype, bool, bool], ...] = tuple(
+    (wire, fp64, stats)
+    for wire, fp64 in (
+        (torch.float32, False),
+        (torch.bfloat16, False),
+        (torch.float16, False),
+        (torch.float64, True),
+        (torch.bfloat16, True),
+        (torch.float16, True),
+    )
+    for stats in (False, True)
+)
+
+
+@functools.lru_cache(maxsize=None)
+def transfer_variant(
+    name: str,
+    kernel: Any,
+    wire: torch.dtype,
+    fp64: bool,
+    stats: bool,
+    tuning: Tuning,
+    backend: str,
+) -> Variant:
+    """The variant of pack or unpack for one of TRANSFERS."""
+    wire_name = TRITON_NAMES[wire]
+    gradients = ("fp64",) if fp64 else ("fp32", "bf16", "fp16")
+    signature = {
+        "addresses": "*i64",
+        "rows": "*i64",
+        "wire": f"*{wire_name}",
+        "scalar": "*fp64" if fp64 else "*fp32",
+        "partial_sums": "*fp64" if stats else "constexpr",
+        "first_non_finite": "*i64" if stats else "constexpr",
+        "FP64": "constexpr",
+        "STATS": "constexpr",
+        "TILE_BYTES": "constexpr",
+        "LANES": "constexpr",
+    }
+    constexprs = {
+        "FP64": fp64,
+        "STATS": stats,
+        "TILE_BYTES": tuning.tile_bytes,
+        "LANES": lanes(tuning, backend),
+    }
+    return Variant(
+        kernel=kernel,
+        signature=signature,
+        constexprs=constexprs,
+        num_warps=tuning.num_warps,
+        branches=tuple((gradient, wire_name) if name == "pack" else (wire_name, gradient) for gradient in gradients),
+        label=f"{name}[{'fp64' if fp64 else 'mixed'}, wire {wire_name}{', sums' if stats else ''}]",
+    )

@@ -1,0 +1,33 @@
+"""What Triton's interpreter gets wrong, in one place; test_interpreter_defects.py fails when Triton mends it.
+
+fp32 -> bf16 cuts the low bits off instead of rounding to nearest, and bf16 subnormals are converted wrongly in both
+directions, as are NaNs whose payload lies in the cut bits. Everything else that the kernels use is exact.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fusedreduce.kernels import reference
+
+_true_round_once = reference.round_once
+
+
+def round_once_as_interpreted(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """reference.round_once as the interpreter computes it, for values that are not bf16 subnormals."""
+    if dtype is not torch.bfloat16 or values.dtype is torch.bfloat16:
+        return _true_round_once(values, dtype)
+    if values.dtype is torch.float64:
+        values = _round_to_odd(values)
+    high = (values.view(torch.int32) >> 16).to(torch.int16)
+    return high.view(torch.bfloat16)
+
+
+def _round_to_odd(values: torch.Tensor) -> torch.Tensor:
+    """fp64 -> fp32 by the definition: cut off, then set the last bit if anything was lost."""
+    nearest = values.to(torch.float32)
+    above = nearest.to(torch.float64).abs() > values.abs()
+    bits = nearest.view(torch.int32)
+    cut = torch.where(above, bits - 1, bits)
+    lost = (cut.view(torch.float32).to(torch.float64) != values) & values.isfinite()
+    return torch.where(lost, cut | 1, torch.where(values.isfinite(), cut, bits)).view(torch.float32)

@@ -1,0 +1,109 @@
+"""Bad input to the kernels: the right class, the offending thing named, nothing written. For kernels and reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from fusedreduce.kernels import dispatch, reference
+from fusedreduce.kernels import pack as pack_file
+from fusedreduce.kernels import unpack as unpack_file
+from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable
+
+FUNCTIONS = [reference.pack, reference.unpack, pack_file.pack, unpack_file.unpack, dispatch.pack, dispatch.unpack]
+
+
+@dataclass
+class Call:
+    """Arguments that are right; each test spoils one."""
+
+    gradients: list[Any] = field(default_factory=lambda: [torch.full((4,), 1.0), torch.full((6,), 2.0)])
+    chunks: ChunkTable = field(default_factory=lambda: ChunkTable([4, 6], [0, 4], [torch.float32] * 2, 12))
+    wire: torch.Tensor = field(default_factory=lambda: torch.full((12,), 7.0))
+    scalar: torch.Tensor = field(default_factory=lambda: torch.ones(1))
+    partials: Partials | None = None
+
+
+def _overlapping(call: Call) -> None:
+    room = torch.ones(9)
+    call.gradients = [room[:4], room[3:]]
+
+
+def _overlapping_wire(call: Call) -> None:
+    call.gradients[0] = call.wire[1:5]
+
+
+def _set(**changes: Any) -> Callable[[Call], None]:
+    def spoil(call: Call) -> None:
+        for name, value in changes.items():
+            setattr(call, name, value)
+
+    return spoil
+
+
+def _gradient(value: Any) -> Callable[[Call], None]:
+    def spoil(call: Call) -> None:
+        call.gradients[1] = value
+
+    return spoil
+
+
+BAD = {
+    "count": (_set(gradients=[torch.ones(4)]), ValueError, "1 gradients for a layout of 2 slots"),
+    "wire size": (_set(wire=torch.ones(11)), ValueError, r"shape \(12,\), got shape \(11,\)"),
+    "wire strides": (_set(wire=torch.ones(24)[::2]), ValueError, "contiguous"),
+    "wire dtype": (_set(wire=torch.ones(12, dtype=torch.int32)), TypeError, "torch.int32.*must be one of"),
+    "fp64 wire": (_set(wire=torch.ones(12, dtype=torch.float64)), TypeError, "torch.float64.*must be one of"),
+    "scalar dtype": (_set(scalar=torch.ones(1, dtype=torch.float64)), TypeError, "one element of torch.float32"),
+    "scalar size": (_set(scalar=torch.ones(2)), TypeError, "got 2"),
+    "scalar device": (_set(scalar=torch.ones(1, device="meta")), ValueError, "is on meta, the wire buffer on cpu"),
+    "gradient device": (_gradient(torch.ones(6, device="meta")), ValueError, "gradient 1 is on meta"),
+    "gradient dtype": (_gradient(torch.ones(6).half()), TypeError, "gradient 1 is torch.float16.*torch.float32"),
+    "integer": (_gradient(torch.ones(6, dtype=torch.int64)), TypeError, "gradient 1 is torch.int64"),
+    "gradient size": (_gradient(torch.ones(5)), ValueError, "gradient 1 has 5 elements, its slot needs 6"),
+    "gaps": (_gradient(torch.ones(12)[::2]), ValueError, "gaps or repeats in memory; pass gradient.contiguous"),
+    "repeats": (_gradient(torch.ones(1).expand(6)), ValueError, "gaps or repeats"),
+    "sparse": (_gradient(torch.ones(6).to_sparse()), TypeError, "layout torch.sparse_coo"),
+    "overlap": (_overlapping, ValueError, "gradients 0 and 1 overlap"),
+    "wire overlap": (_overlapping_wire, ValueError, "gradient 0 overlaps the wire"),
+    "partials": (_set(partials=Partials(torch.ones(1), torch.ones(1))), ValueError, "partials.sums must be"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda one: f"{one.__module__.rsplit('.', 1)[1]}.{one.__name__}")
+def test_bad_arguments_are_refused_before_anything_is_written(function: Any, name: str) -> None:
+    spoil, error, words = BAD[name]
+    call = Call()
+    spoil(call)
+    before = [call.wire.clone(), *[g.clone() for g in call.gradients if not g.is_meta]]
+    with pytest.raises(error, match=words):
+        function(call.gradients, call.chunks, PointerTable(), call.wire, call.scalar, call.partials)
+    after = [call.wire, *[g for g in call.gradients if not g.is_meta]]
+    for then, now in zip(before, after, strict=True):
+        same = (then.to_dense() == now.to_dense()).all() if then.is_sparse else torch.equal(then, now)
+        assert same
+
+
+@pytest.mark.parametrize("function", FUNCTIONS[:2])
+def test_a_gradient_that_becomes_bad_later_is_found(function: Any) -> None:
+    call, pointers = Call(), PointerTable()
+    function(call.gradients, call.chunks, pointers, call.wire, call.scalar)
+    call.gradients[1] = torch.ones(6).half()
+    with pytest.raises(TypeError, match="gradient 1"):
+        function(call.gradients, call.chunks, pointers, call.wire, call.scalar)
+    call.gradients[1] = torch.ones(6)
+    function(call.gradients, call.chunks, pointers, call.wire, call.scalar)
+
+
+def test_kernels_refuse_cpu_tensors_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call()
+    monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
+    for function in (pack_file.pack, unpack_file.unpack):
+        with pytest.raises(ValueError, match="cannot read tensors on cpu.*TRITON_INTERPRET=1"):
+            function(call.gradients, call.chunks, PointerTable(), call.wire, call.scalar)
+    assert (call.wire == 7.0).all()

@@ -1,0 +1,83 @@
+"""Which path runs, and what is counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+
+from fusedreduce.kernels import dispatch
+from fusedreduce.kernels.table import ChunkTable, PointerTable
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+def test_the_interpreter_never_writes_bf16() -> None:
+    assert dispatch.path_for(CPU, (torch.float16,), (torch.float32,)) == "interpreter"
+    assert dispatch.path_for(CPU, (torch.bfloat16,), (torch.float32,)) == "torch"
+    assert dispatch.path_for(CPU, (torch.float32, torch.bfloat16), (torch.float16,)) == "torch"
+    gradient = torch.tensor([1.0 + 2.0**-8 + 2.0**-9])
+    wire = torch.empty(1, dtype=torch.bfloat16)
+    chunks = ChunkTable([1], [0], [torch.float32], 1)
+    dispatch.pack([gradient], chunks, PointerTable(), wire, torch.ones(1))
+    assert wire.item() == 1.0078125
+
+
+def test_cpu_tensors_take_the_torch_path_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
+    assert dispatch.path_for(CPU, (torch.float16,)) == "torch"
+
+
+def test_without_triton_everything_takes_the_torch_path(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dispatch, "_triton_pack", None)
+    dispatch._warn_without_triton.cache_clear()
+    assert dispatch.path_for(CPU, (torch.float16,)) == "torch" and not caplog.records
+    assert dispatch.path_for(CUDA, (torch.float16,)) == "torch"
+    assert dispatch.path_for(CUDA, (torch.float16,)) == "torch"
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "said once, not at every step"
+
+
+def test_pairs_that_an_architecture_cannot_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusedreduce.kernels.variants.current_target", lambda device: ("hip", "gfx906"))
+    dispatch._refuse_unsupported.cache_clear()
+    try:
+        with pytest.raises(dispatch.UnsupportedPairError, match=r"hip gfx906.*torch.bfloat16.*no code"):
+            dispatch.path_for(CUDA, (torch.bfloat16,), (torch.float32,))
+    finally:
+        dispatch._refuse_unsupported.cache_clear()
+
+
+@pytest.mark.parametrize("parameters", [1, 10, 300])
+def test_one_kernel_for_pack_and_one_for_unpack_whatever_the_number_of_parameters(parameters: int) -> None:
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    numels = [3] * parameters
+    offsets = [3 * slot for slot in range(parameters)]
+    chunks = ChunkTable(numels, offsets, [torch.float32] * parameters, 3 * parameters)
+    gradients = [torch.ones(3) for _ in range(parameters)]
+    wire, pointers = torch.empty(3 * parameters, dtype=torch.float16), PointerTable()
+    with dispatch.count_launches() as counted:
+        dispatch.pack(gradients, chunks, pointers, wire, torch.ones(1))
+        dispatch.unpack(gradients, chunks, pointers, wire, torch.ones(1))
+    assert [(one.function, one.path, one.launches) for one in counted] == [
+        ("pack", "interpreter", 1),
+        ("unpack", "interpreter", 1),
+    ]
+    dispatch.pack(gradients, chunks, pointers, wire, torch.ones(1))
+    assert len(counted) == 2, "nothing is counted outside the context"
+
+
+def test_the_torch_path_counts_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
+    chunks = ChunkTable([3], [0], [torch.float32], 3)
+    with dispatch.count_launches() as counted:
+        dispatch.pack([torch.ones(3)], chunks, PointerTable(), torch.empty(3), torch.ones(1))
+    assert [(one.function, one.path) for one in counted] == [("pack", "torch")] and counted[0].launches >= 1
+
+
+def test_warm_up_is_a_no_op_where_nothing_is_compiled() -> None:
+    dispatch.warm_up(CPU, torch.bfloat16)

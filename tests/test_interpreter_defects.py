@@ -1,0 +1,44 @@
+"""Canary: the day Triton's interpreter rounds to bf16 rightly, these fail, and interpreter_defects.py can go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+
+
+@triton.jit
+def _cast_kernel(source, destination, NUMEL: tl.constexpr):
+    index = tl.arange(0, NUMEL)
+    tl.store(destination + index, tl.load(source + index).to(destination.dtype.element_ty))
+
+
+def _cast(values: list[float], source: torch.dtype, destination: torch.dtype) -> torch.Tensor:
+    given = torch.tensor(values, dtype=torch.float64).to(source)
+    out = torch.empty(len(values), dtype=destination)
+    _cast_kernel[(1,)](given, out, len(values))
+    return out
+
+
+def test_the_interpreter_still_cuts_to_bf16() -> None:
+    out = _cast([1.00390720, 1.99999988], torch.float32, torch.bfloat16)
+    assert out.tolist() == [1.0, 1.9921875], "fp32 -> bf16 is right now: take interpreter_defects.py out"
+
+
+def test_the_interpreter_still_converts_bf16_subnormals_wrongly() -> None:
+    smallest = 2.0**-130
+    out = _cast([smallest * 1.25, 1.0], torch.bfloat16, torch.float32)
+    assert out[0].item() != smallest * 1.25, "bf16 subnormals are right now: take interpreter_defects.py out"
+
+
+@pytest.mark.parametrize("destination", [torch.float16, torch.float32, torch.float64])
+def test_the_other_casts_are_exact(destination: torch.dtype) -> None:
+    values = [1.0 + 2.0**-11, 1.0 + 3 * 2.0**-11, 65519.9, 65520.0, 6e-8, 3e-8, -2.0**-25, 1e-45]
+    for source in (torch.float32, torch.float64):
+        given = torch.tensor(values, dtype=torch.float64).to(source)
+        if source is torch.float64 and destination is torch.float16:
+            continue  # the kernels go through fp32 rounded to odd
+        assert torch.equal(_cast(values, source, destination), given.to(destination))

@@ -1,0 +1,231 @@
+"""pack, unpack and stats in Triton's interpreter against reference.py: exact, every element written once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import triton
+from buckets import FLOATS, Case, Guarded, assert_same, cases, poison
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from interpreter_defects import round_once_as_interpreted
+
+from fusedreduce.kernels import reference
+from fusedreduce.kernels.pack import pack
+from fusedreduce.kernels.stats import reduce_partials
+from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable
+from fusedreduce.kernels.unpack import unpack
+from fusedreduce.kernels.variants import Tuning
+
+pytestmark = [
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+    # numpy's remarks on the overflows and NaNs that these tests are about
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+DIVISORS = (1.0, 2.0, 3.0, 7.0, 8.0, 1024.0, 2.0**100)
+SCALES = (1.0, 0.5, 3.0, 1.0 / 65536.0)
+# fp32 chunk sums: at most 4 additions per lane and 13 levels of a tree, each within 2^-24, of positive terms.
+SUM_RTOL = 17 * 2.0**-24
+
+
+@pytest.fixture(autouse=True)
+def reference_with_the_interpreters_casts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The one difference that is known, and is not ours: interpreter_defects.py."""
+    monkeypatch.setattr(reference, "round_once", round_once_as_interpreted)
+    yield
+
+
+def _gradients(case: Case, poisoned: bool) -> list[Guarded | None]:
+    return [
+        None
+        if missing
+        else Guarded.of(poison(case.numels[slot], case.dtypes[slot]) if poisoned else case.values(slot), shift)
+        for slot, (missing, shift) in enumerate(zip(case.missing, case.shifts, strict=True))
+    ]
+
+
+def _inner(guarded: list[Guarded | None]) -> list[torch.Tensor | None]:
+    return [None if one is None else one.inner for one in guarded]
+
+
+def _assert_partials(actual: Partials, expected: Partials, chunks: ChunkTable) -> None:
+    rows = chunks.data_rows
+    assert torch.equal(actual.first_non_finite[:rows], expected.first_non_finite[:rows])
+    torch.testing.assert_close(actual.sums[:rows], expected.sums[:rows], rtol=SUM_RTOL, atol=0, equal_nan=True)
+
+
+@given(cases(DIVISORS), st.booleans())
+@settings(max_examples=250)
+def test_pack_equals_the_reference(case: Case, with_partials: bool) -> None:
+    # Huge divisors make bf16 subnormals, which the interpreter gets wrong.
+    assume(case.wire is not torch.bfloat16 or case.scalar < 2.0**20)
+    chunks, device = case.table(), torch.device("cpu")
+    gradients = _gradients(case, poisoned=False)
+    divisor = torch.tensor([case.scalar], dtype=case.compute)
+    wires, partials = [], []
+    for function in (pack, reference.pack):
+        wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
+        extra = {"tuning": Tuning(case.tile_bytes, 1)} if function is pack else {}
+        partials.append(chunks.new_partials(device) if with_partials else None)
+        function(_inner(gradients), chunks, PointerTable(), wire.inner, divisor, partials[-1], **extra)
+        wire.assert_edges_untouched()
+        wires.append(wire.inner)
+    assert_same(*wires)
+    for one in gradients:
+        if one is not None:
+            assert_same(one.outer, one.before)
+    if partials[0] is not None and partials[1] is not None:
+        _assert_partials(partials[0], partials[1], chunks)
+
+
+@given(cases(SCALES), st.booleans())
+@settings(max_examples=250)
+def test_unpack_equals_the_reference(case: Case, with_partials: bool) -> None:
+    chunks, device = case.table(), torch.device("cpu")
+    scale = torch.tensor([case.scalar], dtype=case.compute)
+    wire_values = torch.cat([case.values(slot).to(case.compute) for slot in range(len(chunks))] + [torch.zeros(0)])
+    padded = torch.zeros(chunks.wire_numel, dtype=case.compute)
+    padded[: wire_values.numel()] = wire_values
+    travelled = reference.round_once(padded, case.wire)
+    if torch.bfloat16 in (case.wire, *case.dtypes):
+        smallest = torch.finfo(torch.bfloat16).tiny
+        travelled[(travelled != 0) & (travelled.abs().to(torch.float64) * case.scalar < smallest)] = 1.0
+    wire = Guarded.of(travelled, case.wire_shift)
+    results, partials = [], []
+    for function in (unpack, reference.unpack):
+        gradients = _gradients(case, poisoned=True)
+        extra = {"tuning": Tuning(case.tile_bytes, 1)} if function is unpack else {}
+        partials.append(chunks.new_partials(device) if with_partials else None)
+        function(_inner(gradients), chunks, PointerTable(), wire.inner, scale, partials[-1], **extra)
+        results.append(gradients)
+    assert_same(wire.outer, wire.before)
+    for ours, theirs in zip(*results, strict=True):
+        if ours is not None and theirs is not None:
+            ours.assert_edges_untouched()
+            assert_same(ours.inner, theirs.inner)
+    if partials[0] is not None and partials[1] is not None:
+        _assert_partials(partials[0], partials[1], chunks)
+
+
+@given(cases((1.0, 2.0)))
+@settings(max_examples=80)
+def test_sums_of_small_integers_are_exact_up_to_the_total(case: Case) -> None:
+    chunks = case.table()
+    generator = torch.Generator().manual_seed(case.seed)
+    gradients: list[torch.Tensor | None] = [
+        None if missing else 2 * torch.randint(-4, 5, (numel,), generator=generator).to(dtype)
+        for numel, dtype, missing in zip(case.numels, case.dtypes, case.missing, strict=True)
+    ]
+    partials = chunks.new_partials(torch.device("cpu"))
+    wire = torch.empty(chunks.wire_numel, dtype=case.wire)
+    divisor = torch.tensor([case.scalar], dtype=case.compute)
+    pack(gradients, chunks, PointerTable(), wire, divisor, partials, tuning=Tuning(case.tile_bytes, 1))
+    expected = [
+        0 if gradient is None else int((gradient.to(torch.int64) // int(case.scalar)).square().sum())
+        for gradient in gradients
+    ]
+    for totals in (reduce_partials(partials, chunks), reference.reduce_partials(partials, chunks)):
+        assert totals.parameter_sums.tolist() == expected
+        assert totals.total.tolist() == [sum(expected)]
+        assert totals.first_non_finite.tolist() == [-1] * len(chunks)
+
+
+@given(st.sampled_from(FLOATS), st.integers(1, 3000), st.integers(0, 2**20), st.sampled_from([64, 700]))
+@settings(max_examples=60)
+def test_the_first_non_finite_index_is_found(dtype: torch.dtype, numel: int, seed: int, chunk: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator).to(dtype)
+    bad = sorted(set(torch.randint(0, numel, (3,), generator=generator).tolist()))
+    values[torch.tensor(bad)] = torch.tensor([float("nan"), float("inf"), -float("inf")])[: len(bad)].to(dtype)
+    chunks = ChunkTable([5, numel], [0, 8], [dtype, dtype], 8 + numel, chunk_numel=chunk)
+    partials = chunks.new_partials(torch.device("cpu"))
+    gradients = [torch.ones(5, dtype=dtype), values]
+    wire = torch.empty(chunks.wire_numel, dtype=dtype)
+    pack(gradients, chunks, PointerTable(), wire, torch.ones(1), partials, tuning=Tuning(1024, 1))
+    totals = reduce_partials(partials, chunks)
+    assert totals.first_non_finite.tolist() == [-1, bad[0]]
+    assert totals.parameter_sums[0].item() == 5.0
+    assert not totals.total.isfinite().any()
+
+
+@pytest.mark.parametrize("value", [1e-25, 1e-30, 3e25, 2e-19, 1e18])
+def test_sums_outside_the_range_of_fp32_are_right(value: float) -> None:
+    chunks = ChunkTable([1000], [0], [torch.float32], 1000)
+    partials = chunks.new_partials(torch.device("cpu"))
+    gradients = [torch.full((1000,), value)]
+    wire = torch.empty(1000)
+    pack(gradients, chunks, PointerTable(), wire, torch.ones(1), partials)
+    expected = 1000 * torch.tensor(value).double() ** 2
+    torch.testing.assert_close(partials.sums[0], expected, rtol=SUM_RTOL, atol=0)
+    assert partials.first_non_finite.tolist() == [-1]
+
+
+def test_overflow_on_the_wire_is_a_non_finite_value_as_stored() -> None:
+    chunks = ChunkTable([100], [0], [torch.float32], 100)
+    partials = chunks.new_partials(torch.device("cpu"))
+    gradient = torch.ones(100)
+    gradient[37] = 70000.0
+    wire = torch.empty(100, dtype=torch.float16)
+    pack([gradient], chunks, PointerTable(), wire, torch.ones(1), partials)
+    assert partials.first_non_finite.tolist() == [37] and wire[37].item() == float("inf")
+
+
+def test_divide_comes_before_the_cast() -> None:
+    chunks = ChunkTable([1], [0], [torch.float32], 8)
+    wire = torch.full((8,), float("nan"), dtype=torch.float16)
+    pack([torch.tensor([80000.0])], chunks, PointerTable(), wire, torch.tensor([2.0]))
+    assert wire.tolist() == [40000.0] + [0.0] * 7, "padding must be zeros, a stale NaN must not travel"
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 5, 2), (2, 8, 3, 3)])
+def test_channels_last_gradients_travel_in_storage_order(shape: tuple[int, ...]) -> None:
+    gradient = torch.randn(shape).to(memory_format=torch.channels_last)
+    chunks = ChunkTable([gradient.numel()], [0], [torch.float32], gradient.numel())
+    wire = torch.empty(gradient.numel())
+    pack([gradient], chunks, PointerTable(), wire, torch.ones(1))
+    assert_same(wire, gradient.permute(0, 2, 3, 1).reshape(-1))
+    back = torch.empty_like(gradient)
+    assert back.stride() == gradient.stride()
+    unpack([back], chunks, PointerTable(), wire, torch.ones(1))
+    assert torch.equal(back, gradient)
+
+
+@pytest.mark.parametrize("begin", [1, 5, 16, 37])
+def test_slots_of_one_shared_buffer(begin: int) -> None:
+    """A comm hook's bucket: every slot names its begin within the one flat buffer, aligned or not."""
+    buffer = torch.randn(begin + 300)
+    numels, begins = [begin, 100, 200], [0, begin, begin + 100]
+    chunks = ChunkTable(numels, begins, [torch.float32] * 3, begin + 300, begins=begins, chunk_numel=64)
+    wire, partials = torch.empty(begin + 300, dtype=torch.float16), chunks.new_partials(torch.device("cpu"))
+    pack([buffer] * 3, chunks, PointerTable(), wire, torch.tensor([3.0]), partials, tuning=Tuning(1024, 1))
+    assert_same(wire, (buffer / torch.tensor(3.0)).half())
+    sums = reduce_partials(partials, chunks).parameter_sums
+    expected = torch.stack([part.double().square().sum() for part in wire.split(numels)])
+    torch.testing.assert_close(sums, expected, rtol=SUM_RTOL, atol=0)
+
+
+def test_in_place_pack_divides_the_buffer_itself() -> None:
+    buffer = torch.randn(1001)
+    expected = buffer / torch.tensor(3.0)
+    chunks = ChunkTable([1001], [0], [torch.float32], 1001)
+    pack([buffer], chunks, PointerTable(), buffer, torch.tensor([3.0]))
+    assert_same(buffer, expected)
+
+
+def test_one_huge_beside_many_tiny() -> None:
+    numels = [1] * 200 + [30011] + [2] * 50
+    offsets = [sum(numels[:slot]) for slot in range(len(numels))]
+    gradients = [torch.randn(numel) for numel in numels]
+    chunks = ChunkTable(numels, offsets, [torch.float32] * len(numels), sum(numels))
+    wire = torch.empty(sum(numels), dtype=torch.float16)
+    pack(gradients, chunks, PointerTable(), wire, torch.tensor([2.0]))
+    assert_same(wire, (torch.cat(gradients) / 2).half())
+
+
+def test_nothing_at_all() -> None:
+    chunks = ChunkTable([], [], [], 0)
+    pack([], chunks, PointerTable(), torch.empty(0), torch.ones(1))
+    unpack([], chunks, PointerTable(), torch.empty(0), torch.ones(1))
+    assert reduce_partials(chunks.new_partials(torch.device("cpu")), chunks).total.tolist() == [0.0]

@@ -1,0 +1,370 @@
+"""The package as users get it, and the order in which its files may import each other.
+
+The rules about sources are functions from one parsed file to its faults, listed in RULES. Each holds for the
+whole package and is shown to bite on snippets that break it (BAD). A new file goes into LAYERS.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# From the top: a file imports from lines below its own only, or from its own folder. `fusedreduce` itself,
+# the public names, stands under the command line, which uses them as anybody does.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("cli",),
+    ("__init__",),
+    ("ddp",),
+    ("hook",),
+    ("data_parallel",),
+    ("collective",),
+    ("clip", "amp"),
+    ("reducer",),
+    ("exchange",),
+    ("bucket",),
+    ("comm",),
+    ("trace",),
+    ("planning",),
+    ("config",),
+    ("errors",),
+    ("kernels",),
+)
+KERNELS_MAY_IMPORT = {"torch", "triton", "numpy"}
+PLANNING_MAY_IMPORT = {"numpy"}
+PLANNING_MAY_IMPORT_OF_OURS = {"planning", "config", "errors"}
+# hook.py names the types of torch's hook interface; the command line starts process groups.
+MAY_NAME_TORCH_DISTRIBUTED = ("fusedreduce/comm/distributed.py", "fusedreduce/hook.py", "fusedreduce/cli/")
+MAY_GUARD_TRITON = ("fusedreduce/kernels/dispatch.py",)
+MAY_PRINT = ("fusedreduce/cli/", "fusedreduce/kernels/aot.py")
+IMPORT_CALL = re.compile(r"\b(import_module|__import__)$")
+
+
+class Source(NamedTuple):
+    """One file of the package: `path` as it is installed, and its syntax tree."""
+
+    path: str
+    tree: ast.Module
+
+    @property
+    def layer(self) -> str:
+        return self.path.removesuffix(".py").split("/")[1]
+
+    def in_any(self, prefixes: tuple[str, ...]) -> bool:
+        return self.path.startswith(prefixes)
+
+    def fault(self, node: ast.AST, what: str) -> str:
+        return f"{self.path}:{getattr(node, 'lineno', 0)}: {what}"
+
+
+def package_files(suffix: str) -> dict[str, Path]:
+    """The checkout's files with this suffix, by the path that each is installed under."""
+    found = {}
+    for folder, installed in (("fusedreduce", "fusedreduce"), ("kernels", "fusedreduce/kernels")):
+        for path in sorted((ROOT / folder).rglob(f"*{suffix}")):
+            name = path.relative_to(ROOT / folder).as_posix()
+            if not name.startswith("kernels/"):  # the symlink, which some versions of Python follow here
+                found[f"{installed}/{name}"] = path
+    return found
+
+
+def package_sources() -> list[Source]:
+    return [Source(name, ast.parse(path.read_bytes())) for name, path in package_files(".py").items()]
+
+
+def imports(source: Source, within: ast.AST | None = None) -> Iterator[tuple[ast.AST, str]]:
+    """Every import, wherever it stands (in a function, under TYPE_CHECKING), as its full dotted name."""
+    package = source.path.split("/")[:-1]
+    for node in ast.walk(within or source.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and IMPORT_CALL.search(ast.unparse(node.func)):
+            yield from ((node, str(name.value)) for name in node.args[:1] if isinstance(name, ast.Constant))
+
+
+def layer_of(name: str) -> str | None:
+    """The layer a dotted name belongs to; None if it is not ours."""
+    first, *rest = name.split(".")
+    if first != "fusedreduce":
+        return None
+    return rest[0] if rest and any(rest[0] in layer for layer in LAYERS) else "__init__"
+
+
+def imports_go_down(source: Source) -> list[str]:
+    """No file imports from a line of LAYERS at or above its own, its own folder excepted."""
+    rank = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+    if source.layer not in rank:
+        return [source.fault(source.tree, f"{source.layer} has no place in LAYERS")]
+    found = ((node, name, layer_of(name)) for node, name in imports(source))
+    return [
+        source.fault(node, f"imports {name}, which is not below {source.layer}")
+        for node, name, layer in found
+        if layer is not None and layer != source.layer and rank[layer] <= rank[source.layer]
+    ]
+
+
+def kernels_stand_alone(source: Source) -> list[str]:
+    """kernels/ imports torch, triton, numpy, the standard library and its siblings only."""
+    return _imports_outside(source, "kernels", KERNELS_MAY_IMPORT, {"kernels"})
+
+
+def planning_is_pure(source: Source) -> list[str]:
+    """planning/ imports numpy, the standard library, config and errors only."""
+    return _imports_outside(source, "planning", PLANNING_MAY_IMPORT, PLANNING_MAY_IMPORT_OF_OURS)
+
+
+def _imports_outside(source: Source, layer: str, others: set[str], ours: set[str]) -> list[str]:
+    if source.layer != layer:
+        return []
+    allowed = others | sys.stdlib_module_names
+    return [
+        source.fault(node, f"imports {name}")
+        for node, name in imports(source)
+        if (layer_of(name) not in ours if layer_of(name) else name.split(".")[0] not in allowed)
+    ]
+
+
+def torch_distributed_has_one_caller(source: Source) -> list[str]:
+    """torch.distributed is imported, or reached as an attribute of torch, in comm/distributed.py only."""
+    if source.in_any(MAY_NAME_TORCH_DISTRIBUTED):
+        return []
+    named = [(node, name) for node, name in imports(source) if f"{name}.".startswith("torch.distributed.")]
+    reached = [
+        (node, "torch.distributed")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
+    ]
+    return [source.fault(node, f"names {name}") for node, name in named + reached]
+
+
+def triton_is_guarded_once(source: Source) -> list[str]:
+    """Only dispatch survives an `import triton` (or of a file that has one) that fails."""
+    if source.in_any(MAY_GUARD_TRITON):
+        return []
+    guarded = (
+        found
+        for guard in ast.walk(source.tree)
+        if _survives_import_error(guard)
+        for found in imports(source, guard)
+    )
+    return [
+        source.fault(node, f"imports {name} and carries on if that fails")
+        for node, name in guarded
+        if name.split(".")[0] == "triton" or layer_of(name) == "kernels"
+    ]
+
+
+def _survives_import_error(node: ast.AST) -> bool:
+    """Whether the node is a try, or a `with suppress(...)`, that catches ImportError."""
+    if isinstance(node, ast.Try | ast.TryStar):
+        caught = [ast.unparse(handler.type) if handler.type else "BaseException" for handler in node.handlers]
+    elif isinstance(node, ast.With):
+        caught = [text for item in node.items if "suppress(" in (text := ast.unparse(item.context_expr))]
+    else:
+        return False
+    return any(re.search(r"\b(ImportError|ModuleNotFoundError|(Base)?Exception)\b", text) for text in caught)
+
+
+def only_the_command_line_prints(source: Source) -> list[str]:
+    """No `print` outside cli/ and kernels/aot.py; everything else logs."""
+    if source.in_any(MAY_PRINT):
+        return []
+    return [
+        source.fault(node, "prints")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Name) and node.id == "print"
+    ]
+
+
+def everything_is_annotated(source: Source) -> list[str]:
+    """Every function but a @triton.jit one has its arguments and its result annotated.
+
+    Linter and type checker are told to overlook this in the files with jit functions; this rule is not.
+    """
+    faults = []
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if any(re.match(r"(triton\.)?jit\b", ast.unparse(decorator)) for decorator in node.decorator_list):
+            continue
+        named = [*node.args.posonlyargs, *node.args.args]
+        if named and named[0].arg in ("self", "cls"):
+            named = named[1:]
+        variadic = [argument for argument in (node.args.vararg, node.args.kwarg) if argument]
+        bare = [a.arg for a in [*named, *node.args.kwonlyargs, *variadic] if a.annotation is None]
+        bare += ["return"] if node.returns is None else []
+        if bare:
+            faults.append(source.fault(node, f"{node.name} lacks annotations: {', '.join(bare)}"))
+    return faults
+
+
+Rule = Callable[[Source], list[str]]
+RULES: tuple[Rule, ...] = (
+    imports_go_down,
+    kernels_stand_alone,
+    planning_is_pure,
+    torch_distributed_has_one_caller,
+    triton_is_guarded_once,
+    only_the_command_line_prints,
+    everything_is_annotated,
+)
+# (the rule it breaks, where it would stand, the code)
+BAD: tuple[tuple[Rule, str, str], ...] = (
+    (imports_go_down, "fusedreduce/bucket.py", "from .exchange import start"),
+    (imports_go_down, "fusedreduce/bucket.py", "from fusedreduce import exchange"),
+    (imports_go_down, "fusedreduce/bucket.py", "def f() -> None:\n    import fusedreduce.hook"),
+    (imports_go_down, "fusedreduce/bucket.py", "importlib.import_module('fusedreduce.hook')"),
+    (imports_go_down, "fusedreduce/bucket.py", "if TYPE_CHECKING:\n    from .exchange import InFlight"),
+    (imports_go_down, "fusedreduce/comm/distributed.py", "from ..bucket import Bucket"),
+    (imports_go_down, "fusedreduce/clip.py", "from .amp import FusedGradScaler"),
+    (imports_go_down, "fusedreduce/exchange.py", "from . import fused_hook"),
+    (imports_go_down, "fusedreduce/__init__.py", "from .cli import main"),
+    (imports_go_down, "fusedreduce/kernels/pack.py", "from ..errors import FusedReduceError"),
+    (imports_go_down, "fusedreduce/unheard_of.py", ""),
+    (kernels_stand_alone, "fusedreduce/kernels/pack.py", "from ..config import ReduceConfig"),
+    (kernels_stand_alone, "fusedreduce/kernels/pack.py", "import fusedreduce"),
+    (kernels_stand_alone, "fusedreduce/kernels/pack.py", "import scipy.special"),
+    (planning_is_pure, "fusedreduce/planning/layout.py", "import torch"),
+    (planning_is_pure, "fusedreduce/planning/layout.py", "from ..kernels.table import ChunkTable"),
+    (planning_is_pure, "fusedreduce/planning/layout.py", "from fusedreduce.comm import protocol"),
+    (torch_distributed_has_one_caller, "fusedreduce/exchange.py", "import torch.distributed as dist"),
+    (torch_distributed_has_one_caller, "fusedreduce/exchange.py", "from torch import distributed"),
+    (torch_distributed_has_one_caller, "fusedreduce/comm/local.py", "from torch.distributed import ReduceOp"),
+    (torch_distributed_has_one_caller, "fusedreduce/bucket.py", "torch.distributed.barrier()"),
+    (triton_is_guarded_once, "fusedreduce/kernels/pack.py", "try: import triton\nexcept ImportError: ..."),
+    (triton_is_guarded_once, "fusedreduce/hook.py", "try:\n    from .kernels import pack\nexcept: ..."),
+    (triton_is_guarded_once, "fusedreduce/hook.py", "with suppress(Exception):\n    import triton.language"),
+    (only_the_command_line_prints, "fusedreduce/hook.py", "print('slow')"),
+    (only_the_command_line_prints, "fusedreduce/kernels/pack.py", "report = print"),
+    (everything_is_annotated, "fusedreduce/kernels/pack.py", "def pack(wire) -> None: ..."),
+    (everything_is_annotated, "fusedreduce/kernels/pack.py", "def pack(*, wire: int): ..."),
+)
+# (where it stands, code that breaks no rule)
+GOOD: tuple[tuple[str, str], ...] = (
+    ("fusedreduce/cli/__init__.py", "import fusedreduce\nimport torch.distributed\nprint(fusedreduce)"),
+    ("fusedreduce/cli/demo.py", "try:\n    import matplotlib\nexcept ImportError: ..."),
+    ("fusedreduce/__init__.py", "from .hook import fused_hook"),
+    ("fusedreduce/hook.py", "from torch.distributed import GradBucket\nfrom . import exchange"),
+    ("fusedreduce/comm/distributed.py", "import torch.distributed\nfrom .protocol import Communicator"),
+    ("fusedreduce/planning/layout.py", "import math\nimport numpy as np\nfrom ..errors import PlanError"),
+    ("fusedreduce/kernels/dispatch.py", "try:\n    from . import pack\nexcept ImportError:\n    pack = None"),
+    ("fusedreduce/kernels/pack.py", "import triton\n@triton.jit\ndef _pack(x, N: tl.constexpr): ..."),
+)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_holds(rule: Rule) -> None:
+    sources = package_sources()
+    assert {"fusedreduce/__init__.py", "fusedreduce/kernels/reference.py"} <= {s.path for s in sources}
+    assert [fault for source in sources for fault in rule(source)] == []
+
+
+@pytest.mark.parametrize(("rule", "path", "code"), BAD)
+def test_rule_bites(rule: Rule, path: str, code: str) -> None:
+    assert rule(Source(path, ast.parse(code)))
+
+
+@pytest.mark.parametrize(("path", "code"), GOOD)
+def test_rules_let_pass(path: str, code: str) -> None:
+    source = Source(path, ast.parse(code))
+    assert [fault for rule in RULES for fault in rule(source)] == []
+
+
+def test_every_rule_is_shown_to_bite() -> None:
+    assert {rule for rule, _, _ in BAD} == set(RULES)
+
+
+def test_kernels_lie_outside_and_are_no_package() -> None:
+    link = ROOT / "fusedreduce" / "kernels"
+    assert link.is_symlink()
+    assert os.readlink(link) == "../kernels"
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not (ROOT / "tests" / "__init__.py").exists()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of the checkout, built from a copy: setuptools leaves files behind and picks up old ones."""
+    copy = tmp_path_factory.mktemp("build") / "copy"
+    without_caches = shutil.ignore_patterns("__pycache__")
+    for folder in ("fusedreduce", "kernels"):
+        shutil.copytree(ROOT / folder, copy / folder, symlinks=True, ignore=without_caches)
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy2(path, copy)
+    out = tmp_path_factory.mktemp("wheel")
+    _run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(copy), cwd=out)
+    [built] = out.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        info = wheel.name.split("-py3")[0] + ".dist-info"
+        scripts = archive.read(f"{info}/entry_points.txt").decode()
+        metadata = archive.read(f"{info}/METADATA").decode()
+    expected = set(package_files(".py")) | set(package_files(".json")) | {"fusedreduce/py.typed"}
+    assert {name for name in names if not name.startswith(f"{info}/")} == expected
+    assert f"{info}/licenses/LICENSE" in names
+    assert "fusedreduce = fusedreduce.cli:main" in scripts
+    assert "\nLicense-Expression: BSD-3-Clause\n" in metadata
+    assert "\nRequires-Python: >=3.11\n" in metadata
+
+
+PROBE = """
+import json, sys
+sys.path[:0] = sys.argv[1:2]
+sys.path += sys.argv[2:]
+import fusedreduce, fusedreduce.kernels.reference
+try:
+    import kernels
+    found = str(kernels)
+except ModuleNotFoundError:
+    found = None
+print(json.dumps([fusedreduce.__file__, fusedreduce.kernels.reference.__file__, found]))
+"""
+
+
+def test_wheel_installs_no_top_level_kernels(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    pip = ("-m", "pip", "--isolated", "install", "--no-index", "--no-deps", "--no-compile")
+    _run(*pip, "--target", str(target), str(wheel), cwd=tmp_path)
+    # -S: no .pth file is read, so the checkout's own editable install is out of sight, its import hook too.
+    dependencies = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    package, reference, kernels = json.loads(
+        _run("-I", "-S", "-c", PROBE, str(target), *dependencies, cwd=tmp_path)
+    )
+    assert Path(package) == target / "fusedreduce" / "__init__.py"
+    assert Path(reference) == target / "fusedreduce" / "kernels" / "reference.py"
+    assert kernels is None
+
+
+def test_this_install_has_no_top_level_kernels(tmp_path: Path) -> None:
+    package, reference, kernels = json.loads(_run("-I", "-c", PROBE, cwd=tmp_path))
+    assert Path(package).name == "__init__.py"
+    assert Path(reference).name == "reference.py"
+    assert kernels is None
+
+
+def _run(*arguments: str, cwd: Path) -> str:
+    """Run this interpreter on the arguments and return the last line that it printed."""
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""

@@ -1,0 +1,156 @@
+"""reference.py bit for bit against its definition, and against fp64 arithmetic in numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from buckets import FLOATS, Case, Guarded, assert_same, cases, poison
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedreduce.kernels import reference
+from fusedreduce.kernels.table import ChunkTable, PointerTable
+
+WORLD_SIZES = (1.0, 2.0, 3.0, 5.0, 6.0, 7.0, 8.0, 1000.0, 16384.0)
+
+
+def _round_bf16(values: npt.NDArray[np.float32]) -> torch.Tensor:
+    """fp32 -> bf16, to nearest, ties to even, by integer arithmetic on the bits."""
+    bits = values.view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    quiet = np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+    return torch.from_numpy(quiet.view(np.int16).copy()).view(torch.bfloat16)
+
+
+def _round(values: npt.NDArray[np.float32], dtype: torch.dtype) -> torch.Tensor:
+    if dtype is torch.bfloat16:
+        return _round_bf16(values)
+    with np.errstate(over="ignore"):
+        kind = {torch.float32: np.float32, torch.float16: np.float16}[dtype]
+        return torch.from_numpy(values.astype(kind))
+
+
+@given(cases(WORLD_SIZES, fp64=False))
+@settings(max_examples=600)
+def test_pack_is_one_fp32_division_and_one_cast(case: Case) -> None:
+    chunks = case.table()
+    gradients: list[torch.Tensor | None] = [
+        None if missing else Guarded.of(case.values(slot), case.shifts[slot]).inner
+        for slot, missing in enumerate(case.missing)
+    ]
+    wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
+    reference.pack(gradients, chunks, PointerTable(), wire.inner, torch.tensor([case.scalar]))
+    wire.assert_edges_untouched()
+    expected = torch.zeros(chunks.wire_numel, dtype=case.wire)
+    for slot, gradient in enumerate(gradients):
+        if gradient is not None:
+            with np.errstate(all="ignore"):
+                quotient = gradient.float().numpy() / np.float32(case.scalar)
+            begin = chunks.offsets[slot]
+            expected[begin : begin + gradient.numel()] = _round(quotient, case.wire)
+    assert_same(wire.inner, expected)
+
+
+@given(cases((1.0, 0.5, 3.0), fp64=False))
+@settings(max_examples=300)
+def test_unpack_is_one_fp32_product_and_one_cast(case: Case) -> None:
+    chunks = case.table()
+    flat = torch.cat([case.values(slot).float() for slot in range(len(chunks))])
+    wire = torch.zeros(chunks.wire_numel)
+    wire[: flat.numel()] = flat
+    wire = wire.to(case.wire)
+    gradients = [
+        None if missing else Guarded.of(poison(case.numels[slot], case.dtypes[slot]), case.shifts[slot])
+        for slot, missing in enumerate(case.missing)
+    ]
+    inner = [None if one is None else one.inner for one in gradients]
+    reference.unpack(inner, chunks, PointerTable(), wire, torch.tensor([case.scalar]))
+    for slot, one in enumerate(gradients):
+        if one is not None:
+            one.assert_edges_untouched()
+            part = wire[chunks.offsets[slot] :][: one.inner.numel()].float().numpy()
+            with np.errstate(all="ignore"):
+                assert_same(one.inner, _round(part * np.float32(case.scalar), case.dtypes[slot]))
+
+
+def _ulp(values: torch.Tensor) -> torch.Tensor:
+    """Distance to the next value of the same dtype, in fp64."""
+    info = torch.finfo(values.dtype)
+    exponent = torch.frexp(values.double().abs().clamp_min(info.tiny)).exponent - 1
+    return info.eps * 2.0 ** exponent.double()
+
+
+@given(st.sampled_from(FLOATS), st.sampled_from(FLOATS), st.sampled_from(WORLD_SIZES), st.integers(0, 2**30))
+@settings(max_examples=200)
+def test_pack_is_within_one_ulp_of_the_wire_of_fp64_arithmetic(
+    dtype: torch.dtype, wire_dtype: torch.dtype, divisor: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    gradient = (torch.randn(500, generator=generator) * 100).to(dtype)
+    chunks = ChunkTable([500], [0], [dtype], 500)
+    wire = torch.empty(500, dtype=wire_dtype)
+    reference.pack([gradient], chunks, PointerTable(), wire, torch.tensor([divisor]))
+    exact = torch.from_numpy(gradient.double().numpy() / np.float64(divisor))
+    assert ((wire.double() - exact).abs() <= _ulp(wire)).all()
+
+
+@given(st.sampled_from([torch.float16, torch.bfloat16]), st.integers(0, 2**30))
+@settings(max_examples=200)
+def test_fp64_to_16_bit_rounds_once(dtype: torch.dtype, seed: int) -> None:
+    """Nearest by exact comparison with both neighbours, ties to even; drawn close to ties, where two roundings fail."""
+    generator = torch.Generator().manual_seed(seed)
+    base = (torch.randn(300, generator=generator) * 2.0 ** torch.randint(-20, 14, (300,), generator=generator)).to(dtype)
+    step = _ulp(base)
+    nudge = torch.tensor([0.0, 2.0**-30, -(2.0**-30)], dtype=torch.float64)
+    values = base.double() + step * (0.5 + nudge[torch.randint(0, 3, (300,), generator=generator)])
+    rounded = reference.round_once(values, dtype)
+    down = (rounded.view(torch.int16) - 1).view(dtype).double()
+    up = (rounded.view(torch.int16) + 1).view(dtype).double()
+    error = (rounded.double() - values).abs()
+    for neighbour in (down, up):
+        other = (neighbour - values).abs()
+        even = (rounded.view(torch.int16) & 1) == 0
+        assert ((error < other) | ((error == other) & even) | ~neighbour.isfinite()).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "expected"),
+    [
+        (1 + 2.0**-8 + 2.0**-40, torch.bfloat16, 1 + 2.0**-7),
+        (1 + 2.0**-11 + 2.0**-40, torch.float16, 1 + 2.0**-10),
+        (1e300, torch.float16, float("inf")),
+        (1e300, torch.bfloat16, float("inf")),
+        (-1e-300, torch.bfloat16, -0.0),
+        (float("-inf"), torch.float16, float("-inf")),
+        (3.4e38, torch.bfloat16, float("inf")),
+    ],
+)
+def test_fp64_to_16_bit_at_the_edges(value: float, dtype: torch.dtype, expected: float) -> None:
+    rounded = reference.round_once(torch.tensor([value], dtype=torch.float64), dtype)
+    assert_same(rounded, torch.tensor([expected], dtype=torch.float64).to(dtype))
+    assert reference.round_once(torch.tensor([float("nan")], dtype=torch.float64), dtype).isnan().all()
+
+
+@given(cases((3.0, 8.0), fp64=True))
+@settings(max_examples=100)
+def test_fp64_is_divided_in_fp64(case: Case) -> None:
+    chunks = case.table()
+    gradients = [case.values(slot) for slot in range(len(chunks))]
+    wire = torch.empty(chunks.wire_numel, dtype=case.wire)
+    reference.pack(gradients, chunks, PointerTable(), wire, torch.tensor([case.scalar], dtype=torch.float64))
+    for slot, gradient in enumerate(gradients):
+        with np.errstate(all="ignore"):
+            quotient = torch.from_numpy(gradient.numpy() / np.float64(case.scalar))
+        part = wire[chunks.offsets[slot] :][: gradient.numel()]
+        assert_same(part, reference.round_once(quotient, case.wire))
+
+
+def test_large_gradients_are_converted_block_by_block() -> None:
+    numel = 2 * reference.BLOCK_NUMEL + 5
+    gradient = torch.randn(numel)
+    chunks = ChunkTable([numel], [0], [torch.float32], numel)
+    wire = torch.empty(numel, dtype=torch.bfloat16)
+    reference.pack([gradient], chunks, PointerTable(), wire, torch.tensor([3.0]))
+    assert_same(wire, (gradient / torch.tensor(3.0)).bfloat16())

@@ -1,0 +1,92 @@
+"""ChunkTable covers every element once; PointerTable uploads only what changed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedreduce.kernels.table import ChunkTable, PointerTable
+
+sizes = st.lists(st.integers(0, 400), max_size=20)
+gaps = st.lists(st.integers(0, 20), min_size=21, max_size=21)
+
+
+def _place(numels: list[int], gap: list[int]) -> tuple[list[int], int]:
+    offsets, end = [], 0
+    for numel, before in zip(numels, gap, strict=False):
+        offsets.append(end + before)
+        end += before + numel
+    return offsets, end + gap[-1]
+
+
+@given(sizes, gaps, st.integers(1, 150))
+@settings(max_examples=1500)
+def test_rows_cover_every_wire_element_and_every_gradient_element_once(
+    numels: list[int], gap: list[int], chunk: int
+) -> None:
+    offsets, wire_numel = _place(numels, gap)
+    table = ChunkTable(numels, offsets, [torch.float32] * len(numels), wire_numel, chunk_numel=chunk)
+    wire = np.zeros(wire_numel, dtype=np.int64)
+    gradients = [np.zeros(numel, dtype=np.int64) for numel in numels]
+    for number, (parameter, begin, end, offset, _) in enumerate(table.rows.tolist()):
+        assert 0 < end - begin <= chunk
+        wire[offset : offset + end - begin] += 1
+        if number < table.data_rows:
+            gradients[parameter][begin:end] += 1
+            assert offset - begin == offsets[parameter]
+        else:
+            assert parameter == len(numels), "padding must point to the entry that never has an address"
+    assert (wire == 1).all() and all((gradient == 1).all() for gradient in gradients)
+    starts = table.starts.tolist()
+    assert starts[0] == len(numels) and starts[-1] == table.data_rows
+    for parameter, (first, last) in enumerate(zip(starts[1:], starts[2:], strict=False)):
+        assert (table.rows[first:last, 0] == parameter).all()
+
+
+def test_the_example_of_the_docstring() -> None:
+    table = ChunkTable([5, 3], [0, 8], [torch.float32] * 2, 16, chunk_numel=4)
+    data = [[0, 0, 4, 0, 0], [0, 4, 5, 4, 0], [1, 0, 3, 8, 0]]
+    padding = [[2, 0, 3, 5, 0], [2, 0, 4, 11, 0], [2, 4, 5, 15, 0]]
+    assert table.rows.tolist() == data + padding
+    assert table.data_rows == 3
+
+
+def test_begins_shift_the_memory_and_not_the_wire() -> None:
+    table = ChunkTable([5, 3], [0, 5], [torch.float16] * 2, 8, begins=[10, 15], chunk_numel=4)
+    assert table.rows.tolist() == [[0, 10, 14, 0, 2], [0, 14, 15, 4, 2], [1, 15, 18, 5, 2]]
+
+
+@pytest.mark.parametrize(
+    ("numels", "offsets", "dtypes", "wire", "error", "words"),
+    [
+        ([4, 4], [0, 3], [torch.float32] * 2, 8, ValueError, "slot 1 begins at 3, but slot 0 ends at 4"),
+        ([4], [0], [torch.float32], 3, ValueError, "the wire ends at 3, but slot 0 ends at 4"),
+        ([-1], [0], [torch.float32], 3, ValueError, "must not be negative"),
+        ([1], [0], [torch.int32], 3, TypeError, "torch.int32 cannot be packed; accepted"),
+        ([1, 1], [0, 1], [torch.float64, torch.float32], 3, TypeError, "bucket of their own"),
+        ([1, 1], [0], [torch.float32], 3, ValueError, "one of each per slot"),
+    ],
+)
+def test_bad_tables_are_refused(
+    numels: list[int], offsets: list[int], dtypes: list[torch.dtype], wire: int, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        ChunkTable(numels, offsets, dtypes, wire)
+    with pytest.raises(ValueError, match="chunk_numel"):
+        ChunkTable([1], [0], [torch.float32], 1, chunk_numel=0)
+
+
+def test_pointers_are_uploaded_only_when_an_address_changed() -> None:
+    table, wire = PointerTable(), torch.empty(8)
+    gradients: list[torch.Tensor | None] = [torch.ones(3), None, torch.ones(5)]
+    addresses = table.upload(gradients, wire)
+    kept = [gradient.data_ptr() if gradient is not None else 0 for gradient in gradients]
+    assert addresses.tolist() == [*kept, 0] and table.uploads == 1
+    assert table.upload(list(gradients), wire) is addresses and table.uploads == 1
+    moved = [torch.ones(3), *gradients[1:]]
+    assert table.upload(moved, wire)[0].item() == moved[0].data_ptr() and table.uploads == 2
+    assert table.holds(moved, wire) and not table.holds(gradients) and not table.holds(moved, torch.empty(8))
+    assert addresses.tolist() == [*kept, 0], "a table that a launch may still read must not change"
