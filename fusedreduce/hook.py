@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from . import exchange
 from .bucket import Bucket, BucketState
@@ -57,13 +58,14 @@ class FusedHookState:
         options: the other fields of ReduceConfig.
 
     Raises:
-        ValueError: an option that is not accepted.
+        ValueError: an option that is not accepted, or a group that this process is not a member of.
         TypeError: an unknown option, or a process_group that is none.
     """
 
-    def __init__(
-        self, process_group: dist.ProcessGroup | None = None, wire: Wire = "native", **options: Any
-    ) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None, wire: Wire = "native", **options: Any) -> None:
+        outside: object = dist.GroupMember.NON_GROUP_MEMBER
+        if process_group is outside:
+            raise ValueError(f"rank {dist.get_rank()} is not a member of the process group it was given")
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(
                 f"process_group must be a torch.distributed.ProcessGroup or None, got {process_group!r} "
@@ -114,7 +116,7 @@ class FusedHookState:
         return FusedHookState(self.process_group, **copy.deepcopy(self.config.to_dict()))  # type: ignore[arg-type]
 
 
-def fused_hook(state: FusedHookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages one DDP bucket over the state's process group; pass it to `register_comm_hook`.
 
     Args:
@@ -153,7 +155,7 @@ class _Entry:
         self.last_step = step
 
 
-def _reduce(state: FusedHookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _reduce(state: FusedHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Starts one bucket's reduction; raises before anything is touched."""
     buffer = bucket.buffer()
     communicator = _communicator(state)
@@ -224,7 +226,7 @@ def _agree_once(state: FusedHookState, communicator: ProcessGroupCommunicator, d
 
 
 def _wire_dtype(
-    state: FusedHookState, bucket: dist.GradBucket, flat: torch.Tensor, communicator: ProcessGroupCommunicator
+    state: FusedHookState, bucket: GradBucket, flat: torch.Tensor, communicator: ProcessGroupCommunicator
 ) -> torch.dtype:
     if not flat.is_floating_point():
         raise TypeError(
@@ -236,9 +238,7 @@ def _wire_dtype(
     return wire_dtype
 
 
-def _idle_bucket(
-    state: FusedHookState, bucket: dist.GradBucket, flat: torch.Tensor, wire_dtype: torch.dtype
-) -> Bucket:
+def _idle_bucket(state: FusedHookState, bucket: GradBucket, flat: torch.Tensor, wire_dtype: torch.dtype) -> Bucket:
     """The Bucket for what DDP shows now. Its tables depend on nothing but this key, so DDP may re-lay its buckets,
     and several DDP modules may share the state; one that is still under way is never used twice."""
     key = (bucket.index(), flat.numel(), flat.dtype, flat.device)
@@ -255,7 +255,7 @@ def _idle_bucket(
         return made
 
 
-def _describe(bucket: dist.GradBucket) -> str:
+def _describe(bucket: GradBucket) -> str:
     shapes = [str(tuple(parameter.shape)) for parameter in bucket.parameters()]
     shown = ", ".join(shapes[:4]) + (f", ... {len(shapes) - 4} more" if len(shapes) > 4 else "")
     return f"bucket {bucket.index()} ({len(shapes)} parameters of shapes {shown})"
@@ -289,19 +289,21 @@ def _end_step(state: FusedHookState) -> None:
 
 
 def _raise_what_failed(state: FusedHookState, in_flight: list[torch.futures.Future[torch.Tensor]]) -> None:
+    broken = False
     for future in in_flight:
         try:
             future.wait()
         except RuntimeError:
+            broken = True
             _logger.debug("a bucket failed; its error is raised below in its own class", exc_info=True)
     with state._lock:
         error, state._error = state._error, None
     if error is None:
         return
-    if in_flight:
+    if broken:
         # Before DDP copies buckets whose reduction failed over the local gradients.
         raise error
-    # Nothing was reduced: let DDP finish, so that it can be used again.
+    # What was started has succeeded: let DDP finish, so that it can be used again.
     _queue_callback(functools.partial(_raise, error))
 
 
@@ -320,4 +322,4 @@ def _in_backward() -> bool:
 
 
 def _queue_callback(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -108,7 +108,13 @@ def dtypes_of(variant: Variant) -> frozenset[torch.dtype]:
 def compile_variant(variant: Variant, target: Target) -> Any:
     """Triton's CompiledKernel, from its cache where it has it: the same entry that a launch makes and uses."""
     constexprs = {name: None for name, kind in variant.signature.items() if kind == "constexpr"}
-    source = ASTSource(variant.kernel, dict(variant.signature), constexprs={**constexprs, **variant.constexprs})
+    # No argument has attributes (alignment, range); a launch writes that down for constexprs, and cache keys hold it.
+    attributes: dict[tuple[int], list[Any]] = {
+        (place,): [] for place, name in enumerate(variant.signature) if name in constexprs
+    }
+    source = ASTSource(
+        variant.kernel, dict(variant.signature), constexprs={**constexprs, **variant.constexprs}, attrs=attributes
+    )
     options = {"num_warps": variant.num_warps, **variant.options}
     return triton.compile(source, target=GPUTarget(*target.key, target.warp_size), options=options)
 
@@ -127,7 +133,7 @@ def report(variant: Variant, target: Target) -> Report:
         blocks = parse_sass(disassembly, compiled.asm["ptx"])
         registers = _number(r"REG:(\d+)", usage)
         must_be_zero = {name: _number(rf"{name}:(\d+)", usage) for name in ("STACK", "LOCAL")}
-        resident = _resident_warps(target, registers, compiled.metadata.shared, variant.num_warps)
+        resident = resident_warps(target, registers, compiled.metadata.shared, variant.num_warps)
     else:
         assembly = compiled.asm["amdgcn"]
         blocks = parse_gcn(assembly)
@@ -160,14 +166,13 @@ def failed(variant: Variant, target: Target, error: BaseException) -> Report:
 
 def _dump(cubin: bytes) -> tuple[str, str]:
     """Disassembly with PTX lines, and resource usage, by the tools in Triton's package."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    tools = triton.knobs.nvidia
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        commands = (("nvdisasm", "-gp", "-c"), ("cuobjdump", "-res-usage"))
         disassembly, usage = (
-            subprocess.run([tools / tool, *flags, file.name], capture_output=True, text=True, check=True).stdout
-            for tool, *flags in commands
+            subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
+            for command in ((tools.nvdisasm.path, "-gp", "-c"), (tools.cuobjdump.path, "-res-usage"))
         )
     return disassembly, usage
 
@@ -178,7 +183,8 @@ def _number(pattern: str, text: str) -> int:
     return int(found[1])
 
 
-def _resident_warps(target: Target, registers: int, shared_bytes: int, num_warps: int) -> int:
+def resident_warps(target: Target, registers: int, shared_bytes: int, num_warps: int) -> int:
+    """Warps that one NVIDIA multiprocessor holds, in whole programs."""
     warp_registers = -(-registers * target.warp_size // _REGISTERS_PER_WARP) * _REGISTERS_PER_WARP
     warps = min(target.warps, target.registers // warp_registers, target.programs * num_warps)
     return _whole(min(warps, target.shared_bytes // (shared_bytes + _RESERVED_SHARED_BYTES) * num_warps), num_warps)
@@ -223,8 +229,7 @@ def table(rows: Sequence[Report]) -> str:
         in_flight = "-" if row.in_flight_bytes is None else f"{row.in_flight_bytes / 1024:.0f}"
         cost = f"{max(costs):.1f}" if costs else "-"
         loads, stores = (
-            " ".join(f"{width}x{times}" for width, times in counts.items()) or "-"
-            for counts in (row.loads, row.stores)
+            " ".join(f"{width}x{times}" for width, times in counts.items()) or "-" for counts in (row.loads, row.stores)
         )
         mark = "!" if row.violations else " "
         lines.append(f"{mark} {row.kernel:<32}{row.registers:>5}{in_flight:>8}{cost:>9}  {loads:<21}{stores}")

@@ -121,7 +121,9 @@ def _check_overlap(gradients: Sequence[torch.Tensor | None], chunks: ChunkTable,
     wire_begin = wire.data_ptr()
     wire_end = wire_begin + wire.numel() * wire.element_size()
     for begin, end, slot in ranges:
-        in_place = wire.dtype == chunks.dtypes[slot] and begin == wire_begin + chunks.offsets[slot] * wire.element_size()
+        in_place = (
+            wire.dtype == chunks.dtypes[slot] and begin == wire_begin + chunks.offsets[slot] * wire.element_size()
+        )
         if begin < wire_end and wire_begin < end and not in_place:
             raise ValueError(
                 f"gradient {slot} overlaps the wire buffer; that is possible only in place, "

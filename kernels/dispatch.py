@@ -173,7 +173,7 @@ def _call(name: Any, path: Path, function: Callable[..., Any], *arguments: Any) 
     return result
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _refuse_unsupported(device: torch.device, dtypes: frozenset[torch.dtype]) -> None:
     target = _variants.current_target(device)
     reason = unsupported(target, dtypes)
@@ -182,7 +182,7 @@ def _refuse_unsupported(device: torch.device, dtypes: frozenset[torch.dtype]) ->
         raise UnsupportedPairError(f"{device} ({target[0]} {target[1]}) cannot run the kernels for {names}: {reason}")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _warn_without_triton(device_type: str) -> None:
     if device_type == "cuda":
         _logger.warning("triton cannot be imported: gradients on CUDA take the slower torch path")

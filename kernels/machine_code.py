@@ -135,7 +135,16 @@ def _sass_access(opcode: str) -> Access | None:
 _GCN_LABEL = re.compile(r"^([.\w$]+):")
 _GCN_INSTRUCTION = re.compile(r"^\s+([a-z]\w+)\s*([^;]*)")
 _GCN_MEMORY = re.compile(r"(global|buffer|flat|scratch|s|ds)_(?:buffer_)?(load|store|atomic|read|write)\w*?")
-_GCN_WIDTHS = {"dwordx16": 64, "dwordx8": 32, "dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "byte": 1}
+_GCN_WIDTHS = {
+    "dwordx16": 64,
+    "dwordx8": 32,
+    "dwordx4": 16,
+    "dwordx3": 12,
+    "dwordx2": 8,
+    "dword": 4,
+    "short": 2,
+    "byte": 1,
+}
 
 
 def parse_gcn(assembly: str) -> list[Block]:

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-
 DTYPE_CODES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 # fp64 gradients travel as fp64, bf16 or fp16.
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -192,18 +191,6 @@ def _cut(
         axis=1,
     )
     return np.ascontiguousarray(rows, dtype=np.int64), counts
-
-
-@dataclass
-class _Upload:
-    """One generation of addresses: pinned source, device copy, and when the last launch that read it is done."""
-
-    host: torch.Tensor
-    device: torch.Tensor
-    used: torch.cuda.Event | None = None
-
-    def free(self) -> bool:
-        return self.used is None or self.used.query()
 
 
 class PointerTable:

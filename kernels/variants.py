@@ -136,7 +136,7 @@ TRANSFERS: tuple[tuple[torch.dtype, bool, bool], ...] = tuple(
 )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def transfer_variant(
     name: str,
     kernel: Any,

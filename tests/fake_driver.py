@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,13 @@ def run_compiled(script: str | Path, *arguments: str) -> Any:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch as the driver would get it; `arguments` has every parameter of the kernel, constexprs too."""
+    """One launch as the driver would get it; `arguments` has every parameter of the kernel, constexprs too.
+
+    `compiled` is the hash by which Triton's cache knows the compilation.
+    """
 
     kernel: str
+    compiled: str
     grid: tuple[int, int, int]
     arguments: tuple[Any, ...]
 
@@ -73,9 +77,18 @@ class FakeDriver:
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         def launch(
-            x: int, y: int, z: int, stream: int, function: str, packed: Any, about: Any, enter: Any, leave: Any, *given: Any
+            x: int,
+            y: int,
+            z: int,
+            stream: int,
+            function: str,
+            packed: Any,
+            about: Any,
+            enter: Any,
+            leave: Any,
+            *given: Any,
         ) -> None:
-            self.launches.append(Launch(function, (x, y, z), given))
+            self.launches.append(Launch(function, metadata.hash, (x, y, z), given))
 
         return launch
 
@@ -108,7 +121,3 @@ def at_odd_address(tensor: torch.Tensor) -> torch.Tensor:
     copy.copy_(tensor)
     assert copy.data_ptr() % 16 == tensor.element_size() % 16 or not tensor.numel()
     return copy
-
-
-def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]

@@ -1,17 +1,11 @@
-"""Kernels with one fault each, which the rules about machine code must find.
-
-Run as a script, without TRITON_INTERPRET, it judges all of them by the same functions as the real ones and prints
-their violations as JSON: {"fault on target": [[kernel, target, branch, rule, detail], ...]}.
-"""
+"""Kernels with one fault each, which the rules about machine code must find; test_aot judges them like real ones."""
 # What @triton.jit reads is not Python.
-# ruff: noqa: ANN
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
+# ruff: noqa: ANN001, ANN202
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import triton
@@ -71,10 +65,8 @@ def _add(source, destination, count, SOURCE: tl.constexpr, DESTINATION: tl.const
     tl.atomic_add(destination.to(tl.pointer_type(DESTINATION)) + index, value, mask=index < count)
 
 
-@triton.jit(do_not_specialize_on_alignment=_POINTERS)
-def _planted_kernel(
-    addresses, rows, wire, scalar, FAULT: tl.constexpr, TILE_BYTES: tl.constexpr, LANES: tl.constexpr
-):
+@triton.jit(do_not_specialize=_POINTERS)
+def _planted_kernel(addresses, rows, wire, scalar, FAULT: tl.constexpr, TILE_BYTES: tl.constexpr, LANES: tl.constexpr):
     """Pack, without zeros and sums; its bf16 branch has the fault."""
     row = rows + tl.program_id(0).to(tl.int64) * ROW
     begin = tl.load(row + 1)
@@ -133,7 +125,10 @@ def variant_of(planted: Planted, target: aot.Target) -> Variant:
     return Variant(
         kernel=_planted_kernel,
         signature={
-            **{"addresses": "*i64", "rows": "*i64", "wire": "*fp32", "scalar": "*fp32"},
+            "addresses": "*i64",
+            "rows": "*i64",
+            "wire": "*fp32",
+            "scalar": "*fp32",
             **dict.fromkeys(("FAULT", "TILE_BYTES", "LANES"), "constexpr"),
         },
         constexprs={
@@ -146,14 +141,3 @@ def variant_of(planted: Planted, target: aot.Target) -> Variant:
         label=f"planted[{planted.fault}]",
         options={"enable_fp_fusion": True, **planted.options},
     )
-
-
-def reports() -> Iterator[tuple[str, aot.Report]]:
-    for planted in PLANTED:
-        for name in planted.targets:
-            target = aot.TARGETS[name]
-            yield f"{planted.fault} on {name}", aot.report(variant_of(planted, target), target)
-
-
-if __name__ == "__main__":
-    json.dump({name: report.violations for name, report in reports()}, sys.stdout)

@@ -36,7 +36,7 @@ def test_the_interpreter_still_converts_bf16_subnormals_wrongly() -> None:
 
 @pytest.mark.parametrize("destination", [torch.float16, torch.float32, torch.float64])
 def test_the_other_casts_are_exact(destination: torch.dtype) -> None:
-    values = [1.0 + 2.0**-11, 1.0 + 3 * 2.0**-11, 65519.9, 65520.0, 6e-8, 3e-8, -2.0**-25, 1e-45]
+    values = [1.0 + 2.0**-11, 1.0 + 3 * 2.0**-11, 65519.9, 65520.0, 6e-8, 3e-8, -(2.0**-25), 1e-45]
     for source in (torch.float32, torch.float64):
         given = torch.tensor(values, dtype=torch.float64).to(source)
         if source is torch.float64 and destination is torch.float16:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import triton
@@ -31,10 +29,9 @@ SUM_RTOL = 17 * 2.0**-24
 
 
 @pytest.fixture(autouse=True)
-def reference_with_the_interpreters_casts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _reference_with_the_interpreters_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one difference that is known, and is not ours: interpreter_defects.py."""
     monkeypatch.setattr(reference, "round_once", round_once_as_interpreted)
-    yield
 
 
 def _gradients(case: Case, poisoned: bool) -> list[Guarded | None]:

@@ -158,10 +158,7 @@ def triton_is_guarded_once(source: Source) -> list[str]:
     if source.in_any(MAY_GUARD_TRITON):
         return []
     guarded = (
-        found
-        for guard in ast.walk(source.tree)
-        if _survives_import_error(guard)
-        for found in imports(source, guard)
+        found for guard in ast.walk(source.tree) if _survives_import_error(guard) for found in imports(source, guard)
     )
     return [
         source.fault(node, f"imports {name} and carries on if that fails")
@@ -348,9 +345,7 @@ def test_wheel_installs_no_top_level_kernels(wheel: Path, tmp_path: Path) -> Non
     _run(*pip, "--target", str(target), str(wheel), cwd=tmp_path)
     # -S: no .pth file is read, so the checkout's own editable install is out of sight, its import hook too.
     dependencies = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    package, reference, kernels = json.loads(
-        _run("-I", "-S", "-c", PROBE, str(target), *dependencies, cwd=tmp_path)
-    )
+    package, reference, kernels = json.loads(_run("-I", "-S", "-c", PROBE, str(target), *dependencies, cwd=tmp_path))
     assert Path(package) == target / "fusedreduce" / "__init__.py"
     assert Path(reference) == target / "fusedreduce" / "kernels" / "reference.py"
     assert kernels is None

@@ -47,7 +47,7 @@ def test_pack_is_one_fp32_division_and_one_cast(case: Case) -> None:
     for slot, gradient in enumerate(gradients):
         if gradient is not None:
             with np.errstate(all="ignore"):
-                quotient = gradient.float().numpy() / np.float32(case.scalar)
+                quotient = (gradient.float().numpy() / np.float32(case.scalar)).astype(np.float32)
             begin = chunks.offsets[slot]
             expected[begin : begin + gradient.numel()] = _round(quotient, case.wire)
     assert_same(wire.inner, expected)
@@ -72,7 +72,8 @@ def test_unpack_is_one_fp32_product_and_one_cast(case: Case) -> None:
             one.assert_edges_untouched()
             part = wire[chunks.offsets[slot] :][: one.inner.numel()].float().numpy()
             with np.errstate(all="ignore"):
-                assert_same(one.inner, _round(part * np.float32(case.scalar), case.dtypes[slot]))
+                product = (part * np.float32(case.scalar)).astype(np.float32)
+                assert_same(one.inner, _round(product, case.dtypes[slot]))
 
 
 def _ulp(values: torch.Tensor) -> torch.Tensor:
@@ -101,7 +102,8 @@ def test_pack_is_within_one_ulp_of_the_wire_of_fp64_arithmetic(
 def test_fp64_to_16_bit_rounds_once(dtype: torch.dtype, seed: int) -> None:
     """Nearest by exact comparison with both neighbours, ties to even; drawn close to ties, where two roundings fail."""
     generator = torch.Generator().manual_seed(seed)
-    base = (torch.randn(300, generator=generator) * 2.0 ** torch.randint(-20, 14, (300,), generator=generator)).to(dtype)
+    scales = 2.0 ** torch.randint(-20, 14, (300,), generator=generator)
+    base = (torch.randn(300, generator=generator) * scales).to(dtype)
     step = _ulp(base)
     nudge = torch.tensor([0.0, 2.0**-30, -(2.0**-30)], dtype=torch.float64)
     values = base.double() + step * (0.5 + nudge[torch.randint(0, 3, (300,), generator=generator)])

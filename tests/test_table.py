@@ -86,7 +86,8 @@ def test_pointers_are_uploaded_only_when_an_address_changed() -> None:
     kept = [gradient.data_ptr() if gradient is not None else 0 for gradient in gradients]
     assert addresses.tolist() == [*kept, 0] and table.uploads == 1
     assert table.upload(list(gradients), wire) is addresses and table.uploads == 1
-    moved = [torch.ones(3), *gradients[1:]]
-    assert table.upload(moved, wire)[0].item() == moved[0].data_ptr() and table.uploads == 2
+    elsewhere = torch.ones(3)
+    moved = [elsewhere, *gradients[1:]]
+    assert table.upload(moved, wire)[0].item() == elsewhere.data_ptr() and table.uploads == 2
     assert table.holds(moved, wire) and not table.holds(gradients) and not table.holds(moved, torch.empty(8))
     assert addresses.tolist() == [*kept, 0], "a table that a launch may still read must not change"

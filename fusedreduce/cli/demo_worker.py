@@ -1,20 +1,19 @@
 """One rank of the demo: `python -m fusedreduce.cli.demo_worker FOLDER`, started by torch's launcher.
 
 All variants train side by side, step i of each before step i + 1 of any, on the same batches and in an order that
-rotates, so that whatever else the machine does hits them alike. Every PROBE_EVERY-th step is a probe: between two
-barriers, on the same weights and batch, a forward and backward with the exchange of gradients (the training step
-itself) and one without (under `no_sync`, thrown away), which of them first changing from probe to probe.
+rotates, so that whatever else the machine does hits them alike. Every PROBE_EVERY-th step is a probe: before the step
+itself, the same forward and backward without exchange (under `no_sync`, thrown away), on the same weights and batch.
 
-    step_ms   median over the steps that are no probes: no barrier in sight, as a user's loop
-    sync_ms   median over the probes of (with - without): the exchange, waiting for the slower rank included
+    step_ms   median over the steps that are no probes: forward, backward, optimizer, zero_grad; no barrier in sight
+    sync_ms   step_ms - median over the probes of (forward and backward without exchange, then optimizer, zero_grad):
+              what the exchange adds, waiting for the slower rank included
 
-Only here is torch.distributed used the way a user's script uses it.
+Only in this folder is torch.distributed used the way a user's script uses it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -32,8 +31,8 @@ from . import digits, measure, results
 from .progress import Progress
 from .variants import Contender, Variant, variants
 
-PROBE_EVERY = 5
-WARM_UP_STEPS = 3  # kernels compiled, buckets laid out anew by DDP: not timed
+WARM_UP_STEPS = 3  # kernels are compiled, DDP lays its buckets out anew: not timed
+LEAST_TIMED_STEPS = WARM_UP_STEPS + 2 * results.PROBE_EVERY  # a run that is shorter times its warm-up too
 _TIMEOUT = timedelta(minutes=3)
 _PR_SET_PDEATHSIG = 1
 # For tests only: accuracy (the last variant forgets everything), bytes (one bit of it flips on the last rank),
@@ -52,45 +51,38 @@ class Run:
     schedule: torch.optim.lr_scheduler.LRScheduler
     losses: list[torch.Tensor] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)
-    syncs_s: list[float] = field(default_factory=list)
+    alone_s: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
 
-    def step(self, batch: digits.Digits, device: torch.device, *, timed: bool) -> None:
-        """One step of training."""
+    def step(self, batch: digits.Digits, device: torch.device) -> None:
+        """One step of training, timed."""
 
         def train() -> None:
             self.losses.append(measure.forward_backward(self.contender.ddp, batch))
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self._update()
 
-        taken_s = measure.seconds(device, train)
+        self.steps_s.append(measure.seconds(device, train))
         self.schedule.step()
-        if timed:
-            self.steps_s.append(taken_s)
 
-    def probe(self, batch: digits.Digits, device: torch.device, *, exchange_first: bool, timed: bool) -> None:
+    def probe(self, batch: digits.Digits, device: torch.device) -> None:
         """One step of training, compared with the same without exchange."""
-        gradients: dict[bool, list[torch.Tensor]] = {}
-        taken_s: dict[bool, float] = {}
-        for exchange in (exchange_first, not exchange_first):
-            self.optimizer.zero_grad()
-            dist.barrier()
-            taken_s[exchange] = measure.seconds(device, lambda e=exchange: self._pass(batch, e))  # type: ignore[misc]
-            gradients[exchange] = self._gradients()
-        self.errors.append(measure.gradient_error(gradients[True], gradients[False]))
-        parameters = self.contender.ddp.parameters()
-        for parameter, gradient in zip(parameters, gradients[True], strict=True):
-            parameter.grad = gradient
+        ddp = self.contender.ddp
+        local_s = measure.seconds(device, lambda: measure.forward_backward(ddp, batch, exchange=False))
+        local = self._gradients()
+        self.optimizer.zero_grad()
+        self.losses.append(measure.forward_backward(ddp, batch))
+        self.errors.append(measure.gradient_error(self._gradients(), local))
+        self.alone_s.append(local_s + measure.seconds(device, self._update))
+        self.schedule.step()
+
+    def forget_times(self) -> None:
+        """Times so far were of steps that warm up."""
+        self.steps_s.clear()
+        self.alone_s.clear()
+
+    def _update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.schedule.step()
-        if timed:
-            self.syncs_s.append(taken_s[True] - taken_s[False])
-
-    def _pass(self, batch: digits.Digits, exchange: bool) -> None:
-        loss = measure.forward_backward(self.contender.ddp, batch, exchange=exchange)
-        if exchange:
-            self.losses.append(loss)
 
     def _gradients(self) -> list[torch.Tensor]:
         gradients = [parameter.grad for parameter in self.contender.ddp.parameters()]
@@ -132,12 +124,13 @@ def train(job: results.Job, device: torch.device, rank: int) -> list[results.Row
     for step in range(job.steps):
         batch = training.take(digits.batch_rows(step, len(training), rank, ranks, job.seed).to(device))
         turn = step % len(runs)
-        timed = step >= min(WARM_UP_STEPS, job.steps - 1)
         for run in runs[turn:] + runs[:turn]:
-            if step % PROBE_EVERY == 0:
-                run.probe(batch, device, exchange_first=step // PROBE_EVERY % 2 == 1, timed=timed)
+            if step == WARM_UP_STEPS and job.steps > LEAST_TIMED_STEPS:
+                run.forget_times()
+            if step % results.PROBE_EVERY == 0:
+                run.probe(batch, device)
             else:
-                run.step(batch, device, timed=timed)
+                run.step(batch, device)
         if last_rank and step == min(_FAULT_STEP, job.steps - 1):
             _inject_death()
         if progress is not None:
@@ -161,9 +154,8 @@ def _row(run: Run, batch: digits.Digits, held_out: digits.Digits, device: torch.
     # Twice: the first may still find DDP's buckets as they were before its second step.
     exchange = [measure.count_exchange(contender.ddp, batch) for _ in range(2)][-1]
     losses = _mean_over_ranks(torch.stack(run.losses).double())
-    steps_s, syncs_s = run.steps_s or [float("nan")], run.syncs_s or [float("nan")]
-    own = torch.tensor([measure.median(steps_s) * 1e3, measure.median(syncs_s) * 1e3], dtype=torch.float64)
-    step_ms, sync_ms = _mean_over_ranks(own.to(device)).tolist()
+    own = torch.tensor([measure.median(run.steps_s) * 1e3, measure.median(run.alone_s) * 1e3], dtype=torch.float64)
+    step_ms, alone_ms = _mean_over_ranks(own.to(device)).tolist()
     epoch = digits.batches_per_epoch(digits.TRAINING_IMAGES, dist.get_world_size())
     return results.Row(
         name=run.variant.name,
@@ -173,8 +165,8 @@ def _row(run: Run, batch: digits.Digits, held_out: digits.Digits, device: torch.
         worst_gradient_error=_worst_over_ranks(run.errors, device),
         wire_bytes_per_step=exchange.wire_bytes,
         step_ms=step_ms,
-        sync_ms=sync_ms,
-        sync_share=sync_ms / step_ms,
+        sync_ms=step_ms - alone_ms,
+        sync_share=(step_ms - alone_ms) / step_ms,
         launches_per_bucket=exchange.launches / contender.buckets,
         collectives_per_bucket=exchange.collectives / contender.buckets,
         buckets=contender.buckets,

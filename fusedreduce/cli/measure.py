@@ -1,9 +1,9 @@
 """Measuring one backward: what its exchange launches and sends, how wrong it is, how long it takes.
 
 Which calls count as launches: every torch operator that a dispatch mode sees and that does work, so no views
-(`OpOverload.is_view`: as_strided, detach, ...) and no bare allocations (empty, empty_strided, ...); Triton's launches
-are added, collectives (c10d) are counted apart. Those of a backward under `no_sync` on the same weights and batch are
-taken off: what is left exists because gradients are exchanged.
+(`OpOverload.is_view`: as_strided, detach, ...), no bare allocations (empty, empty_strided, ...) and no marks for the
+profiler; Triton's launches are added, collectives (c10d) are counted apart. Those of a backward under `no_sync` on the
+same weights and batch are taken off: what is left exists because gradients are exchanged.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fusedreduce.kernels import dispatch
+from fusedreduce.kernels.table import ChunkTable
 
 from .digits import Digits
 
@@ -64,18 +65,11 @@ def seconds(device: torch.device, function: Callable[[], Any]) -> float:
 
 def count_exchange(ddp: DistributedDataParallel, batch: Digits) -> Exchange:
     """Counts one step's exchange; leaves no gradient behind. Every rank must call it."""
-    counts = []
-    for exchange in (True, False):
-        ddp.zero_grad(set_to_none=True)
-        operators = _Operators([], [])
-        with dispatch.count_launches() as launched, _on_every_thread(operators), operators:
-            forward_backward(ddp, batch, exchange=exchange)
-        kernels = sum(launch.launches for launch in launched if launch.path != "torch")
-        counts.append((len(operators.calls) + kernels, operators.payload_bytes))
+    operators, payload_bytes = _count(ddp, batch, exchange=True)
+    without, local_bytes = _count(ddp, batch, exchange=False)
     ddp.zero_grad(set_to_none=True)
-    (launches, payload_bytes), (without, local_bytes) = counts
     assert not local_bytes, "a backward under no_sync must not communicate"
-    return Exchange(launches - without, len(payload_bytes), sum(payload_bytes))
+    return Exchange(operators - without, len(payload_bytes), sum(payload_bytes))
 
 
 def gradient_error(exchanged: Sequence[torch.Tensor], local: Sequence[torch.Tensor]) -> float:
@@ -114,6 +108,16 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else math.nan
 
 
+def _count(ddp: DistributedDataParallel, batch: Digits, *, exchange: bool) -> tuple[int, list[int]]:
+    """Launches of one forward and backward, and the bytes that each collective was given."""
+    ddp.zero_grad(set_to_none=True)
+    operators = _Operators([], [])
+    with dispatch.count_launches() as launched, _also_on_other_threads(operators), operators:
+        forward_backward(ddp, batch, exchange=exchange)
+    kernels = sum(launch.launches for launch in launched if launch.path != "torch")
+    return len(operators.calls) + kernels, operators.payload_bytes
+
+
 class _Operators(TorchDispatchMode):
     """Records what is dispatched on one thread, in lists that the modes of several threads may share."""
 
@@ -131,29 +135,35 @@ class _Operators(TorchDispatchMode):
     ) -> Any:
         if func.namespace == "c10d":
             self.payload_bytes.append(_payload_bytes(func, args))
-        elif not func.is_view and func._opname not in _ALLOCATIONS:
+        elif not (func.is_view or func.namespace == "profiler" or func._opname in _ALLOCATIONS):
             self.calls.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _on_every_thread(operators: _Operators) -> Iterator[None]:
-    """Has `operators` record pack and unpack on whatever thread they run.
+def _also_on_other_threads(operators: _Operators) -> Iterator[None]:
+    """Has the operators of pack and unpack recorded once, on whatever thread they run.
 
     A mode sees its own thread, and autograd's; a collective's callback, where unpack runs, is on neither. Both go
-    through `dispatch`, and there a mode is entered, unless one is active already: nothing is counted twice.
+    through `dispatch`, and there a mode of their own takes the place of whatever modes are active.
     """
-
-    def seen(function: Callable[..., None]) -> Callable[..., None]:
-        def call(*arguments: Any, **options: Any) -> None:
-            active = any(isinstance(mode, _Operators) for mode in _get_current_dispatch_mode_stack())
-            with nullcontext() if active else _Operators(operators.calls, operators.payload_bytes):
-                function(*arguments, **options)
-
-        return call
-
     pack, unpack = dispatch.pack, dispatch.unpack
-    dispatch.pack, dispatch.unpack = seen(pack), seen(unpack)
+
+    def seen(function: Callable[..., None], path: dispatch.Path, arguments: tuple[Any, ...]) -> None:
+        # What Triton's interpreter does in torch to play a kernel is no launch; the kernel is counted by dispatch.
+        calls = operators.calls if path != "interpreter" else []
+        with _disable_current_modes(), _Operators(calls, operators.payload_bytes):
+            function(*arguments)
+
+    def seen_pack(gradients: Any, chunks: ChunkTable, pointers: Any, wire: torch.Tensor, *rest: Any) -> None:
+        path = dispatch.path_for(wire.device, (wire.dtype,), chunks.dtypes)
+        seen(pack, path, (gradients, chunks, pointers, wire, *rest))
+
+    def seen_unpack(gradients: Any, chunks: ChunkTable, pointers: Any, wire: torch.Tensor, *rest: Any) -> None:
+        path = dispatch.path_for(wire.device, chunks.dtypes, (wire.dtype,))
+        seen(unpack, path, (gradients, chunks, pointers, wire, *rest))
+
+    dispatch.pack, dispatch.unpack = seen_pack, seen_unpack
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ from fusedreduce.config import Wire
 
 JOB_FILE = "job.json"
 ROWS_FILE = "rows.json"
+PROBE_EVERY = 5  # steps; see demo_worker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,9 +40,7 @@ class StallMonitor:
         self._watched: dict[object, _Watched] = {}
         self._thread: threading.Thread | None = None
 
-    def watch(
-        self, key: object, describe: Callable[[], str], done: Callable[[], bool], report_after_s: float
-    ) -> None:
+    def watch(self, key: object, describe: Callable[[], str], done: Callable[[], bool], report_after_s: float) -> None:
         """Logs `describe()` as an error, once, if `done()` is still false after `report_after_s` seconds.
 
         A key that is watched already starts again: a bucket's event belongs to its latest step.

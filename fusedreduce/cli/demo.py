@@ -1,0 +1,190 @@
+"""`fusedreduce demo`: a real training run, every gradient bucket through the fused path beside torch's own."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from fusedreduce.config import WIRES, Wire
+
+from . import picture, report, results
+from .digits import BATCH_IMAGES, TRAINING_IMAGES
+from .launch import InterruptedRunError, RankFailedError, run_ranks
+
+ACCURACY_NEEDED = 0.95
+_DEFAULT_STEPS = 300
+_WORKER = "fusedreduce.cli.demo_worker"
+_NEEDS = ("sklearn", "matplotlib")
+_MAX_RANKS = TRAINING_IMAGES // BATCH_IMAGES
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `demo` to the command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "demo",
+        help="train on real data with the fused path beside torch's own, and compare",
+        description="Trains a small convolutional network on scikit-learn's handwritten digits, on several ranks of "
+        "this machine, with torch DDP and with the fused hook side by side. Prints a table and writes demo.json and "
+        f"demo.png. Exit status 1 if a variant ends under {ACCURACY_NEEDED:.0%} accuracy or the ranks' parameters differ.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes; unset: 2, and never more than GPUs")
+    parser.add_argument("--steps", type=int, default=_DEFAULT_STEPS, metavar="N", help="training steps per variant")
+    parser.add_argument(
+        "--wire",
+        action="append",
+        metavar="WIRE[,WIRE...]",
+        help=f"what travels: {', '.join(WIRES)}; may be repeated; unset: all of them",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and of the order of images")
+    parser.add_argument("--out", type=Path, default=Path("out"), metavar="FOLDER", help="where the files go")
+    parser.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu or cuda")
+    parser.set_defaults(run=lambda arguments: _run(parser, arguments))
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """Checks everything, then runs; the exit status."""
+    _check_installed(parser)
+    device = _device(parser, arguments.device)
+    ranks = _ranks(parser, arguments.ranks, device)
+    job = results.Job(
+        device=device,
+        wires=_wires(parser, arguments.wire),
+        steps=_at_least(parser, "--steps", arguments.steps, 1),
+        seed=_at_least(parser, "--seed", arguments.seed, 0),
+        launcher_pid=os.getpid(),
+    )
+    out = _folder(parser, arguments.out)
+    began = time.monotonic()
+    place = report.hardware(device, ranks)
+    print(f"fusedreduce demo: {_count(ranks, 'rank')} on {place}, {_count(job.steps, 'step')}, seed {job.seed}", flush=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="fusedreduce-demo-") as folder:
+            results.write_job(Path(folder), job)
+            run_ranks(_WORKER, Path(folder), ranks, loopback=device == "cpu")
+            rows = results.read_rows(Path(folder))
+    except InterruptedRunError as interrupted:
+        _complain(f"{interrupted}; every rank has ended")
+        return 128 + interrupted.signum
+    except RankFailedError as failure:
+        _complain(str(failure) + _keep_details(out, failure.details))
+        return 1
+    facts = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": _as_typed(arguments.out),
+        "device": device,
+        "hardware": place,
+        "ranks": ranks,
+        "steps": job.steps,
+        "seed": job.seed,
+        "wall_s": round(time.monotonic() - began, 1),
+    }
+    report.write_demo_json(out / "demo.json", rows, facts)
+    picture.draw(out / "demo.png", rows, f"fusedreduce demo: {_count(ranks, 'rank')}, handwritten digits, {device}")
+    print(f"\n{report.table(rows)}\n\n{report.notes(rows, ranks)}\n\n{out / 'demo.json'}: every figure\n{out / 'demo.png'}: the picture")
+    return _verdict(rows)
+
+
+def _verdict(rows: Sequence[results.Row]) -> int:
+    wrong = [f"{row.name}: {row.difference}" for row in rows if not row.parameters_equal]
+    # Not `<`: NaN must fail too.
+    wrong += [
+        f"{row.name} ended at {row.accuracy:.2%} accuracy, under {ACCURACY_NEEDED:.0%}"
+        for row in rows
+        if not row.accuracy >= ACCURACY_NEEDED
+    ]
+    if wrong:
+        _complain("; ".join(wrong))
+    return 1 if wrong else 0
+
+
+def _check_installed(parser: argparse.ArgumentParser) -> None:
+    missing = [name for name in _NEEDS if not _importable(name)]
+    if missing:
+        parser.error(f"{' and '.join(missing)} cannot be imported: pip install 'fusedreduce[demo]'")
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _device(parser: argparse.ArgumentParser, wanted: str) -> str:
+    if wanted not in ("auto", "cpu", "cuda"):
+        parser.error(f"argument --device: unknown device {wanted!r}: use auto, cpu or cuda")
+    usable = torch.cuda.is_available() and dist.is_nccl_available()
+    if wanted == "cuda" and not usable:
+        parser.error("argument --device: torch finds no CUDA GPU with NCCL here: use cpu or auto")
+    return "cuda" if usable and wanted != "cpu" else "cpu"
+
+
+def _ranks(parser: argparse.ArgumentParser, wanted: int | None, device: str) -> int:
+    limit = torch.cuda.device_count() if device == "cuda" else _MAX_RANKS
+    ranks = min(2, limit) if wanted is None else _at_least(parser, "--ranks", wanted, 1)
+    if ranks > limit:
+        why = "one rank per GPU" if device == "cuda" else f"{TRAINING_IMAGES} images in batches of {BATCH_IMAGES} per rank"
+        parser.error(f"argument --ranks: {ranks} is more than {limit}, the most there can be ({why})")
+    return ranks
+
+
+def _wires(parser: argparse.ArgumentParser, wanted: Sequence[str] | None) -> tuple[Wire, ...]:
+    names = [name.strip() for part in wanted for name in part.split(",")] if wanted else list(WIRES)
+    for name in names:
+        if name not in WIRES:
+            parser.error(f"argument --wire: unknown wire {name!r}: use {', '.join(WIRES)}")
+    return tuple(cast("Wire", name) for name in dict.fromkeys(names))
+
+
+def _at_least(parser: argparse.ArgumentParser, option: str, value: int, least: int) -> int:
+    if value < least:
+        parser.error(f"argument {option}: must be at least {least}, got {value}")
+    return value
+
+
+def _folder(parser: argparse.ArgumentParser, out: Path) -> Path:
+    """`out`, made and proved to take files."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        parser.error(f"argument --out: {str(out)!r} is not a folder that can be written to: {error.strerror}")
+    return out
+
+
+def _keep_details(out: Path, details: str | None) -> str:
+    if details is None:
+        return ""
+    path = out / "demo-error.txt"
+    path.write_text(details)
+    return f" (traceback: {path})"
+
+
+def _as_typed(out: Path) -> str:
+    """The command line, without this machine's paths in it."""
+    shown = [one.replace(str(out), out.name) if out.is_absolute() else one for one in sys.argv[1:]]
+    return shlex.join(["fusedreduce", *shown])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _complain(reason: str) -> None:
+    # On a terminal the progress bar's line may still be open.
+    print(("\n" if sys.stderr.isatty() else "") + f"fusedreduce demo: error: {reason}", file=sys.stderr, flush=True)

@@ -1,0 +1,175 @@
+"""Starts ranks with torch's own launcher (what torchrun runs), in this process, and says in one line what went wrong.
+
+The launcher puts every rank into a session of its own, so a terminal's Ctrl-C reaches this process alone. Here it
+becomes a SIGTERM to each rank; one that does not end within _GRACE_S is killed. What outlives even that ends with this
+process: see `demo_worker`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_GRACE_S = 5
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_LOOPBACK = "127.0.0.1"
+
+
+class RankFailedError(Exception):
+    """A rank died or raised: which and why, in one line.
+
+    Args:
+        reason: the line.
+        details: a traceback, where there is one.
+    """
+
+    def __init__(self, reason: str, details: str | None) -> None:
+        super().__init__(reason)
+        self.details = details
+
+
+class InterruptedRunError(Exception):
+    """A signal ended the run; every rank has ended.
+
+    Args:
+        signum: which one.
+    """
+
+    def __init__(self, signum: signal.Signals) -> None:
+        super().__init__(f"interrupted by {signum.name}")
+        self.signum = signum
+
+
+def run_ranks(module: str, folder: Path, ranks: int, *, loopback: bool) -> None:
+    """Runs `python -m module FOLDER` once per rank and waits.
+
+    Args:
+        module: what one rank runs. It leaves `rank<i>.error.json` in the folder when it fails.
+        folder: the argument; the ranks' standard output goes to files in it.
+        ranks: how many, on this machine.
+        loopback: the ranks talk through Gloo, for which the loopback interface is enough.
+
+    Raises:
+        RankFailedError: a rank failed; the others have been ended.
+        InterruptedRunError: Ctrl-C, or another signal that asks to end.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        # As `torchrun --standalone`: a store on a port that the system chooses. Its address is a number, not this
+        # machine's name, so that nothing has to be resolved.
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{_LOOPBACK}:0",
+        local_addr=_LOOPBACK,
+        max_restarts=0,
+        signals_to_handle="SIGTERM",
+        shutdown_timeout=_GRACE_S,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.OUT),
+    )
+    received: list[signal.Signals] = []
+    with _quiet("torch.distributed.elastic", "torch.distributed.launcher"), _environment(loopback):
+        with _signals_raise(received, SignalException):
+            try:
+                elastic_launch(config, sys.executable)("-m", module, str(folder))
+            except ChildFailedError as error:
+                raise _first_failure(error.failures, folder) from None
+            except SignalException:
+                raise InterruptedRunError(received[0] if received else signal.SIGTERM) from None
+
+
+def _first_failure(failures: Mapping[int, ProcessFailure], folder: Path) -> RankFailedError:
+    """The failure that the others followed from.
+
+    A rank that was killed leaves no reason, and its peers' reason is that they lost it; what the launcher ended
+    (SIGTERM) comes last but for those.
+    """
+
+    def order(rank: int) -> tuple[int, float]:
+        reason = reasons[rank]
+        if reason is not None:
+            return (3 if reason["lost_peer"] else 1, reason["time"])
+        return (2 if failures[rank].exitcode == -signal.SIGTERM else 0, 0.0)
+
+    reasons = {rank: _reason(folder, rank) for rank in failures}
+    rank = min(failures, key=order)
+    reason = reasons[rank]
+    if reason is not None:
+        return RankFailedError(f"rank {rank} failed: {reason['reason']}", reason["traceback"])
+    status = failures[rank].exitcode
+    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    return RankFailedError(f"rank {rank} died: {how}", None)
+
+
+def _reason(folder: Path, rank: int) -> dict[str, Any] | None:
+    path = folder / f"rank{rank}.error.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+@contextmanager
+def _signals_raise(received: list[signal.Signals], error: type[Exception]) -> Iterator[None]:
+    """Has the first signal raise `error` with a SIGTERM to pass on; further ones must not disturb the clean-up."""
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(signum))
+        for one in _SIGNALS:
+            signal.signal(one, signal.SIG_IGN)
+        raise error(f"got {received[0].name}", signal.SIGTERM)
+
+    before = {one: signal.signal(one, handle) for one in _SIGNALS}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Keeps loggers from writing to the terminal, unless LOGLEVEL, which torch's launcher reads, asks for it."""
+    loggers = [logging.getLogger(name) for name in names] if "LOGLEVEL" not in os.environ else []
+    before = [logger.propagate for logger in loggers]
+    silent = logging.NullHandler()
+    for logger in loggers:
+        logger.propagate = False
+        logger.addHandler(silent)
+    try:
+        yield
+    finally:
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.propagate = propagate
+            logger.removeHandler(silent)
+
+
+@contextmanager
+def _environment(loopback: bool) -> Iterator[None]:
+    """What the ranks inherit; nothing that the user has set is changed."""
+    wanted = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if loopback and "lo" in (name for _, name in socket.if_nameindex()):
+        # Else Gloo looks this machine's name up, which takes a name server on some.
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    added = [name for name in wanted if name not in os.environ]
+    os.environ.update({name: wanted[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

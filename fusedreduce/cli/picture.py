@@ -1,0 +1,87 @@
+"""The demo's picture: loss curves, and where the time of a step goes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .results import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; torch's own row is grey.
+_COLOURS = ("#7f7f7f", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_STYLES = ("-", "--", "-.", ":")
+_SMOOTH = 0.02  # of the steps are averaged into a point of a loss curve
+
+
+def draw(path: Path, rows: Sequence[Row], title: str) -> None:
+    """Writes the picture to `path`, a PNG, in one piece."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.4), width_ratios=(1.15, 1), layout="constrained")
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left", weight="bold")
+    _losses(left, rows)
+    _times(right, rows)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    figure.savefig(temporary, format="png", dpi=150)
+    pyplot.close(figure)
+    os.replace(temporary, path)
+
+
+def _losses(axes: Axes, rows: Sequence[Row]) -> None:
+    """One line per variant. They lie on top of each other where the answers agree: hence dashes, thin over thick."""
+    for index, row in enumerate(rows):
+        smooth = _smoothed(row.losses)
+        axes.plot(
+            range(1, len(smooth) + 1),
+            smooth,
+            color=_COLOURS[index % len(_COLOURS)],
+            linestyle=_STYLES[index % len(_STYLES)],
+            linewidth=max(1.2, 5.0 - 1.2 * index),
+            alpha=0.5 if index == 0 else 1.0,
+            label=f"{row.name}  ({row.accuracy:.1%} test accuracy)",
+        )
+    if all(math.isfinite(loss) and loss > 0 for row in rows for loss in row.losses):
+        axes.set_yscale("log")
+    axes.set_title("Training loss", loc="left", fontsize=11)
+    axes.set_xlabel("step")
+    axes.set_ylabel("cross-entropy, mean over ranks")
+    axes.grid(axis="y", color="#e6e6e6")
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _times(axes: Axes, rows: Sequence[Row]) -> None:
+    """One bar per variant, torch's at the top: computing, then synchronising."""
+    places = range(len(rows))[::-1]
+    sync = [max(0.0, row.sync_ms) if math.isfinite(row.sync_ms) else 0.0 for row in rows]
+    total = [row.step_ms if math.isfinite(row.step_ms) else 0.0 for row in rows]
+    compute = [max(0.0, whole - part) for whole, part in zip(total, sync, strict=True)]
+    axes.barh(places, compute, height=0.55, color="#b9c4cf", label="computing")
+    axes.barh(places, sync, left=compute, height=0.55, color="#0072b2", label="synchronising gradients")
+    for place, row, whole in zip(places, rows, total, strict=True):
+        note = f"{row.step_ms:.2f} ms, {row.sync_share:.0%} of it synchronising" if whole else "not measured"
+        axes.annotate(note, (0, place), (2, 19), textcoords="offset points", va="center", fontsize=9)
+    axes.set_yticks(places, [row.name for row in rows])
+    axes.set_ylim(-0.5, len(rows) - 0.25)
+    axes.set_title("Time per step", loc="left", fontsize=11)
+    axes.set_xlabel("ms, median")
+    axes.grid(axis="x", color="#e6e6e6")
+    axes.tick_params(axis="y", length=0)
+    axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+
+
+def _smoothed(losses: Sequence[float]) -> list[float]:
+    """Means over the latest steps: single batches of digits are noisy."""
+    window = max(1, round(_SMOOTH * len(losses)))
+    return [math.fsum(losses[max(0, end - window) : end]) / min(end, window) for end in range(1, len(losses) + 1)]

@@ -1,0 +1,117 @@
+"""What the demo shows and keeps: the table, and demo.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import platform
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .results import PROBE_EVERY, Row, write_json
+
+_PACKAGES = ("fusedreduce", "torch", "triton", "numpy", "scikit-learn", "matplotlib")
+
+
+def _number(pattern: str) -> Callable[[float], str]:
+    return lambda value: format(value, pattern) if math.isfinite(value) else ("-" if math.isnan(value) else "inf")
+
+
+# Two lines of heading, then how a row's cell reads.
+_COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
+    ("", "variant", lambda row: row.name),
+    ("final", "loss", lambda row: f"{row.loss:.4f}"),
+    ("test", "accuracy", lambda row: f"{row.accuracy:.2%}"),
+    ("worst gradient", "error", lambda row: f"{row.worst_gradient_error:.1e}"),
+    ("wire", "bytes/step", lambda row: f"{row.wire_bytes_per_step:,}"),
+    ("step", "ms", lambda row: _number(".2f")(row.step_ms)),
+    ("of it", "sync ms", lambda row: _number(".2f")(row.sync_ms)),
+    ("", "share", lambda row: _number(".0%")(row.sync_share)),
+    ("launches", "/bucket", lambda row: _number(".1f")(row.launches_per_bucket)),
+    ("collectives", "/bucket", lambda row: _number(".1f")(row.collectives_per_bucket)),
+    ("", "buckets", lambda row: str(row.buckets)),
+    ("", "path", lambda row: row.path),
+)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text, one variant a line, at most 120 columns wide."""
+    cells = [[top for top, _, _ in _COLUMNS], [name for _, name, _ in _COLUMNS]]
+    cells += [[show(row) for _, _, show in _COLUMNS] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [_line(line, widths) for line in cells]
+    return "\n".join([*lines[:2], "-" * len(lines[1]), *lines[2:]])
+
+
+def notes(rows: Sequence[Row], ranks: int) -> str:
+    """What has to be known to read the table."""
+    return "\n".join(
+        (
+            f"{rows[0].name}: {rows[0].setting}; the others: the same with gradient_as_bucket_view=True and fused_hook.",
+            "gradient error: max |difference| / max |mean| per parameter against the fp64 mean of the ranks' local",
+            f"  gradients; the worst parameter, rank and step of every {PROBE_EVERY}th step.",
+            "step: median of forward, backward, optimizer and zero_grad. sync: what of it is more than the median of the",
+            f"  same without exchange (no_sync), every {PROBE_EVERY}th step; waiting for the slower rank included.",
+            "launches: torch operator calls (no views, no allocations) and Triton launches that a backward has more than",
+            "  under no_sync; collectives are counted apart.",
+            *(
+                ["One rank: there is nobody to exchange gradients with, so sync is what the machinery alone costs."]
+                if ranks == 1
+                else []
+            ),
+        )
+    )
+
+
+def write_demo_json(path: Path, rows: Sequence[Row], facts: dict[str, Any]) -> None:
+    """Writes demo.json: `facts` about the run, and `variants`. What is not a number becomes null."""
+    variants = [_plain(dataclasses.asdict(row)) for row in rows]
+    write_json(path, {**_plain(facts), "versions": versions(), "variants": variants})
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of what the figures depend on; None where it cannot be told."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    found["torch"] = str(torch.__version__)
+    return found
+
+
+def hardware(device: str, ranks: int) -> str:
+    """What the ranks ran on, in words."""
+    if device == "cuda":
+        return f"{ranks} x {torch.cuda.get_device_name(0)}"
+    return f"{_processor()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Names to the left, numbers to the right, the path again to the left."""
+    first, *numbers, last = zip(cells, widths, strict=True)
+    return "  ".join((first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in numbers), last[0].ljust(last[1])))
+
+
+def _plain(value: Any) -> Any:
+    """`value` with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,46 @@
+"""One rank of test_faults.py, a process of its own: `fault_rank.py RANK WORLD STORE WIRE AS_VIEW FAULT`."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sys
+import time
+
+import hook_cases
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT_S = 5
+FAULT_STEP = 3
+
+
+def main() -> None:
+    """Trains; the last rank dies, stops or leaves in the middle of a step."""
+    rank, world, store, wire, as_view, fault = sys.argv[1:]
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timeout
+    )
+    ddp, _ = hook_cases.hooked(hook_cases.mlp(), wire, gradient_as_bucket_view=as_view == "view")
+    victim = int(rank) == int(world) - 1
+    for step in range(FAULT_STEP + 3):
+        ddp.zero_grad()
+        loss = hook_cases.loss_of(ddp(hook_cases.batch(int(rank), step)))
+        if victim and step == FAULT_STEP:
+            if fault == "leave":
+                return
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])
+        began = time.monotonic()
+        try:
+            loss.backward()
+        except BaseException:
+            print(f"raised after {time.monotonic() - began:.1f} s at step {step}")
+            raise
+    print("finished")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Rank processes that stay alive across tests: each case is a function `case(rank, world, *arguments)` run on all."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+CASE_TIMEOUT_S = 120.0
+GROUP_TIMEOUT_S = 60.0
+
+
+class RankPool:
+    """`world` processes joined in one Gloo group. A case that fails or hangs ends the pool; the next starts anew."""
+
+    def __init__(self, world: int, interpret: bool = False) -> None:
+        self.world = world
+        self._interpret = interpret
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, case: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Runs `case(rank, world, *arguments)` on every rank; returns what each returned, in rank order."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((case, arguments))
+        results: list[Any] = []
+        failures: list[str] = []
+        for rank, pipe in enumerate(self._pipes):
+            # A rank that failed leaves its peers waiting: they are not waited for as long.
+            if not pipe.poll(CASE_TIMEOUT_S if not failures else 2.0):
+                failures.append(f"rank {rank} did not answer")
+                continue
+            kind, value = pipe.recv()
+            if kind == "failed":
+                failures.append(f"rank {rank}:\n{value}")
+            results.append(value)
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        """Ends every rank."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join(10)
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = Path(tempfile.mkdtemp(prefix="fusedreduce-ranks-")) / "store"
+        with _environment(TRITON_INTERPRET="1" if self._interpret else "0", OMP_NUM_THREADS="1"):
+            for rank in range(self.world):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(rank, self.world, str(store), theirs), daemon=True)
+                process.start()
+                self._processes.append(process)
+                self._pipes.append(ours)
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    while True:
+        try:
+            case, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(1000 + rank)
+            pipe.send(("done", case(rank, world, *arguments)))
+        except BaseException:
+            pipe.send(("failed", traceback.format_exc()))

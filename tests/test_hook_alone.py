@@ -1,0 +1,125 @@
+"""FusedHookState and fused_hook without DDP: options, registration rules, bad buckets."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedreduce
+
+
+class FakeBucket:
+    """The methods of dist.GradBucket that a hook may call."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+
+    def index(self) -> int:
+        return 0
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self._buffer]
+
+    def is_last(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A Gloo group of one."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _hook(state: fusedreduce.FusedHookState, buffer: torch.Tensor) -> torch.Tensor:
+    bucket: Any = FakeBucket(buffer)
+    return fusedreduce.fused_hook(state, bucket).wait()
+
+
+def test_the_signature_is_the_one_torch_asks_for() -> None:
+    signature = inspect.signature(fusedreduce.fused_hook)
+    assert list(signature.parameters) == ["state", "bucket"]
+    assert signature.parameters["bucket"].annotation is dist.GradBucket  # type: ignore[attr-defined]
+    assert signature.return_annotation == torch.futures.Future[torch.Tensor]
+    assert fusedreduce.fused_hook.__qualname__ == "fused_hook"
+
+
+@pytest.mark.parametrize("wire", ["int8", "BF16", "", None, torch.bfloat16])
+def test_an_unknown_wire_names_the_accepted_ones(wire: Any) -> None:
+    with pytest.raises(ValueError, match="unknown wire .*'native', 'bf16', 'fp16'"):
+        fusedreduce.FusedHookState(wire=wire)
+    with pytest.raises(ValueError, match="unknown wire"):
+        fusedreduce.ReduceConfig(wire=wire)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), "10"])
+def test_a_bad_stall_report_is_refused(seconds: Any) -> None:
+    with pytest.raises(ValueError, match="stall_report_s"):
+        fusedreduce.FusedHookState(stall_report_s=seconds)
+
+
+def test_wrong_arguments_are_told_apart() -> None:
+    with pytest.raises(TypeError, match="the wire is a keyword"):
+        fusedreduce.FusedHookState("bf16")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="colour"):
+        fusedreduce.FusedHookState(colour="red")
+
+
+def test_before_init_process_group_building_works_and_reducing_says_what_is_missing() -> None:
+    state = fusedreduce.FusedHookState(wire="bf16")
+    with pytest.raises(ValueError, match="init_process_group"):
+        _hook(state, torch.ones(4))
+
+
+def test_a_state_without_a_group_pickles_silently(recwarn: pytest.WarningsRecorder) -> None:
+    state = fusedreduce.FusedHookState(wire="bf16", stall_report_s=5.0)
+    assert pickle.loads(pickle.dumps(state)).config == state.config
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.uint8])
+def test_a_bucket_of_integers_is_refused(alone: None, dtype: torch.dtype) -> None:
+    buffer = torch.ones(4).to(dtype)
+    with pytest.raises(TypeError, match=f"rank 0: bucket 0 .* holds {dtype}; gradients must be fp32"):
+        _hook(fusedreduce.FusedHookState(), buffer)
+    assert torch.equal(buffer, torch.ones(4).to(dtype))
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
+def test_the_result_is_the_buckets_own_buffer(alone: None, wire: Any) -> None:
+    state = fusedreduce.FusedHookState(wire=wire)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64):
+        buffer = torch.arange(5).to(dtype)
+        result = _hook(state, buffer)
+        assert result.data_ptr() == buffer.data_ptr() and result.dtype == dtype
+        assert torch.equal(result, torch.arange(5).to(dtype)), "a mean over one rank changes nothing"
+    assert _hook(state, torch.empty(0)).numel() == 0
+
+
+def test_old_layouts_are_forgotten(alone: None) -> None:
+    state = fusedreduce.FusedHookState(wire="bf16")
+    for numel in (100, 30, 30, 30, 30):
+        _hook(state, torch.ones(numel))
+    assert [key[1] for key in state._buckets] == [30]
+    assert state.stats()["wire_allocations"] == 2
+
+
+def test_a_new_default_group_is_noticed(tmp_path: Path) -> None:
+    state = fusedreduce.FusedHookState()
+    for name in ("first", "second"):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{name}", rank=0, world_size=1)
+        try:
+            assert _hook(state, torch.ones(3)).tolist() == [1.0] * 3
+        finally:
+            dist.destroy_process_group()
