@@ -114,8 +114,8 @@ def examine(
                     faults[where, "placement", f"{opcode} in {writer}"] += 1
                 else:
                     data[_Key(branch, writer)].setdefault(index, []).append(access.width)
-            elif access.space == "scalar" and not frames:
-                continue  # a kernel argument
+            elif access.space == "scalar" and (not frames or frames[0].line == 0):
+                continue  # kernel arguments, for all the code that needs them
             elif writer != variant.kernel.__name__:
                 faults[where, "placement", f"{opcode} goes round {', '.join(VECTOR_FUNCTIONS)}, ...:{_at(frames)}"] += 1
             elif variant.branches and in_loop(blocks, index):

@@ -22,7 +22,7 @@ _BLOCK = 256
 _NUM_WARPS = 4
 
 
-@triton.jit(do_not_specialize_on_alignment=STATS_POINTERS)
+@triton.jit(do_not_specialize=STATS_POINTERS)
 def _parameter_sums_kernel(starts, sums, first_non_finite, parameter_sums, parameter_first, BLOCK: tl.constexpr):
     """One program per parameter adds its chunks up, BLOCK at a time, in order."""
     parameter = tl.program_id(0).to(tl.int64)
@@ -42,7 +42,7 @@ def _parameter_sums_kernel(starts, sums, first_non_finite, parameter_sums, param
     tl.store(parameter_first + parameter, tl.where(lowest == NONE_FOUND, -1, lowest))
 
 
-@triton.jit(do_not_specialize_on_alignment=STATS_POINTERS)
+@triton.jit(do_not_specialize=STATS_POINTERS)
 def _total_kernel(starts, parameter_sums, total, BLOCK: tl.constexpr):
     """One program adds the parameters up, BLOCK at a time, in order."""
     parameters = tl.load(starts)

@@ -31,7 +31,7 @@ from .variants import (
 )
 
 
-@triton.jit(do_not_specialize_on_alignment=POINTERS)
+@triton.jit(do_not_specialize=POINTERS)
 def _unpack_kernel(
     addresses,
     rows,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +45,6 @@ TUNING: Mapping[tuple[str, int | str], Tuning] = {
     ("cuda", 100): Tuning(tile_bytes=8192, num_warps=4),
     ("hip", "gfx942"): Tuning(tile_bytes=16384, num_warps=4),
 }
-DEFAULT_TUNING = Tuning(tile_bytes=8192, num_warps=4)
 # The interpreter costs per operation, not per element: one large tile is cheapest.
 INTERPRETER_TUNING = Tuning(tile_bytes=16384, num_warps=4)
 
@@ -81,11 +81,14 @@ def tuning_for(target: tuple[str, int | str]) -> Tuning:
         return INTERPRETER_TUNING
     if target in TUNING:
         return TUNING[target]
-    older = [key for key in TUNING if key[0] == target[0] == "cuda" and int(key[1]) < int(target[1])]
-    return TUNING[max(older, key=lambda key: int(key[1]))] if older else DEFAULT_TUNING
+    if target[0] == "hip":
+        return TUNING["hip", "gfx942"]
+    older = [key for key in TUNING if key[0] == "cuda" and int(key[1]) < int(target[1])]
+    return TUNING[max(older, key=lambda key: int(key[1]))] if older else TUNING["cuda", 80]
 
 
 _launched = threading.local()
+_interpreter_lock = threading.Lock()
 
 
 def launches() -> int:
@@ -111,9 +114,19 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": True})
 
     def launch(self, programs: int, pointers: Sequence[torch.Tensor | None]) -> None:
-        """Launches `programs` programs on the current stream of the current device."""
+        """Launches `programs` programs on the first pointer's device, on its current stream."""
         _launched.count = launches() + 1
-        self.kernel[(programs,)](*pointers, **self.constexprs, num_warps=self.num_warps, **self.options)
+        assert pointers[0] is not None
+        with _launch_on(pointers[0].device):
+            self.kernel[(programs,)](*pointers, **self.constexprs, num_warps=self.num_warps, **self.options)
+
+
+def _launch_on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensors'. The interpreter swaps
+    triton.language out while a kernel runs, so two threads must not be in it at once."""
+    if device.type == "cuda":
+        return torch.cuda.device(device)
+    return _interpreter_lock if interpreted() else nullcontext()
 
 
 def lanes(tuning: Tuning, backend: str) -> int:

@@ -114,10 +114,7 @@ class Compilations:
 
 
 def at_odd_address(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy at an address that is a multiple of the itemsize, and of no more."""
-    storage = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
-    view = storage[1:] if storage.data_ptr() % 16 == 0 else storage[:-1]
-    copy = view.view(tensor.shape)
-    copy.copy_(tensor)
-    assert copy.data_ptr() % 16 == tensor.element_size() % 16 or not tensor.numel()
+    """A copy one element beyond where memory was allocated: aligned to the itemsize and to no more."""
+    copy = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor)
+    assert copy.data_ptr() % 16, "torch allocates at multiples of 16 bytes at least"
     return copy

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import fusedreduce
 
 from . import demo
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
 
 # Each has add_parser(subparsers), which sets `run`: the parsed arguments -> the exit status.
 _COMMANDS = (demo,)
@@ -23,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 when all went well, 1 when what was run failed, 2 when it could not be started, 128 plus
         the signal's number when interrupted.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="fusedreduce",
         description="Gradients averaged across ranks with one fused kernel on each side of one collective per bucket.",
         allow_abbrev=False,
@@ -32,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add_parser(subparsers)
-    arguments = parser.parse_args(argv)
-    status: int = arguments.run(arguments)
+    typed = sys.argv[1:] if argv is None else list(argv)
+    arguments = parser.parse_args(typed, argparse.Namespace(typed=typed))
+    try:
+        status: int = arguments.run(arguments)
+    except KeyboardInterrupt:
+        print(f"{parser.prog} {arguments.command}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return status

@@ -24,7 +24,7 @@ from .digits import BATCH_IMAGES, TRAINING_IMAGES
 from .launch import InterruptedRunError, RankFailedError, run_ranks
 
 ACCURACY_NEEDED = 0.95
-_DEFAULT_STEPS = 300
+_DEFAULT_STEPS = 400
 _WORKER = "fusedreduce.cli.demo_worker"
 _NEEDS = ("sklearn", "matplotlib")
 _MAX_RANKS = TRAINING_IMAGES // BATCH_IMAGES
@@ -37,7 +37,8 @@ def add_parser(subparsers: Any) -> None:
         help="train on real data with the fused path beside torch's own, and compare",
         description="Trains a small convolutional network on scikit-learn's handwritten digits, on several ranks of "
         "this machine, with torch DDP and with the fused hook side by side. Prints a table and writes demo.json and "
-        f"demo.png. Exit status 1 if a variant ends under {ACCURACY_NEEDED:.0%} accuracy or the ranks' parameters differ.",
+        f"demo.png. Exit status 1 if a variant ends under {ACCURACY_NEEDED:.0%} accuracy, or the ranks' parameters "
+        "differ.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -70,7 +71,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     out = _folder(parser, arguments.out)
     began = time.monotonic()
     place = report.hardware(device, ranks)
-    print(f"fusedreduce demo: {_count(ranks, 'rank')} on {place}, {_count(job.steps, 'step')}, seed {job.seed}", flush=True)
+    ranks_there = f"{_count(ranks, 'rank')} on {place}"
+    print(f"fusedreduce demo: {ranks_there}; {_count(job.steps, 'step')}, seed {job.seed}", flush=True)
     try:
         with tempfile.TemporaryDirectory(prefix="fusedreduce-demo-") as folder:
             results.write_job(Path(folder), job)
@@ -84,7 +86,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         return 1
     facts = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": _as_typed(arguments.out),
+        "command": _as_typed(arguments.typed, arguments.out),
         "device": device,
         "hardware": place,
         "ranks": ranks,
@@ -93,8 +95,9 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         "wall_s": round(time.monotonic() - began, 1),
     }
     report.write_demo_json(out / "demo.json", rows, facts)
-    picture.draw(out / "demo.png", rows, f"fusedreduce demo: {_count(ranks, 'rank')}, handwritten digits, {device}")
-    print(f"\n{report.table(rows)}\n\n{report.notes(rows, ranks)}\n\n{out / 'demo.json'}: every figure\n{out / 'demo.png'}: the picture")
+    picture.draw(out / "demo.png", rows, f"Handwritten digits, {ranks_there}")
+    print(f"\n{report.table(rows)}\n\n{report.notes(rows, ranks)}\n")
+    print(f"{out / 'demo.json'}  every figure\n{out / 'demo.png'}   loss curves and time per step")
     return _verdict(rows)
 
 
@@ -137,7 +140,8 @@ def _ranks(parser: argparse.ArgumentParser, wanted: int | None, device: str) -> 
     limit = torch.cuda.device_count() if device == "cuda" else _MAX_RANKS
     ranks = min(2, limit) if wanted is None else _at_least(parser, "--ranks", wanted, 1)
     if ranks > limit:
-        why = "one rank per GPU" if device == "cuda" else f"{TRAINING_IMAGES} images in batches of {BATCH_IMAGES} per rank"
+        batches = f"{TRAINING_IMAGES} images in batches of {BATCH_IMAGES} per rank"
+        why = "one rank per GPU" if device == "cuda" else batches
         parser.error(f"argument --ranks: {ranks} is more than {limit}, the most there can be ({why})")
     return ranks
 
@@ -175,9 +179,9 @@ def _keep_details(out: Path, details: str | None) -> str:
     return f" (traceback: {path})"
 
 
-def _as_typed(out: Path) -> str:
+def _as_typed(typed: Sequence[str], out: Path) -> str:
     """The command line, without this machine's paths in it."""
-    shown = [one.replace(str(out), out.name) if out.is_absolute() else one for one in sys.argv[1:]]
+    shown = [one.replace(str(out), out.name) if out.is_absolute() else one for one in typed]
     return shlex.join(["fusedreduce", *shown])
 
 

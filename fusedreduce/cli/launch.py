@@ -86,14 +86,17 @@ def run_ranks(module: str, folder: Path, ranks: int, *, loopback: bool) -> None:
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.OUT),
     )
     received: list[signal.Signals] = []
-    with _quiet("torch.distributed.elastic", "torch.distributed.launcher"), _environment(loopback):
-        with _signals_raise(received, SignalException):
-            try:
-                elastic_launch(config, sys.executable)("-m", module, str(folder))
-            except ChildFailedError as error:
-                raise _first_failure(error.failures, folder) from None
-            except SignalException:
-                raise InterruptedRunError(received[0] if received else signal.SIGTERM) from None
+    with (
+        _quiet("torch.distributed.elastic", "torch.distributed.launcher"),
+        _environment(loopback),
+        _signals_raise(received, SignalException),
+    ):
+        try:
+            elastic_launch(config, sys.executable)("-m", module, str(folder))
+        except ChildFailedError as error:
+            raise _first_failure(error.failures, folder) from None
+        except SignalException:
+            raise InterruptedRunError(received[0] if received else signal.SIGTERM) from None
 
 
 def _first_failure(failures: Mapping[int, ProcessFailure], folder: Path) -> RankFailedError:
@@ -134,7 +137,9 @@ def _signals_raise(received: list[signal.Signals], error: type[Exception]) -> It
             signal.signal(one, signal.SIG_IGN)
         raise error(f"got {received[0].name}", signal.SIGTERM)
 
-    before = {one: signal.signal(one, handle) for one in _SIGNALS}
+    # A signal that is ignored stays so: `nohup`, or a script's background job.
+    heeded = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {one: signal.signal(one, handle) for one in heeded}
     try:
         yield
     finally:

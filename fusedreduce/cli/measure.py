@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fusedreduce.kernels import dispatch
-from fusedreduce.kernels.table import ChunkTable
+from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable
 
 from .digits import Digits
 
+Gradients = Sequence[torch.Tensor | None]
 _ALLOCATIONS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 
 
@@ -80,8 +81,9 @@ def gradient_error(exchanged: Sequence[torch.Tensor], local: Sequence[torch.Tens
     """
     flat = torch.cat([gradient.double().reshape(-1) for gradient in local])
     dist.all_reduce(flat)
+    means = flat.div_(dist.get_world_size()).split([gradient.numel() for gradient in local])
     errors = []
-    for gradient, mean in zip(exchanged, flat.div_(dist.get_world_size()).split([g.numel() for g in local]), strict=True):
+    for gradient, mean in zip(exchanged, means, strict=True):
         difference = (gradient.double().reshape(-1) - mean).abs().max()
         errors.append(torch.where(difference == 0, difference, difference / mean.abs().max()))
     return float(torch.stack(errors).max())
@@ -149,19 +151,35 @@ def _also_on_other_threads(operators: _Operators) -> Iterator[None]:
     """
     pack, unpack = dispatch.pack, dispatch.unpack
 
-    def seen(function: Callable[..., None], path: dispatch.Path, arguments: tuple[Any, ...]) -> None:
+    def seen(path: dispatch.Path) -> AbstractContextManager[object]:
         # What Triton's interpreter does in torch to play a kernel is no launch; the kernel is counted by dispatch.
         calls = operators.calls if path != "interpreter" else []
-        with _disable_current_modes(), _Operators(calls, operators.payload_bytes):
-            function(*arguments)
+        stack = ExitStack()
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(_Operators(calls, operators.payload_bytes))
+        return stack
 
-    def seen_pack(gradients: Any, chunks: ChunkTable, pointers: Any, wire: torch.Tensor, *rest: Any) -> None:
-        path = dispatch.path_for(wire.device, (wire.dtype,), chunks.dtypes)
-        seen(pack, path, (gradients, chunks, pointers, wire, *rest))
+    def seen_pack(
+        gradients: Gradients,
+        chunks: ChunkTable,
+        pointers: PointerTable,
+        wire: torch.Tensor,
+        divisor: torch.Tensor,
+        partials: Partials | None = None,
+    ) -> None:
+        with seen(dispatch.path_for(wire.device, (wire.dtype,), chunks.dtypes)):
+            pack(gradients, chunks, pointers, wire, divisor, partials)
 
-    def seen_unpack(gradients: Any, chunks: ChunkTable, pointers: Any, wire: torch.Tensor, *rest: Any) -> None:
-        path = dispatch.path_for(wire.device, chunks.dtypes, (wire.dtype,))
-        seen(unpack, path, (gradients, chunks, pointers, wire, *rest))
+    def seen_unpack(
+        gradients: Gradients,
+        chunks: ChunkTable,
+        pointers: PointerTable,
+        wire: torch.Tensor,
+        scale: torch.Tensor,
+        partials: Partials | None = None,
+    ) -> None:
+        with seen(dispatch.path_for(wire.device, chunks.dtypes, (wire.dtype,))):
+            unpack(gradients, chunks, pointers, wire, scale, partials)
 
     dispatch.pack, dispatch.unpack = seen_pack, seen_unpack
     try:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which colour-blind readers can tell apart; torch's own row is grey.
 _COLOURS = ("#7f7f7f", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _STYLES = ("-", "--", "-.", ":")
-_SMOOTH = 0.02  # of the steps are averaged into a point of a loss curve
+_SMOOTH = 0.05  # of the steps are averaged into a point of a loss curve
 
 
 def draw(path: Path, rows: Sequence[Row], title: str) -> None:
@@ -50,13 +50,13 @@ def _losses(axes: Axes, rows: Sequence[Row]) -> None:
             linestyle=_STYLES[index % len(_STYLES)],
             linewidth=max(1.2, 5.0 - 1.2 * index),
             alpha=0.5 if index == 0 else 1.0,
-            label=f"{row.name}  ({row.accuracy:.1%} test accuracy)",
+            label=f"{row.name}, test accuracy {row.accuracy:.1%}",
         )
     if all(math.isfinite(loss) and loss > 0 for row in rows for loss in row.losses):
         axes.set_yscale("log")
     axes.set_title("Training loss", loc="left", fontsize=11)
     axes.set_xlabel("step")
-    axes.set_ylabel("cross-entropy, mean over ranks")
+    axes.set_ylabel("cross-entropy, running mean")
     axes.grid(axis="y", color="#e6e6e6")
     axes.legend(frameon=False, fontsize=9)
 
@@ -67,18 +67,20 @@ def _times(axes: Axes, rows: Sequence[Row]) -> None:
     sync = [max(0.0, row.sync_ms) if math.isfinite(row.sync_ms) else 0.0 for row in rows]
     total = [row.step_ms if math.isfinite(row.step_ms) else 0.0 for row in rows]
     compute = [max(0.0, whole - part) for whole, part in zip(total, sync, strict=True)]
-    axes.barh(places, compute, height=0.55, color="#b9c4cf", label="computing")
-    axes.barh(places, sync, left=compute, height=0.55, color="#0072b2", label="synchronising gradients")
-    for place, row, whole in zip(places, rows, total, strict=True):
-        note = f"{row.step_ms:.2f} ms, {row.sync_share:.0%} of it synchronising" if whole else "not measured"
-        axes.annotate(note, (0, place), (2, 19), textcoords="offset points", va="center", fontsize=9)
+    axes.barh(places, compute, height=0.6, color="#b9c4cf", label="computing")
+    bars = axes.barh(places, sync, left=compute, height=0.6, color="#0072b2", label="synchronising gradients")
+    axes.bar_label(bars, [f"{row.step_ms:.1f} ms" for row in rows], padding=5, fontsize=9)
+    # In white, where the bar is long enough to hold it.
+    shares = [f"{row.sync_share:.0%}" if part > 0.12 * max(total) else "" for row, part in zip(rows, sync, strict=True)]
+    axes.bar_label(bars, shares, label_type="center", color="white", fontsize=9)
     axes.set_yticks(places, [row.name for row in rows])
-    axes.set_ylim(-0.5, len(rows) - 0.25)
+    axes.set_xlim(0, 1.15 * max(total) or 1)
+    axes.set_ylim(-0.6, len(rows) - 0.05)
     axes.set_title("Time per step", loc="left", fontsize=11)
     axes.set_xlabel("ms, median")
     axes.grid(axis="x", color="#e6e6e6")
     axes.tick_params(axis="y", length=0)
-    axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper left", borderaxespad=0, handlelength=1.2)
 
 
 def _smoothed(losses: Sequence[float]) -> list[float]:

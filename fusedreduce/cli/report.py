@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+import fusedreduce
+
 from .results import PROBE_EVERY, Row, write_json
 
-_PACKAGES = ("fusedreduce", "torch", "triton", "numpy", "scikit-learn", "matplotlib")
+_PACKAGES = ("triton", "numpy", "scikit-learn", "matplotlib")
 
 
 def _number(pattern: str) -> Callable[[float], str]:
@@ -45,27 +47,26 @@ def table(rows: Sequence[Row]) -> str:
     cells += [[show(row) for _, _, show in _COLUMNS] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [_line(line, widths) for line in cells]
-    return "\n".join([*lines[:2], "-" * len(lines[1]), *lines[2:]])
+    return "\n".join([*lines[:2], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[2:]])
 
 
 def notes(rows: Sequence[Row], ranks: int) -> str:
     """What has to be known to read the table."""
-    return "\n".join(
-        (
-            f"{rows[0].name}: {rows[0].setting}; the others: the same with gradient_as_bucket_view=True and fused_hook.",
-            "gradient error: max |difference| / max |mean| per parameter against the fp64 mean of the ranks' local",
-            f"  gradients; the worst parameter, rank and step of every {PROBE_EVERY}th step.",
-            "step: median of forward, backward, optimizer and zero_grad. sync: what of it is more than the median of the",
-            f"  same without exchange (no_sync), every {PROBE_EVERY}th step; waiting for the slower rank included.",
-            "launches: torch operator calls (no views, no allocations) and Triton launches that a backward has more than",
-            "  under no_sync; collectives are counted apart.",
-            *(
-                ["One rank: there is nobody to exchange gradients with, so sync is what the machinery alone costs."]
-                if ranks == 1
-                else []
-            ),
-        )
-    )
+    lines = [
+        f"{rows[0].name}: {rows[0].setting}.",
+        "hook: the same with gradient_as_bucket_view=True and fused_hook at that wire.",
+        "gradient error: max |difference| / max |mean| per parameter, against the fp64 mean of the ranks' local",
+        f"  gradients; the worst parameter, rank and step of every {PROBE_EVERY}th step.",
+        "step: median of forward, backward, optimizer and zero_grad. sync: what of it is more than the median of the",
+        f"  same without exchange (no_sync, every {PROBE_EVERY}th step); waiting for the slower rank included.",
+        "launches: torch operator calls (no views, no allocations) and Triton launches that a backward has more than",
+        "  under no_sync; collectives are counted apart.",
+    ]
+    if not any(row.path == "triton" for row in rows):
+        lines.append("No kernel was compiled here: on CPU this shows that the answers agree, not what a GPU saves.")
+    if ranks == 1:
+        lines.append("One rank has nobody to exchange gradients with: sync is what the machinery alone costs.")
+    return "\n".join(lines)
 
 
 def write_demo_json(path: Path, rows: Sequence[Row], facts: dict[str, Any]) -> None:
@@ -82,7 +83,8 @@ def versions() -> dict[str, str | None]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    found["torch"] = str(torch.__version__)
+    # As they say themselves: torch names its build, and a checkout may not be installed.
+    found |= {"torch": str(torch.__version__), "fusedreduce": fusedreduce.__version__}
     return found
 
 
@@ -105,7 +107,8 @@ def _processor() -> str:
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     """Names to the left, numbers to the right, the path again to the left."""
     first, *numbers, last = zip(cells, widths, strict=True)
-    return "  ".join((first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in numbers), last[0].ljust(last[1])))
+    right = [cell.rjust(width) for cell, width in numbers]
+    return "  ".join((first[0].ljust(first[1]), *right, last[0])).rstrip()
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,5 +101,8 @@ def read_rows(folder: Path) -> list[Row]:
 def write_json(path: Path, value: Any) -> None:
     """Writes `path` in one piece: whoever reads it finds the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    text = json.dumps(value, indent=2)
+    # A list of numbers on one line: hundreds of losses are no reading matter.
+    text = re.sub(r"\[[-+\d.eE,\s]+\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), text)
+    temporary.write_text(text + "\n")
     os.replace(temporary, path)

@@ -1,0 +1,416 @@
+"""The command line: `fusedreduce demo` as a user runs it, what it refuses, what it says when a rank fails, Ctrl-C."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedreduce
+from fusedreduce.cli import digits, main, measure, picture, report
+from fusedreduce.cli.results import Row, write_json
+from fusedreduce.cli.variants import Contender, variants
+
+PARAMETERS = 40394
+STEPS = 150
+COLUMNS = [
+    "variant",
+    "loss",
+    "accuracy",
+    "error",
+    "bytes/step",
+    "ms",
+    "share",
+    "launches",
+    "collectives",
+    "/bucket",
+    "buckets",
+    "path",
+]
+FIELDS = dict.fromkeys(("accuracy", "loss", "worst_gradient_error", "step_ms", "sync_ms"), (int, float))
+FIELDS |= dict.fromkeys(("sync_share", "launches_per_bucket", "collectives_per_bucket"), (int, float))
+FIELDS |= {"name": str, "path": str, "wire_bytes_per_step": int, "buckets": int, "losses": list}  # type: ignore[dict-item]
+SLOW_START_S = 60.0
+
+
+class Finished(NamedTuple):
+    """A run of the demo that has ended."""
+
+    status: int
+    out: str
+    err: str
+    folder: Path
+
+    @property
+    def reasons(self) -> list[str]:
+        return [line for line in self.err.splitlines() if "error:" in line]
+
+    @property
+    def json(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "out" / "demo.json").read_text())
+        return found
+
+
+def start(folder: Path, *options: str, fault: str = "", device: str = "cpu") -> subprocess.Popen[str]:
+    """`fusedreduce demo` in a folder of its own, as a terminal would start it."""
+    ours = ("TRITON_INTERPRET", "FUSEDREDUCE_DEMO_FAULT", "LOGLEVEL")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    (folder / "tmp").mkdir()
+    environment |= {"TMPDIR": str(folder / "tmp"), "PYTHONWARNINGS": "default::RuntimeWarning"}
+    if fault:
+        environment["FUSEDREDUCE_DEMO_FAULT"] = fault
+    return subprocess.Popen(
+        [sys.executable, "-m", "fusedreduce.cli", "demo", "--device", device, *options],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # A test run in the background of a script ignores SIGINT, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def run(folder: Path, *options: str, fault: str = "", device: str = "cpu") -> Finished:
+    process = start(folder, *options, fault=fault, device=device)
+    out, err = process.communicate(timeout=300)
+    assert not ranks_of(folder), "ranks outlive the demo"
+    assert not list((folder / "tmp").iterdir()), "the demo leaves temporary files"
+    return Finished(process.returncode, out, err, folder)
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """Processes whose command line names a folder within `folder`: the ranks of the demo that runs there."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if any(word.startswith(os.fsencode(folder)) for word in words):
+            found.append(int(path.parent.name))
+    return found
+
+
+def wait_until(true: Callable[[], bool], limit_s: float, what: str) -> None:
+    end = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end, f"{what} within {limit_s} s"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return run(tmp_path_factory.mktemp("demo"), "--steps", str(STEPS))
+
+
+@pytest.mark.slow
+def test_a_run_succeeds_and_is_quiet(finished: Finished) -> None:
+    assert finished.status == 0, finished.err
+    lines = finished.err.splitlines()
+    assert sum(line.startswith("training") for line in lines) >= 10
+    # Matplotlib says so, once per machine, when it looks for fonts.
+    assert [line for line in lines if not line.startswith("training") and "font cache" not in line] == []
+
+
+@pytest.mark.slow
+def test_the_table(finished: Finished) -> None:
+    lines = finished.out.splitlines()
+    rule = next(index for index, line in enumerate(lines) if set(line) == {"-"})
+    heading = " ".join(lines[rule - 2 : rule]).split()
+    assert [column for column in COLUMNS if column not in heading] == []
+    names = [line[: len("hook native")].strip() for line in lines[rule + 1 : rule + 5]]
+    assert names == ["torch DDP", "hook native", "hook bf16", "hook fp16"]
+    assert max(map(len, lines)) <= 120
+    assert "out/demo.json" in finished.out
+    assert "out/demo.png" in finished.out
+
+
+@pytest.mark.slow
+def test_the_json(finished: Finished) -> None:
+    found = finished.json
+    assert (found["device"], found["ranks"], found["steps"], found["seed"]) == ("cpu", 2, STEPS, 0)
+    assert found["command"] == f"fusedreduce demo --device cpu --steps {STEPS}"
+    assert found["versions"]["torch"] == torch.__version__
+    assert {"created", "wall_s", "hardware"} <= set(found)
+    assert str(finished.folder) not in (finished.folder / "out" / "demo.json").read_text()
+    for variant in found["variants"]:
+        for field, kind in FIELDS.items():
+            assert isinstance(variant[field], kind), field
+        assert len(variant["losses"]) == STEPS
+        assert variant["parameters_equal"] is True
+
+
+@pytest.mark.slow
+def test_the_figures(finished: Finished) -> None:
+    """What must hold on any machine: sizes, counts, and errors within what the wire's precision allows."""
+    torchs, native, bf16, fp16 = finished.json["variants"]
+    for variant in (torchs, native, bf16, fp16):
+        assert variant["accuracy"] >= 0.95
+        assert variant["collectives_per_bucket"] == 1
+        assert variant["buckets"] == 3
+        assert variant["losses"][0] == torchs["losses"][0], "same weights, same batch"
+        assert 0 < variant["sync_ms"] < variant["step_ms"]
+        assert variant["sync_share"] == pytest.approx(variant["sync_ms"] / variant["step_ms"])
+        wire_bytes = 4 if variant in (torchs, native) else 2
+        assert variant["wire_bytes_per_step"] == PARAMETERS * wire_bytes
+    assert native["losses"] == torchs["losses"], "two ranks, fp32: the same bits"
+    assert native["launches_per_bucket"] < torchs["launches_per_bucket"]
+    # Of the largest gradient: half an ulp each for the two that are summed and for the sum, and cancellation.
+    for variant, ulp in ((torchs, 2**-23), (native, 2**-23), (fp16, 2**-10), (bf16, 2**-7)):
+        assert ulp / 8 < variant["worst_gradient_error"] < 4 * ulp
+
+
+@pytest.mark.slow
+def test_the_picture_is_a_picture(finished: Finished) -> None:
+    from matplotlib import image
+
+    pixels = image.imread(finished.folder / "out" / "demo.png")
+    assert pixels.shape[:2] == (660, 1650)
+
+
+@pytest.mark.slow
+def test_parameters_that_differ_and_low_accuracy_fail(tmp_path: Path) -> None:
+    wrong = run(tmp_path, "--steps", "1", "--wire", "bf16", "--out", str(tmp_path / "out"), fault="bytes")
+    assert wrong.status == 1
+    (reason,) = wrong.reasons
+    assert "hook bf16: 0.weight on rank 1 is not what it is on rank 0" in reason
+    assert "torch DDP: " not in reason
+    assert "torch DDP ended at" in reason
+    assert "under 95%" in reason
+    assert [variant["parameters_equal"] for variant in wrong.json["variants"]] == [True, False]
+    # One step: nothing to time but the probe. JSON has no NaN.
+    assert wrong.json["variants"][0]["step_ms"] is None
+    assert wrong.json["command"].endswith("--wire bf16 --out out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("crash", "rank 1 died: killed by SIGKILL"), ("raise", "rank 1 failed: ValueError: a fault was asked for")],
+)
+def test_a_rank_that_dies_is_named(tmp_path: Path, fault: str, said: str) -> None:
+    died = run(tmp_path, "--steps", "100000", "--wire", "native", fault=fault)
+    assert died.status == 1
+    (reason,) = died.reasons
+    assert said in reason
+    assert not (tmp_path / "out" / "demo.json").exists()
+    assert "Traceback" not in died.err
+    if fault == "raise":
+        assert "Traceback" in (tmp_path / "out" / "demo-error.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sent", "to_group", "status"),
+    [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9)],
+    ids=["Ctrl-C", "SIGTERM", "SIGKILL"],
+)
+def test_a_signal_ends_every_rank(tmp_path: Path, sent: signal.Signals, to_group: bool, status: int) -> None:
+    process = start(tmp_path, "--steps", "100000", "--wire", "native")
+    try:
+        wait_until(lambda: len(ranks_of(tmp_path)) == 2, SLOW_START_S, "two ranks start")
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("training")
+        (os.killpg if to_group else os.kill)(process.pid, sent)
+        _, err = process.communicate(timeout=20)
+        wait_until(lambda: not ranks_of(tmp_path), 10, "every rank ends")
+    finally:
+        for pid in {process.pid, *ranks_of(tmp_path)}:
+            if pid != process.pid or process.poll() is None:
+                os.kill(pid, signal.SIGKILL)
+    assert process.returncode == status
+    if sent is not signal.SIGKILL:
+        assert f"interrupted by {sent.name}" in err
+        assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--ranks", "0"], "--ranks: must be at least 1, got 0"),
+        (["--ranks", "45"], "--ranks: 45 is more than 44"),
+        (["--ranks", "two"], "--ranks: invalid int value: 'two'"),
+        (["--steps", "0"], "--steps: must be at least 1, got 0"),
+        (["--seed", "-1"], "--seed: must be at least 0, got -1"),
+        (["--wire", "fp8"], "--wire: unknown wire 'fp8': use native, bf16, fp16"),
+        (["--wire", "bf16,"], "--wire: unknown wire ''"),
+        (["--device", "tpu"], "--device: unknown device 'tpu': use auto, cpu or cuda"),
+        (["--out", "/dev/null"], "--out: '/dev/null' is not a folder that can be written to"),
+        (["--step", "3"], "unrecognized arguments: --step 3"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(
+    options: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # What argparse itself finds in the last one it finds for the whole program, not for `demo`.
+    with pytest.raises(SystemExit) as exited:
+        main(["demo", "--device", "cpu", *options])
+    assert exited.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert said in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["demo", "--device", "cuda"])
+    assert exited.value.code == 2
+    assert "torch finds no CUDA GPU" in capsys.readouterr().err
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Without:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+            if name == "sklearn":
+                raise ModuleNotFoundError(name)
+            return None
+
+    monkeypatch.setattr(sys, "meta_path", [Without(), *sys.meta_path])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit) as exited:
+        main(["demo"])
+    assert exited.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "sklearn cannot be imported: pip install 'fusedreduce[demo]'" in line
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["--version"])
+    assert exited.value.code == 0
+    assert capsys.readouterr().out == f"fusedreduce {fusedreduce.__version__}\n"
+
+
+def test_ranks_share_no_image_and_epochs_differ() -> None:
+    images, ranks = 1438, 3
+    per_epoch = digits.batches_per_epoch(images, ranks)
+    seen = [digits.batch_rows(step, images, rank, ranks, seed=7) for step in range(per_epoch) for rank in range(ranks)]
+    assert len(torch.cat(seen).unique()) == per_epoch * ranks * digits.BATCH_IMAGES
+    assert {len(rows) for rows in seen} == {digits.BATCH_IMAGES}
+    again = digits.batch_rows(per_epoch, images, 0, ranks, seed=7)
+    assert not torch.equal(again, seen[0])
+
+
+def test_the_split_holds_a_fifth_of_every_class_out() -> None:
+    training, held_out = digits.load()
+    assert (len(training), len(held_out)) == (1438, 359)
+    shares = held_out.labels.bincount() / (held_out.labels.bincount() + training.labels.bincount())
+    assert ((shares - 0.2).abs() < 0.003).all()
+    assert training.images.shape == (1438, 1, 8, 8)
+    assert (training.images.min(), training.images.max()) == (0, 1)
+
+
+@pytest.fixture
+def alone() -> Iterator[ModuleType]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
+def test_what_is_counted_agrees_with_the_hooks_own_statistics(wire: str, alone: ModuleType) -> None:
+    contender, batch = contender_and_batch(f"hook {wire}")
+    assert contender.state is not None
+    for _ in range(3):
+        measure.forward_backward(contender.ddp, batch)
+    before = contender.state.stats()
+    counted = measure.count_exchange(contender.ddp, batch)
+    after = contender.state.stats()
+    assert counted.wire_bytes == int(after["wire_bytes"]) - int(before["wire_bytes"])
+    assert counted.collectives == int(after["collectives"]) - int(before["collectives"])
+    assert counted.collectives == after["buckets"] == contender.buckets == 3
+    # DDP flattens ten gradients with a copy each. In place: one launch per bucket; with a wire of its own a kernel
+    # on each side, or in torch to fp32, divide, round; look at the scale, back.
+    ours = {"native": 3}.get(wire, 6 if contender.path == "interpreter" else 15)
+    if wire == "bf16" and contender.path == "torch" and os.environ.get("TRITON_INTERPRET") == "1":
+        ours = 3 * 3 + 3  # the interpreter cannot round to bf16: only unpack runs in it
+    assert counted.launches == 10 + ours
+    assert all(parameter.grad is None for parameter in contender.ddp.parameters())
+
+
+def test_torchs_own_reduction_is_counted_by_the_same_rule(alone: ModuleType) -> None:
+    contender, batch = contender_and_batch("torch DDP")
+    for _ in range(3):
+        measure.forward_backward(contender.ddp, batch)
+    counted = measure.count_exchange(contender.ddp, batch)
+    # Ten gradients divided into the buckets, ten copied back.
+    assert counted == measure.Exchange(launches=20, collectives=3, wire_bytes=PARAMETERS * 4)
+    assert (contender.buckets, contender.path) == (3, "torch")
+
+
+def test_the_gradient_error_on_numbers(alone: ModuleType) -> None:
+    local = [torch.tensor([2.0, 2.0]), torch.zeros(2), torch.tensor([1.0, 0.0])]
+    assert measure.gradient_error(local, local) == 0
+    assert measure.gradient_error([torch.tensor([2.0, 2.5]), *local[1:]], local) == 0.25
+    assert measure.gradient_error([local[0], torch.tensor([0.0, 1e-9]), local[2]], local) == float("inf")
+    unknown = measure.gradient_error([*local[:2], torch.tensor([1.0, float("nan")])], local)
+    assert unknown != unknown
+
+
+def test_figures_that_are_missing_still_make_a_table_a_picture_and_json(tmp_path: Path) -> None:
+    nan = float("nan")
+    row = Row(
+        name="hook native",
+        setting="",
+        accuracy=0.1,
+        loss=nan,
+        worst_gradient_error=float("inf"),
+        wire_bytes_per_step=0,
+        step_ms=nan,
+        sync_ms=nan,
+        sync_share=nan,
+        launches_per_bucket=1.0,
+        collectives_per_bucket=1.0,
+        buckets=1,
+        path="triton",
+        losses=[2.3, nan],
+        parameters_equal=True,
+        difference=None,
+    )
+    assert "hook native" in report.table([row])
+    picture.draw(tmp_path / "demo.png", [row], "nothing measured")
+    report.write_demo_json(tmp_path / "demo.json", [row], {"wall_s": 1.0})
+    (variant,) = json.loads((tmp_path / "demo.json").read_text())["variants"]
+    assert (variant["losses"], variant["worst_gradient_error"]) == ([2.3, None], None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "demo.png"]
+
+
+def test_json_keeps_numbers_on_one_line_and_text_as_it_is(tmp_path: Path) -> None:
+    value = {"losses": [2.5, -1e-05, 3], "text": "[ 1,\n 2 ]", "none": [], "names": ["a", "b"]}
+    write_json(tmp_path / "x.json", value)
+    text = (tmp_path / "x.json").read_text()
+    assert json.loads(text) == value
+    assert "[ 2.5, -1e-05, 3 ]" in text
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu(tmp_path: Path) -> None:
+    done = run(tmp_path, "--steps", str(STEPS), device="auto")
+    assert done.status == 0, done.err
+    assert done.json["device"] == "cuda"
+    assert [variant["path"] for variant in done.json["variants"]] == ["torch", "triton", "triton", "triton"]
+
+
+def contender_and_batch(name: str) -> tuple[Contender, digits.Digits]:
+    training, _ = digits.load()
+    (variant,) = [one for one in variants(("native", "bf16", "fp16")) if one.name == name]
+    return variant.build(digits.build_model(seed=0)), training.take(torch.arange(digits.BATCH_IMAGES))
