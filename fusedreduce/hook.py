@@ -32,7 +32,7 @@ from .comm.agreement import agree
 from .comm.distributed import ProcessGroupCommunicator
 from .comm.monitor import StallMonitor
 from .config import WIRES, ReduceConfig, Wire
-from .errors import FusedReduceError
+from .errors import AgreementError, FusedReduceError, UnsupportedWireError
 from .exchange import InFlight
 from .kernels import dispatch
 from .planning.layout import flat_layout
@@ -41,6 +41,8 @@ _logger = logging.getLogger(__name__)
 _STALL_SHARE_OF_TIMEOUT = 0.8
 # DDP lays its buckets out anew after its first step; what two steps have not used belongs to an old layout.
 _KEEP_STEPS = 2
+# Raised before any collective of the bucket, from what all ranks have in common.
+_MET_BY_ALL = (AgreementError, UnsupportedWireError, TypeError, ValueError)
 
 
 class FusedHookState:
@@ -78,7 +80,8 @@ class FusedHookState:
         self._agreed_on: object = None
         self._buckets: dict[tuple[object, ...], list[_Entry]] = {}
         self._in_flight: list[torch.futures.Future[torch.Tensor]] = []
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
+        self._broken: str | None = None
         self._monitor = StallMonitor()
         self._steps = 0
         self._counts = {"wire_bytes": 0, "collectives": 0, "wire_allocations": 0, "buckets": 0}
@@ -132,14 +135,16 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
         UnsupportedWireError: the backend cannot sum the wire's dtype; on every rank.
         TypeError: a bucket of integers.
         CollectiveError: a peer died, left or did not answer in time; names the bucket.
+        FusedReduceError: an earlier step failed on this rank alone; the process group must be made anew.
     """
     if state._error is None:
         try:
             future = _reduce(state, bucket)
-        except (FusedReduceError, ValueError, TypeError, RuntimeError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:
+            _remember_failure(state, error)
             if not _in_backward():
+                state._error = None
                 raise
-            state._error = error
     if state._error is not None:
         future = _done(bucket.buffer())
     if bucket.is_last():
@@ -162,7 +167,9 @@ def _reduce(state: FusedHookState, bucket: GradBucket) -> torch.futures.Future[t
     _agree_once(state, communicator, buffer.device)
     if buffer.layout is not torch.strided:
         return _reduce_sparse(communicator, buffer)
-    flat = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+    # Detached: under backward(create_graph=True) DDP's buckets are part of the graph, and its copies of them are not.
+    flat = buffer.detach()
+    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     wire_dtype = _wire_dtype(state, bucket, flat, communicator)
     if flat.numel() == 0:
         return _done(buffer)
@@ -175,8 +182,7 @@ def _reduce(state: FusedHookState, bucket: GradBucket) -> torch.futures.Future[t
         state._counts["wire_bytes"] += ours.wire_bytes
         state._counts["wire_allocations"] += ours.allocations - allocations
         state._path = dispatch.path_for(flat.device, (wire_dtype,), (flat.dtype,))
-        if not flat.is_cuda:
-            state._in_flight.append(future)
+        state._in_flight.append(future)
     return future
 
 
@@ -196,8 +202,7 @@ def _finish(
             raise exchange.collective_error(ours, in_flight.rank, error) from error
         done = exchange.finish(in_flight)
     except Exception as error:
-        with state._lock:
-            state._error = state._error or error
+        _remember_failure(state, error)
         raise
     if done is not None:
         _watch(state, ours, in_flight.rank, done)
@@ -210,11 +215,27 @@ def _reduce_sparse(communicator: ProcessGroupCommunicator, buffer: torch.Tensor)
     return pending.future().then(lambda reduced: reduced.value()[0])
 
 
+def _remember_failure(state: FusedHookState, error: Exception) -> None:
+    """Keeps the first error of a step. Unless all ranks have met it alike, this rank is out of step with its peers
+    from now on: its next collective could be summed with another one of theirs."""
+    with state._lock:
+        state._error = state._error or error
+        if not isinstance(error, _MET_BY_ALL) and state._broken is None:
+            state._broken = f"{type(error).__name__}: {error}"
+
+
 def _communicator(state: FusedHookState) -> ProcessGroupCommunicator:
     """The communicator of the group as it is now: the default group may have been made anew."""
     group = state.process_group if state.process_group is not None else dist.group.WORLD
     if state._communicator is None or state._communicator.group is not group:
         state._communicator = ProcessGroupCommunicator(group)
+        state._broken = None
+    if state._broken is not None:
+        raise FusedReduceError(
+            f"rank {state._communicator.rank}: an earlier reduction failed here, so this rank may be out of step with "
+            "its peers and reduces no more. Destroy the process group, make a new one on every rank, and start from "
+            f"a checkpoint. The failure: {state._broken}"
+        )
     return state._communicator
 
 

@@ -520,3 +520,17 @@ def gradient_accumulation_dtype_of_autocast(rank: int, world: int, wire: str) ->
         loss.backward()
         alone.backward()
         assert_is_mean(gradients(ddp), gradients(local), wire)
+
+
+def create_graph(rank: int, world: int, wire: str) -> None:
+    """backward(create_graph=True) on what torch's own DDP can do: one parameter, first-order gradients averaged."""
+    ddp, _ = hooked(nn.Linear(24, 12, bias=False), wire)
+    for step in range(3):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad()
+        local.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss_of(ddp(batch(rank, step))).backward(create_graph=True)
+        loss_of(local(batch(rank, step))).backward()
+        assert_is_mean(gradients(ddp), gradients(local), wire)

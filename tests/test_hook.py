@@ -63,6 +63,7 @@ def test_parity_with_torch_over_a_hundred_steps(two: RankPool, three: RankPool, 
         hook_cases.non_finite_survives,
         hook_cases.user_collectives_in_backward,
         hook_cases.gradient_accumulation_dtype_of_autocast,
+        hook_cases.create_graph,
     ],
     ids=lambda case: case.__name__,
 )

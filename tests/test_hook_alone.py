@@ -123,3 +123,22 @@ def test_a_new_default_group_is_noticed(tmp_path: Path) -> None:
             assert _hook(state, torch.ones(3)).tolist() == [1.0] * 3
         finally:
             dist.destroy_process_group()
+
+
+def test_after_a_failure_of_this_rank_alone_the_state_says_that_it_cannot_be_used(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fusedreduce import exchange
+
+    state = fusedreduce.FusedHookState()
+    _hook(state, torch.ones(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange.dispatch, "pack", _out_of_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            _hook(state, torch.ones(3))
+    with pytest.raises(fusedreduce.FusedReduceError, match="rank 0: an earlier reduction failed.*out of memory"):
+        _hook(state, torch.ones(3))
+
+
+def _out_of_memory(*arguments: Any) -> None:
+    raise RuntimeError("out of memory")

@@ -39,20 +39,31 @@ def add_parser(subparsers: Any) -> None:
         "this machine, with torch DDP and with the fused hook side by side. Prints a table and writes demo.json and "
         f"demo.png. Exit status 1 if a variant ends under {ACCURACY_NEEDED:.0%} accuracy, or the ranks' parameters "
         "differ.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--ranks", type=int, metavar="N", help="processes; unset: 2, and never more than GPUs")
-    parser.add_argument("--steps", type=int, default=_DEFAULT_STEPS, metavar="N", help="training steps per variant")
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes (default: 2, at most one per GPU)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=_DEFAULT_STEPS,
+        metavar="N",
+        help="training steps per variant (default: %(default)s)",
+    )
     parser.add_argument(
         "--wire",
         action="append",
         metavar="WIRE[,WIRE...]",
-        help=f"what travels: {', '.join(WIRES)}; may be repeated; unset: all of them",
+        help=f"what travels, of {', '.join(WIRES)}; may be repeated (default: all of them)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and of the order of images")
-    parser.add_argument("--out", type=Path, default=Path("out"), metavar="FOLDER", help="where the files go")
-    parser.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu or cuda")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the initial weights and the order of images (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), metavar="FOLDER", help="where the files go (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device", default="auto", metavar="DEVICE", help="cpu, cuda, or auto: cuda where there is one (default)"
+    )
     parser.set_defaults(run=lambda arguments: _run(parser, arguments))
 
 

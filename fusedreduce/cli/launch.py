@@ -13,19 +13,26 @@ import os
 import signal
 import socket
 import sys
+import traceback
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from typing import Any, Protocol
 
 _GRACE_S = 5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LOOPBACK = "127.0.0.1"
+
+
+class Failure(Protocol):
+    """What is read of torch's ProcessFailure."""
+
+    @property
+    def exitcode(self) -> int:
+        """Exit status, or minus the signal that ended the process."""
+        ...
 
 
 class RankFailedError(Exception):
@@ -63,7 +70,7 @@ def run_ranks(module: str, folder: Path, ranks: int, *, loopback: bool) -> None:
         loopback: the ranks talk through Gloo, for which the loopback interface is enough.
 
     Raises:
-        RankFailedError: a rank failed; the others have been ended.
+        RankFailedError: a rank failed, and the others have been ended; or none could be started.
         InterruptedRunError: Ctrl-C, or another signal that asks to end.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -94,12 +101,21 @@ def run_ranks(module: str, folder: Path, ranks: int, *, loopback: bool) -> None:
         try:
             elastic_launch(config, sys.executable)("-m", module, str(folder))
         except ChildFailedError as error:
-            raise _first_failure(error.failures, folder) from None
+            raise first_failure(error.failures, folder) from None
         except SignalException:
             raise InterruptedRunError(received[0] if received else signal.SIGTERM) from None
+        except Exception as error:
+            reason = f"the ranks could not be started: {one_line(error)}"
+            raise RankFailedError(reason, traceback.format_exc()) from error
 
 
-def _first_failure(failures: Mapping[int, ProcessFailure], folder: Path) -> RankFailedError:
+def one_line(error: BaseException) -> str:
+    """The error's class and the first line of its message."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def first_failure(failures: Mapping[int, Failure], folder: Path) -> RankFailedError:
     """The failure that the others followed from.
 
     A rank that was killed leaves no reason, and its peers' reason is that they lost it; what the launcher ended

@@ -20,8 +20,8 @@ from .results import PROBE_EVERY, Row, write_json
 _PACKAGES = ("triton", "numpy", "scikit-learn", "matplotlib")
 
 
-def _number(pattern: str) -> Callable[[float], str]:
-    return lambda value: format(value, pattern) if math.isfinite(value) else ("-" if math.isnan(value) else "inf")
+def _milliseconds(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
 # Two lines of heading, then how a row's cell reads.
@@ -29,13 +29,13 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
     ("", "variant", lambda row: row.name),
     ("final", "loss", lambda row: f"{row.loss:.4f}"),
     ("test", "accuracy", lambda row: f"{row.accuracy:.2%}"),
-    ("worst gradient", "error", lambda row: f"{row.worst_gradient_error:.1e}"),
+    ("gradient", "error", lambda row: f"{row.worst_gradient_error:.1e}"),
     ("wire", "bytes/step", lambda row: f"{row.wire_bytes_per_step:,}"),
-    ("step", "ms", lambda row: _number(".2f")(row.step_ms)),
-    ("of it", "sync ms", lambda row: _number(".2f")(row.sync_ms)),
-    ("", "share", lambda row: _number(".0%")(row.sync_share)),
-    ("launches", "/bucket", lambda row: _number(".1f")(row.launches_per_bucket)),
-    ("collectives", "/bucket", lambda row: _number(".1f")(row.collectives_per_bucket)),
+    ("step", "ms", lambda row: _milliseconds(row.step_ms)),
+    ("of it", "sync ms", lambda row: _milliseconds(row.sync_ms)),
+    ("", "share", lambda row: "-" if math.isnan(row.sync_share) else f"{row.sync_share:.0%}"),
+    ("launches", "/bucket", lambda row: f"{row.launches_per_bucket:.1f}"),
+    ("collectives", "/bucket", lambda row: f"{row.collectives_per_bucket:.1f}"),
     ("", "buckets", lambda row: str(row.buckets)),
     ("", "path", lambda row: row.path),
 )
