@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +16,7 @@ class BucketState(enum.Enum):
     """Where a bucket stands within one step."""
 
     IDLE = "idle"  # nothing under way; the wire buffer is free
+    TAKEN = "taken"  # given out to be packed; if that raises, never again
     LAUNCHED = "launched"  # packed, and its collective has been issued
     FAILED = "failed"  # the collective or a kernel raised; the wire buffer is not used again
 
@@ -79,3 +81,49 @@ class Bucket:
             self._unpacked = torch.cuda.Event()
         self._unpacked.record(torch.cuda.current_stream(self.device))
         return self._unpacked
+
+
+# What this many steps have not used belongs to a layout that is gone.
+_KEEP_STEPS = 2
+
+
+@dataclass
+class _Cached:
+    bucket: Bucket
+    last_step: int
+
+
+class BucketCache:
+    """Buckets by what they depend on, for callers that are shown flat buffers again and again.
+
+    A bucket that is still under way is never given out again: who asks for the same key meanwhile gets another one.
+    """
+
+    def __init__(self) -> None:
+        self._cached: dict[Hashable, list[_Cached]] = {}
+        self._step = 0
+
+    def idle(self, key: Hashable, make: Callable[[], Bucket]) -> Bucket:
+        """An idle bucket of this key, made if there is none."""
+        cached = self._cached.setdefault(key, [])
+        for one in cached:
+            if one.bucket.state is BucketState.IDLE:
+                break
+        else:
+            one = _Cached(make(), self._step)
+            cached.append(one)
+        one.bucket.state = BucketState.TAKEN
+        one.last_step = self._step
+        return one.bucket
+
+    def end_step(self) -> None:
+        """Forgets, with their wire buffers, the buckets that the last steps have not used."""
+        for key, cached in list(self._cached.items()):
+            cached[:] = [one for one in cached if one.last_step >= self._step - _KEEP_STEPS]
+            if not cached:
+                del self._cached[key]
+        self._step += 1
+
+    def keys(self) -> list[Hashable]:
+        """What is cached now."""
+        return list(self._cached)

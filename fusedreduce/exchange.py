@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from .bucket import Bucket, BucketState
 from .comm.protocol import Communicator, Pending
-from .errors import CollectiveError, FusedReduceError
+from .errors import CollectiveError
 from .kernels import dispatch
 
 
@@ -44,7 +44,7 @@ def start(
     """Packs `gradients` and starts their all-reduce.
 
     Args:
-        bucket: idle; its layout says what each gradient is.
+        bucket: idle or taken; its layout says what each gradient is.
         gradients: one per slot, None where missing. Read before this returns (on CUDA: by the current stream).
         communicator: the ranks to average over.
         in_place: the one gradient is flat and has the wire's dtype: it is the wire.
@@ -53,7 +53,7 @@ def start(
         ValueError, TypeError: gradients do not fit the bucket; nothing has been written.
         CollectiveError: the collective could not be issued.
     """
-    assert bucket.state is BucketState.IDLE, f"{bucket.label} is {bucket.state.value}"
+    assert bucket.state in (BucketState.IDLE, BucketState.TAKEN), f"{bucket.label} is {bucket.state.value}"
     with record_function(f"fusedreduce::pack {bucket.label}"):
         wire = _own_wire(gradients) if in_place else bucket.wire()
         divisor = scalar(float(communicator.size), bucket.compute_dtype, bucket.device)
@@ -64,7 +64,7 @@ def start(
             pending = communicator.all_reduce(wire)
     except RuntimeError as error:
         bucket.state = BucketState.FAILED
-        raise collective_error(bucket, communicator.rank, error) from error
+        raise collective_error(bucket.label, communicator.rank, error) from error
     return InFlight(bucket, tuple(gradients), wire, pending, communicator.rank, in_place)
 
 
@@ -88,10 +88,10 @@ def finish(in_flight: InFlight) -> torch.cuda.Event | None:
     return event
 
 
-def collective_error(bucket: Bucket, rank: int, cause: BaseException) -> FusedReduceError:
-    """The error for a collective of `bucket` that failed with `cause`."""
+def collective_error(label: str, rank: int, cause: BaseException) -> CollectiveError:
+    """The error for a collective of the bucket `label` that failed with `cause`."""
     return CollectiveError(
-        f"rank {rank}: the all-reduce of {bucket.label} failed: a peer died, left or did not answer within the "
+        f"rank {rank}: the all-reduce of {label} failed: a peer died, left or did not answer within the "
         f"process group's timeout. Its gradients have not been reduced. Cause: {cause}"
     )
 

@@ -7,10 +7,8 @@ all-reduces, and writes the result back into the bucket's own buffer, which it r
 `gradient_as_bucket_view=True` nothing is copied after that. One launch and one collective per bucket at wire
 "native" (in place), two launches and one collective with a 16-bit wire.
 
-Where errors go: a comm hook that raises leaves DDP unusable. So what is wrong with the settings is kept, nothing is
-reduced, the buffers go back as they came, and the error is raised, in its own class, after DDP has finished the
-backward: the gradients are the local ones, and the next step works. A collective that failed is raised before DDP
-copies anything out of the buckets.
+Errors are raised at the end of backward, in their own class; see `deferred`. Where settings are wrong nothing is
+reduced: the buffers go back as they came, gradients stay the local ones, and the next step works.
 """
 # No `from __future__ import annotations` here: register_comm_hook compares the annotations with the types themselves.
 
@@ -19,7 +17,6 @@ import functools
 import logging
 import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,22 +24,19 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from . import exchange
-from .bucket import Bucket, BucketState
+from .bucket import Bucket, BucketCache, BucketState
 from .comm.agreement import agree
 from .comm.distributed import ProcessGroupCommunicator
 from .comm.monitor import StallMonitor
 from .config import WIRES, ReduceConfig, Wire
-from .errors import AgreementError, FusedReduceError, UnsupportedWireError
+from .deferred import DeferredErrors, in_backward
+from .errors import FusedReduceError
 from .exchange import InFlight
 from .kernels import dispatch
 from .planning.layout import flat_layout
 
 _logger = logging.getLogger(__name__)
 _STALL_SHARE_OF_TIMEOUT = 0.8
-# DDP lays its buckets out anew after its first step; what two steps have not used belongs to an old layout.
-_KEEP_STEPS = 2
-# Raised before any collective of the bucket, from what all ranks have in common.
-_MET_BY_ALL = (AgreementError, UnsupportedWireError, TypeError, ValueError)
 
 
 class FusedHookState:
@@ -78,10 +72,8 @@ class FusedHookState:
         self._lock = threading.Lock()
         self._communicator: ProcessGroupCommunicator | None = None
         self._agreed_on: object = None
-        self._buckets: dict[tuple[object, ...], list[_Entry]] = {}
-        self._in_flight: list[torch.futures.Future[torch.Tensor]] = []
-        self._error: Exception | None = None
-        self._broken: str | None = None
+        self._buckets = BucketCache()
+        self._errors = DeferredErrors()
         self._monitor = StallMonitor()
         self._steps = 0
         self._counts = {"wire_bytes": 0, "collectives": 0, "wire_allocations": 0, "buckets": 0}
@@ -137,27 +129,20 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
         CollectiveError: a peer died, left or did not answer in time; names the bucket.
         FusedReduceError: an earlier step failed on this rank alone; the process group must be made anew.
     """
-    if state._error is None:
+    future = None
+    if not state._errors.pending():
         try:
             future = _reduce(state, bucket)
         except (RuntimeError, ValueError, TypeError) as error:
-            _remember_failure(state, error)
-            if not _in_backward():
-                state._error = None
+            state._errors.remember(error)
+            if not in_backward():
+                state._errors.take()
                 raise
-    if state._error is not None:
+    if future is None:
         future = _done(bucket.buffer())
     if bucket.is_last():
         _end_step(state)
     return future
-
-
-class _Entry:
-    """A Bucket and the last step that used it."""
-
-    def __init__(self, bucket: Bucket, step: int) -> None:
-        self.bucket = bucket
-        self.last_step = step
 
 
 def _reduce(state: FusedHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -166,7 +151,7 @@ def _reduce(state: FusedHookState, bucket: GradBucket) -> torch.futures.Future[t
     communicator = _communicator(state)
     _agree_once(state, communicator, buffer.device)
     if buffer.layout is not torch.strided:
-        return _reduce_sparse(communicator, buffer)
+        return _reduce_sparse(state, bucket, communicator)
     # Detached: under backward(create_graph=True) DDP's buckets are part of the graph, and its copies of them are not.
     flat = buffer.detach()
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
@@ -182,7 +167,7 @@ def _reduce(state: FusedHookState, bucket: GradBucket) -> torch.futures.Future[t
         state._counts["wire_bytes"] += ours.wire_bytes
         state._counts["wire_allocations"] += ours.allocations - allocations
         state._path = dispatch.path_for(flat.device, (wire_dtype,), (flat.dtype,))
-        state._in_flight.append(future)
+    state._errors.follow(future)
     return future
 
 
@@ -199,29 +184,33 @@ def _finish(
             reduced.value()
         except RuntimeError as error:
             ours.state = BucketState.FAILED
-            raise exchange.collective_error(ours, in_flight.rank, error) from error
+            raise exchange.collective_error(ours.label, in_flight.rank, error) from error
         done = exchange.finish(in_flight)
     except Exception as error:
-        _remember_failure(state, error)
+        state._errors.remember(error)
         raise
     if done is not None:
         _watch(state, ours, in_flight.rank, done)
     return buffer
 
 
-def _reduce_sparse(communicator: ProcessGroupCommunicator, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+def _reduce_sparse(
+    state: FusedHookState, bucket: GradBucket, communicator: ProcessGroupCommunicator
+) -> torch.futures.Future[torch.Tensor]:
     """torch's own way: divide, then sum; there is nothing to flatten or cast in a sparse tensor."""
-    pending = communicator.all_reduce_sparse(buffer.div_(communicator.size))
-    return pending.future().then(lambda reduced: reduced.value()[0])
+    label = _describe(bucket)
 
+    def summed(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        try:
+            return future.value()[0]
+        except RuntimeError as error:
+            failure = exchange.collective_error(label, communicator.rank, error)
+            state._errors.remember(failure)
+            raise failure from error
 
-def _remember_failure(state: FusedHookState, error: Exception) -> None:
-    """Keeps the first error of a step. Unless all ranks have met it alike, this rank is out of step with its peers
-    from now on: its next collective could be summed with another one of theirs."""
-    with state._lock:
-        state._error = state._error or error
-        if not isinstance(error, _MET_BY_ALL) and state._broken is None:
-            state._broken = f"{type(error).__name__}: {error}"
+    future = communicator.all_reduce_sparse(bucket.buffer().div_(communicator.size)).future().then(summed)
+    state._errors.follow(future)
+    return future
 
 
 def _communicator(state: FusedHookState) -> ProcessGroupCommunicator:
@@ -229,12 +218,12 @@ def _communicator(state: FusedHookState) -> ProcessGroupCommunicator:
     group = state.process_group if state.process_group is not None else dist.group.WORLD
     if state._communicator is None or state._communicator.group is not group:
         state._communicator = ProcessGroupCommunicator(group)
-        state._broken = None
-    if state._broken is not None:
+        state._errors.out_of_step = None
+    if state._errors.out_of_step is not None:
         raise FusedReduceError(
             f"rank {state._communicator.rank}: an earlier reduction failed here, so this rank may be out of step with "
             "its peers and reduces no more. Destroy the process group, make a new one on every rank, and start from "
-            f"a checkpoint. The failure: {state._broken}"
+            f"a checkpoint. The failure: {state._errors.out_of_step}"
         )
     return state._communicator
 
@@ -261,19 +250,14 @@ def _wire_dtype(
 
 def _idle_bucket(state: FusedHookState, bucket: GradBucket, flat: torch.Tensor, wire_dtype: torch.dtype) -> Bucket:
     """The Bucket for what DDP shows now. Its tables depend on nothing but this key, so DDP may re-lay its buckets,
-    and several DDP modules may share the state; one that is still under way is never used twice."""
-    key = (bucket.index(), flat.numel(), flat.dtype, flat.device)
+    and several DDP modules may share the state."""
+
+    def make() -> Bucket:
+        return Bucket(flat_layout(flat.numel()), [flat.dtype], wire_dtype, flat.device, _describe(bucket))
+
     with state._lock:
         state._buckets_this_step += 1
-        entries = state._buckets.setdefault(key, [])
-        for entry in entries:
-            if entry.bucket.state is BucketState.IDLE:
-                entry.last_step = state._steps
-                return entry.bucket
-        layout = flat_layout(flat.numel())
-        made = Bucket(layout, [flat.dtype], wire_dtype, flat.device, _describe(bucket))
-        entries.append(_Entry(made, state._steps))
-        return made
+        return state._buckets.idle((bucket.index(), flat.numel(), flat.dtype, flat.device), make)
 
 
 def _describe(bucket: GradBucket) -> str:
@@ -298,49 +282,13 @@ def _end_step(state: FusedHookState) -> None:
     """After the last bucket: forgets old layouts, and has what went wrong raised once backward is done."""
     with state._lock:
         state._counts["buckets"], state._buckets_this_step = state._buckets_this_step, 0
-        for key, entries in list(state._buckets.items()):
-            entries[:] = [entry for entry in entries if entry.last_step >= state._steps - _KEEP_STEPS]
-            if not entries:
-                del state._buckets[key]
+        state._buckets.end_step()
         state._steps += 1
-        in_flight, state._in_flight = state._in_flight, []
-    if _in_backward():
-        # DDP queues its own callback, which copies out of the buckets, right after this one.
-        _queue_callback(functools.partial(_raise_what_failed, state, in_flight))
-
-
-def _raise_what_failed(state: FusedHookState, in_flight: list[torch.futures.Future[torch.Tensor]]) -> None:
-    broken = False
-    for future in in_flight:
-        try:
-            future.wait()
-        except RuntimeError:
-            broken = True
-            _logger.debug("a bucket failed; its error is raised below in its own class", exc_info=True)
-    with state._lock:
-        error, state._error = state._error, None
-    if error is None:
-        return
-    if broken:
-        # Before DDP copies buckets whose reduction failed over the local gradients.
-        raise error
-    # What was started has succeeded: let DDP finish, so that it can be used again.
-    _queue_callback(functools.partial(_raise, error))
-
-
-def _raise(error: BaseException) -> None:
-    raise error
+    state._errors.raise_at_the_end_of_backward()
 
 
 def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
     future.set_result(buffer)
     return future
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _queue_callback(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -111,7 +111,7 @@ def test_old_layouts_are_forgotten(alone: None) -> None:
     state = fusedreduce.FusedHookState(wire="bf16")
     for numel in (100, 30, 30, 30, 30):
         _hook(state, torch.ones(numel))
-    assert [key[1] for key in state._buckets] == [30]
+    assert [key[1] for key in state._buckets.keys()] == [30]  # type: ignore[index]  # noqa: SIM118
     assert state.stats()["wire_allocations"] == 2
 
 
@@ -128,12 +128,10 @@ def test_a_new_default_group_is_noticed(tmp_path: Path) -> None:
 def test_after_a_failure_of_this_rank_alone_the_state_says_that_it_cannot_be_used(
     alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fusedreduce import exchange
-
     state = fusedreduce.FusedHookState()
     _hook(state, torch.ones(3))
     with monkeypatch.context() as patch:
-        patch.setattr(exchange.dispatch, "pack", _out_of_memory)
+        patch.setattr("fusedreduce.exchange.dispatch.pack", _out_of_memory)
         with pytest.raises(RuntimeError, match="out of memory"):
             _hook(state, torch.ones(3))
     with pytest.raises(fusedreduce.FusedReduceError, match="rank 0: an earlier reduction failed.*out of memory"):

@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("clip", "amp"),
     ("reducer",),
     ("exchange",),
+    ("deferred",),
     ("bucket",),
     ("comm",),
     ("trace",),

@@ -44,7 +44,7 @@ class ProcessGroupCommunicator:
         if self._rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the process group it was given")
         self._size = dist.get_world_size(self.group)
-        self._asked: dict[tuple[torch.dtype, torch.device], str | None] = {}
+        self._refusals: dict[tuple[torch.dtype, torch.device], str | None] = {}
 
     @property
     def rank(self) -> int:
@@ -66,16 +66,12 @@ class ProcessGroupCommunicator:
 
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
         """Raises UnsupportedWireError, on every rank alike, if the backend cannot sum `dtype` on `device`."""
-        backend = self._backend_name(device)
-        if backend in _SUMMABLE:
-            supported = dtype in _SUMMABLE[backend]
-            reason = "" if supported else f"it sums {', '.join(sorted(map(str, _SUMMABLE[backend])))}"
-        else:
-            reason = self._ask(dtype, device) or ""
-            supported = not reason
-        if not supported:
+        if (dtype, device) not in self._refusals:
+            self._refusals[dtype, device] = self._refusal(dtype, device)
+        reason = self._refusals[dtype, device]
+        if reason is not None:
             raise UnsupportedWireError(
-                f"backend {backend!r} cannot all-reduce {dtype} on {device.type} ({reason}); "
+                f"backend {self._backend_name(device)!r} cannot all-reduce {dtype} on {device.type} ({reason}); "
                 "choose another wire, or another backend for this device"
             )
 
@@ -114,12 +110,13 @@ class ProcessGroupCommunicator:
                 return name
         return str(dist.get_backend(self.group))
 
-    def _ask(self, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Why one element of `dtype` cannot be summed, or None; the same on every rank, since the cause is."""
-        if (dtype, device) not in self._asked:
-            try:
-                dist.all_reduce(torch.zeros(1, dtype=dtype, device=device), group=self.group)
-                self._asked[dtype, device] = None
-            except (RuntimeError, TypeError, ValueError) as error:
-                self._asked[dtype, device] = f"{type(error).__name__}: {error}"
-        return self._asked[dtype, device]
+    def _refusal(self, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Why the backend cannot sum `dtype`, or None; the same on every rank, since the cause is."""
+        summable = _SUMMABLE.get(self._backend_name(device))
+        if summable is not None:
+            return None if dtype in summable else f"it sums {', '.join(sorted(map(str, summable)))}"
+        try:
+            dist.all_reduce(torch.zeros(1, dtype=dtype, device=device), group=self.group)
+        except (RuntimeError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None

@@ -1,0 +1,93 @@
+"""DeferredErrors: what goes wrong while DDP runs backward, kept until it can be raised without harm.
+
+A comm hook that raises leaves DDP's reducer unusable, and what a future's callback raises arrives as a RuntimeError
+without its class. So errors are remembered here and raised from callbacks of the autograd engine:
+
+- When a reduction under way has failed: before DDP's own callback, which would copy the buckets out over the local
+  gradients. (DDP queues its callback right after the hook of the last bucket returns.)
+- Otherwise, nothing having been reduced: after DDP's own callback, so that DDP finishes its step and can be used again.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .errors import AgreementError, UnsupportedWireError
+
+_logger = logging.getLogger(__name__)
+# Raised before any collective of a bucket, from what all ranks have in common.
+_MET_BY_ALL = (AgreementError, UnsupportedWireError, TypeError, ValueError)
+
+
+class DeferredErrors:
+    """The first error of a step, and the reductions under way. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self._following: list[torch.futures.Future[Any]] = []
+        # Why this rank may be out of step with its peers, so that its next collective could be summed with another
+        # one of theirs; None while it is not.
+        self.out_of_step: str | None = None
+
+    def pending(self) -> bool:
+        """Whether an error waits to be raised."""
+        return self._error is not None
+
+    def remember(self, error: Exception) -> None:
+        """Keeps `error` unless one is kept already."""
+        with self._lock:
+            self._error = self._error or error
+            if not isinstance(error, _MET_BY_ALL) and self.out_of_step is None:
+                self.out_of_step = f"{type(error).__name__}: {error}"
+
+    def follow(self, future: torch.futures.Future[Any]) -> None:
+        """Has the end of backward wait for a reduction."""
+        with self._lock:
+            self._following.append(future)
+
+    def take(self) -> Exception | None:
+        """The error, which is forgotten then."""
+        with self._lock:
+            error, self._error = self._error, None
+        return error
+
+    def raise_at_the_end_of_backward(self) -> None:
+        """Called by the hook of the last bucket. Outside backward (DDP's join) whoever waits for the futures raises."""
+        with self._lock:
+            following, self._following = self._following, []
+        if in_backward():
+            _queue_callback(functools.partial(self._raise, following))
+
+    def _raise(self, following: list[torch.futures.Future[Any]]) -> None:
+        failed = False
+        for future in following:
+            try:
+                future.wait()
+            except RuntimeError:
+                failed = True
+                _logger.debug("a bucket failed; its error is raised next, in its own class", exc_info=True)
+        error = self.take()
+        if error is not None and failed:
+            raise error
+        if error is not None:
+            _queue_callback(functools.partial(_raise, error))
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _queue_callback(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
