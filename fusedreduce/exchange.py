@@ -98,8 +98,8 @@ def collective_error(label: str, rank: int, cause: BaseException) -> CollectiveE
 
 @functools.lru_cache(maxsize=256)
 def scalar(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A device scalar, uploaded once."""
-    return torch.full((1,), value, dtype=dtype, device=device)
+    """A device scalar, uploaded once; that upload is waited for, because several streams will read it."""
+    return torch.tensor([value], dtype=dtype).to(device)
 
 
 def _own_wire(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:

@@ -17,11 +17,13 @@ import functools
 import logging
 import threading
 import warnings
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import exchange
 from .bucket import Bucket, BucketCache, BucketState
@@ -37,6 +39,8 @@ from .planning.layout import flat_layout
 
 _logger = logging.getLogger(__name__)
 _STALL_SHARE_OF_TIMEOUT = 0.8
+# DDP lays its buckets out anew once, after its first step, with static_graph after its second.
+_RELAY_STEPS = 3
 
 
 class FusedHookState:
@@ -72,6 +76,7 @@ class FusedHookState:
         self._lock = threading.Lock()
         self._communicator: ProcessGroupCommunicator | None = None
         self._agreed_on: object = None
+        self._agreed_parameters: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
         self._buckets = BucketCache()
         self._errors = DeferredErrors()
         self._monitor = StallMonitor()
@@ -149,7 +154,7 @@ def _reduce(state: FusedHookState, bucket: GradBucket) -> torch.futures.Future[t
     """Starts one bucket's reduction; raises before anything is touched."""
     buffer = bucket.buffer()
     communicator = _communicator(state)
-    _agree_once(state, communicator, buffer.device)
+    _agree(state, bucket, communicator)
     if buffer.layout is not torch.strided:
         return _reduce_sparse(state, bucket, communicator)
     # Detached: under backward(create_graph=True) DDP's buckets are part of the graph, and its copies of them are not.
@@ -228,11 +233,25 @@ def _communicator(state: FusedHookState) -> ProcessGroupCommunicator:
     return state._communicator
 
 
-def _agree_once(state: FusedHookState, communicator: ProcessGroupCommunicator, device: torch.device) -> None:
-    """Compares the options across ranks before the first reduction over this group."""
+def _agree(state: FusedHookState, bucket: GradBucket, communicator: ProcessGroupCommunicator) -> None:
+    """Compares the options across ranks before a DDP module's first reduction over this group.
+
+    Which calls agree must not depend on how a rank shares its states between modules: a module is known by its
+    parameters. DDP calls a hook with bucket 0 first, and lays its buckets out alike on all ranks.
+    """
     if state._agreed_on is not communicator:
-        agree(communicator, "options of fused_hook", state.config.to_dict(), device)
-        state._agreed_on = communicator
+        state._agreed_parameters = WeakIdKeyDictionary()  # torch's: tensors compare element by element
+    elif bucket.index() != 0:
+        return
+    parameters = bucket.parameters()
+    if parameters and parameters[0] in state._agreed_parameters:
+        return
+    buffer = bucket.buffer()
+    seen = {"first bucket": f"{buffer.numel()} elements of {buffer.dtype}"}
+    agree(communicator, "options of fused_hook", {**state.config.to_dict(), **seen}, buffer.device)
+    state._agreed_on = communicator
+    for parameter in parameters:
+        state._agreed_parameters[parameter] = None
 
 
 def _wire_dtype(
@@ -257,7 +276,11 @@ def _idle_bucket(state: FusedHookState, bucket: GradBucket, flat: torch.Tensor, 
 
     with state._lock:
         state._buckets_this_step += 1
-        return state._buckets.idle((bucket.index(), flat.numel(), flat.dtype, flat.device), make)
+        ours = state._buckets.idle((bucket.index(), flat.numel(), flat.dtype, flat.device), make)
+        if state._steps <= _RELAY_STEPS:
+            # DDP may have laid other parameters into a bucket of the same index and size.
+            ours.label = _describe(bucket)
+    return ours
 
 
 def _describe(bucket: GradBucket) -> str:

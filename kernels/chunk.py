@@ -74,7 +74,8 @@ def apply_scalar(value, scalar, reciprocal, exact, OP: tl.constexpr):
     """value / scalar, correctly rounded, or value * scalar.
 
     A reciprocal is exact only for powers of two (1/3 is wrong in the last bit for a third of all values), so only
-    there does the cheap product stand for the division; `exact` is the same for the whole launch.
+    there, and where the reciprocal is a normal number, does the cheap product stand for the division; `exact` is the
+    same for the whole launch.
     """
     if OP == MULTIPLY:
         result = value * scalar
@@ -123,10 +124,14 @@ def convert_chunk(
         one = tl.full((), 1.0, COMPUTE)
         if COMPUTE == tl.float64:
             reciprocal = one / scalar
-            exact = (scalar.to(tl.int64, bitcast=True) & 0xFFFFFFFFFFFFF) == 0
+            bits = scalar.to(tl.int64, bitcast=True)
+            exponent = bits >> 52 & 0x7FF
+            exact = (bits & 0xFFFFFFFFFFFFF == 0) & (exponent > 0) & (exponent < 2046)
         else:
             reciprocal = tl.div_rn(one, scalar)
-            exact = (scalar.to(tl.int32, bitcast=True) & 0x7FFFFF) == 0
+            bits = scalar.to(tl.int32, bitcast=True)
+            exponent = bits >> 23 & 0xFF
+            exact = (bits & 0x7FFFFF == 0) & (exponent > 0) & (exponent < 254)
 
     head = ((VECTOR - (destination // DESTINATION_BYTES) % VECTOR) % VECTOR).to(tl.int32)
     together = (source // SOURCE_BYTES + head) % VECTOR == 0

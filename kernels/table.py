@@ -271,7 +271,8 @@ class _Upload:
     readers: dict[int, torch.cuda.Event] = field(default_factory=dict)
 
     def unread(self) -> bool:
-        return all(event.query() for event in self.readers.values())
+        """Whether what was uploaded here has been read by all that were to read it."""
+        return bool(self.readers) and all(event.query() for event in self.readers.values())
 
 
 def addresses_of(gradients: Sequence[torch.Tensor | None]) -> tuple[int, ...]:

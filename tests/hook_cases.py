@@ -534,3 +534,26 @@ def create_graph(rank: int, world: int, wire: str) -> None:
             loss_of(ddp(batch(rank, step))).backward(create_graph=True)
         loss_of(local(batch(rank, step))).backward()
         assert_is_mean(gradients(ddp), gradients(local), wire)
+
+
+def shared_and_separate_states(rank: int, world: int, wire: str) -> None:
+    """Rank 0 uses one state for two modules, the others one each: they must still agree at the same calls."""
+    first, state = hooked(mlp(1), wire)
+    second, _ = hooked(mlp(2), wire, state=state if rank == 0 else None)
+    for step in range(4):
+        for model in (first, second):
+            local = copy.deepcopy(model.module)
+            model.zero_grad()
+            local.zero_grad()
+            loss_of(model(batch(rank, step))).backward()
+            loss_of(local(batch(rank, step))).backward()
+            assert_same_on_all_ranks(gradients(model))
+            assert_is_mean(gradients(model), gradients(local), wire)
+
+
+def models_of_different_dtype(rank: int, world: int) -> str:
+    """DDP compares shapes, not dtypes; a sum of buckets of different dtypes is garbage or a crash."""
+    ddp, _ = hooked(mlp().to(torch.bfloat16 if rank == 0 else torch.float32), "fp16")
+    with pytest.raises(fusedreduce.AgreementError) as caught:
+        loss_of(ddp(batch(rank, 0).to(next(ddp.parameters()).dtype))).backward()
+    return str(caught.value)

@@ -64,6 +64,7 @@ def test_parity_with_torch_over_a_hundred_steps(two: RankPool, three: RankPool, 
         hook_cases.user_collectives_in_backward,
         hook_cases.gradient_accumulation_dtype_of_autocast,
         hook_cases.create_graph,
+        hook_cases.shared_and_separate_states,
     ],
     ids=lambda case: case.__name__,
 )
@@ -150,3 +151,8 @@ def test_a_backend_in_no_table_is_asked(two: RankPool) -> None:
 
 def test_pickling_and_copying(two: RankPool) -> None:
     two.run(hook_cases.pickled)
+
+
+def test_models_of_different_dtype_are_refused_on_every_rank(two: RankPool) -> None:
+    for message in two.run(hook_cases.models_of_different_dtype):
+        assert "first bucket" in message and "torch.bfloat16" in message and "torch.float32" in message

@@ -22,10 +22,10 @@ pytestmark = [
     # numpy's remarks on the overflows and NaNs that these tests are about
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-DIVISORS = (1.0, 2.0, 3.0, 7.0, 8.0, 1024.0, 2.0**100)
+DIVISORS = (1.0, 2.0, 3.0, 7.0, 8.0, 1024.0, 2.0**100, 2.0**127)
 SCALES = (1.0, 0.5, 3.0, 1.0 / 65536.0)
-# fp32 chunk sums: at most 4 additions per lane and 13 levels of a tree, each within 2^-24, of positive terms.
-SUM_RTOL = 17 * 2.0**-24
+# fp32 chunk sums of positive terms: here at most 20 additions per lane and 9 levels of a tree, each within 2^-24.
+SUM_RTOL = 30 * 2.0**-24
 
 
 @pytest.fixture(autouse=True)
