@@ -60,8 +60,8 @@ def unpack(
     for slot, gradient in enumerate(gradients):
         if gradient is None:
             continue
-        if unscaled and not (chunks.fp64 and wire.dtype is torch.float64):
-            _memory(gradient, chunks, slot).copy_(_slot(wire, chunks, slot))
+        if unscaled:
+            store_rounded(_memory(gradient, chunks, slot), _slot(wire, chunks, slot))
         else:
             _convert(_slot(wire, chunks, slot), _memory(gradient, chunks, slot), scale, torch.mul)
     if partials is not None:
@@ -84,28 +84,45 @@ def reduce_partials(partials: Partials, chunks: ChunkTable) -> Totals:
 
 
 def round_once(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """One rounding to `dtype`. torch takes fp64 to bf16 and fp16 through fp32 and so rounds twice; here that fp32 is
-    rounded to odd, which makes the second rounding see on which side of a tie the value was."""
-    if values.dtype is not torch.float64 or dtype not in (torch.float16, torch.bfloat16):
-        return values.to(dtype)
+    """`values` rounded to `dtype`, once."""
+    rounded = torch.empty_like(values, dtype=dtype)
+    store_rounded(rounded, values)
+    return rounded
+
+
+def store_rounded(destination: torch.Tensor, values: torch.Tensor) -> None:
+    """Writes `values` into `destination`, rounded once to its dtype."""
+    if values.dtype is torch.float64 and destination.dtype in (torch.float16, torch.bfloat16):
+        values = _round_to_odd(values)
+    destination.copy_(values)
+
+
+def _round_to_odd(values: torch.Tensor) -> torch.Tensor:
+    """fp64 -> fp32 with the last bit set when anything was lost.
+
+    torch takes fp64 to bf16 and fp16 through an fp32 rounded to nearest, and so rounds twice; through this one the
+    second rounding sees on which side of a tie the value was.
+    """
     nearest = values.to(torch.float32)
     back = nearest.to(torch.float64)
     bits = nearest.view(torch.int32)
     lost = (back != values) & (values == values) & ((bits & 1) == 0)
     toward = torch.where(values.abs() > back.abs(), 1, -1).to(torch.int32)
-    return torch.where(lost, bits + toward, bits).view(torch.float32).to(dtype)
+    return torch.where(lost, bits + toward, bits).view(torch.float32)
 
 
 def _convert(source: torch.Tensor, destination: torch.Tensor, scalar: torch.Tensor, operation: object) -> None:
     """destination = round_once(operation(source, scalar)) for flat tensors of one size."""
     assert callable(operation)
-    compute = scalar.dtype
-    operand = scalar.reshape(())
+    compute, operand = scalar.dtype, scalar.reshape(())
     if source.dtype == compute and destination.dtype == compute:
         operation(source, operand, out=destination)
         return
+    scratch = torch.empty(min(BLOCK_NUMEL, source.numel()), dtype=compute, device=source.device)
     for part, out in zip(source.split(BLOCK_NUMEL), destination.split(BLOCK_NUMEL), strict=True):
-        out.copy_(round_once(operation(part.to(compute), operand), out.dtype))
+        result = scratch[: part.numel()]
+        operation(part.to(compute), operand, out=result)
+        store_rounded(out, result)
 
 
 def _slot(wire: torch.Tensor, chunks: ChunkTable, slot: int) -> torch.Tensor:

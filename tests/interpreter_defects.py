@@ -10,17 +10,16 @@ import torch
 
 from fusedreduce.kernels import reference
 
-_true_round_once = reference.round_once
+_store_rounded = reference.store_rounded
 
 
-def round_once_as_interpreted(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """reference.round_once as the interpreter computes it, for values that are not bf16 subnormals."""
-    if dtype is not torch.bfloat16 or values.dtype is torch.bfloat16:
-        return _true_round_once(values, dtype)
-    if values.dtype is torch.float64:
-        values = _round_to_odd(values)
-    high = (values.view(torch.int32) >> 16).to(torch.int16)
-    return high.view(torch.bfloat16)
+def store_as_interpreted(destination: torch.Tensor, values: torch.Tensor) -> None:
+    """reference.store_rounded as the interpreter computes it, for values that are not bf16 subnormals."""
+    if destination.dtype is not torch.bfloat16 or values.dtype is torch.bfloat16:
+        _store_rounded(destination, values)
+        return
+    single = _round_to_odd(values) if values.dtype is torch.float64 else values.float()
+    destination.copy_((single.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def _round_to_odd(values: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import triton
 from buckets import FLOATS, Case, Guarded, assert_same, cases, poison
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from interpreter_defects import round_once_as_interpreted
+from interpreter_defects import store_as_interpreted
 
 from fusedreduce.kernels import reference
 from fusedreduce.kernels.pack import pack
@@ -31,7 +31,7 @@ SUM_RTOL = 30 * 2.0**-24
 @pytest.fixture(autouse=True)
 def _reference_with_the_interpreters_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one difference that is known, and is not ours: interpreter_defects.py."""
-    monkeypatch.setattr(reference, "round_once", round_once_as_interpreted)
+    monkeypatch.setattr(reference, "store_rounded", store_as_interpreted)
 
 
 def _gradients(case: Case, poisoned: bool) -> list[Guarded | None]:

@@ -96,6 +96,7 @@ def main(arguments: Sequence[str]) -> None:
     job = results.read_job(folder)
     _end_with(job.launcher_pid)
     rank = int(os.environ["RANK"])
+    status = 0
     try:
         device = _join(job, int(os.environ["LOCAL_RANK"]))
         rows = train(job, device, rank)
@@ -110,8 +111,13 @@ def main(arguments: Sequence[str]) -> None:
             "time": time.time(),
         }
         results.write_json(folder / f"rank{rank}.error.json", failure)
-        # Not sys.exit: tearing down a process group whose peer is gone may wait for it.
-        os._exit(1)
+        status = 1
+    # No ordinary exit. After a failure, tearing down a process group whose peer is gone may wait for it. After success,
+    # torch 2.13 aborts once in a while, hook or none: a Gloo thread that lets go of its last tensor asks for an
+    # interpreter that is being taken down ("terminate called without an active exception").
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def train(job: results.Job, device: torch.device, rank: int) -> list[results.Row]:
