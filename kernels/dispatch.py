@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from . import reference
 from .support import unsupported
@@ -125,7 +125,11 @@ def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stat
 
 @contextmanager
 def count_launches() -> Iterator[list[Launch]]:
-    """Counts every pack, unpack and reduce_partials of the process, on any thread, while the context is open."""
+    """Counts every pack, unpack and reduce_partials of the process, on any thread, while the context is open.
+
+    A kernel counts as one launch, on the torch path every operator that does work. Dispatch modes that are active on
+    the calling thread do not see what is counted here.
+    """
     counted: list[Launch] = []
     with _lock:
         _counting.append(counted)
@@ -140,6 +144,14 @@ _lock = threading.Lock()
 _counting: list[list[Launch]] = []
 
 
+_ALLOCATIONS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+
+
+def does_work(operator: Any) -> bool:
+    """Whether a torch operator launches anything: no views, no bare allocations, no marks for the profiler."""
+    return not (operator.is_view or operator.namespace == "profiler" or operator._opname in _ALLOCATIONS)
+
+
 class _CountOperators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -147,26 +159,23 @@ class _CountOperators(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: Any,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        self.calls += 1
+        self.calls += does_work(func)
         return func(*args, **(kwargs or {}))
 
 
 def _call(name: Any, path: Path, function: Callable[..., Any], *arguments: Any) -> Any:
     if not _counting:
         return function(*arguments)
-    if path == "torch":
-        with _CountOperators() as operators:
-            result = function(*arguments)
-        launches = operators.calls
-    else:
-        before = _variants.launches()
+    # Modes of the caller's would count the same operators again, and those with which the interpreter plays a kernel.
+    with _disable_current_modes(), _CountOperators() as operators:
+        before = 0 if path == "torch" else _variants.launches()
         result = function(*arguments)
-        launches = _variants.launches() - before
+    launches = operators.calls if path == "torch" else _variants.launches() - before
     with _lock:
         for counted in _counting:
             counted.append(Launch(name, path, launches))

@@ -1,9 +1,8 @@
 """Measuring one backward: what its exchange launches and sends, how wrong it is, how long it takes.
 
-Which calls count as launches: every torch operator that a dispatch mode sees and that does work, so no views
-(`OpOverload.is_view`: as_strided, detach, ...), no bare allocations (empty, empty_strided, ...) and no marks for the
-profiler; Triton's launches are added, collectives (c10d) are counted apart. Those of a backward under `no_sync` on the
-same weights and batch are taken off: what is left exists because gradients are exchanged.
+Which calls count as launches: every torch operator that does work (`dispatch.does_work`: no views, no bare allocations,
+no marks for the profiler) and every Triton kernel; collectives (c10d) are counted apart. Those of a backward under
+`no_sync` on the same weights and batch are taken off: what is left exists because gradients are exchanged.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import hashlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedreduce.kernels import dispatch
-from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable
 
 from .digits import Digits
 
@@ -113,20 +111,19 @@ def median(values: Sequence[float]) -> float:
 def _count(ddp: DistributedDataParallel, batch: Digits, *, exchange: bool) -> tuple[int, list[int]]:
     """Launches of one forward and backward, and the bytes that each collective was given."""
     ddp.zero_grad(set_to_none=True)
-    operators = _Operators([], [])
-    with dispatch.count_launches() as launched, _also_on_other_threads(operators), operators:
+    with dispatch.count_launches() as launched, _Operators() as operators:
         forward_backward(ddp, batch, exchange=exchange)
-    kernels = sum(launch.launches for launch in launched if launch.path != "torch")
-    return len(operators.calls) + kernels, operators.payload_bytes
+    return operators.calls + sum(launch.launches for launch in launched), operators.payload_bytes
 
 
 class _Operators(TorchDispatchMode):
-    """Records what is dispatched on one thread, in lists that the modes of several threads may share."""
+    """Counts what is dispatched on this thread and autograd's; pack and unpack are counted by `dispatch`, which keeps
+    them from modes: a collective's callback, where unpack runs, is on neither thread."""
 
-    def __init__(self, calls: list[str], payload_bytes: list[int]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.calls = calls
-        self.payload_bytes = payload_bytes
+        self.calls = 0
+        self.payload_bytes: list[int] = []
 
     def __torch_dispatch__(
         self,
@@ -137,55 +134,9 @@ class _Operators(TorchDispatchMode):
     ) -> Any:
         if func.namespace == "c10d":
             self.payload_bytes.append(_payload_bytes(func, args))
-        elif not (func.is_view or func.namespace == "profiler" or func._opname in _ALLOCATIONS):
-            self.calls.append(str(func))
+        else:
+            self.calls += dispatch.does_work(func)
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _also_on_other_threads(operators: _Operators) -> Iterator[None]:
-    """Has the operators of pack and unpack recorded once, on whatever thread they run.
-
-    A mode sees its own thread, and autograd's; a collective's callback, where unpack runs, is on neither. Both go
-    through `dispatch`, and there a mode of their own takes the place of whatever modes are active.
-    """
-    pack, unpack = dispatch.pack, dispatch.unpack
-
-    def seen(path: dispatch.Path) -> AbstractContextManager[object]:
-        # What Triton's interpreter does in torch to play a kernel is no launch; the kernel is counted by dispatch.
-        calls = operators.calls if path != "interpreter" else []
-        stack = ExitStack()
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(_Operators(calls, operators.payload_bytes))
-        return stack
-
-    def seen_pack(
-        gradients: Gradients,
-        chunks: ChunkTable,
-        pointers: PointerTable,
-        wire: torch.Tensor,
-        divisor: torch.Tensor,
-        partials: Partials | None = None,
-    ) -> None:
-        with seen(dispatch.path_for(wire.device, (wire.dtype,), chunks.dtypes)):
-            pack(gradients, chunks, pointers, wire, divisor, partials)
-
-    def seen_unpack(
-        gradients: Gradients,
-        chunks: ChunkTable,
-        pointers: PointerTable,
-        wire: torch.Tensor,
-        scale: torch.Tensor,
-        partials: Partials | None = None,
-    ) -> None:
-        with seen(dispatch.path_for(wire.device, chunks.dtypes, (wire.dtype,))):
-            unpack(gradients, chunks, pointers, wire, scale, partials)
-
-    dispatch.pack, dispatch.unpack = seen_pack, seen_unpack
-    try:
-        yield
-    finally:
-        dispatch.pack, dispatch.unpack = pack, unpack
 
 
 def _payload_bytes(collective: Any, args: tuple[Any, ...]) -> int:
