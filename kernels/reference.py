@@ -118,7 +118,10 @@ def _convert(source: torch.Tensor, destination: torch.Tensor, scalar: torch.Tens
     if source.dtype == compute and destination.dtype == compute:
         operation(source, operand, out=destination)
         return
-    scratch = torch.empty(min(BLOCK_NUMEL, source.numel()), dtype=compute, device=source.device)
+    if source.numel() <= BLOCK_NUMEL:
+        store_rounded(destination, operation(source.to(compute), operand))
+        return
+    scratch = torch.empty(BLOCK_NUMEL, dtype=compute, device=source.device)
     for part, out in zip(source.split(BLOCK_NUMEL), destination.split(BLOCK_NUMEL), strict=True):
         result = scratch[: part.numel()]
         operation(part.to(compute), operand, out=result)

@@ -140,3 +140,12 @@ def test_after_a_failure_of_this_rank_alone_the_state_says_that_it_cannot_be_use
 
 def _out_of_memory(*arguments: Any) -> None:
     raise RuntimeError("out of memory")
+
+
+def test_the_profiler_shows_the_stages_by_name(alone: None) -> None:
+    state = fusedreduce.FusedHookState(wire="bf16")
+    _hook(state, torch.ones(3))
+    with torch.profiler.profile() as profile:
+        _hook(state, torch.ones(3))
+    names = " ".join(event.name for event in profile.events())
+    assert "fusedreduce::pack bucket 0" in names and "fusedreduce::all_reduce bucket 0" in names
