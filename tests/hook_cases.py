@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedreduce
 from fusedreduce.kernels import dispatch
@@ -359,6 +360,19 @@ def non_finite_survives(rank: int, world: int, wire: str) -> None:
     assert_same_on_all_ranks([model.weight.grad])
 
 
+class Collectives(TorchDispatchMode):
+    """Bytes of every collective that this thread issues, whoever issues it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.payload_bytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.payload_bytes.append(sum(tensor.nbytes for tensor in args[0]))
+        return func(*args, **(kwargs or {}))
+
+
 def counted(rank: int, world: int, wire: str) -> dict[str, Any]:
     """Launches and collectives of one late step."""
     ddp, state = hooked(mlp(), wire, gradient_as_bucket_view=True)
@@ -367,11 +381,12 @@ def counted(rank: int, world: int, wire: str) -> dict[str, Any]:
         loss_of(ddp(batch(rank, step))).backward()
     before = state.stats()
     ddp.zero_grad()
-    with dispatch.count_launches() as launches:
+    with dispatch.count_launches() as launches, Collectives() as issued:
         loss_of(ddp(batch(rank, 3))).backward()
     after = state.stats()
     return {
         "buckets": after["buckets"],
+        "issued": issued.payload_bytes,
         "collectives": int(after["collectives"]) - int(before["collectives"]),
         "wire_bytes": int(after["wire_bytes"]) - int(before["wire_bytes"]),
         "numel": sum(p.numel() for p in ddp.parameters()),
@@ -557,3 +572,14 @@ def models_of_different_dtype(rank: int, world: int) -> str:
     with pytest.raises(fusedreduce.AgreementError) as caught:
         loss_of(ddp(batch(rank, 0).to(next(ddp.parameters()).dtype))).backward()
     return str(caught.value)
+
+
+def names_follow_the_buckets(rank: int, world: int) -> list[str]:
+    """DDP reverses a model of one bucket after its first step: same index, same size, other order of parameters."""
+    ddp, state = hooked(mlp(), bucket_cap_mb=25)
+    labels = []
+    for step in range(3):
+        loss_of(ddp(batch(rank, step))).backward()
+        ((cached,),) = state._buckets._cached.values()
+        labels.append(cached.bucket.label)
+    return labels

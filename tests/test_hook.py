@@ -111,6 +111,7 @@ def test_launches_collectives_and_bytes_are_as_promised(two: RankPool, wire: str
         assert functions.count("pack") == seen["buckets"]
         assert functions.count("unpack") == (0 if wire == "native" else seen["buckets"])
         assert seen["wire_bytes"] == seen["numel"] * (4 if wire == "native" else 2)
+        assert len(seen["issued"]) == seen["buckets"] and sum(seen["issued"]) == seen["wire_bytes"]
         assert seen["allocations"] == 0
 
 
@@ -156,3 +157,9 @@ def test_pickling_and_copying(two: RankPool) -> None:
 def test_models_of_different_dtype_are_refused_on_every_rank(two: RankPool) -> None:
     for message in two.run(hook_cases.models_of_different_dtype):
         assert "first bucket" in message and "torch.bfloat16" in message and "torch.float32" in message
+
+
+def test_a_buckets_name_follows_ddps_new_layout(two: RankPool) -> None:
+    for labels in two.run(hook_cases.names_follow_the_buckets):
+        assert labels[0] != labels[1] == labels[2]
+        assert all("bucket 0 (6 parameters of shapes (" in label for label in labels)

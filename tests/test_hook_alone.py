@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 import fusedreduce
+from fusedreduce.bucket import Bucket, BucketCache, BucketState
+from fusedreduce.planning.layout import flat_layout
 
 
 class FakeBucket:
@@ -149,3 +151,69 @@ def test_the_profiler_shows_the_stages_by_name(alone: None) -> None:
         _hook(state, torch.ones(3))
     names = " ".join(event.name for event in profile.events())
     assert "fusedreduce::pack bucket 0" in names and "fusedreduce::all_reduce bucket 0" in names
+
+
+def test_a_new_process_group_ends_being_out_of_step(tmp_path: Path) -> None:
+    state = fusedreduce.FusedHookState()
+    for name in ("first", "second"):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{name}", rank=0, world_size=1)
+        try:
+            assert _hook(state, torch.ones(3)).tolist() == [1.0] * 3
+        finally:
+            dist.destroy_process_group()
+        state._errors.remember(RuntimeError("a kernel failed"))
+        assert state._errors.take() is not None and state._errors.out_of_step is not None
+
+
+class FailedWork:
+    """A collective whose peer has gone."""
+
+    def __init__(self) -> None:
+        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        self._future.set_exception(RuntimeError("Connection closed by peer"))  # type: ignore[arg-type]
+
+    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self._future
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_collective_that_fails_is_remembered_in_its_own_class(
+    alone: None, monkeypatch: pytest.MonkeyPatch, sparse: bool
+) -> None:
+    buffer = torch.eye(3).to_sparse() if sparse else torch.ones(3)
+    state = fusedreduce.FusedHookState(wire="bf16")
+    kind = "fusedreduce.comm.distributed.ProcessGroupCommunicator"
+    for method in ("all_reduce", "all_reduce_sparse"):
+        monkeypatch.setattr(f"{kind}.{method}", lambda self, tensor: FailedWork())
+    bucket: Any = FakeBucket(buffer)
+    future = fusedreduce.fused_hook(state, bucket)
+    with pytest.raises(RuntimeError, match="bucket 0"):
+        future.wait()
+    error = state._errors.take()
+    assert isinstance(error, fusedreduce.CollectiveError)
+    assert "rank 0: the all-reduce of bucket 0" in str(error) and "Connection closed by peer" in str(error)
+    for cached in state._buckets._cached.values():
+        assert [one.bucket.state.value for one in cached] == ["failed"], "its wire may still be written to"
+
+
+def test_an_empty_bucket_takes_no_collective(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = fusedreduce.FusedHookState(wire="bf16")
+    _hook(state, torch.ones(3))
+    monkeypatch.setattr(
+        "fusedreduce.comm.distributed.ProcessGroupCommunicator.all_reduce", lambda self, tensor: pytest.fail("issued")
+    )
+    assert _hook(state, torch.empty(0)).numel() == 0
+    assert state.stats()["steps"] == 2
+
+
+def test_a_failed_bucket_is_never_given_out_again() -> None:
+    cache = BucketCache()
+
+    def make() -> Bucket:
+        return Bucket(flat_layout(3), [torch.float32], torch.bfloat16, torch.device("cpu"), "bucket 0")
+
+    first = cache.idle("key", make)
+    assert cache.idle("key", make) is not first, "taken"
+    for state, same in ((BucketState.LAUNCHED, False), (BucketState.FAILED, False), (BucketState.IDLE, True)):
+        first.state = state
+        assert (cache.idle("key", make) is first) == same
