@@ -13,7 +13,6 @@ reduced: the buffers go back as they came, gradients stay the local ones, and th
 # No `from __future__ import annotations` here: register_comm_hook compares the annotations with the types themselves.
 
 import copy
-import functools
 import logging
 import threading
 import warnings
@@ -98,6 +97,12 @@ class FusedHookState:
         with self._lock:
             return {"steps": self._steps, **self._counts, "path": self._path}
 
+    def _report_after_s(self, device: torch.device) -> float:
+        if self.config.stall_report_s is not None:
+            return self.config.stall_report_s
+        assert self._communicator is not None
+        return _STALL_SHARE_OF_TIMEOUT * self._communicator.timeout_s(device)
+
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
             warnings.warn(
@@ -166,7 +171,7 @@ def _reduce(state: FusedHookState, bucket: GradBucket) -> torch.futures.Future[t
     ours = _idle_bucket(state, bucket, flat, wire_dtype)
     allocations = ours.allocations
     in_flight = exchange.start(ours, [flat], communicator, in_place=wire_dtype is flat.dtype)
-    future = in_flight.pending.future().then(functools.partial(_finish, state, in_flight, buffer))
+    future = in_flight.pending.future().then(_Finish(state, in_flight, buffer))
     with state._lock:
         state._counts["collectives"] += 1
         state._counts["wire_bytes"] += ours.wire_bytes
@@ -176,41 +181,52 @@ def _reduce(state: FusedHookState, bucket: GradBucket) -> torch.futures.Future[t
     return future
 
 
-def _finish(
-    state: FusedHookState,
-    in_flight: InFlight,
-    buffer: torch.Tensor,
-    reduced: torch.futures.Future[list[torch.Tensor]],
-) -> torch.Tensor:
-    """Callback of the collective: unpacks into DDP's bucket. On CUDA its stream already waits for the collective."""
-    ours = in_flight.bucket
-    try:
+class _Finish:
+    """Callback of the collective: unpacks into DDP's bucket. On CUDA its stream already waits for the collective.
+
+    It refers to nothing that refers to the process group: if a Gloo thread, which runs and frees callbacks, dropped
+    the last reference to the group, the group would try to join that thread from itself and abort the process.
+    """
+
+    def __init__(self, state: FusedHookState, in_flight: InFlight, buffer: torch.Tensor) -> None:
+        self._errors = state._errors
+        self._monitor = state._monitor
+        self._report_after_s = state._report_after_s(buffer.device)
+        self._in_flight = in_flight
+        self._buffer = buffer
+
+    def __call__(self, reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        ours, rank = self._in_flight.bucket, self._in_flight.rank
         try:
-            reduced.value()
-        except RuntimeError as error:
-            ours.state = BucketState.FAILED
-            raise exchange.collective_error(ours.label, in_flight.rank, error) from error
-        done = exchange.finish(in_flight)
-    except Exception as error:
-        state._errors.remember(error)
-        raise
-    if done is not None:
-        _watch(state, ours, in_flight.rank, done)
-    return buffer
+            try:
+                reduced.value()
+            except RuntimeError as error:
+                ours.state = BucketState.FAILED
+                raise exchange.collective_error(ours.label, rank, error) from error
+            done = exchange.finish(self._in_flight)
+        except Exception as error:
+            self._errors.remember(error)
+            raise
+        if done is not None and torch.cuda.is_current_stream_capturing():
+            self._monitor.forget_all()  # events must not be queried while a graph is being captured
+        elif done is not None:
+            what = f"rank {rank}: the reduction of {ours.label}"
+            self._monitor.watch(ours, what, done.query, self._report_after_s)
+        return self._buffer
 
 
 def _reduce_sparse(
     state: FusedHookState, bucket: GradBucket, communicator: ProcessGroupCommunicator
 ) -> torch.futures.Future[torch.Tensor]:
     """torch's own way: divide, then sum; there is nothing to flatten or cast in a sparse tensor."""
-    label = _describe(bucket)
+    label, rank, errors = _describe(bucket), communicator.rank, state._errors  # no group: see _Finish
 
     def summed(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         try:
             return future.value()[0]
         except RuntimeError as error:
-            failure = exchange.collective_error(label, communicator.rank, error)
-            state._errors.remember(failure)
+            failure = exchange.collective_error(label, rank, error)
+            errors.remember(failure)
             raise failure from error
 
     future = communicator.all_reduce_sparse(bucket.buffer().div_(communicator.size)).future().then(summed)
@@ -287,18 +303,6 @@ def _describe(bucket: GradBucket) -> str:
     shapes = [str(tuple(parameter.shape)) for parameter in bucket.parameters()]
     shown = ", ".join(shapes[:4]) + (f", ... {len(shapes) - 4} more" if len(shapes) > 4 else "")
     return f"bucket {bucket.index()} ({len(shapes)} parameters of shapes {shown})"
-
-
-def _watch(state: FusedHookState, ours: Bucket, rank: int, done: torch.cuda.Event) -> None:
-    """Has the bucket named if it does not finish. Events must not be queried while a graph is being captured."""
-    if torch.cuda.is_current_stream_capturing():
-        state._monitor.forget_all()
-        return
-    assert state._communicator is not None
-    report_after_s = state.config.stall_report_s
-    if report_after_s is None:
-        report_after_s = _STALL_SHARE_OF_TIMEOUT * state._communicator.timeout_s(ours.device)
-    state._monitor.watch(ours, lambda: f"rank {rank}: the reduction of {ours.label}", done.query, report_after_s)
 
 
 def _end_step(state: FusedHookState) -> None:

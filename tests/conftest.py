@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +15,15 @@ if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
 # Interpreted kernels are slow and their speed says nothing; the examples are what counts.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one."""
+    from ranks import group_of_one  # not before TRITON_INTERPRET is set
+
+    with group_of_one():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

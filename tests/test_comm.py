@@ -101,8 +101,8 @@ class Clock:
 def test_an_overdue_bucket_is_named_once_and_a_finished_one_never(caplog: pytest.LogCaptureFixture) -> None:
     clock, finished = Clock(), {"slow": False, "quick": True}
     monitor = StallMonitor(poll_s=3600.0, clock=clock)
-    monitor.watch("slow", lambda: "rank 1: the reduction of bucket 3", lambda: finished["slow"], 10.0)
-    monitor.watch("quick", lambda: "bucket 4", lambda: finished["quick"], 10.0)
+    monitor.watch("slow", "rank 1: the reduction of bucket 3", lambda: finished["slow"], 10.0)
+    monitor.watch("quick", "bucket 4", lambda: finished["quick"], 10.0)
     with caplog.at_level(logging.ERROR):
         clock.now += 9.9
         assert monitor.look() == 1 and not caplog.records
@@ -118,7 +118,7 @@ def test_a_buckets_next_step_starts_its_time_anew(caplog: pytest.LogCaptureFixtu
     clock = Clock()
     monitor = StallMonitor(poll_s=3600.0, clock=clock)
     for _ in range(5):
-        monitor.watch("bucket", lambda: "bucket 0", lambda: False, 10.0)
+        monitor.watch("bucket", "bucket 0", lambda: False, 10.0)
         clock.now += 8.0
         assert monitor.look() == 1
     assert not caplog.records
@@ -128,7 +128,7 @@ def test_a_buckets_next_step_starts_its_time_anew(caplog: pytest.LogCaptureFixtu
 
 def test_the_thread_ends_when_nothing_is_left() -> None:
     monitor = StallMonitor(poll_s=0.01)
-    monitor.watch("bucket", lambda: "bucket 0", lambda: True, 10.0)
+    monitor.watch("bucket", "bucket 0", lambda: True, 10.0)
     thread = monitor._thread
     if thread is not None:
         thread.join(10)

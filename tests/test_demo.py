@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fusedreduce
 from fusedreduce.cli import demo, digits, launch, main, measure, picture, report
@@ -369,14 +368,6 @@ def test_the_split_holds_a_fifth_of_every_class_out() -> None:
     assert (training.images.min().item(), training.images.max().item()) == (0, 1)
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
 def test_what_is_counted_agrees_with_the_hooks_own_statistics(wire: str, alone: None) -> None:
     contender, batch = contender_and_batch(f"hook {wire}")
@@ -401,14 +392,23 @@ def test_what_is_counted_agrees_with_the_hooks_own_statistics(wire: str, alone: 
     assert all(parameter.grad is None for parameter in contender.ddp.parameters())
 
 
-def test_torchs_own_reduction_is_counted_by_the_same_rule(alone: None) -> None:
+def count_torchs_own_reduction(rank: int, world: int) -> tuple[measure.Exchange, int, str]:
+    """One late step of torch DDP, counted."""
     contender, batch = contender_and_batch("torch DDP")
     for _ in range(3):
         measure.forward_backward(contender.ddp, batch)
-    counted = measure.count_exchange(contender.ddp, batch)
+    return measure.count_exchange(contender.ddp, batch), contender.buckets, contender.path
+
+
+def test_torchs_own_reduction_is_counted_by_the_same_rule() -> None:
+    pool = RankPool(1)
+    try:
+        ((counted, buckets, path),) = pool.run(count_torchs_own_reduction)
+    finally:
+        pool.close()
     # Ten gradients divided into the buckets, ten copied back.
     assert counted == measure.Exchange(launches=20, collectives=3, wire_bytes=PARAMETERS * 4)
-    assert (contender.buckets, contender.path) == (3, "torch")
+    assert (buckets, path) == (3, "torch")
 
 
 def test_the_gradient_error_on_numbers(alone: None) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import group_of_one
 
 import fusedreduce
 from fusedreduce.bucket import Bucket, BucketCache, BucketState
@@ -34,14 +33,6 @@ class FakeBucket:
 
     def is_last(self) -> bool:
         return True
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A Gloo group of one."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _hook(state: fusedreduce.FusedHookState, buffer: torch.Tensor) -> torch.Tensor:
@@ -117,14 +108,11 @@ def test_old_layouts_are_forgotten(alone: None) -> None:
     assert state.stats()["wire_allocations"] == 2
 
 
-def test_a_new_default_group_is_noticed(tmp_path: Path) -> None:
+def test_a_new_default_group_is_noticed() -> None:
     state = fusedreduce.FusedHookState()
-    for name in ("first", "second"):
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{name}", rank=0, world_size=1)
-        try:
+    for _ in range(2):
+        with group_of_one():
             assert _hook(state, torch.ones(3)).tolist() == [1.0] * 3
-        finally:
-            dist.destroy_process_group()
 
 
 def test_after_a_failure_of_this_rank_alone_the_state_says_that_it_cannot_be_used(
@@ -153,14 +141,11 @@ def test_the_profiler_shows_the_stages_by_name(alone: None) -> None:
     assert "fusedreduce::pack bucket 0" in names and "fusedreduce::all_reduce bucket 0" in names
 
 
-def test_a_new_process_group_ends_being_out_of_step(tmp_path: Path) -> None:
+def test_a_new_process_group_ends_being_out_of_step() -> None:
     state = fusedreduce.FusedHookState()
-    for name in ("first", "second"):
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{name}", rank=0, world_size=1)
-        try:
+    for _ in range(2):
+        with group_of_one():
             assert _hook(state, torch.ones(3)).tolist() == [1.0] * 3
-        finally:
-            dist.destroy_process_group()
         state._errors.remember(RuntimeError("a kernel failed"))
         assert state._errors.take() is not None and state._errors.out_of_step is not None
 

@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass
 class _Watched:
-    describe: Callable[[], str]
+    what: str
     done: Callable[[], bool]
     since_s: float
     report_after_s: float
@@ -40,13 +40,13 @@ class StallMonitor:
         self._watched: dict[object, _Watched] = {}
         self._thread: threading.Thread | None = None
 
-    def watch(self, key: object, describe: Callable[[], str], done: Callable[[], bool], report_after_s: float) -> None:
-        """Logs `describe()` as an error, once, if `done()` is still false after `report_after_s` seconds.
+    def watch(self, key: object, what: str, done: Callable[[], bool], report_after_s: float) -> None:
+        """Logs `what` as an error, once, if `done()` is still false after `report_after_s` seconds.
 
         A key that is watched already starts again: a bucket's event belongs to its latest step.
         """
         with self._lock:
-            self._watched[key] = _Watched(describe, done, self._clock(), report_after_s)
+            self._watched[key] = _Watched(what, done, self._clock(), report_after_s)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="fusedreduce-stall-monitor", daemon=True)
                 self._thread.start()
@@ -65,7 +65,7 @@ class StallMonitor:
                 one.reported = True
                 _logger.error(
                     "%s has not finished after %.1f s: a peer has probably died, left or fallen behind",
-                    one.describe(),
+                    one.what,
                     now - one.since_s,
                 )
         with self._lock:
