@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .kernels.table import ChunkTable, PointerTable
 from .planning.layout import Layout
@@ -51,6 +52,7 @@ class Bucket:
         self.pointers = PointerTable()
         self.state = BucketState.IDLE
         self.allocations = 0
+        self.uses = 0
         self._wire: torch.Tensor | None = None
         self._unpacked: torch.cuda.Event | None = None
 
@@ -83,47 +85,72 @@ class Bucket:
         return self._unpacked
 
 
-# What this many steps have not used belongs to a layout that is gone.
-_KEEP_STEPS = 2
+@dataclass(frozen=True)
+class BucketKey:
+    """What a bucket's layout and tables depend on."""
 
-
-@dataclass
-class _Cached:
-    bucket: Bucket
-    last_step: int
+    index: int
+    numel: int
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+    device: torch.device
 
 
 class BucketCache:
-    """Buckets by what they depend on, for callers that are shown flat buffers again and again.
+    """Buckets for a caller that is shown flat buffers again and again, by several owners (DDP modules).
 
-    A bucket that is still under way is never given out again: who asks for the same key meanwhile gets another one.
+    An owner is known by its parameters, which are asked for only when a buffer's address is new. When an owner shows a
+    bucket that it has not shown before, it has laid its buckets out anew: those from that index on are given up, with
+    their wire buffers. One that is under way is never given out again: who asks meanwhile gets another one.
     """
 
     def __init__(self) -> None:
-        self._cached: dict[Hashable, list[_Cached]] = {}
-        self._step = 0
+        self._by_address: dict[tuple[BucketKey, int], Bucket] = {}
+        self._owners: MutableMapping[torch.Tensor, _Owner] = WeakIdKeyDictionary()
 
-    def idle(self, key: Hashable, make: Callable[[], Bucket]) -> Bucket:
-        """An idle bucket of this key, made if there is none."""
-        cached = self._cached.setdefault(key, [])
-        for one in cached:
-            if one.bucket.state is BucketState.IDLE:
-                break
-        else:
-            one = _Cached(make(), self._step)
-            cached.append(one)
-        one.bucket.state = BucketState.TAKEN
-        one.last_step = self._step
-        return one.bucket
+    def find(self, key: BucketKey, address: int) -> Bucket | None:
+        """The idle bucket that was last used for the buffer at `address`; taken then."""
+        bucket = self._by_address.get((key, address))
+        if bucket is None or bucket.state is not BucketState.IDLE:
+            return None
+        bucket.state = BucketState.TAKEN
+        return bucket
 
-    def end_step(self) -> None:
-        """Forgets, with their wire buffers, the buckets that the last steps have not used."""
-        for key, cached in list(self._cached.items()):
-            cached[:] = [one for one in cached if one.last_step >= self._step - _KEEP_STEPS]
-            if not cached:
-                del self._cached[key]
-        self._step += 1
+    def knows(self, key: BucketKey, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether the owner of `parameters` has shown such a bucket before."""
+        return any(key in owner.buckets for owner in self._owners_of(parameters))
 
-    def keys(self) -> list[Hashable]:
-        """What is cached now."""
-        return list(self._cached)
+    def take(
+        self, key: BucketKey, address: int, parameters: Sequence[torch.Tensor], make: Callable[[], Bucket]
+    ) -> Bucket:
+        """An idle bucket of the owner of `parameters`, made if there is none; bound to `address` from now on."""
+        owner = next(iter(self._owners_of(parameters)), None) or _Owner({})
+        for parameter in parameters:
+            self._owners[parameter] = owner
+        if key not in owner.buckets:
+            for old in [old for old in owner.buckets if old.index >= key.index]:
+                del owner.buckets[old]
+        mine = owner.buckets.setdefault(key, [])
+        bucket = next((one for one in mine if one.state is BucketState.IDLE), None)
+        if bucket is None:
+            bucket = make()
+            mine.append(bucket)
+        bucket.state = BucketState.TAKEN
+        alive = {id(one) for one in self.buckets()}
+        self._by_address = {
+            where: one for where, one in self._by_address.items() if one is not bucket and id(one) in alive
+        }
+        self._by_address[key, address] = bucket
+        return bucket
+
+    def buckets(self) -> list[Bucket]:
+        """Everything that is kept now."""
+        return [one for owner in set(self._owners.values()) for kept in owner.buckets.values() for one in kept]
+
+    def _owners_of(self, parameters: Sequence[torch.Tensor]) -> Iterator[_Owner]:
+        return (self._owners[parameter] for parameter in parameters if parameter in self._owners)
+
+
+@dataclass(eq=False)
+class _Owner:
+    buckets: dict[BucketKey, list[Bucket]]

@@ -18,11 +18,7 @@ from typing import Any
 
 import torch
 
-from .errors import AgreementError, UnsupportedWireError
-
 _logger = logging.getLogger(__name__)
-# Raised before any collective of a bucket, from what all ranks have in common.
-_MET_BY_ALL = (AgreementError, UnsupportedWireError, TypeError, ValueError)
 
 
 class DeferredErrors:
@@ -40,12 +36,22 @@ class DeferredErrors:
         """Whether an error waits to be raised."""
         return self._error is not None
 
-    def remember(self, error: Exception) -> None:
-        """Keeps `error` unless one is kept already."""
+    def remember(self, error: Exception, *, met_by_all: bool = False) -> None:
+        """Keeps `error` unless one is kept already.
+
+        Args:
+            error: what went wrong.
+            met_by_all: every rank has met it at this very place, so all of them have left out the same collectives.
+        """
         with self._lock:
             self._error = self._error or error
-            if not isinstance(error, _MET_BY_ALL) and self.out_of_step is None:
+            if not met_by_all and self.out_of_step is None:
                 self.out_of_step = f"{type(error).__name__}: {error}"
+
+    def forget(self) -> None:
+        """Starts anew: the process group has been replaced."""
+        with self._lock:
+            self._error, self.out_of_step, self._following = None, None, []
 
     def follow(self, future: torch.futures.Future[Any]) -> None:
         """Has the end of backward wait for a reduction."""
@@ -75,7 +81,7 @@ class DeferredErrors:
                 _logger.debug("a bucket failed; its error is raised next, in its own class", exc_info=True)
         error = self.take()
         if error is not None and failed:
-            raise error
+            _raise(error)
         if error is not None:
             _queue_callback(functools.partial(_raise, error))
 
@@ -86,7 +92,10 @@ def in_backward() -> bool:
 
 
 def _raise(error: Exception) -> None:
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # its traceback holds this frame, and with it the caller's module
 
 
 def _queue_callback(callback: Callable[[], None]) -> None:

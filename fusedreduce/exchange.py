@@ -66,7 +66,9 @@ def start(
             pending = communicator.all_reduce(wire)
     except RuntimeError as error:
         bucket.state = BucketState.FAILED
-        raise collective_error(bucket.label, communicator.rank, error) from error
+        state = "divided by the number of ranks, but not summed" if in_place else "still this rank's own"
+        what = f"the all-reduce of {bucket.label} could not be started; its gradients are {state}"
+        raise collective_error(what, communicator.rank, error) from error
     return InFlight(bucket, tuple(gradients), wire, pending, communicator.rank, in_place)
 
 
@@ -90,11 +92,10 @@ def finish(in_flight: InFlight) -> torch.cuda.Event | None:
     return event
 
 
-def collective_error(label: str, rank: int, cause: BaseException) -> CollectiveError:
-    """The error for a collective of the bucket `label` that failed with `cause`."""
+def collective_error(what: str, rank: int, cause: BaseException) -> CollectiveError:
+    """The error for a collective that failed with `cause`."""
     return CollectiveError(
-        f"rank {rank}: the all-reduce of {label} failed: a peer died, left or did not answer within the "
-        f"process group's timeout. Its gradients have not been reduced. Cause: {cause}"
+        f"rank {rank}: {what}. A peer died, left, or did not answer within the process group's timeout. Cause: {cause}"
     )
 
 

@@ -16,24 +16,23 @@ import copy
 import logging
 import threading
 import warnings
-from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.utils.weak import WeakIdKeyDictionary
 
 from . import exchange
-from .bucket import Bucket, BucketCache, BucketState
+from .bucket import Bucket, BucketCache, BucketKey, BucketState
 from .comm.agreement import agree
 from .comm.distributed import ProcessGroupCommunicator
 from .comm.monitor import StallMonitor
 from .config import WIRES, ReduceConfig, Wire
 from .deferred import DeferredErrors, in_backward
-from .errors import FusedReduceError
+from .errors import AgreementError, CollectiveError, FusedReduceError
 from .exchange import InFlight
 from .kernels import dispatch
+from .kernels.table import WIRE_DTYPES
 from .planning.layout import flat_layout
 
 _logger = logging.getLogger(__name__)
@@ -70,12 +69,11 @@ class FusedHookState:
                 f"process_group must be a torch.distributed.ProcessGroup or None, got {process_group!r} "
                 "(the wire is a keyword: FusedHookState(wire='bf16'))"
             )
-        self.config = ReduceConfig(wire=wire, **options)
+        self._config = ReduceConfig(wire=wire, **options)
         self.process_group = process_group
         self._lock = threading.Lock()
         self._communicator: ProcessGroupCommunicator | None = None
-        self._agreed_on: object = None
-        self._agreed_parameters: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
+        self._agreed = False
         self._buckets = BucketCache()
         self._errors = DeferredErrors()
         self._monitor = StallMonitor()
@@ -84,20 +82,30 @@ class FusedHookState:
         self._buckets_this_step = 0
         self._path = "none"
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            wire_dtype = WIRES[self.config.wire] or torch.float32
-            dispatch.warm_up(torch.device("cuda", torch.cuda.current_device()), wire_dtype)
+            wire_dtype = WIRES[self.config.wire]
+            for dtype in WIRE_DTYPES if wire_dtype is None else (wire_dtype,):
+                dispatch.warm_up(torch.device("cuda", torch.cuda.current_device()), dtype)
+
+    @property
+    def config(self) -> ReduceConfig:
+        """The options; fixed for the state's life."""
+        return self._config
 
     def stats(self) -> dict[str, int | str]:
         """Counters since the state was built, on this rank.
 
         Returns:
-            steps (synchronised backwards), buckets (of the latest step), collectives, wire_bytes (payload handed to
-            them), wire_allocations (wire buffers allocated), path (of the latest bucket: triton, interpreter, torch).
+            steps (synchronised backwards, one per DDP module), buckets (of the latest one), collectives, wire_bytes
+            (payload handed to them; sparse buckets left out), wire_allocations (wire buffers allocated), path (of the
+            latest bucket: triton, interpreter, torch).
         """
         with self._lock:
             return {"steps": self._steps, **self._counts, "path": self._path}
 
     def _report_after_s(self, device: torch.device) -> float:
+        """When a reduction on `device` is overdue; nothing is watched on CPU."""
+        if device.type == "cpu":
+            return 0.0
         if self.config.stall_report_s is not None:
             return self.config.stall_report_s
         assert self._communicator is not None
@@ -134,20 +142,23 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
 
     Raises (from `backward()`, after DDP has finished it):
         AgreementError: ranks use different options; on every rank.
-        UnsupportedWireError: the backend cannot sum the wire's dtype; on every rank.
+        UnsupportedWireError: the backend cannot sum this bucket's wire dtype; on every rank.
         TypeError: a bucket of integers.
         CollectiveError: a peer died, left or did not answer in time; names the bucket.
         FusedReduceError: an earlier step failed on this rank alone; the process group must be made anew.
     """
-    future = None
-    if not state._errors.pending():
-        try:
-            future = _reduce(state, bucket)
-        except (RuntimeError, ValueError, TypeError) as error:
-            state._errors.remember(error)
-            if not in_backward():
-                state._errors.take()
-                raise
+    future, met_by_all = None, True
+    try:
+        communicator = _communicator(state)
+        if not state._errors.pending():
+            prepared = _prepare(state, bucket, communicator)
+            met_by_all = False
+            future = _start(state, bucket, communicator, prepared)
+    except Exception as error:
+        state._errors.remember(error, met_by_all=met_by_all and not isinstance(error, CollectiveError))
+        if not in_backward():
+            state._errors.take()
+            raise
     if future is None:
         future = _done(bucket.buffer())
     if bucket.is_last():
@@ -155,29 +166,79 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
     return future
 
 
-def _reduce(state: FusedHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Starts one bucket's reduction; raises before anything is touched."""
+def _prepare(
+    state: FusedHookState, bucket: GradBucket, communicator: ProcessGroupCommunicator
+) -> tuple[Bucket, torch.Tensor] | None:
+    """Our Bucket for what DDP shows, and its gradients, flat; None where there is nothing to pack (sparse, empty).
+
+    Touches nothing, and what it raises is raised on every rank: it depends on what all ranks have in common.
+    """
     buffer = bucket.buffer()
-    communicator = _communicator(state)
-    _agree(state, bucket, communicator)
-    if buffer.layout is not torch.strided:
-        return _reduce_sparse(state, bucket, communicator)
+    dense = buffer.layout is torch.strided
+    if not (buffer.is_floating_point() or buffer.is_complex()):
+        raise TypeError(
+            f"rank {communicator.rank}: {_describe(bucket)} holds {buffer.dtype}; gradients must be fp32, fp16, bf16, "
+            "fp64 or complex. Keep integer parameters out of DDP (requires_grad=False)"
+        )
+    if not dense or buffer.numel() == 0:
+        if not state._agreed:
+            _agree(state, bucket, communicator)
+        return None
     # Detached: under backward(create_graph=True) DDP's buckets are part of the graph, and its copies of them are not.
     flat = buffer.detach()
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    wire_dtype = _wire_dtype(state, bucket, flat, communicator)
-    if flat.numel() == 0:
+    wire_dtype = state.config.wire_dtype(flat.dtype)
+    key = BucketKey(bucket.index(), flat.numel(), flat.dtype, wire_dtype, flat.device)
+    with state._lock:
+        ours = state._buckets.find(key, flat.data_ptr())
+    if ours is None:
+        parameters = bucket.parameters()
+        # Not once per state: which calls agree must not depend on how a rank shares its states between modules.
+        if not state._agreed or not state._buckets.knows(key, parameters):
+            _agree(state, bucket, communicator)
+        communicator.check_wire(wire_dtype, flat.device)
+        layout = flat_layout(flat.numel())
+        with state._lock:
+            ours = state._buckets.take(
+                key,
+                flat.data_ptr(),
+                parameters,
+                lambda: Bucket(layout, [flat.dtype], wire_dtype, flat.device, _describe(bucket)),
+            )
+    if ours.uses <= _RELAY_STEPS:
+        # DDP may have laid other parameters into a bucket of the same index, size and address.
+        ours.label = _describe(bucket)
+    ours.uses += 1
+    return ours, flat
+
+
+def _start(
+    state: FusedHookState,
+    bucket: GradBucket,
+    communicator: ProcessGroupCommunicator,
+    prepared: tuple[Bucket, torch.Tensor] | None,
+) -> torch.futures.Future[torch.Tensor]:
+    """Starts one bucket's reduction. What it raises may be this rank's alone."""
+    buffer = bucket.buffer()
+    if prepared is None and buffer.layout is torch.strided:
         return _done(buffer)
-    ours = _idle_bucket(state, bucket, flat, wire_dtype)
-    allocations = ours.allocations
-    in_flight = exchange.start(ours, [flat], communicator, in_place=wire_dtype is flat.dtype)
-    future = in_flight.pending.future().then(_Finish(state, in_flight, buffer))
+    with state._lock:
+        state._buckets_this_step += 1
+    if prepared is None:
+        future = _start_sparse(state, bucket, communicator)
+    else:
+        ours, flat = prepared
+        allocations, report_after_s = ours.allocations, state._report_after_s(flat.device)
+        in_flight = exchange.start(ours, [flat], communicator, in_place=ours.wire_dtype is flat.dtype)
+        finish = _Finish(state._errors, state._monitor, report_after_s, in_flight, buffer)
+        future = in_flight.pending.future().then(finish)
+        with state._lock:
+            state._counts["wire_bytes"] += ours.wire_bytes
+            state._counts["wire_allocations"] += ours.allocations - allocations
+            state._path = dispatch.path_for(flat.device, (ours.wire_dtype,), (flat.dtype,))
+    state._errors.follow(future)
     with state._lock:
         state._counts["collectives"] += 1
-        state._counts["wire_bytes"] += ours.wire_bytes
-        state._counts["wire_allocations"] += ours.allocations - allocations
-        state._path = dispatch.path_for(flat.device, (wire_dtype,), (flat.dtype,))
-    state._errors.follow(future)
     return future
 
 
@@ -188,10 +249,17 @@ class _Finish:
     the last reference to the group, the group would try to join that thread from itself and abort the process.
     """
 
-    def __init__(self, state: FusedHookState, in_flight: InFlight, buffer: torch.Tensor) -> None:
-        self._errors = state._errors
-        self._monitor = state._monitor
-        self._report_after_s = state._report_after_s(buffer.device)
+    def __init__(
+        self,
+        errors: DeferredErrors,
+        monitor: StallMonitor,
+        report_after_s: float,
+        in_flight: InFlight,
+        buffer: torch.Tensor,
+    ) -> None:
+        self._errors = errors
+        self._monitor = monitor
+        self._report_after_s = report_after_s
         self._in_flight = in_flight
         self._buffer = buffer
 
@@ -202,7 +270,7 @@ class _Finish:
                 reduced.value()
             except RuntimeError as error:
                 ours.state = BucketState.FAILED
-                raise exchange.collective_error(ours.label, rank, error) from error
+                raise exchange.collective_error(f"the all-reduce of {ours.label} failed", rank, error) from error
             done = exchange.finish(self._in_flight)
         except Exception as error:
             self._errors.remember(error)
@@ -215,7 +283,7 @@ class _Finish:
         return self._buffer
 
 
-def _reduce_sparse(
+def _start_sparse(
     state: FusedHookState, bucket: GradBucket, communicator: ProcessGroupCommunicator
 ) -> torch.futures.Future[torch.Tensor]:
     """torch's own way: divide, then sum; there is nothing to flatten or cast in a sparse tensor."""
@@ -225,13 +293,11 @@ def _reduce_sparse(
         try:
             return future.value()[0]
         except RuntimeError as error:
-            failure = exchange.collective_error(label, rank, error)
+            failure = exchange.collective_error(f"the all-reduce of {label} failed", rank, error)
             errors.remember(failure)
             raise failure from error
 
-    future = communicator.all_reduce_sparse(bucket.buffer().div_(communicator.size)).future().then(summed)
-    state._errors.follow(future)
-    return future
+    return communicator.all_reduce_sparse(bucket.buffer().div_(communicator.size)).future().then(summed)
 
 
 def _communicator(state: FusedHookState) -> ProcessGroupCommunicator:
@@ -239,7 +305,8 @@ def _communicator(state: FusedHookState) -> ProcessGroupCommunicator:
     group = state.process_group if state.process_group is not None else dist.group.WORLD
     if state._communicator is None or state._communicator.group is not group:
         state._communicator = ProcessGroupCommunicator(group)
-        state._errors.out_of_step = None
+        state._agreed = False
+        state._errors.forget()
     if state._errors.out_of_step is not None:
         raise FusedReduceError(
             f"rank {state._communicator.rank}: an earlier reduction failed here, so this rank may be out of step with "
@@ -250,53 +317,17 @@ def _communicator(state: FusedHookState) -> ProcessGroupCommunicator:
 
 
 def _agree(state: FusedHookState, bucket: GradBucket, communicator: ProcessGroupCommunicator) -> None:
-    """Compares the options across ranks before a DDP module's first reduction over this group.
-
-    Which calls agree must not depend on how a rank shares its states between modules: a module is known by its
-    parameters. DDP calls a hook with bucket 0 first, and lays its buckets out alike on all ranks.
-    """
-    if state._agreed_on is not communicator:
-        state._agreed_parameters = WeakIdKeyDictionary()  # torch's: tensors compare element by element
-    elif bucket.index() != 0:
-        return
-    parameters = bucket.parameters()
-    if parameters and parameters[0] in state._agreed_parameters:
-        return
+    """Compares the options, and what this bucket is, across ranks."""
     buffer = bucket.buffer()
-    seen = {"first bucket": f"{buffer.numel()} elements of {buffer.dtype}"}
-    agree(communicator, "options of fused_hook", {**state.config.to_dict(), **seen}, buffer.device)
-    state._agreed_on = communicator
-    for parameter in parameters:
-        state._agreed_parameters[parameter] = None
-
-
-def _wire_dtype(
-    state: FusedHookState, bucket: GradBucket, flat: torch.Tensor, communicator: ProcessGroupCommunicator
-) -> torch.dtype:
-    if not flat.is_floating_point():
-        raise TypeError(
-            f"rank {communicator.rank}: {_describe(bucket)} holds {flat.dtype}; gradients must be fp32, fp16, bf16, "
-            "fp64 or complex. Keep integer parameters out of DDP (requires_grad=False)"
-        )
-    wire_dtype = state.config.wire_dtype(flat.dtype)
-    communicator.check_wire(wire_dtype, flat.device)
-    return wire_dtype
-
-
-def _idle_bucket(state: FusedHookState, bucket: GradBucket, flat: torch.Tensor, wire_dtype: torch.dtype) -> Bucket:
-    """The Bucket for what DDP shows now. Its tables depend on nothing but this key, so DDP may re-lay its buckets,
-    and several DDP modules may share the state."""
-
-    def make() -> Bucket:
-        return Bucket(flat_layout(flat.numel()), [flat.dtype], wire_dtype, flat.device, _describe(bucket))
-
-    with state._lock:
-        state._buckets_this_step += 1
-        ours = state._buckets.idle((bucket.index(), flat.numel(), flat.dtype, flat.device), make)
-        if state._steps <= _RELAY_STEPS:
-            # DDP may have laid other parameters into a bucket of the same index and size.
-            ours.label = _describe(bucket)
-    return ours
+    seen = {f"bucket {bucket.index()}": f"{buffer.numel()} elements of {buffer.dtype}"}
+    try:
+        agree(communicator, "options of fused_hook", {**state.config.to_dict(), **seen}, buffer.device)
+    except AgreementError:
+        raise
+    except RuntimeError as error:
+        what = f"comparing options before the first all-reduce of {_describe(bucket)} failed"
+        raise exchange.collective_error(what, communicator.rank, error) from error
+    state._agreed = True
 
 
 def _describe(bucket: GradBucket) -> str:
@@ -306,10 +337,9 @@ def _describe(bucket: GradBucket) -> str:
 
 
 def _end_step(state: FusedHookState) -> None:
-    """After the last bucket: forgets old layouts, and has what went wrong raised once backward is done."""
+    """After the last bucket: has what went wrong raised once backward is done."""
     with state._lock:
         state._counts["buckets"], state._buckets_this_step = state._buckets_this_step, 0
-        state._buckets.end_step()
         state._steps += 1
     state._errors.raise_at_the_end_of_backward()
 

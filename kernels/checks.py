@@ -19,8 +19,8 @@ def check_transfer(
 ) -> None:
     """Raises if these arguments of pack or unpack do not fit together.
 
-    What can change every step (sizes, dtypes and devices of wire, scalar and partials) is checked every time; the
-    gradients one by one only when an address differs from those that `pointers` holds.
+    What is one of a kind (wire, scalar, partials) is checked every time; the gradients one by one only when one of
+    them, or the layout, is not what `pointers` holds.
 
     Raises:
         ValueError: wrong count, size, device, layout, or memory that overlaps.
@@ -35,17 +35,18 @@ def check_transfer(
             f"the divisor or scale must be one element of {compute}, got {scalar.numel()} of {scalar.dtype}"
         )
     _check_device("divisor or scale", scalar, wire)
+    _check_apart("divisor or scale", scalar, wire)
     if partials is not None:
         _check_partials(partials, chunks, wire)
     try:
-        known = pointers.holds(gradients)
+        known = pointers.holds(gradients, chunks)
     except RuntimeError:  # a sparse or fake tensor has no address; it is named below
         known = False
     if not known:
         for slot, gradient in enumerate(gradients):
             if gradient is not None:
                 _check_gradient(slot, gradient, chunks, wire)
-    if not pointers.holds(gradients, wire):
+    if not pointers.holds(gradients, chunks, wire):
         _check_overlap(gradients, chunks, wire)
 
 
@@ -53,11 +54,19 @@ def _check_wire(wire: torch.Tensor, chunks: ChunkTable) -> None:
     accepted = (*WIRE_DTYPES[1:], torch.float64) if chunks.fp64 else WIRE_DTYPES
     if wire.dtype not in accepted:
         raise TypeError(f"the wire buffer is {wire.dtype}; for these gradients it must be one of {_names(accepted)}")
+    if wire.requires_grad:
+        raise ValueError("the wire buffer requires a gradient; pass wire.detach()")
     if wire.dim() != 1 or not wire.is_contiguous() or wire.numel() != chunks.wire_numel:
         raise ValueError(
             f"the wire buffer must be contiguous with shape ({chunks.wire_numel},), "
             f"got shape {tuple(wire.shape)} and strides {wire.stride()}"
         )
+
+
+def _check_apart(what: str, tensor: torch.Tensor, wire: torch.Tensor) -> None:
+    begin, end = wire.data_ptr(), wire.data_ptr() + wire.numel() * wire.element_size()
+    if wire.numel() and begin <= tensor.data_ptr() < end:
+        raise ValueError(f"the {what} lies inside the wire buffer; give it memory of its own")
 
 
 def _check_device(what: str, tensor: torch.Tensor, wire: torch.Tensor) -> None:
@@ -88,6 +97,12 @@ def _check_gradient(slot: int, gradient: torch.Tensor, chunks: ChunkTable, wire:
     needed = chunks.begins[slot] + chunks.numels[slot]
     if gradient.numel() < needed or (chunks.begins[slot] == 0 and not chunks.shared and gradient.numel() != needed):
         raise ValueError(f"{what} has {gradient.numel()} elements, its slot needs {needed}")
+    if gradient.is_neg() or gradient.is_conj():
+        raise ValueError(
+            f"{what} is a lazily negated or conjugated view; pass gradient.resolve_neg() or resolve_conj()"
+        )
+    if gradient.data_ptr() % gradient.element_size():
+        raise ValueError(f"{what} lies at an address that is no multiple of its {gradient.element_size()} bytes")
     if not _is_dense(gradient):
         raise ValueError(
             f"{what} (shape {tuple(gradient.shape)}, strides {gradient.stride()}) has gaps or repeats in memory; "

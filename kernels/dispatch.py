@@ -61,6 +61,8 @@ def path_for(device: torch.device, written: Iterable[torch.dtype], read: Iterabl
     if _triton_pack is None:
         _warn_without_triton(device.type)
         return "torch"
+    if device.type == "cuda" and _variants.interpreted():
+        return "torch"  # the interpreter reads addresses on the host
     if device.type == "cuda":
         written, read = tuple(written), tuple(read)
         _refuse_unsupported(device, frozenset((*written, *read)))

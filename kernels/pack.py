@@ -118,7 +118,7 @@ def pack(
     check_transfer(gradients, chunks, pointers, wire, divisor, partials)
     target = current_target(wire.device)
     variant = pack_variant(wire.dtype, chunks.fp64, partials is not None, tuning or tuning_for(target), target[0])
-    addresses = pointers.upload(gradients, wire)
+    addresses = pointers.upload(gradients, chunks, wire)
     programs = len(chunks.rows)
     if programs:
         sums, first = (None, None) if partials is None else (partials.sums, partials.first_non_finite)

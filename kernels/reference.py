@@ -31,7 +31,7 @@ def pack(
 ) -> None:
     """Flattens, divides and casts `gradients` into `wire`; see `kernels.pack.pack`."""
     check_transfer(gradients, chunks, pointers, wire, divisor, partials)
-    pointers.remember(gradients, wire)
+    pointers.remember(gradients, chunks, wire)
     for slot, gradient in enumerate(gradients):
         if gradient is None:
             _slot(wire, chunks, slot).zero_()
@@ -54,7 +54,7 @@ def unpack(
 ) -> None:
     """Unflattens, scales and casts `wire` into `gradients`; see `kernels.unpack.unpack`."""
     check_transfer(gradients, chunks, pointers, wire, scale, partials)
-    pointers.remember(gradients, wire)
+    pointers.remember(gradients, chunks, wire)
     # On CPU a look at the scale is free, and copying without it is one pass instead of two.
     unscaled = scale.device.type == "cpu" and scale.item() == 1.0
     for slot, gradient in enumerate(gradients):

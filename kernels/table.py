@@ -201,38 +201,50 @@ class PointerTable:
     """
 
     def __init__(self) -> None:
-        self._addresses: tuple[int, ...] | None = None
+        self._held: tuple[object, ...] | None = None
+        self._chunks: ChunkTable | None = None
         self._wire: tuple[int, torch.dtype] | None = None
         self._generations: list[_Upload] = []
         self._captured: list[_Upload] = []
         self._current: _Upload | None = None
         self.uploads = 0
 
-    def holds(self, gradients: Sequence[torch.Tensor | None], wire: torch.Tensor | None = None) -> bool:
-        """Whether these are the addresses (and, if given, the wire) of the last launch."""
-        if wire is not None and self._wire != (wire.data_ptr(), wire.dtype):
+    def holds(
+        self, gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, wire: torch.Tensor | None = None
+    ) -> bool:
+        """Whether the last launch had these tensors (address, dtype, size), this layout and, if given, this wire."""
+        if self._chunks is not chunks or (wire is not None and self._wire != (wire.data_ptr(), wire.dtype)):
             return False
-        return self._addresses == addresses_of(gradients)
+        return self._held == _identities(gradients)
 
-    def remember(self, gradients: Sequence[torch.Tensor | None], wire: torch.Tensor) -> None:
+    def remember(self, gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, wire: torch.Tensor) -> None:
         """Notes what a launch was checked for, without uploading it (the torch reference needs no table)."""
-        addresses = addresses_of(gradients)
-        if addresses != self._addresses:
-            self._addresses = addresses
+        held = _identities(gradients)
+        if held != self._held:
+            self._held = held
             self._current = None
+        self._chunks = chunks
         self._wire = (wire.data_ptr(), wire.dtype)
 
-    def upload(self, gradients: Sequence[torch.Tensor | None], wire: torch.Tensor) -> torch.Tensor:
+    def upload(self, gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, wire: torch.Tensor) -> torch.Tensor:
         """Addresses of `gradients` on the wire's device: int64 [P + 1], 0 where one is None, and 0 at the end.
 
         The last entry is what padding rows point to.
         """
-        self.remember(gradients, wire)
-        assert self._addresses is not None
-        if self._current is None or self._current.device.device != wire.device:
-            self._current = self._uploaded(torch.tensor([*self._addresses, 0], dtype=torch.int64), wire.device)
+        self.remember(gradients, chunks, wire)
+        capturing = wire.is_cuda and torch.cuda.is_current_stream_capturing()
+        current = self._current
+        if current is None or current.device.device != wire.device:
+            addresses = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
+            current = self._uploaded(torch.tensor([*addresses, 0], dtype=torch.int64), wire.device, capturing)
             self.uploads += 1
-        return self._current.device
+            # What a capture uploads is filled by its replays only: no eager launch may read it.
+            self._current = None if capturing else current
+        elif capturing and current in self._generations:
+            # A graph will read it at every replay: it is never filled with anything else.
+            self._generations.remove(current)
+            self._captured.append(current)
+        return current.device
 
     def launched(self) -> None:
         """Marks the table as read by what was just launched on the current stream (CUDA only)."""
@@ -242,12 +254,11 @@ class PointerTable:
             event = current.readers.setdefault(stream.cuda_stream, torch.cuda.Event())
             event.record(stream)
 
-    def _uploaded(self, values: torch.Tensor, device: torch.device) -> _Upload:
+    def _uploaded(self, values: torch.Tensor, device: torch.device, capturing: bool) -> _Upload:
         if device.type == "cpu":
             return _Upload(values, values)
-        if torch.cuda.is_current_stream_capturing():
-            # The graph reads this pinned memory at every replay: it is never used again for anything else.
-            host = values.pin_memory()
+        if capturing:
+            host = values.pin_memory()  # read at every replay, as is the copy of it
             upload = _Upload(host, host.to(device, non_blocking=True))
             self._captured.append(upload)
             return upload
@@ -262,7 +273,7 @@ class PointerTable:
         return upload
 
 
-@dataclass
+@dataclass(eq=False)
 class _Upload:
     """One generation of addresses: pinned source, device copy, and per stream the last launch that read it."""
 
@@ -275,6 +286,6 @@ class _Upload:
         return bool(self.readers) and all(event.query() for event in self.readers.values())
 
 
-def addresses_of(gradients: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
-    """data_ptr() of each gradient, 0 for None (and for an empty one, whose slot has no rows)."""
-    return tuple([0 if gradient is None else gradient.data_ptr() for gradient in gradients])
+def _identities(gradients: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
+    """What tells whether tensors are the ones that were checked; 0.2 us each."""
+    return tuple([None if g is None else (g.data_ptr(), g.dtype, g.numel(), g.is_contiguous()) for g in gradients])

@@ -124,7 +124,7 @@ def unpack(
     check_transfer(gradients, chunks, pointers, wire, scale, partials)
     target = current_target(wire.device)
     variant = unpack_variant(wire.dtype, chunks.fp64, partials is not None, tuning or tuning_for(target), target[0])
-    addresses = pointers.upload(gradients, wire)
+    addresses = pointers.upload(gradients, chunks, wire)
     programs = chunks.data_rows
     if programs:
         sums, first = (None, None) if partials is None else (partials.sums, partials.first_non_finite)

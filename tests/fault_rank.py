@@ -1,4 +1,4 @@
-"""One rank of test_faults.py, a process of its own: `fault_rank.py RANK WORLD STORE WIRE AS_VIEW FAULT`."""
+"""One rank of test_faults.py, a process of its own: `fault_rank.py RANK WORLD STORE WIRE AS_VIEW FAULT STEP`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 
 GROUP_TIMEOUT_S = 5
-FAULT_STEP = 3
 
 
 def main() -> None:
     """Trains; the last rank dies, stops or leaves in the middle of a step."""
-    rank, world, store, wire, as_view, fault = sys.argv[1:]
+    rank, world, store, wire, as_view, fault, fault_step = sys.argv[1:]
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
     dist.init_process_group(
@@ -26,10 +25,10 @@ def main() -> None:
     )
     ddp, _ = hook_cases.hooked(hook_cases.mlp(), wire, gradient_as_bucket_view=as_view == "view")
     victim = int(rank) == int(world) - 1
-    for step in range(FAULT_STEP + 3):
+    for step in range(int(fault_step) + 3):
         ddp.zero_grad()
         loss = hook_cases.loss_of(ddp(hook_cases.batch(int(rank), step)))
-        if victim and step == FAULT_STEP:
+        if victim and step == int(fault_step):
             if fault == "leave":
                 return
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])

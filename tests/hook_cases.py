@@ -408,7 +408,7 @@ def disagreement(rank: int, world: int, as_view: bool) -> tuple[str, str, bool, 
         except Exception as error:
             message, kind = str(error), type(error).__name__
     kept = all(torch.equal(a, b) for a, b in zip(gradients(ddp), gradients(local), strict=True))
-    state.config = fusedreduce.ReduceConfig(wire="bf16")
+    state._config = fusedreduce.ReduceConfig(wire="bf16")
     usable = True
     for step in range(3):
         ddp.zero_grad()
@@ -427,15 +427,15 @@ def unsupported_wire(rank: int, world: int) -> tuple[str, str, bool]:
     ddp, state = hooked(mlp(), "bf16")
     local = copy.deepcopy(ddp.module)
     loss_of(local(batch(rank, 0))).backward()
-    known = distributed._SUMMABLE["gloo"]
-    distributed._SUMMABLE["gloo"] = known - {torch.bfloat16}
+    known = distributed._SUMMABLE["gloo", "cpu"]
+    distributed._SUMMABLE["gloo", "cpu"] = known - {torch.bfloat16}
     try:
         loss_of(ddp(batch(rank, 0))).backward()
     except Exception as error:
         kept = all(torch.equal(a, b) for a, b in zip(gradients(ddp), gradients(local), strict=True))
         return type(error).__name__, str(error), kept
     finally:
-        distributed._SUMMABLE["gloo"] = known
+        distributed._SUMMABLE["gloo", "cpu"] = known
     return "", "", False
 
 
@@ -443,7 +443,7 @@ def unlisted_backend(rank: int, world: int) -> tuple[str, list[str]]:
     """A backend that is in no table is asked with one element, on every rank alike."""
     from fusedreduce.comm import distributed
 
-    known = distributed._SUMMABLE.pop("gloo")
+    known = distributed._SUMMABLE.pop(("gloo", "cpu"))
     try:
         communicator = distributed.ProcessGroupCommunicator()
         device, failed = torch.device("cpu"), []
@@ -454,7 +454,7 @@ def unlisted_backend(rank: int, world: int) -> tuple[str, list[str]]:
                 failed.append(f"{dtype}: {error}")
         return "asked", failed
     finally:
-        distributed._SUMMABLE["gloo"] = known
+        distributed._SUMMABLE["gloo", "cpu"] = known
 
 
 def pickled(rank: int, world: int) -> None:
@@ -580,6 +580,28 @@ def names_follow_the_buckets(rank: int, world: int) -> list[str]:
     labels = []
     for step in range(3):
         loss_of(ddp(batch(rank, step))).backward()
-        ((cached,),) = state._buckets._cached.values()
-        labels.append(cached.bucket.label)
+        (ours,) = state._buckets.buckets()
+        labels.append(ours.label)
     return labels
+
+
+class TwoDtypes(nn.Module):
+    """An fp32 layer and one of 16 bits."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.second = nn.Linear(24, 24).to(dtype), nn.Linear(24, 24)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.first(features.to(self.first.weight.dtype))
+        result: torch.Tensor = self.second(hidden.float())
+        return result
+
+
+def layers_of_different_dtype(rank: int, world: int) -> str:
+    """Only a later bucket differs."""
+    ddp, _ = hooked(TwoDtypes(torch.bfloat16 if rank == 0 else torch.float16))
+    with pytest.raises(fusedreduce.AgreementError) as caught:
+        loss_of(ddp(batch(rank, 0))).backward()
+    return str(caught.value)

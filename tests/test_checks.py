@@ -52,6 +52,10 @@ def _gradient(value: Any) -> Callable[[Call], None]:
     return spoil
 
 
+def _inside_the_wire(call: Call) -> None:
+    call.scalar = call.wire[3:4]
+
+
 BAD = {
     "count": (_set(gradients=[torch.ones(4)]), ValueError, "1 gradients for a layout of 2 slots"),
     "wire size": (_set(wire=torch.ones(11)), ValueError, r"shape \(12,\), got shape \(11,\)"),
@@ -70,6 +74,9 @@ BAD = {
     "sparse": (_gradient(torch.ones(6).to_sparse()), TypeError, "layout torch.sparse_coo"),
     "overlap": (_overlapping, ValueError, "gradients 0 and 1 overlap"),
     "wire overlap": (_overlapping_wire, ValueError, "gradient 0 overlaps the wire"),
+    "negated view": (_gradient(torch.zeros(6, dtype=torch.complex64).conj().imag), ValueError, "lazily negated|gaps"),
+    "scalar in wire": (_inside_the_wire, ValueError, "lies inside the wire buffer"),
+    "wire in graph": (_set(wire=torch.ones(12, requires_grad=True)), ValueError, "requires a gradient"),
     "partials": (_set(partials=Partials(torch.ones(1), torch.ones(1))), ValueError, "partials.sums must be"),
 }
 
@@ -107,3 +114,18 @@ def test_kernels_refuse_cpu_tensors_without_the_interpreter(monkeypatch: pytest.
         with pytest.raises(ValueError, match="cannot read tensors on cpu.*TRITON_INTERPRET=1"):
             function(call.gradients, call.chunks, PointerTable(), call.wire, call.scalar)
     assert (call.wire == 7.0).all()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS[:2])
+def test_another_tensor_at_the_same_address_is_checked_anew(function: Any) -> None:
+    call, pointers = Call(), PointerTable()
+    function(call.gradients, call.chunks, pointers, call.wire, call.scalar)
+    first, second = call.gradients
+    room = torch.ones(12)
+    for bad in (second.view(torch.float16)[:6], second[:2], room[::2]):
+        with pytest.raises((TypeError, ValueError), match="gradient 1"):
+            function([first, bad], call.chunks, pointers, call.wire, call.scalar)
+    other = ChunkTable([4, 2], [0, 4], [torch.float32] * 2, 12)
+    with pytest.raises(ValueError, match="gradient 1 has 6 elements"):
+        function(call.gradients, other, pointers, call.wire, call.scalar)
+    function(call.gradients, call.chunks, pointers, call.wire, call.scalar)

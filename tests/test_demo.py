@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from ranks import RankPool
 
 import fusedreduce
 from fusedreduce.cli import demo, digits, launch, main, measure, picture, report

@@ -156,7 +156,12 @@ def test_pickling_and_copying(two: RankPool) -> None:
 
 def test_models_of_different_dtype_are_refused_on_every_rank(two: RankPool) -> None:
     for message in two.run(hook_cases.models_of_different_dtype):
-        assert "first bucket" in message and "torch.bfloat16" in message and "torch.float32" in message
+        assert "bucket 0: " in message and "torch.bfloat16" in message and "torch.float32" in message
+
+
+def test_a_layer_of_another_dtype_in_a_later_bucket_is_refused_on_every_rank(two: RankPool) -> None:
+    for message in two.run(hook_cases.layers_of_different_dtype):
+        assert "bucket 1: " in message and "torch.bfloat16" in message and "torch.float16" in message
 
 
 def test_a_buckets_name_follows_ddps_new_layout(two: RankPool) -> None:

@@ -12,15 +12,16 @@ import torch.distributed as dist
 from ranks import group_of_one
 
 import fusedreduce
-from fusedreduce.bucket import Bucket, BucketCache, BucketState
+from fusedreduce.bucket import Bucket, BucketCache, BucketKey, BucketState
 from fusedreduce.planning.layout import flat_layout
 
 
 class FakeBucket:
     """The methods of dist.GradBucket that a hook may call."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
+    def __init__(self, buffer: torch.Tensor, parameter: torch.Tensor | None = None) -> None:
         self._buffer = buffer
+        self._parameter = buffer if parameter is None else parameter
 
     def index(self) -> int:
         return 0
@@ -29,7 +30,7 @@ class FakeBucket:
         return self._buffer
 
     def parameters(self) -> list[torch.Tensor]:
-        return [self._buffer]
+        return [self._parameter]
 
     def is_last(self) -> bool:
         return True
@@ -102,10 +103,17 @@ def test_the_result_is_the_buckets_own_buffer(alone: None, wire: Any) -> None:
 
 def test_old_layouts_are_forgotten(alone: None) -> None:
     state = fusedreduce.FusedHookState(wire="bf16")
-    for numel in (100, 30, 30, 30, 30):
-        _hook(state, torch.ones(numel))
-    assert [key[1] for key in state._buckets.keys()] == [30]  # type: ignore[index]  # noqa: SIM118
+    weight = torch.ones(3)
+    buffers = {numel: torch.ones(numel) for numel in (100, 30)}
+    for numel in (100, 30, 30, 30):
+        bucket: Any = FakeBucket(buffers[numel], weight)
+        fusedreduce.fused_hook(state, bucket).wait()
+        assert [ours.layout.numel for ours in state._buckets.buckets()] == [numel], "the old wire goes at once"
     assert state.stats()["wire_allocations"] == 2
+    del weight, bucket
+    buffer = torch.ones(7)
+    _hook(state, buffer)
+    assert [ours.layout.numel for ours in state._buckets.buckets()] == [7], "and all of them with their module"
 
 
 def test_a_new_default_group_is_noticed() -> None:
@@ -177,8 +185,8 @@ def test_a_collective_that_fails_is_remembered_in_its_own_class(
     error = state._errors.take()
     assert isinstance(error, fusedreduce.CollectiveError)
     assert "rank 0: the all-reduce of bucket 0" in str(error) and "Connection closed by peer" in str(error)
-    for cached in state._buckets._cached.values():
-        assert [one.bucket.state.value for one in cached] == ["failed"], "its wire may still be written to"
+    for ours in state._buckets.buckets():
+        assert ours.state.value == "failed", "its wire may still be written to"
 
 
 def test_an_empty_bucket_takes_no_collective(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,14 +199,71 @@ def test_an_empty_bucket_takes_no_collective(alone: None, monkeypatch: pytest.Mo
     assert state.stats()["steps"] == 2
 
 
-def test_a_failed_bucket_is_never_given_out_again() -> None:
-    cache = BucketCache()
+def test_a_bucket_under_way_or_failed_is_not_given_out_again() -> None:
+    cache, weight = BucketCache(), torch.ones(3)
+    key = BucketKey(0, 3, torch.float32, torch.bfloat16, torch.device("cpu"))
 
     def make() -> Bucket:
         return Bucket(flat_layout(3), [torch.float32], torch.bfloat16, torch.device("cpu"), "bucket 0")
 
-    first = cache.idle("key", make)
-    assert cache.idle("key", make) is not first, "taken"
-    for state, same in ((BucketState.LAUNCHED, False), (BucketState.FAILED, False), (BucketState.IDLE, True)):
+    first = cache.take(key, 64, [weight], make)
+    assert cache.find(key, 64) is None and cache.knows(key, [weight])
+    for state in (BucketState.TAKEN, BucketState.LAUNCHED, BucketState.FAILED):
         first.state = state
-        assert (cache.idle("key", make) is first) == same
+        assert cache.find(key, 64) is not first
+        assert cache.take(key, 128, [weight], make) is not first
+    assert cache.find(key, 256) is None
+    other = torch.ones(3)
+    assert not cache.knows(key, [other]) and cache.take(key, 512, [other], make) not in (None, first)
+
+
+@pytest.mark.parametrize("modules", [1, 4])
+def test_many_modules_on_one_state_allocate_nothing_in_the_steady_state(alone: None, modules: int) -> None:
+    state = fusedreduce.FusedHookState(wire="bf16")
+    shown: list[Any] = [FakeBucket(torch.ones(50), torch.ones(1)) for _ in range(modules)]
+    for step in range(8):
+        for module, bucket in enumerate(shown):
+            if module == 0 or step % 3 == 0:  # the others train less often
+                fusedreduce.fused_hook(state, bucket).wait()
+    assert state.stats()["wire_allocations"] == modules
+
+
+def test_a_stale_error_ends_with_its_process_group() -> None:
+    state = fusedreduce.FusedHookState()
+    with group_of_one():
+        _hook(state, torch.ones(3))
+        state._errors.remember(RuntimeError("of a backward that was abandoned"))
+    with group_of_one():
+        assert _hook(state, torch.full((3,), 2.0)).tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError, AssertionError, OSError, Exception])
+def test_whatever_fails_on_this_rank_alone_ends_reducing(
+    alone: None, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    state = fusedreduce.FusedHookState()
+
+    def fail(*arguments: Any) -> None:
+        raise kind("only here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fusedreduce.exchange.dispatch.pack", fail)
+        with pytest.raises(kind, match="only here"):
+            _hook(state, torch.ones(3))
+    with pytest.raises(fusedreduce.FusedReduceError, match="an earlier reduction failed.*only here"):
+        _hook(state, torch.ones(3))
+
+
+def test_a_dead_peer_is_no_unsupported_wire(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "all_reduce", gone)
+    with pytest.raises(RuntimeError, match="Connection closed") as caught:
+        _hook(fusedreduce.FusedHookState(), torch.ones(3))
+    assert not isinstance(caught.value, fusedreduce.UnsupportedWireError)
+
+
+def test_options_are_fixed() -> None:
+    with pytest.raises(AttributeError):
+        fusedreduce.FusedHookState().config = fusedreduce.ReduceConfig()  # type: ignore[misc]

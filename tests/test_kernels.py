@@ -226,3 +226,28 @@ def test_nothing_at_all() -> None:
     pack([], chunks, PointerTable(), torch.empty(0), torch.ones(1))
     unpack([], chunks, PointerTable(), torch.empty(0), torch.ones(1))
     assert reduce_partials(chunks.new_partials(torch.device("cpu")), chunks).total.tolist() == [0.0]
+
+
+def test_sums_over_more_chunks_and_parameters_than_one_block_of_the_second_stage() -> None:
+    numels = [600] + [1] * 299
+    offsets = [sum(numels[:slot]) for slot in range(300)]
+    chunks = ChunkTable(numels, offsets, [torch.float32] * 300, sum(numels), chunk_numel=2)
+    assert chunks.data_rows == 300 + 299
+    rows = torch.arange(1.0, 600.0, dtype=torch.float64)
+    first = torch.full((599,), -1)
+    first[598] = 0
+    totals = reduce_partials(Partials(rows, first), chunks)
+    assert totals.parameter_sums.tolist() == [float(sum(range(1, 301))), *map(float, range(301, 600))]
+    assert totals.total.tolist() == [float(sum(range(1, 600)))]
+    assert totals.first_non_finite.tolist() == [-1] * 299 + [0]
+
+
+def test_fp32_to_bf16_without_a_scale_is_rounded_as_with_one() -> None:
+    chunks = ChunkTable([3], [0], [torch.bfloat16], 3)
+    wire = torch.tensor([1.0 + 2.0**-8 + 2.0**-9, 1.0, -3.14159])
+    results = []
+    for function in (unpack, reference.unpack):
+        gradient = torch.zeros(3, dtype=torch.bfloat16)
+        function([gradient], chunks, PointerTable(), wire, torch.ones(1))
+        results.append(gradient)
+    assert_same(*results)

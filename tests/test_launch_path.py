@@ -50,7 +50,7 @@ class Bucket:
 
     def expected_addresses(self, *, sums: bool) -> list[int]:
         """In the order of the kernels' signature."""
-        table = self.pointers.upload(self.gradients, self.wire)
+        table = self.pointers.upload(self.gradients, self.chunks, self.wire)
         tensors = [table, self.chunks.on(self.wire.device).rows, self.wire, self.scalar]
         if sums:
             tensors += [self.partials.sums, self.partials.first_non_finite]

@@ -81,13 +81,18 @@ def test_bad_tables_are_refused(
 
 def test_pointers_are_uploaded_only_when_an_address_changed() -> None:
     table, wire = PointerTable(), torch.empty(8)
+    chunks = ChunkTable([3, 4, 5], [0, 3, 7], [torch.float32] * 3, 12)
     gradients: list[torch.Tensor | None] = [torch.ones(3), None, torch.ones(5)]
-    addresses = table.upload(gradients, wire)
+    addresses = table.upload(gradients, chunks, wire)
     kept = [gradient.data_ptr() if gradient is not None else 0 for gradient in gradients]
     assert addresses.tolist() == [*kept, 0] and table.uploads == 1
-    assert table.upload(list(gradients), wire) is addresses and table.uploads == 1
+    assert table.upload(list(gradients), chunks, wire) is addresses and table.uploads == 1
     elsewhere = torch.ones(3)
     moved = [elsewhere, *gradients[1:]]
-    assert table.upload(moved, wire)[0].item() == elsewhere.data_ptr() and table.uploads == 2
-    assert table.holds(moved, wire) and not table.holds(gradients) and not table.holds(moved, torch.empty(8))
+    assert table.upload(moved, chunks, wire)[0].item() == elsewhere.data_ptr() and table.uploads == 2
+    assert (
+        table.holds(moved, chunks, wire)
+        and not table.holds(gradients, chunks)
+        and not table.holds(moved, chunks, torch.empty(8))
+    )
     assert addresses.tolist() == [*kept, 0], "a table that a launch may still read must not change"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -9,12 +10,16 @@ import torch.distributed as dist
 
 from ..errors import UnsupportedWireError
 
-# What each backend can sum. A backend that is not listed is asked, once, with one element.
-_SUMMABLE: dict[str, frozenset[torch.dtype]] = {
-    "gloo": frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16}),
-    "nccl": frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16}),
-    "mpi": frozenset({torch.float32, torch.float64}),
+_ALL_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+# What each backend can sum, by device type. A backend that is not listed is asked, once, with one element.
+_SUMMABLE: dict[tuple[str, str], frozenset[torch.dtype]] = {
+    ("gloo", "cpu"): _ALL_FLOATS,
+    # It can, but the end of its collectives is not ordered with CUDA streams, on which unpack would run.
+    ("gloo", "cuda"): frozenset(),
+    ("nccl", "cuda"): _ALL_FLOATS,
+    ("mpi", "cpu"): frozenset({torch.float32, torch.float64}),
 }
+_REFUSAL = re.compile(r"type|dtype|support|implement", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -112,11 +117,14 @@ class ProcessGroupCommunicator:
 
     def _refusal(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why the backend cannot sum `dtype`, or None; the same on every rank, since the cause is."""
-        summable = _SUMMABLE.get(self._backend_name(device))
+        summable = _SUMMABLE.get((self._backend_name(device), device.type))
         if summable is not None:
-            return None if dtype in summable else f"it sums {', '.join(sorted(map(str, summable)))}"
+            names = ", ".join(sorted(map(str, summable))) or "nothing that fusedreduce could use"
+            return None if dtype in summable else f"there it sums {names}"
         try:
             dist.all_reduce(torch.zeros(1, dtype=dtype, device=device), group=self.group)
         except (RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, RuntimeError) and not _REFUSAL.search(str(error)):
+                raise  # a peer that died, not a dtype
             return f"{type(error).__name__}: {error}"
         return None
