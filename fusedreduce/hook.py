@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from . import exchange
-from .bucket import Bucket, BucketCache, BucketKey, BucketState
+from .bucket import Bucket, BucketCache, BucketKey
 from .comm.agreement import agree
 from .comm.distributed import ProcessGroupCommunicator
 from .comm.monitor import StallMonitor
+from .completion import Finish, FinishSparse
 from .config import WIRES, ReduceConfig, Wire
 from .deferred import DeferredErrors, in_backward
 from .errors import AgreementError, CollectiveError, FusedReduceError
-from .exchange import InFlight
 from .kernels import dispatch
 from .kernels.table import WIRE_DTYPES
 from .planning.layout import flat_layout
@@ -230,7 +230,7 @@ def _start(
         ours, flat = prepared
         allocations, report_after_s = ours.allocations, state._report_after_s(flat.device)
         in_flight = exchange.start(ours, [flat], communicator, in_place=ours.wire_dtype is flat.dtype)
-        finish = _Finish(state._errors, state._monitor, report_after_s, in_flight, buffer)
+        finish = Finish(state._errors, state._monitor, report_after_s, in_flight, buffer)
         future = in_flight.pending.future().then(finish)
         with state._lock:
             state._counts["wire_bytes"] += ours.wire_bytes
@@ -242,62 +242,12 @@ def _start(
     return future
 
 
-class _Finish:
-    """Callback of the collective: unpacks into DDP's bucket. On CUDA its stream already waits for the collective.
-
-    It refers to nothing that refers to the process group: if a Gloo thread, which runs and frees callbacks, dropped
-    the last reference to the group, the group would try to join that thread from itself and abort the process.
-    """
-
-    def __init__(
-        self,
-        errors: DeferredErrors,
-        monitor: StallMonitor,
-        report_after_s: float,
-        in_flight: InFlight,
-        buffer: torch.Tensor,
-    ) -> None:
-        self._errors = errors
-        self._monitor = monitor
-        self._report_after_s = report_after_s
-        self._in_flight = in_flight
-        self._buffer = buffer
-
-    def __call__(self, reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        ours, rank = self._in_flight.bucket, self._in_flight.rank
-        try:
-            try:
-                reduced.value()
-            except RuntimeError as error:
-                ours.state = BucketState.FAILED
-                raise exchange.collective_error(f"the all-reduce of {ours.label} failed", rank, error) from error
-            done = exchange.finish(self._in_flight)
-        except Exception as error:
-            self._errors.remember(error)
-            raise
-        if done is not None and torch.cuda.is_current_stream_capturing():
-            self._monitor.forget_all()  # events must not be queried while a graph is being captured
-        elif done is not None:
-            what = f"rank {rank}: the reduction of {ours.label}"
-            self._monitor.watch(ours, what, done.query, self._report_after_s)
-        return self._buffer
-
-
 def _start_sparse(
     state: FusedHookState, bucket: GradBucket, communicator: ProcessGroupCommunicator
 ) -> torch.futures.Future[torch.Tensor]:
     """torch's own way: divide, then sum; there is nothing to flatten or cast in a sparse tensor."""
-    label, rank, errors = _describe(bucket), communicator.rank, state._errors  # no group: see _Finish
-
-    def summed(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        try:
-            return future.value()[0]
-        except RuntimeError as error:
-            failure = exchange.collective_error(f"the all-reduce of {label} failed", rank, error)
-            errors.remember(failure)
-            raise failure from error
-
-    return communicator.all_reduce_sparse(bucket.buffer().div_(communicator.size)).future().then(summed)
+    finish = FinishSparse(state._errors, _describe(bucket), communicator.rank)
+    return communicator.all_reduce_sparse(bucket.buffer().div_(communicator.size)).future().then(finish)
 
 
 def _communicator(state: FusedHookState) -> ProcessGroupCommunicator:

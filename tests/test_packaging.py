@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("collective",),
     ("clip", "amp"),
     ("reducer",),
+    ("completion",),
     ("exchange",),
     ("deferred",),
     ("bucket",),

@@ -1,0 +1,83 @@
+"""What a collective's callback does: finish the bucket, keep what went wrong.
+
+Callbacks refer to nothing that refers to the process group: if a Gloo thread, which runs and frees them, dropped the
+last reference to the group, the group would try to join that thread from itself and abort the process.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import exchange
+from .bucket import BucketState
+from .comm.monitor import StallMonitor
+from .deferred import DeferredErrors
+from .exchange import InFlight
+
+
+class Finish:
+    """Unpacks into the buffer that a comm hook was shown. On CUDA its stream already waits for the collective.
+
+    Args:
+        errors: where a failure is kept; the future gets it too.
+        monitor: watches the unpack's event (CUDA only).
+        report_after_s: when the reduction is overdue.
+        in_flight: the bucket under way.
+        buffer: the future's value.
+    """
+
+    def __init__(
+        self,
+        errors: DeferredErrors,
+        monitor: StallMonitor,
+        report_after_s: float,
+        in_flight: InFlight,
+        buffer: torch.Tensor,
+    ) -> None:
+        self._errors = errors
+        self._monitor = monitor
+        self._report_after_s = report_after_s
+        self._in_flight = in_flight
+        self._buffer = buffer
+
+    def __call__(self, reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        ours, rank = self._in_flight.bucket, self._in_flight.rank
+        try:
+            try:
+                reduced.value()
+            except RuntimeError as error:
+                ours.state = BucketState.FAILED
+                raise exchange.collective_error(f"the all-reduce of {ours.label} failed", rank, error) from error
+            done = exchange.finish(self._in_flight)
+        except Exception as error:
+            self._errors.remember(error)
+            raise
+        if done is not None and torch.cuda.is_current_stream_capturing():
+            self._monitor.forget_all()  # events must not be queried while a graph is being captured
+        elif done is not None:
+            what = f"rank {rank}: the reduction of {ours.label}"
+            self._monitor.watch(ours, what, done.query, self._report_after_s)
+        return self._buffer
+
+
+class FinishSparse:
+    """Hands a sparse sum on.
+
+    Args:
+        errors: where a failure is kept; the future gets it too.
+        label: of the bucket.
+        rank: of this process.
+    """
+
+    def __init__(self, errors: DeferredErrors, label: str, rank: int) -> None:
+        self._errors = errors
+        self._label = label
+        self._rank = rank
+
+    def __call__(self, reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        try:
+            return reduced.value()[0]
+        except RuntimeError as error:
+            failure = exchange.collective_error(f"the all-reduce of {self._label} failed", self._rank, error)
+            self._errors.remember(failure)
+            raise failure from error
