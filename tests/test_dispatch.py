@@ -41,7 +41,10 @@ def test_without_triton_everything_takes_the_torch_path(
     assert [record.levelname for record in caplog.records] == ["WARNING"], "said once, not at every step"
 
 
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
 def test_pairs_that_an_architecture_cannot_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dispatch.path_for(CUDA, (torch.bfloat16,)) == "torch", "the interpreter cannot follow a GPU's addresses"
+    monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
     monkeypatch.setattr("fusedreduce.kernels.variants.current_target", lambda device: ("hip", "gfx906"))
     dispatch._refuse_unsupported.cache_clear()
     try:
