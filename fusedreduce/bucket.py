@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,16 +97,16 @@ class BucketKey:
 
 
 class BucketCache:
-    """Buckets for a caller that is shown flat buffers again and again, by several owners (DDP modules).
+    """Buckets for a caller that is shown flat buffers again and again, by several DDP modules.
 
-    An owner is known by its parameters, which are asked for only when a buffer's address is new. When an owner shows a
-    bucket that it has not shown before, it has laid its buckets out anew: those from that index on are given up, with
-    their wire buffers. One that is under way is never given out again: who asks meanwhile gets another one.
+    What a buffer holds is known by its parameters, which are asked for only when its address is new. A parameter lies
+    in one bucket at a time: when it is shown in another one, DDP has laid its buckets out anew, and the old one is
+    given up with its wire buffer. One that is under way is never given out again: who asks meanwhile gets another one.
     """
 
     def __init__(self) -> None:
         self._by_address: dict[tuple[BucketKey, int], Bucket] = {}
-        self._owners: MutableMapping[torch.Tensor, _Owner] = WeakIdKeyDictionary()
+        self._homes: MutableMapping[torch.Tensor, _Home] = WeakIdKeyDictionary()
 
     def find(self, key: BucketKey, address: int) -> Bucket | None:
         """The idle bucket that was last used for the buffer at `address`; taken then."""
@@ -117,24 +117,26 @@ class BucketCache:
         return bucket
 
     def knows(self, key: BucketKey, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether the owner of `parameters` has shown such a bucket before."""
-        return any(key in owner.buckets for owner in self._owners_of(parameters))
+        """Whether one of `parameters` lies in such a bucket already."""
+        return any(home.key == key for home in self._homes_of(parameters))
 
     def take(
         self, key: BucketKey, address: int, parameters: Sequence[torch.Tensor], make: Callable[[], Bucket]
     ) -> Bucket:
-        """An idle bucket of the owner of `parameters`, made if there is none; bound to `address` from now on."""
-        owner = next(iter(self._owners_of(parameters)), None) or _Owner({})
+        """An idle bucket for `parameters`, made if there is none; bound to `address` from now on."""
+        home = None
+        for old in self._homes_of(parameters):
+            if old.key == key:
+                home = home or old
+            else:
+                old.buckets.clear()
+        home = home or _Home(key, [])
         for parameter in parameters:
-            self._owners[parameter] = owner
-        if key not in owner.buckets:
-            for old in [old for old in owner.buckets if old.index >= key.index]:
-                del owner.buckets[old]
-        mine = owner.buckets.setdefault(key, [])
-        bucket = next((one for one in mine if one.state is BucketState.IDLE), None)
+            self._homes[parameter] = home
+        bucket = next((one for one in home.buckets if one.state is BucketState.IDLE), None)
         if bucket is None:
             bucket = make()
-            mine.append(bucket)
+            home.buckets.append(bucket)
         bucket.state = BucketState.TAKEN
         alive = {id(one) for one in self.buckets()}
         self._by_address = {
@@ -145,12 +147,15 @@ class BucketCache:
 
     def buckets(self) -> list[Bucket]:
         """Everything that is kept now."""
-        return [one for owner in set(self._owners.values()) for kept in owner.buckets.values() for one in kept]
+        return [one for home in set(self._homes.values()) for one in home.buckets]
 
-    def _owners_of(self, parameters: Sequence[torch.Tensor]) -> Iterator[_Owner]:
-        return (self._owners[parameter] for parameter in parameters if parameter in self._owners)
+    def _homes_of(self, parameters: Sequence[torch.Tensor]) -> list[_Home]:
+        return [self._homes[parameter] for parameter in parameters if parameter in self._homes]
 
 
 @dataclass(eq=False)
-class _Owner:
-    buckets: dict[BucketKey, list[Bucket]]
+class _Home:
+    """Where some parameters lie: what their bucket is, and the Buckets for it."""
+
+    key: BucketKey
+    buckets: list[Bucket]

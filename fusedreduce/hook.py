@@ -194,7 +194,7 @@ def _prepare(
     if ours is None:
         parameters = bucket.parameters()
         # Not once per state: which calls agree must not depend on how a rank shares its states between modules.
-        if not state._agreed or not state._buckets.knows(key, parameters):
+        if not state._buckets.knows(key, parameters):
             _agree(state, bucket, communicator)
         communicator.check_wire(wire_dtype, flat.device)
         layout = flat_layout(flat.numel())
@@ -256,6 +256,8 @@ def _communicator(state: FusedHookState) -> ProcessGroupCommunicator:
     if state._communicator is None or state._communicator.group is not group:
         state._communicator = ProcessGroupCommunicator(group)
         state._agreed = False
+        # Peers may start with a new state: over a new group every bucket is agreed on again, on every rank.
+        state._buckets = BucketCache()
         state._errors.forget()
     if state._errors.out_of_step is not None:
         raise FusedReduceError(

@@ -267,3 +267,31 @@ def test_a_dead_peer_is_no_unsupported_wire(alone: None, monkeypatch: pytest.Mon
 def test_options_are_fixed() -> None:
     with pytest.raises(AttributeError):
         fusedreduce.FusedHookState().config = fusedreduce.ReduceConfig()  # type: ignore[misc]
+
+
+def test_a_bucket_whose_parameters_have_moved_is_given_up_whatever_its_index() -> None:
+    cache, weights = BucketCache(), [torch.ones(3), torch.ones(3)]
+
+    def take(index: int, numel: int, address: int, parameters: list[torch.Tensor]) -> Bucket:
+        key = BucketKey(index, numel, torch.float32, torch.bfloat16, torch.device("cpu"))
+        layout = flat_layout(numel)
+        return cache.take(
+            key, address, parameters, lambda: Bucket(layout, [torch.float32], torch.bfloat16, key.device, "")
+        )
+
+    take(0, 6, 64, weights)
+    later = take(1, 3, 128, weights[:1])
+    assert cache.buckets() == [later], "a mixed-dtype model's large bucket may move to a higher index"
+
+
+def test_a_new_process_group_agrees_on_every_bucket_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    agreed: list[str] = []
+    monkeypatch.setattr("fusedreduce.hook.agree", lambda c, what, settings, device: agreed.append(str(settings)))
+    state = fusedreduce.FusedHookState()
+    buffers = [torch.ones(3), torch.ones(4)]
+    for groups in (1, 2):
+        with group_of_one():
+            for _ in range(3):
+                for buffer in buffers:
+                    _hook(state, buffer)
+        assert len(agreed) == 2 * groups
