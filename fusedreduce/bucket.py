@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .kernels.table import ChunkTable, PointerTable
+from .kernels.table import ChunkTable, PointerTable, Shape
 from .planning.layout import Layout
 
 
@@ -34,6 +34,7 @@ class Bucket:
         wire_dtype: dtype that travels.
         device: where gradients and wire live.
         label: for messages, logs and profiler ranges.
+        shapes: size and strides of each slot's gradient, where they are always the same.
     """
 
     def __init__(
@@ -43,12 +44,13 @@ class Bucket:
         wire_dtype: torch.dtype,
         device: torch.device,
         label: str,
+        shapes: Sequence[Shape] | None = None,
     ) -> None:
         self.layout = layout
         self.wire_dtype = wire_dtype
         self.device = device
         self.label = label
-        self.chunks = ChunkTable(layout.numels, layout.offsets, dtypes, layout.numel)
+        self.chunks = ChunkTable(layout.numels, layout.offsets, dtypes, layout.numel, shapes=shapes)
         self.pointers = PointerTable()
         self.state = BucketState.IDLE
         self.allocations = 0

@@ -41,7 +41,9 @@ def start(
     gradients: Sequence[torch.Tensor | None],
     communicator: Communicator,
     *,
+    divisor: float | None = None,
     in_place: bool = False,
+    vouched: bool = False,
 ) -> InFlight:
     """Packs `gradients` and starts their all-reduce.
 
@@ -49,7 +51,9 @@ def start(
         bucket: idle or taken; its layout says what each gradient is.
         gradients: one per slot, None where missing. Read before this returns (on CUDA: by the current stream).
         communicator: the ranks to average over.
+        divisor: what to divide by; None: the number of ranks.
         in_place: the one gradient is flat and has the wire's dtype: it is the wire.
+        vouched: the caller answers for the gradients' sizes, dtypes and memory.
 
     Raises:
         ValueError, TypeError: gradients do not fit the bucket; nothing has been written.
@@ -58,8 +62,8 @@ def start(
     assert bucket.state in (BucketState.IDLE, BucketState.TAKEN), f"{bucket.label} is {bucket.state.value}"
     with _range("pack", bucket):
         wire = _own_wire(gradients) if in_place else bucket.wire()
-        divisor = scalar(float(communicator.size), bucket.compute_dtype, bucket.device)
-        dispatch.pack(gradients, bucket.chunks, bucket.pointers, wire, divisor)
+        by = scalar(float(divisor or communicator.size), bucket.compute_dtype, bucket.device)
+        dispatch.pack(gradients, bucket.chunks, bucket.pointers, wire, by, vouched=vouched)
     bucket.state = BucketState.LAUNCHED
     try:
         with _range("all_reduce", bucket):
@@ -72,8 +76,15 @@ def start(
     return InFlight(bucket, tuple(gradients), wire, pending, communicator.rank, in_place)
 
 
-def finish(in_flight: InFlight) -> torch.cuda.Event | None:
+def finish(
+    in_flight: InFlight, gradients: Sequence[torch.Tensor | None] | None = None, *, vouched: bool = False
+) -> torch.cuda.Event | None:
     """Unpacks the reduced wire into the gradients it was packed from; the collective must be done.
+
+    Args:
+        in_flight: what `start` returned.
+        gradients: other tensors to unpack into, None where a slot is to be skipped; None: those that were packed.
+        vouched: as for `start`.
 
     Returns:
         On CUDA the event after which the gradients may be read by any stream; None on CPU.
@@ -83,7 +94,8 @@ def finish(in_flight: InFlight) -> torch.cuda.Event | None:
         if not in_flight.in_place:
             with _range("unpack", bucket):
                 scale = scalar(1.0, bucket.compute_dtype, bucket.device)
-                dispatch.unpack(in_flight.gradients, bucket.chunks, bucket.pointers, in_flight.wire, scale)
+                into = in_flight.gradients if gradients is None else gradients
+                dispatch.unpack(into, bucket.chunks, bucket.pointers, in_flight.wire, scale, vouched=vouched)
         event = bucket.unpacked()
     except BaseException:
         bucket.state = BucketState.FAILED

@@ -103,14 +103,14 @@ def _check_gradient(slot: int, gradient: torch.Tensor, chunks: ChunkTable, wire:
         )
     if gradient.data_ptr() % gradient.element_size():
         raise ValueError(f"{what} lies at an address that is no multiple of its {gradient.element_size()} bytes")
-    if not _is_dense(gradient):
+    if not is_dense(gradient):
         raise ValueError(
             f"{what} (shape {tuple(gradient.shape)}, strides {gradient.stride()}) has gaps or repeats in memory; "
             "pass gradient.contiguous()"
         )
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill a gapless range of memory, each once, in any order of dimensions."""
     if tensor.is_contiguous():
         return True

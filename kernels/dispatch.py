@@ -79,11 +79,13 @@ def pack(
     wire: torch.Tensor,
     divisor: torch.Tensor,
     partials: Partials | None = None,
+    *,
+    vouched: bool = False,
 ) -> None:
     """Flattens, divides and casts `gradients` into `wire`; see `kernels.pack.pack`."""
     path = path_for(wire.device, (wire.dtype,), chunks.dtypes)
     function = reference.pack if path == "torch" else _triton_pack.pack  # type: ignore[union-attr]
-    _call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials)
+    _call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials, vouched=vouched)
 
 
 def unpack(
@@ -93,11 +95,13 @@ def unpack(
     wire: torch.Tensor,
     scale: torch.Tensor,
     partials: Partials | None = None,
+    *,
+    vouched: bool = False,
 ) -> None:
     """Unflattens, scales and casts `wire` into `gradients`; see `kernels.unpack.unpack`."""
     path = path_for(wire.device, chunks.dtypes, (wire.dtype,))
     function = reference.unpack if path == "torch" else _triton_unpack.unpack
-    _call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials)
+    _call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials, vouched=vouched)
 
 
 def reduce_partials(partials: Partials, chunks: ChunkTable) -> Totals:
@@ -170,13 +174,13 @@ class _CountOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _call(name: Any, path: Path, function: Callable[..., Any], *arguments: Any) -> Any:
+def _call(name: Any, path: Path, function: Callable[..., Any], *arguments: Any, **options: bool) -> Any:
     if not _counting:
-        return function(*arguments)
+        return function(*arguments, **options)
     # Modes of the caller's would count the same operators again, and those with which the interpreter plays a kernel.
     with _disable_current_modes(), _CountOperators() as operators:
         before = 0 if path == "torch" else _variants.launches()
-        result = function(*arguments)
+        result = function(*arguments, **options)
     launches = operators.calls if path == "torch" else _variants.launches() - before
     with _lock:
         for counted in _counting:

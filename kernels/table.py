@@ -23,7 +23,8 @@ DTYPE_CODES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, t
 # fp64 gradients travel as fp64, bf16 or fp16.
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK_NUMEL = 8192
-_RING = 3
+# Size and strides of a tensor that is dense in memory.
+Shape = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class ChunkTable:
         wire_numel: elements of the wire buffer; what no slot covers is padding.
         begins: first element of each slot within its memory (default 0; a comm hook's slots share one buffer).
         chunk_numel: at most this many elements per row.
+        shapes: size and strides of each slot's gradient where they are always the same; saves work on CPU.
 
     Raises:
         ValueError: slots overlap, leave the wire, or a size is negative.
@@ -87,6 +89,7 @@ class ChunkTable:
         *,
         begins: Sequence[int] | None = None,
         chunk_numel: int = CHUNK_NUMEL,
+        shapes: Sequence[Shape] | None = None,
     ) -> None:
         if not 0 < chunk_numel < 2**30:
             raise ValueError(f"chunk_numel must be in [1, 2**30), got {chunk_numel}")
@@ -103,6 +106,7 @@ class ChunkTable:
                 f"{len(self.numels)} sizes, {len(self.offsets)} offsets, {len(self.dtypes)} dtypes and "
                 f"{len(self.begins)} begins: give one of each per slot"
             )
+        self.shapes = None if shapes is None else tuple(shapes)
         self.fp64 = _checked_fp64(self.dtypes)
         numel = np.asarray(self.numels, dtype=np.int64)
         offset = np.asarray(self.offsets, dtype=np.int64)
@@ -207,6 +211,7 @@ class PointerTable:
         self._generations: list[_Upload] = []
         self._captured: list[_Upload] = []
         self._current: _Upload | None = None
+        self._views: tuple[tuple[int, torch.dtype, ChunkTable], list[torch.Tensor]] | None = None
         self.uploads = 0
 
     def holds(
@@ -225,6 +230,15 @@ class PointerTable:
             self._current = None
         self._chunks = chunks
         self._wire = (wire.data_ptr(), wire.dtype)
+
+    def views(self, chunks: ChunkTable, wire: torch.Tensor) -> list[torch.Tensor]:
+        """The slots of `wire`, each with its gradient's shape; made once per wire (1 us a piece). Keeps it alive."""
+        assert chunks.shapes is not None
+        key = (wire.data_ptr(), wire.dtype, chunks)
+        if self._views is None or self._views[0] != key:
+            slots = zip(chunks.shapes, chunks.offsets, strict=True)
+            self._views = key, [wire.as_strided(size, stride, offset) for (size, stride), offset in slots]
+        return self._views[1]
 
     def upload(self, gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, wire: torch.Tensor) -> torch.Tensor:
         """Addresses of `gradients` on the wire's device: int64 [P + 1], 0 where one is None, and 0 at the end.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -11,6 +12,7 @@ from ..errors import AgreementError
 from .protocol import Communicator
 
 CAPACITY_BYTES = 2048
+_PROBLEM_SHOWN = 300
 
 
 def agree(communicator: Communicator, what: str, settings: Mapping[str, object], device: torch.device) -> None:
@@ -41,6 +43,56 @@ def agree(communicator: Communicator, what: str, settings: Mapping[str, object],
             f"ranks disagree on the {what}, so nothing has been reduced. Give every rank the same. "
             + " | ".join(problems)
         )
+
+
+def agree_on_parameters(
+    communicator: Communicator,
+    descriptions: Sequence[str],
+    settings: Mapping[str, object],
+    device: torch.device,
+    problem: str = "",
+) -> None:
+    """Compares a model and its settings across all ranks; three small blocking collectives where they differ, else one.
+
+    Args:
+        communicator: the ranks that must agree; each calls this at the same place.
+        descriptions: one text per parameter with all that must be equal.
+        settings: as for `agree`.
+        device: where the backend takes tensors.
+        problem: why this rank cannot take part; it tells the others instead of leaving them waiting.
+
+    Raises:
+        AgreementError: on every rank the same text: a rank's problem, the first parameter that differs, or each
+            differing setting.
+    """
+    hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in descriptions]
+    digest = hashlib.blake2b(b"".join(hashes), digest_size=16).hexdigest()
+    mine = json.dumps({"parameters": len(descriptions), "digest": digest, "problem": problem[:_PROBLEM_SHOWN]}).encode()
+    held = [_parse(raw) for raw in communicator.all_gather_bytes(mine, CAPACITY_BYTES, device)]
+    refusals = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(held) if one.get("problem")]
+    if refusals:
+        raise AgreementError(f"not every rank can build this model. {' | '.join(refusals)}")
+    counts = [one.get("parameters") for one in held]
+    if len({(one.get("parameters"), one.get("digest")) for one in held}) > 1:
+        if len(set(counts)) > 1:
+            other = next(rank for rank, count in enumerate(counts) if count != counts[0])
+            raise AgreementError(
+                f"DDP expects same model across all ranks, but Rank 0 has {counts[0]} params, while rank {other} has "
+                f"inconsistent {counts[other]} params. Parameters that require a gradient, by rank: {counts}"
+            )
+        listed = communicator.all_gather_bytes(b"".join(hashes), 8 * len(hashes), device)
+        first = next(
+            index for index in range(len(hashes)) if len({raw[8 * index : 8 * index + 8] for raw in listed}) > 1
+        )
+        texts = communicator.all_gather_bytes(descriptions[first].encode()[:CAPACITY_BYTES], CAPACITY_BYTES, device)
+        by_text: dict[str, list[int]] = {}
+        for rank, raw in enumerate(texts):
+            by_text.setdefault(raw.decode(errors="replace"), []).append(rank)
+        shown = "; ".join(f"{text} on {_ranks(ranks)}" for text, ranks in by_text.items())
+        raise AgreementError(
+            f"parameter {first} appears not to match across ranks: {shown}. Build the same model on all"
+        )
+    agree(communicator, "settings of the reduction", settings, device)
 
 
 def _parse(raw: bytes) -> dict[str, object]:

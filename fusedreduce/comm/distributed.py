@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import re
+from collections.abc import MutableMapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from ..errors import UnsupportedWireError
 
@@ -19,6 +23,7 @@ _SUMMABLE: dict[tuple[str, str], frozenset[torch.dtype]] = {
     ("nccl", "cuda"): _ALL_FLOATS,
     ("mpi", "cpu"): frozenset({torch.float32, torch.float64}),
 }
+_built: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
 _REFUSAL = re.compile(r"type|dtype|support|implement", re.IGNORECASE)
 
 
@@ -33,6 +38,10 @@ class _Work:
         future: torch.futures.Future[list[torch.Tensor]] = self.work.get_future()
         return future
 
+    def wait(self) -> None:
+        """Blocks until the tensor holds the result; on CUDA only orders the current stream behind it."""
+        self.work.wait()
+
 
 class ProcessGroupCommunicator:
     """Communicator over `group` (None: the default group, which must exist by then).
@@ -44,11 +53,15 @@ class ProcessGroupCommunicator:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_initialized():
             raise ValueError("torch.distributed is not initialised: call init_process_group before the first backward")
-        self.group = group if group is not None else dist.group.WORLD
+        known = group if group is not None else dist.group.WORLD
+        assert known is not None
+        self.group: dist.ProcessGroup = known
         self._rank = dist.get_rank(self.group)
         if self._rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the process group it was given")
         self._size = dist.get_world_size(self.group)
+        # Ranks build their communicators in the same order, so the n-th of a group is the same one everywhere.
+        self._serial = _built[self.group] = _built.get(self.group, 0) + 1
         self._refusals: dict[tuple[torch.dtype, torch.device], str | None] = {}
 
     @property
@@ -63,7 +76,6 @@ class ProcessGroupCommunicator:
 
     def timeout_s(self, device: torch.device) -> float:
         """Seconds after which the backend fails a collective on `device`."""
-        assert self.group is not None
         # There is no public way to read it; every backend of torch keeps it in its options.
         options = getattr(self.group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)
@@ -90,6 +102,10 @@ class ProcessGroupCommunicator:
         """Starts the sum of a sparse COO tensor over all ranks; the future's value holds the result."""
         return self.all_reduce(tensor)
 
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrites `tensor` on every rank with that of rank `source`; blocks."""
+        dist.broadcast(tensor, src=dist.get_global_rank(self.group, source), group=self.group)
+
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
         """Every rank's payload, in rank order; blocks. One collective of `capacity_bytes` + 8 bytes per rank."""
         if len(payload) > capacity_bytes:
@@ -105,8 +121,17 @@ class ProcessGroupCommunicator:
             received.append(raw[8 : 8 + length])
         return received
 
+    def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
+        """Every rank's `text`, in rank order, through the group's key-value store."""
+        if self._size == 1:
+            return [text]
+        store = c10d._get_process_group_store(self.group)
+        keys = [f"fusedreduce/{self._serial}/{key}/{rank}" for rank in range(self._size)]
+        store.set(keys[self._rank], text)
+        store.wait(keys, datetime.timedelta(seconds=self.timeout_s(device)))
+        return [store.get(one).decode() for one in keys]
+
     def _backend_name(self, device: torch.device) -> str:
-        assert self.group is not None
         # "cpu:gloo,cuda:nccl" for a group of several backends, else one name.
         config = dist.get_backend_config(self.group)
         for part in str(config).split(","):

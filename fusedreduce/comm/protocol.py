@@ -14,6 +14,14 @@ class Pending(Protocol):
         """Done when the result may be used (on CUDA: by streams that wait as the future's callbacks do)."""
         ...
 
+    def wait(self) -> None:
+        """Blocks until the tensor holds the result; on CUDA only orders the current stream behind it.
+
+        Raises:
+            RuntimeError: a peer died, left, or did not answer within the group's timeout.
+        """
+        ...
+
 
 class Communicator(Protocol):
     """A group of ranks that issue the same collectives in the same order."""
@@ -44,6 +52,23 @@ class Communicator(Protocol):
         """Starts the sum of a sparse COO tensor over all ranks; the future's value holds the result."""
         ...
 
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrites `tensor` on every rank with that of rank `source`; blocks as `Pending.wait` does."""
+        ...
+
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
         """Every rank's payload, in rank order; blocks. Payloads are at most `capacity_bytes` long."""
+        ...
+
+    def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
+        """Every rank's `text`, in rank order, without a collective: for ranks that may be out of step.
+
+        Args:
+            key: the same on every rank, and new each time.
+            text: this rank's.
+            device: whose timeout holds.
+
+        Raises:
+            RuntimeError: a rank did not come within the timeout.
+        """
         ...

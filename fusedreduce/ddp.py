@@ -1,0 +1,428 @@
+"""DistributedDataParallel: torch's own class with our reducer inside.
+
+    ddp = fusedreduce.DistributedDataParallel(model, reduce=fusedreduce.ReduceConfig(wire="bf16"))
+
+Signature, buffers, join, no_sync, device_mesh, state dict and isinstance are torch's, by inheritance. What torch's
+class builds and calls in C++, `dist.Reducer` and `dist.Logger`, is replaced by objects with the same methods. All of
+torch's private surface is touched in this file alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from . import admission
+from .comm.agreement import agree_on_parameters
+from .comm.distributed import ProcessGroupCommunicator
+from .comm.protocol import Pending
+from .config import ReduceConfig
+from .ddp_logging import Logger
+from .errors import AgreementError
+from .exchange import collective_error
+from .grad_bucket import GradBucket
+from .planning.assignment import MIB, BucketCaps
+from .reducer import Reducer
+from .unused import tensors_in
+
+# What this class hands to torch's constructor or honours itself. An argument that a later torch adds is refused unless
+# it has its default value: it might be read by the C++ reducer alone.
+_KNOWN_ARGUMENTS = frozenset(
+    {
+        "module",
+        "device_ids",
+        "output_device",
+        "dim",
+        "broadcast_buffers",
+        "init_sync",
+        "process_group",
+        "bucket_cap_mb",
+        "find_unused_parameters",
+        "check_reduction",
+        "gradient_as_bucket_view",
+        "static_graph",
+        "delay_all_reduce_named_params",
+        "param_to_hook_all_reduce",
+        "mixed_precision",
+        "device_mesh",
+        "skip_all_reduce_unused_params",
+        "bucket_cap_mb_list",
+        "batched_grad_copy",
+        "forward_sync_buffers",
+    }
+)
+_TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
+
+
+class DistributedDataParallel(TorchDDP):
+    """torch's DistributedDataParallel with fused buckets.
+
+    Args:
+        module: as torch's.
+        args: torch's further arguments, in torch's order.
+        reduce: how gradients travel; default: in their own dtype.
+        kwargs: torch's arguments. `batched_grad_copy` has no effect: copies are always fused.
+
+    Raises:
+        AgreementError: ranks were given different models or settings; on every rank. (With init_sync=False by the
+            first synchronised forward.)
+        TypeError: an argument of torch's that this version does not know; a parameter of DTensor or FSDP.
+        ValueError: gradient_as_bucket_view with a 16-bit wire, a bucket cap below one byte, or what torch refuses.
+        RuntimeError: torch's own, and the experimental "python_reducer" mode of torch.compile.
+    """
+
+    _reduce_config: ReduceConfig
+    _reduce_caps: BucketCaps
+    _reduce_agreed: bool
+
+    def __init__(self, module: nn.Module, *args: Any, reduce: ReduceConfig | None = None, **kwargs: Any) -> None:
+        if reduce is not None and not isinstance(reduce, ReduceConfig):
+            raise TypeError(f"reduce must be a fusedreduce.ReduceConfig, got {reduce!r}")
+        given = _arguments(self, module, args, kwargs)
+        self._reduce_config = reduce or ReduceConfig()
+        self._reduce_caps = _caps(given)
+        self._reduce_agreed = False
+        if given["init_sync"]:
+            self._agree(module, given)
+            self._reduce_agreed = True
+        super().__init__(module, *args, **kwargs)
+
+    @property
+    def reduce_config(self) -> ReduceConfig:
+        """How gradients travel."""
+        return self._reduce_config
+
+    def reduce_stats(self) -> dict[str, int | str]:
+        """Counters of the reducer; see `Reducer.stats`."""
+        return self._ours().stats()
+
+    def reset(self) -> None:
+        """Makes the wrapper usable again after a backward that failed; see `Reducer.reset`. Call it on every rank."""
+        self._static_graph_delay_allreduce_enqueued = False
+        self._ours().reset()
+
+    def check_finalized(self) -> None:
+        """Raises if the last backward did not reduce every gradient, with the names of those that are missing."""
+        self._ours().check_finalized()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `Module.zero_grad`; with `set_to_none=False` gradients that are views stay views, zeroed per bucket."""
+        if not set_to_none and self.gradient_as_bucket_view and hasattr(self, "reducer"):
+            self._ours().zero_grad()
+        super().zero_grad(set_to_none)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """As torch's. The hook takes the place of our wire, which must be "native"."""
+        self._check_comm_hook(hook)
+        self._ours().register_comm_hook(state, hook)
+        assert self.logger is not None
+        self.logger._set_comm_hook_name(hook.__qualname__)
+        self._comm_hooks.append((hook, state))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        hooks = {
+            BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        self._ours().register_comm_hook(self.process_group, hooks[comm_hook_type])
+        assert self.logger is not None
+        self.logger._set_comm_hook_name(str(comm_hook_type))
+
+    def _ours(self) -> Reducer:
+        reducer: Any = self.reducer
+        assert isinstance(reducer, TorchReducer)
+        return reducer.reducer
+
+    def _agree(self, module: nn.Module, given: Mapping[str, Any]) -> None:
+        """Compares model and settings across ranks before torch does: its check raises on some ranks only."""
+        group = given["process_group"]
+        if given["device_mesh"] is not None:
+            if group is not None or given["device_mesh"].ndim != 1:
+                return  # torch refuses both, on every rank
+            group = given["device_mesh"].get_group(mesh_dim=0)
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored |= {name for name, _ in given["delay_all_reduce_named_params"] or ()}
+        named = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and name not in ignored
+        }
+        if not named or any(isinstance(one, nn.parameter.UninitializedParameter) for one in named.values()):
+            return  # torch refuses it, on every rank, or delays everything
+        communicator = ProcessGroupCommunicator(group)
+        sparse = _sparse_parameters(module)
+        descriptions = [admission.describe(one, name, id(one) in sparse) for name, one in named.items()]
+        flags: dict[str, object] = {name: bool(given[name]) for name in _COMPARED_FLAGS if name in given}
+        settings = admission.settings(self.reduce_config, self._reduce_caps, flags)
+        device = next(iter(named.values())).device
+        try:
+            agree_on_parameters(communicator, descriptions, settings, device)
+        except AgreementError:
+            raise
+        except RuntimeError as error:
+            what = "comparing model and settings across ranks failed"
+            raise collective_error(what, communicator.rank, error) from error
+
+    # Called by torch's constructor, and by __setstate__
+
+    def _ddp_init_helper(
+        self,
+        parameters: Sequence[torch.Tensor],
+        expect_sparse_gradient: Sequence[bool],
+        param_to_name_mapping: Mapping[int, str],
+        static_graph: bool,
+    ) -> None:
+        config, caps = self.reduce_config, self._reduce_caps
+        # torch writes ".weight" for a parameter of the outermost module.
+        names = [param_to_name_mapping[index].removeprefix(".") for index in range(len(parameters))]
+        reducer = Reducer(
+            parameters,
+            ProcessGroupCommunicator(self.process_group),
+            config,
+            names=names,
+            sparse=expect_sparse_gradient,
+            caps=caps,
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            skip_unused_buckets=getattr(self, "skip_all_reduce_unused_params", False),
+            exclusive=False,
+            agreed=self._reduce_agreed,
+        )
+        if self.mixed_precision is not None:
+            for index, parameter in enumerate(parameters):
+                parameter._idx = index  # type: ignore[attr-defined]
+        facade = TorchReducer(reducer, self)
+        logger = Logger(reducer, str(dist.get_backend(self.process_group)), caps.cap_bytes)
+        facade.set_logger(logger)
+        self.reducer = facade  # type: ignore[assignment]
+        self.logger = logger
+        logger.set_construction_data_and_log(
+            self.module.__class__.__name__,
+            [] if self.device_ids is None else self.device_ids,
+            -1 if self.output_device is None else self.output_device,
+            self.broadcast_buffers,
+            any(isinstance(layer, nn.SyncBatchNorm) for layer in self.module.modules()),
+            static_graph,
+        )
+        self._passing_sync_batchnorm_handle(self.module)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The ranks of the group that it is loaded into have compared nothing yet.
+        state["_reduce_agreed"] = False
+        # torch queues the end of a static graph's first step once in a module's life; a copy's life begins now.
+        state["_static_graph_delay_allreduce_enqueued"] = False
+        self.__dict__.update({name: state[name] for name in ("_reduce_config", "_reduce_caps", "_reduce_agreed")})
+        super().__setstate__(state)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _post_forward(self, output: Any) -> Any:
+        if hasattr(self, "reducer"):
+            # torch hands them on for find_unused_parameters only, and looks into few kinds of containers.
+            reducer: Any = self.reducer
+            reducer.outputs = tensors_in(output)
+        return super()._post_forward(output)
+
+
+_COMPARED_FLAGS = (
+    "find_unused_parameters",
+    "static_graph",
+    "gradient_as_bucket_view",
+    "skip_all_reduce_unused_params",
+)
+
+
+class TorchReducer:
+    """torch's C++ Reducer as DDP and its companions call it, on top of a Reducer.
+
+    Args:
+        reducer: ours.
+        ddp: the wrapper, held weakly.
+    """
+
+    def __init__(self, reducer: Reducer, ddp: DistributedDataParallel) -> None:
+        self.reducer = reducer
+        self.outputs: list[torch.Tensor] = []
+        self._ddp = weakref.ref(ddp)
+        self._joined = False
+        self._logger: Logger | None = None
+
+    def set_logger(self, logger: Logger) -> None:
+        """Where errors are noted before they are raised."""
+        self._logger = logger
+        self.reducer.on_error = logger.set_error_and_log
+
+    # A step
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def prepare_for_forward(self) -> None:
+        """Before a synchronised forward."""
+        with self._logged():
+            self.reducer.begin_forward()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _rebuild_buckets(self) -> bool:
+        # Every forward with gradients comes here, and so does a rank that has joined: the place for collectives.
+        ddp = self._ddp()
+        if ddp is not None and not ddp.require_backward_grad_sync:
+            self.reducer.expect_local_backward()
+        with self._logged():
+            self.reducer.check_finalized()
+            self.reducer.agree()
+            return self.reducer.rebuild()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        """After a synchronised forward; `outputs` is empty where nothing is to be searched."""
+        found, self.outputs = self.outputs, []
+        with self._logged():
+            self.reducer.prepare_for_backward(found or outputs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _delay_all_reduce(self) -> None:
+        self.reducer.end_first_static_step()
+
+    def _autograd_hook(self, index: int) -> None:
+        self.reducer.on_gradient(index)
+
+    def _check_reducer_finalized(self) -> None:
+        with self._logged():
+            self.reducer.check_finalized()
+
+    def get_backward_stats(self) -> list[int]:
+        """See `Reducer.get_backward_stats`."""
+        return self.reducer.get_backward_stats()
+
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        self.reducer.wait_at_end(futures)
+
+    # Join
+
+    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
+        if not use_static_world_size:
+            self.reducer.divide_by_ranks_counted(work)
+
+    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
+        self._joined = True
+        return self.reducer.shadows()
+
+    def _run_comm_hook(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor]:
+        return self.reducer.run_shadow(bucket)
+
+    def _push_all_rebuilt_params(self) -> None:
+        self._joined = False
+        self.reducer.shadow_used_map()
+        self.reducer.learn_nothing()
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        return self.reducer.used_map(joined=self._joined)
+
+    # Settings
+
+    def _set_static_graph(self) -> None:
+        with self._logged():
+            self.reducer.set_static_graph()
+
+    def _ddp_graph_static(self) -> bool:
+        return self.reducer.unused_always_same
+
+    def _set_optimizer_in_backward(self) -> None:
+        self.reducer.leave_gradients_to_hook()
+
+    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
+        """Gradients of `dtype` go into fp32 buckets; mixed precision has registered a hook that casts those."""
+        self.reducer.allow_other_dtypes()
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        ddp = self._ddp()
+        assert ddp is not None
+        work = dist.all_reduce(bucket.buffer(), group=ddp.process_group, async_op=True)
+        assert work is not None
+        future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
+        return future.then(_first)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        assert self._logger is not None
+        self._logger.sample_rate = sample_rate
+
+    def _set_sparse_metadata(self, metadata: Mapping[str, torch.Tensor]) -> None:
+        raise NotImplementedError(
+            "fusedreduce sums sparse gradients as torch.distributed does; a fixed set of indices is not supported"
+        )
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.remove_hooks()
+
+    def _reset_state(self) -> None:
+        # Its caller gives a new group next: the old one may be beyond comparing anything.
+        self.reducer.give_up_step()
+
+    def _update_process_group(self, group: dist.ProcessGroup) -> None:
+        self.reducer.set_communicator(ProcessGroupCommunicator(group))
+
+    @contextmanager
+    def _logged(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self._logger is not None:
+                self._logger.set_error_and_log(str(error))
+            raise
+
+
+def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    return future.value()[0]
+
+
+def _arguments(
+    ddp: DistributedDataParallel, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """torch's arguments by name, defaults filled in; refuses those that cannot be honoured."""
+    if torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer":
+        raise RuntimeError(
+            'torch._dynamo.config.optimize_ddp="python_reducer" replaces the reducer by traced code; use '
+            '"ddp_optimizer" (the default) or "no_optimization" with fusedreduce'
+        )
+    bound = _TORCH_SIGNATURE.bind(ddp, module, *args, **kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    given.pop("self")
+    for name, value in given.items():
+        default = _TORCH_SIGNATURE.parameters[name].default
+        if name not in _KNOWN_ARGUMENTS and value != default:
+            raise TypeError(
+                f"{name}={value!r} is an argument of torch {torch.__version__} that this version of fusedreduce does "
+                "not know; leave it at its default, or update fusedreduce"
+            )
+    return given
+
+
+def _caps(given: Mapping[str, Any]) -> BucketCaps:
+    """As torch reads bucket_cap_mb and bucket_cap_mb_list: a cap of one's own leaves no small first bucket."""
+    listed = tuple(int(cap * MIB) for cap in given.get("bucket_cap_mb_list") or ())
+    own = given["bucket_cap_mb"]
+    if own is not None:
+        return BucketCaps(first_bytes=int(own * MIB), cap_bytes=int(own * MIB), listed_bytes=listed)
+    if listed:
+        return BucketCaps(first_bytes=max(listed), cap_bytes=max(listed), listed_bytes=listed)
+    return BucketCaps()
+
+
+def _sparse_parameters(module: nn.Module) -> set[int]:
+    """Parameters of embeddings with sparse gradients, by id; torch's rule."""
+    return {
+        id(parameter)
+        for one in module.modules()
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
+        for parameter in one.parameters(recurse=False)
+    }

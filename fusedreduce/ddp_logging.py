@@ -1,0 +1,186 @@
+"""Logger: torch DDP's logging data, under torch's names, where the name means the same for our reducer.
+
+Times are ns on the host clock, so they are given for CPU modules only: on CUDA the host only enqueues. The averages are
+over the sampled iterations (the first 10, then every `sample_rate`-th), as torch's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .reducer import Reducer, StepTimes
+
+_ENVIRONMENT = {
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
+    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
+    "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
+    "gloo_device_transport": "GLOO_DEVICE_TRANSPORT",
+    "nccl_socket_ifname": "NCCL_SOCKET_IFNAME",
+    "nccl_blocking_wait": "TORCH_NCCL_BLOCKING_WAIT",
+    "nccl_async_error_handling": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "nccl_debug": "NCCL_DEBUG",
+    "nccl_nthreads": "NCCL_NTHREADS",
+    "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
+}
+_DTYPE_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+    torch.complex32: "c10::complex<c10::Half>",
+}
+_ALWAYS_SAMPLED = 10
+_DEFAULT_SAMPLE_RATE = 100
+
+
+class LoggingData:
+    """What `_get_ddp_logging_data` of torch's DDP merges."""
+
+    def __init__(self, strings: Mapping[str, str], integers: Mapping[str, int]) -> None:
+        self.strs_map = dict(strings)
+        self.ints_map = dict(integers)
+
+
+class Logger:
+    """Collects logging data of one wrapper.
+
+    Args:
+        reducer: whose.
+        backend: name of the process group's backend.
+        bucket_cap_bytes: as given to the wrapper.
+    """
+
+    def __init__(self, reducer: Reducer, backend: str, bucket_cap_bytes: int) -> None:
+        self._reducer = reducer
+        self._strings: dict[str, str] = {"backend_name": backend}
+        self._integers: dict[str, int] = {"bucket_cap_bytes": bucket_cap_bytes}
+        self._sampled = 0
+        self._sums = {"forward": 0, "backward": 0, "comm": 0, "overlap": 0}
+        self._seen_steps = 0
+        self.sample_rate = _DEFAULT_SAMPLE_RATE
+
+    def set_construction_data_and_log(
+        self,
+        module_name: str,
+        device_ids: Sequence[int],
+        output_device: int,
+        broadcast_buffers: bool,
+        has_sync_bn: bool,
+        static_graph: bool,
+    ) -> None:
+        """What is known when the wrapper is built."""
+        reducer = self._reducer
+        parameters = reducer.parameters
+        names = list(dict.fromkeys(_DTYPE_NAMES[parameter.dtype] for parameter in parameters))
+        self._strings |= {name: os.environ.get(variable, "N/A") for name, variable in _environment(self._strings)}
+        self._strings |= {
+            "module_name": module_name,
+            "device_ids": ", ".join(map(str, device_ids)),
+            "dtypes": ", ".join(names),
+            "bucket_sizes": _listed(reducer.bucket_bytes()),
+        }
+        if static_graph:
+            self._integers["static_graph"] = 1
+        self._integers |= {
+            "world_size": reducer.communicator.size,
+            "rank": reducer.communicator.rank,
+            "iteration": 0,
+            "num_parameter_tensors": len(parameters),
+            "total_parameter_size_bytes": sum(one.numel() * one.element_size() for one in parameters),
+            "output_device": output_device,
+            "broadcast_buffers": int(broadcast_buffers),
+            "has_sync_bn": int(has_sync_bn),
+            "find_unused_parameters": int(reducer.find_unused_parameters),
+            "gradient_as_bucket_view": int(reducer.gradient_as_bucket_view),
+            "is_multi_device_module": int(len({one.device for one in parameters}) > 1),
+        }
+        if self._strings["backend_name"] == "gloo":
+            self._integers["gloo_num_threads"] = 2
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Called before each synchronised forward: samples the step before."""
+        reducer = self._reducer
+        if reducer.steps == self._seen_steps:
+            return
+        self._seen_steps = reducer.steps
+        if reducer.steps > _ALWAYS_SAMPLED and reducer.steps % self.sample_rate:
+            return
+        self._sampled += 1
+        times = reducer.times
+        self._integers |= {
+            "iteration": reducer.steps,
+            "unused_parameter_size": sum(
+                reducer.parameters[i].numel() * reducer.parameters[i].element_size() for i in reducer.last_unused
+            ),
+            "num_buckets_reduced": reducer.buckets_reduced,
+        }
+        if reducer.last_order:
+            self._strings["prev_iteration_grad_ready_order_indices"] = _listed(reducer.last_order)
+        if reducer.rebuilt:
+            self._integers["has_rebuilt_buckets"] = 1
+            self._strings["rebuilt_bucket_sizes"] = _listed(reducer.bucket_bytes())
+            self._strings["rebuilt_per_bucket_param_indices"] = ", ".join(
+                " ".join(map(str, members)) for members in reducer.plan
+            )
+        if reducer.parameters[0].device.type == "cpu":
+            self._integers |= self._timings(times)
+
+    def set_error_and_log(self, error: str) -> None:
+        """Notes what is about to be raised."""
+        self._integers["has_error"] = 1
+        self._strings["error"] = error
+        self._integers["iteration"] = self._reducer.steps
+
+    def _get_ddp_logging_data(self) -> LoggingData:
+        return LoggingData(self._strings, self._integers)
+
+    def _set_comm_hook_name(self, name: str) -> None:
+        self._strings["comm_hook"] = name
+
+    def _set_uneven_input_join(self) -> None:
+        self._integers["join_uneven_inputs"] = 1
+
+    def _set_static_graph(self) -> None:
+        self._integers["static_graph"] = 1
+
+    def _timings(self, times: StepTimes) -> dict[str, int]:
+        forward = times.backward_start - times.forward_start
+        backward = times.backward_end - times.backward_start
+        comm = times.comm_end - times.comm_start
+        overlap = max(times.backward_end - times.comm_start, 0)
+        found = {"forward": forward, "backward": backward, "comm": comm, "overlap": overlap}
+        for name, value in found.items():
+            self._sums[name] += value
+        mean = {name: total // self._sampled for name, total in self._sums.items()}
+        return {
+            "forward_compute_time": forward,
+            "forward_compute_time_start": times.forward_start,
+            "backward_compute_time": backward,
+            "backward_compute_time_start": times.backward_start,
+            "backward_compute_time_end": times.backward_end,
+            "backward_comm_time": comm,
+            "backward_comm_time_start": times.comm_start,
+            "backward_comm_time_end": times.comm_end,
+            "backward_compute_comm_overlap_time": overlap,
+            "avg_forward_compute_time": mean["forward"],
+            "avg_backward_compute_time": mean["backward"],
+            "avg_backward_comm_time": mean["comm"],
+            "avg_backward_compute_comm_overlap_time": mean["overlap"],
+        }
+
+
+def _environment(strings: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The variables that torch logs for this backend."""
+    skip = "nccl_" if strings["backend_name"] == "gloo" else "gloo_"
+    return [(name, variable) for name, variable in _ENVIRONMENT.items() if not name.startswith(skip)]
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))

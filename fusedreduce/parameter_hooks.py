@@ -1,0 +1,64 @@
+"""Post-hooks on AccumulateGrad nodes: how the reducer learns that a gradient is there.
+
+On the node, not on the tensor: the hook runs after the user's own post-accumulate hooks, also those registered later,
+and so sees what they made of `.grad`. A node lives only while somebody holds it, so it is held here; it holds its
+parameter, and nothing here holds the reducer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+
+class ParameterHooks:
+    """One hook per parameter, for as long as `owner` lives or until `remove()`.
+
+    Args:
+        owner: held weakly.
+        parameters: leaves that require a gradient.
+        on_gradient: called as on_gradient(owner, index) on an autograd thread when that `.grad` has been accumulated.
+    """
+
+    def __init__(
+        self, owner: object, parameters: Sequence[torch.Tensor], on_gradient: Callable[[Any, int], None]
+    ) -> None:
+        self.nodes: tuple[Node, ...] = tuple(_accumulator(parameter) for parameter in parameters)
+        handles = [
+            node.register_hook(_hook(weakref.ref(owner), index, on_gradient)) for index, node in enumerate(self.nodes)
+        ]
+        self._finalizer = weakref.finalize(owner, _remove, handles)
+        self._finalizer.atexit = False
+
+    def remove(self) -> None:
+        """Removes every hook; a second call does nothing."""
+        self._finalizer()
+
+
+def _accumulator(parameter: torch.Tensor) -> Node:
+    with torch.enable_grad():
+        function = parameter.view_as(parameter).grad_fn
+    assert function is not None
+    node = function.next_functions[0][0]
+    assert node is not None
+    return node
+
+
+def _hook(owner: weakref.ref[Any], index: int, on_gradient: Callable[[Any, int], None]) -> Callable[..., None]:
+    def hook(_inputs: object, _outputs: object) -> None:
+        alive = owner()
+        if alive is not None:
+            on_gradient(alive, index)
+
+    return hook
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

@@ -1,0 +1,125 @@
+"""Which parameters share a bucket.
+
+`assign_by_size` is c10d's rule: walk the parameters in order, with one open bucket and one cursor into the list of
+limits per group (dtype and device); append first, close when the bucket has reached its limit, move to the next limit
+(the last one repeats). A bucket may so exceed its limit by one parameter; "strict" closes before that happens.
+
+Example, limits (10, 20), one group, sizes 4 4 4 15 15: {4 4 4} {15 15} as c10d, {4 4} {4 15} {15} strict.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+MIB = 1024 * 1024
+UNLIMITED_BYTES = sys.maxsize
+CapPolicy = Literal["c10d", "strict"]
+CAP_POLICIES: tuple[CapPolicy, ...] = ("c10d", "strict")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketCaps:
+    """How large buckets may grow, in bytes of gradients.
+
+    Args:
+        first_bytes: limit of the first bucket of each group; small, so that communication starts early.
+        cap_bytes: limit of all others.
+        listed_bytes: limits one after the other, in place of the two above; the last one repeats.
+
+    Raises:
+        ValueError: a limit below 1 byte.
+    """
+
+    first_bytes: int = MIB
+    cap_bytes: int = 25 * MIB
+    listed_bytes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in (("first_bytes", self.first_bytes), ("cap_bytes", self.cap_bytes)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1 byte, got {value}")
+        if any(value < 1 for value in self.listed_bytes):
+            raise ValueError(f"every limit must be at least 1 byte, got {self.listed_bytes}")
+
+    @property
+    def limits_bytes(self) -> tuple[int, ...]:
+        """The limits, as `assign_by_size` takes them."""
+        if self.listed_bytes:
+            return self.listed_bytes
+        return (self.first_bytes, self.cap_bytes) if self.first_bytes < self.cap_bytes else (self.cap_bytes,)
+
+
+@dataclass
+class _Open:
+    """A bucket that may still grow; `cursor` counts the group's buckets closed so far."""
+
+    members: list[int] = field(default_factory=list)
+    size_bytes: int = 0
+    cursor: int = 0
+
+
+def assign_by_size(
+    sizes_bytes: Sequence[int],
+    groups: Sequence[Hashable],
+    limits_bytes: Sequence[int],
+    *,
+    order: Sequence[int] | None = None,
+    alone: Collection[int] = (),
+    cap_policy: CapPolicy = "c10d",
+) -> list[tuple[int, ...]]:
+    """Cuts parameters into buckets.
+
+    Args:
+        sizes_bytes: bytes of each parameter's gradient.
+        groups: what must agree within a bucket, per parameter.
+        limits_bytes: limits of a group's first, second, ... bucket; the last one repeats.
+        order: parameters in the order to walk them; None: as they are numbered.
+        alone: parameters that get a bucket of their own (sparse gradients).
+        cap_policy: "c10d" or "strict" (never above the limit, but for one parameter that is).
+
+    Returns:
+        Buckets of parameter numbers. With `order`: as they were closed, then what was left open, by the first
+        parameter of each in `order`. Without: by the smallest number in each.
+
+    Raises:
+        ValueError: no limits, or `order` does not name every parameter once.
+
+    Source: `compute_bucket_assignment_by_size` of torch's c10d; there what is left open comes in hash-map order.
+    """
+    if not limits_bytes:
+        raise ValueError("limits_bytes must name at least one limit")
+    walk = range(len(sizes_bytes)) if order is None else order
+    if order is not None and sorted(order) != list(range(len(sizes_bytes))):
+        raise ValueError(f"order must name each of {len(sizes_bytes)} parameters once")
+    closed: list[tuple[int, ...]] = []
+    opened: dict[Hashable, _Open] = {}
+
+    def close(bucket: _Open) -> None:
+        closed.append(tuple(bucket.members))
+        bucket.members, bucket.size_bytes, bucket.cursor = [], 0, bucket.cursor + 1
+
+    apart = frozenset(alone)
+    for index in walk:
+        if index in apart:
+            closed.append((index,))
+            continue
+        bucket = opened.setdefault(groups[index], _Open())
+        limit = _limit(limits_bytes, bucket)
+        if cap_policy == "strict" and bucket.members and bucket.size_bytes + sizes_bytes[index] > limit:
+            close(bucket)
+            limit = _limit(limits_bytes, bucket)
+        bucket.members.append(index)
+        bucket.size_bytes += sizes_bytes[index]
+        if bucket.size_bytes >= limit:
+            close(bucket)
+    place = {index: position for position, index in enumerate(walk)}
+    left = [tuple(bucket.members) for bucket in opened.values() if bucket.members]
+    closed.extend(sorted(left, key=lambda members: place[members[0]]))
+    return sorted(closed, key=min) if order is None else closed
+
+
+def _limit(limits_bytes: Sequence[int], bucket: _Open) -> int:
+    return limits_bytes[min(bucket.cursor, len(limits_bytes) - 1)]

@@ -1,0 +1,829 @@
+"""Reducer: when which bucket is reduced. Owns the hooks on the parameters; knows nothing of DDP.
+
+    reducer = Reducer(model.parameters(), communicator, ReduceConfig(wire="bf16"))
+    for batch in data:
+        loss = model(batch)
+        reducer.prepare_for_backward(loss)       # arms the hooks
+        loss.backward()                          # every .grad is the mean over all ranks when this returns
+        optimizer.step()
+
+One step: armed (prepare_for_backward) -> each parameter's hook marks it ready -> a bucket whose parameters all are is
+launched, strictly in plan order, so that all ranks issue the same collectives in the same order whatever their own
+readiness was -> when backward is done a callback of the autograd engine finishes the buckets in that order.
+
+That callback is queued by a pre-hook on the outputs: what a parameter's hook queues inside a reentrant checkpoint
+would run at the end of the inner backward, with gradients still to come. It is queued by the last hook where no
+output was given or took part in the loss.
+
+The first step uses one bucket per dtype and device. Then rank 0's order of readiness is broadcast and every rank cuts
+it into buckets by the same pure function. With find_unused_parameters (and no static graph) nothing is learned:
+buckets of limited size, in reverse order of registration, from the start.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from . import admission, exchange
+from .comm.agreement import agree_on_parameters
+from .comm.monitor import StallMonitor
+from .comm.protocol import Communicator, Pending
+from .config import ReduceConfig
+from .deferred import in_backward
+from .errors import AgreementError, CollectiveError, FusedReduceError
+from .grad_bucket import GradBucket
+from .kernels import dispatch
+from .parameter_hooks import ParameterHooks
+from .planning.assignment import BucketCaps
+from .planning.plan import Plan, first_plan, kind_of, learned_plan
+from .reductions import (
+    CommHook,
+    HookedReduction,
+    Members,
+    PackedReduction,
+    Reduction,
+    SparseReduction,
+    real_dtype,
+)
+from .step import Step, unfinished_text
+from .streams import Streams
+from .unused import UsedMap, tensors_in, unreachable
+
+_logger = logging.getLogger(__name__)
+_STALL_SHARE_OF_TIMEOUT = 0.8
+
+
+class ReducerState(enum.Enum):
+    """Where a reducer stands."""
+
+    IDLE = "idle"  # no synchronised backward is expected, or the last one is done: gradients stay local
+    ARMED = "armed"  # the next backward is reduced
+    FAILED = "failed"  # a hook, kernel or collective raised: reset() is needed
+    LOST = "lost"  # reset, but the group of ranks cannot be used any more: set_communicator() is needed
+    CLOSED = "closed"  # for good
+
+
+@dataclass
+class StepTimes:
+    """Marks of the latest synchronised step, host clock, ns of time.time_ns()."""
+
+    forward_start: int = 0
+    backward_start: int = 0
+    backward_end: int = 0
+    comm_start: int = 0
+    comm_end: int = 0
+
+
+class Reducer:
+    """Averages the gradients of some parameters over a group of ranks, during backward.
+
+    Args:
+        parameters: leaves that require a gradient, on devices of one type: fp32, fp16, bf16, fp64 or complex.
+        communicator: the ranks.
+        config: see ReduceConfig.
+        names: theirs, for messages; default "parameter 0", ...
+        sparse: per parameter whether its gradient is a sparse COO tensor.
+        caps: limits of the buckets after the first step.
+        find_unused_parameters: search the graph of the outputs for parameters that will get no gradient.
+        static_graph: every step uses the same parameters equally often; allows reentrant checkpoints that share them.
+        gradient_as_bucket_view: gradients become views of the wire (wire "native" only); `zero_grad` keeps them.
+        skip_unused_buckets: do not reduce a bucket whose parameters are all unused; every rank must then have the
+            same unused parameters.
+        exclusive: stands alone: refuse parameters that another such reducer holds. (Wrappers may be nested.)
+        agreed: the ranks have compared model and settings already.
+
+    Raises:
+        ValueError, TypeError: bad input; nothing has been hooked. What differs across ranks is raised by the first
+            `prepare_for_backward`, as AgreementError, on every rank.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        communicator: Communicator,
+        config: ReduceConfig | None = None,
+        *,
+        names: Sequence[str] | None = None,
+        sparse: Sequence[bool] | None = None,
+        caps: BucketCaps | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+        skip_unused_buckets: bool = False,
+        exclusive: bool = True,
+        agreed: bool = False,
+    ) -> None:
+        self.parameters = tuple(parameters)
+        count = len(self.parameters)
+        self.config = config or ReduceConfig()
+        self.names = tuple(names) if names is not None else tuple(f"parameter {index}" for index in range(count))
+        self.sparse = tuple(sparse) if sparse is not None else (False,) * count
+        admission.check_parameters(self.parameters, self.names, self.sparse, self.config, gradient_as_bucket_view)
+        self.caps = caps or BucketCaps()
+        self.communicator = communicator
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.skip_unused_buckets = skip_unused_buckets
+        self.exclusive = exclusive
+        self.state = ReducerState.IDLE
+        self.times = StepTimes()
+        self.plan: Plan = ()
+        self.rebuilt = False
+        self.steps = 0
+        self.last_order: tuple[int, ...] = ()
+        self.last_unused: tuple[int, ...] = ()
+        self.unused_always_same = True
+        self.buckets_reduced = 0
+        self.on_error: Callable[[str], None] | None = None
+        self.shares_parameters = admission.enter(self, self.parameters, self.names, exclusive=exclusive)
+        self._agreed = agreed
+        self._checked_wires = False
+        self._sync = True
+        self._lock = threading.RLock()  # autograd has a thread per device
+        self._ready_ns = [0] * count
+        self._base_ns = 0
+        self._hook: tuple[object, CommHook] | None = None
+        self._hook_keeps_gradients = False
+        self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in self.parameters]
+        self._devices = [parameter.device for parameter in self.parameters]
+        self._fires: list[int] | None = None
+        self._counted = [0] * count
+        self._learned: tuple[int, ...] = ()
+        self._failure = ""
+        self._collective_failed = False
+        self._issued = 0
+        self._resets = 0
+        self._local_backward_expected = False
+        self._warned: set[str] = set()
+        self._installed: list[torch.futures.Future[Any]] = []
+        self._divisor: float | None = None
+        self._count_ranks: Any = None
+        self._monitor = StallMonitor()
+        self._allocations = 0
+        self._reductions: list[Reduction] = []
+        self._used = self._new_used_map()
+        self._kinds = [kind_of(*one) for one in zip(self.parameters, self.sparse, strict=True)]
+        self._lay(self._first_plan())
+        self._hooks = ParameterHooks(self, self.parameters, Reducer.on_gradient)
+
+    # Lifecycle of a step
+
+    def prepare_for_forward(self) -> None:
+        """Checks that the last step is finished, and lays the buckets out anew where that is due.
+
+        Optional in a plain loop: `prepare_for_backward` does the same, but a relay before forward costs less memory.
+        """
+        with self._lock:
+            self.begin_forward()
+            if self._sync:
+                self.agree()
+                self.rebuild()
+
+    def begin_forward(self) -> None:
+        """The part of `prepare_for_forward` without collectives."""
+        with self._lock:
+            self.check_finalized()
+            self.times.forward_start = time.time_ns()
+
+    def prepare_for_backward(self, outputs: object = None) -> None:
+        """Arms the hooks: the next backward is reduced. Called after each forward, not under `no_sync`.
+
+        Args:
+            outputs: what the forward returned, or the loss: tensors in any pytree. Needed for static_graph, for
+                find_unused_parameters, and for reentrant checkpoints to be told from the backward around them.
+
+        Raises:
+            FusedReduceError: the last step is not finished, with the names of what is missing, or has failed.
+            AgreementError: ranks were given different models or settings; on every rank. First call only.
+        """
+        with self._lock:
+            self.check_finalized()
+            self._local_backward_expected = not self._sync
+            if not self._sync:
+                self.state = ReducerState.IDLE
+                return
+            self.agree()
+            self.rebuild()
+            self._check_still_hooked()
+            tensors = tensors_in(outputs)
+            unused: list[int] = []
+            if self.static_graph:
+                if not tensors and self._fires is None:
+                    raise ValueError("static_graph=True needs the outputs: prepare_for_backward(outputs)")
+                unused = [index for index, fires in enumerate(self._fires or ()) if fires == 0]
+            elif self.find_unused_parameters and tensors:
+                with record_function("fusedreduce::search_unused_parameters"):
+                    unused = unreachable(tensors, self._hooks.nodes)
+                self._note_unused(unused)
+            self._step = self._new_step(unused)
+            self._watch(tensors)
+            self._divisor = self._counted_ranks()
+            self.state = ReducerState.ARMED
+            self.times.backward_start = time.time_ns()
+            self._base_ns = time.perf_counter_ns()
+
+    def on_gradient(self, index: int) -> None:
+        """A parameter's gradient has been accumulated; called by its hook, on an autograd thread."""
+        if self.state is not ReducerState.ARMED:
+            self._local_gradient(index)
+            return
+        with self._lock:
+            step = self._step
+            if self.find_unused_parameters or self.static_graph:
+                if self.parameters[index].grad is not None:
+                    self._used.mark(index)
+                if self.static_graph and self._fires is None:
+                    self._counted[index] += 1
+                    step.count(index)
+                    return
+            with self._failing():
+                ready = step.arrive(index)
+                now = time.perf_counter_ns() - self._base_ns
+                for one in ready:
+                    self._ready_ns[one] = now
+                    if self._streams.on_cuda and not self._streams_known:
+                        self._streams.record(self._bucket_of[one], self._devices[one])
+                if self.config.overlap and step.head_is_ready():
+                    self._launch()
+            if step.callbacks == 0 and (step.all_launched() or not self.config.overlap and step.all_ready()):
+                if in_backward():
+                    self._queue_end(step)
+                else:
+                    self._end_of_backward(step)
+
+    def finalize(self) -> None:
+        """Ends a step of a plain loop: raises if not every gradient has been reduced. Waits for nothing."""
+        self.check_finalized()
+
+    def check_finalized(self) -> None:
+        """Raises if a backward has begun but not every bucket has been reduced, or if the last one failed.
+
+        Raises:
+            FusedReduceError: with the names of all parameters that are missing.
+        """
+        if self.state is ReducerState.CLOSED:
+            raise FusedReduceError("this reducer is closed")
+        if self.state in (ReducerState.FAILED, ReducerState.LOST):
+            raise FusedReduceError(self._failure_text())
+        if self.state is ReducerState.ARMED and self._step.begun:
+            text = unfinished_text(
+                [index for index in self._step.missing() if self._counted[index] == 0 or self._fires is not None],
+                self.names,
+                self.communicator.rank,
+                find_unused=self.find_unused_parameters,
+                static_graph=self.static_graph,
+                debug_hint=os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "OFF",
+            )
+            raise FusedReduceError(text)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards within it do not arm the hooks: gradients accumulate here, and the next step reduces their sum."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def expect_local_backward(self) -> None:
+        """The next backward is not reduced on purpose (no_sync of a wrapper)."""
+        self._local_backward_expected = True
+
+    # Failures, changes, the end
+
+    def reset(self) -> None:
+        """Gives up a step that failed or was not finished. Every rank calls it, within the group's timeout.
+
+        Ranks compare how many collectives each has issued, outside of the collectives' own channel. Gradients stay as
+        they are (those that are views of a buffer become None): zero them.
+
+        Raises:
+            FusedReduceError: a collective failed, or ranks have issued different numbers of them, or one did not
+                come: the group cannot be used any more. On every rank that came. The reducer then waits for
+                `set_communicator`.
+        """
+        with self._lock:
+            mine = f"{self._issued} {'failed' if self._collective_failed else 'whole'}"
+            self.give_up_step()
+            self._resets += 1
+            try:
+                held = self.communicator.compare_aside(f"reset {self._resets}", mine, self._devices[0])
+            except RuntimeError as error:
+                self._lose(f"not every rank called reset() in time: {error}")
+            if any(one.endswith("failed") for one in held):
+                self._lose("a collective failed, on ranks " + _where(held, lambda one: one.endswith("failed")))
+            if len(set(held)) > 1:
+                self._lose(
+                    f"ranks have issued different numbers of collectives, by rank: {[h.split()[0] for h in held]}"
+                )
+
+    def give_up_step(self) -> None:
+        """The part of `reset` that concerns this rank alone; for what follows with `set_communicator`."""
+        with self._lock:
+            if self.state is ReducerState.CLOSED:
+                raise FusedReduceError("this reducer is closed")
+            self.state = ReducerState.IDLE
+            self._failure, self._collective_failed = "", False
+            self._agreed = False
+            self._installed = []
+            self._count_ranks = None
+            self._counted = [0] * len(self.parameters)
+            for reduction in self._reductions:
+                reduction.drop_views()
+            # New wire buffers: a collective that is still under way may write into the old ones.
+            self._lay(self.plan)
+            self._used = self._new_used_map()
+            self._fires = None
+
+    def set_communicator(self, communicator: Communicator) -> None:
+        """Goes on with another group of ranks: they agree anew, and the plan is learned anew.
+
+        Args:
+            communicator: the new ranks; the next synchronised step is the first one for all of them.
+        """
+        with self._lock:
+            self.communicator = communicator
+            self._issued = 0
+            self.rebuilt = False
+            self._learned = ()
+            self.give_up_step()
+            self._lay(self._first_plan())
+
+    def set_static_graph(self) -> None:
+        """As static_graph=True, before the first backward.
+
+        Raises:
+            RuntimeError: a backward has been reduced already.
+        """
+        if self.static_graph:
+            return
+        if self.steps or self.state is ReducerState.ARMED:
+            raise RuntimeError("set_static_graph() should be called before training loop starts")
+        self.static_graph = True
+        self._lay(self._first_plan())
+
+    def close(self) -> None:
+        """Removes the hooks and gives the buffers up; gradients that are views keep theirs. May be called twice."""
+        with self._lock:
+            self.state = ReducerState.CLOSED
+            self.remove_hooks()
+            self._reductions = []
+            admission.leave(self, self.parameters)
+
+    def remove_hooks(self) -> None:
+        """Removes the hooks from the parameters; nothing is reduced from then on."""
+        self._hooks.remove()
+
+    def __enter__(self) -> Reducer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Comm hooks and views
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        """Has `hook(state, bucket)` reduce the buckets in place of our own wire.
+
+        Args:
+            state: the hook's first argument.
+            hook: shown a GradBucket that is flat, dense, of one dtype, without padding and not divided; returns a
+                future of one tensor of as many elements.
+
+        Raises:
+            RuntimeError: a hook is registered already.
+            ValueError: the wire is not "native": the hook would take its place.
+        """
+        with self._lock:
+            if self._hook is not None:
+                raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+            if self.config.wire != "native":
+                raise ValueError(
+                    f"wire={self.config.wire!r} and a comm hook exclude each other: the hook decides what travels"
+                )
+            self._hook = (state, hook)
+            self._lay(self.plan)
+
+    def leave_gradients_to_hook(self) -> None:
+        """The comm hook writes `.grad` itself, or steps the optimizer: nothing is copied out of its buckets."""
+        self._hook_keeps_gradients = True
+        self._lay(self.plan)
+
+    def allow_other_dtypes(self) -> None:
+        """Parameters change their dtype during a step (torch's mixed precision)."""
+        self._dtypes = None
+
+    def zero_grad(self) -> None:
+        """Zeroes all gradients in place, one operator per bucket where they are views of it."""
+        for reduction in self._reductions:
+            if not reduction.zero_views():
+                for parameter in reduction.members.parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.detach_().zero_()
+
+    # Agreed and learned
+
+    def agree(self) -> None:
+        """Compares model and settings across ranks, unless that has been done since the last `reset`. A collective.
+
+        Raises:
+            AgreementError: on every rank.
+            UnsupportedWireError: the backend cannot sum the wire's dtype; on every rank.
+            CollectiveError: a peer did not answer.
+        """
+        if self._agreed and self._checked_wires:
+            return
+        if not self._agreed:
+            descriptions = [
+                admission.describe(*one) for one in zip(self.parameters, self.names, self.sparse, strict=True)
+            ]
+            flags: dict[str, object] = {
+                "find_unused_parameters": self.find_unused_parameters,
+                "static_graph": self.static_graph,
+                "gradient_as_bucket_view": self.gradient_as_bucket_view,
+                "skip_unused_buckets": self.skip_unused_buckets,
+                "plan learned": self.rebuilt,
+            }
+            settings = admission.settings(self.config, self.caps, flags)
+            try:
+                agree_on_parameters(self.communicator, descriptions, settings, self._devices[0])
+            except AgreementError:
+                raise
+            except RuntimeError as error:
+                what = "comparing model and settings across ranks failed"
+                raise exchange.collective_error(what, self.communicator.rank, error) from error
+            self._agreed = True
+        if self._hook is None:
+            for dtype, device in {(kind.dtype, kind.device): None for kind in self._kinds if not kind.sparse}:
+                self.communicator.check_wire(self.config.wire_dtype(real_dtype(dtype)), device)
+        self._checked_wires = True
+
+    def rebuild(self) -> bool:
+        """After the first step: adopts rank 0's order of readiness; says whether it did. A collective, once."""
+        with self._lock:
+            if not self.should_rebuild() or not self._learned:
+                return False
+            order = torch.tensor(self._learned, dtype=torch.int64).to(self._devices[0])
+            try:
+                self.communicator.broadcast(order, 0)
+            except RuntimeError as error:
+                what = "broadcasting the order of readiness failed"
+                raise exchange.collective_error(what, self.communicator.rank, error) from error
+            self.rebuilt = True
+            self._learned = ()
+            share = self.config.policy != "static" and self.config.wire != "native" and self._hook is None
+            cap_policy = self.config.cap_policy
+            self._lay(learned_plan(self._kinds, self.caps, cap_policy, order.tolist(), share=share))
+            return True
+
+    def should_rebuild(self) -> bool:
+        """Whether an order of readiness is still to be learned or adopted."""
+        return not self.rebuilt and (self.static_graph or not self.find_unused_parameters)
+
+    def learn_nothing(self) -> None:
+        """A rank without inputs (join) takes part in adopting rank 0's order."""
+        if self.should_rebuild() and not self._learned:
+            self._learned = tuple(range(len(self.parameters)))
+
+    def get_backward_stats(self) -> list[int]:
+        """Per parameter, ns from the end of forward until its gradient was ready, host clock, latest step."""
+        return list(self._ready_ns)
+
+    def stats(self) -> dict[str, int | str]:
+        """Counters since the reducer was built, on this rank.
+
+        Returns:
+            steps (synchronised backwards), buckets, buckets_reduced (in the latest step), collectives (since the
+            communicator was set), wire_bytes (payload of one step, padding included; sparse and hooked buckets left
+            out), padding_bytes (of those), wire_allocations, restrided (gradients whose strides were not their
+            parameter's, and were copied), path (triton, interpreter, torch, none), state.
+        """
+        packed = [reduction for reduction in self._reductions if isinstance(reduction, PackedReduction)]
+        buckets = [reduction.bucket for reduction in packed]
+        paths = [dispatch.path_for(one.device, (one.wire_dtype,), one.chunks.dtypes) for one in buckets[:1]]
+        return {
+            "steps": self.steps,
+            "buckets": len(self._reductions),
+            "buckets_reduced": self.buckets_reduced,
+            "collectives": self._issued,
+            "wire_bytes": sum(one.wire_bytes for one in buckets),
+            "padding_bytes": sum(one.layout.padding_numel * one.wire_dtype.itemsize for one in buckets),
+            "wire_allocations": self._allocations + sum(one.allocations for one in buckets),
+            "restrided": sum(one.restrided for one in packed),
+            "path": paths[0] if paths else "none",
+            "state": self.state.value,
+        }
+
+    def bucket_bytes(self) -> list[int]:
+        """Bytes of gradients in each bucket, in launch order."""
+        return [sum(self._kinds[index].size_bytes for index in members) for members in self.plan]
+
+    # Join: what a rank without inputs does in place of forward and backward
+
+    def shadows(self) -> list[GradBucket]:
+        """Zeros for every bucket, in launch order."""
+        return [reduction.shadow() for reduction in self._reductions]
+
+    def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor]:
+        """Takes part in one bucket's collective with nothing."""
+        self._issued += 1
+        return self._reductions[bucket.index()].run_shadow(bucket)
+
+    def used_map(self, *, joined: bool) -> torch.Tensor:
+        """int32 per parameter: on how many ranks it was used in the latest step; `joined`: zeros to take part with."""
+        if joined or self._used.last is None:
+            return self._used.local()
+        return self._used.last
+
+    def shadow_used_map(self) -> None:
+        """Takes part in the sum of the used map that ends a static graph's first step."""
+        if self.static_graph and not self.find_unused_parameters and self._asks_for_used():
+            self._used.start()
+            self._used.finish()
+            self._used_settled = True
+
+    def divide_by_ranks_counted(self, work: Any) -> None:
+        """The next step's divisor is what `work`, an all-reduce of ones, gives: the ranks that still have inputs."""
+        self._count_ranks = work
+
+    def wait_at_end(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
+        """Has the end of the next backward wait for these too."""
+        self._installed.extend(futures)
+
+    def end_first_static_step(self) -> None:
+        """A static graph's first backward is done. (A wrapper's own call; without one the outputs' hook calls.)"""
+        with self._lock:
+            if self.state is ReducerState.ARMED and self.static_graph and self._fires is None and self._step.begun:
+                self._end_of_backward(self._step)
+
+    # Within
+
+    def _watch(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Has the end of the backward that begins at one of `outputs` finish the step."""
+        alive, step = weakref.ref(self), weakref.ref(self._step)
+
+        def begin(_: object) -> None:
+            reducer, armed = alive(), step()
+            if reducer is not None and armed is not None and reducer._step is armed:
+                reducer._queue_end(armed)
+
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.grad_fn.register_prehook(begin)
+
+    def _queue_end(self, step: Step) -> None:
+        task = torch._C._current_graph_task_id()
+        if step.callbacks == 0 or task != step.task:
+            step.callbacks += 1
+            step.task = task
+
+            def end() -> None:
+                step.callbacks -= 1
+                self._end_of_backward(step)
+
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _end_of_backward(self, step: Step) -> None:
+        """Finishes the step if all is launched; does nothing after one of several partial backwards."""
+        with self._lock:
+            if self.state is not ReducerState.ARMED or self._step is not step or not step.begun:
+                return
+            if self.static_graph and self._fires is None:
+                self._fires = list(self._counted)
+                step.make_all_ready()
+            elif not step.all_ready():
+                return
+            self.times.backward_end = time.time_ns()
+            with self._failing():
+                self._launch()
+                self._finish()
+
+    def _launch(self) -> None:
+        """Starts every bucket that is next and ready."""
+        step = self._step
+        if step.next_bucket == 0:
+            self.times.comm_start = time.time_ns()
+            if torch.is_grad_enabled():
+                self._warn_once(
+                    "Using DistributedDataParallel with create_graph=True: gradients are averaged, but gradients of "
+                    "gradients are not"
+                )
+        before = step.next_bucket
+        while step.head_is_ready():
+            reduction = self._reductions[step.next_bucket]
+            step.next_bucket += 1
+            members = reduction.members
+            if self._passes_over(members):
+                continue
+            self._streams.wait_for_gradients(members.index, members.device)
+            with torch.no_grad():
+                reduction.launch(self._divisor or float(self.communicator.size))
+            step.launched += 1
+            self._issued += 1
+        if step.all_launched() and before < step.next_bucket and self._asks_for_used():
+            self._used.start()
+            self._issued += 1
+
+    def _finish(self) -> None:
+        """Finishes every launched bucket in launch order; the step is done then."""
+        step = self._step
+        with torch.no_grad():
+            for reduction in self._reductions:
+                if not self._passes_over(reduction.members):
+                    self._finish_one(reduction)
+            if self._asks_for_used():
+                self._used.finish()
+            installed, self._installed = self._installed, []
+            for future in installed:
+                future.wait()
+        self.times.comm_end = time.time_ns()
+        self.state = ReducerState.IDLE
+        self.steps += 1
+        self.buckets_reduced = step.launched
+        # A static graph's first step has an entry for each gradient: the last one is when it was final.
+        self.last_order = tuple(reversed(dict.fromkeys(reversed(step.order))))
+        self.last_unused = tuple(sorted(step.skipped))
+        if self.should_rebuild() and not self._learned:
+            seen = set(self.last_order)
+            self._learned = (*self.last_order, *(i for i in range(len(self.parameters)) if i not in seen))
+        self._streams_known = True
+        self._used_settled = True
+        if self.find_unused_parameters:
+            self._used.forget()
+
+    def _finish_one(self, reduction: Reduction) -> None:
+        members = reduction.members
+        untouched = self._untouched(members)
+        check = not self.shares_parameters  # another reducer, of a nested wrapper, writes the same gradients
+        if isinstance(reduction, HookedReduction) or not self._streams.on_cuda:
+            # A hook's future makes the current stream wait for whatever the hook did.
+            reduction.finish(untouched, check=check)
+            return
+        done = torch.cuda.Event()
+        with self._streams.beside(members.device):
+            reduction.finish(untouched, check=check)
+            done.record()
+        if torch.cuda.is_current_stream_capturing():
+            self._monitor.forget_all()  # events must not be queried while a graph is being captured
+        else:
+            what = f"rank {self.communicator.rank}: the reduction of {members.label}"
+            self._monitor.watch(members, what, done.query, self._report_after_s(members.device))
+
+    def _local_gradient(self, index: int) -> None:
+        """A gradient that is not reduced now: under no_sync the next step will, after a finished step nobody does."""
+        if self.find_unused_parameters and self.parameters[index].grad is not None:
+            self._used.mark(index)
+        if self.steps and not self._local_backward_expected and self.state is ReducerState.IDLE:
+            self._warn_once(
+                f"{self.names[index]} got a gradient after this step's gradients had been averaged (a second backward "
+                "through the same forward, or several forwards before one backward): it was added on this rank only, "
+                "so ranks now differ. Call forward before each backward, or use no_sync() where this is meant"
+            )
+
+    def _asks_for_used(self) -> bool:
+        """Whether this step sums the used map: always for find_unused, for a static graph in the first step."""
+        return self.find_unused_parameters or (self.static_graph and not self._used_settled)
+
+    def _untouched(self, members: Members) -> frozenset[int]:
+        """Parameters of a bucket that no rank has a gradient for: theirs stay as they are."""
+        if not (self.find_unused_parameters or self.static_graph):
+            return frozenset()
+        if all(self._used.used(number) for number in members.numbers):
+            return frozenset()
+        return frozenset(number for number in members.numbers if not self._used.used_anywhere(number))
+
+    def _passes_over(self, members: Members) -> bool:
+        return self.skip_unused_buckets and self._step.skipped.issuperset(members.numbers)
+
+    def _counted_ranks(self) -> float | None:
+        work, self._count_ranks = self._count_ranks, None
+        if work is None:
+            return None
+        work.wait()
+        return float(work.result()[0].item())
+
+    def _report_after_s(self, device: torch.device) -> float:
+        if self.config.stall_report_s is not None:
+            return self.config.stall_report_s
+        return _STALL_SHARE_OF_TIMEOUT * self.communicator.timeout_s(device)
+
+    def _check_still_hooked(self) -> None:
+        """A parameter whose dtype or device has changed has a new AccumulateGrad node, which nobody hooks."""
+        dtypes = self._dtypes
+        if dtypes is None:
+            return
+        now = [parameter.dtype for parameter in self.parameters]
+        devices = [parameter.device for parameter in self.parameters]
+        if now != dtypes or devices != self._devices:
+            kinds = zip(now, dtypes, devices, self._devices, strict=True)
+            index = next(i for i, (a, b, c, d) in enumerate(kinds) if a != b or c != d)
+            raise FusedReduceError(
+                f"{self.names[index]} was {dtypes[index]} on {self._devices[index]} when it was wrapped and is "
+                f"{now[index]} on {devices[index]} now: its gradients would not be reduced. Convert and move a model "
+                "before wrapping it"
+            )
+
+    def _note_unused(self, unused: list[int]) -> None:
+        if self.steps and tuple(unused) != self.last_unused:
+            self.unused_always_same = False
+        if not unused and self.steps == 0:
+            _logger.warning(
+                "find_unused_parameters=True was given, but no unused parameter was found in the first forward. The "
+                "search costs time in every iteration: turn it off if the model never has any"
+            )
+
+    def _warn_once(self, text: str) -> None:
+        key = text[-80:]
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(text, stacklevel=2)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if self.state is ReducerState.ARMED:
+                self.state = ReducerState.FAILED
+                self._failure = f"{type(error).__name__}: {error}"
+                self._collective_failed = isinstance(error, CollectiveError)
+                if self.on_error is not None:
+                    self.on_error(str(error))
+            raise
+
+    def _failure_text(self) -> str:
+        failure, rank = self._failure, self.communicator.rank
+        if self.state is ReducerState.LOST or self._collective_failed:
+            return (
+                f"rank {rank}: the process group cannot be used any more; give every rank a new one (set_communicator, "
+                f"or a wrapper's _update_process_group). The failure: {failure}"
+            )
+        return f"rank {rank}: the last synchronised backward failed; call reset() on every rank. The failure: {failure}"
+
+    def _lose(self, why: str) -> None:
+        self.state = ReducerState.LOST
+        self._failure = why
+        raise FusedReduceError(self._failure_text())
+
+    # Buckets
+
+    def _first_plan(self) -> Plan:
+        return first_plan(self._kinds, self.caps, self.config.cap_policy, learns=self.should_rebuild())
+
+    def _lay(self, plan: Plan) -> None:
+        """Builds the buckets of `plan`; the old ones are given up."""
+        packed = [reduction for reduction in self._reductions if isinstance(reduction, PackedReduction)]
+        self._allocations += sum(reduction.bucket.allocations for reduction in packed)
+        self.plan = plan
+        self._bucket_of = [0] * len(self.parameters)
+        self._bucket_sizes = [len(members) for members in plan]
+        self._reductions = []
+        for index, numbers in enumerate(plan):
+            for number in numbers:
+                self._bucket_of[number] = index
+            parameters = tuple(self.parameters[number] for number in numbers)
+            names = tuple(self.names[number] for number in numbers)
+            self._reductions.append(self._reduction(Members(index, numbers, parameters, names, index == len(plan) - 1)))
+        self._streams = Streams(len(plan), self._devices[0])
+        self._streams_known = False
+        self._checked_wires = False
+        self._step = self._new_step()
+
+    def _reduction(self, members: Members) -> Reduction:
+        state, hook = self._hook or (None, None)
+        communicator, as_views = self.communicator, self.gradient_as_bucket_view
+        if self.sparse[members.numbers[0]]:
+            return SparseReduction(members, communicator, state, hook)
+        if hook is not None:
+            timeout_s = communicator.timeout_s(members.device)
+            hooked = HookedReduction(members, state, hook, communicator.rank, timeout_s, as_views=as_views)
+            hooked.keeps_gradients = self._hook_keeps_gradients
+            return hooked
+        wire_dtype = self.config.wire_dtype(real_dtype(members.parameters[0].dtype))
+        return PackedReduction(members, communicator, wire_dtype, as_views=as_views)
+
+    def _new_step(self, unused: Sequence[int] = ()) -> Step:
+        fires = self._fires if self.static_graph else None
+        return Step(self._bucket_sizes, self._bucket_of, self.names, fires=fires, unused=unused)
+
+    def _new_used_map(self) -> UsedMap:
+        self._used_settled = False
+        return UsedMap(len(self.parameters), self._devices[0], self.communicator)
+
+
+def _where(held: Sequence[str], is_so: Callable[[str], bool]) -> str:
+    return ", ".join(str(rank) for rank, one in enumerate(held) if is_so(one))

@@ -1,0 +1,150 @@
+"""Step: the bookkeeping of one synchronised backward. Pure; made for a step and thrown away with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .errors import FusedReduceError
+
+
+class Step:
+    """Who is ready, which bucket is next.
+
+    Args:
+        sizes: number of parameters in each bucket, in launch order.
+        bucket_of: per parameter its bucket.
+        names: of the parameters.
+        fires: static graph: how many gradients each parameter gets; None: one.
+        unused: parameters that will get none; they are ready with the first that does.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        bucket_of: Sequence[int],
+        names: Sequence[str],
+        *,
+        fires: Sequence[int] | None = None,
+        unused: Sequence[int] = (),
+    ) -> None:
+        self._names = names
+        self._pending = list(sizes)
+        self._bucket_of = bucket_of
+        self._ready = bytearray(len(names))
+        self._fires = fires
+        self._remaining = None if fires is None else list(fires)
+        self._unused = list(unused)
+        self.skipped: frozenset[int] = frozenset()
+        self.order: list[int] = []
+        self.next_bucket = 0
+        self.launched = 0
+        self.begun = False
+        self.callbacks = 0  # queued at the engine and not yet run
+        self.task = -1  # the backward that the latest of them belongs to
+
+    def arrive(self, index: int) -> list[int]:
+        """A gradient was accumulated; returns the parameters that this makes ready, in order.
+
+        Raises:
+            FusedReduceError: it was ready already, or a static graph has changed.
+        """
+        self.begun = True
+        now = []
+        if self._unused:
+            now, self._unused = self._unused, []
+            self.skipped = frozenset(now)
+            for one in now:
+                self._mark(one)
+        if self._remaining is not None:
+            self._remaining[index] -= 1
+            if self._remaining[index] < 0:
+                raise FusedReduceError(self._changed(index))
+            if self._remaining[index] > 0:
+                return now
+        self._mark(index)
+        self.order.append(index)
+        return [*now, index]
+
+    def count(self, index: int) -> None:
+        """A gradient of a static graph's first step, in which nothing is ready before the end."""
+        self.begun = True
+        self.order.append(index)
+
+    def head_is_ready(self) -> bool:
+        """Whether the next bucket in plan order may be launched."""
+        return self.next_bucket < len(self._pending) and self._pending[self.next_bucket] == 0
+
+    def all_launched(self) -> bool:
+        """Whether every bucket has been launched or passed over."""
+        return self.next_bucket == len(self._pending)
+
+    def all_ready(self) -> bool:
+        """Whether every parameter is ready."""
+        return not any(self._pending)
+
+    def make_all_ready(self) -> None:
+        """The end of a static graph's first step."""
+        self._ready = bytearray(b"\1" * len(self._ready))
+        self._pending = [0] * len(self._pending)
+
+    def missing(self) -> list[int]:
+        """Parameters that are not ready, ascending."""
+        return [index for index, ready in enumerate(self._ready) if not ready]
+
+    def _mark(self, index: int) -> None:
+        if self._ready[index]:
+            raise FusedReduceError(
+                f"Expected to mark a variable ready only once. {self._names[index]} (index {index}) has been marked "
+                "as ready twice in this backward. Usual causes: 1) a parameter is used outside of forward, or in "
+                "several forward-backward passes at once; 2) it is part of several reentrant checkpoints, which give "
+                "it several gradients in one backward; 3) with find_unused_parameters it was found unused, but got a "
+                "gradient (a reentrant checkpoint hides it from the search). static_graph=True copes with 2 and 3 "
+                "where the graph does not change; non-reentrant checkpoints (use_reentrant=False) with all of them"
+            )
+        self._ready[index] = 1
+        self._pending[self._bucket_of[index]] -= 1
+
+    def _changed(self, index: int) -> str:
+        assert self._fires is not None
+        before = self._fires[index]
+        return (
+            f"Your training graph has changed in this iteration: {self._names[index]} (index {index}) got {before} "
+            f"gradient{'' if before == 1 else 's'} in the first iteration and now gets more, which is not compatible "
+            "with static_graph=True"
+        )
+
+
+def unfinished_text(
+    missing: Sequence[int], names: Sequence[str], rank: int, *, find_unused: bool, static_graph: bool, debug_hint: bool
+) -> str:
+    """What to tell a user whose last backward left buckets unreduced: all missing names, and what may be the cause."""
+    text = "Expected to have finished reduction in the prior iteration before starting a new one. "
+    if static_graph:
+        text += (
+            "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
+            "in first iteration, but then got unused in the second iteration. this is not compatible with static_graph "
+            "set to True. "
+        )
+    elif find_unused:
+        text += (
+            "Since `find_unused_parameters=True` is enabled, this means that not all of `forward`'s outputs were "
+            "returned to the caller of the wrapper, or that the backward raised before it was done. "
+        )
+    else:
+        text += (
+            "This means that some parameters took no part in the loss. Have them found by passing the keyword argument "
+            "`find_unused_parameters=True`, and make sure that all `forward` function outputs participate in "
+            "calculating loss; or the backward raised before it was done. "
+        )
+    text += "Where it raised, call reset() on every rank. "
+    if not missing:
+        return text + f"On rank {rank} every parameter received its gradient, but the backward was not completed"
+    numbers = " ".join(map(str, missing))
+    text += f"Parameter indices which did not receive grad for rank {rank}: {numbers}. "
+    text += f"Parameters which did not receive grad for rank {rank}: {', '.join(names[index] for index in missing)}"
+    if debug_hint:
+        text += (
+            ". (For more of torch's own checks set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
+        )
+        text += "DETAIL)"
+    return text

@@ -1,0 +1,55 @@
+"""CUDA streams of a reduction: pack after every stream that made a gradient, unpack beside the backward's stream.
+
+A bucket's gradients may come from several streams, when parts of the forward ran on others than the default. Which
+they are is recorded in the first step of a plan: an AccumulateGrad node keeps its stream for life. On CPU nothing is
+done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Streams:
+    """Streams by bucket.
+
+    Args:
+        buckets: how many.
+        device: a device of the kind that the gradients are on.
+    """
+
+    def __init__(self, buckets: int, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        self._made: list[dict[int, torch.cuda.Stream]] = [{} for _ in range(buckets)]
+        self._side: dict[torch.device, torch.cuda.Stream] = {}
+
+    def record(self, bucket: int, device: torch.device) -> None:
+        """Notes that a gradient of `bucket` was accumulated on the current stream."""
+        stream = torch.cuda.current_stream(device)
+        self._made[bucket].setdefault(stream.cuda_stream, stream)
+
+    def wait_for_gradients(self, bucket: int, device: torch.device) -> None:
+        """Has the current stream wait for all that was enqueued on the streams of this bucket's gradients."""
+        if self.on_cuda:
+            current = torch.cuda.current_stream(device)
+            for stream in self._made[bucket].values():
+                if stream.device == current.device and stream != current:
+                    current.wait_stream(stream)
+
+    @contextmanager
+    def beside(self, device: torch.device) -> Iterator[None]:
+        """Within: a side stream is current; the stream outside waits for it, also when an exception leaves."""
+        if not self.on_cuda:
+            yield
+            return
+        if device not in self._side:
+            self._side[device] = torch.cuda.Stream(device)
+        side, current = self._side[device], torch.cuda.current_stream(device)
+        try:
+            with torch.cuda.stream(side):
+                yield
+        finally:
+            current.wait_stream(side)

@@ -1,0 +1,117 @@
+"""Parameters without a gradient in this step: found locally by a graph search, agreed on by one small all-reduce."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+from .comm.protocol import Communicator, Pending
+
+
+def tensors_in(output: object) -> list[torch.Tensor]:
+    """Every tensor in a forward's output: itself, or in any pytree and in dataclasses."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                found.extend(tensors_in(getattr(leaf, field.name, None)))
+    return found
+
+
+def unreachable(outputs: Iterable[torch.Tensor], nodes: Sequence[Node]) -> list[int]:
+    """Which of `nodes` the autograd graph of `outputs` does not contain, ascending."""
+    wanted = {node: index for index, node in enumerate(nodes)}
+    missing = set(wanted.values())
+    # A parameter that is returned as it is has no grad_fn; its edge leads to its AccumulateGrad node all the same.
+    todo = []
+    for tensor in outputs:
+        if tensor.requires_grad:
+            node = get_gradient_edge(tensor).node
+            if node in wanted:
+                missing.discard(wanted[node])
+            else:
+                todo.append(node)
+    seen: set[Node] = set(todo)
+    while todo and missing:
+        node = todo.pop()
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                if following in wanted:
+                    missing.discard(wanted[following])
+                else:
+                    todo.append(following)
+    return sorted(missing)
+
+
+class UsedMap:
+    """Which parameters got a gradient since the last reduction: here, and on any rank.
+
+    Args:
+        count: number of parameters.
+        device: where the backend takes tensors.
+        communicator: the ranks to ask.
+    """
+
+    def __init__(self, count: int, device: torch.device, communicator: Communicator) -> None:
+        self._used = bytearray(count)
+        self._device = device
+        self._communicator = communicator
+        self._reduced: torch.Tensor | None = None
+        self._pending: Pending | None = None
+        self._globally: list[bool] | None = None
+        self.last: torch.Tensor | None = None  # per parameter on how many ranks it was used in the latest step
+
+    def mark(self, index: int) -> None:
+        """Notes a gradient; also under no_sync, whose gradients the next reduction will contain."""
+        self._used[index] = 1
+
+    def used(self, index: int) -> bool:
+        """Whether this rank has one."""
+        return bool(self._used[index])
+
+    def local(self) -> torch.Tensor:
+        """int32 [count] on the device, 1 where this rank has a gradient."""
+        host = torch.tensor(list(self._used), dtype=torch.int32)
+        if self._device.type == "cuda":
+            return host.pin_memory().to(self._device, non_blocking=True)
+        return host.to(self._device)
+
+    def start(self) -> None:
+        """Starts the sum over all ranks; every rank calls this at the same place."""
+        self._reduced = self.local()
+        self._pending = self._communicator.all_reduce(self._reduced)
+        self._globally = None
+
+    def used_anywhere(self, index: int) -> bool:
+        """Whether any rank has a gradient. Waits for the sum, and only where this rank has none."""
+        if self._used[index]:
+            return True
+        return self.globally()[index]
+
+    def globally(self) -> list[bool]:
+        """Per parameter whether any rank has a gradient; waits for the sum."""
+        if self._globally is None:
+            assert self._pending is not None and self._reduced is not None, "the sum was not started"
+            self._pending.wait()
+            self._globally = [count > 0 for count in self._reduced.tolist()]
+        return self._globally
+
+    def finish(self) -> None:
+        """Has the sum done, so that its buffer may go."""
+        if self._pending is not None:
+            self._pending.wait()
+            self.last = self._reduced
+
+    def forget(self) -> None:
+        """A new step: nothing is used yet."""
+        self._used = bytearray(len(self._used))
+        self._reduced, self._pending, self._globally = None, None, None
