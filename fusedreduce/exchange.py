@@ -10,7 +10,7 @@ buffer (a comm hook at wire "native"), `start` divides in place and there is not
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -44,6 +44,7 @@ def start(
     divisor: float | None = None,
     in_place: bool = False,
     vouched: bool = False,
+    done: Collection[int] = (),
 ) -> InFlight:
     """Packs `gradients` and starts their all-reduce.
 
@@ -54,6 +55,7 @@ def start(
         divisor: what to divide by; None: the number of ranks.
         in_place: the one gradient is flat and has the wire's dtype: it is the wire.
         vouched: the caller answers for the gradients' sizes, dtypes and memory.
+        done: slots that `start_early` has packed.
 
     Raises:
         ValueError, TypeError: gradients do not fit the bucket; nothing has been written.
@@ -63,7 +65,7 @@ def start(
     with _range("pack", bucket):
         wire = _own_wire(gradients) if in_place else bucket.wire()
         by = scalar(float(divisor or communicator.size), bucket.compute_dtype, bucket.device)
-        dispatch.pack(gradients, bucket.chunks, bucket.pointers, wire, by, vouched=vouched)
+        dispatch.pack(gradients, bucket.chunks, bucket.pointers, wire, by, vouched=vouched, done=done)
     bucket.state = BucketState.LAUNCHED
     try:
         with _range("all_reduce", bucket):
@@ -74,6 +76,12 @@ def start(
         what = f"the all-reduce of {bucket.label} could not be started; its gradients are {state}"
         raise collective_error(what, communicator.rank, error) from error
     return InFlight(bucket, tuple(gradients), wire, pending, communicator.rank, in_place)
+
+
+def start_early(bucket: Bucket, slot: int, gradient: torch.Tensor, divisor: float) -> None:
+    """Packs one slot ahead of `start`; the slot is one of `dispatch.packs_early`."""
+    by = scalar(divisor, bucket.compute_dtype, bucket.device)
+    dispatch.pack_early(gradient, slot, bucket.chunks, bucket.wire(), by)
 
 
 def finish(

@@ -11,6 +11,12 @@ One step: armed (prepare_for_backward) -> each parameter's hook marks it ready -
 launched, strictly in plan order, so that all ranks issue the same collectives in the same order whatever their own
 readiness was -> when backward is done a callback of the autograd engine finishes the buckets in that order.
 
+Once a step has shown which parameter completes each bucket, only that one keeps its hook (and on CPU the large ones,
+which are packed at once, while they are in the cache). That is sound in a step whose backward began at an output of
+forward with every `.grad` None: then a `.grad` that is there was made by this backward. In any other step every
+parameter is hooked again. And in every step each gradient must, before it is overwritten, be the tensor that was
+packed, at the same version.
+
 That callback is queued by a pre-hook on the outputs: what a parameter's hook queues inside a reentrant checkpoint
 would run at the end of the inner backward, with gradients still to come. It is queued by the last hook where no
 output was given or took part in the loss.
@@ -64,6 +70,8 @@ from .unused import UsedMap, tensors_in, unreachable
 
 _logger = logging.getLogger(__name__)
 _STALL_SHARE_OF_TIMEOUT = 0.8
+# After a step that needed all hooks: so many that would not have, before they are taken off again (4 us each).
+_CLEAN_STEPS = 3
 
 
 class ReducerState(enum.Enum):
@@ -179,6 +187,8 @@ class Reducer:
         self._kinds = [kind_of(*one) for one in zip(self.parameters, self.sparse, strict=True)]
         self._lay(self._first_plan())
         self._hooks = ParameterHooks(self, self.parameters, Reducer.on_gradient)
+        self._completes: dict[int, int] = {}  # parameters that complete a bucket, while only those are hooked
+        self._clean_steps = _CLEAN_STEPS
 
     # Lifecycle of a step
 
@@ -230,7 +240,8 @@ class Reducer:
                     unused = unreachable(tensors, self._hooks.nodes)
                 self._note_unused(unused)
             self._step = self._new_step(unused)
-            self._watch(tensors)
+            if not self._watch(tensors):
+                self._hook_all()
             self._divisor = self._counted_ranks()
             self.state = ReducerState.ARMED
             self.times.backward_start = time.time_ns()
@@ -251,12 +262,10 @@ class Reducer:
                     step.count(index)
                     return
             with self._failing():
-                ready = step.arrive(index)
-                now = time.perf_counter_ns() - self._base_ns
-                for one in ready:
-                    self._ready_ns[one] = now
-                    if self._streams.on_cuda and not self._streams_known:
-                        self._streams.record(self._bucket_of[one], self._devices[one])
+                if self._completes:
+                    self._arrive_by_bucket(index)
+                else:
+                    self._arrive(index)
                 if self.config.overlap and step.head_is_ready():
                     self._launch()
             if step.callbacks == 0 and (step.all_launched() or not self.config.overlap and step.all_ready()):
@@ -386,6 +395,7 @@ class Reducer:
 
     def remove_hooks(self) -> None:
         """Removes the hooks from the parameters; nothing is reduced from then on."""
+        self._completes = {}
         self._hooks.remove()
 
     def __enter__(self) -> Reducer:
@@ -572,18 +582,94 @@ class Reducer:
 
     # Within
 
-    def _watch(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Has the end of the backward that begins at one of `outputs` finish the step."""
-        alive, step = weakref.ref(self), weakref.ref(self._step)
+    def _arrive(self, index: int) -> None:
+        """One parameter is ready, and with the first one all that are unused."""
+        now = time.perf_counter_ns() - self._base_ns
+        for one in self._step.arrive(index):
+            self._ready_ns[one] = now
+            if self._streams.on_cuda and not self._streams_known:
+                self._streams.record(self._bucket_of[one], self._devices[one])
+        self._take(index)
+
+    def _arrive_by_bucket(self, index: int) -> None:
+        """Only the parameters that complete a bucket are hooked."""
+        step = self._step
+        if not step.from_outputs:
+            self._hook_all()
+            raise FusedReduceError(
+                f"a backward that did not begin at an output of forward gave {self.names[index]} a gradient; the steps "
+                "before did. Return from forward every tensor that a loss is made of. After reset() every parameter "
+                "is watched one by one again"
+            )
+        step.begun = True
+        self._take(index)
+        bucket = self._completes.get(index)
+        if bucket is not None:
+            self._arrive_if_whole(bucket)
+
+    def _arrive_if_whole(self, bucket: int) -> None:
+        members = self._reductions[bucket].members
+        if not any(parameter.grad is None for parameter in members.parameters):
+            self._step.arrive_whole(bucket, members.numbers)
+
+    def _take(self, index: int) -> None:
+        reduction = self._reductions[self._bucket_of[index]]
+        if index in reduction.early:
+            with torch.no_grad():
+                reduction.take(index, self._divisor or float(self.communicator.size))
+
+    def _watch(self, outputs: Sequence[torch.Tensor]) -> bool:
+        """Has us told when a backward begins at one of `outputs`; says whether one can."""
+        alive = weakref.ref(self)
 
         def begin(_: object) -> None:
-            reducer, armed = alive(), step()
-            if reducer is not None and armed is not None and reducer._step is armed:
-                reducer._queue_end(armed)
+            reducer = alive()
+            if reducer is not None and reducer.state is ReducerState.ARMED:
+                reducer._begin()
 
-        for output in outputs:
-            if output.grad_fn is not None:
-                output.grad_fn.register_prehook(begin)
+        functions = {output.grad_fn for output in outputs if output.grad_fn is not None}
+        for function in functions:
+            function.register_prehook(begin)
+        return bool(functions)
+
+    def _begin(self) -> None:
+        """A backward has reached an output of forward: has its end finish the step."""
+        with self._lock:
+            step = self._step
+            if step.from_outputs and step.task == torch._C._current_graph_task_id():
+                return
+            again, step.from_outputs = step.from_outputs, True
+            if not again:
+                step.clean = not any(parameter.grad is not None for parameter in self.parameters)
+            if self._completes and (again or not step.clean):
+                if again:
+                    # One of several partial backwards. All was None before the first: what is there has arrived.
+                    for index, parameter in enumerate(self.parameters):
+                        if parameter.grad is not None and not step.is_ready(index):
+                            self._arrive(index)
+                self._hook_all()
+            self._queue_end(step)
+
+    def _hook_all(self) -> None:
+        if self._completes:
+            self._completes = {}
+            self._clean_steps = 0
+            self._hooks.hook(range(len(self.parameters)))
+
+    def _hook_few(self) -> None:
+        """After a step with all hooks: keeps those that are needed, if the next steps can do with them."""
+        step = self._step
+        steady = step.clean and not self.should_rebuild() and len(step.order) == len(self.parameters)
+        if not steady or self.find_unused_parameters or self._dtypes is None or self._hook_keeps_gradients:
+            self._clean_steps = 0 if not step.clean else self._clean_steps
+            return
+        self._clean_steps += 1
+        if self._clean_steps < _CLEAN_STEPS:
+            return
+        last = {self._bucket_of[index]: index for index in step.order}
+        self._completes = {index: bucket for bucket, index in last.items()}
+        early = (index for reduction in self._reductions for index in reduction.early)
+        self._hooks.hook({*self._completes, *early})
 
     def _queue_end(self, step: Step) -> None:
         task = torch._C._current_graph_task_id()
@@ -605,7 +691,11 @@ class Reducer:
             if self.static_graph and self._fires is None:
                 self._fires = list(self._counted)
                 step.make_all_ready()
-            elif not step.all_ready():
+            elif self._completes:
+                for bucket in range(len(self._reductions)):
+                    if not step.bucket_is_ready(bucket):  # its members came in another order than before
+                        self._arrive_if_whole(bucket)
+            if not step.all_ready():
                 return
             self.times.backward_end = time.time_ns()
             with self._failing():
@@ -654,14 +744,17 @@ class Reducer:
         self.state = ReducerState.IDLE
         self.steps += 1
         self.buckets_reduced = step.launched
-        # A static graph's first step has an entry for each gradient: the last one is when it was final.
-        self.last_order = tuple(reversed(dict.fromkeys(reversed(step.order))))
+        if step.order:
+            # A static graph's first step has an entry for each gradient: the last one is when it was final.
+            self.last_order = tuple(reversed(dict.fromkeys(reversed(step.order))))
         self.last_unused = tuple(sorted(step.skipped))
         if self.should_rebuild() and not self._learned:
             seen = set(self.last_order)
             self._learned = (*self.last_order, *(i for i in range(len(self.parameters)) if i not in seen))
         self._streams_known = True
         self._used_settled = True
+        if not self._completes:
+            self._hook_few()
         if self.find_unused_parameters:
             self._used.forget()
 
@@ -798,6 +891,9 @@ class Reducer:
             parameters = tuple(self.parameters[number] for number in numbers)
             names = tuple(self.names[number] for number in numbers)
             self._reductions.append(self._reduction(Members(index, numbers, parameters, names, index == len(plan) - 1)))
+        if self.state is not ReducerState.CLOSED and hasattr(self, "_hooks"):
+            self._hook_all()
+            self._clean_steps = _CLEAN_STEPS
         self._streams = Streams(len(plan), self._devices[0])
         self._streams_known = False
         self._checked_wires = False

@@ -41,6 +41,8 @@ class Step:
         self.begun = False
         self.callbacks = 0  # queued at the engine and not yet run
         self.task = -1  # the backward that the latest of them belongs to
+        self.from_outputs = False  # that backward began at an output of forward
+        self.clean = False  # every gradient was None when it began
 
     def arrive(self, index: int) -> list[int]:
         """A gradient was accumulated; returns the parameters that this makes ready, in order.
@@ -69,6 +71,23 @@ class Step:
         """A gradient of a static graph's first step, in which nothing is ready before the end."""
         self.begun = True
         self.order.append(index)
+
+    def arrive_whole(self, bucket: int, members: Sequence[int]) -> None:
+        """All of a bucket's gradients are there; only its last one has told."""
+        self.begun = True
+        if self._pending[bucket] == 0:
+            self._mark(members[0])
+        self._pending[bucket] = 0
+        for index in members:
+            self._ready[index] = 1
+
+    def is_ready(self, index: int) -> bool:
+        """Whether a parameter is ready."""
+        return bool(self._ready[index])
+
+    def bucket_is_ready(self, bucket: int) -> bool:
+        """Whether all parameters of a bucket are ready."""
+        return self._pending[bucket] == 0
 
     def head_is_ready(self) -> bool:
         """Whether the next bucket in plan order may be launched."""

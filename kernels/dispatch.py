@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -81,11 +81,35 @@ def pack(
     partials: Partials | None = None,
     *,
     vouched: bool = False,
+    done: Collection[int] = (),
 ) -> None:
-    """Flattens, divides and casts `gradients` into `wire`; see `kernels.pack.pack`."""
+    """Flattens, divides and casts `gradients` into `wire`; see `kernels.pack.pack`.
+
+    `done`: slots that `pack_early` has packed.
+    """
     path = path_for(wire.device, (wire.dtype,), chunks.dtypes)
+    options: dict[str, Any] = {"vouched": vouched}
+    if path == "torch":
+        options["done"] = done
     function = reference.pack if path == "torch" else _triton_pack.pack  # type: ignore[union-attr]
-    _call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials, vouched=vouched)
+    _call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials, **options)
+
+
+def packs_early(chunks: ChunkTable, wire_dtype: torch.dtype, device: torch.device) -> list[int]:
+    """Slots worth packing as soon as their gradient is there: large ones on CPU, which are in the cache then.
+
+    Elsewhere none: a launch for each would cost more than it saves.
+    """
+    if device.type != "cpu" or path_for(device, (wire_dtype,), chunks.dtypes) != "torch":
+        return []
+    return [slot for slot, numel in enumerate(chunks.numels) if numel >= reference.LARGE_NUMEL]
+
+
+def pack_early(
+    gradient: torch.Tensor, slot: int, chunks: ChunkTable, wire: torch.Tensor, divisor: torch.Tensor
+) -> None:
+    """Packs one slot of those that `packs_early` names; the caller answers for what `pack` checks."""
+    _call("pack", "torch", reference.pack_slot, gradient, slot, chunks, wire, divisor)
 
 
 def unpack(
@@ -174,7 +198,7 @@ class _CountOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _call(name: Any, path: Path, function: Callable[..., Any], *arguments: Any, **options: bool) -> Any:
+def _call(name: Any, path: Path, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     if not _counting:
         return function(*arguments, **options)
     # Modes of the caller's would count the same operators again, and those with which the interpreter plays a kernel.

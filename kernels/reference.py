@@ -9,7 +9,7 @@ destination's dtype. Signatures are the launchers'. Works on any device.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -34,8 +34,9 @@ def pack(
     partials: Partials | None = None,
     *,
     vouched: bool = False,
+    done: Collection[int] = (),
 ) -> None:
-    """Flattens, divides and casts `gradients` into `wire`; see `kernels.pack.pack`."""
+    """Flattens, divides and casts `gradients` into `wire`; see `kernels.pack.pack`. `done`: slots packed already."""
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, divisor, partials)
         pointers.remember(gradients, chunks, wire)
@@ -43,7 +44,11 @@ def pack(
         if run.end - run.begin == 0:
             continue
         if len(run.slots) == 1:
-            _pack_slot(gradients[run.slots[0]], chunks, run, wire, divisor)
+            (slot,) = run.slots
+            if slot not in done:
+                pack_slot(gradients[slot], slot, chunks, wire, divisor)
+            wire[run.begin : chunks.offsets[slot]].zero_()
+            wire[chunks.offsets[slot] + chunks.numels[slot] : run.end].zero_()
         elif vouched and chunks.shapes is not None and {*run.dtypes, wire.dtype} == {divisor.dtype}:
             _pack_views(gradients, pointers.views(chunks, wire), run, wire, divisor)
         else:
@@ -51,6 +56,16 @@ def pack(
     if partials is not None:
         stored = [None if g is None else _slot(wire, chunks, slot) for slot, g in enumerate(gradients)]
         _fill_partials(stored, chunks, partials)
+
+
+def pack_slot(
+    gradient: torch.Tensor | None, slot: int, chunks: ChunkTable, wire: torch.Tensor, divisor: torch.Tensor
+) -> None:
+    """Packs one gradient of at least LARGE_NUMEL elements ahead of the others, while it is in the cache."""
+    if gradient is None:
+        _slot(wire, chunks, slot).zero_()
+    else:
+        _convert(_memory(gradient, chunks, slot), _slot(wire, chunks, slot), divisor, torch.div)
 
 
 def unpack(
@@ -160,19 +175,6 @@ def _runs(chunks: ChunkTable) -> tuple[_Run, ...]:
             runs.append(_Run(range(first, following), begin, end, frozenset(chunks.dtypes[first:following]), padded))
             first = following
     return _known_runs.setdefault(chunks, tuple(runs))
-
-
-def _pack_slot(
-    gradient: torch.Tensor | None, chunks: ChunkTable, run: _Run, wire: torch.Tensor, divisor: torch.Tensor
-) -> None:
-    (slot,) = run.slots
-    begin, end = chunks.offsets[slot], chunks.offsets[slot] + chunks.numels[slot]
-    if gradient is None:
-        wire[begin:end].zero_()
-    else:
-        _convert(_memory(gradient, chunks, slot), wire[begin:end], divisor, torch.div)
-    wire[run.begin : begin].zero_()
-    wire[end : run.end].zero_()
 
 
 def _pack_views(
