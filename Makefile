@@ -1,7 +1,7 @@
-# make demo | test | check | clean: each sets up what it needs in .venv, once.
+# make demo | test | conformance | check | clean: each sets up what it needs in .venv, once.
 #
 #   PYTHON=python3.12     the interpreter to build .venv with (default: the first fit one on PATH)
-#   ARGS="--steps 20"     arguments for `fusedreduce demo`
+#   ARGS="--steps 20"     arguments for `fusedreduce demo`, or for tests/conformance/run.py
 
 PYTHON ?=
 ARGS ?=
@@ -14,7 +14,7 @@ PERF := $(if $(wildcard perf/*.py),perf)
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo test check clean
+.PHONY: help demo test conformance check clean
 .DELETE_ON_ERROR:
 
 # A caller's settings that would aim Python or pip past .venv.
@@ -49,10 +49,11 @@ endef
 export TOTALS
 
 help:
-	@echo "make demo    install into $(VENV) and run the demo (ARGS=... are its arguments)"
-	@echo "make test    install into $(VENV) and run every check and every test"
-	@echo "make check   lint, format and types only"
-	@echo "make clean   remove $(VENV) and everything else that was made here"
+	@echo "make demo         install into $(VENV) and run the demo (ARGS=... are its arguments)"
+	@echo "make test         install into $(VENV) and run every check and every test"
+	@echo "make conformance  run torch's own DDP tests against ours (ARGS=\"--world 3\", ARGS=\"--hook bf16\", ...)"
+	@echo "make check        lint, format and types only"
+	@echo "make clean        remove $(VENV) and everything else that was made here"
 
 $(STAMP): pyproject.toml constraints.txt Makefile
 	@if ! $(PY) -c "$$FIT_PYTHON" 2>/dev/null || ! $(PY) -m pip --version >/dev/null 2>&1; then \
@@ -92,6 +93,10 @@ test: check
 	  ! $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' && \
 	  echo "no GPU here, and no test that asks for one: 0 skipped"; }
 	@$(PY) -c "$$TOTALS" out/test/cpu.xml out/test/gpu.xml
+
+conformance: $(STAMP)
+	@echo "==> torch's own DDP tests $(ARGS)"
+	@$(PY) tests/conformance/run.py $(ARGS)
 
 clean:
 	@echo "==> removing $(VENV), out/, build outputs and caches"

@@ -36,6 +36,10 @@ class ParameterHooks:
         self._handles: dict[int, RemovableHandle] = {}
         self._finalizer = weakref.finalize(owner, _remove, self._handles)
         self._finalizer.atexit = False
+        self.hook_all()
+
+    def hook_all(self) -> None:
+        """Every parameter tells."""
         self.hook(range(len(self.nodes)))
 
     def hook(self, indices: Iterable[int]) -> None:

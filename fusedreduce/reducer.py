@@ -28,6 +28,7 @@ buckets of limited size, in reverse order of registration, from the start.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
 import os
@@ -44,6 +45,7 @@ import torch
 from torch.profiler import record_function
 
 from . import admission, exchange
+from .bucket_set import BucketMaker, BucketSet
 from .comm.agreement import agree_on_parameters
 from .comm.monitor import StallMonitor
 from .comm.protocol import Communicator, Pending
@@ -51,21 +53,11 @@ from .config import ReduceConfig
 from .deferred import in_backward
 from .errors import AgreementError, CollectiveError, FusedReduceError
 from .grad_bucket import GradBucket
-from .kernels import dispatch
 from .parameter_hooks import ParameterHooks
 from .planning.assignment import BucketCaps
 from .planning.plan import Plan, first_plan, kind_of, learned_plan
-from .reductions import (
-    CommHook,
-    HookedReduction,
-    Members,
-    PackedReduction,
-    Reduction,
-    SparseReduction,
-    real_dtype,
-)
+from .reductions import CommHook, HookedReduction, Members, Reduction, real_dtype
 from .step import Step, unfinished_text
-from .streams import Streams
 from .unused import UsedMap, tensors_in, unreachable
 
 _logger = logging.getLogger(__name__)
@@ -149,7 +141,6 @@ class Reducer:
         self.exclusive = exclusive
         self.state = ReducerState.IDLE
         self.times = StepTimes()
-        self.plan: Plan = ()
         self.rebuilt = False
         self.steps = 0
         self.last_order: tuple[int, ...] = ()
@@ -164,8 +155,6 @@ class Reducer:
         self._lock = threading.RLock()  # autograd has a thread per device
         self._ready_ns = [0] * count
         self._base_ns = 0
-        self._hook: tuple[object, CommHook] | None = None
-        self._hook_keeps_gradients = False
         self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in self.parameters]
         self._devices = [parameter.device for parameter in self.parameters]
         self._fires: list[int] | None = None
@@ -181,14 +170,23 @@ class Reducer:
         self._divisor: float | None = None
         self._count_ranks: Any = None
         self._monitor = StallMonitor()
-        self._allocations = 0
-        self._reductions: list[Reduction] = []
         self._used = self._new_used_map()
         self._kinds = [kind_of(*one) for one in zip(self.parameters, self.sparse, strict=True)]
-        self._lay(self._first_plan())
+        self._maker = BucketMaker(
+            parameters=self.parameters,
+            names=self.names,
+            sparse=self.sparse,
+            config=self.config,
+            as_views=gradient_as_bucket_view,
+            communicator=communicator,
+        )
+        self._allocations = 0
+        self._streams_known = False
         self._hooks = ParameterHooks(self, self.parameters, Reducer.on_gradient)
         self._completes: dict[int, int] = {}  # parameters that complete a bucket, while only those are hooked
-        self._clean_steps = _CLEAN_STEPS
+        self._clean_steps = 0
+        self._buckets = BucketSet(self._first_plan(), self._maker)
+        self._lay(self._buckets.plan)
 
     # Lifecycle of a step
 
@@ -266,6 +264,7 @@ class Reducer:
                     self._arrive_by_bucket(index)
                 else:
                     self._arrive(index)
+                self._take(index)
                 if self.config.overlap and step.head_is_ready():
                     self._launch()
             if step.callbacks == 0 and (step.all_launched() or not self.config.overlap and step.all_ready()):
@@ -351,7 +350,7 @@ class Reducer:
             self._installed = []
             self._count_ranks = None
             self._counted = [0] * len(self.parameters)
-            for reduction in self._reductions:
+            for reduction in self._buckets.reductions:
                 reduction.drop_views()
             # New wire buffers: a collective that is still under way may write into the old ones.
             self._lay(self.plan)
@@ -366,6 +365,7 @@ class Reducer:
         """
         with self._lock:
             self.communicator = communicator
+            self._maker = dataclasses.replace(self._maker, communicator=communicator)
             self._issued = 0
             self.rebuilt = False
             self._learned = ()
@@ -390,7 +390,6 @@ class Reducer:
         with self._lock:
             self.state = ReducerState.CLOSED
             self.remove_hooks()
-            self._reductions = []
             admission.leave(self, self.parameters)
 
     def remove_hooks(self) -> None:
@@ -419,18 +418,18 @@ class Reducer:
             ValueError: the wire is not "native": the hook would take its place.
         """
         with self._lock:
-            if self._hook is not None:
+            if self._maker.hook is not None:
                 raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
             if self.config.wire != "native":
                 raise ValueError(
                     f"wire={self.config.wire!r} and a comm hook exclude each other: the hook decides what travels"
                 )
-            self._hook = (state, hook)
+            self._maker = dataclasses.replace(self._maker, hook=(state, hook))
             self._lay(self.plan)
 
     def leave_gradients_to_hook(self) -> None:
         """The comm hook writes `.grad` itself, or steps the optimizer: nothing is copied out of its buckets."""
-        self._hook_keeps_gradients = True
+        self._maker = dataclasses.replace(self._maker, keeps_gradients=True)
         self._lay(self.plan)
 
     def allow_other_dtypes(self) -> None:
@@ -439,7 +438,7 @@ class Reducer:
 
     def zero_grad(self) -> None:
         """Zeroes all gradients in place, one operator per bucket where they are views of it."""
-        for reduction in self._reductions:
+        for reduction in self._buckets.reductions:
             if not reduction.zero_views():
                 for parameter in reduction.members.parameters:
                     if parameter.grad is not None:
@@ -477,7 +476,7 @@ class Reducer:
                 what = "comparing model and settings across ranks failed"
                 raise exchange.collective_error(what, self.communicator.rank, error) from error
             self._agreed = True
-        if self._hook is None:
+        if self._maker.hook is None:
             for dtype, device in {(kind.dtype, kind.device): None for kind in self._kinds if not kind.sparse}:
                 self.communicator.check_wire(self.config.wire_dtype(real_dtype(dtype)), device)
         self._checked_wires = True
@@ -495,7 +494,7 @@ class Reducer:
                 raise exchange.collective_error(what, self.communicator.rank, error) from error
             self.rebuilt = True
             self._learned = ()
-            share = self.config.policy != "static" and self.config.wire != "native" and self._hook is None
+            share = self.config.policy != "static" and self.config.wire != "native" and self._maker.hook is None
             cap_policy = self.config.cap_policy
             self._lay(learned_plan(self._kinds, self.caps, cap_policy, order.tolist(), share=share))
             return True
@@ -522,21 +521,19 @@ class Reducer:
             out), padding_bytes (of those), wire_allocations, restrided (gradients whose strides were not their
             parameter's, and were copied), path (triton, interpreter, torch, none), state.
         """
-        packed = [reduction for reduction in self._reductions if isinstance(reduction, PackedReduction)]
-        buckets = [reduction.bucket for reduction in packed]
-        paths = [dispatch.path_for(one.device, (one.wire_dtype,), one.chunks.dtypes) for one in buckets[:1]]
         return {
             "steps": self.steps,
-            "buckets": len(self._reductions),
             "buckets_reduced": self.buckets_reduced,
             "collectives": self._issued,
-            "wire_bytes": sum(one.wire_bytes for one in buckets),
-            "padding_bytes": sum(one.layout.padding_numel * one.wire_dtype.itemsize for one in buckets),
-            "wire_allocations": self._allocations + sum(one.allocations for one in buckets),
-            "restrided": sum(one.restrided for one in packed),
-            "path": paths[0] if paths else "none",
+            "wire_allocations": self._allocations + self._buckets.wire_allocations(),
             "state": self.state.value,
+            **self._buckets.stats(),
         }
+
+    @property
+    def plan(self) -> Plan:
+        """Parameter numbers by bucket, in launch order."""
+        return self._buckets.plan
 
     def bucket_bytes(self) -> list[int]:
         """Bytes of gradients in each bucket, in launch order."""
@@ -546,12 +543,12 @@ class Reducer:
 
     def shadows(self) -> list[GradBucket]:
         """Zeros for every bucket, in launch order."""
-        return [reduction.shadow() for reduction in self._reductions]
+        return [reduction.shadow() for reduction in self._buckets.reductions]
 
     def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor]:
         """Takes part in one bucket's collective with nothing."""
         self._issued += 1
-        return self._reductions[bucket.index()].run_shadow(bucket)
+        return self._buckets.reductions[bucket.index()].run_shadow(bucket)
 
     def used_map(self, *, joined: bool) -> torch.Tensor:
         """int32 per parameter: on how many ranks it was used in the latest step; `joined`: zeros to take part with."""
@@ -584,15 +581,17 @@ class Reducer:
 
     def _arrive(self, index: int) -> None:
         """One parameter is ready, and with the first one all that are unused."""
+        step, buckets = self._step, self._buckets
+        if step.callbacks == 0:
+            step.clean = False  # a backward of which nobody has told us: no output of forward is its root
         now = time.perf_counter_ns() - self._base_ns
-        for one in self._step.arrive(index):
+        for one in step.arrive(index):
             self._ready_ns[one] = now
-            if self._streams.on_cuda and not self._streams_known:
-                self._streams.record(self._bucket_of[one], self._devices[one])
-        self._take(index)
+            if buckets.streams.on_cuda and not self._streams_known:
+                buckets.streams.record(buckets.bucket_of[one], self._devices[one])
 
     def _arrive_by_bucket(self, index: int) -> None:
-        """Only the parameters that complete a bucket are hooked."""
+        """Only the parameters that complete a bucket, and large ones, are hooked."""
         step = self._step
         if not step.from_outputs:
             self._hook_all()
@@ -602,18 +601,25 @@ class Reducer:
                 "is watched one by one again"
             )
         step.begun = True
-        self._take(index)
         bucket = self._completes.get(index)
         if bucket is not None:
-            self._arrive_if_whole(bucket)
+            members = self._buckets.reductions[bucket].members
+            if not any(parameter.grad is None for parameter in members.parameters):
+                step.arrive_whole(bucket, members.numbers)
 
-    def _arrive_if_whole(self, bucket: int) -> None:
-        members = self._reductions[bucket].members
-        if not any(parameter.grad is None for parameter in members.parameters):
-            self._step.arrive_whole(bucket, members.numbers)
+    def _adopt(self) -> bool:
+        """Makes ready what this step's backward has given a gradient unseen, in a step that began with none."""
+        late = [
+            index
+            for index, parameter in enumerate(self.parameters)
+            if not self._step.is_ready(index) and parameter.grad is not None
+        ]
+        for index in late:
+            self._arrive(index)
+        return bool(late)
 
     def _take(self, index: int) -> None:
-        reduction = self._reductions[self._bucket_of[index]]
+        reduction = self._buckets.reductions[self._buckets.bucket_of[index]]
         if index in reduction.early:
             with torch.no_grad():
                 reduction.take(index, self._divisor or float(self.communicator.size))
@@ -643,10 +649,7 @@ class Reducer:
                 step.clean = not any(parameter.grad is not None for parameter in self.parameters)
             if self._completes and (again or not step.clean):
                 if again:
-                    # One of several partial backwards. All was None before the first: what is there has arrived.
-                    for index, parameter in enumerate(self.parameters):
-                        if parameter.grad is not None and not step.is_ready(index):
-                            self._arrive(index)
+                    self._adopt()
                 self._hook_all()
             self._queue_end(step)
 
@@ -654,22 +657,20 @@ class Reducer:
         if self._completes:
             self._completes = {}
             self._clean_steps = 0
-            self._hooks.hook(range(len(self.parameters)))
+            self._hooks.hook_all()
 
     def _hook_few(self) -> None:
         """After a step with all hooks: keeps those that are needed, if the next steps can do with them."""
         step = self._step
-        steady = step.clean and not self.should_rebuild() and len(step.order) == len(self.parameters)
-        if not steady or self.find_unused_parameters or self._dtypes is None or self._hook_keeps_gradients:
-            self._clean_steps = 0 if not step.clean else self._clean_steps
+        never = self.find_unused_parameters or self._dtypes is None or self._maker.keeps_gradients
+        if never or self.should_rebuild() or len(step.order) != len(self.parameters):
             return
-        self._clean_steps += 1
+        self._clean_steps = self._clean_steps + 1 if step.clean else 0
         if self._clean_steps < _CLEAN_STEPS:
             return
-        last = {self._bucket_of[index]: index for index in step.order}
+        last = {self._buckets.bucket_of[index]: index for index in step.order}
         self._completes = {index: bucket for bucket, index in last.items()}
-        early = (index for reduction in self._reductions for index in reduction.early)
-        self._hooks.hook({*self._completes, *early})
+        self._hooks.hook({*self._completes, *self._buckets.early})
 
     def _queue_end(self, step: Step) -> None:
         task = torch._C._current_graph_task_id()
@@ -691,10 +692,8 @@ class Reducer:
             if self.static_graph and self._fires is None:
                 self._fires = list(self._counted)
                 step.make_all_ready()
-            elif self._completes:
-                for bucket in range(len(self._reductions)):
-                    if not step.bucket_is_ready(bucket):  # its members came in another order than before
-                        self._arrive_if_whole(bucket)
+            elif self._completes and not step.all_ready() and self._adopt():
+                self._hook_all()  # a bucket's members came in another order than before: it is learned again
             if not step.all_ready():
                 return
             self.times.backward_end = time.time_ns()
@@ -714,12 +713,12 @@ class Reducer:
                 )
         before = step.next_bucket
         while step.head_is_ready():
-            reduction = self._reductions[step.next_bucket]
+            reduction = self._buckets.reductions[step.next_bucket]
             step.next_bucket += 1
             members = reduction.members
             if self._passes_over(members):
                 continue
-            self._streams.wait_for_gradients(members.index, members.device)
+            self._buckets.streams.wait_for_gradients(members.index, members.device)
             with torch.no_grad():
                 reduction.launch(self._divisor or float(self.communicator.size))
             step.launched += 1
@@ -732,7 +731,7 @@ class Reducer:
         """Finishes every launched bucket in launch order; the step is done then."""
         step = self._step
         with torch.no_grad():
-            for reduction in self._reductions:
+            for reduction in self._buckets.reductions:
                 if not self._passes_over(reduction.members):
                     self._finish_one(reduction)
             if self._asks_for_used():
@@ -762,12 +761,12 @@ class Reducer:
         members = reduction.members
         untouched = self._untouched(members)
         check = not self.shares_parameters  # another reducer, of a nested wrapper, writes the same gradients
-        if isinstance(reduction, HookedReduction) or not self._streams.on_cuda:
+        if isinstance(reduction, HookedReduction) or not self._buckets.streams.on_cuda:
             # A hook's future makes the current stream wait for whatever the hook did.
             reduction.finish(untouched, check=check)
             return
         done = torch.cuda.Event()
-        with self._streams.beside(members.device):
+        with self._buckets.streams.beside(members.device):
             reduction.finish(untouched, check=check)
             done.record()
         if torch.cuda.is_current_stream_capturing():
@@ -879,42 +878,17 @@ class Reducer:
 
     def _lay(self, plan: Plan) -> None:
         """Builds the buckets of `plan`; the old ones are given up."""
-        packed = [reduction for reduction in self._reductions if isinstance(reduction, PackedReduction)]
-        self._allocations += sum(reduction.bucket.allocations for reduction in packed)
-        self.plan = plan
-        self._bucket_of = [0] * len(self.parameters)
-        self._bucket_sizes = [len(members) for members in plan]
-        self._reductions = []
-        for index, numbers in enumerate(plan):
-            for number in numbers:
-                self._bucket_of[number] = index
-            parameters = tuple(self.parameters[number] for number in numbers)
-            names = tuple(self.names[number] for number in numbers)
-            self._reductions.append(self._reduction(Members(index, numbers, parameters, names, index == len(plan) - 1)))
-        if self.state is not ReducerState.CLOSED and hasattr(self, "_hooks"):
-            self._hook_all()
-            self._clean_steps = _CLEAN_STEPS
-        self._streams = Streams(len(plan), self._devices[0])
+        self._allocations += self._buckets.wire_allocations()
+        self._buckets = BucketSet(plan, self._maker)
         self._streams_known = False
         self._checked_wires = False
+        self._hook_all()
+        self._clean_steps = _CLEAN_STEPS  # hooks go as soon as the new plan has been through one step
         self._step = self._new_step()
-
-    def _reduction(self, members: Members) -> Reduction:
-        state, hook = self._hook or (None, None)
-        communicator, as_views = self.communicator, self.gradient_as_bucket_view
-        if self.sparse[members.numbers[0]]:
-            return SparseReduction(members, communicator, state, hook)
-        if hook is not None:
-            timeout_s = communicator.timeout_s(members.device)
-            hooked = HookedReduction(members, state, hook, communicator.rank, timeout_s, as_views=as_views)
-            hooked.keeps_gradients = self._hook_keeps_gradients
-            return hooked
-        wire_dtype = self.config.wire_dtype(real_dtype(members.parameters[0].dtype))
-        return PackedReduction(members, communicator, wire_dtype, as_views=as_views)
 
     def _new_step(self, unused: Sequence[int] = ()) -> Step:
         fires = self._fires if self.static_graph else None
-        return Step(self._bucket_sizes, self._bucket_of, self.names, fires=fires, unused=unused)
+        return Step(self._buckets.sizes, self._buckets.bucket_of, self.names, fires=fires, unused=unused)
 
     def _new_used_map(self) -> UsedMap:
         self._used_settled = False

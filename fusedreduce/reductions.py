@@ -392,12 +392,21 @@ class HookedReduction:
         rank: for messages.
         timeout_s: how long its future may take.
         as_views: gradients become views of the buffer.
+        keeps_gradients: the hook writes `.grad` itself, or steps the optimizer: nothing is copied out.
     """
 
     early: frozenset[int] = frozenset()
 
     def __init__(
-        self, members: Members, state: object, hook: CommHook, rank: int, timeout_s: float, *, as_views: bool = False
+        self,
+        members: Members,
+        state: object,
+        hook: CommHook,
+        rank: int,
+        timeout_s: float,
+        *,
+        as_views: bool = False,
+        keeps_gradients: bool = False,
     ) -> None:
         self.members = members
         self._state = state
@@ -411,7 +420,7 @@ class HookedReduction:
         self._views: list[torch.Tensor] = []
         self._gradients: list[_View] = []
         self._future: torch.futures.Future[torch.Tensor] | None = None
-        self.keeps_gradients = False  # the hook steps the optimizer and owns .grad
+        self._keeps_gradients = keeps_gradients
 
     def take(self, number: int, divisor: float) -> None:
         """Never called: nothing is taken early."""
@@ -446,7 +455,7 @@ class HookedReduction:
         future, self._future = self._future, None
         assert future is not None and self._buffer is not None
         value = wait_future(future, self.members, self._rank, self._timeout_s)
-        if self.keeps_gradients:
+        if self._keeps_gradients:
             return
         numel = self._buffer.numel()
         if value.numel() != numel:

@@ -1,0 +1,102 @@
+"""BucketSet: the buckets of one plan, each with the reduction that serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .comm.protocol import Communicator
+from .config import ReduceConfig
+from .kernels import dispatch
+from .planning.plan import Plan
+from .reductions import CommHook, HookedReduction, Members, PackedReduction, Reduction, SparseReduction, real_dtype
+from .streams import Streams
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketMaker:
+    """What all buckets of a reducer have in common; makes the sets for its plans.
+
+    Args:
+        parameters: all of them.
+        names: theirs.
+        sparse: per parameter whether its gradient is sparse.
+        config: the wire.
+        as_views: gradients become views of their bucket.
+        communicator: the ranks.
+        hook: a comm hook and its state, in place of our own wire.
+        keeps_gradients: the hook writes `.grad` itself.
+    """
+
+    parameters: Sequence[torch.Tensor]
+    names: Sequence[str]
+    sparse: Sequence[bool]
+    config: ReduceConfig
+    as_views: bool
+    communicator: Communicator
+    hook: tuple[object, CommHook] | None = None
+    keeps_gradients: bool = False
+
+    def reduction(self, members: Members) -> Reduction:
+        """The reduction that fits a bucket's gradients."""
+        state, hook = self.hook or (None, None)
+        if self.sparse[members.numbers[0]]:
+            return SparseReduction(members, self.communicator, state, hook)
+        if hook is None:
+            wire_dtype = self.config.wire_dtype(real_dtype(members.parameters[0].dtype))
+            return PackedReduction(members, self.communicator, wire_dtype, as_views=self.as_views)
+        timeout_s = self.communicator.timeout_s(members.device)
+        rank = self.communicator.rank
+        return HookedReduction(
+            members, state, hook, rank, timeout_s, as_views=self.as_views, keeps_gradients=self.keeps_gradients
+        )
+
+
+class BucketSet:
+    """The buckets of `plan`, in launch order.
+
+    Args:
+        plan: parameter numbers by bucket.
+        maker: how to build them.
+    """
+
+    def __init__(self, plan: Plan, maker: BucketMaker) -> None:
+        self.plan = plan
+        self.bucket_of = [0] * len(maker.parameters)
+        self.sizes = [len(numbers) for numbers in plan]
+        self.reductions: list[Reduction] = []
+        for index, numbers in enumerate(plan):
+            for number in numbers:
+                self.bucket_of[number] = index
+            parameters = tuple(maker.parameters[number] for number in numbers)
+            names = tuple(maker.names[number] for number in numbers)
+            self.reductions.append(maker.reduction(Members(index, numbers, parameters, names, index == len(plan) - 1)))
+        self.streams = Streams(len(plan), maker.parameters[0].device)
+        self.early = frozenset(number for reduction in self.reductions for number in reduction.early)
+
+    def __len__(self) -> int:
+        """Number of buckets."""
+        return len(self.reductions)
+
+    def packed(self) -> list[PackedReduction]:
+        """Those on our own wire."""
+        return [reduction for reduction in self.reductions if isinstance(reduction, PackedReduction)]
+
+    def wire_allocations(self) -> int:
+        """Wire buffers allocated so far."""
+        return sum(one.bucket.allocations for one in self.packed())
+
+    def stats(self) -> dict[str, int | str]:
+        """The part of `Reducer.stats` that the buckets know."""
+        packed = self.packed()
+        buckets = [reduction.bucket for reduction in packed]
+        paths = [dispatch.path_for(one.device, (one.wire_dtype,), one.chunks.dtypes) for one in buckets[:1]]
+        return {
+            "buckets": len(self),
+            "wire_bytes": sum(one.wire_bytes for one in buckets),
+            "padding_bytes": sum(one.layout.padding_numel * one.wire_dtype.itemsize for one in buckets),
+            "restrided": sum(one.restrided for one in packed),
+            "path": paths[0] if paths else "none",
+        }
