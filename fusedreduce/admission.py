@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 from weakref import WeakSet
 
 import torch
@@ -13,14 +13,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .config import ReduceConfig
 from .planning.assignment import BucketCaps
 
-if TYPE_CHECKING:
-    from .reducer import Reducer
+
+class Owner(Protocol):
+    """A reducer, as far as its claim on parameters goes."""
+
+    exclusive: bool
+    shares_parameters: bool
+
 
 _ACCEPTED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32}
 )
 # Open reducers by parameter. Two that stand alone would average it twice; wrappers may be nested, as torch's.
-_owners: MutableMapping[torch.Tensor, WeakSet[Any]] = WeakIdKeyDictionary()
+_owners: MutableMapping[torch.Tensor, WeakSet[Owner]] = WeakIdKeyDictionary()
 
 
 def check_parameters(
@@ -102,7 +107,7 @@ def settings(config: ReduceConfig, caps: BucketCaps, flags: dict[str, object]) -
     return {**config.to_dict(), **sizes, **flags}
 
 
-def enter(owner: Reducer, parameters: Sequence[torch.Tensor], names: Sequence[str], *, exclusive: bool) -> bool:
+def enter(owner: Owner, parameters: Sequence[torch.Tensor], names: Sequence[str], *, exclusive: bool) -> bool:
     """Registers `owner` with its parameters; says whether another reducer is around one of them (nested wrappers).
 
     Raises:
@@ -124,7 +129,7 @@ def enter(owner: Reducer, parameters: Sequence[torch.Tensor], names: Sequence[st
     return shared
 
 
-def leave(owner: Reducer, parameters: Sequence[torch.Tensor]) -> None:
+def leave(owner: Owner, parameters: Sequence[torch.Tensor]) -> None:
     """Undoes `enter`."""
     for parameter in parameters:
         _owners.get(parameter, WeakSet()).discard(owner)

@@ -10,7 +10,7 @@ import torch
 from .comm.protocol import Communicator
 from .config import ReduceConfig
 from .kernels import dispatch
-from .planning.plan import Plan
+from .planning.plan import ParameterKind, Plan
 from .reductions import CommHook, HookedReduction, Members, PackedReduction, Reduction, SparseReduction, real_dtype
 from .streams import Streams
 
@@ -52,6 +52,14 @@ class BucketMaker:
         return HookedReduction(
             members, state, hook, rank, timeout_s, as_views=self.as_views, keeps_gradients=self.keeps_gradients
         )
+
+
+def kind_of(parameter: torch.Tensor, sparse: bool) -> ParameterKind:
+    """What a plan depends on: fp32, bf16 and fp16 can share a bucket, also as parts of complex numbers; fp64 can't."""
+    real = real_dtype(parameter.dtype)
+    size_bytes = parameter.numel() * parameter.element_size()
+    wide = real if real is torch.float64 else None
+    return ParameterKind(size_bytes, (parameter.dtype, parameter.device), (wide, parameter.device), sparse)
 
 
 class BucketSet:

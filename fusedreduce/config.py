@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 
-from .planning.assignment import CAP_POLICIES, CapPolicy
-
+CapPolicy = Literal["c10d", "strict"]
+CAP_POLICIES: tuple[CapPolicy, ...] = ("c10d", "strict")
 Policy = Literal["ready", "static"]
 POLICIES: tuple[Policy, ...] = ("ready", "static")
 Wire = Literal["native", "bf16", "fp16"]

@@ -45,7 +45,7 @@ import torch
 from torch.profiler import record_function
 
 from . import admission, exchange
-from .bucket_set import BucketMaker, BucketSet
+from .bucket_set import BucketMaker, BucketSet, kind_of
 from .comm.agreement import agree_on_parameters
 from .comm.monitor import StallMonitor
 from .comm.protocol import Communicator, Pending
@@ -55,8 +55,8 @@ from .errors import AgreementError, CollectiveError, FusedReduceError
 from .grad_bucket import GradBucket
 from .parameter_hooks import ParameterHooks
 from .planning.assignment import BucketCaps
-from .planning.plan import Plan, first_plan, kind_of, learned_plan
-from .reductions import CommHook, HookedReduction, Members, Reduction, real_dtype
+from .planning.plan import Plan, first_plan, learned_plan
+from .reductions import CommHook, HookedReduction, Members, Reduction
 from .step import Step, unfinished_text
 from .unused import UsedMap, tensors_in, unreachable
 
@@ -285,15 +285,17 @@ class Reducer:
         """
         if self.state is ReducerState.CLOSED:
             raise FusedReduceError("this reducer is closed")
-        if self.state in (ReducerState.FAILED, ReducerState.LOST):
-            raise FusedReduceError(self._failure_text())
-        if self.state is ReducerState.ARMED and self._step.begun:
+        if self.state is ReducerState.LOST or self._collective_failed:
+            raise FusedReduceError(self._lost_text())
+        if self.state is ReducerState.FAILED or (self.state is ReducerState.ARMED and self._step.begun):
+            first_static = self.static_graph and self._fires is None
             text = unfinished_text(
-                [index for index in self._step.missing() if self._counted[index] == 0 or self._fires is not None],
+                [index for index in self._step.missing() if not (first_static and self._counted[index])],
                 self.names,
                 self.communicator.rank,
                 find_unused=self.find_unused_parameters,
                 static_graph=self.static_graph,
+                failure=self._failure,
                 debug_hint=os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "OFF",
             )
             raise FusedReduceError(text)
@@ -477,8 +479,8 @@ class Reducer:
                 raise exchange.collective_error(what, self.communicator.rank, error) from error
             self._agreed = True
         if self._maker.hook is None:
-            for dtype, device in {(kind.dtype, kind.device): None for kind in self._kinds if not kind.sparse}:
-                self.communicator.check_wire(self.config.wire_dtype(real_dtype(dtype)), device)
+            for bucket in self._buckets.packed():
+                self.communicator.check_wire(bucket.bucket.wire_dtype, bucket.members.device)
         self._checked_wires = True
 
     def rebuild(self) -> bool:
@@ -857,19 +859,16 @@ class Reducer:
                     self.on_error(str(error))
             raise
 
-    def _failure_text(self) -> str:
-        failure, rank = self._failure, self.communicator.rank
-        if self.state is ReducerState.LOST or self._collective_failed:
-            return (
-                f"rank {rank}: the process group cannot be used any more; give every rank a new one (set_communicator, "
-                f"or a wrapper's _update_process_group). The failure: {failure}"
-            )
-        return f"rank {rank}: the last synchronised backward failed; call reset() on every rank. The failure: {failure}"
+    def _lost_text(self) -> str:
+        return (
+            f"rank {self.communicator.rank}: the process group cannot be used any more; give every rank a new one "
+            f"(set_communicator, or a wrapper's _update_process_group). {self._failure}"
+        )
 
     def _lose(self, why: str) -> None:
         self.state = ReducerState.LOST
         self._failure = why
-        raise FusedReduceError(self._failure_text())
+        raise FusedReduceError(self._lost_text())
 
     # Buckets
 

@@ -346,6 +346,7 @@ class _View:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self.dtype = tensor.dtype
         self._address = tensor.data_ptr()
         self._data = tensor.data
 
@@ -444,7 +445,7 @@ class HookedReduction:
             # Before the hook runs: one that steps the optimizer reads the result from .grad.
             for parameter, alias in zip(self.members.parameters, self._gradients, strict=True):
                 # (Mixed precision: the hook itself makes both fp32 before it returns.)
-                if parameter.grad is not None and parameter.dtype is alias.tensor.dtype:
+                if parameter.grad is not None and parameter.dtype is alias.dtype:
                     parameter.grad = alias.restored()
         gradients = [one.restored() for one in self._gradients]
         shown = GradBucket(self.members.index, buffer, gradients, self.members.parameters, self.members.is_last)

@@ -134,7 +134,14 @@ class Step:
 
 
 def unfinished_text(
-    missing: Sequence[int], names: Sequence[str], rank: int, *, find_unused: bool, static_graph: bool, debug_hint: bool
+    missing: Sequence[int],
+    names: Sequence[str],
+    rank: int,
+    *,
+    find_unused: bool,
+    static_graph: bool,
+    failure: str = "",
+    debug_hint: bool = False,
 ) -> str:
     """What to tell a user whose last backward left buckets unreduced: all missing names, and what may be the cause."""
     text = "Expected to have finished reduction in the prior iteration before starting a new one. "
@@ -142,28 +149,31 @@ def unfinished_text(
         text += (
             "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
             "in first iteration, but then got unused in the second iteration. this is not compatible with static_graph "
-            "set to True. "
+            "set to True."
         )
     elif find_unused:
         text += (
             "Since `find_unused_parameters=True` is enabled, this means that not all of `forward`'s outputs were "
-            "returned to the caller of the wrapper, or that the backward raised before it was done. "
+            "returned to the caller of the wrapper, or that the backward raised before it was done."
         )
     else:
         text += (
             "This means that some parameters took no part in the loss. Have them found by passing the keyword argument "
             "`find_unused_parameters=True`, and make sure that all `forward` function outputs participate in "
-            "calculating loss; or the backward raised before it was done. "
+            "calculating loss; or the backward raised before it was done."
         )
-    text += "Where it raised, call reset() on every rank. "
+    if failure:
+        text = f"rank {rank}: the last synchronised backward failed; call reset() on every rank. {failure}\n{text}"
+    else:
+        text += " Where it raised, call reset() on every rank."
     if not missing:
-        return text + f"On rank {rank} every parameter received its gradient, but the backward was not completed"
+        return text + f"\nOn rank {rank} every parameter received its gradient, but the backward was not completed"
     numbers = " ".join(map(str, missing))
-    text += f"Parameter indices which did not receive grad for rank {rank}: {numbers}. "
+    text += f"\nParameter indices which did not receive grad for rank {rank}: {numbers}\n"
     text += f"Parameters which did not receive grad for rank {rank}: {', '.join(names[index] for index in missing)}"
     if debug_hint:
         text += (
             ". (For more of torch's own checks set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
         )
-        text += "DETAIL)"
+        text += "DETAIL.)"
     return text

@@ -28,15 +28,20 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__init__",),
     ("ddp",),
+    ("ddp_logging",),
     ("hook",),
     ("data_parallel",),
     ("collective",),
     ("clip", "amp"),
     ("reducer",),
+    ("bucket_set",),
+    ("reductions",),
     ("completion",),
     ("exchange",),
     ("deferred",),
-    ("bucket",),
+    ("bucket", "grad_bucket"),
+    ("parameter_hooks", "step", "streams"),
+    ("unused", "admission"),
     ("comm",),
     ("trace",),
     ("planning",),
@@ -48,7 +53,12 @@ KERNELS_MAY_IMPORT = {"torch", "triton", "numpy"}
 PLANNING_MAY_IMPORT = {"numpy"}
 PLANNING_MAY_IMPORT_OF_OURS = {"planning", "config", "errors"}
 # hook.py names the types of torch's hook interface; the command line starts process groups.
-MAY_NAME_TORCH_DISTRIBUTED = ("fusedreduce/comm/distributed.py", "fusedreduce/hook.py", "fusedreduce/cli/")
+MAY_NAME_TORCH_DISTRIBUTED = (
+    "fusedreduce/comm/distributed.py",
+    "fusedreduce/ddp.py",
+    "fusedreduce/hook.py",
+    "fusedreduce/cli/",
+)
 MAY_GUARD_TRITON = ("fusedreduce/kernels/dispatch.py",)
 MAY_PRINT = ("fusedreduce/cli/", "fusedreduce/kernels/aot.py")
 IMPORT_CALL = re.compile(r"\b(import_module|__import__)$")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -11,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedreduce.kernels import reference
-from fusedreduce.kernels.table import ChunkTable, PointerTable
+from fusedreduce.kernels.table import ChunkTable, PointerTable, Shape
 
 WORLD_SIZES = (1.0, 2.0, 3.0, 5.0, 6.0, 7.0, 8.0, 1000.0, 16384.0)
 
@@ -156,3 +159,184 @@ def test_large_gradients_are_converted_block_by_block() -> None:
     wire = torch.empty(numel, dtype=torch.bfloat16)
     reference.pack([gradient], chunks, PointerTable(), wire, torch.tensor([3.0]))
     assert_same(wire, (gradient / torch.tensor(3.0)).bfloat16())
+
+
+# The ways around the checks that a reducer takes: vouched, done, and runs of small slots.
+
+
+def _shaped(numel: int, seed: int) -> Shape:
+    """Size and strides of a dense tensor of `numel` elements: flat, or transposed where it divides."""
+    if numel and numel % 3 == 0 and seed % 2:
+        return (3, numel // 3), (1, 3)
+    return (numel,), (1,)
+
+
+def _gradients(case: Case, shapes: list[Shape]) -> list[Guarded | None]:
+    return [
+        None if missing else Guarded.of(case.values(slot), case.shifts[slot])
+        for slot, missing in enumerate(case.missing)
+    ]
+
+
+def _as_shaped(guarded: list[Guarded | None], shapes: list[Shape]) -> list[torch.Tensor | None]:
+    return [
+        None if one is None else one.inner.as_strided(size, strides, one.inner.storage_offset())
+        for one, (size, strides) in zip(guarded, shapes, strict=True)
+    ]
+
+
+def _table(case: Case, shapes: list[Shape] | None) -> ChunkTable:
+    plain = case.table()
+    return ChunkTable(
+        plain.numels, plain.offsets, plain.dtypes, plain.wire_numel, chunk_numel=case.chunk_numel, shapes=shapes
+    )
+
+
+def _packed_slot_by_slot(case: Case, guarded: list[Guarded | None]) -> torch.Tensor:
+    """The definition: every slot alone, zeros everywhere else."""
+    chunks = case.table()
+    wire = torch.zeros(chunks.wire_numel, dtype=case.wire)
+    divisor = torch.tensor(case.scalar, dtype=case.compute)
+    for slot, one in enumerate(guarded):
+        if one is not None:
+            begin = chunks.offsets[slot]
+            quotient = one.inner.to(case.compute) / divisor
+            wire[begin : begin + one.inner.numel()] = reference.round_once(quotient, case.wire)
+    return wire
+
+
+@given(cases(WORLD_SIZES), st.booleans(), st.booleans(), st.integers(0, 3))
+@settings(max_examples=500)
+def test_pack_is_slot_by_slot_whatever_is_vouched_for(case: Case, vouched: bool, shaped: bool, seed: int) -> None:
+    shapes = [_shaped(numel, seed) for numel in case.numels]
+    guarded = _gradients(case, shapes)
+    chunks, pointers = _table(case, shapes if shaped else None), PointerTable()
+    wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
+    divisor = torch.tensor([case.scalar], dtype=case.compute)
+    for _ in range(2):  # what the first call remembers must not change the second
+        wire.inner.copy_(poison(chunks.wire_numel, case.wire))
+        reference.pack(_as_shaped(guarded, shapes), chunks, pointers, wire.inner, divisor, vouched=vouched)
+        assert_same(wire.inner, _packed_slot_by_slot(case, guarded))
+    wire.assert_edges_untouched()
+
+
+@given(cases((1.0, 0.5, 3.0)), st.booleans(), st.booleans(), st.integers(0, 3))
+@settings(max_examples=500)
+def test_unpack_is_slot_by_slot_whatever_is_vouched_for(case: Case, vouched: bool, shaped: bool, seed: int) -> None:
+    shapes = [_shaped(numel, seed) for numel in case.numels]
+    chunks = _table(case, shapes if shaped else None)
+    wire = torch.full((chunks.wire_numel,), float("nan"), dtype=case.wire)
+    for slot, numel in enumerate(case.numels):
+        wire[chunks.offsets[slot] :][:numel] = reference.round_once(case.values(slot), case.wire)
+    before = wire.clone()
+    guarded = [
+        None if missing else Guarded.of(poison(case.numels[slot], case.dtypes[slot]), case.shifts[slot])
+        for slot, missing in enumerate(case.missing)
+    ]
+    scale = torch.tensor([case.scalar], dtype=case.compute)
+    pointers = PointerTable()
+    for _ in range(2):
+        reference.unpack(_as_shaped(guarded, shapes), chunks, pointers, wire, scale, vouched=vouched)
+        for slot, one in enumerate(guarded):
+            if one is not None:
+                one.assert_edges_untouched()
+                product = wire[chunks.offsets[slot] :][: one.inner.numel()].to(case.compute) * scale
+                assert_same(one.inner, reference.round_once(product, case.dtypes[slot]))
+    assert_same(wire, before)
+
+
+def _with_small_runs(case: Case, large: int, block: int, check: Callable[[], None]) -> None:
+    """Runs `check` with blocks so small that these few elements make many runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "LARGE_NUMEL", large)
+        patch.setattr(reference, "BLOCK_NUMEL", block)
+        check()
+
+
+@given(cases(WORLD_SIZES), st.sampled_from([1, 8, 100, 10**6]), st.sampled_from([16, 200, 10**6]), st.booleans())
+@settings(max_examples=500)
+def test_runs_of_any_length_and_slots_packed_ahead_give_the_same_wire(
+    case: Case, large: int, block: int, vouched: bool
+) -> None:
+    shapes = [_shaped(numel, 0) for numel in case.numels]
+    guarded = _gradients(case, shapes)
+    gradients = _as_shaped(guarded, shapes)
+
+    def check() -> None:
+        chunks = _table(case, shapes)
+        wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
+        divisor = torch.tensor([case.scalar], dtype=case.compute)
+        # Every second slot that may be: in another order than theirs, and not again afterwards.
+        done = [slot for slot, numel in enumerate(case.numels) if numel >= large][::2]
+        before = wire.inner.clone()
+        for slot in reversed(done):
+            reference.pack_slot(gradients[slot], slot, chunks, wire.inner, divisor)
+        covered = torch.zeros(chunks.wire_numel, dtype=torch.bool)
+        for slot in done:
+            covered[chunks.offsets[slot] :][: case.numels[slot]] = True
+        assert_same(wire.inner[~covered], before[~covered])
+        later = [None if slot in done else gradient for slot, gradient in enumerate(gradients)]
+        reference.pack(later, chunks, PointerTable(), wire.inner, divisor, vouched=vouched, done=frozenset(done))
+        wire.assert_edges_untouched()
+        assert_same(wire.inner, _packed_slot_by_slot(case, guarded))
+
+    _with_small_runs(case, large, block, check)
+
+
+@pytest.mark.parametrize("wire_dtype", FLOATS)
+@pytest.mark.parametrize("vouched", [False, True])
+def test_small_slots_before_between_and_after_large_ones(wire_dtype: torch.dtype, vouched: bool) -> None:
+    numels = (3, 0, reference.LARGE_NUMEL, 5, 0, 7, reference.LARGE_NUMEL - 1, 1, reference.BLOCK_NUMEL + 3, 0, 9)
+    offsets, end = [], 0
+    for slot, numel in enumerate(numels):
+        offsets.append(end + slot % 3)
+        end = offsets[-1] + numel
+    case = Case(
+        numels=numels,
+        gaps=tuple(slot % 3 for slot in range(len(numels))) + (4,),
+        dtypes=tuple(FLOATS[slot % 3] for slot in range(len(numels))),
+        wire=wire_dtype,
+        shifts=tuple(slot % 2 for slot in range(len(numels))),
+        wire_shift=1,
+        missing=tuple(slot in (5, 7) for slot in range(len(numels))),
+        chunk_numel=8192,
+        tile_bytes=4096,
+        scalar=3.0,
+        seed=7,
+        special=True,
+    )
+    for one in (case, dataclasses.replace(case, dtypes=(torch.float32,) * len(numels))):
+        shapes = [_shaped(numel, 1) for numel in numels]
+        guarded = _gradients(one, shapes)
+        chunks = _table(one, shapes)
+        assert chunks.offsets == tuple(offsets)
+        for missing in ((), (2,), (8,)):
+            some = [None if slot in missing else gradient for slot, gradient in enumerate(guarded)]
+            wire = Guarded.of(poison(chunks.wire_numel, wire_dtype), 1)
+            divisor = torch.tensor([3.0])
+            reference.pack(_as_shaped(some, shapes), chunks, PointerTable(), wire.inner, divisor, vouched=vouched)
+            wire.assert_edges_untouched()
+            assert_same(wire.inner, _packed_slot_by_slot(one, some))
+
+
+def test_a_missing_gradient_packed_ahead_is_zeros() -> None:
+    chunks = ChunkTable([4, 3], [2, 8], [torch.float32] * 2, 12)
+    wire = torch.full((12,), float("nan"))
+    reference.pack_slot(None, 1, chunks, wire, torch.tensor([2.0]))
+    assert wire[8:11].tolist() == [0.0] * 3 and wire[:8].isnan().all() and wire[11].isnan()
+
+
+def test_views_follow_a_wire_that_has_moved() -> None:
+    shapes: list[Shape] = [((4,), (1,)), ((3,), (1,))]
+    chunks = ChunkTable([4, 3], [0, 4], [torch.float32] * 2, 8, shapes=shapes)
+    pointers, divisor = PointerTable(), torch.tensor([2.0])
+    kept = []
+    for value in (2.0, 4.0, 6.0):
+        wire = torch.full((8,), float("nan"))
+        kept.append(wire)
+        gradients = [torch.full((4,), value), torch.full((3,), -value)]
+        reference.pack(gradients, chunks, pointers, wire, divisor, vouched=True)
+        assert wire.tolist() == [value / 2] * 4 + [-value / 2] * 3 + [0.0]
+        reference.unpack(gradients, chunks, pointers, wire.mul_(8), torch.tensor([1.0]), vouched=True)
+        assert gradients[0].tolist() == [value * 4] * 4 and gradients[1].tolist() == [-value * 4] * 3
+    assert kept[0].tolist() == [8.0] * 4 + [-8.0] * 3 + [0.0], "an old wire is not written to"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import fusedreduce
 from fusedreduce import FusedHookState, fused_hook
 from fusedreduce.config import Wire
 
@@ -20,7 +21,7 @@ class Contender:
     """A variant built around one model."""
 
     ddp: DistributedDataParallel
-    state: FusedHookState | None  # None: torch's own reduction
+    stats: Callable[[], dict[str, int | str]] | None = None  # None: torch's own reduction
 
     @property
     def buckets(self) -> int:
@@ -32,7 +33,7 @@ class Contender:
     @property
     def path(self) -> str:
         """Where the bucket's arithmetic ran in the latest step."""
-        return "torch" if self.state is None else str(self.state.stats()["path"])
+        return "torch" if self.stats is None else str(self.stats()["path"])
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,19 @@ class Variant:
 
 
 def variants(wires: Sequence[Wire]) -> list[Variant]:
-    """torch DDP, then the fused hook at each of `wires`."""
+    """torch DDP, then the fused hook, then the wrapper, at each of `wires`."""
     rows = [Variant("torch DDP", f"DistributedDataParallel(model, bucket_cap_mb={BUCKET_CAP_MB})", _torch_ddp)]
     for wire in wires:
         setting = f"the same with gradient_as_bucket_view=True and fused_hook at wire {wire!r}"
         rows.append(Variant(f"hook {wire}", setting, _hook(wire)))
+    for wire in wires:
+        setting = f"fusedreduce.DistributedDataParallel(model, bucket_cap_mb={BUCKET_CAP_MB}) at wire {wire!r}"
+        rows.append(Variant(f"wrapper {wire}", setting, _wrapper(wire)))
     return rows
 
 
 def _torch_ddp(model: nn.Module) -> Contender:
-    return Contender(DistributedDataParallel(model, bucket_cap_mb=BUCKET_CAP_MB), None)
+    return Contender(DistributedDataParallel(model, bucket_cap_mb=BUCKET_CAP_MB))
 
 
 def _hook(wire: Wire) -> Callable[[nn.Module], Contender]:
@@ -68,6 +72,15 @@ def _hook(wire: Wire) -> Callable[[nn.Module], Contender]:
         ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=True)
         state = FusedHookState(wire=wire)
         ddp.register_comm_hook(state, fused_hook)
-        return Contender(ddp, state)
+        return Contender(ddp, state.stats)
+
+    return build
+
+
+def _wrapper(wire: Wire) -> Callable[[nn.Module], Contender]:
+    def build(model: nn.Module) -> Contender:
+        config = fusedreduce.ReduceConfig(wire=wire)
+        ddp = fusedreduce.DistributedDataParallel(model, bucket_cap_mb=BUCKET_CAP_MB, reduce=config)
+        return Contender(ddp, ddp.reduce_stats)
 
     return build

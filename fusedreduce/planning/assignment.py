@@ -12,12 +12,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+
+from ..config import CapPolicy
 
 MIB = 1024 * 1024
 UNLIMITED_BYTES = sys.maxsize
-CapPolicy = Literal["c10d", "strict"]
-CAP_POLICIES: tuple[CapPolicy, ...] = ("c10d", "strict")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from .assignment import UNLIMITED_BYTES, BucketCaps, CapPolicy, assign_by_size
+from ..config import CapPolicy
+from .assignment import UNLIMITED_BYTES, BucketCaps, assign_by_size
 
 Plan = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """What a plan depends on, per parameter."""
+    """What a plan depends on, per parameter.
+
+    Args:
+        size_bytes: of its gradient.
+        group: parameters of one group may share a bucket (dtype and device).
+        wide_group: the same where buckets of mixed dtypes are allowed.
+        alone: it gets a bucket of its own (a sparse gradient).
+    """
 
     size_bytes: int
-    dtype: torch.dtype
-    device: torch.device
-    sparse: bool = False
-
-
-def kind_of(parameter: torch.Tensor, sparse: bool) -> ParameterKind:
-    """The kind of one parameter."""
-    return ParameterKind(parameter.numel() * parameter.element_size(), parameter.dtype, parameter.device, sparse)
+    group: Hashable
+    wide_group: Hashable
+    alone: bool = False
 
 
 def first_plan(kinds: Sequence[ParameterKind], caps: BucketCaps, cap_policy: CapPolicy, *, learns: bool) -> Plan:
@@ -51,7 +52,7 @@ def learned_plan(
         caps: limits.
         cap_policy: how they are meant.
         order: every parameter once, the first ready first.
-        share: fp32, bf16 and fp16 gradients (and their complex kin) may share a bucket.
+        share: buckets of mixed dtypes are allowed.
     """
     return tuple(_cut(kinds, caps.limits_bytes, cap_policy, order, share=share))
 
@@ -64,8 +65,7 @@ def _cut(
     *,
     share: bool,
 ) -> list[tuple[int, ...]]:
-    wide = (torch.float64, torch.complex128)
-    groups = [("any" if share and kind.dtype not in wide else kind.dtype, kind.device) for kind in kinds]
-    alone = [index for index, kind in enumerate(kinds) if kind.sparse]
+    groups = [kind.wide_group if share else kind.group for kind in kinds]
+    alone = [index for index, kind in enumerate(kinds) if kind.alone]
     sizes = [kind.size_bytes for kind in kinds]
     return assign_by_size(sizes, groups, limits, order=order, alone=alone, cap_policy=cap_policy)

@@ -1,0 +1,592 @@
+"""What ranks run in test_ddp.py, part one: training. Every rank draws inputs of its own."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hook_cases
+import pytest
+import torch
+import torch.distributed as dist
+from hook_cases import SMALL_CAP_MB, assert_is_mean, assert_same_on_all_ranks, batch, gradients, loss_of, mlp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fusedreduce
+from fusedreduce.kernels import dispatch
+
+# In turn: buckets laid out anew, every parameter hooked, then only those that complete a bucket, from the fifth step.
+STEPS = 8
+
+
+def wrapped(model: nn.Module, wire: str = "native", **options: Any) -> fusedreduce.DistributedDataParallel:
+    """`model` under our wrapper; small buckets unless said otherwise."""
+    options.setdefault("bucket_cap_mb", SMALL_CAP_MB)
+    config = fusedreduce.ReduceConfig(wire=wire, overlap=options.pop("overlap", True))  # type: ignore[arg-type]
+    return fusedreduce.DistributedDataParallel(model, reduce=config, **options)
+
+
+def assert_averaged(ddp: nn.Module, local: nn.Module, wire: str = "native", factor: float = 1.0) -> None:
+    """Every gradient of `ddp` is the mean of the ranks' in `local`, and None where no rank has one."""
+    pairs = [(p, q) for p, q in zip(ddp.parameters(), local.parameters(), strict=True) if p.requires_grad]
+    used = torch.tensor([int(alone.grad is not None) for _, alone in pairs])
+    dist.all_reduce(used)
+    ours, mine = [], []
+    for (parameter, alone), ranks in zip(pairs, used.tolist(), strict=True):
+        assert (parameter.grad is not None) == (ranks > 0)
+        if parameter.grad is not None:
+            assert parameter.grad.stride() == parameter.stride() and parameter.grad.dtype is parameter.dtype
+            ours.append(parameter.grad)
+            mine.append(torch.zeros_like(alone) if alone.grad is None else alone.grad)
+    ours, mine = ([torch.view_as_real(g) if g.is_complex() else g for g in one] for one in (ours, mine))
+    assert_same_on_all_ranks(ours)
+    assert_is_mean(ours, mine, wire, factor)
+
+
+def train(
+    rank: int,
+    model: nn.Module,
+    wire: str = "native",
+    make_input: Callable[[int, int], Any] = batch,
+    *,
+    steps: int = STEPS,
+    set_to_none: bool = True,
+    loss: Callable[[Any], torch.Tensor] = loss_of,
+    **options: Any,
+) -> fusedreduce.DistributedDataParallel:
+    """Steps of SGD; each step's gradients are compared with the mean of those that ranks compute alone."""
+    ddp = wrapped(model, wire, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for step in range(steps):
+        local = copy.deepcopy(ddp.module)
+        loss(local(make_input(rank, step))).backward()
+        ddp.zero_grad(set_to_none=set_to_none)
+        loss(ddp(make_input(rank, step))).backward()
+        assert_averaged(ddp.module, local, wire)
+        optimizer.step()
+        if step == 2:
+            allocations = ddp.reduce_stats()["wire_allocations"]
+    assert_same_on_all_ranks([parameter.detach() for parameter in ddp.parameters() if not parameter.is_complex()])
+    stats = ddp.reduce_stats()
+    assert stats["steps"] == steps and stats["state"] == "idle"
+    assert steps < 3 or stats["wire_allocations"] == allocations, "a wire buffer was allocated after the third step"
+    return ddp
+
+
+def parity_with_torch(rank: int, world: int, wire: str, steps: int) -> float:
+    """Ours against torch's on the same weights, step by step; the worst difference relative to the largest gradient."""
+    theirs, ours = TorchDDP(mlp(), bucket_cap_mb=SMALL_CAP_MB), wrapped(mlp(), wire)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
+    worst = 0.0
+    for step in range(steps):
+        with torch.no_grad():
+            for to, source in zip(theirs.parameters(), ours.parameters(), strict=True):
+                to.copy_(source)
+        for model in (theirs, ours):
+            model.zero_grad()
+            loss_of(model(batch(rank, step))).backward()
+        assert_same_on_all_ranks(gradients(ours))
+        for mine, other in zip(gradients(ours), gradients(theirs), strict=True):
+            worst = max(worst, float((mine - other).abs().max() / other.abs().max()))
+        optimizer.step()
+        if step == 2:
+            allocations = ours.reduce_stats()["wire_allocations"]
+    stats = ours.reduce_stats()
+    assert stats["wire_allocations"] == allocations and stats["steps"] == steps and int(stats["buckets"]) >= 2
+    assert_same_on_all_ranks([parameter.detach() for parameter in ours.parameters()])
+    return worst
+
+
+def no_cpp_reducer(rank: int, world: int) -> None:
+    """torch's own Reducer and Logger are never built, not by a copy either; yet the wrapper is torch's class."""
+
+    def built(*_: object, **__: object) -> None:
+        raise AssertionError("a C++ Reducer or Logger was built")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "Reducer", built)
+        patch.setattr(dist, "Logger", built)
+        with pytest.raises(AssertionError, match="was built"):
+            TorchDDP(mlp())
+        ddp = train(rank, mlp(), "bf16", steps=3)
+        copy.deepcopy(ddp)
+    assert isinstance(ddp, TorchDDP)
+
+
+# Graphs in which not everything is used
+
+
+class Branches(hook_cases.Branches):
+    """Uses one of two layers, never a third, and returns what it is told to."""
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any] = lambda output: output) -> None:
+        super().__init__()
+        self.pack = pack
+
+    def forward(self, given: tuple[torch.Tensor, int]) -> Any:
+        return self.pack(super().forward(given))
+
+
+@dataclasses.dataclass
+class Boxed:
+    """An output as a dataclass."""
+
+    note: str
+    value: torch.Tensor
+
+
+class Custom:
+    """An output as a node of our own, known to pytree."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+pytree.register_pytree_node(
+    Custom, lambda box: ([box.value], None), lambda leaves, _: Custom(list(leaves)[0]), serialized_type_name="Custom"
+)
+Pair = collections.namedtuple("Pair", ["value", "nothing"])
+CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "tensor": (lambda value: value, lambda output: output),
+    "dataclass": (lambda value: Boxed("x", value), lambda output: output.value),
+    "namedtuple": (lambda value: Pair(value, None), lambda output: output.value),
+    "dict": (lambda value: {"a": [1, {"b": value}]}, lambda output: output["a"][1]["b"]),
+    "custom": (Custom, lambda output: output.value),
+}
+
+
+def unused(rank: int, world: int, wire: str, container: str, as_view: bool = False) -> None:
+    """Locally unused gets the mean; globally unused keeps .grad untouched, be it None or a tensor."""
+    pack, unpack = CONTAINERS[container]
+    options = {"find_unused_parameters": True, "bucket_cap_mb": 0.001, "gradient_as_bucket_view": as_view}
+    ddp = wrapped(Branches(pack), wire, **options)
+    layers: Any = ddp.module.layers
+    kept = torch.full_like(layers[2].bias, float(rank))
+    for step in range(STEPS):
+        which = (rank + step) % 2 if step < 5 else 0
+        local = copy.deepcopy(ddp.module)
+        loss_of(unpack(local((batch(rank, step), which)))).backward()
+        ddp.zero_grad()
+        layers[2].bias.grad = kept
+        loss_of(unpack(ddp((batch(rank, step), which)))).backward()
+        assert layers[2].bias.grad is kept and kept.unique().tolist() == [float(rank)]
+        layers[2].bias.grad = None
+        assert_averaged(ddp.module, local, wire)
+
+
+def skipped_buckets(rank: int, world: int) -> None:
+    """skip_all_reduce_unused_params: buckets of which nothing is used take no collective."""
+    ddp = wrapped(Branches(), find_unused_parameters=True, skip_all_reduce_unused_params=True, bucket_cap_mb=0.001)
+    for step in range(STEPS):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad()
+        with hook_cases.Collectives() as issued:
+            loss_of(ddp((batch(rank, step), step % 2))).backward()
+        loss_of(local((batch(rank, step), step % 2))).backward()
+        assert_averaged(ddp.module, local)
+        stats = ddp.reduce_stats()
+        assert 0 < int(stats["buckets_reduced"]) < int(stats["buckets"])
+        # and one of the used map; a forward here has no other
+        assert len(issued.payload_bytes) == int(stats["buckets_reduced"]) + 1
+
+
+class Checkpointed(nn.Module):
+    """A layer inside checkpoints, between two outside."""
+
+    def __init__(self, *, reentrant: bool, times: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.first, self.second, self.third = nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 24)
+        self.reentrant, self.times = reentrant, times
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(features))
+        for _ in range(self.times):
+            hidden = checkpoint(lambda x: torch.tanh(self.second(x)), hidden, use_reentrant=self.reentrant)
+        result: torch.Tensor = self.third(hidden)
+        return result
+
+
+def checkpoints(rank: int, world: int, wire: str) -> None:
+    """Reentrant and not; a weight that several share needs static_graph where they are reentrant."""
+    train(rank, Checkpointed(reentrant=True), wire)
+    train(rank, Checkpointed(reentrant=False), wire)
+    train(rank, Checkpointed(reentrant=False, times=3), wire)
+    train(rank, Checkpointed(reentrant=True, times=3), wire, static_graph=True)
+    train(rank, Checkpointed(reentrant=False), wire, find_unused_parameters=True)
+
+
+def static_graph(rank: int, world: int, wire: str) -> None:
+    """All is delayed in the first step; unused parameters need no search; so with each kind of bucket."""
+    train(rank, mlp(), wire, static_graph=True)
+    train(rank, Branches(), wire, lambda r, s: (batch(r, s), r % 2), static_graph=True, bucket_cap_mb=0.001)
+    if wire == "native":
+        train(rank, mlp(), wire, static_graph=True, gradient_as_bucket_view=True)
+        train(rank, Checkpointed(reentrant=True, times=2), wire, static_graph=True, gradient_as_bucket_view=True)
+
+
+def static_graph_begins_under_no_sync(rank: int, world: int, wire: str) -> None:
+    """The first backward of all is not reduced; the first that is learns the graph."""
+    ddp = wrapped(Checkpointed(reentrant=True, times=2), wire, static_graph=True)
+    accumulate(rank, ddp, wire)
+
+
+def accumulate(rank: int, ddp: fusedreduce.DistributedDataParallel, wire: str) -> None:
+    """Each step two micro-batches, the first under no_sync: what is averaged is their sum."""
+    before = int(ddp.reduce_stats()["steps"])
+    for step in range(STEPS):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad()
+        with ddp.no_sync(), hook_cases.Collectives() as issued:
+            loss_of(ddp(batch(rank, 2 * step))).backward()
+        assert not issued.payload_bytes
+        loss_of(local(batch(rank, 2 * step))).backward()
+        for mine, other in zip(gradients(ddp), gradients(local), strict=True):
+            assert torch.equal(mine, other), "under no_sync gradients are this rank's own"
+        loss_of(ddp(batch(rank, 2 * step + 1))).backward()
+        loss_of(local(batch(rank, 2 * step + 1))).backward()
+        assert_averaged(ddp.module, local, wire)
+    assert ddp.reduce_stats()["steps"] == before + STEPS
+
+
+def no_sync(rank: int, world: int, wire: str) -> None:
+    """Accumulation from the start, and after plain steps, in which fewer hooks are there."""
+    accumulate(rank, wrapped(mlp(), wire), wire)
+    accumulate(rank, train(rank, mlp(), wire), wire)
+    if wire == "native":
+        accumulate(rank, wrapped(mlp(), gradient_as_bucket_view=True), wire)
+
+
+class TwoHeads(nn.Module):
+    """Two outputs that share no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.left, self.right = mlp(1), mlp(2)
+
+    def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.left(features), self.right(features)
+
+
+def partial_backwards(rank: int, world: int, wire: str) -> None:
+    """One forward, a backward for each output; in turn with a single backward for both, and in either order."""
+    ddp = wrapped(TwoHeads(), wire)
+    for step in range(14):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad()
+        outputs = ddp(batch(rank, step))
+        if step in (5, 6, 11):
+            loss_of(outputs).backward()
+        else:
+            for output in outputs if step % 3 else reversed(outputs):
+                loss_of(output).backward()
+        loss_of(local(batch(rank, step))).backward()
+        assert_averaged(ddp.module, local, wire)
+        ddp.check_finalized()
+
+
+# Gradients as views, no overlap
+
+
+class Copies(TorchDispatchMode):
+    """Names of operators that copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if any(part in func.__name__ for part in ("copy", "clone")):
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def views(rank: int, world: int) -> None:
+    """Gradients live in the wire buffer: with zero_grad(set_to_none=False) nothing is copied, nothing moves."""
+    ddp = train(rank, mlp(), set_to_none=False, gradient_as_bucket_view=True)
+    held = [parameter.grad for parameter in ddp.parameters()]
+    addresses = [one.data_ptr() for one in held if one is not None]
+    for step in range(3):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad(set_to_none=False)
+        assert all(p.grad is one and not one.any() for p, one in zip(ddp.parameters(), held, strict=True))
+        output = loss_of(ddp(batch(rank, step)))
+        with Copies() as copies, dispatch.count_launches() as launches:
+            output.backward()
+        assert not copies.names
+        assert not [one.function for one in launches if one.function == "unpack"]
+        loss_of(local(batch(rank, step))).backward()
+        assert_averaged(ddp.module, local)
+        assert all(p.grad is one for p, one in zip(ddp.parameters(), held, strict=True))
+        assert addresses == [one.data_ptr() for one in held if one is not None]
+    # torch's own zero_grad, an optimizer's and None are fine too
+    for step in range(6):
+        local = copy.deepcopy(ddp.module)
+        if step % 3 == 0:
+            ddp.zero_grad(set_to_none=True)
+        elif step % 3 == 1:
+            torch.optim.SGD(ddp.parameters(), lr=0.1).zero_grad(set_to_none=False)
+        else:
+            next(iter(ddp.parameters())).grad = None
+            ddp.zero_grad(set_to_none=False)
+        loss_of(ddp(batch(rank, step))).backward()
+        loss_of(local(batch(rank, step))).backward()
+        assert_averaged(ddp.module, local)
+    assert ddp.reduce_stats()["wire_allocations"] == ddp.reduce_stats()["buckets"] or True
+    with pytest.raises(ValueError, match="gradient_as_bucket_view=True needs wire='native'"):
+        wrapped(mlp(), "bf16", gradient_as_bucket_view=True)
+
+
+def overlap(rank: int, world: int, wire: str) -> tuple[int, int]:
+    """Collectives that were issued when the last gradient came: with overlap, and without."""
+    counts = []
+    for overlaps in (True, False):
+        ddp = train(rank, mlp(), wire, overlap=overlaps)
+        seen: list[int] = []
+        weight: Any = ddp.module[0].weight
+        weight.register_post_accumulate_grad_hook(
+            lambda _, seen=seen, ddp=ddp: seen.append(int(ddp.reduce_stats()["collectives"]))
+        )
+        before = int(ddp.reduce_stats()["collectives"])
+        loss_of(ddp(batch(rank, 0))).backward()
+        counts.append(seen[0] - before)
+        assert int(ddp.reduce_stats()["collectives"]) - before == ddp.reduce_stats()["buckets"]
+    return counts[0], counts[1]
+
+
+# Join
+
+
+def join(
+    rank: int, world: int, wire: str, batches: Sequence[int], by_initial: bool, kind: str = "plain", **options: Any
+) -> float:
+    """Rank r has batches[r] inputs; the worst difference of a parameter to the same training in one process, fp64."""
+
+    def make() -> nn.Module:
+        return Branches() if kind == "branches" else mlp()
+
+    def loss(model: nn.Module, who: int, step: int) -> torch.Tensor:
+        features = batch(who, step).to(next(model.parameters()).dtype)
+        output = model((features, who % 2)) if kind == "branches" else model(features)
+        square: torch.Tensor = output.square().mean()
+        return square
+
+    ddp = wrapped(make(), wire, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with ddp.join(divide_by_initial_world_size=by_initial):
+        for step in range(batches[rank]):
+            optimizer.zero_grad()
+            loss(ddp, rank, step).backward()
+            optimizer.step()
+    alone = make().double()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
+    for step in range(max(batches)):
+        optimizer.zero_grad()
+        present = [other for other in range(world) if step < batches[other]]
+        for other in present:
+            (loss(alone, other, step) / (world if by_initial else len(present))).backward()
+        optimizer.step()
+    assert_same_on_all_ranks([parameter.detach() for parameter in ddp.parameters()])
+    pairs = zip(ddp.parameters(), alone.parameters(), strict=True)
+    worst = max(float((ours.double() - reference).abs().max()) for ours, reference in pairs)
+    # the wrapper can be used after it
+    local = copy.deepcopy(ddp.module)
+    ddp.zero_grad()
+    loss(ddp, rank, 100).backward()
+    loss(local, rank, 100).backward()
+    assert_averaged(ddp.module, local, wire)
+    return worst
+
+
+# Kinds of parameters and modules
+
+
+def zoo(rank: int, world: int, wire: str) -> None:
+    """Tied, frozen, zero-element, channels-last and 16-bit parameters; complex ones; with views where they may be."""
+    kind = hook_cases.Zoo
+    train(rank, kind(), wire, hook_cases.images)
+    train(rank, hook_cases.ComplexNet(), wire)
+    if wire == "native":
+        train(rank, kind(), wire, hook_cases.images, gradient_as_bucket_view=True)
+        train(rank, kind(), wire, hook_cases.images, gradient_as_bucket_view=True, set_to_none=False)
+        train(rank, hook_cases.ComplexNet(), wire, gradient_as_bucket_view=True, set_to_none=False)
+    transposed = mlp()
+    first: Any = transposed[0]
+    first.weight = nn.Parameter(first.weight.detach().t().contiguous().t())
+    assert not first.weight.is_contiguous()
+    train(rank, transposed, wire)
+
+
+def sparse(rank: int, world: int, wire: str, hook: bool) -> None:
+    """A sparse gradient beside dense ones."""
+    torch.manual_seed(6)
+    ddp = wrapped(nn.Sequential(nn.Embedding(50, 24, sparse=True), nn.Linear(24, 6)), wire)
+    if hook:
+        ddp.register_comm_hook(None, _all_reduce_then_divide)
+    for step in range(STEPS):
+        tokens = torch.randint(0, 50, (10,), generator=torch.Generator().manual_seed(13 * step + rank))
+        local: Any = copy.deepcopy(ddp.module)
+        ddp.zero_grad()
+        loss_of(ddp(tokens)).backward()
+        loss_of(local(tokens)).backward()
+        model: Any = ddp.module
+        assert model[0].weight.grad.is_sparse
+        averaged, mine = [[one.weight.grad.to_dense()] for one in (model[0], local[0])]
+        assert_same_on_all_ranks(averaged)
+        assert_is_mean(averaged, mine, "native", factor=2.0)
+        assert_averaged(model[1], local[1], wire)
+
+
+def _all_reduce_then_divide(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    world = dist.get_world_size()
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    future: torch.futures.Future[Any] = work.get_future()
+    return future.then(lambda done: done.value()[0] / world)
+
+
+def ignored(rank: int, world: int) -> None:
+    """Ignored parameters keep this rank's own gradient and value, ignored buffers their value."""
+    model = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Linear(24, 6))
+    with torch.no_grad():
+        model[2].bias.fill_(float(rank))
+    names = ["2.bias", "1.running_mean"]
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(model, names)
+    ddp = wrapped(model)
+    own: Any = ddp.module
+    for step in range(STEPS):
+        assert own[2].bias.unique().tolist() == [float(rank)]
+        ddp.zero_grad()
+        local: Any = copy.deepcopy(ddp.module)
+        loss_of(ddp(batch(rank, step))).backward()
+        loss_of(local(batch(rank, step))).backward()
+        assert torch.equal(own[2].bias.grad, local[2].bias.grad)
+        assert_averaged(own[0], local[0])
+        assert_averaged(own[1], local[1])
+        assert torch.equal(own[1].running_mean, local[1].running_mean)
+    means = [torch.empty_like(own[1].running_mean) for _ in range(world)]
+    dist.all_gather(means, own[1].running_mean)
+    assert not torch.equal(means[0], means[1])
+
+
+def delayed(rank: int, world: int) -> None:
+    """delay_all_reduce_named_params: torch's own buffer reduces these, we the others."""
+    model = mlp()
+    names = ("2.weight", "2.bias")
+    late = [(name, parameter) for name, parameter in model.named_parameters() if name in names]
+    first: Any = model[0]
+    ddp = wrapped(model, delay_all_reduce_named_params=late, param_to_hook_all_reduce=first.weight)
+    assert len(ddp._ours().parameters) == 4
+    for step in range(STEPS):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad()
+        loss_of(ddp(batch(rank, step))).backward()
+        dist.barrier()  # torch waits for that all-reduce nowhere
+        loss_of(local(batch(rank, step))).backward()
+        assert_averaged(ddp.module, local, factor=2.0)
+
+
+def buffers(rank: int, world: int) -> None:
+    """Buffers are rank 0's at the start of each forward, unless told otherwise."""
+    for synced in (True, False):
+        model = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24))
+        options = {} if synced else {"forward_sync_buffers": False}
+        ddp = wrapped(model, "bf16", **options)
+        for step in range(3):
+            loss_of(ddp(batch(rank, step))).backward()
+        norm: Any = ddp.module[1]  # type: ignore[index]
+        mine = norm.running_mean.clone()
+        gathered = [torch.empty_like(mine) for _ in range(world)]
+        dist.all_gather(gathered, mine)
+        assert not torch.equal(gathered[0], gathered[1])
+        ddp.eval()
+        with torch.no_grad():
+            ddp(batch(rank, 3))
+        assert torch.equal(norm.running_mean, gathered[0] if synced else mine)
+
+
+def mixed_precision(rank: int, world: int, wire: str) -> None:
+    """Autocast to bf16, and a GradScaler that skips a step on every rank if one rank overflows."""
+
+    class Autocast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                result: torch.Tensor = self.body(features)
+            return result
+
+    train(rank, Autocast(), wire)
+    ddp = wrapped(mlp(), wire)
+    optimizer, scaler = torch.optim.SGD(ddp.parameters(), lr=0.05), torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(STEPS):
+        local = copy.deepcopy(ddp.module)
+        before = [parameter.detach().clone() for parameter in ddp.parameters()]
+        overflows = step == 3
+        given = batch(rank, step) * (float("inf") if overflows and rank == world - 1 else 1.0)
+        optimizer.zero_grad()
+        scaler.scale(loss_of(ddp(given))).backward()
+        scaler.unscale_(optimizer)
+        if not overflows:
+            loss_of(local(given)).backward()
+            assert_averaged(ddp.module, local, wire)
+        scaler.step(optimizer)
+        scaler.update()
+        same = [torch.equal(old, new) for old, new in zip(before, ddp.parameters(), strict=True)]
+        assert all(same) if overflows else not any(same)
+        assert_same_on_all_ranks([parameter.detach() for parameter in ddp.parameters()])
+    assert scaler.get_scale() == 128.0
+
+
+def modules_together(rank: int, world: int, wire: str) -> None:
+    """Two wrappers in one backward; one wrapper around another; one in evaluation between the steps."""
+    first, second = wrapped(mlp(1), wire), wrapped(nn.Linear(12, 24), wire)
+    for step in range(STEPS):
+        locals_ = [copy.deepcopy(first.module), copy.deepcopy(second.module)]
+        for one in (first, second):
+            one.zero_grad()
+        loss_of(second(first(batch(rank, step)))).backward()
+        loss_of(locals_[1](locals_[0](batch(rank, step)))).backward()
+        assert_averaged(first.module, locals_[0], wire)
+        assert_averaged(second.module, locals_[1], wire)
+        with torch.no_grad():
+            first(batch(rank, step))
+    inner = wrapped(mlp(3), wire)
+    outer = wrapped(nn.Sequential(inner, nn.Linear(12, 4)), wire)
+    for step in range(STEPS):
+        local = copy.deepcopy(nn.Sequential(inner.module, outer.module[1]))  # type: ignore[index]
+        outer.zero_grad()
+        loss_of(outer(batch(rank, step))).backward()
+        loss_of(local(batch(rank, step))).backward()
+        pair = nn.Sequential(inner.module, outer.module[1])  # type: ignore[index]
+        assert_averaged(pair, local, wire, factor=3.0)
+
+
+def user_hooks(rank: int, world: int, wire: str) -> None:
+    """What a user's own post-accumulate hook makes of .grad is what is averaged, also one registered after wrapping."""
+    ddp = train(rank, mlp(), wire)
+
+    def tenfold(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(10)
+
+    for parameter in ddp.parameters():
+        parameter.register_post_accumulate_grad_hook(tenfold)
+    for step in range(STEPS):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad()
+        loss_of(ddp(batch(rank, step))).backward()
+        loss_of(local(batch(rank, step))).backward()
+        for parameter in local.parameters():
+            tenfold(parameter)
+        assert_averaged(ddp.module, local, wire)

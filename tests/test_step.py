@@ -1,0 +1,195 @@
+"""Step: no group, no clock, no autograd. Every order of arrival, against what a step promises."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedreduce import FusedReduceError
+from fusedreduce.step import Step, unfinished_text
+
+
+def _bucket_of(plan: list[list[int]]) -> list[int]:
+    owner = {index: bucket for bucket, members in enumerate(plan) for index in members}
+    return [owner[index] for index in range(len(owner))]
+
+
+def _names(count: int) -> list[str]:
+    return [f"layer.{index}" for index in range(count)]
+
+
+def _step(plan: list[list[int]], fires: list[int] | None = None, unused: list[int] | None = None) -> Step:
+    sizes, owners = [len(members) for members in plan], _bucket_of(plan)
+    return Step(sizes, owners, _names(len(owners)), fires=fires, unused=unused or ())
+
+
+def _launchable(step: Step) -> list[int]:
+    """The buckets that may go now, taken as the reducer takes them."""
+    launched = []
+    while step.head_is_ready():
+        launched.append(step.next_bucket)
+        step.next_bucket += 1
+    return launched
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> list[list[int]]:
+    """1 to 14 parameters in any order, cut into buckets anywhere."""
+    order = draw(st.permutations(range(draw(st.integers(1, 14)))))
+    cuts = draw(st.sets(st.integers(1, len(order)), max_size=5))
+    edges = [0, *sorted(cuts | {len(order)})]
+    return [list(order[lo:hi]) for lo, hi in zip(edges, edges[1:], strict=False)]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[list[int]], list[int] | None, list[int], list[int]]:
+    """A plan, gradients per parameter (static graph) or None, the unused, and an order of all arrivals."""
+    plan = draw(plans())
+    count = sum(map(len, plan))
+    unused = sorted(draw(st.sets(st.integers(0, count - 1), max_size=count - 1)))
+    fires = None
+    if draw(st.booleans()):
+        fires = [0 if index in unused else draw(st.integers(1, 3)) for index in range(count)]
+    arrivals = [
+        index for index in range(count) if index not in unused for _ in range(1 if fires is None else fires[index])
+    ]
+    return plan, fires, unused, draw(st.permutations(arrivals))
+
+
+@given(steps())
+@settings(max_examples=800)
+def test_buckets_are_launched_in_plan_order_and_each_once(
+    case: tuple[list[list[int]], list[int] | None, list[int], list[int]],
+) -> None:
+    plan, fires, unused, arrivals = case
+    step = _step(plan, fires, unused)
+    assert not step.begun and not step.head_is_ready() and not step.all_ready()
+    launched: list[int] = []
+    ready: set[int] = set()
+    left = {index: arrivals.count(index) for index in arrivals}
+    for index in arrivals:
+        before = set(ready)
+        now = step.arrive(index)
+        left[index] -= 1
+        ready.update(index for index in left if left[index] == 0)
+        ready.update(unused)
+        assert set(now) == ready - before and len(now) == len(set(now))
+        assert step.begun and step.skipped == frozenset(unused)
+        assert [one for one in range(len(left) + len(unused)) if step.is_ready(one)] == sorted(ready)
+        assert step.missing() == sorted(set(range(len(left) + len(unused))) - ready)
+        launched += _launchable(step)
+        whole = [ready.issuperset(members) for members in plan]
+        assert [step.bucket_is_ready(bucket) for bucket in range(len(plan))] == whole
+        assert launched == list(range(whole.index(False) if False in whole else len(plan)))
+    assert launched == list(range(len(plan))), "no bucket is left waiting"
+    assert step.all_launched() and step.all_ready() and step.missing() == []
+    assert sorted(step.order) == sorted(left), "the unused are not in the order of readiness"
+
+
+@given(plans(), st.data())
+@settings(max_examples=300)
+def test_buckets_of_which_only_the_last_tells_are_launched_in_plan_order(
+    plan: list[list[int]], data: st.DataObject
+) -> None:
+    step = _step(plan)
+    launched: list[int] = []
+    whole: set[int] = set()
+    for bucket in data.draw(st.permutations(range(len(plan)))):
+        for index in data.draw(st.permutations(plan[bucket])):
+            if data.draw(st.booleans()) or index == plan[bucket][-1]:
+                step.arrive_whole(bucket, plan[bucket])
+                break
+        whole.add(bucket)
+        assert step.begun and all(step.is_ready(index) for index in plan[bucket])
+        launched += _launchable(step)
+        expected = next((one for one in range(len(plan)) if one not in whole), len(plan))
+        assert launched == list(range(expected))
+    assert step.all_launched() and step.all_ready() and step.missing() == []
+
+
+@given(plans(), st.data())
+@settings(max_examples=200)
+def test_a_bucket_may_be_completed_one_by_one_and_then_as_a_whole(plan: list[list[int]], data: st.DataObject) -> None:
+    """Hooks come back on in the middle of a step: some of a bucket have arrived by themselves."""
+    step = _step(plan)
+    for bucket in range(len(plan)):
+        some = data.draw(st.lists(st.sampled_from(plan[bucket]), unique=True, max_size=len(plan[bucket]) - 1))
+        for index in some:
+            step.arrive(index)
+        step.arrive_whole(bucket, plan[bucket])
+    assert _launchable(step) == list(range(len(plan))) and step.missing() == []
+
+
+@given(steps(), st.data())
+@settings(max_examples=300)
+def test_one_gradient_too_many_is_named(
+    case: tuple[list[list[int]], list[int] | None, list[int], list[int]], data: st.DataObject
+) -> None:
+    plan, fires, unused, arrivals = case
+    step = _step(plan, fires, unused)
+    for index in arrivals:
+        step.arrive(index)
+    again = data.draw(st.integers(0, sum(map(len, plan)) - 1))
+    with pytest.raises(FusedReduceError, match=rf"layer\.{again} \(index {again}\)") as caught:
+        step.arrive(again)
+    text = str(caught.value)
+    assert ("training graph has changed" in text) if fires is not None else ("mark a variable ready only once" in text)
+    with pytest.raises(FusedReduceError, match="ready only once"):
+        step.arrive_whole(0, plan[0])
+
+
+def test_a_parameter_that_was_found_unused_and_gets_a_gradient_is_named() -> None:
+    step = _step([[0, 1], [2]], unused=[1])
+    assert step.arrive(2) == [1, 2]
+    with pytest.raises(FusedReduceError, match=r"layer\.1 \(index 1\).*found unused, but got a gradient"):
+        step.arrive(1)
+    first = _step([[0, 1], [2]], unused=[1])
+    with pytest.raises(FusedReduceError, match=r"layer\.1 \(index 1\)"):
+        first.arrive(1)
+
+
+def test_a_static_graph_that_gives_fewer_gradients_leaves_the_parameter_missing() -> None:
+    step = _step([[0, 1]], fires=[1, 2])
+    assert step.arrive(1) == [] and step.arrive(0) == [0]
+    assert step.missing() == [1] and not step.head_is_ready()
+
+
+def test_a_changed_static_graph_says_how_many_gradients_there_were() -> None:
+    step = _step([[0, 1]], fires=[1, 2])
+    step.arrive(0)
+    with pytest.raises(FusedReduceError, match=r"layer\.0 \(index 0\) got 1 gradient in the first iteration"):
+        step.arrive(0)
+    with pytest.raises(FusedReduceError, match=r"layer\.1 \(index 1\) got 2 gradients in the first"):
+        for _ in range(3):
+            step.arrive(1)
+
+
+def test_in_the_first_step_of_a_static_graph_nothing_is_ready_before_the_end() -> None:
+    step = _step([[0], [1, 2]])
+    for index in (2, 0, 2):
+        step.count(index)
+    assert step.begun and not step.all_ready() and not step.head_is_ready()
+    assert step.order == [2, 0, 2] and step.missing() == [0, 1, 2]
+    step.make_all_ready()
+    assert step.all_ready() and _launchable(step) == [0, 1] and step.missing() == []
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("static_graph", [False, True])
+@pytest.mark.parametrize("debug_hint", [False, True])
+def test_what_is_unfinished_is_named_in_every_mode(find_unused: bool, static_graph: bool, debug_hint: bool) -> None:
+    names = _names(300)
+    missing = list(range(0, 300, 2))
+    text = unfinished_text(
+        missing, names, 3, find_unused=find_unused, static_graph=static_graph, debug_hint=debug_hint
+    )
+    assert "Expected to have finished reduction in the prior iteration before starting a new one" in text
+    shown = text.split("Parameters which did not receive grad for rank 3: ")[1].split(". (For")[0]
+    assert shown.split(", ") == [names[index] for index in missing], "all of them, in every debug level"
+    assert f"rank 3: {' '.join(map(str, missing))}. " in text
+    assert ("TORCH_DISTRIBUTED_DEBUG" in text) == debug_hint
+    assert "reset()" in text
+    assert ("static_graph" in text) == static_graph
+    none = unfinished_text([], names, 3, find_unused=find_unused, static_graph=static_graph, debug_hint=debug_hint)
+    assert "every parameter received its gradient" in none and "did not receive" not in none
