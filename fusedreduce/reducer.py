@@ -267,6 +267,7 @@ class Reducer:
                 self._take(index)
                 if self.config.overlap and step.head_is_ready():
                     self._launch()
+                step.seen = []
             if step.callbacks == 0 and (step.all_launched() or not self.config.overlap and step.all_ready()):
                 if in_backward():
                     self._queue_end(step)
@@ -606,7 +607,8 @@ class Reducer:
         bucket = self._completes.get(index)
         if bucket is not None:
             members = self._buckets.reductions[bucket].members
-            if not any(parameter.grad is None for parameter in members.parameters):
+            step.seen = [parameter.grad for parameter in members.parameters]
+            if type(None) not in set(map(type, step.seen)):
                 step.arrive_whole(bucket, members.numbers)
 
     def _adopt(self) -> bool:
@@ -648,7 +650,8 @@ class Reducer:
                 return
             again, step.from_outputs = step.from_outputs, True
             if not again:
-                step.clean = not any(parameter.grad is not None for parameter in self.parameters)
+                # By type: 20 ns each. (`None in tensors` would compare tensors.)
+                step.clean = set(map(type, [parameter.grad for parameter in self.parameters])) == {type(None)}
             if self._completes and (again or not step.clean):
                 if again:
                     self._adopt()
@@ -818,7 +821,8 @@ class Reducer:
     def _check_still_hooked(self) -> None:
         """A parameter whose dtype or device has changed has a new AccumulateGrad node, which nobody hooks."""
         dtypes = self._dtypes
-        if dtypes is None:
+        if dtypes is None or self._completes:
+            # With few hooks the end of backward looks at every `.grad`, and pack at its dtype.
             return
         now = [parameter.dtype for parameter in self.parameters]
         devices = [parameter.device for parameter in self.parameters]

@@ -192,9 +192,10 @@ class PackedReduction:
             self._in_flight = self._start_in_place(divisor)
         else:
             # A step in which only some are views is rare: those are copied out of the wire before pack writes there.
-            own = own or [False] * len(gradients)
-            apart = [g.clone() if g is not None and o else g for g, o in zip(gradients, own, strict=True)]
-            packed = self._checked(apart if any(own) else gradients)
+            apart: Sequence[torch.Tensor | None] = gradients
+            if any(own):
+                apart = [g.clone() if g is not None and o else g for g, o in zip(gradients, own, strict=True)]
+            packed = self._checked(apart)
             self._in_flight = exchange.start(
                 self.bucket, packed, self._communicator, divisor=divisor, vouched=True, done=taken
             )
@@ -213,7 +214,7 @@ class PackedReduction:
             return
         packed: Sequence[torch.Tensor | None] = in_flight.gradients
         fresh: dict[int, torch.Tensor] = {}
-        if untouched or None in map(_none_only, self._packed):
+        if untouched or type(None) in set(map(type, self._packed)):
             into = list(packed)
             for slot, (number, parameter) in enumerate(zip(self.members.numbers, self.members.parameters, strict=True)):
                 if number in untouched:
@@ -280,7 +281,8 @@ class PackedReduction:
                 dtypes = [own if g is None else g.dtype for g, own in zip(gradients, self._dtypes, strict=True)]
             except RuntimeError:  # a sparse tensor has no strides; it is named below
                 strides, dtypes = [], []
-            plain = not any(g is not None and g.is_neg() for g in gradients)
+            # torch's operators know lazily negated tensors; kernels see memory.
+            plain = self.members.device.type == "cpu" or not any(g is not None and g.is_neg() for g in gradients)
             if plain and strides == self._strides and dtypes == self._dtypes:
                 return list(gradients)
         return [None if one is None else self._fitted(slot, one) for slot, one in enumerate(gradients)]
@@ -364,11 +366,6 @@ class _View:
 def _which_are(gradients: Sequence[torch.Tensor | None], views: Sequence[_View]) -> list[bool]:
     """Per gradient whether it is its view; empty where there are no views yet."""
     return [view.is_held_by(gradient) for gradient, view in zip(gradients, views, strict=False)]
-
-
-def _none_only(value: object) -> object:
-    """`None in tensors` compares tensors; this does not."""
-    return None if value is None else 0
 
 
 def _no_elements(parameter: torch.Tensor) -> torch.Tensor:

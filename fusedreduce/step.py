@@ -41,6 +41,7 @@ class Step:
         self.begun = False
         self.callbacks = 0  # queued at the engine and not yet run
         self.task = -1  # the backward that the latest of them belongs to
+        self.seen: list[object] = []  # keeps the Python side of gradients from being made twice
         self.from_outputs = False  # that backward began at an output of forward
         self.clean = False  # every gradient was None when it began
 
@@ -76,14 +77,12 @@ class Step:
         """All of a bucket's gradients are there; only its last one has told."""
         self.begun = True
         if self._pending[bucket] == 0:
-            self._mark(members[0])
+            raise FusedReduceError(self._twice(members[-1]))
         self._pending[bucket] = 0
-        for index in members:
-            self._ready[index] = 1
 
     def is_ready(self, index: int) -> bool:
         """Whether a parameter is ready."""
-        return bool(self._ready[index])
+        return bool(self._ready[index]) or self._pending[self._bucket_of[index]] == 0
 
     def bucket_is_ready(self, bucket: int) -> bool:
         """Whether all parameters of a bucket are ready."""
@@ -103,25 +102,27 @@ class Step:
 
     def make_all_ready(self) -> None:
         """The end of a static graph's first step."""
-        self._ready = bytearray(b"\1" * len(self._ready))
         self._pending = [0] * len(self._pending)
 
     def missing(self) -> list[int]:
         """Parameters that are not ready, ascending."""
-        return [index for index, ready in enumerate(self._ready) if not ready]
+        return [index for index in range(len(self._ready)) if not self.is_ready(index)]
 
     def _mark(self, index: int) -> None:
-        if self._ready[index]:
-            raise FusedReduceError(
-                f"Expected to mark a variable ready only once. {self._names[index]} (index {index}) has been marked "
-                "as ready twice in this backward. Usual causes: 1) a parameter is used outside of forward, or in "
-                "several forward-backward passes at once; 2) it is part of several reentrant checkpoints, which give "
-                "it several gradients in one backward; 3) with find_unused_parameters it was found unused, but got a "
-                "gradient (a reentrant checkpoint hides it from the search). static_graph=True copes with 2 and 3 "
-                "where the graph does not change; non-reentrant checkpoints (use_reentrant=False) with all of them"
-            )
+        if self.is_ready(index):
+            raise FusedReduceError(self._twice(index))
         self._ready[index] = 1
         self._pending[self._bucket_of[index]] -= 1
+
+    def _twice(self, index: int) -> str:
+        return (
+            f"Expected to mark a variable ready only once. {self._names[index]} (index {index}) has been marked "
+            "as ready twice in this backward. Usual causes: 1) a parameter is used outside of forward, or in "
+            "several forward-backward passes at once; 2) it is part of several reentrant checkpoints, which give "
+            "it several gradients in one backward; 3) with find_unused_parameters it was found unused, but got a "
+            "gradient (a reentrant checkpoint hides it from the search). static_graph=True copes with 2 and 3 "
+            "where the graph does not change; non-reentrant checkpoints (use_reentrant=False) with all of them"
+        )
 
     def _changed(self, index: int) -> str:
         assert self._fires is not None

@@ -9,6 +9,7 @@ destination's dtype. Signatures are the launchers'. Works on any device.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -47,8 +48,8 @@ def pack(
             (slot,) = run.slots
             if slot not in done:
                 pack_slot(gradients[slot], slot, chunks, wire, divisor)
-            wire[run.begin : chunks.offsets[slot]].zero_()
-            wire[chunks.offsets[slot] + chunks.numels[slot] : run.end].zero_()
+            _zero_gap(wire, run.begin, chunks.offsets[slot])
+            _zero_gap(wire, chunks.offsets[slot] + chunks.numels[slot], run.end)
         elif vouched and chunks.shapes is not None and {*run.dtypes, wire.dtype} == {divisor.dtype}:
             _pack_views(gradients, pointers.views(chunks, wire), run, wire, divisor)
         else:
@@ -85,10 +86,9 @@ def unpack(
     # On CPU a look at the scale is free, and copying without it is one pass instead of two.
     unscaled = scale.device.type == "cpu" and scale.item() == 1.0
     if vouched and unscaled and chunks.shapes is not None and not chunks.fp64:
-        views = pointers.views(chunks, wire)
-        pairs = [(gradient, view) for gradient, view in zip(gradients, views, strict=True) if gradient is not None]
-        if pairs:
-            torch._foreach_copy_([gradient for gradient, _ in pairs], [view for _, view in pairs])
+        present, views = _present(gradients, pointers.views(chunks, wire))
+        if present:
+            torch._foreach_copy_(present, views)
     else:
         for slot, gradient in enumerate(gradients):
             if gradient is None:
@@ -155,6 +155,7 @@ class _Run:
     padded: bool
 
 
+_of_thread = threading.local()
 _known_runs: MutableMapping[ChunkTable, tuple[_Run, ...]] = WeakKeyDictionary()
 
 
@@ -185,12 +186,13 @@ def _pack_views(
     divisor: torch.Tensor,
 ) -> None:
     """Copies every gradient into its slot, then divides the run at once, while it is in the cache."""
-    pairs = [(views[slot], gradient) for slot in run.slots if (gradient := gradients[slot]) is not None]
+    begin, end = run.slots.start, run.slots.stop
+    present, into = _present(gradients[begin:end], views[begin:end])
     part = wire[run.begin : run.end]
-    if run.padded or len(pairs) < len(run.slots):
+    if run.padded or len(present) < len(run.slots):
         part.zero_()
-    if pairs:
-        torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+    if present:
+        torch._foreach_copy_(into, present)
     part.div_(divisor.reshape(()))
 
 
@@ -219,14 +221,35 @@ def _convert(source: torch.Tensor, destination: torch.Tensor, scalar: torch.Tens
     if source.dtype == compute and destination.dtype == compute:
         operation(source, operand, out=destination)
         return
-    if source.numel() <= BLOCK_NUMEL:
-        store_rounded(destination, operation(source.to(compute), operand))
-        return
-    scratch = torch.empty(BLOCK_NUMEL, dtype=compute, device=source.device)
+    scratch = _scratch(compute, source.device)
     for part, out in zip(source.split(BLOCK_NUMEL), destination.split(BLOCK_NUMEL), strict=True):
         result = scratch[: part.numel()]
-        operation(part.to(compute), operand, out=result)
+        # An operand of the compute dtype has torch compute in it; with a 0-dim one it would compute in the source's.
+        operation(part if part.dtype == compute else part.to(compute), operand, out=result)
         store_rounded(out, result)
+
+
+def _scratch(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """BLOCK_NUMEL elements that this thread alone uses, between two lines of `_convert`."""
+    kept: dict[object, torch.Tensor] = _of_thread.__dict__.setdefault("scratch", {})
+    if (dtype, device) not in kept:
+        kept[dtype, device] = torch.empty(BLOCK_NUMEL, dtype=dtype, device=device)
+    return kept[dtype, device]
+
+
+def _present(
+    gradients: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What is not None, and its views."""
+    if type(None) not in set(map(type, gradients)):
+        return list(gradients), list(views)  # type: ignore[arg-type]
+    pairs = [(gradient, view) for gradient, view in zip(gradients, views, strict=True) if gradient is not None]
+    return [gradient for gradient, _ in pairs], [view for _, view in pairs]
+
+
+def _zero_gap(wire: torch.Tensor, begin: int, end: int) -> None:
+    if begin < end:
+        wire[begin:end].zero_()
 
 
 def _slot(wire: torch.Tensor, chunks: ChunkTable, slot: int) -> torch.Tensor:

@@ -237,7 +237,8 @@ class PointerTable:
         key = (wire.data_ptr(), wire.dtype, chunks)
         if self._views is None or self._views[0] != key:
             slots = zip(chunks.shapes, chunks.offsets, strict=True)
-            self._views = key, [wire.as_strided(size, stride, offset) for (size, stride), offset in slots]
+            base = wire.storage_offset()
+            self._views = key, [wire.as_strided(size, stride, base + offset) for (size, stride), offset in slots]
         return self._views[1]
 
     def upload(self, gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, wire: torch.Tensor) -> torch.Tensor:

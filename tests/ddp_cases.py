@@ -45,9 +45,13 @@ def assert_averaged(ddp: nn.Module, local: nn.Module, wire: str = "native", fact
             assert parameter.grad.stride() == parameter.stride() and parameter.grad.dtype is parameter.dtype
             ours.append(parameter.grad)
             mine.append(torch.zeros_like(alone) if alone.grad is None else alone.grad)
-    ours, mine = ([torch.view_as_real(g) if g.is_complex() else g for g in one] for one in (ours, mine))
+    ours, mine = ([_as_real(gradient) for gradient in one] for one in (ours, mine))
     assert_same_on_all_ranks(ours)
     assert_is_mean(ours, mine, wire, factor)
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def train(
@@ -73,7 +77,7 @@ def train(
         optimizer.step()
         if step == 2:
             allocations = ddp.reduce_stats()["wire_allocations"]
-    assert_same_on_all_ranks([parameter.detach() for parameter in ddp.parameters() if not parameter.is_complex()])
+    assert_same_on_all_ranks([_as_real(parameter.detach()) for parameter in ddp.parameters()])
     stats = ddp.reduce_stats()
     assert stats["steps"] == steps and stats["state"] == "idle"
     assert steps < 3 or stats["wire_allocations"] == allocations, "a wire buffer was allocated after the third step"
@@ -244,8 +248,10 @@ def accumulate(rank: int, ddp: fusedreduce.DistributedDataParallel, wire: str) -
     for step in range(STEPS):
         local = copy.deepcopy(ddp.module)
         ddp.zero_grad()
-        with ddp.no_sync(), hook_cases.Collectives() as issued:
-            loss_of(ddp(batch(rank, 2 * step))).backward()
+        with ddp.no_sync():
+            loss = loss_of(ddp(batch(rank, 2 * step)))
+            with hook_cases.Collectives() as issued:
+                loss.backward()
         assert not issued.payload_bytes
         loss_of(local(batch(rank, 2 * step))).backward()
         for mine, other in zip(gradients(ddp), gradients(local), strict=True):
@@ -340,7 +346,6 @@ def views(rank: int, world: int) -> None:
         loss_of(ddp(batch(rank, step))).backward()
         loss_of(local(batch(rank, step))).backward()
         assert_averaged(ddp.module, local)
-    assert ddp.reduce_stats()["wire_allocations"] == ddp.reduce_stats()["buckets"] or True
     with pytest.raises(ValueError, match="gradient_as_bucket_view=True needs wire='native'"):
         wrapped(mlp(), "bf16", gradient_as_bucket_view=True)
 
@@ -396,7 +401,7 @@ def join(
         optimizer.step()
     assert_same_on_all_ranks([parameter.detach() for parameter in ddp.parameters()])
     pairs = zip(ddp.parameters(), alone.parameters(), strict=True)
-    worst = max(float((ours.double() - reference).abs().max()) for ours, reference in pairs)
+    worst = max(float((ours.detach().double() - reference).abs().max()) for ours, reference in pairs)
     # the wrapper can be used after it
     local = copy.deepcopy(ddp.module)
     ddp.zero_grad()
@@ -430,7 +435,8 @@ def sparse(rank: int, world: int, wire: str, hook: bool) -> None:
     torch.manual_seed(6)
     ddp = wrapped(nn.Sequential(nn.Embedding(50, 24, sparse=True), nn.Linear(24, 6)), wire)
     if hook:
-        ddp.register_comm_hook(None, _all_reduce_then_divide)
+        # (torch reads annotations of a hook, and takes no strings)
+        ddp.register_comm_hook(None, lambda state, bucket: _all_reduce_then_divide(bucket))
     for step in range(STEPS):
         tokens = torch.randint(0, 50, (10,), generator=torch.Generator().manual_seed(13 * step + rank))
         local: Any = copy.deepcopy(ddp.module)
@@ -445,7 +451,7 @@ def sparse(rank: int, world: int, wire: str, hook: bool) -> None:
         assert_averaged(model[1], local[1], wire)
 
 
-def _all_reduce_then_divide(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _all_reduce_then_divide(bucket: Any) -> torch.futures.Future[torch.Tensor]:
     world = dist.get_world_size()
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
@@ -492,6 +498,28 @@ def delayed(rank: int, world: int) -> None:
         dist.barrier()  # torch waits for that all-reduce nowhere
         loss_of(local(batch(rank, step))).backward()
         assert_averaged(ddp.module, local, factor=2.0)
+
+
+def all_delayed(rank: int, world: int) -> None:
+    """Every parameter that is trained is delayed, and a frozen one is left: torch builds no reducer then."""
+    errors = []
+    for cls in (TorchDDP, fusedreduce.DistributedDataParallel):
+        model = nn.Sequential(mlp(), nn.Linear(12, 12).requires_grad_(False))
+        late = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        gate = torch.ones(24, requires_grad=True)  # its gradient comes last
+        ddp = cls(model, delay_all_reduce_named_params=late, param_to_hook_all_reduce=gate)
+        try:
+            for step in range(3):
+                local = copy.deepcopy(ddp.module)
+                ddp.zero_grad()
+                loss_of(ddp(batch(rank, step) * gate)).backward()
+                dist.barrier()
+                loss_of(local(batch(rank, step))).backward()
+                assert_averaged(ddp.module, local, factor=2.0)
+        except AttributeError as error:
+            errors.append(str(error))
+        ddp.zero_grad(set_to_none=False)
+    assert len(errors) in (0, 2), f"torch's class and ours differ: {errors}"
 
 
 def buffers(rank: int, world: int) -> None:

@@ -39,7 +39,10 @@ class RankPool:
             if not pipe.poll(CASE_TIMEOUT_S if not failures else 2.0):
                 failures.append(f"rank {rank} did not answer")
                 continue
-            kind, value = pipe.recv()
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                kind, value = "failed", "its process has ended"
             if kind == "failed":
                 failures.append(f"rank {rank}:\n{value}")
             results.append(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedreduce.planning.assignment import CAP_POLICIES, MIB, BucketCaps, CapPolicy, assign_by_size
-from fusedreduce.planning.plan import ParameterKind, first_plan, kind_of, learned_plan
+from fusedreduce.bucket_set import kind_of
+from fusedreduce.config import CAP_POLICIES, CapPolicy
+from fusedreduce.planning.assignment import MIB, BucketCaps, assign_by_size
+from fusedreduce.planning.plan import ParameterKind, first_plan, learned_plan
 
-CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 numels = st.one_of(st.sampled_from([0, 1, 10, 20, 100]), st.integers(0, 60))
 limits = st.lists(st.one_of(st.sampled_from([1, 40, 80, 400, 2**40]), st.integers(1, 500)), min_size=1, max_size=4)
@@ -69,7 +71,7 @@ def test_the_vectors_of_torchs_own_test(kinds: str, limits_bytes: list[int], exp
 
 
 @given(models(), limits)
-@settings(max_examples=400)
+@settings(max_examples=250)
 def test_without_an_order_it_is_torchs_function(
     model: tuple[list[torch.Tensor], list[bool], list[int]], limits_bytes: list[int]
 ) -> None:
@@ -78,7 +80,7 @@ def test_without_an_order_it_is_torchs_function(
 
 
 @given(models(), limits)
-@settings(max_examples=400)
+@settings(max_examples=250)
 def test_with_an_order_it_is_torchs_but_for_the_order_of_what_is_left(
     model: tuple[list[torch.Tensor], list[bool], list[int]], limits_bytes: list[int]
 ) -> None:
@@ -97,7 +99,7 @@ def test_with_an_order_it_is_torchs_but_for_the_order_of_what_is_left(
 
 
 @given(models(), limits, st.sampled_from(CAP_POLICIES), st.booleans())
-@settings(max_examples=600)
+@settings(max_examples=250)
 def test_every_parameter_is_in_one_bucket_of_its_kind(
     model: tuple[list[torch.Tensor], list[bool], list[int]], limits_bytes: list[int], policy: CapPolicy, ordered: bool
 ) -> None:
@@ -112,7 +114,7 @@ def test_every_parameter_is_in_one_bucket_of_its_kind(
 
 
 @given(models(), limits, st.booleans())
-@settings(max_examples=600)
+@settings(max_examples=250)
 def test_strict_never_exceeds_a_cap_but_for_one_large_parameter(
     model: tuple[list[torch.Tensor], list[bool], list[int]], limits_bytes: list[int], ordered: bool
 ) -> None:
@@ -180,23 +182,23 @@ def test_limits_as_the_assignment_takes_them(caps: BucketCaps, expected: tuple[i
     assert caps.limits_bytes == expected
 
 
-def _kinds(*dtypes: torch.dtype, size_bytes: int = 400) -> list[ParameterKind]:
-    return [ParameterKind(size_bytes, dtype, CPU) for dtype in dtypes]
+def _kinds(*dtypes: torch.dtype, numel: int = 100) -> list[ParameterKind]:
+    return [kind_of(torch.empty(numel, dtype=dtype), False) for dtype in dtypes]
 
 
 def test_the_first_plan_of_a_reducer_that_learns_is_one_bucket_per_dtype_and_device() -> None:
     f32, bf16 = torch.float32, torch.bfloat16
-    kinds = [*_kinds(f32, bf16, f32, size_bytes=100 * MIB), ParameterKind(8, f32, torch.device("meta"))]
+    kinds = [dataclasses.replace(kind, size_bytes=100 * MIB) for kind in _kinds(f32, bf16, f32)]
+    kinds.append(kind_of(torch.empty(2, device="meta"), False))
     assert first_plan(kinds, BucketCaps(), "c10d", learns=True) == ((3,), (1,), (0, 2))
-    kinds[0] = ParameterKind(8, f32, CPU, sparse=True)
+    kinds[0] = kind_of(torch.empty(2), True)
     assert first_plan(kinds, BucketCaps(), "c10d", learns=True) == ((3,), (2,), (1,), (0,)), "a sparse one is alone"
 
 
 @pytest.mark.parametrize("policy", CAP_POLICIES)
 def test_a_plan_that_is_never_learned_is_cut_at_once_and_launched_in_reverse(policy: CapPolicy) -> None:
-    kinds = _kinds(*[torch.float32] * 5)
     caps = BucketCaps(first_bytes=400, cap_bytes=800)
-    assert first_plan(kinds, caps, policy, learns=False) == ((3, 4), (1, 2), (0,))
+    assert first_plan(_kinds(*[torch.float32] * 5), caps, policy, learns=False) == ((3, 4), (1, 2), (0,))
 
 
 def test_listed_caps_hold_from_the_first_step_on() -> None:
@@ -212,12 +214,13 @@ def test_what_may_share_a_bucket() -> None:
     kinds = _kinds(f32, bf16, f64, f16, torch.complex64, torch.complex128)
     order = [5, 3, 4, 2, 1, 0]
     caps = BucketCaps(cap_bytes=25 * MIB)
-    assert learned_plan(kinds, caps, "c10d", order, share=True) == ((5,), (3, 4, 1, 0), (2,))
-    assert learned_plan(kinds, caps, "c10d", order, share=False) == ((5,), (3,), (4,), (2,), (1,), (0,))
-    kinds[0] = ParameterKind(400, f32, torch.device("meta"))
-    kinds[1] = ParameterKind(400, bf16, CPU, sparse=True)
     shared = learned_plan(kinds, caps, "c10d", order, share=True)
-    assert shared == ((1,), (5,), (3, 4), (2,), (0,)), "devices and sparse gradients never share"
+    assert shared == ((5, 2), (3, 4, 1, 0)), "pairs of fp64 are fp64, pairs of fp32 are fp32"
+    assert learned_plan(kinds, caps, "c10d", order, share=False) == ((5,), (3,), (4,), (2,), (1,), (0,))
+    kinds[0] = kind_of(torch.empty(100, device="meta"), False)
+    kinds[1] = kind_of(torch.empty(100, dtype=bf16), True)
+    shared = learned_plan(kinds, caps, "c10d", order, share=True)
+    assert shared == ((1,), (5, 2), (3, 4), (0,)), "devices and sparse gradients never share"
 
 
 @given(models(), limits, st.booleans(), st.sampled_from(CAP_POLICIES))

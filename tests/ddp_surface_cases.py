@@ -1,0 +1,487 @@
+"""What ranks run in test_ddp.py, part two: comm hooks, agreement, copies, logging, torch.compile."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_cases import SMALL_CAP_MB, STEPS, assert_averaged, train, wrapped
+from hook_cases import assert_same_on_all_ranks, batch, gradients, loss_of, mlp
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel import distributed as torch_ddp
+from torch.optim.swa_utils import AveragedModel
+
+import fusedreduce
+from fusedreduce import ddp as ours_ddp
+
+# Comm hooks
+
+Register = Callable[[TorchDDP], None]
+
+
+def _built_in(kind: str) -> Register:
+    return lambda ddp: ddp._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
+
+
+def _power_sgd(ddp: TorchDDP) -> None:
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=3, matrix_approximation_rank=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def _post_local_sgd(ddp: TorchDDP) -> None:
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    state = post_localSGD_hook.PostLocalSGDState(None, group, start_localSGD_iter=4)
+    ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+
+
+def _fused(wire: Any) -> Register:
+    return lambda ddp: ddp.register_comm_hook(fusedreduce.FusedHookState(wire=wire), fusedreduce.fused_hook)
+
+
+HOOKS: dict[str, Register] = {
+    "allreduce": lambda ddp: ddp.register_comm_hook(None, default_hooks.allreduce_hook),
+    "fp16": lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook),
+    "fp16 around allreduce": lambda ddp: ddp.register_comm_hook(
+        dist.group.WORLD, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+    ),
+    "PowerSGD": _power_sgd,
+    "post-localSGD": _post_local_sgd,
+    "noop": lambda ddp: ddp.register_comm_hook(None, debugging_hooks.noop_hook),
+    "fused native": _fused("native"),
+    "fused bf16": _fused("bf16"),
+    "built-in allreduce": _built_in("ALLREDUCE"),
+    "built-in fp16": _built_in("FP16_COMPRESS"),
+}
+
+
+def hook_parity(rank: int, world: int, name: str, as_view: bool) -> None:
+    """A hook registered on ours gives, bit for bit, what it gives on torch's, step by step."""
+    # On Gloo the collectives that PowerSGD chains for several buckets meet in different orders, with torch's class too.
+    cap_mb = 25 if name == "PowerSGD" else SMALL_CAP_MB
+    options: dict[str, Any] = {"bucket_cap_mb": cap_mb, "gradient_as_bucket_view": as_view}
+    models: list[TorchDDP] = [TorchDDP(mlp(), **options), fusedreduce.DistributedDataParallel(mlp(), **options)]
+    for ddp in models:
+        HOOKS[name](ddp)
+    optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.05) for ddp in models]
+    for step in range(STEPS):
+        for ddp, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(ddp(batch(rank, step))).backward()
+        theirs, ours = (gradients(ddp) for ddp in models)
+        assert all(torch.equal(one, other) for one, other in zip(theirs, ours, strict=True)), f"step {step}"
+        for optimizer in optimizers:
+            optimizer.step()
+    names = [ddp._get_ddp_logging_data()["comm_hook"] for ddp in models]
+    assert names[0] == names[1] or name.startswith("built-in")
+
+
+def what_a_hook_sees(rank: int, world: int, as_view: bool) -> None:
+    """The six methods of torch's GradBucket: flat, dense, no padding, not divided; what set_buffer takes comes back."""
+    seen: list[int] = []
+
+    def doubling(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        buffer, views, parameters = bucket.buffer(), bucket.gradients(), bucket.parameters()
+        assert buffer.dim() == 1 and buffer.is_contiguous() and buffer.dtype is torch.float32
+        assert buffer.numel() == sum(parameter.numel() for parameter in parameters)
+        own = {id(parameter) for parameter in ddp.parameters()}
+        offset = 0
+        for view, parameter in zip(views, parameters, strict=True):
+            assert view.shape == parameter.shape and id(parameter) in own
+            assert view.data_ptr() == buffer.data_ptr() + 4 * offset
+            assert torch.equal(view, mine[id(parameter)]), "divided, or another parameter's"
+            offset += parameter.numel()
+        seen.append(bucket.index())
+        assert bucket.is_last() == (len(seen) == ddp.reduce_stats()["buckets"])
+        bucket.set_buffer(buffer * 2)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp = wrapped(mlp(), gradient_as_bucket_view=as_view)
+    ddp.register_comm_hook(None, lambda state, bucket: doubling(bucket))
+    for step in range(STEPS):
+        local = copy.deepcopy(ddp.module)
+        loss_of(local(batch(rank, step))).backward()
+        pairs = zip(ddp.parameters(), local.parameters(), strict=True)
+        mine = {id(parameter): alone.grad for parameter, alone in pairs}
+        seen.clear()
+        ddp.zero_grad()
+        loss_of(ddp(batch(rank, step))).backward()
+        assert seen == list(range(int(ddp.reduce_stats()["buckets"])))
+        for doubled, once in zip(gradients(ddp), gradients(local), strict=True):
+            assert torch.equal(doubled, 2 * once)
+    assert len(seen) >= 2
+
+
+def hooks_refused(rank: int, world: int) -> None:
+    """A second hook, one beside a 16-bit wire, one that is no hook, one that returns no future."""
+    ddp = wrapped(mlp())
+    HOOKS["allreduce"](ddp)
+    for name in ("noop", "built-in allreduce"):
+        with pytest.raises(RuntimeError, match="can only be called once"):
+            HOOKS[name](ddp)
+    for name in ("noop", "fused bf16", "built-in fp16"):
+        with pytest.raises(ValueError, match="wire='bf16' and a comm hook exclude each other"):
+            HOOKS[name](wrapped(mlp(), "bf16"))
+    with pytest.raises(TypeError, match="must be callable"):
+        wrapped(mlp()).register_comm_hook(None, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="GradBucket"):
+        wrapped(mlp()).register_comm_hook(None, _wrong_annotation)
+    ddp = wrapped(mlp())
+    ddp.register_comm_hook(None, lambda state, bucket: 1)
+    with pytest.raises(TypeError, match="return value should be a torch.futures.Future"):
+        loss_of(ddp(batch(rank, 0))).backward()
+    ddp.reset()
+
+
+def _wrong_annotation(state: object, bucket: int) -> torch.futures.Future[torch.Tensor]:
+    raise AssertionError
+
+
+# Agreement
+
+Made = tuple[nn.Module, fusedreduce.ReduceConfig, dict[str, Any]]
+
+
+def _odd(kind: str) -> Made:
+    """The model and settings of the rank that differs in `kind`."""
+    model: Any = mlp()
+    config, options = fusedreduce.ReduceConfig(), {}
+    if kind == "count":
+        model.append(nn.Linear(12, 3))
+    elif kind == "shape":
+        model[2] = nn.Linear(32, 41)
+        model[4] = nn.Linear(41, 12)
+    elif kind == "strides":
+        model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+    elif kind == "dtype":
+        model[4].double()
+    elif kind == "requires_grad":
+        model[2].bias.requires_grad_(False)
+    elif kind == "which requires_grad":
+        model[0].bias.requires_grad_(False)
+        model[2].bias.requires_grad_(True)
+    elif kind == "wire":
+        config = fusedreduce.ReduceConfig(wire="bf16")
+    elif kind == "flag":
+        options["find_unused_parameters"] = True
+    elif kind == "static_graph":
+        options["static_graph"] = True
+    elif kind == "cap":
+        options["bucket_cap_mb"] = 1
+    elif kind == "views of a 16-bit wire":
+        config, options = fusedreduce.ReduceConfig(wire="bf16"), {"gradient_as_bucket_view": True}
+    elif kind == "nothing to train":
+        model.requires_grad_(False)
+    elif kind == "uninitialised":
+        model[4] = nn.LazyLinear(12)
+    elif kind == "DTensor":
+        from torch.distributed.tensor import DTensor, Replicate
+
+        mesh = dist.init_device_mesh("cpu", (1,)) if dist.get_world_size() == 1 else _own_mesh()
+        sharded = DTensor.from_local(model[4].weight.detach(), mesh, [Replicate()], run_check=False)
+        model[4].weight = nn.Parameter(sharded)
+    else:
+        assert kind == "nothing", kind
+    return model, config, options
+
+
+def _own_mesh() -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    assert group is not None
+    return DeviceMesh.from_group(group, "cpu")
+
+
+# What the error says beside the ranks.
+DIFFERENCES = {
+    "count": "Rank 0 has 6 params",
+    "shape": "sizes (41, 32)",
+    "strides": "strides (1, 40)",
+    "dtype": "torch.float64",
+    "requires_grad": "inconsistent 5 params",
+    "wire": 'wire: "native"',
+    "flag": "find_unused_parameters: false",
+    "static_graph": "static_graph: false",
+    "cap": "bucket_cap",
+}
+PROBLEMS = {
+    "views of a 16-bit wire": "gradient_as_bucket_view=True needs wire='native'",
+    "nothing to train": "parameter that requires a gradient",
+    "uninitialised": "uninitialized",
+    "DTensor": "DTensor",
+}
+
+
+def disagreement(rank: int, world: int, kind: str, init_sync: bool) -> str:
+    """The last rank differs: the error, which precedes torch's own check, or is the first forward's."""
+    model, config, options = _odd(kind if rank == world - 1 else "nothing")
+    if kind == "which requires_grad" and rank < world - 1:
+        one: Any = model
+        one[2].bias.requires_grad_(False)
+
+    def check(*_: object) -> None:
+        raise AssertionError("torch's own check was reached")
+
+    options = {"bucket_cap_mb": SMALL_CAP_MB, **options}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_ddp, "_verify_param_shape_across_processes", check)
+        if init_sync:
+            with pytest.raises(fusedreduce.AgreementError) as caught:
+                fusedreduce.DistributedDataParallel(model, reduce=config, **options)
+        else:
+            ddp = fusedreduce.DistributedDataParallel(model, reduce=config, init_sync=False, **options)
+            with torch.no_grad():
+                ddp(batch(rank, 0).to(next(model.parameters()).dtype))  # asks for no gradient, so for no agreement
+            with pytest.raises(fusedreduce.AgreementError) as caught:
+                ddp(batch(rank, 0))
+    return str(caught.value)
+
+
+def no_init_sync(rank: int, world: int) -> None:
+    """init_sync=False: no collective in the constructor, and weights stay each rank's own."""
+    from hook_cases import Collectives
+
+    model = mlp(rank)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with Collectives() as issued:
+        ddp = wrapped(model, "bf16", init_sync=False)
+    assert not issued.payload_bytes
+    assert all(torch.equal(one, parameter) for one, parameter in zip(before, model.parameters(), strict=True))
+    for step in range(STEPS):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad()
+        loss_of(ddp(batch(rank, step))).backward()
+        loss_of(local(batch(rank, step))).backward()
+        assert_averaged(ddp.module, local, "bf16")
+
+
+def refused(rank: int, world: int) -> None:
+    """What is refused on every rank alike, with torch's error where torch refuses it too."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    ours = fusedreduce.DistributedDataParallel
+    mesh = init_device_mesh("cpu", (world,))
+    model: Any = mlp()
+    model[4].weight = nn.Parameter(distribute_tensor(model[4].weight.detach(), mesh))
+    with pytest.raises(TypeError, match=r"4\.weight is a parameter of DTensor"):
+        ours(model)
+    sharded: Any = mlp()
+    fully_shard(sharded[2], mesh=mesh)
+    with pytest.raises(TypeError, match=r"2\.weight is a parameter of (FSDP|DTensor)"):
+        ours(sharded)
+    flat = mlp()
+    flat.register_parameter("_flat_param", _flat_parameter())
+    with pytest.raises(TypeError, match="_flat_param is a parameter of FSDP"):
+        ours(flat)
+    two_dimensional = init_device_mesh("cpu", (world, 1), mesh_dim_names=("a", "b"))
+    with pytest.raises(RuntimeError, match="Only 1D device mesh is supported"):
+        ours(mlp(), device_mesh=two_dimensional)
+    with pytest.raises(RuntimeError, match="both process_group and device_mesh"):
+        ours(mlp(), device_mesh=mesh, process_group=dist.group.WORLD)
+    with pytest.raises(RuntimeError, match="uninitialized parameters can't be used"):
+        ours(nn.LazyLinear(3))
+    with pytest.raises(RuntimeError, match="doesn't have any parameter that requires a gradient"):
+        ours(nn.Linear(2, 2).requires_grad_(False))
+    with pytest.raises(TypeError, match="reduce must be a fusedreduce.ReduceConfig"):
+        ours(mlp(), reduce="bf16")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unheard_of"):
+        ours(mlp(), unheard_of=1)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"), pytest.raises(RuntimeError, match="python_reducer"):
+        ours(mlp())
+    # An argument that a later torch adds: refused, but for its default.
+    known = inspect.signature(TorchDDP.__init__)
+    later = inspect.Parameter("later", inspect.Parameter.KEYWORD_ONLY, default=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ours_ddp, "_TORCH_SIGNATURE", known.replace(parameters=[*known.parameters.values(), later]))
+        with pytest.raises(TypeError, match="later=3 is an argument of torch .* does not know"):
+            ours(mlp(), later=3)
+        train(rank, mlp(), steps=2)
+    # nothing was left behind on any rank
+    train(rank, mlp(), device_mesh=mesh)
+
+
+def _flat_parameter() -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter._is_flat_param = True  # type: ignore[attr-defined]
+    return parameter
+
+
+# Copies, groups
+
+
+def copies(rank: int, world: int, wire: str) -> None:
+    """A deep copy, an AveragedModel's copy and a pickled one are trained like the original; state dicts fit torch's."""
+    ddp = train(rank, mlp(), wire)
+    loaded = pickle.loads(pickle.dumps(ddp))
+    assert loaded.reduce_config == ddp.reduce_config and isinstance(loaded, fusedreduce.DistributedDataParallel)
+    averaged: Any = AveragedModel(ddp)
+    averaged.update_parameters(ddp)
+    file = io.BytesIO()
+    torch.save(ddp.state_dict(), file)
+    file.seek(0)
+    fresh, theirs = wrapped(mlp(7), wire), TorchDDP(mlp(8))
+    for one in (fresh, theirs):
+        one.load_state_dict(torch.load(file))
+        file.seek(0)
+    assert list(theirs.state_dict()) == list(ddp.state_dict())
+    models = [ddp, copy.deepcopy(ddp), loaded, averaged.module, fresh]
+    for step in range(STEPS):
+        local = copy.deepcopy(ddp.module)
+        loss_of(local(batch(rank, step))).backward()
+        for model in models:
+            model.zero_grad()
+            loss_of(model(batch(rank, step))).backward()
+            assert_averaged(model.module, local, wire)
+        for model in models:
+            torch.optim.SGD(model.parameters(), lr=0.05).step()
+    for model in models[1:]:
+        pairs = zip(ddp.parameters(), model.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+    group = dist.new_group(list(range(world)))
+    with pytest.raises(RuntimeError, match="only supported when using DDP with the default process group"):
+        pickle.dumps(wrapped(mlp(), wire, process_group=group))
+
+
+def changed_group(rank: int, world: int, wire: str) -> None:
+    """_update_process_group to ranks 0 and 1, and back to all three."""
+    group = dist.new_group([0, 1])
+    ddp = train(rank, mlp(), wire)
+    ddp._update_process_group(group)
+    if rank < 2:
+        for step in range(STEPS):
+            local = copy.deepcopy(ddp.module)
+            ddp.zero_grad()
+            loss_of(ddp(batch(rank, step))).backward()
+            loss_of(local(batch(rank, step))).backward()
+            for ours, mine in zip(gradients(ddp), gradients(local), strict=True):
+                dist.all_reduce(mine, group=group)
+                assert torch.allclose(ours, mine / 2, rtol=0.03 if wire == "bf16" else 1e-6, atol=1e-3)
+                if wire == "native":
+                    assert torch.equal(ours, mine / 2)
+    else:
+        with pytest.raises(Exception):  # noqa: B017, PT011
+            loss_of(ddp(batch(rank, 0))).backward()
+            ddp.check_finalized()
+            raise AssertionError
+    ddp._update_process_group(dist.group.WORLD)
+    assert not ddp._has_rebuilt_buckets
+    for step in range(STEPS):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad()
+        loss_of(ddp(batch(rank, step))).backward()
+        loss_of(local(batch(rank, step))).backward()
+        assert_averaged(ddp.module, local, wire)
+
+
+# Profiler and logging
+
+
+def profiled(rank: int, world: int) -> list[str]:
+    """Names of the ranges in one late step."""
+    ddp = wrapped(mlp(), "bf16", find_unused_parameters=True)
+    for step in range(3):
+        loss_of(ddp(batch(rank, step))).backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss_of(ddp(batch(rank, 3))).backward()
+    return sorted({event.name for event in profile.events() if "::" in event.name or "Distributed" in event.name})
+
+
+# Times, and what is given in other words.
+_MEASURED = ("_time", "_time_start", "_time_end")
+
+
+def logging_data(rank: int, world: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our logging data and torch's after the same steps of the same model; times are left out, their keys kept."""
+    options: dict[str, Any] = {
+        "plain": {},
+        "views": {"gradient_as_bucket_view": True, "bucket_cap_mb": SMALL_CAP_MB},
+        "unused": {"find_unused_parameters": True},
+        "static": {"static_graph": True, "bucket_cap_mb": SMALL_CAP_MB},
+        "hook": {"bucket_cap_mb": SMALL_CAP_MB},
+    }[kind]
+    found = []
+    for cls in (fusedreduce.DistributedDataParallel, TorchDDP):
+        ddp = cls(mlp(), **options)
+        if kind == "hook":
+            ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        for step in range(5):
+            loss_of(ddp(batch(rank, step))).backward()
+        ddp(batch(rank, 6))
+        data = dict(ddp._get_ddp_logging_data())
+        times = {name: data[name] for name in data if name.endswith(_MEASURED)}
+        assert all(value > 0 for name, value in times.items()), times
+        for part in ("forward_compute", "backward_compute", "backward_comm"):
+            if f"{part}_time_end" in times:
+                assert times[f"{part}_time_end"] >= times[f"{part}_time_start"]
+        assert times["backward_compute_comm_overlap_time"] <= times["backward_compute_time"]
+        found.append({name: "time" if name in times else value for name, value in data.items()})
+    return found[0], found[1]
+
+
+def logged_error(rank: int, world: int) -> None:
+    """An error is noted before it is raised."""
+    ddp = wrapped(nn.ModuleList([nn.Linear(24, 4), nn.Linear(24, 4)]))
+    ddp.module.forward = lambda features: ddp.module[0](features)  # type: ignore[index,method-assign,union-attr]
+    loss_of(ddp(batch(rank, 0))).backward()
+    with pytest.raises(RuntimeError, match="1.weight, 1.bias") as caught:
+        ddp(batch(rank, 1))
+    data = ddp._get_ddp_logging_data()
+    assert data["has_error"] == 1 and data["error"] == str(caught.value)
+
+
+# torch.compile
+
+
+class Broken(nn.Module):
+    """A model with one graph break of its own; two buckets of at least 1 MiB, which DDPOptimizer wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp(), nn.Linear(12, 24000)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(features)
+        torch._dynamo.graph_break()
+        result: torch.Tensor = self.head(torch.tanh(hidden))
+        return result
+
+
+def compiled(rank: int, world: int, inside: bool, wire: str) -> tuple[int, int]:
+    """Graph breaks of ours and of torch's, the wrapper compiled or (inside) the module; gradients are checked."""
+    breaks = []
+    for ours in (True, False):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(12)
+        model = Broken()
+        target: Any = torch.compile(model, backend="aot_eager") if inside else model
+        ddp: Any = wrapped(target, wire, bucket_cap_mb=1) if ours else TorchDDP(target, bucket_cap_mb=1)
+        run: Any = ddp if inside else torch.compile(ddp, backend="aot_eager")
+        for step in range(6):
+            local = copy.deepcopy(model)
+            run.zero_grad()
+            loss_of(run(batch(rank, step))).backward()
+            loss_of(local(batch(rank, step))).backward()
+            assert_averaged(model, local, wire if ours else "native", factor=4.0)
+            assert_same_on_all_ranks(gradients(model))
+        breaks.append(sum(torch._dynamo.utils.counters["graph_break"].values()))
+    torch._dynamo.reset()
+    return breaks[0], breaks[1]

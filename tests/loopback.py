@@ -1,0 +1,258 @@
+"""Communicators without processes: one rank with scripted peers, and a few ranks that are threads.
+
+What is under way is poisoned with NaN until it is waited for, so nobody reads it early; every collective is recorded.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusedreduce.comm.protocol import Communicator, Pending
+
+TIMEOUT_S = 10.0
+# What a peer adds to a sum, given what this rank contributes.
+Peer = Callable[[torch.Tensor], torch.Tensor]
+
+
+def constant(value: float) -> Peer:
+    """A peer that contributes `value` everywhere; as often as this rank where parameters in use are counted."""
+    return lambda mine: mine.clone() if mine.dtype is torch.int32 else torch.full_like(mine, value)
+
+
+# They differ, so a sum that leaves one out or takes one twice is noticed; powers of two, so bf16 holds them.
+PEERS = (constant(0.5), constant(-2.0))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective: "all_reduce", "sparse", "broadcast", "gather" or "aside"."""
+
+    kind: str
+    dtype: torch.dtype
+    numel: int
+
+
+class LoopbackPending:
+    """Summed when it is waited for, not before."""
+
+    def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
+        self._finish: Callable[[], torch.Tensor] | None = finish
+        self._result: torch.Tensor | None = None
+
+    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        self.wait()
+        assert self._result is not None
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result([self._result])
+        return future
+
+    def wait(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            self._result = finish()
+
+
+class Loopback:
+    """One rank whose peers are functions.
+
+    Args:
+        peers: what each of the other ranks adds.
+        rank: this one's.
+
+    `fail_issue` and `fail_wait`: number of the all-reduce, from 0, that cannot be issued or whose wait raises.
+    """
+
+    def __init__(self, peers: Sequence[Peer] = PEERS, rank: int = 0) -> None:
+        self._peers = tuple(peers)
+        self._rank = rank
+        self.calls: list[Call] = []
+        self.under_way = 0
+        self.fail_issue = -1
+        self.fail_wait = -1
+        self.aside: Callable[[str], list[str]] = lambda text: [text] * self.size
+        self.payload: Callable[[int, bytes], bytes] = lambda rank, mine: mine
+        self.order: Callable[[torch.Tensor], torch.Tensor] = lambda mine: mine
+        self.wires: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return len(self._peers) + 1
+
+    def timeout_s(self, device: torch.device) -> float:
+        return TIMEOUT_S
+
+    def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Everything can be summed here."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        number = self.count("all_reduce")
+        self.calls.append(Call("all_reduce", tensor.dtype, tensor.numel()))
+        self.wires.add(tensor.untyped_storage())
+        if number == self.fail_issue:
+            raise RuntimeError("Connection refused by peer")
+        mine = tensor.clone()
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+        self.under_way += 1
+
+        def finish() -> torch.Tensor:
+            self.under_way -= 1
+            if number == self.fail_wait:
+                raise RuntimeError("Connection closed by peer")
+            return tensor.copy_(self.total(mine))
+
+        return LoopbackPending(finish)
+
+    def all_reduce_sparse(self, tensor: torch.Tensor) -> Pending:
+        """Each peer adds twice what this rank has."""
+        self.calls.append(Call("sparse", tensor.dtype, tensor.numel()))
+        total = (tensor * (2 * self.size - 1)).coalesce()
+        return LoopbackPending(lambda: total)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        self.calls.append(Call("broadcast", tensor.dtype, tensor.numel()))
+        tensor.copy_(self.order(tensor))
+
+    def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
+        assert len(payload) <= capacity_bytes
+        self.calls.append(Call("gather", torch.uint8, capacity_bytes))
+        return [payload if rank == self._rank else self.payload(rank, payload) for rank in range(self.size)]
+
+    def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
+        self.calls.append(Call(f"aside {key}", torch.uint8, len(text)))
+        return self.aside(text)
+
+    def count(self, kind: str) -> int:
+        """How many collectives of a kind there have been."""
+        return Counter(call.kind for call in self.calls)[kind]
+
+    def total(self, mine: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks."""
+        total = mine.clone()
+        for peer in self._peers:
+            total += peer(mine)
+        return total
+
+    def mean(self, gradient: torch.Tensor, wire: torch.dtype | None = None) -> torch.Tensor:
+        """What `gradient` must become: one division, one rounding to `wire`, the peers, one rounding back."""
+        real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+        compute = torch.float64 if real.dtype is torch.float64 else torch.float32
+        packed = (real.detach().to(compute) / self.size).to(wire or real.dtype)
+        mean = self.total(packed).to(real.dtype)
+        return torch.view_as_complex(mean) if gradient.is_complex() else mean
+
+
+class ThreadRank:
+    """One of several ranks that are threads of this process; collectives meet by their number, and are summed."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self._world = world
+        self._rank = rank
+        self._issued = 0
+        self.calls: list[Call] = []
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._world.size
+
+    def timeout_s(self, device: torch.device) -> float:
+        return TIMEOUT_S
+
+    def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Everything can be summed here."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        return self._summed("all_reduce", tensor)
+
+    def all_reduce_sparse(self, tensor: torch.Tensor) -> Pending:
+        meet = self._meet("sparse", tensor)
+        return LoopbackPending(lambda: sum(meet()[1:], start=meet()[0]).coalesce())
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        tensor.copy_(self._meet("broadcast", tensor)()[source])
+
+    def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
+        assert len(payload) <= capacity_bytes
+        return [bytes(one) for one in self._world.meet(self._next("gather"), self._rank, payload)()]
+
+    def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
+        return [str(one) for one in self._world.meet(f"aside {key}", self._rank, text)()]
+
+    def _summed(self, kind: str, tensor: torch.Tensor) -> Pending:
+        meet = self._meet(kind, tensor)
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+
+        def finish() -> torch.Tensor:
+            total = meet()[0].clone()
+            for one in meet()[1:]:
+                total += one
+            return tensor.copy_(total)
+
+        return LoopbackPending(finish)
+
+    def _meet(self, kind: str, tensor: torch.Tensor) -> Callable[[], list[Any]]:
+        self.calls.append(Call(kind, tensor.dtype, tensor.numel()))
+        held = self._world.meet(self._next(f"{kind} {tensor.dtype} {tensor.numel()}"), self._rank, tensor.clone())
+        return held
+
+    def _next(self, what: str) -> str:
+        self._issued += 1
+        return f"{self._issued} {what}"
+
+
+class ThreadWorld:
+    """`size` ranks. Ranks that issue different collectives at the same place find nobody there, and time out."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._held: dict[str, dict[int, object]] = {}
+        self._changed = threading.Condition()
+
+    def meet(self, key: str, rank: int, value: object) -> Callable[[], list[Any]]:
+        """Leaves `value` at `key`; what is returned waits for every rank's."""
+        with self._changed:
+            self._held.setdefault(key, {})[rank] = value
+            self._changed.notify_all()
+
+        def wait() -> list[Any]:
+            with self._changed:
+                held = self._held[key]
+                if not self._changed.wait_for(lambda: len(held) == self.size, TIMEOUT_S):
+                    raise RuntimeError(f"rank {rank} waited for {key!r}, but only ranks {sorted(held)} came")
+                return [held[one] for one in range(self.size)]
+
+        return wait
+
+    def run(self, case: Callable[[Communicator], Any]) -> list[Any]:
+        """`case(communicator)` on every rank at once; what each returned or raised, in rank order."""
+        results: list[Any] = [None] * self.size
+
+        def rank(number: int) -> None:
+            try:
+                results[number] = case(ThreadRank(self, number))
+            except BaseException as error:
+                results[number] = error
+
+        threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(3 * TIMEOUT_S)
+            assert not thread.is_alive(), "a rank hangs"
+        return results
