@@ -105,6 +105,12 @@ def packs_early(chunks: ChunkTable, wire_dtype: torch.dtype, device: torch.devic
     return [slot for slot, numel in enumerate(chunks.numels) if numel >= reference.LARGE_NUMEL]
 
 
+def copies_small(chunks: ChunkTable, wire_dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether vouched gradients of slots that `packs_early` does not name may have any strides."""
+    on_cpu = device.type == "cpu" and path_for(device, (wire_dtype,), chunks.dtypes) == "torch"
+    return on_cpu and reference.uses_views(chunks, wire_dtype)
+
+
 def pack_early(
     gradient: torch.Tensor, slot: int, chunks: ChunkTable, wire: torch.Tensor, divisor: torch.Tensor
 ) -> None:

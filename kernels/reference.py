@@ -44,19 +44,25 @@ def pack(
     for run in _runs(chunks):
         if run.end - run.begin == 0:
             continue
-        if len(run.slots) == 1:
+        if vouched and run.small and uses_views(chunks, wire.dtype):
+            _pack_views(gradients, pointers.views(chunks, wire), run, wire, divisor)
+        elif len(run.slots) == 1:
             (slot,) = run.slots
             if slot not in done:
                 pack_slot(gradients[slot], slot, chunks, wire, divisor)
             _zero_gap(wire, run.begin, chunks.offsets[slot])
             _zero_gap(wire, chunks.offsets[slot] + chunks.numels[slot], run.end)
-        elif vouched and chunks.shapes is not None and {*run.dtypes, wire.dtype} == {divisor.dtype}:
-            _pack_views(gradients, pointers.views(chunks, wire), run, wire, divisor)
         else:
             _pack_flat(gradients, chunks, run, wire, divisor)
     if partials is not None:
         stored = [None if g is None else _slot(wire, chunks, slot) for slot, g in enumerate(gradients)]
         _fill_partials(stored, chunks, partials)
+
+
+def uses_views(chunks: ChunkTable, wire_dtype: torch.dtype) -> bool:
+    """Whether small gradients are copied into views of the wire: one dtype throughout, in which is computed too."""
+    compute = torch.float64 if chunks.fp64 else torch.float32
+    return chunks.shapes is not None and {*chunks.dtypes, wire_dtype} == {compute}
 
 
 def pack_slot(
@@ -151,8 +157,8 @@ class _Run:
     slots: range
     begin: int
     end: int
-    dtypes: frozenset[torch.dtype]
     padded: bool
+    small: bool
 
 
 _of_thread = threading.local()
@@ -173,7 +179,8 @@ def _runs(chunks: ChunkTable) -> tuple[_Run, ...]:
         ends_here = following == len(chunks) or max(chunks.numels[slot], chunks.numels[following]) >= LARGE_NUMEL
         if ends_here or chunks.offsets[following] + chunks.numels[following] - begin > BLOCK_NUMEL:
             padded = sum(chunks.numels[first:following]) < end - begin
-            runs.append(_Run(range(first, following), begin, end, frozenset(chunks.dtypes[first:following]), padded))
+            small = max(chunks.numels[first:following]) < LARGE_NUMEL
+            runs.append(_Run(range(first, following), begin, end, padded, small))
             first = following
     return _known_runs.setdefault(chunks, tuple(runs))
 
@@ -190,6 +197,10 @@ def _pack_views(
     present, into = _present(gradients[begin:end], views[begin:end])
     part = wire[run.begin : run.end]
     if run.padded or len(present) < len(run.slots):
+        first, last = part.data_ptr(), part.data_ptr() + part.numel() * part.element_size()
+        inside = [first <= gradient.data_ptr() < last for gradient in present]
+        if any(inside):  # gradients that are their slots
+            present = [one.clone() if within else one for one, within in zip(present, inside, strict=True)]
         part.zero_()
     if present:
         torch._foreach_copy_(into, present)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import inspect
 import io
 import pickle
@@ -169,7 +170,7 @@ def _odd(kind: str) -> Made:
     elif kind == "strides":
         model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
     elif kind == "dtype":
-        model[4].double()
+        model.double()
     elif kind == "requires_grad":
         model[2].bias.requires_grad_(False)
     elif kind == "which requires_grad":
@@ -183,8 +184,8 @@ def _odd(kind: str) -> Made:
         options["static_graph"] = True
     elif kind == "cap":
         options["bucket_cap_mb"] = 1
-    elif kind == "views of a 16-bit wire":
-        config, options = fusedreduce.ReduceConfig(wire="bf16"), {"gradient_as_bucket_view": True}
+    elif kind == "views":
+        options["gradient_as_bucket_view"] = True
     elif kind == "nothing to train":
         model.requires_grad_(False)
     elif kind == "uninitialised":
@@ -192,8 +193,7 @@ def _odd(kind: str) -> Made:
     elif kind == "DTensor":
         from torch.distributed.tensor import DTensor, Replicate
 
-        mesh = dist.init_device_mesh("cpu", (1,)) if dist.get_world_size() == 1 else _own_mesh()
-        sharded = DTensor.from_local(model[4].weight.detach(), mesh, [Replicate()], run_check=False)
+        sharded = DTensor.from_local(model[4].weight.detach(), _own_mesh(), [Replicate()], run_check=False)
         model[4].weight = nn.Parameter(sharded)
     else:
         assert kind == "nothing", kind
@@ -218,10 +218,10 @@ DIFFERENCES = {
     "wire": 'wire: "native"',
     "flag": "find_unused_parameters: false",
     "static_graph": "static_graph: false",
+    "views": "gradient_as_bucket_view: false",
     "cap": "bucket_cap",
 }
 PROBLEMS = {
-    "views of a 16-bit wire": "gradient_as_bucket_view=True needs wire='native'",
     "nothing to train": "parameter that requires a gradient",
     "uninitialised": "uninitialized",
     "DTensor": "DTensor",
@@ -230,6 +230,7 @@ PROBLEMS = {
 
 def disagreement(rank: int, world: int, kind: str, init_sync: bool) -> str:
     """The last rank differs: the error, which precedes torch's own check, or is the first forward's."""
+    group = dist.new_group(list(range(world)), timeout=datetime.timedelta(seconds=5))
     model, config, options = _odd(kind if rank == world - 1 else "nothing")
     if kind == "which requires_grad" and rank < world - 1:
         one: Any = model
@@ -238,7 +239,7 @@ def disagreement(rank: int, world: int, kind: str, init_sync: bool) -> str:
     def check(*_: object) -> None:
         raise AssertionError("torch's own check was reached")
 
-    options = {"bucket_cap_mb": SMALL_CAP_MB, **options}
+    options = {"bucket_cap_mb": SMALL_CAP_MB, "process_group": group, **options}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_ddp, "_verify_param_shape_across_processes", check)
         if init_sync:
@@ -246,10 +247,11 @@ def disagreement(rank: int, world: int, kind: str, init_sync: bool) -> str:
                 fusedreduce.DistributedDataParallel(model, reduce=config, **options)
         else:
             ddp = fusedreduce.DistributedDataParallel(model, reduce=config, init_sync=False, **options)
+            given = batch(rank, 0).to(next(model.parameters()).dtype)
             with torch.no_grad():
-                ddp(batch(rank, 0).to(next(model.parameters()).dtype))  # asks for no gradient, so for no agreement
+                ddp(given)  # asks for no gradient, so for no agreement
             with pytest.raises(fusedreduce.AgreementError) as caught:
-                ddp(batch(rank, 0))
+                ddp(given)
     return str(caught.value)
 
 
@@ -373,14 +375,9 @@ def changed_group(rank: int, world: int, wire: str) -> None:
             loss_of(local(batch(rank, step))).backward()
             for ours, mine in zip(gradients(ddp), gradients(local), strict=True):
                 dist.all_reduce(mine, group=group)
-                assert torch.allclose(ours, mine / 2, rtol=0.03 if wire == "bf16" else 1e-6, atol=1e-3)
-                if wire == "native":
-                    assert torch.equal(ours, mine / 2)
-    else:
-        with pytest.raises(Exception):  # noqa: B017, PT011
-            loss_of(ddp(batch(rank, 0))).backward()
-            ddp.check_finalized()
-            raise AssertionError
+                # each of two contributions and their sum is rounded to 8 bits, all of them at most the largest
+                bound = 0.0 if wire == "native" else 2.0**-7 * float(mine.abs().max())
+                assert float((ours - mine / 2).abs().max()) <= bound
     ddp._update_process_group(dist.group.WORLD)
     assert not ddp._has_rebuilt_buckets
     for step in range(STEPS):

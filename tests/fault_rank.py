@@ -1,4 +1,7 @@
-"""One rank of test_faults.py, a process of its own: `fault_rank.py RANK WORLD STORE WIRE AS_VIEW FAULT STEP`."""
+"""One rank of test_faults.py and test_ddp_faults.py, a process of its own.
+
+`fault_rank.py RANK WORLD STORE WIRE AS_VIEW FAULT STEP [wrapper]`: torch's DDP with our hook, or our wrapper.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
+import ddp_cases
 import hook_cases
 import torch
 import torch.distributed as dist
@@ -17,19 +22,23 @@ GROUP_TIMEOUT_S = 5
 
 def main() -> None:
     """Trains; the last rank dies, stops or leaves in the middle of a step."""
-    rank, world, store, wire, as_view, fault, fault_step = sys.argv[1:]
+    rank, world, store, wire, as_view, fault, fault_step, *wrapper = sys.argv[1:]
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timeout
     )
-    ddp, _ = hook_cases.hooked(hook_cases.mlp(), wire, gradient_as_bucket_view=as_view == "view")
+    options: dict[str, Any] = {"gradient_as_bucket_view": as_view == "view"}
+    model = hook_cases.mlp()
+    ddp = ddp_cases.wrapped(model, wire, **options) if wrapper else hook_cases.hooked(model, wire, **options)[0]
     victim = int(rank) == int(world) - 1
     for step in range(int(fault_step) + 3):
         ddp.zero_grad()
         loss = hook_cases.loss_of(ddp(hook_cases.batch(int(rank), step)))
         if victim and step == int(fault_step):
             if fault == "leave":
+                if wrapper:
+                    os._exit(0)
                 return
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])
         began = time.monotonic()

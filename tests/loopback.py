@@ -79,7 +79,7 @@ class Loopback:
         self.aside: Callable[[str], list[str]] = lambda text: [text] * self.size
         self.payload: Callable[[int, bytes], bytes] = lambda rank, mine: mine
         self.order: Callable[[torch.Tensor], torch.Tensor] = lambda mine: mine
-        self.wires: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.wires: list[weakref.ref[torch.Tensor]] = []
 
     @property
     def rank(self) -> int:
@@ -98,7 +98,7 @@ class Loopback:
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         number = self.count("all_reduce")
         self.calls.append(Call("all_reduce", tensor.dtype, tensor.numel()))
-        self.wires.add(tensor.untyped_storage())
+        self.wires.append(weakref.ref(tensor))
         if number == self.fail_issue:
             raise RuntimeError("Connection refused by peer")
         mine = tensor.clone()

@@ -1,0 +1,209 @@
+"""HookedReduction: a dense bucket handed to a comm hook, by torch's contract."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from ..errors import CollectiveError, FusedReduceError
+from ..exchange import collective_error
+from ..grad_bucket import GradBucket
+from .members import Members, as_real, dense_shape, like_parameter, real_dtype
+from .views import GradientView, which_are
+
+CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+# A backend that times out itself says more than we can: it goes first.
+_GRACE_S = 3.0
+
+
+class HookedReduction:
+    """A dense bucket handed to a comm hook: one dtype, no padding, gradients not yet divided.
+
+    Args:
+        members: its parameters.
+        state: the hook's first argument.
+        hook: called as hook(state, bucket); returns a future of one tensor with the bucket's elements.
+        rank: for messages.
+        timeout_s: how long its future may take.
+        as_views: gradients become views of the buffer.
+        keeps_gradients: the hook writes `.grad` itself, or steps the optimizer: nothing is copied out.
+    """
+
+    early: frozenset[int] = frozenset()
+
+    def __init__(
+        self,
+        members: Members,
+        state: object,
+        hook: CommHook,
+        rank: int,
+        timeout_s: float,
+        *,
+        as_views: bool = False,
+        keeps_gradients: bool = False,
+    ) -> None:
+        self.members = members
+        self._state = state
+        self._hook = hook
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._as_views = as_views
+        # As it is now: torch's mixed precision puts other data behind the parameters during a step.
+        self._dtype = real_dtype(members.parameters[0].dtype)
+        self._buffer: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self._gradients: list[GradientView] = []
+        self._future: torch.futures.Future[torch.Tensor] | None = None
+        self._keeps_gradients = keeps_gradients
+
+    def take(self, number: int, divisor: float) -> None:
+        """Never called: nothing is taken early."""
+
+    def launch(self, divisor: float) -> None:
+        """Copies the gradients into the buffer and calls the hook."""
+        buffer = self._allocated()
+        present, into = [], []
+        for parameter, view, alias in zip(self.members.parameters, self._views, self._gradients, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+            elif not alias.is_held_by(gradient):
+                if gradient.layout is not torch.strided:
+                    raise TypeError(f"a {gradient.layout} gradient in {self.members.label}: a dense one was expected")
+                present.append(as_real(gradient))
+                into.append(view)
+        if present:
+            torch._foreach_copy_(into, present)
+        if self._as_views:
+            # Before the hook runs: one that steps the optimizer reads the result from .grad.
+            for parameter, alias in zip(self.members.parameters, self._gradients, strict=True):
+                # (Mixed precision: the hook itself makes both fp32 before it returns.)
+                if parameter.grad is not None and parameter.dtype is alias.dtype:
+                    parameter.grad = alias.restored()
+        gradients = [one.restored() for one in self._gradients]
+        shown = GradBucket(self.members.index, buffer, gradients, self.members.parameters, self.members.is_last)
+        self._future = call_hook(self._hook, self._state, shown)
+
+    def finish(self, untouched: Collection[int], *, check: bool = True) -> None:
+        """Copies the future's value into the gradients."""
+        future, self._future = self._future, None
+        assert future is not None and self._buffer is not None
+        value = wait_future(future, self.members, self._rank, self._timeout_s)
+        if self._keeps_gradients:
+            return
+        numel = self._buffer.numel()
+        if value.numel() != numel:
+            raise ValueError(
+                f"the comm hook's future for {self.members.label} holds {value.numel()} elements, the bucket {numel}"
+            )
+        own = value.data_ptr() == self._buffer.data_ptr() and value.dtype is self._buffer.dtype
+        if not own:
+            value = value.reshape(-1)
+            if self._as_views:
+                self._buffer.copy_(value)
+        into, views = [], []
+        offset = 0
+        members = zip(self.members.numbers, self.members.parameters, self._views, self._gradients, strict=True)
+        for number, parameter, view, alias in members:
+            begin, offset = offset, offset + view.numel()
+            if number in untouched:
+                continue
+            if self._as_views:
+                parameter.grad = alias.restored()
+                continue
+            if not own:
+                view = value.as_strided(view.shape, view.stride(), value.storage_offset() + begin)
+            if parameter.grad is None or parameter.grad.is_conj():
+                parameter.grad = torch.empty_like(alias.tensor)
+            into.append(as_real(parameter.grad))
+            views.append(view)
+        if into:
+            torch._foreach_copy_(into, views)
+
+    def shadow(self) -> GradBucket:
+        """A bucket of zeros."""
+        buffer = torch.zeros_like(self._allocated())
+        views = self._cut(buffer)
+        return GradBucket(self.members.index, buffer, views, self.members.parameters, self.members.is_last)
+
+    def run_shadow(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Calls the hook with zeros."""
+        return call_hook(self._hook, self._state, bucket)
+
+    def zero_views(self) -> bool:
+        """Zeroes all gradients at once if every one is a view of the buffer; says whether it did."""
+        own = which_are([parameter.grad for parameter in self.members.parameters], self._gradients)
+        if self._buffer is None or not own or not all(own):
+            return False
+        self._buffer.zero_()
+        return True
+
+    def drop_views(self) -> None:
+        """Sets gradients that are views of the buffer to None: a collective may still write there."""
+        for parameter, view in zip(self.members.parameters, self._gradients, strict=False):
+            if parameter.grad is view.tensor:
+                parameter.grad = None
+
+    def _allocated(self) -> torch.Tensor:
+        if self._buffer is None:
+            first = self.members.parameters[0]
+            numel = sum(p.numel() * (2 if p.is_complex() else 1) for p in self.members.parameters)
+            self._buffer = torch.empty(numel, dtype=self._dtype, device=first.device)
+            self._views = self._cut(self._buffer)
+            pairs = zip(self._views, self.members.parameters, strict=True)
+            self._gradients = [GradientView(like_parameter(view, parameter)) for view, parameter in pairs]
+        return self._buffer
+
+    def _cut(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        views = []
+        offset = 0
+        for parameter in self.members.parameters:
+            size, strides = dense_shape(parameter)
+            views.append(buffer.as_strided(size, strides, offset))
+            offset += views[-1].numel()
+        return views
+
+
+def call_hook(hook: CommHook, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Calls a comm hook.
+
+    Raises:
+        TypeError: it returned no future.
+    """
+    future = hook(state, bucket)
+    if not isinstance(future, torch._C.Future):
+        raise TypeError(
+            f"Communication hook: return value should be a torch.futures.Future, got {type(future).__name__}"
+        )
+    return future
+
+
+def wait_future(future: torch.futures.Future[Any], members: Members, rank: int, timeout_s: float) -> torch.Tensor:
+    """A comm hook's result, waited for no longer than `timeout_s`.
+
+    Raises:
+        CollectiveError: it failed with a RuntimeError, or did not come in time.
+        TypeError: it holds no tensor.
+    """
+    if not future.done():
+        came = threading.Event()
+        future.add_done_callback(lambda _: came.set())
+        if not came.wait(timeout_s + _GRACE_S):
+            raise CollectiveError(
+                f"rank {rank}: the comm hook's future for {members.label} was not completed within {timeout_s:.0f} s, "
+                "the process group's timeout"
+            )
+    try:
+        value = future.wait()
+    except FusedReduceError:
+        raise
+    except RuntimeError as error:
+        raise collective_error(f"the reduction of {members.label} failed", rank, error) from error
+    if isinstance(value, list | tuple) and len(value) == 1:
+        (value,) = value
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"the comm hook's future for {members.label} holds {type(value).__name__}, not one tensor")
+    return value

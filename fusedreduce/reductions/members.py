@@ -1,0 +1,121 @@
+"""Members of a bucket, what the reducer asks of a reduction, and how gradients lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..comm.protocol import Pending
+from ..exchange import collective_error
+from ..grad_bucket import GradBucket
+from ..kernels.checks import is_dense
+from ..kernels.table import Shape
+
+_NAMES_SHOWN = 50
+
+
+@dataclass(frozen=True, eq=False)
+class Members:
+    """The parameters of one bucket.
+
+    Args:
+        index: the bucket's place in the launch order.
+        numbers: the parameters' numbers within the reducer.
+        parameters: themselves.
+        names: theirs.
+        is_last: whether no bucket follows.
+    """
+
+    index: int
+    numbers: tuple[int, ...]
+    parameters: tuple[torch.Tensor, ...]
+    names: tuple[str, ...]
+    is_last: bool
+
+    @property
+    def label(self) -> str:
+        """The bucket and its parameters' names."""
+        shown = ", ".join(self.names[:_NAMES_SHOWN])
+        more = len(self.names) - _NAMES_SHOWN
+        return f"bucket {self.index} ({shown}{f' and {more} more' if more > 0 else ''})"
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of them live."""
+        return self.parameters[0].device
+
+
+class Reduction(Protocol):
+    """What the reducer asks of a bucket."""
+
+    members: Members
+
+    early: frozenset[int]  # parameters, by number, whose gradients want to be taken one by one
+
+    def take(self, number: int, divisor: float) -> None:
+        """Takes one gradient of `early`, as it is now, ahead of `launch`."""
+        ...
+
+    def launch(self, divisor: float) -> None:
+        """Takes the gradients as they are now and starts their reduction."""
+        ...
+
+    def finish(self, untouched: Collection[int], *, check: bool = True) -> None:
+        """Waits for the reduction and writes every gradient whose parameter's number is not in `untouched`.
+
+        `check`: raises if a gradient is not what it was when it was taken.
+        """
+        ...
+
+    def zero_views(self) -> bool:
+        """Zeroes all gradients at once if each is a view of one buffer; says whether it did."""
+        ...
+
+    def drop_views(self) -> None:
+        """Sets gradients that are views of a buffer to None: a collective may still write there."""
+        ...
+
+    def shadow(self) -> GradBucket:
+        """Zeros that a joined rank contributes in place of gradients."""
+        ...
+
+    def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor]:
+        """Issues the collective of `launch` for what `shadow` returned."""
+        ...
+
+
+def dense_shape(parameter: torch.Tensor) -> Shape:
+    """Size and strides of `parameter`'s gradient in its slot, a real one: torch's gradient layout contract."""
+    template = parameter.detach()
+    if not is_dense(template):
+        template = torch.empty(template.shape, dtype=template.dtype, device="meta")
+    if template.is_complex():
+        size = (*template.shape, 2)
+        return size, (*(2 * stride for stride in template.stride()), 1)
+    return tuple(template.shape), tuple(template.stride())
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the real pairs that a gradient of `dtype` is reduced as."""
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def like_parameter(view: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A view of a buffer as a gradient: complex again, with a version counter of its own."""
+    return (torch.view_as_complex(view) if parameter.is_complex() else view).data
+
+
+def wait(pending: Pending, members: Members, rank: int) -> None:
+    """Waits for a collective; what it raises names the bucket."""
+    try:
+        pending.wait()
+    except RuntimeError as error:
+        what = f"the all-reduce of {members.label} failed; its gradients are still this rank's own"
+        raise collective_error(what, rank, error) from error

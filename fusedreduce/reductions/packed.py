@@ -1,0 +1,238 @@
+"""PackedReduction: a dense bucket on our own wire."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+
+import torch
+
+from .. import exchange
+from ..bucket import Bucket, BucketState
+from ..comm.protocol import Communicator, Pending
+from ..errors import FusedReduceError
+from ..exchange import InFlight
+from ..grad_bucket import GradBucket
+from ..kernels import dispatch
+from ..planning.layout import aligned_layout, flat_layout
+from .members import Members, as_real, dense_shape, like_parameter, real_dtype, wait
+from .views import GradientView, which_are
+
+
+class PackedReduction:
+    """A dense bucket on our own wire.
+
+    Args:
+        members: its parameters.
+        communicator: the ranks to average over.
+        wire_dtype: what travels.
+        as_views: gradients become views of the wire buffer, which has their dtype.
+    """
+
+    def __init__(
+        self, members: Members, communicator: Communicator, wire_dtype: torch.dtype, *, as_views: bool = False
+    ) -> None:
+        self.members = members
+        self._communicator = communicator
+        self._shapes = [dense_shape(parameter) for parameter in members.parameters]
+        self._dtypes = [parameter.dtype for parameter in members.parameters]
+        numels = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in members.parameters]
+        layout = aligned_layout(numels, wire_itemsize_bytes=wire_dtype.itemsize)
+        real = [real_dtype(dtype) for dtype in self._dtypes]
+        self.bucket = Bucket(layout, real, wire_dtype, members.device, members.label, self._shapes)
+        self._strides = [
+            tuple(stride // 2 for stride in strides[:-1]) if dtype.is_complex else strides
+            for (_, strides), dtype in zip(self._shapes, self._dtypes, strict=True)
+        ]
+        self.restrided = 0
+        self._as_views = as_views
+        self._views: list[GradientView] = []
+        self._flat: Bucket | None = None
+        self._in_flight: InFlight | None = None
+        self._packed: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
+        self._staged: dict[int, torch.Tensor] = {}
+        early = dispatch.packs_early(self.bucket.chunks, wire_dtype, members.device)
+        self.early = frozenset(members.numbers[slot] for slot in early)
+        self._slot_of = {members.numbers[slot]: slot for slot in early}
+        self._taken: dict[int, tuple[torch.Tensor, int]] = {}
+        # torch copies small gradients into views of their slots there, whatever their strides; kernels see memory.
+        self._copies_small_ones = dispatch.copies_small(self.bucket.chunks, wire_dtype, members.device) and not any(
+            dtype.is_complex for dtype in self._dtypes
+        )
+
+    def take(self, number: int, divisor: float) -> None:
+        """Packs one large gradient while it is in the cache; a view takes its place at once, and its memory is free."""
+        slot = self._slot_of[number]
+        parameter = self.members.parameters[slot]
+        gradient = parameter.grad
+        if gradient is None or not self._fits(slot, gradient):
+            return
+        exchange.start_early(self.bucket, slot, as_real(gradient), divisor)
+        if self._as_views:
+            view = self._made_views()[slot]
+            if not view.is_held_by(gradient):
+                gradient = parameter.grad = view.restored()
+        self._taken[slot] = gradient, gradient._version
+
+    def launch(self, divisor: float) -> None:
+        """Packs and starts the all-reduce; remembers which tensors at which version."""
+        gradients = [parameter.grad for parameter in self.members.parameters]
+        taken, self._taken = self._taken, {}
+        for slot, (gradient, version) in taken.items():
+            if gradients[slot] is not gradient or gradient._version != version:
+                raise FusedReduceError(self._changed(slot, gradients[slot] is not gradient))
+        own = which_are(gradients, self._views)
+        if own and all(own) and not taken:
+            self._in_flight = self._start_in_place(divisor)
+        else:
+            packed = self._checked(gradients, taken)
+            self._in_flight = exchange.start(
+                self.bucket, packed, self._communicator, divisor=divisor, vouched=True, done=taken
+            )
+        self._packed = gradients
+        self._versions = [-1 if gradient is None else gradient._version for gradient in gradients]
+
+    def finish(self, untouched: Collection[int], *, check: bool = True) -> None:
+        """Unpacks into the tensors that were packed, or makes the views the gradients."""
+        in_flight, self._in_flight = self._in_flight, None
+        assert in_flight is not None
+        wait(in_flight.pending, self.members, self._communicator.rank)
+        if check:
+            self._check_unchanged()
+        if self._as_views:
+            self._install_views(untouched)
+            return
+        packed: Sequence[torch.Tensor | None] = in_flight.gradients
+        fresh: dict[int, torch.Tensor] = {}
+        if untouched or type(None) in set(map(type, self._packed)):
+            into = list(packed)
+            for slot, (number, parameter) in enumerate(zip(self.members.numbers, self.members.parameters, strict=True)):
+                if number in untouched:
+                    into[slot] = None
+                elif self._packed[slot] is None:
+                    fresh[slot] = _new_gradient(parameter, self._strides[slot])
+                    into[slot] = as_real(fresh[slot])
+            packed = into
+        exchange.finish(in_flight, packed, vouched=True)
+        for slot, staged in self._staged.items():
+            if packed[slot] is not None:
+                gradient = self._packed[slot]
+                assert gradient is not None
+                gradient.copy_(torch.view_as_complex(staged) if gradient.is_complex() else staged)
+        for slot, gradient in fresh.items():
+            self.members.parameters[slot].grad = gradient
+        self._packed, self._staged = [], {}
+
+    def shadow(self) -> GradBucket:
+        """A wire of zeros."""
+        wire = torch.zeros(self.bucket.layout.numel, dtype=self.bucket.wire_dtype, device=self.members.device)
+        return GradBucket(self.members.index, wire, [], self.members.parameters, self.members.is_last)
+
+    def run_shadow(self, bucket: GradBucket) -> Pending:
+        """Sums the zeros with what the others pack."""
+        return self._communicator.all_reduce(bucket.buffer())
+
+    def zero_views(self) -> bool:
+        """Zeroes all gradients at once if every one is a view of the wire; says whether it did."""
+        own = which_are([parameter.grad for parameter in self.members.parameters], self._views)
+        if not own or not all(own):
+            return False
+        self.bucket.wire().zero_()
+        return True
+
+    def drop_views(self) -> None:
+        """Sets gradients that are views of the wire to None: a collective may still write there."""
+        for parameter, view in zip(self.members.parameters, self._views, strict=False):
+            if parameter.grad is view.tensor:
+                parameter.grad = None
+
+    def _start_in_place(self, divisor: float) -> InFlight:
+        wire = self.bucket.wire()
+        if self._flat is None:
+            layout = flat_layout(self.bucket.layout.numel)
+            self._flat = Bucket(layout, [wire.dtype], wire.dtype, wire.device, self.bucket.label)
+        return exchange.start(self._flat, [wire], self._communicator, divisor=divisor, in_place=True, vouched=True)
+
+    def _fits(self, slot: int, gradient: torch.Tensor) -> bool:
+        """Whether the kernels may take `gradient` as it is."""
+        return (
+            gradient.dtype is self._dtypes[slot]
+            and gradient.layout is torch.strided
+            and gradient.stride() == self._strides[slot]
+            and not (gradient.is_conj() or gradient.is_neg())
+        )
+
+    def _checked(self, gradients: Sequence[torch.Tensor | None], taken: Collection[int]) -> list[torch.Tensor | None]:
+        """The gradients as pack takes them: strided as their slots are, real, of the slot's dtype."""
+        if self._copies_small_ones and {g.layout for g in gradients if g is not None} <= {torch.strided}:
+            ready = list(gradients)
+            for slot in self._slot_of.values():
+                gradient = ready[slot]
+                if slot not in taken and gradient is not None:
+                    ready[slot] = self._fitted(slot, gradient)
+            return ready
+        return [None if one is None else self._fitted(slot, one) for slot, one in enumerate(gradients)]
+
+    def _fitted(self, slot: int, gradient: torch.Tensor) -> torch.Tensor:
+        name = self.members.names[slot]
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of {name} has layout {gradient.layout}, but a dense one was expected: embeddings with "
+                "sparse=True are found by DDP; a Reducer of your own takes sparse=[...]"
+            )
+        if gradient.dtype is not self._dtypes[slot]:
+            raise TypeError(
+                f"the gradient of {name} is {gradient.dtype}, its bucket was laid out for {self._dtypes[slot]}"
+            )
+        if self._fits(slot, gradient) or gradient.numel() == 0:
+            return as_real(gradient)
+        size, strides = self._shapes[slot]
+        staged = torch.empty_strided(size, strides, dtype=real_dtype(gradient.dtype), device=gradient.device)
+        staged.copy_(as_real(gradient))
+        self._staged[slot] = staged
+        self.restrided += 1
+        return staged
+
+    def _check_unchanged(self) -> None:
+        now = [parameter.grad for parameter in self.members.parameters]
+        same = all(map(operator.is_, now, self._packed))
+        if same and [-1 if one is None else one._version for one in now] == self._versions:
+            return
+        for slot, (gradient, version) in enumerate(zip(self._packed, self._versions, strict=True)):
+            replaced = now[slot] is not gradient
+            if replaced or (gradient is not None and gradient._version != version):
+                raise FusedReduceError(self._changed(slot, replaced))
+
+    def _changed(self, slot: int, replaced: bool) -> str:
+        return (
+            f"rank {self._communicator.rank}: the gradient of {self.members.names[slot]} (parameter "
+            f"{self.members.numbers[slot]}) was {'replaced' if replaced else 'written to'} after it had been packed "
+            f"into bucket {self.members.index}, so its reduction lacks what was added. A hook of yours, or a second "
+            "backward through the same parameter (reentrant checkpoints that share it, use outside of forward), came "
+            "after the reducer: use static_graph=True, or register the hook on the parameter itself"
+        )
+
+    def _made_views(self) -> list[GradientView]:
+        if not self._views:
+            wire = self.bucket.wire()
+            slots = zip(self._shapes, self.bucket.layout.offsets, self.members.parameters, strict=True)
+            self._views = [
+                GradientView(like_parameter(wire.as_strided(size, strides, offset), parameter))
+                for (size, strides), offset, parameter in slots
+            ]
+        return self._views
+
+    def _install_views(self, untouched: Collection[int]) -> None:
+        views = self._made_views()
+        for number, parameter, view in zip(self.members.numbers, self.members.parameters, views, strict=True):
+            if number not in untouched and parameter.grad is not view.tensor:
+                parameter.grad = view.restored()
+        self._packed, self._staged = [], {}
+        self.bucket.state = BucketState.IDLE
+        if self._flat is not None:
+            self._flat.state = BucketState.IDLE
+
+
+def _new_gradient(parameter: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)

@@ -1,0 +1,88 @@
+"""SparseReduction: one parameter whose gradient is a sparse COO tensor; torch sums it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from ..comm.protocol import Communicator, Pending
+from ..grad_bucket import GradBucket
+from .hooked import CommHook, call_hook, wait_future
+from .members import Members
+
+
+class SparseReduction:
+    """One parameter whose gradient is a sparse COO tensor; torch sums it.
+
+    Args:
+        members: the one parameter.
+        communicator: the ranks to average over.
+        state: of the hook.
+        hook: a comm hook, shown the sparse gradient as its buffer; None: divide and sum.
+    """
+
+    early: frozenset[int] = frozenset()
+
+    def __init__(
+        self, members: Members, communicator: Communicator, state: object = None, hook: CommHook | None = None
+    ) -> None:
+        self.members = members
+        self._communicator = communicator
+        self._state = state
+        self._hook = hook
+        self._future: torch.futures.Future[Any] | None = None
+
+    def take(self, number: int, divisor: float) -> None:
+        """Never called: nothing is taken early."""
+
+    def launch(self, divisor: float) -> None:
+        """Starts the sum of the divided gradient."""
+        (parameter,) = self.members.parameters
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = _no_elements(parameter)
+        if gradient.layout is not torch.sparse_coo:
+            raise TypeError(
+                f"the gradient of {self.members.names[0]} is dense, but its module has sparse=True: reduce it as dense "
+                "(sparse=False), or leave it sparse"
+            )
+        if self._hook is not None:
+            self._future = call_hook(self._hook, self._state, self._shown(gradient))
+        else:
+            self._future = self._communicator.all_reduce_sparse(gradient.detach() / divisor).future()
+
+    def finish(self, untouched: Collection[int], *, check: bool = True) -> None:
+        """Makes the sum the gradient."""
+        future, self._future = self._future, None
+        assert future is not None
+        timeout_s = self._communicator.timeout_s(self.members.device)
+        value = wait_future(future, self.members, self._communicator.rank, timeout_s)
+        if self.members.numbers[0] not in untouched:
+            self.members.parameters[0].grad = value
+
+    def shadow(self) -> GradBucket:
+        """A sparse gradient without elements."""
+        (parameter,) = self.members.parameters
+        return self._shown(_no_elements(parameter))
+
+    def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor]:
+        """Takes part in the sum with nothing."""
+        if self._hook is not None:
+            return call_hook(self._hook, self._state, bucket)
+        return self._communicator.all_reduce_sparse(bucket.buffer())
+
+    def zero_views(self) -> bool:
+        """A sparse gradient is never a view."""
+        return False
+
+    def drop_views(self) -> None:
+        """A sparse gradient is never a view."""
+
+    def _shown(self, gradient: torch.Tensor) -> GradBucket:
+        return GradBucket(self.members.index, gradient, [gradient], self.members.parameters, self.members.is_last)
+
+
+def _no_elements(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device, layout=torch.sparse_coo)
