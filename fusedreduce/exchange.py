@@ -81,7 +81,7 @@ def start(
 def start_early(bucket: Bucket, slot: int, gradient: torch.Tensor, divisor: float) -> None:
     """Packs one slot ahead of `start`; the slot is one of `dispatch.packs_early`."""
     by = scalar(divisor, bucket.compute_dtype, bucket.device)
-    dispatch.pack_early(gradient, slot, bucket.chunks, bucket.wire(), by)
+    dispatch.pack_early(gradient, slot, bucket.chunks, bucket.pointers, bucket.wire(), by)
 
 
 def finish(

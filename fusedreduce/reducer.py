@@ -155,6 +155,7 @@ class Reducer:
         self._lock = threading.RLock()  # autograd has a thread per device
         self._ready_ns = [0] * count
         self._base_ns = 0
+        self._bucket_ns: dict[int, int] = {}
         self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in self.parameters]
         self._devices = [parameter.device for parameter in self.parameters]
         self._fires: list[int] | None = None
@@ -181,6 +182,7 @@ class Reducer:
             communicator=communicator,
         )
         self._allocations = 0
+        self._restrided = 0
         self._streams_known = False
         self._hooks = ParameterHooks(self, self.parameters, Reducer.on_gradient)
         self._completes: dict[int, int] = {}  # parameters that complete a bucket, while only those are hooked
@@ -205,6 +207,7 @@ class Reducer:
         """The part of `prepare_for_forward` without collectives."""
         with self._lock:
             self.check_finalized()
+            self._check_still_hooked()
             self.times.forward_start = time.time_ns()
 
     def prepare_for_backward(self, outputs: object = None) -> None:
@@ -224,9 +227,11 @@ class Reducer:
             if not self._sync:
                 self.state = ReducerState.IDLE
                 return
+            self._check_still_hooked()
             self.agree()
             self.rebuild()
-            self._check_still_hooked()
+            if self.shares_parameters:
+                self._hook_all()  # another reducer writes the same gradients: versions prove nothing
             tensors = tensors_in(outputs)
             unused: list[int] = []
             if self.static_graph:
@@ -238,6 +243,7 @@ class Reducer:
                     unused = unreachable(tensors, self._hooks.nodes)
                 self._note_unused(unused)
             self._step = self._new_step(unused)
+            self._bucket_ns = {}
             if not self._watch(tensors):
                 self._hook_all()
             self._divisor = self._counted_ranks()
@@ -259,15 +265,18 @@ class Reducer:
                     self._counted[index] += 1
                     step.count(index)
                     return
-            with self._failing():
+            try:
                 if self._completes:
                     self._arrive_by_bucket(index)
                 else:
                     self._arrive(index)
-                self._take(index)
+                if index in self._buckets.early and (self._completes or step.is_ready(index)):
+                    self._take(index)
                 if self.config.overlap and step.head_is_ready():
                     self._launch()
-                step.seen = []
+            except BaseException as error:
+                self._note_failure(error)
+                raise
             if step.callbacks == 0 and (step.all_launched() or not self.config.overlap and step.all_ready()):
                 if in_backward():
                     self._queue_end(step)
@@ -393,6 +402,7 @@ class Reducer:
         with self._lock:
             self.state = ReducerState.CLOSED
             self.remove_hooks()
+            self._buckets = BucketSet((), self._maker)
             admission.leave(self, self.parameters)
 
     def remove_hooks(self) -> None:
@@ -512,8 +522,15 @@ class Reducer:
             self._learned = tuple(range(len(self.parameters)))
 
     def get_backward_stats(self) -> list[int]:
-        """Per parameter, ns from the end of forward until its gradient was ready, host clock, latest step."""
-        return list(self._ready_ns)
+        """Per parameter, ns from the end of forward until its gradient was ready, host clock, latest step.
+
+        In a step in which only the parameters that complete a bucket are hooked, its members have their bucket's time.
+        """
+        found = list(self._ready_ns)
+        for bucket, ready_ns in self._bucket_ns.items():
+            for number in self.plan[bucket]:
+                found[number] = ready_ns
+        return found
 
     def stats(self) -> dict[str, int | str]:
         """Counters since the reducer was built, on this rank.
@@ -530,7 +547,8 @@ class Reducer:
             "collectives": self._issued,
             "wire_allocations": self._allocations + self._buckets.wire_allocations(),
             "state": self.state.value,
-            **self._buckets.stats(),
+            **(found := self._buckets.stats()),
+            "restrided": self._restrided + int(found["restrided"]),
         }
 
     @property
@@ -603,30 +621,36 @@ class Reducer:
                 "before did. Return from forward every tensor that a loss is made of. After reset() every parameter "
                 "is watched one by one again"
             )
-        step.begun = True
+        step.tell(index)
         bucket = self._completes.get(index)
         if bucket is not None:
             members = self._buckets.reductions[bucket].members
-            step.seen = [parameter.grad for parameter in members.parameters]
-            if type(None) not in set(map(type, step.seen)):
+            gradients, there = self._buckets.reductions[bucket].arrived()
+            if all(there):
+                step.gathered[bucket] = gradients
+                self._bucket_ns[bucket] = time.perf_counter_ns() - self._base_ns
                 step.arrive_whole(bucket, members.numbers)
 
     def _adopt(self) -> bool:
         """Makes ready what this step's backward has given a gradient unseen, in a step that began with none."""
-        late = [
-            index
-            for index, parameter in enumerate(self.parameters)
-            if not self._step.is_ready(index) and parameter.grad is not None
-        ]
-        for index in late:
-            self._arrive(index)
-        return bool(late)
+        late = False
+        for reduction in self._buckets.reductions:
+            if self._step.bucket_is_ready(reduction.members.index):
+                continue
+            _, there = reduction.arrived()
+            for index, is_there in zip(reduction.members.numbers, there, strict=True):
+                if is_there and not self._step.is_ready(index):
+                    self._arrive(index)
+                    late = True
+            reduction.withdraw()
+        return late
 
     def _take(self, index: int) -> None:
         reduction = self._buckets.reductions[self._buckets.bucket_of[index]]
-        if index in reduction.early:
-            with torch.no_grad():
-                reduction.take(index, self._divisor or float(self.communicator.size))
+        if reduction.members.index < self._step.next_bucket:
+            return  # its wire is under way; that this gradient comes too late is found before it is overwritten
+        with torch.no_grad():
+            reduction.take(index, self._divisor or float(self.communicator.size))
 
     def _watch(self, outputs: Sequence[torch.Tensor]) -> bool:
         """Has us told when a backward begins at one of `outputs`; says whether one can."""
@@ -656,6 +680,9 @@ class Reducer:
                 if again:
                     self._adopt()
                 self._hook_all()
+            elif self._completes:
+                for reduction in self._buckets.reductions:
+                    reduction.prepare()
             self._queue_end(step)
 
     def _hook_all(self) -> None:
@@ -668,7 +695,8 @@ class Reducer:
         """After a step with all hooks: keeps those that are needed, if the next steps can do with them."""
         step = self._step
         never = self.find_unused_parameters or self._dtypes is None or self._maker.keeps_gradients
-        if never or self.should_rebuild() or len(step.order) != len(self.parameters):
+        never = never or self.shares_parameters or any(fires != 1 for fires in self._fires or ())
+        if never or self.should_rebuild() or not step.whole or len(step.order) != len(self.parameters):
             return
         self._clean_steps = self._clean_steps + 1 if step.clean else 0
         if self._clean_steps < _CLEAN_STEPS:
@@ -692,19 +720,25 @@ class Reducer:
     def _end_of_backward(self, step: Step) -> None:
         """Finishes the step if all is launched; does nothing after one of several partial backwards."""
         with self._lock:
-            if self.state is not ReducerState.ARMED or self._step is not step or not step.begun:
+            if self.state is not ReducerState.ARMED or self._step is not step:
+                return
+            late = bool(self._completes) and not step.all_ready() and self._adopt()
+            if not step.begun:
                 return
             if self.static_graph and self._fires is None:
                 self._fires = list(self._counted)
                 step.make_all_ready()
-            elif self._completes and not step.all_ready() and self._adopt():
-                self._hook_all()  # a bucket's members came in another order than before: it is learned again
+            elif late or not step.all_ready():
+                self._hook_all()  # members of a bucket came in another order than before, or will come later
             if not step.all_ready():
                 return
             self.times.backward_end = time.time_ns()
-            with self._failing():
+            try:
                 self._launch()
                 self._finish()
+            except BaseException as error:
+                self._note_failure(error)
+                raise
 
     def _launch(self) -> None:
         """Starts every bucket that is next and ready."""
@@ -725,7 +759,8 @@ class Reducer:
                 continue
             self._buckets.streams.wait_for_gradients(members.index, members.device)
             with torch.no_grad():
-                reduction.launch(self._divisor or float(self.communicator.size))
+                gathered = step.gathered.pop(members.index, None)
+                reduction.launch(self._divisor or float(self.communicator.size), gathered)
             step.launched += 1
             self._issued += 1
         if step.all_launched() and before < step.next_bucket and self._asks_for_used():
@@ -735,6 +770,8 @@ class Reducer:
     def _finish(self) -> None:
         """Finishes every launched bucket in launch order; the step is done then."""
         step = self._step
+        if not self._completes:
+            step.whole = all(parameter.grad is not None for parameter in self.parameters)
         with torch.no_grad():
             for reduction in self._buckets.reductions:
                 if not self._passes_over(reduction.members):
@@ -850,18 +887,15 @@ class Reducer:
             self._warned.add(key)
             warnings.warn(text, stacklevel=2)
 
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            if self.state is ReducerState.ARMED:
-                self.state = ReducerState.FAILED
-                self._failure = f"{type(error).__name__}: {error}"
-                self._collective_failed = isinstance(error, CollectiveError)
-                if self.on_error is not None:
-                    self.on_error(str(error))
-            raise
+    def _note_failure(self, error: BaseException) -> None:
+        if self.state is ReducerState.ARMED:
+            self.state = ReducerState.FAILED
+            self._failure = f"{type(error).__name__}: {error}"
+            self._collective_failed = isinstance(error, CollectiveError)
+            for reduction in self._buckets.reductions:
+                reduction.withdraw()
+            if self.on_error is not None:
+                self.on_error(str(error))
 
     def _lost_text(self) -> str:
         return (
@@ -882,6 +916,7 @@ class Reducer:
     def _lay(self, plan: Plan) -> None:
         """Builds the buckets of `plan`; the old ones are given up."""
         self._allocations += self._buckets.wire_allocations()
+        self._restrided += int(self._buckets.stats()["restrided"])
         self._buckets = BucketSet(plan, self._maker)
         self._streams_known = False
         self._checked_wires = False

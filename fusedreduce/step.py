@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from .errors import FusedReduceError
 
 
@@ -41,7 +43,10 @@ class Step:
         self.begun = False
         self.callbacks = 0  # queued at the engine and not yet run
         self.task = -1  # the backward that the latest of them belongs to
-        self.seen: list[object] = []  # keeps the Python side of gradients from being made twice
+        # Gradients of buckets that are ready, by bucket: asking every parameter for its own a second time costs.
+        self.gathered: dict[int, list[torch.Tensor | None]] = {}
+        self._told: set[int] = set()
+        self.whole = True  # no gradient was taken away before it was reduced
         self.from_outputs = False  # that backward began at an output of forward
         self.clean = False  # every gradient was None when it began
 
@@ -79,6 +84,17 @@ class Step:
         if self._pending[bucket] == 0:
             raise FusedReduceError(self._twice(members[-1]))
         self._pending[bucket] = 0
+
+    def tell(self, index: int) -> None:
+        """A parameter that tells for others has got its gradient.
+
+        Raises:
+            FusedReduceError: for the second time.
+        """
+        self.begun = True
+        if index in self._told:
+            raise FusedReduceError(self._twice(index))
+        self._told.add(index)
 
     def is_ready(self, index: int) -> bool:
         """Whether a parameter is ready."""

@@ -112,10 +112,15 @@ def copies_small(chunks: ChunkTable, wire_dtype: torch.dtype, device: torch.devi
 
 
 def pack_early(
-    gradient: torch.Tensor, slot: int, chunks: ChunkTable, wire: torch.Tensor, divisor: torch.Tensor
+    gradient: torch.Tensor,
+    slot: int,
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    wire: torch.Tensor,
+    divisor: torch.Tensor,
 ) -> None:
     """Packs one slot of those that `packs_early` names; the caller answers for what `pack` checks."""
-    _call("pack", "torch", reference.pack_slot, gradient, slot, chunks, wire, divisor)
+    _call("pack", "torch", reference.pack_slot, gradient, slot, chunks, pointers, wire, divisor)
 
 
 def unpack(

@@ -9,6 +9,8 @@ destination's dtype. Signatures are the launchers'. Works on any device.
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +51,7 @@ def pack(
         elif len(run.slots) == 1:
             (slot,) = run.slots
             if slot not in done:
-                pack_slot(gradients[slot], slot, chunks, wire, divisor)
+                pack_slot(gradients[slot], slot, chunks, pointers, wire, divisor)
             _zero_gap(wire, run.begin, chunks.offsets[slot])
             _zero_gap(wire, chunks.offsets[slot] + chunks.numels[slot], run.end)
         else:
@@ -66,11 +68,23 @@ def uses_views(chunks: ChunkTable, wire_dtype: torch.dtype) -> bool:
 
 
 def pack_slot(
-    gradient: torch.Tensor | None, slot: int, chunks: ChunkTable, wire: torch.Tensor, divisor: torch.Tensor
+    gradient: torch.Tensor | None,
+    slot: int,
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    wire: torch.Tensor,
+    divisor: torch.Tensor,
 ) -> None:
-    """Packs one gradient of at least LARGE_NUMEL elements ahead of the others, while it is in the cache."""
+    """Packs one gradient of at least LARGE_NUMEL elements, ahead of the others if its slot's shape is known."""
     if gradient is None:
         _slot(wire, chunks, slot).zero_()
+    elif chunks.shapes is not None and gradient.dtype == wire.dtype == divisor.dtype:
+        view = pointers.views(chunks, wire)[slot]
+        factor = _factor(divisor.item(), divisor.dtype, divisor.device)
+        if factor is None:
+            torch.div(gradient, divisor.reshape(()), out=view)
+        else:
+            torch.mul(gradient, factor, out=view)
     else:
         _convert(_memory(gradient, chunks, slot), _slot(wire, chunks, slot), divisor, torch.div)
 
@@ -204,7 +218,11 @@ def _pack_views(
         part.zero_()
     if present:
         torch._foreach_copy_(into, present)
-    part.div_(divisor.reshape(()))
+    factor = _factor(divisor.item(), divisor.dtype, divisor.device)
+    if factor is None:
+        part.div_(divisor.reshape(()))
+    else:
+        part.mul_(factor)
 
 
 def _pack_flat(
@@ -229,6 +247,8 @@ def _convert(source: torch.Tensor, destination: torch.Tensor, scalar: torch.Tens
     """destination = round_once(operation(source, scalar)) for flat tensors of one size."""
     assert callable(operation)
     compute, operand = scalar.dtype, scalar.reshape(())
+    if operation is torch.div and (factor := _factor(operand.item(), compute, operand.device)) is not None:
+        operation, operand = torch.mul, factor
     if source.dtype == compute and destination.dtype == compute:
         operation(source, operand, out=destination)
         return
@@ -238,6 +258,13 @@ def _convert(source: torch.Tensor, destination: torch.Tensor, scalar: torch.Tens
         # An operand of the compute dtype has torch compute in it; with a 0-dim one it would compute in the source's.
         operation(part if part.dtype == compute else part.to(compute), operand, out=result)
         store_rounded(out, result)
+
+
+@functools.lru_cache(maxsize=256)
+def _factor(divisor: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """1 / divisor where multiplying by it is the same, at powers of two: twice as fast in the cache."""
+    exact = 2.0**-64 <= divisor <= 2.0**64 and math.frexp(divisor)[0] == 0.5
+    return torch.tensor(1.0 / divisor, dtype=dtype, device=device) if exact else None
 
 
 def _scratch(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

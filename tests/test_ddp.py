@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import ddp_cases
+import ddp_hook_cases
+import ddp_module_cases
 import ddp_surface_cases
 import pytest
 from ranks import RankPool
@@ -53,10 +55,13 @@ def test_torchs_reducer_is_never_built_and_the_wrapper_is_torchs_class(two: Rank
         ddp_cases.static_graph_begins_under_no_sync,
         ddp_cases.no_sync,
         ddp_cases.partial_backwards,
-        ddp_cases.zoo,
-        ddp_cases.mixed_precision,
-        ddp_cases.modules_together,
-        ddp_cases.user_hooks,
+        ddp_module_cases.zoo,
+        ddp_module_cases.mixed_precision,
+        ddp_module_cases.modules_together,
+        ddp_module_cases.user_hooks,
+        ddp_module_cases.taken_gradients,
+        ddp_module_cases.turned_order,
+        ddp_module_cases.around_forward,
         ddp_surface_cases.copies,
     ],
     ids=lambda case: case.__name__,
@@ -70,13 +75,13 @@ def test_what_ddp_does_works(two: RankPool, case: Any, wire: str) -> None:
     [
         ddp_cases.skipped_buckets,
         ddp_cases.views,
-        ddp_cases.ignored,
-        ddp_cases.delayed,
-        ddp_cases.all_delayed,
-        ddp_cases.buffers,
+        ddp_module_cases.ignored,
+        ddp_module_cases.delayed,
+        ddp_module_cases.all_delayed,
+        ddp_module_cases.buffers,
         ddp_surface_cases.no_init_sync,
         ddp_surface_cases.refused,
-        ddp_surface_cases.hooks_refused,
+        ddp_hook_cases.hooks_refused,
         ddp_surface_cases.logged_error,
     ],
     ids=lambda case: case.__name__,
@@ -89,10 +94,10 @@ def test_what_has_nothing_to_do_with_the_wire_works(two: RankPool, case: Any) ->
     "case",
     [
         ddp_cases.no_sync,
-        ddp_cases.zoo,
+        ddp_module_cases.zoo,
         ddp_cases.static_graph,
         functools.partial(ddp_cases.unused, container="tensor"),
-        functools.partial(ddp_cases.sparse, hook=False),
+        functools.partial(ddp_module_cases.sparse, hook=False),
         ddp_surface_cases.changed_group,
     ],
     ids=["no_sync", "zoo", "static_graph", "unused", "sparse", "changed_group"],
@@ -152,18 +157,18 @@ def test_ranks_may_leave_a_join_at_any_time(two: RankPool, when: str) -> None:
 
 @pytest.mark.parametrize(("wire", "hook"), [("native", False), ("bf16", False), ("native", True)])
 def test_sparse_gradients(two: RankPool, wire: str, hook: bool) -> None:
-    two.run(ddp_cases.sparse, wire, hook)
+    two.run(ddp_module_cases.sparse, wire, hook)
 
 
 @pytest.mark.parametrize("as_view", [False, True])
-@pytest.mark.parametrize("name", ddp_surface_cases.HOOKS)
+@pytest.mark.parametrize("name", ddp_hook_cases.HOOKS)
 def test_a_comm_hook_gives_what_it_gives_on_torchs_class(two: RankPool, name: str, as_view: bool) -> None:
-    two.run(ddp_surface_cases.hook_parity, name, as_view)
+    two.run(ddp_hook_cases.hook_parity, name, as_view)
 
 
 @pytest.mark.parametrize("as_view", [False, True])
 def test_what_a_comm_hook_sees(two: RankPool, as_view: bool) -> None:
-    two.run(ddp_surface_cases.what_a_hook_sees, as_view)
+    two.run(ddp_hook_cases.what_a_hook_sees, as_view)
 
 
 @pytest.mark.parametrize("init_sync", [True, False])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from ..errors import CollectiveError, FusedReduceError
 from ..exchange import collective_error
 from ..grad_bucket import GradBucket
-from .members import Members, as_real, dense_shape, like_parameter, real_dtype
+from .members import Members, Unprepared, as_real, dense_shape, like_parameter, real_dtype
 from .views import GradientView, which_are
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -19,7 +19,7 @@ CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 _GRACE_S = 3.0
 
 
-class HookedReduction:
+class HookedReduction(Unprepared):
     """A dense bucket handed to a comm hook: one dtype, no padding, gradients not yet divided.
 
     Args:
@@ -62,7 +62,7 @@ class HookedReduction:
     def take(self, number: int, divisor: float) -> None:
         """Never called: nothing is taken early."""
 
-    def launch(self, divisor: float) -> None:
+    def launch(self, divisor: float, gathered: Sequence[torch.Tensor | None] | None = None) -> None:
         """Copies the gradients into the buffer and calls the hook."""
         buffer = self._allocated()
         present, into = [], []

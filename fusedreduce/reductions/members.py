@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,14 +53,26 @@ class Reduction(Protocol):
 
     members: Members
 
+    def prepare(self) -> None:
+        """A backward begins in which every `.grad` is None and every parameter will get one gradient."""
+        ...
+
+    def arrived(self) -> tuple[list[torch.Tensor | None], list[bool]]:
+        """In such a backward: the gradients, and which of them it has made so far."""
+        ...
+
+    def withdraw(self) -> None:
+        """Undoes `prepare` for what this backward has not made."""
+        ...
+
     early: frozenset[int]  # parameters, by number, whose gradients want to be taken one by one
 
     def take(self, number: int, divisor: float) -> None:
         """Takes one gradient of `early`, as it is now, ahead of `launch`."""
         ...
 
-    def launch(self, divisor: float) -> None:
-        """Takes the gradients as they are now and starts their reduction."""
+    def launch(self, divisor: float, gathered: Sequence[torch.Tensor | None] | None = None) -> None:
+        """Takes the gradients as they are now (`gathered`, if given, is them) and starts their reduction."""
         ...
 
     def finish(self, untouched: Collection[int], *, check: bool = True) -> None:
@@ -85,6 +97,23 @@ class Reduction(Protocol):
     def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor]:
         """Issues the collective of `launch` for what `shadow` returned."""
         ...
+
+
+class Unprepared:
+    """A reduction that leaves gradients as backward makes them: what is there has arrived."""
+
+    members: Members
+
+    def prepare(self) -> None:
+        """Nothing to prepare."""
+
+    def arrived(self) -> tuple[list[torch.Tensor | None], list[bool]]:
+        """The gradients, and which are there."""
+        gradients = [parameter.grad for parameter in self.members.parameters]
+        return gradients, [gradient is not None for gradient in gradients]
+
+    def withdraw(self) -> None:
+        """Nothing to undo."""
 
 
 def dense_shape(parameter: torch.Tensor) -> Shape:

@@ -56,10 +56,43 @@ class PackedReduction:
         self.early = frozenset(members.numbers[slot] for slot in early)
         self._slot_of = {members.numbers[slot]: slot for slot in early}
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}
+        self._small = [slot for slot in range(len(members.numbers)) if slot not in set(early)]
+        self._prepared: list[tuple[int, int]] = []  # views put in place, and their versions then
         # torch copies small gradients into views of their slots there, whatever their strides; kernels see memory.
         self._copies_small_ones = dispatch.copies_small(self.bucket.chunks, wire_dtype, members.device) and not any(
             dtype.is_complex for dtype in self._dtypes
         )
+
+    def prepare(self) -> None:
+        """Puts the views in place beforehand: backward then adds small gradients into the wire, and none is copied.
+
+        The wire is filled with -0.0, to which any gradient adds without a change of its bits. Large gradients are
+        copied as they come instead, which moves fewer bytes.
+        """
+        if not (self._as_views and self._copies_small_ones and self._views):
+            return
+        self.bucket.wire().fill_(-0.0)
+        for slot in self._small:
+            self.members.parameters[slot].grad = self._views[slot].restored()
+        self._prepared = [(slot, self._views[slot].tensor._version) for slot in self._small]
+
+    def arrived(self) -> tuple[list[torch.Tensor | None], list[bool]]:
+        """The gradients, and which are there: a view that was put in place is once it has been written to."""
+        gradients = [parameter.grad for parameter in self.members.parameters]
+        there = [gradient is not None for gradient in gradients]
+        for slot, version in self._prepared:
+            gradient = gradients[slot]
+            if gradient is self._views[slot].tensor and gradient._version == version:
+                there[slot] = False
+        return gradients, there
+
+    def withdraw(self) -> None:
+        """Sets views that nothing has been added to back to None."""
+        _, there = self.arrived()
+        for slot, _ in self._prepared:
+            if not there[slot]:
+                self.members.parameters[slot].grad = None
+        self._prepared = []
 
     def take(self, number: int, divisor: float) -> None:
         """Packs one large gradient while it is in the cache; a view takes its place at once, and its memory is free."""
@@ -72,24 +105,34 @@ class PackedReduction:
         if self._as_views:
             view = self._made_views()[slot]
             if not view.is_held_by(gradient):
-                gradient = parameter.grad = view.restored()
+                gradient = view.restored()
+                parameter.grad = gradient
         self._taken[slot] = gradient, gradient._version
 
-    def launch(self, divisor: float) -> None:
+    def launch(self, divisor: float, gathered: Sequence[torch.Tensor | None] | None = None) -> None:
         """Packs and starts the all-reduce; remembers which tensors at which version."""
-        gradients = [parameter.grad for parameter in self.members.parameters]
+        # `gathered` is older than what `take` has put in place of a gradient.
+        stale = gathered is None or (self._as_views and self._taken)
+        gradients = [parameter.grad for parameter in self.members.parameters] if stale else list(gathered or ())
         taken, self._taken = self._taken, {}
-        for slot, (gradient, version) in taken.items():
-            if gradients[slot] is not gradient or gradient._version != version:
-                raise FusedReduceError(self._changed(slot, gradients[slot] is not gradient))
+        self._prepared = []
+        for slot, (early, version) in taken.items():
+            if gradients[slot] is not early or early._version != version:
+                raise FusedReduceError(self._changed(slot, gradients[slot] is not early))
         own = which_are(gradients, self._views)
         if own and all(own) and not taken:
             self._in_flight = self._start_in_place(divisor)
         else:
             packed = self._checked(gradients, taken)
-            self._in_flight = exchange.start(
-                self.bucket, packed, self._communicator, divisor=divisor, vouched=True, done=taken
-            )
+            try:
+                self._in_flight = exchange.start(
+                    self.bucket, packed, self._communicator, divisor=divisor, vouched=True, done=taken
+                )
+            except RuntimeError:
+                for slot, gradient in enumerate(gradients):
+                    if gradient is not None and gradient.layout is not torch.strided:
+                        self._fitted(slot, gradient)  # raises, and says which
+                raise
         self._packed = gradients
         self._versions = [-1 if gradient is None else gradient._version for gradient in gradients]
 
@@ -165,7 +208,7 @@ class PackedReduction:
 
     def _checked(self, gradients: Sequence[torch.Tensor | None], taken: Collection[int]) -> list[torch.Tensor | None]:
         """The gradients as pack takes them: strided as their slots are, real, of the slot's dtype."""
-        if self._copies_small_ones and {g.layout for g in gradients if g is not None} <= {torch.strided}:
+        if self._copies_small_ones:
             ready = list(gradients)
             for slot in self._slot_of.values():
                 gradient = ready[slot]
@@ -226,7 +269,7 @@ class PackedReduction:
     def _install_views(self, untouched: Collection[int]) -> None:
         views = self._made_views()
         for number, parameter, view in zip(self.members.numbers, self.members.parameters, views, strict=True):
-            if number not in untouched and parameter.grad is not view.tensor:
+            if number not in untouched and not view.is_held_by(parameter.grad):
                 parameter.grad = view.restored()
         self._packed, self._staged = [], {}
         self.bucket.state = BucketState.IDLE

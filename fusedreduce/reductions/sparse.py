@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,10 @@ import torch
 from ..comm.protocol import Communicator, Pending
 from ..grad_bucket import GradBucket
 from .hooked import CommHook, call_hook, wait_future
-from .members import Members
+from .members import Members, Unprepared
 
 
-class SparseReduction:
+class SparseReduction(Unprepared):
     """One parameter whose gradient is a sparse COO tensor; torch sums it.
 
     Args:
@@ -37,7 +37,7 @@ class SparseReduction:
     def take(self, number: int, divisor: float) -> None:
         """Never called: nothing is taken early."""
 
-    def launch(self, divisor: float) -> None:
+    def launch(self, divisor: float, gathered: Sequence[torch.Tensor | None] | None = None) -> None:
         """Starts the sum of the divided gradient."""
         (parameter,) = self.members.parameters
         gradient = parameter.grad
