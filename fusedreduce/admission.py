@@ -47,7 +47,7 @@ def check_parameters(
     seen: dict[int, str] = {}
     kinds: dict[str, str] = {}
     for parameter, name in zip(parameters, names, strict=True):
-        _check_one(parameter, name)
+        check_one(parameter, name)
         assert isinstance(parameter, torch.Tensor)
         if id(parameter) in seen:
             raise ValueError(f"{name} is the same tensor as {seen[id(parameter)]}: list shared parameters once")
@@ -63,7 +63,8 @@ def check_parameters(
         )
 
 
-def _check_one(parameter: object, name: str) -> None:
+def check_one(parameter: object, name: str) -> None:
+    """The part of `check_parameters` that concerns one parameter."""
     if isinstance(parameter, UninitializedParameter):
         raise RuntimeError(
             f"{name} is an uninitialized parameter: run a dummy forward pass before wrapping, so that it gets a shape"

@@ -157,17 +157,25 @@ class DistributedDataParallel(TorchDDP):
             for name, parameter in module.named_parameters()
             if parameter.requires_grad and name not in ignored
         }
-        if not named or any(isinstance(one, nn.parameter.UninitializedParameter) for one in named.values()):
-            return  # torch refuses it, on every rank, or delays everything
+        if not named and given.get("delay_all_reduce_named_params"):
+            return  # all of them are reduced by torch itself
         communicator = ProcessGroupCommunicator(group)
         sparse = _sparse_parameters(module)
-        descriptions = [admission.describe(one, name, id(one) in sparse) for name, one in named.items()]
+        problem = None
+        try:
+            if not _is_sliced(given["device_mesh"]):  # torch makes plain tensors of a sliced mesh's DTensors
+                _check_trainable(named)
+            descriptions = [admission.describe(one, name, id(one) in sparse) for name, one in named.items()]
+        except (RuntimeError, TypeError, ValueError) as error:
+            problem, descriptions = error, []
         flags: dict[str, object] = {name: bool(given[name]) for name in _COMPARED_FLAGS if name in given}
         settings = admission.settings(self.reduce_config, self._reduce_caps, flags)
-        device = next(iter(named.values())).device
+        device = next((one.device for one in module.parameters()), torch.device("cpu"))
         try:
-            agree_on_parameters(communicator, descriptions, settings, device)
+            agree_on_parameters(communicator, descriptions, settings, device, str(problem or ""))
         except AgreementError:
+            if problem is not None:
+                raise problem from None
             raise
         except RuntimeError as error:
             what = "comparing model and settings across ranks failed"
@@ -416,6 +424,20 @@ def _caps(given: Mapping[str, Any]) -> BucketCaps:
     if listed:
         return BucketCaps(first_bytes=max(listed), cap_bytes=max(listed), listed_bytes=listed)
     return BucketCaps()
+
+
+def _is_sliced(mesh: Any) -> bool:
+    return mesh is not None and mesh._get_root_mesh() != mesh
+
+
+def _check_trainable(named: Mapping[str, torch.Tensor]) -> None:
+    """What torch's constructor and the reducer would refuse, in their words."""
+    if not named:
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+        )
+    for name, parameter in named.items():
+        admission.check_one(parameter, name)
 
 
 def _sparse_parameters(module: nn.Module) -> set[int]:

@@ -123,8 +123,8 @@ class Logger:
         }
         if reducer.last_order:
             self._strings["prev_iteration_grad_ready_order_indices"] = _listed(reducer.last_order)
+        self._integers["has_rebuilt_buckets"] = int(reducer.rebuilt)
         if reducer.rebuilt:
-            self._integers["has_rebuilt_buckets"] = 1
             self._strings["rebuilt_bucket_sizes"] = _listed(reducer.bucket_bytes())
             self._strings["rebuilt_per_bucket_param_indices"] = ", ".join(
                 " ".join(map(str, members)) for members in reducer.plan

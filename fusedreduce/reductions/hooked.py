@@ -12,7 +12,7 @@ from ..errors import CollectiveError, FusedReduceError
 from ..exchange import collective_error
 from ..grad_bucket import GradBucket
 from .members import Members, Unprepared, as_real, dense_shape, like_parameter, real_dtype
-from .views import GradientView, which_are
+from .views import GradientViews
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 # A backend that times out itself says more than we can: it goes first.
@@ -55,7 +55,7 @@ class HookedReduction(Unprepared):
         self._dtype = real_dtype(members.parameters[0].dtype)
         self._buffer: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
-        self._gradients: list[GradientView] = []
+        self._aliases: GradientViews | None = None
         self._future: torch.futures.Future[torch.Tensor] | None = None
         self._keeps_gradients = keeps_gradients
 
@@ -64,13 +64,13 @@ class HookedReduction(Unprepared):
 
     def launch(self, divisor: float, gathered: Sequence[torch.Tensor | None] | None = None) -> None:
         """Copies the gradients into the buffer and calls the hook."""
-        buffer = self._allocated()
+        buffer, aliases = self._allocated()
         present, into = [], []
-        for parameter, view, alias in zip(self.members.parameters, self._views, self._gradients, strict=True):
+        for slot, (parameter, view) in enumerate(zip(self.members.parameters, self._views, strict=True)):
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()
-            elif not alias.is_held_by(gradient):
+            elif not aliases.hold(slot, gradient):
                 if gradient.layout is not torch.strided:
                     raise TypeError(f"a {gradient.layout} gradient in {self.members.label}: a dense one was expected")
                 present.append(as_real(gradient))
@@ -79,45 +79,46 @@ class HookedReduction(Unprepared):
             torch._foreach_copy_(into, present)
         if self._as_views:
             # Before the hook runs: one that steps the optimizer reads the result from .grad.
-            for parameter, alias in zip(self.members.parameters, self._gradients, strict=True):
+            for slot, parameter in enumerate(self.members.parameters):
                 # (Mixed precision: the hook itself makes both fp32 before it returns.)
-                if parameter.grad is not None and parameter.dtype is alias.dtype:
-                    parameter.grad = alias.restored()
-        gradients = [one.restored() for one in self._gradients]
+                if parameter.grad is not None and parameter.dtype is aliases.dtypes[slot]:
+                    parameter.grad = aliases.restored(slot)
+        gradients = aliases.all_restored()
         shown = GradBucket(self.members.index, buffer, gradients, self.members.parameters, self.members.is_last)
         self._future = call_hook(self._hook, self._state, shown)
 
     def finish(self, untouched: Collection[int], *, check: bool = True) -> None:
         """Copies the future's value into the gradients."""
         future, self._future = self._future, None
-        assert future is not None and self._buffer is not None
+        assert future is not None
         value = wait_future(future, self.members, self._rank, self._timeout_s)
         if self._keeps_gradients:
             return
-        numel = self._buffer.numel()
+        buffer, aliases = self._allocated()
+        numel = buffer.numel()
         if value.numel() != numel:
             raise ValueError(
                 f"the comm hook's future for {self.members.label} holds {value.numel()} elements, the bucket {numel}"
             )
-        own = value.data_ptr() == self._buffer.data_ptr() and value.dtype is self._buffer.dtype
+        own = value.data_ptr() == buffer.data_ptr() and value.dtype is buffer.dtype
         if not own:
             value = value.reshape(-1)
             if self._as_views:
-                self._buffer.copy_(value)
+                buffer.copy_(value)
         into, views = [], []
         offset = 0
-        members = zip(self.members.numbers, self.members.parameters, self._views, self._gradients, strict=True)
-        for number, parameter, view, alias in members:
+        members = zip(self.members.numbers, self.members.parameters, self._views, strict=True)
+        for slot, (number, parameter, view) in enumerate(members):
             begin, offset = offset, offset + view.numel()
             if number in untouched:
                 continue
             if self._as_views:
-                parameter.grad = alias.restored()
+                parameter.grad = aliases.restored(slot)
                 continue
             if not own:
                 view = value.as_strided(view.shape, view.stride(), value.storage_offset() + begin)
             if parameter.grad is None or parameter.grad.is_conj():
-                parameter.grad = torch.empty_like(alias.tensor)
+                parameter.grad = torch.empty_like(aliases.restored(slot))
             into.append(as_real(parameter.grad))
             views.append(view)
         if into:
@@ -125,7 +126,7 @@ class HookedReduction(Unprepared):
 
     def shadow(self) -> GradBucket:
         """A bucket of zeros."""
-        buffer = torch.zeros_like(self._allocated())
+        buffer = torch.zeros_like(self._allocated()[0])
         views = self._cut(buffer)
         return GradBucket(self.members.index, buffer, views, self.members.parameters, self.members.is_last)
 
@@ -135,27 +136,28 @@ class HookedReduction(Unprepared):
 
     def zero_views(self) -> bool:
         """Zeroes all gradients at once if every one is a view of the buffer; says whether it did."""
-        own = which_are([parameter.grad for parameter in self.members.parameters], self._gradients)
-        if self._buffer is None or not own or not all(own):
+        gradients = [parameter.grad for parameter in self.members.parameters]
+        if self._buffer is None or self._aliases is None or not self._aliases.hold_all(gradients):
             return False
         self._buffer.zero_()
         return True
 
     def drop_views(self) -> None:
         """Sets gradients that are views of the buffer to None: a collective may still write there."""
-        for parameter, view in zip(self.members.parameters, self._gradients, strict=False):
-            if parameter.grad is view.tensor:
+        aliases = [] if self._aliases is None else self._aliases.tensors
+        for parameter, alias in zip(self.members.parameters, aliases, strict=False):
+            if parameter.grad is alias:
                 parameter.grad = None
 
-    def _allocated(self) -> torch.Tensor:
-        if self._buffer is None:
+    def _allocated(self) -> tuple[torch.Tensor, GradientViews]:
+        if self._buffer is None or self._aliases is None:
             first = self.members.parameters[0]
             numel = sum(p.numel() * (2 if p.is_complex() else 1) for p in self.members.parameters)
             self._buffer = torch.empty(numel, dtype=self._dtype, device=first.device)
             self._views = self._cut(self._buffer)
             pairs = zip(self._views, self.members.parameters, strict=True)
-            self._gradients = [GradientView(like_parameter(view, parameter)) for view, parameter in pairs]
-        return self._buffer
+            self._aliases = GradientViews([like_parameter(view, parameter) for view, parameter in pairs])
+        return self._buffer, self._aliases
 
     def _cut(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         views = []

@@ -16,7 +16,7 @@ from ..grad_bucket import GradBucket
 from ..kernels import dispatch
 from ..planning.layout import aligned_layout, flat_layout
 from .members import Members, as_real, dense_shape, like_parameter, real_dtype, wait
-from .views import GradientView, which_are
+from .views import GradientViews
 
 
 class PackedReduction:
@@ -46,7 +46,7 @@ class PackedReduction:
         ]
         self.restrided = 0
         self._as_views = as_views
-        self._views: list[GradientView] = []
+        self._views: GradientViews | None = None
         self._flat: Bucket | None = None
         self._in_flight: InFlight | None = None
         self._packed: list[torch.Tensor | None] = []
@@ -57,7 +57,7 @@ class PackedReduction:
         self._slot_of = {members.numbers[slot]: slot for slot in early}
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}
         self._small = [slot for slot in range(len(members.numbers)) if slot not in set(early)]
-        self._prepared: list[tuple[int, int]] = []  # views put in place, and their versions then
+        self._prepared: list[int] = []  # versions of the small ones' views when they were put in place
         # torch copies small gradients into views of their slots there, whatever their strides; kernels see memory.
         self._copies_small_ones = dispatch.copies_small(self.bucket.chunks, wire_dtype, members.device) and not any(
             dtype.is_complex for dtype in self._dtypes
@@ -69,30 +69,33 @@ class PackedReduction:
         The wire is filled with -0.0, to which any gradient adds without a change of its bits. Large gradients are
         copied as they come instead, which moves fewer bytes.
         """
-        if not (self._as_views and self._copies_small_ones and self._views):
+        if not self._copies_small_ones or self._views is None:
             return
         self.bucket.wire().fill_(-0.0)
+        views = self._views.all_restored()
         for slot in self._small:
-            self.members.parameters[slot].grad = self._views[slot].restored()
-        self._prepared = [(slot, self._views[slot].tensor._version) for slot in self._small]
+            self.members.parameters[slot].grad = views[slot]
+        self._prepared = [views[slot]._version for slot in self._small]
 
     def arrived(self) -> tuple[list[torch.Tensor | None], list[bool]]:
         """The gradients, and which are there: a view that was put in place is once it has been written to."""
         gradients = [parameter.grad for parameter in self.members.parameters]
         there = [gradient is not None for gradient in gradients]
-        for slot, version in self._prepared:
-            gradient = gradients[slot]
-            if gradient is self._views[slot].tensor and gradient._version == version:
-                there[slot] = False
+        if self._prepared and self._views is not None:
+            held = [self._views.tensors[slot] for slot in self._small]
+            if list(map(_version, held)) != [version + 1 for version in self._prepared]:
+                for slot, view, version in zip(self._small, held, self._prepared, strict=True):
+                    there[slot] = there[slot] and not (gradients[slot] is view and view._version == version)
         return gradients, there
 
     def withdraw(self) -> None:
         """Sets views that nothing has been added to back to None."""
-        _, there = self.arrived()
-        for slot, _ in self._prepared:
-            if not there[slot]:
-                self.members.parameters[slot].grad = None
-        self._prepared = []
+        if self._prepared:
+            _, there = self.arrived()
+            for slot in self._small:
+                if not there[slot]:
+                    self.members.parameters[slot].grad = None
+            self._prepared = []
 
     def take(self, number: int, divisor: float) -> None:
         """Packs one large gradient while it is in the cache; a view takes its place at once, and its memory is free."""
@@ -103,9 +106,9 @@ class PackedReduction:
             return
         exchange.start_early(self.bucket, slot, as_real(gradient), divisor)
         if self._as_views:
-            view = self._made_views()[slot]
-            if not view.is_held_by(gradient):
-                gradient = view.restored()
+            views = self._made_views()
+            if not views.hold(slot, gradient):
+                gradient = views.restored(slot)
                 parameter.grad = gradient
         self._taken[slot] = gradient, gradient._version
 
@@ -119,8 +122,7 @@ class PackedReduction:
         for slot, (early, version) in taken.items():
             if gradients[slot] is not early or early._version != version:
                 raise FusedReduceError(self._changed(slot, gradients[slot] is not early))
-        own = which_are(gradients, self._views)
-        if own and all(own) and not taken:
+        if not taken and self._views is not None and self._views.hold_all(gradients):
             self._in_flight = self._start_in_place(divisor)
         else:
             packed = self._checked(gradients, taken)
@@ -134,7 +136,7 @@ class PackedReduction:
                         self._fitted(slot, gradient)  # raises, and says which
                 raise
         self._packed = gradients
-        self._versions = [-1 if gradient is None else gradient._version for gradient in gradients]
+        self._versions = _versions(gradients)
 
     def finish(self, untouched: Collection[int], *, check: bool = True) -> None:
         """Unpacks into the tensors that were packed, or makes the views the gradients."""
@@ -178,16 +180,17 @@ class PackedReduction:
 
     def zero_views(self) -> bool:
         """Zeroes all gradients at once if every one is a view of the wire; says whether it did."""
-        own = which_are([parameter.grad for parameter in self.members.parameters], self._views)
-        if not own or not all(own):
+        gradients = [parameter.grad for parameter in self.members.parameters]
+        if self._views is None or not self._views.hold_all(gradients):
             return False
         self.bucket.wire().zero_()
         return True
 
     def drop_views(self) -> None:
         """Sets gradients that are views of the wire to None: a collective may still write there."""
-        for parameter, view in zip(self.members.parameters, self._views, strict=False):
-            if parameter.grad is view.tensor:
+        views = [] if self._views is None else self._views.tensors
+        for parameter, view in zip(self.members.parameters, views, strict=False):
+            if parameter.grad is view:
                 parameter.grad = None
 
     def _start_in_place(self, divisor: float) -> InFlight:
@@ -239,8 +242,7 @@ class PackedReduction:
 
     def _check_unchanged(self) -> None:
         now = [parameter.grad for parameter in self.members.parameters]
-        same = all(map(operator.is_, now, self._packed))
-        if same and [-1 if one is None else one._version for one in now] == self._versions:
+        if all(map(operator.is_, now, self._packed)) and _versions(now) == self._versions:
             return
         for slot, (gradient, version) in enumerate(zip(self._packed, self._versions, strict=True)):
             replaced = now[slot] is not gradient
@@ -256,25 +258,37 @@ class PackedReduction:
             "after the reducer: use static_graph=True, or register the hook on the parameter itself"
         )
 
-    def _made_views(self) -> list[GradientView]:
-        if not self._views:
+    def _made_views(self) -> GradientViews:
+        if self._views is None:
             wire = self.bucket.wire()
             slots = zip(self._shapes, self.bucket.layout.offsets, self.members.parameters, strict=True)
-            self._views = [
-                GradientView(like_parameter(wire.as_strided(size, strides, offset), parameter))
-                for (size, strides), offset, parameter in slots
-            ]
+            self._views = GradientViews(
+                [
+                    like_parameter(wire.as_strided(size, strides, offset), parameter)
+                    for (size, strides), offset, parameter in slots
+                ]
+            )
         return self._views
 
     def _install_views(self, untouched: Collection[int]) -> None:
         views = self._made_views()
-        for number, parameter, view in zip(self.members.numbers, self.members.parameters, views, strict=True):
-            if number not in untouched and not view.is_held_by(parameter.grad):
-                parameter.grad = view.restored()
+        if not views.hold_all(self._packed):
+            for slot, (number, parameter) in enumerate(zip(self.members.numbers, self.members.parameters, strict=True)):
+                if number not in untouched and not views.hold(slot, parameter.grad):
+                    parameter.grad = views.restored(slot)
         self._packed, self._staged = [], {}
         self.bucket.state = BucketState.IDLE
         if self._flat is not None:
             self._flat.state = BucketState.IDLE
+
+
+_version = operator.attrgetter("_version")
+
+
+def _versions(gradients: Sequence[torch.Tensor | None]) -> list[int]:
+    if type(None) in set(map(type, gradients)):
+        return [-1 if gradient is None else gradient._version for gradient in gradients]
+    return list(map(_version, gradients))
 
 
 def _new_gradient(parameter: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

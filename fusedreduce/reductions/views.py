@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 
 
-class GradientView:
-    """A gradient that is a view of a buffer. Others may put other data behind the tensor (`grad.data = ...`)."""
+class GradientViews:
+    """One view per gradient. Others may put other data behind such a tensor (`grad.data = ...`).
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.dtype = tensor.dtype
-        self._address = tensor.data_ptr()
-        self._data = tensor.data
+    Args:
+        tensors: with a version counter each, so that an all-reduce of the buffer changes none.
+    """
 
-    def is_held_by(self, gradient: torch.Tensor | None) -> bool:
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = list(tensors)
+        self.dtypes = [tensor.dtype for tensor in tensors]
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._data = [tensor.data for tensor in tensors]
+
+    def hold(self, slot: int, gradient: torch.Tensor | None) -> bool:
         """Whether `gradient` is this view, still with its own data."""
-        return gradient is self.tensor and self.tensor.data_ptr() == self._address
+        return gradient is self.tensors[slot] and gradient.data_ptr() == self._addresses[slot]
 
-    def restored(self) -> torch.Tensor:
+    def hold_all(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Whether every gradient is its view."""
+        same = all(map(operator.is_, gradients, self.tensors))
+        return same and list(map(torch.Tensor.data_ptr, self.tensors)) == self._addresses
+
+    def restored(self, slot: int) -> torch.Tensor:
         """The view with its own data."""
-        if self.tensor.data_ptr() != self._address:
-            self.tensor = self._data.data
-        return self.tensor
+        if self.tensors[slot].data_ptr() != self._addresses[slot]:
+            self.tensors[slot] = self._data[slot].data
+        return self.tensors[slot]
 
-
-def which_are(gradients: Sequence[torch.Tensor | None], views: Sequence[GradientView]) -> list[bool]:
-    """Per gradient whether it is its view; empty where there are no views yet."""
-    return [view.is_held_by(gradient) for gradient, view in zip(gradients, views, strict=False)]
+    def all_restored(self) -> list[torch.Tensor]:
+        """Every view with its own data."""
+        if list(map(torch.Tensor.data_ptr, self.tensors)) != self._addresses:
+            for slot in range(len(self.tensors)):
+                self.restored(slot)
+        return self.tensors
