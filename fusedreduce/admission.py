@@ -67,7 +67,7 @@ def check_one(parameter: object, name: str) -> None:
     """The part of `check_parameters` that concerns one parameter."""
     if isinstance(parameter, UninitializedParameter):
         raise RuntimeError(
-            f"{name} is an uninitialized parameter: run a dummy forward pass before wrapping, so that it gets a shape"
+            f"{name}: uninitialized parameters can't be used, they have no shape yet. Run a dummy forward pass first"
         )
     if not isinstance(parameter, torch.Tensor):
         raise TypeError(f"{name} is a {type(parameter).__name__}, not a tensor")

@@ -82,11 +82,34 @@ class BucketSet:
             names = tuple(maker.names[number] for number in numbers)
             self.reductions.append(maker.reduction(Members(index, numbers, parameters, names, index == len(plan) - 1)))
         self.streams = Streams(len(plan), maker.parameters[0].device)
-        self.early = frozenset(number for reduction in self.reductions for number in reduction.early)
+        # Large gradients are groups of their own, which no other gradient has to be waited for: number -> group.
+        self.large = {
+            reduction.members.numbers[slots.start]: group
+            for reduction in self.reductions
+            for group, slots in enumerate(reduction.groups)
+            if len(slots) == 1
+        }
 
     def __len__(self) -> int:
         """Number of buckets."""
         return len(self.reductions)
+
+    def tellers(self, order: Sequence[int]) -> dict[int, tuple[int, list[int], bool]]:
+        """Parameters that tell for others, if all become ready in `order`.
+
+        Returns:
+            by parameter its bucket, which of the bucket's groups it is the last of, and whether of the bucket.
+        """
+        place = {number: position for position, number in enumerate(order)}
+        found: dict[int, tuple[int, list[int], bool]] = {}
+        for bucket, reduction in enumerate(self.reductions):
+            numbers = reduction.members.numbers
+            last = max(numbers, key=place.__getitem__)
+            found[last] = bucket, [], True
+            for group, slots in enumerate(reduction.groups):
+                teller = max(numbers[slots.start : slots.stop], key=place.__getitem__)
+                found.setdefault(teller, (bucket, [], False))[1].append(group)
+        return found
 
     def packed(self) -> list[PackedReduction]:
         """Those on our own wire."""

@@ -173,8 +173,8 @@ class DistributedDataParallel(TorchDDP):
         device = next((one.device for one in module.parameters()), torch.device("cpu"))
         try:
             agree_on_parameters(communicator, descriptions, settings, device, str(problem or ""))
-        except AgreementError:
-            if problem is not None:
+        except AgreementError as error:
+            if problem is not None and error.on_every_rank:
                 raise problem from None
             raise
         except RuntimeError as error:

@@ -8,7 +8,13 @@ class FusedReduceError(RuntimeError):
 
 
 class AgreementError(FusedReduceError, ValueError):
-    """Ranks were given different settings. Raised on every rank, with the setting, the ranks and their values."""
+    """Ranks were given different settings. Raised on every rank, with the setting, the ranks and their values.
+
+    Attributes:
+        on_every_rank: all of them refuse what they were given, each for its own reason.
+    """
+
+    on_every_rank = False
 
 
 class UnsupportedWireError(FusedReduceError, TypeError):

@@ -36,6 +36,16 @@ class InFlight:
     in_place: bool
 
 
+def prepare(bucket: Bucket, ranks: int) -> None:
+    """On CUDA: compiles the bucket's kernels and uploads what never changes, so that no backward has to. A no-op on CPU."""
+    if bucket.device.type == "cuda":
+        with torch.cuda.device(bucket.device):
+            dispatch.warm_up(bucket.device, bucket.wire_dtype, fp64=bucket.chunks.fp64)
+            bucket.chunks.on(bucket.device)
+            for value in (float(ranks), 1.0):
+                scalar(value, bucket.compute_dtype, bucket.device)
+
+
 def start(
     bucket: Bucket,
     gradients: Sequence[torch.Tensor | None],
@@ -44,7 +54,7 @@ def start(
     divisor: float | None = None,
     in_place: bool = False,
     vouched: bool = False,
-    done: Collection[int] = (),
+    done: Collection[int] | None = (),
 ) -> InFlight:
     """Packs `gradients` and starts their all-reduce.
 
@@ -55,7 +65,7 @@ def start(
         divisor: what to divide by; None: the number of ranks.
         in_place: the one gradient is flat and has the wire's dtype: it is the wire.
         vouched: the caller answers for the gradients' sizes, dtypes and memory.
-        done: slots that `start_early` has packed.
+        done: first slots of the groups that `start_early` has packed; None: it has packed all of them.
 
     Raises:
         ValueError, TypeError: gradients do not fit the bucket; nothing has been written.
@@ -64,8 +74,9 @@ def start(
     assert bucket.state in (BucketState.IDLE, BucketState.TAKEN), f"{bucket.label} is {bucket.state.value}"
     with _range("pack", bucket):
         wire = _own_wire(gradients) if in_place else bucket.wire()
-        by = scalar(float(divisor or communicator.size), bucket.compute_dtype, bucket.device)
-        dispatch.pack(gradients, bucket.chunks, bucket.pointers, wire, by, vouched=vouched, done=done)
+        if done is not None:
+            by = scalar(float(divisor or communicator.size), bucket.compute_dtype, bucket.device)
+            dispatch.pack(gradients, bucket.chunks, bucket.pointers, wire, by, vouched=vouched, done=done)
     bucket.state = BucketState.LAUNCHED
     try:
         with _range("all_reduce", bucket):
@@ -78,10 +89,10 @@ def start(
     return InFlight(bucket, tuple(gradients), wire, pending, communicator.rank, in_place)
 
 
-def start_early(bucket: Bucket, slot: int, gradient: torch.Tensor, divisor: float) -> None:
-    """Packs one slot ahead of `start`; the slot is one of `dispatch.packs_early`."""
+def start_early(bucket: Bucket, group: int, gradients: Sequence[torch.Tensor], divisor: float) -> None:
+    """Packs one of `dispatch.early_groups` ahead of `start`, which the caller vouches for."""
     by = scalar(divisor, bucket.compute_dtype, bucket.device)
-    dispatch.pack_early(gradient, slot, bucket.chunks, bucket.pointers, bucket.wire(), by)
+    dispatch.pack_early(gradients, group, bucket.chunks, bucket.pointers, bucket.wire(), by)
 
 
 def finish(

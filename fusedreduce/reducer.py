@@ -11,11 +11,11 @@ One step: armed (prepare_for_backward) -> each parameter's hook marks it ready -
 launched, strictly in plan order, so that all ranks issue the same collectives in the same order whatever their own
 readiness was -> when backward is done a callback of the autograd engine finishes the buckets in that order.
 
-Once a step has shown which parameter completes each bucket, only that one keeps its hook (and on CPU the large ones,
-which are packed at once, while they are in the cache). That is sound in a step whose backward began at an output of
-forward with every `.grad` None: then a `.grad` that is there was made by this backward. In any other step every
-parameter is hooked again. And in every step each gradient must, before it is overwritten, be the tensor that was
-packed, at the same version.
+Once a step has shown which parameter completes each bucket, only that one keeps its hook (on CPU also those that
+complete a group within a bucket, which is packed at once, while it is in the cache). That is sound in a step whose
+backward began at an output of forward with every `.grad` None: then a `.grad` that is there was made by this backward.
+In any other step every parameter is hooked again. And in every step each gradient must, before it is overwritten, be
+the tensor that was packed, at the same version.
 
 That callback is queued by a pre-hook on the outputs: what a parameter's hook queues inside a reentrant checkpoint
 would run at the end of the inner backward, with gradients still to come. It is queued by the last hook where no
@@ -31,6 +31,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
+import operator
 import os
 import threading
 import time
@@ -185,7 +186,8 @@ class Reducer:
         self._restrided = 0
         self._streams_known = False
         self._hooks = ParameterHooks(self, self.parameters, Reducer.on_gradient)
-        self._completes: dict[int, int] = {}  # parameters that complete a bucket, while only those are hooked
+        # While few are hooked: by parameter its bucket, the groups that it completes there, and whether the bucket.
+        self._tells: dict[int, tuple[int, list[int], bool]] = {}
         self._clean_steps = 0
         self._buckets = BucketSet(self._first_plan(), self._maker)
         self._lay(self._buckets.plan)
@@ -266,12 +268,12 @@ class Reducer:
                     step.count(index)
                     return
             try:
-                if self._completes:
-                    self._arrive_by_bucket(index)
+                if self._tells:
+                    self._arrive_for_others(index)
                 else:
                     self._arrive(index)
-                if index in self._buckets.early and (self._completes or step.is_ready(index)):
-                    self._take(index)
+                    if index in self._buckets.large and step.is_ready(index):
+                        self._take(self._buckets.bucket_of[index], self._buckets.large[index])
                 if self.config.overlap and step.head_is_ready():
                     self._launch()
             except BaseException as error:
@@ -407,7 +409,7 @@ class Reducer:
 
     def remove_hooks(self) -> None:
         """Removes the hooks from the parameters; nothing is reduced from then on."""
-        self._completes = {}
+        self._tells = {}
         self._hooks.remove()
 
     def __enter__(self) -> Reducer:
@@ -611,8 +613,8 @@ class Reducer:
             if buckets.streams.on_cuda and not self._streams_known:
                 buckets.streams.record(buckets.bucket_of[one], self._devices[one])
 
-    def _arrive_by_bucket(self, index: int) -> None:
-        """Only the parameters that complete a bucket, and large ones, are hooked."""
+    def _arrive_for_others(self, index: int) -> None:
+        """Only the parameters that complete a bucket, or a group within it, are hooked."""
         step = self._step
         if not step.from_outputs:
             self._hook_all()
@@ -622,35 +624,29 @@ class Reducer:
                 "is watched one by one again"
             )
         step.tell(index)
-        bucket = self._completes.get(index)
-        if bucket is not None:
-            members = self._buckets.reductions[bucket].members
-            gradients, there = self._buckets.reductions[bucket].arrived()
-            if all(there):
-                step.gathered[bucket] = gradients
-                self._bucket_ns[bucket] = time.perf_counter_ns() - self._base_ns
-                step.arrive_whole(bucket, members.numbers)
+        bucket, groups, completes = self._tells[index]
+        for group in groups:
+            self._take(bucket, group)
+        reduction = self._buckets.reductions[bucket]
+        if completes and reduction.whole():
+            self._bucket_ns[bucket] = time.perf_counter_ns() - self._base_ns
+            step.arrive_whole(bucket, reduction.members.numbers)
 
     def _adopt(self) -> bool:
         """Makes ready what this step's backward has given a gradient unseen, in a step that began with none."""
-        late = False
-        for reduction in self._buckets.reductions:
-            if self._step.bucket_is_ready(reduction.members.index):
-                continue
-            _, there = reduction.arrived()
-            for index, is_there in zip(reduction.members.numbers, there, strict=True):
-                if is_there and not self._step.is_ready(index):
-                    self._arrive(index)
-                    late = True
-            reduction.withdraw()
-        return late
+        late = [
+            index
+            for index, parameter in enumerate(self.parameters)
+            if not self._step.is_ready(index) and parameter.grad is not None
+        ]
+        for index in late:
+            self._arrive(index)
+        return bool(late)
 
-    def _take(self, index: int) -> None:
-        reduction = self._buckets.reductions[self._buckets.bucket_of[index]]
-        if reduction.members.index < self._step.next_bucket:
-            return  # its wire is under way; that this gradient comes too late is found before it is overwritten
-        with torch.no_grad():
-            reduction.take(index, self._divisor or float(self.communicator.size))
+    def _take(self, bucket: int, group: int) -> None:
+        if bucket >= self._step.next_bucket:  # else its wire is under way, and what comes too late is found in finish
+            with torch.no_grad():
+                self._buckets.reductions[bucket].take(group, self._divisor or float(self.communicator.size))
 
     def _watch(self, outputs: Sequence[torch.Tensor]) -> bool:
         """Has us told when a backward begins at one of `outputs`; says whether one can."""
@@ -676,18 +672,19 @@ class Reducer:
             if not again:
                 # By type: 20 ns each. (`None in tensors` would compare tensors.)
                 step.clean = set(map(type, [parameter.grad for parameter in self.parameters])) == {type(None)}
-            if self._completes and (again or not step.clean):
+            if self._tells and (again or not step.clean or self._users_hook_gradients()):
                 if again:
                     self._adopt()
                 self._hook_all()
-            elif self._completes:
-                for reduction in self._buckets.reductions:
-                    reduction.prepare()
             self._queue_end(step)
 
+    def _users_hook_gradients(self) -> bool:
+        """Whether a user's hook may take a gradient away before ours would see it (30 ns per parameter)."""
+        return any(map(_post_accumulate_grad_hooks, self.parameters))
+
     def _hook_all(self) -> None:
-        if self._completes:
-            self._completes = {}
+        if self._tells:
+            self._tells = {}
             self._clean_steps = 0
             self._hooks.hook_all()
 
@@ -696,14 +693,14 @@ class Reducer:
         step = self._step
         never = self.find_unused_parameters or self._dtypes is None or self._maker.keeps_gradients
         never = never or self.shares_parameters or any(fires != 1 for fires in self._fires or ())
+        never = never or self._users_hook_gradients()
         if never or self.should_rebuild() or not step.whole or len(step.order) != len(self.parameters):
             return
         self._clean_steps = self._clean_steps + 1 if step.clean else 0
         if self._clean_steps < _CLEAN_STEPS:
             return
-        last = {self._buckets.bucket_of[index]: index for index in step.order}
-        self._completes = {index: bucket for bucket, index in last.items()}
-        self._hooks.hook({*self._completes, *self._buckets.early})
+        self._tells = self._buckets.tellers(step.order)
+        self._hooks.hook(self._tells)
 
     def _queue_end(self, step: Step) -> None:
         task = torch._C._current_graph_task_id()
@@ -722,7 +719,7 @@ class Reducer:
         with self._lock:
             if self.state is not ReducerState.ARMED or self._step is not step:
                 return
-            late = bool(self._completes) and not step.all_ready() and self._adopt()
+            late = bool(self._tells) and not step.all_ready() and self._adopt()
             if not step.begun:
                 return
             if self.static_graph and self._fires is None:
@@ -758,9 +755,8 @@ class Reducer:
             if self._passes_over(members):
                 continue
             self._buckets.streams.wait_for_gradients(members.index, members.device)
-            with torch.no_grad():
-                gathered = step.gathered.pop(members.index, None)
-                reduction.launch(self._divisor or float(self.communicator.size), gathered)
+            with torch.no_grad(), self._buckets.streams.on(members.device):
+                reduction.launch(self._divisor or float(self.communicator.size))
             step.launched += 1
             self._issued += 1
         if step.all_launched() and before < step.next_bucket and self._asks_for_used():
@@ -770,7 +766,7 @@ class Reducer:
     def _finish(self) -> None:
         """Finishes every launched bucket in launch order; the step is done then."""
         step = self._step
-        if not self._completes:
+        if not self._tells:
             step.whole = all(parameter.grad is not None for parameter in self.parameters)
         with torch.no_grad():
             for reduction in self._buckets.reductions:
@@ -794,7 +790,7 @@ class Reducer:
             self._learned = (*self.last_order, *(i for i in range(len(self.parameters)) if i not in seen))
         self._streams_known = True
         self._used_settled = True
-        if not self._completes:
+        if not self._tells:
             self._hook_few()
         if self.find_unused_parameters:
             self._used.forget()
@@ -858,7 +854,7 @@ class Reducer:
     def _check_still_hooked(self) -> None:
         """A parameter whose dtype or device has changed has a new AccumulateGrad node, which nobody hooks."""
         dtypes = self._dtypes
-        if dtypes is None or self._completes:
+        if dtypes is None or self._tells:
             # With few hooks the end of backward looks at every `.grad`, and pack at its dtype.
             return
         now = [parameter.dtype for parameter in self.parameters]
@@ -892,8 +888,6 @@ class Reducer:
             self.state = ReducerState.FAILED
             self._failure = f"{type(error).__name__}: {error}"
             self._collective_failed = isinstance(error, CollectiveError)
-            for reduction in self._buckets.reductions:
-                reduction.withdraw()
             if self.on_error is not None:
                 self.on_error(str(error))
 
@@ -931,6 +925,9 @@ class Reducer:
     def _new_used_map(self) -> UsedMap:
         self._used_settled = False
         return UsedMap(len(self.parameters), self._devices[0], self.communicator)
+
+
+_post_accumulate_grad_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def _where(held: Sequence[str], is_so: Callable[[str], bool]) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from .errors import FusedReduceError
 
 
@@ -43,8 +41,6 @@ class Step:
         self.begun = False
         self.callbacks = 0  # queued at the engine and not yet run
         self.task = -1  # the backward that the latest of them belongs to
-        # Gradients of buckets that are ready, by bucket: asking every parameter for its own a second time costs.
-        self.gathered: dict[int, list[torch.Tensor | None]] = {}
         self._told: set[int] = set()
         self.whole = True  # no gradient was taken away before it was reduced
         self.from_outputs = False  # that backward began at an output of forward

@@ -8,7 +8,7 @@ done here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -38,6 +38,10 @@ class Streams:
             for stream in self._made[bucket].values():
                 if stream.device == current.device and stream != current:
                     current.wait_stream(stream)
+
+    def on(self, device: torch.device) -> AbstractContextManager[object]:
+        """Within: `device` is current. An autograd thread launches buckets of other devices too."""
+        return torch.cuda.device(device) if self.on_cuda else nullcontext()
 
     @contextmanager
     def beside(self, device: torch.device) -> Iterator[None]:

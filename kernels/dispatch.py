@@ -85,7 +85,7 @@ def pack(
 ) -> None:
     """Flattens, divides and casts `gradients` into `wire`; see `kernels.pack.pack`.
 
-    `done`: slots that `pack_early` has packed.
+    `done`: first slots of the groups that `pack_early` has packed.
     """
     path = path_for(wire.device, (wire.dtype,), chunks.dtypes)
     options: dict[str, Any] = {"vouched": vouched}
@@ -95,32 +95,33 @@ def pack(
     _call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials, **options)
 
 
-def packs_early(chunks: ChunkTable, wire_dtype: torch.dtype, device: torch.device) -> list[int]:
-    """Slots worth packing as soon as their gradient is there: large ones on CPU, which are in the cache then.
+def early_groups(chunks: ChunkTable, wire_dtype: torch.dtype, device: torch.device) -> list[range]:
+    """Groups of slots worth packing as soon as all of their gradients are there: on CPU, where they are in the cache.
 
-    Elsewhere none: a launch for each would cost more than it saves.
+    All slots, ascending; a large one is a group of its own. Elsewhere none: a launch for each would cost more.
     """
     if device.type != "cpu" or path_for(device, (wire_dtype,), chunks.dtypes) != "torch":
         return []
-    return [slot for slot, numel in enumerate(chunks.numels) if numel >= reference.LARGE_NUMEL]
+    return [run.slots for run in reference.runs(chunks)]
 
 
 def copies_small(chunks: ChunkTable, wire_dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether vouched gradients of slots that `packs_early` does not name may have any strides."""
+    """Whether vouched gradients in groups of several slots may have any strides."""
     on_cpu = device.type == "cpu" and path_for(device, (wire_dtype,), chunks.dtypes) == "torch"
     return on_cpu and reference.uses_views(chunks, wire_dtype)
 
 
 def pack_early(
-    gradient: torch.Tensor,
-    slot: int,
+    gradients: Sequence[torch.Tensor],
+    group: int,
     chunks: ChunkTable,
     pointers: PointerTable,
     wire: torch.Tensor,
     divisor: torch.Tensor,
 ) -> None:
-    """Packs one slot of those that `packs_early` names; the caller answers for what `pack` checks."""
-    _call("pack", "torch", reference.pack_slot, gradient, slot, chunks, pointers, wire, divisor)
+    """Packs one of `early_groups`; the caller answers for what `pack` checks, and names its first slot as `done`."""
+    run = reference.runs(chunks)[group]
+    _call("pack", "torch", reference.pack_run, gradients, run, chunks, pointers, wire, divisor, vouched=True)
 
 
 def unpack(

@@ -39,23 +39,16 @@ def pack(
     vouched: bool = False,
     done: Collection[int] = (),
 ) -> None:
-    """Flattens, divides and casts `gradients` into `wire`; see `kernels.pack.pack`. `done`: slots packed already."""
+    """Flattens, divides and casts `gradients` into `wire`; see `kernels.pack.pack`.
+
+    `done`: first slots of the runs that `pack_run` has packed.
+    """
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, divisor, partials)
         pointers.remember(gradients, chunks, wire)
-    for run in _runs(chunks):
-        if run.end - run.begin == 0:
-            continue
-        if vouched and run.small and uses_views(chunks, wire.dtype):
-            _pack_views(gradients, pointers.views(chunks, wire), run, wire, divisor)
-        elif len(run.slots) == 1:
-            (slot,) = run.slots
-            if slot not in done:
-                pack_slot(gradients[slot], slot, chunks, pointers, wire, divisor)
-            _zero_gap(wire, run.begin, chunks.offsets[slot])
-            _zero_gap(wire, chunks.offsets[slot] + chunks.numels[slot], run.end)
-        else:
-            _pack_flat(gradients, chunks, run, wire, divisor)
+    for run in runs(chunks):
+        if run.slots.start not in done:
+            pack_run(gradients[run.slots.start : run.slots.stop], run, chunks, pointers, wire, divisor, vouched=vouched)
     if partials is not None:
         stored = [None if g is None else _slot(wire, chunks, slot) for slot, g in enumerate(gradients)]
         _fill_partials(stored, chunks, partials)
@@ -67,26 +60,35 @@ def uses_views(chunks: ChunkTable, wire_dtype: torch.dtype) -> bool:
     return chunks.shapes is not None and {*chunks.dtypes, wire_dtype} == {compute}
 
 
-def pack_slot(
-    gradient: torch.Tensor | None,
-    slot: int,
+def pack_run(
+    gradients: Sequence[torch.Tensor | None],
+    run: Run,
     chunks: ChunkTable,
     pointers: PointerTable,
     wire: torch.Tensor,
     divisor: torch.Tensor,
+    *,
+    vouched: bool,
 ) -> None:
-    """Packs one gradient of at least LARGE_NUMEL elements, ahead of the others if its slot's shape is known."""
-    if gradient is None:
-        _slot(wire, chunks, slot).zero_()
-    elif chunks.shapes is not None and gradient.dtype == wire.dtype == divisor.dtype:
-        view = pointers.views(chunks, wire)[slot]
-        factor = _factor(divisor.item(), divisor.dtype, divisor.device)
-        if factor is None:
-            torch.div(gradient, divisor.reshape(()), out=view)
-        else:
-            torch.mul(gradient, factor, out=view)
+    """Packs the gradients of one run, and zeros the padding that is its."""
+    if run.end == run.begin:
+        return
+    if vouched and run.small and uses_views(chunks, wire.dtype):
+        _pack_views(gradients, pointers.views(chunks, wire)[run.slots.start : run.slots.stop], run, wire, divisor)
+    elif len(run.slots) > 1:
+        _pack_flat(gradients, chunks, run, wire, divisor)
     else:
-        _convert(_memory(gradient, chunks, slot), _slot(wire, chunks, slot), divisor, torch.div)
+        slot, (gradient,) = run.slots.start, gradients
+        begin, end = chunks.offsets[slot], chunks.offsets[slot] + chunks.numels[slot]
+        if gradient is None:
+            wire[begin:end].zero_()
+        elif vouched and chunks.shapes is not None and gradient.dtype == wire.dtype == divisor.dtype:
+            _divide(gradient, divisor, pointers.views(chunks, wire)[slot])
+        else:
+            _convert(_memory(gradient, chunks, slot), wire[begin:end], divisor, torch.div)
+        if run.padded:
+            wire[run.begin : begin].zero_()
+            wire[end : run.end].zero_()
 
 
 def unpack(
@@ -165,7 +167,7 @@ def _round_to_odd(values: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """Consecutive slots that are packed together, and the range of the wire that is theirs, padding included."""
 
     slots: range
@@ -176,15 +178,15 @@ class _Run:
 
 
 _of_thread = threading.local()
-_known_runs: MutableMapping[ChunkTable, tuple[_Run, ...]] = WeakKeyDictionary()
+_known_runs: MutableMapping[ChunkTable, tuple[Run, ...]] = WeakKeyDictionary()
 
 
-def _runs(chunks: ChunkTable) -> tuple[_Run, ...]:
+def runs(chunks: ChunkTable) -> tuple[Run, ...]:
     """Cuts a layout so that small slots go together, up to a block of wire; a large one goes alone."""
     known = _known_runs.get(chunks)
     if known is not None:
         return known
-    runs: list[_Run] = []
+    found: list[Run] = []
     first = 0
     for slot in range(len(chunks)):
         following = slot + 1
@@ -194,21 +196,20 @@ def _runs(chunks: ChunkTable) -> tuple[_Run, ...]:
         if ends_here or chunks.offsets[following] + chunks.numels[following] - begin > BLOCK_NUMEL:
             padded = sum(chunks.numels[first:following]) < end - begin
             small = max(chunks.numels[first:following]) < LARGE_NUMEL
-            runs.append(_Run(range(first, following), begin, end, padded, small))
+            found.append(Run(range(first, following), begin, end, padded, small))
             first = following
-    return _known_runs.setdefault(chunks, tuple(runs))
+    return _known_runs.setdefault(chunks, tuple(found))
 
 
 def _pack_views(
     gradients: Sequence[torch.Tensor | None],
     views: Sequence[torch.Tensor],
-    run: _Run,
+    run: Run,
     wire: torch.Tensor,
     divisor: torch.Tensor,
 ) -> None:
     """Copies every gradient into its slot, then divides the run at once, while it is in the cache."""
-    begin, end = run.slots.start, run.slots.stop
-    present, into = _present(gradients[begin:end], views[begin:end])
+    present, into = _present(gradients, views)
     part = wire[run.begin : run.end]
     if run.padded or len(present) < len(run.slots):
         first, last = part.data_ptr(), part.data_ptr() + part.numel() * part.element_size()
@@ -218,29 +219,26 @@ def _pack_views(
         part.zero_()
     if present:
         torch._foreach_copy_(into, present)
-    factor = _factor(divisor.item(), divisor.dtype, divisor.device)
-    if factor is None:
-        part.div_(divisor.reshape(()))
-    else:
-        part.mul_(factor)
+    _divide(part, divisor, part)
 
 
 def _pack_flat(
-    gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, run: _Run, wire: torch.Tensor, divisor: torch.Tensor
+    gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, run: Run, wire: torch.Tensor, divisor: torch.Tensor
 ) -> None:
     """Gathers a run in the compute dtype, zeros in the gaps, and rounds it at once."""
     zeros = torch.zeros(run.end - run.begin, dtype=divisor.dtype, device=wire.device)
     parts = []
     at = run.begin
     for slot in run.slots:
-        gradient, offset, numel = gradients[slot], chunks.offsets[slot], chunks.numels[slot]
+        gradient, offset, numel = gradients[slot - run.slots.start], chunks.offsets[slot], chunks.numels[slot]
         if offset > at:
             parts.append(zeros[: offset - at])
         parts.append(zeros[:numel] if gradient is None else _memory(gradient, chunks, slot))
         at = offset + numel
     parts.append(zeros[: run.end - at])
     scratch = torch.cat(parts, out=torch.empty_like(zeros))
-    store_rounded(wire[run.begin : run.end], scratch.div_(divisor.reshape(())))
+    _divide(scratch, divisor, scratch)
+    store_rounded(wire[run.begin : run.end], scratch)
 
 
 def _convert(source: torch.Tensor, destination: torch.Tensor, scalar: torch.Tensor, operation: object) -> None:
@@ -267,6 +265,15 @@ def _factor(divisor: float, dtype: torch.dtype, device: torch.device) -> torch.T
     return torch.tensor(1.0 / divisor, dtype=dtype, device=device) if exact else None
 
 
+def _divide(source: torch.Tensor, divisor: torch.Tensor, out: torch.Tensor) -> None:
+    """out = source / divisor, all of the compute dtype."""
+    factor = _factor(divisor.item(), divisor.dtype, divisor.device)
+    if factor is None:
+        torch.div(source, divisor.reshape(()), out=out)
+    else:
+        torch.mul(source, factor, out=out)
+
+
 def _scratch(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """BLOCK_NUMEL elements that this thread alone uses, between two lines of `_convert`."""
     kept: dict[object, torch.Tensor] = _of_thread.__dict__.setdefault("scratch", {})
@@ -283,11 +290,6 @@ def _present(
         return list(gradients), list(views)  # type: ignore[arg-type]
     pairs = [(gradient, view) for gradient, view in zip(gradients, views, strict=True) if gradient is not None]
     return [gradient for gradient, _ in pairs], [view for _, view in pairs]
-
-
-def _zero_gap(wire: torch.Tensor, begin: int, end: int) -> None:
-    if begin < end:
-        wire[begin:end].zero_()
 
 
 def _slot(wire: torch.Tensor, chunks: ChunkTable, slot: int) -> torch.Tensor:

@@ -116,6 +116,87 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def _local(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients without any reduction."""
+    model.zero_grad()
+    model(batch).square().mean().backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return gradients
+
+
+class Branches(nn.Module):
+    """Two halves of one bucket, run on a stream each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(256, 512), nn.Linear(256, 512)
+        self.streams = (torch.cuda.Stream(), torch.cuda.Stream())
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        current = torch.cuda.current_stream()
+        parts = []
+        for layer, stream in zip((self.first, self.second), self.streams, strict=True):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                parts.append(torch.tanh(layer(features)))
+        for stream in self.streams:
+            current.wait_stream(stream)
+        return parts[0] * parts[1]
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 64))
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("make", [_mlp, Branches])
+@pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
+def test_the_wrapper_over_nccl_on_a_stream_of_its_own(alone: None, wire: Any, make: Any, views: bool) -> None:
+    if views and wire != "native":
+        return
+    torch.manual_seed(0)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        model = make().to(_cuda())
+        config = fusedreduce.ReduceConfig(wire=wire)
+        ddp = fusedreduce.DistributedDataParallel(
+            model, bucket_cap_mb=0.2, gradient_as_bucket_view=views, reduce=config
+        )
+        for step in range(8):
+            batch = torch.randn(32, 256, device=_cuda())
+            local = _local(model, batch)
+            ddp.zero_grad(set_to_none=step % 3 != 2)
+            ddp(batch).square().mean().backward()
+            averaged = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            for ours, mine in zip(averaged, local, strict=True):
+                dtype = {"native": mine.dtype, "bf16": torch.bfloat16, "fp16": torch.float16}[wire]
+                assert torch.equal(ours, mine.to(dtype).to(mine.dtype)), f"step {step}"
+    assert ddp.reduce_stats()["path"] == "triton"
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+def test_the_wrapper_launches_two_kernels_per_bucket_and_never_waits_for_the_gpu(alone: None, wire: Any) -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(40)]).to(_cuda())
+    ddp = fusedreduce.DistributedDataParallel(model, bucket_cap_mb=0.2, reduce=fusedreduce.ReduceConfig(wire=wire))
+    batch = torch.randn(8, 64, device=_cuda())
+    for _ in range(6):
+        ddp.zero_grad()
+        ddp(batch).square().mean().backward()
+    ddp.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with dispatch.count_launches() as counted:
+            ddp(batch).square().mean().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    buckets = int(ddp.reduce_stats()["buckets"])
+    assert buckets > 2
+    assert [one.function for one in counted] == ["pack"] * buckets + ["unpack"] * buckets
+    assert {(one.path, one.launches) for one in counted} == {("triton", 1)}
+
+
 @pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
 def test_the_hook_over_nccl_on_a_stream_of_its_own(alone: None, wire: Any) -> None:
     torch.manual_seed(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -64,7 +66,7 @@ def test_pack_equals_the_reference(case: Case, with_partials: bool) -> None:
     wires, partials = [], []
     for function in (pack, reference.pack):
         wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
-        extra = {"tuning": Tuning(case.tile_bytes, 1)} if function is pack else {}
+        extra: dict[str, Any] = {"tuning": Tuning(case.tile_bytes, 1)} if function is pack else {}
         partials.append(chunks.new_partials(device) if with_partials else None)
         function(_inner(gradients), chunks, PointerTable(), wire.inner, divisor, partials[-1], **extra)
         wire.assert_edges_untouched()
@@ -93,7 +95,7 @@ def test_unpack_equals_the_reference(case: Case, with_partials: bool) -> None:
     results, partials = [], []
     for function in (unpack, reference.unpack):
         gradients = _gradients(case, poisoned=True)
-        extra = {"tuning": Tuning(case.tile_bytes, 1)} if function is unpack else {}
+        extra: dict[str, Any] = {"tuning": Tuning(case.tile_bytes, 1)} if function is unpack else {}
         partials.append(chunks.new_partials(device) if with_partials else None)
         function(_inner(gradients), chunks, PointerTable(), wire.inner, scale, partials[-1], **extra)
         results.append(gradients)

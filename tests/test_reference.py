@@ -266,17 +266,21 @@ def test_runs_of_any_length_and_slots_packed_ahead_give_the_same_wire(
         chunks = _table(case, shapes)
         wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
         divisor = torch.tensor([case.scalar], dtype=case.compute)
-        # Every second slot that may be: in another order than theirs, and not again afterwards.
-        done = [slot for slot, numel in enumerate(case.numels) if numel >= large][::2]
+        # Every second run: in another order than theirs, and not again afterwards.
+        runs = reference.runs(chunks)[::2]
         before = wire.inner.clone()
-        for slot in reversed(done):
-            reference.pack_slot(gradients[slot], slot, chunks, wire.inner, divisor)
+        pointers = PointerTable()
+        for run in reversed(runs):
+            own = gradients[run.slots.start : run.slots.stop]
+            reference.pack_run(own, run, chunks, pointers, wire.inner, divisor, vouched=vouched)
         covered = torch.zeros(chunks.wire_numel, dtype=torch.bool)
-        for slot in done:
-            covered[chunks.offsets[slot] :][: case.numels[slot]] = True
+        for run in runs:
+            covered[run.begin : run.end] = True
         assert_same(wire.inner[~covered], before[~covered])
-        later = [None if slot in done else gradient for slot, gradient in enumerate(gradients)]
-        reference.pack(later, chunks, PointerTable(), wire.inner, divisor, vouched=vouched, done=frozenset(done))
+        done = frozenset(run.slots.start for run in runs)
+        ahead = {slot for run in runs for slot in run.slots}
+        later = [None if slot in ahead else gradient for slot, gradient in enumerate(gradients)]
+        reference.pack(later, chunks, PointerTable(), wire.inner, divisor, vouched=vouched, done=done)
         wire.assert_edges_untouched()
         assert_same(wire.inner, _packed_slot_by_slot(case, guarded))
 
@@ -317,13 +321,6 @@ def test_small_slots_before_between_and_after_large_ones(wire_dtype: torch.dtype
             reference.pack(_as_shaped(some, shapes), chunks, PointerTable(), wire.inner, divisor, vouched=vouched)
             wire.assert_edges_untouched()
             assert_same(wire.inner, _packed_slot_by_slot(one, some))
-
-
-def test_a_missing_gradient_packed_ahead_is_zeros() -> None:
-    chunks = ChunkTable([4, 3], [2, 8], [torch.float32] * 2, 12)
-    wire = torch.full((12,), float("nan"))
-    reference.pack_slot(None, 1, chunks, wire, torch.tensor([2.0]))
-    assert wire[8:11].tolist() == [0.0] * 3 and wire[:8].isnan().all() and wire[11].isnan()
 
 
 def test_views_follow_a_wire_that_has_moved() -> None:

@@ -71,7 +71,9 @@ def agree_on_parameters(
     held = [_parse(raw) for raw in communicator.all_gather_bytes(mine, CAPACITY_BYTES, device)]
     refusals = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(held) if one.get("problem")]
     if refusals:
-        raise AgreementError(f"not every rank can build this model. {' | '.join(refusals)}")
+        error = AgreementError(f"not every rank can reduce its model. {' | '.join(refusals)}")
+        error.on_every_rank = len(refusals) == len(held)
+        raise error
     counts = [one.get("parameters") for one in held]
     if len({(one.get("parameters"), one.get("digest")) for one in held}) > 1:
         if len(set(counts)) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from ..errors import CollectiveError, FusedReduceError
 from ..exchange import collective_error
 from ..grad_bucket import GradBucket
-from .members import Members, Unprepared, as_real, dense_shape, like_parameter, real_dtype
+from .members import Members, TakenAtOnce, as_real, dense_shape, like_parameter, real_dtype
 from .views import GradientViews
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -19,7 +19,7 @@ CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 _GRACE_S = 3.0
 
 
-class HookedReduction(Unprepared):
+class HookedReduction(TakenAtOnce):
     """A dense bucket handed to a comm hook: one dtype, no padding, gradients not yet divided.
 
     Args:
@@ -31,8 +31,6 @@ class HookedReduction(Unprepared):
         as_views: gradients become views of the buffer.
         keeps_gradients: the hook writes `.grad` itself, or steps the optimizer: nothing is copied out.
     """
-
-    early: frozenset[int] = frozenset()
 
     def __init__(
         self,
@@ -59,10 +57,7 @@ class HookedReduction(Unprepared):
         self._future: torch.futures.Future[torch.Tensor] | None = None
         self._keeps_gradients = keeps_gradients
 
-    def take(self, number: int, divisor: float) -> None:
-        """Never called: nothing is taken early."""
-
-    def launch(self, divisor: float, gathered: Sequence[torch.Tensor | None] | None = None) -> None:
+    def launch(self, divisor: float) -> None:
         """Copies the gradients into the buffer and calls the hook."""
         buffer, aliases = self._allocated()
         present, into = [], []

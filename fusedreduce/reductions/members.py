@@ -53,26 +53,18 @@ class Reduction(Protocol):
 
     members: Members
 
-    def prepare(self) -> None:
-        """A backward begins in which every `.grad` is None and every parameter will get one gradient."""
+    groups: Sequence[range]  # slots that want to be taken together, as soon as all are there; all slots or none
+
+    def take(self, group: int, divisor: float) -> None:
+        """Takes a group's gradients, if all are there, as they are now and ahead of `launch`."""
         ...
 
-    def arrived(self) -> tuple[list[torch.Tensor | None], list[bool]]:
-        """In such a backward: the gradients, and which of them it has made so far."""
+    def whole(self) -> bool:
+        """Whether every gradient is there."""
         ...
 
-    def withdraw(self) -> None:
-        """Undoes `prepare` for what this backward has not made."""
-        ...
-
-    early: frozenset[int]  # parameters, by number, whose gradients want to be taken one by one
-
-    def take(self, number: int, divisor: float) -> None:
-        """Takes one gradient of `early`, as it is now, ahead of `launch`."""
-        ...
-
-    def launch(self, divisor: float, gathered: Sequence[torch.Tensor | None] | None = None) -> None:
-        """Takes the gradients as they are now (`gathered`, if given, is them) and starts their reduction."""
+    def launch(self, divisor: float) -> None:
+        """Takes the gradients as they are now and starts their reduction."""
         ...
 
     def finish(self, untouched: Collection[int], *, check: bool = True) -> None:
@@ -99,21 +91,18 @@ class Reduction(Protocol):
         ...
 
 
-class Unprepared:
-    """A reduction that leaves gradients as backward makes them: what is there has arrived."""
+class TakenAtOnce:
+    """A reduction that takes nothing ahead of `launch`."""
 
     members: Members
+    groups: Sequence[range] = ()
 
-    def prepare(self) -> None:
-        """Nothing to prepare."""
+    def take(self, group: int, divisor: float) -> None:
+        """Never called: there are no groups."""
 
-    def arrived(self) -> tuple[list[torch.Tensor | None], list[bool]]:
-        """The gradients, and which are there."""
-        gradients = [parameter.grad for parameter in self.members.parameters]
-        return gradients, [gradient is not None for gradient in gradients]
-
-    def withdraw(self) -> None:
-        """Nothing to undo."""
+    def whole(self) -> bool:
+        """Whether every gradient is there."""
+        return all(parameter.grad is not None for parameter in self.members.parameters)
 
 
 def dense_shape(parameter: torch.Tensor) -> Shape:

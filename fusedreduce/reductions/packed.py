@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -44,6 +44,7 @@ class PackedReduction:
             tuple(stride // 2 for stride in strides[:-1]) if dtype.is_complex else strides
             for (_, strides), dtype in zip(self._shapes, self._dtypes, strict=True)
         ]
+        exchange.prepare(self.bucket, communicator.size)
         self.restrided = 0
         self._as_views = as_views
         self._views: GradientViews | None = None
@@ -52,83 +53,58 @@ class PackedReduction:
         self._packed: list[torch.Tensor | None] = []
         self._versions: list[int] = []
         self._staged: dict[int, torch.Tensor] = {}
-        early = dispatch.packs_early(self.bucket.chunks, wire_dtype, members.device)
-        self.early = frozenset(members.numbers[slot] for slot in early)
-        self._slot_of = {members.numbers[slot]: slot for slot in early}
-        self._taken: dict[int, tuple[torch.Tensor, int]] = {}
-        self._small = [slot for slot in range(len(members.numbers)) if slot not in set(early)]
-        self._prepared: list[int] = []  # versions of the small ones' views when they were put in place
+        self.groups: Sequence[range] = dispatch.early_groups(self.bucket.chunks, wire_dtype, members.device)
+        self._taken: dict[int, tuple[list[torch.Tensor], list[int]]] = {}  # by group: gradients, and versions then
         # torch copies small gradients into views of their slots there, whatever their strides; kernels see memory.
         self._copies_small_ones = dispatch.copies_small(self.bucket.chunks, wire_dtype, members.device) and not any(
             dtype.is_complex for dtype in self._dtypes
         )
 
-    def prepare(self) -> None:
-        """Puts the views in place beforehand: backward then adds small gradients into the wire, and none is copied.
-
-        The wire is filled with -0.0, to which any gradient adds without a change of its bits. Large gradients are
-        copied as they come instead, which moves fewer bytes.
-        """
-        if not self._copies_small_ones or self._views is None:
+    def take(self, group: int, divisor: float) -> None:
+        """Packs a group while it is in the cache, if all of it is there; views take its place at once."""
+        slots = self.groups[group]
+        parameters = self.members.parameters[slots.start : slots.stop]
+        gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+        if len(gradients) < len(slots) or not self._fit(slots, gradients):
             return
-        self.bucket.wire().fill_(-0.0)
-        views = self._views.all_restored()
-        for slot in self._small:
-            self.members.parameters[slot].grad = views[slot]
-        self._prepared = [views[slot]._version for slot in self._small]
-
-    def arrived(self) -> tuple[list[torch.Tensor | None], list[bool]]:
-        """The gradients, and which are there: a view that was put in place is once it has been written to."""
-        gradients = [parameter.grad for parameter in self.members.parameters]
-        there = [gradient is not None for gradient in gradients]
-        if self._prepared and self._views is not None:
-            held = [self._views.tensors[slot] for slot in self._small]
-            if list(map(_version, held)) != [version + 1 for version in self._prepared]:
-                for slot, view, version in zip(self._small, held, self._prepared, strict=True):
-                    there[slot] = there[slot] and not (gradients[slot] is view and view._version == version)
-        return gradients, there
-
-    def withdraw(self) -> None:
-        """Sets views that nothing has been added to back to None."""
-        if self._prepared:
-            _, there = self.arrived()
-            for slot in self._small:
-                if not there[slot]:
-                    self.members.parameters[slot].grad = None
-            self._prepared = []
-
-    def take(self, number: int, divisor: float) -> None:
-        """Packs one large gradient while it is in the cache; a view takes its place at once, and its memory is free."""
-        slot = self._slot_of[number]
-        parameter = self.members.parameters[slot]
-        gradient = parameter.grad
-        if gradient is None or not self._fits(slot, gradient):
-            return
-        exchange.start_early(self.bucket, slot, as_real(gradient), divisor)
+        exchange.start_early(self.bucket, group, [as_real(one) for one in gradients], divisor)
         if self._as_views:
             views = self._made_views()
-            if not views.hold(slot, gradient):
-                gradient = views.restored(slot)
-                parameter.grad = gradient
-        self._taken[slot] = gradient, gradient._version
+            for slot, parameter in zip(slots, parameters, strict=True):
+                if not views.hold(slot, parameter.grad):
+                    parameter.grad = views.restored(slot)
+            gradients = views.tensors[slots.start : slots.stop]
+        self._taken[group] = gradients, list(map(_version, gradients))
 
-    def launch(self, divisor: float, gathered: Sequence[torch.Tensor | None] | None = None) -> None:
+    def whole(self) -> bool:
+        """Whether every gradient is there."""
+        left: Iterable[int] = range(len(self.members.parameters))
+        if self._taken:
+            left = (slot for group, slots in enumerate(self.groups) if group not in self._taken for slot in slots)
+        return all(self.members.parameters[slot].grad is not None for slot in left)
+
+    def launch(self, divisor: float) -> None:
         """Packs and starts the all-reduce; remembers which tensors at which version."""
-        # `gathered` is older than what `take` has put in place of a gradient.
-        stale = gathered is None or (self._as_views and self._taken)
-        gradients = [parameter.grad for parameter in self.members.parameters] if stale else list(gathered or ())
         taken, self._taken = self._taken, {}
-        self._prepared = []
-        for slot, (early, version) in taken.items():
-            if gradients[slot] is not early or early._version != version:
-                raise FusedReduceError(self._changed(slot, gradients[slot] is not early))
+        gradients: list[torch.Tensor | None] = []
+        versions: list[int] = []
+        for group, slots in enumerate(self.groups or [range(len(self.members.parameters))]):
+            if group in taken:
+                gradients += taken[group][0]
+                versions += taken[group][1]
+            else:
+                parameters = self.members.parameters[slots.start : slots.stop]
+                gradients += [parameter.grad for parameter in parameters]
         if not taken and self._views is not None and self._views.hold_all(gradients):
             self._in_flight = self._start_in_place(divisor)
         else:
+            # None left: the wire is packed already.
+            left = [slots for group, slots in enumerate(self.groups) if group not in taken]
+            done = None if self.groups and not left else {self.groups[group].start for group in taken}
             packed = self._checked(gradients, taken)
             try:
                 self._in_flight = exchange.start(
-                    self.bucket, packed, self._communicator, divisor=divisor, vouched=True, done=taken
+                    self.bucket, packed, self._communicator, divisor=divisor, vouched=True, done=done
                 )
             except RuntimeError:
                 for slot, gradient in enumerate(gradients):
@@ -136,7 +112,9 @@ class PackedReduction:
                         self._fitted(slot, gradient)  # raises, and says which
                 raise
         self._packed = gradients
-        self._versions = _versions(gradients)
+        self._versions = versions if len(versions) == len(gradients) else _versions(gradients)
+        for group, (_, then) in taken.items():
+            self._versions[self.groups[group].start : self.groups[group].stop] = then
 
     def finish(self, untouched: Collection[int], *, check: bool = True) -> None:
         """Unpacks into the tensors that were packed, or makes the views the gradients."""
@@ -200,8 +178,13 @@ class PackedReduction:
             self._flat = Bucket(layout, [wire.dtype], wire.dtype, wire.device, self.bucket.label)
         return exchange.start(self._flat, [wire], self._communicator, divisor=divisor, in_place=True, vouched=True)
 
+    def _fit(self, slots: range, gradients: Sequence[torch.Tensor]) -> bool:
+        """Whether pack may take these as they are."""
+        if self._copies_small_ones and len(slots) > 1:
+            return all(gradient.layout is torch.strided for gradient in gradients)
+        return all(map(self._fits, slots, gradients))
+
     def _fits(self, slot: int, gradient: torch.Tensor) -> bool:
-        """Whether the kernels may take `gradient` as it is."""
         return (
             gradient.dtype is self._dtypes[slot]
             and gradient.layout is torch.strided
@@ -211,14 +194,15 @@ class PackedReduction:
 
     def _checked(self, gradients: Sequence[torch.Tensor | None], taken: Collection[int]) -> list[torch.Tensor | None]:
         """The gradients as pack takes them: strided as their slots are, real, of the slot's dtype."""
-        if self._copies_small_ones:
-            ready = list(gradients)
-            for slot in self._slot_of.values():
-                gradient = ready[slot]
-                if slot not in taken and gradient is not None:
-                    ready[slot] = self._fitted(slot, gradient)
-            return ready
-        return [None if one is None else self._fitted(slot, one) for slot, one in enumerate(gradients)]
+        fitted = list(gradients)
+        for group, slots in enumerate(self.groups or [range(len(fitted))]):
+            if self._copies_small_ones and len(slots) > 1:
+                continue
+            for slot in slots:
+                gradient = fitted[slot]
+                if gradient is not None:
+                    fitted[slot] = as_real(gradient) if group in taken else self._fitted(slot, gradient)
+        return fitted
 
     def _fitted(self, slot: int, gradient: torch.Tensor) -> torch.Tensor:
         name = self.members.names[slot]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,10 +10,10 @@ import torch
 from ..comm.protocol import Communicator, Pending
 from ..grad_bucket import GradBucket
 from .hooked import CommHook, call_hook, wait_future
-from .members import Members, Unprepared
+from .members import Members, TakenAtOnce
 
 
-class SparseReduction(Unprepared):
+class SparseReduction(TakenAtOnce):
     """One parameter whose gradient is a sparse COO tensor; torch sums it.
 
     Args:
@@ -22,8 +22,6 @@ class SparseReduction(Unprepared):
         state: of the hook.
         hook: a comm hook, shown the sparse gradient as its buffer; None: divide and sum.
     """
-
-    early: frozenset[int] = frozenset()
 
     def __init__(
         self, members: Members, communicator: Communicator, state: object = None, hook: CommHook | None = None
@@ -34,10 +32,7 @@ class SparseReduction(Unprepared):
         self._hook = hook
         self._future: torch.futures.Future[Any] | None = None
 
-    def take(self, number: int, divisor: float) -> None:
-        """Never called: nothing is taken early."""
-
-    def launch(self, divisor: float, gathered: Sequence[torch.Tensor | None] | None = None) -> None:
+    def launch(self, divisor: float) -> None:
         """Starts the sum of the divided gradient."""
         (parameter,) = self.members.parameters
         gradient = parameter.grad
