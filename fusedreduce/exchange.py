@@ -37,7 +37,7 @@ class InFlight:
 
 
 def prepare(bucket: Bucket, ranks: int) -> None:
-    """On CUDA: compiles the bucket's kernels and uploads what never changes, so that no backward has to. A no-op on CPU."""
+    """On CUDA: compiles the bucket's kernels and uploads what never changes, so that no backward has to."""
     if bucket.device.type == "cuda":
         with torch.cuda.device(bucket.device):
             dispatch.warm_up(bucket.device, bucket.wire_dtype, fp64=bucket.chunks.fp64)
