@@ -82,12 +82,12 @@ class BucketSet:
             names = tuple(maker.names[number] for number in numbers)
             self.reductions.append(maker.reduction(Members(index, numbers, parameters, names, index == len(plan) - 1)))
         self.streams = Streams(len(plan), maker.parameters[0].device)
-        # Large gradients are groups of their own, which no other gradient has to be waited for: number -> group.
+        # Large gradients, groups of their own, which no other gradient has to be waited for: number -> group.
         self.large = {
-            reduction.members.numbers[slots.start]: group
+            reduction.members.numbers[reduction.groups[group].start]: group
             for reduction in self.reductions
-            for group, slots in enumerate(reduction.groups)
-            if len(slots) == 1
+            for group in reduction.early
+            if len(reduction.groups[group]) == 1
         }
 
     def __len__(self) -> int:
@@ -106,7 +106,8 @@ class BucketSet:
             numbers = reduction.members.numbers
             last = max(numbers, key=place.__getitem__)
             found[last] = bucket, [], True
-            for group, slots in enumerate(reduction.groups):
+            for group in sorted(reduction.early):
+                slots = reduction.groups[group]
                 teller = max(numbers[slots.start : slots.stop], key=place.__getitem__)
                 found.setdefault(teller, (bucket, [], False))[1].append(group)
         return found

@@ -269,7 +269,8 @@ class Reducer:
                     return
             try:
                 if self._tells:
-                    self._arrive_for_others(index)
+                    if not self._arrive_for_others(index):
+                        return
                 else:
                     self._arrive(index)
                     if index in self._buckets.large and step.is_ready(index):
@@ -613,8 +614,8 @@ class Reducer:
             if buckets.streams.on_cuda and not self._streams_known:
                 buckets.streams.record(buckets.bucket_of[one], self._devices[one])
 
-    def _arrive_for_others(self, index: int) -> None:
-        """Only the parameters that complete a bucket, or a group within it, are hooked."""
+    def _arrive_for_others(self, index: int) -> bool:
+        """Only the parameters that complete a bucket, or a group within it, are hooked. Whether a bucket is ready."""
         step = self._step
         if not step.from_outputs:
             self._hook_all()
@@ -628,9 +629,11 @@ class Reducer:
         for group in groups:
             self._take(bucket, group)
         reduction = self._buckets.reductions[bucket]
-        if completes and reduction.whole():
-            self._bucket_ns[bucket] = time.perf_counter_ns() - self._base_ns
-            step.arrive_whole(bucket, reduction.members.numbers)
+        if not completes or not reduction.whole():
+            return False
+        self._bucket_ns[bucket] = time.perf_counter_ns() - self._base_ns
+        step.arrive_whole(bucket, reduction.members.numbers)
+        return True
 
     def _adopt(self) -> bool:
         """Makes ready what this step's backward has given a gradient unseen, in a step that began with none."""

@@ -124,6 +124,11 @@ def pack_early(
     _call("pack", "torch", reference.pack_run, gradients, run, chunks, pointers, wire, divisor, vouched=True)
 
 
+def divide(gradient: torch.Tensor, divisor: float, out: torch.Tensor) -> None:
+    """`pack_early` of one gradient on a wire of its own dtype, fp32 or fp64: `out` is its slot, shaped as it is."""
+    _call("pack", "torch", reference.divide, gradient, divisor, out)
+
+
 def unpack(
     gradients: Sequence[torch.Tensor | None],
     chunks: ChunkTable,

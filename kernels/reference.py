@@ -83,7 +83,7 @@ def pack_run(
         if gradient is None:
             wire[begin:end].zero_()
         elif vouched and chunks.shapes is not None and gradient.dtype == wire.dtype == divisor.dtype:
-            _divide(gradient, divisor, pointers.views(chunks, wire)[slot])
+            divide(gradient, divisor.item(), pointers.views(chunks, wire)[slot])
         else:
             _convert(_memory(gradient, chunks, slot), wire[begin:end], divisor, torch.div)
         if run.padded:
@@ -219,7 +219,7 @@ def _pack_views(
         part.zero_()
     if present:
         torch._foreach_copy_(into, present)
-    _divide(part, divisor, part)
+    divide(part, divisor.item(), part)
 
 
 def _pack_flat(
@@ -237,7 +237,7 @@ def _pack_flat(
         at = offset + numel
     parts.append(zeros[: run.end - at])
     scratch = torch.cat(parts, out=torch.empty_like(zeros))
-    _divide(scratch, divisor, scratch)
+    divide(scratch, divisor.item(), scratch)
     store_rounded(wire[run.begin : run.end], scratch)
 
 
@@ -251,6 +251,11 @@ def _convert(source: torch.Tensor, destination: torch.Tensor, scalar: torch.Tens
         operation(source, operand, out=destination)
         return
     scratch = _scratch(compute, source.device)
+    if source.numel() <= BLOCK_NUMEL:
+        result = scratch[: source.numel()]
+        operation(source if source.dtype == compute else source.to(compute), operand, out=result)
+        store_rounded(destination, result)
+        return
     for part, out in zip(source.split(BLOCK_NUMEL), destination.split(BLOCK_NUMEL), strict=True):
         result = scratch[: part.numel()]
         # An operand of the compute dtype has torch compute in it; with a 0-dim one it would compute in the source's.
@@ -265,11 +270,11 @@ def _factor(divisor: float, dtype: torch.dtype, device: torch.device) -> torch.T
     return torch.tensor(1.0 / divisor, dtype=dtype, device=device) if exact else None
 
 
-def _divide(source: torch.Tensor, divisor: torch.Tensor, out: torch.Tensor) -> None:
-    """out = source / divisor, all of the compute dtype."""
-    factor = _factor(divisor.item(), divisor.dtype, divisor.device)
+def divide(source: torch.Tensor, divisor: float, out: torch.Tensor) -> None:
+    """out = source / divisor, all of the compute dtype and of one shape."""
+    factor = _factor(divisor, out.dtype, out.device)
     if factor is None:
-        torch.div(source, divisor.reshape(()), out=out)
+        torch.div(source, torch.tensor(divisor, dtype=out.dtype, device=out.device), out=out)
     else:
         torch.mul(source, factor, out=out)
 

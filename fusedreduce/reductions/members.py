@@ -53,7 +53,8 @@ class Reduction(Protocol):
 
     members: Members
 
-    groups: Sequence[range]  # slots that want to be taken together, as soon as all are there; all slots or none
+    groups: Sequence[range]  # slots that can be taken together ahead of `launch`; all slots or none
+    early: Collection[int]  # which of the groups are worth it
 
     def take(self, group: int, divisor: float) -> None:
         """Takes a group's gradients, if all are there, as they are now and ahead of `launch`."""
@@ -96,6 +97,7 @@ class TakenAtOnce:
 
     members: Members
     groups: Sequence[range] = ()
+    early: Collection[int] = ()
 
     def take(self, group: int, divisor: float) -> None:
         """Never called: there are no groups."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -17,6 +17,11 @@ from ..kernels import dispatch
 from ..planning.layout import aligned_layout, flat_layout
 from .members import Members, as_real, dense_shape, like_parameter, real_dtype, wait
 from .views import GradientViews
+
+# From so many elements on a gradient is packed by itself, while it is in the cache; that costs a hook of its own, 15 us.
+# As a view earlier, because the memory it was made in is free then, and the next gradient is made in it.
+_EARLY_NUMEL = 262144
+_EARLY_VIEW_NUMEL = 16384
 
 
 class PackedReduction:
@@ -54,6 +59,11 @@ class PackedReduction:
         self._versions: list[int] = []
         self._staged: dict[int, torch.Tensor] = {}
         self.groups: Sequence[range] = dispatch.early_groups(self.bucket.chunks, wire_dtype, members.device)
+        worth = _EARLY_VIEW_NUMEL if as_views else _EARLY_NUMEL
+        self.early: Collection[int] = frozenset(
+            group for group, slots in enumerate(self.groups) if len(slots) == 1 and numels[slots.start] >= worth
+        )
+        self._gathered: list[torch.Tensor | None] | None = None
         self._taken: dict[int, tuple[list[torch.Tensor], list[int]]] = {}  # by group: gradients, and versions then
         # torch copies small gradients into views of their slots there, whatever their strides; kernels see memory.
         self._copies_small_ones = dispatch.copies_small(self.bucket.chunks, wire_dtype, members.device) and not any(
@@ -63,6 +73,9 @@ class PackedReduction:
     def take(self, group: int, divisor: float) -> None:
         """Packs a group while it is in the cache, if all of it is there; views take its place at once."""
         slots = self.groups[group]
+        if self._copies_small_ones and len(slots) == 1:
+            self._take_one(group, slots.start, divisor)
+            return
         parameters = self.members.parameters[slots.start : slots.stop]
         gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
         if len(gradients) < len(slots) or not self._fit(slots, gradients):
@@ -76,25 +89,31 @@ class PackedReduction:
             gradients = views.tensors[slots.start : slots.stop]
         self._taken[group] = gradients, list(map(_version, gradients))
 
+    def _take_one(self, group: int, slot: int, divisor: float) -> None:
+        parameter = self.members.parameters[slot]
+        gradient = parameter.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            return
+        views = self._made_views()
+        dispatch.divide(gradient, divisor, views.restored(slot))
+        if self._as_views and gradient is not views.tensors[slot]:
+            gradient = parameter.grad = views.tensors[slot]
+        self._taken[group] = [gradient], [gradient._version]
+
     def whole(self) -> bool:
         """Whether every gradient is there."""
-        left: Iterable[int] = range(len(self.members.parameters))
-        if self._taken:
-            left = (slot for group, slots in enumerate(self.groups) if group not in self._taken for slot in slots)
-        return all(self.members.parameters[slot].grad is not None for slot in left)
+        gathered = [parameter.grad for parameter in self.members.parameters]
+        there = type(None) not in set(map(type, gathered))
+        self._gathered = gathered if there else None
+        return there
 
     def launch(self, divisor: float) -> None:
         """Packs and starts the all-reduce; remembers which tensors at which version."""
         taken, self._taken = self._taken, {}
-        gradients: list[torch.Tensor | None] = []
-        versions: list[int] = []
-        for group, slots in enumerate(self.groups or [range(len(self.members.parameters))]):
-            if group in taken:
-                gradients += taken[group][0]
-                versions += taken[group][1]
-            else:
-                parameters = self.members.parameters[slots.start : slots.stop]
-                gradients += [parameter.grad for parameter in parameters]
+        gathered, self._gathered = self._gathered, None  # by `whole`, just now
+        gradients = gathered or [parameter.grad for parameter in self.members.parameters]
+        for group, (early, _) in taken.items():
+            gradients[self.groups[group].start : self.groups[group].stop] = early
         if not taken and self._views is not None and self._views.hold_all(gradients):
             self._in_flight = self._start_in_place(divisor)
         else:
@@ -112,7 +131,7 @@ class PackedReduction:
                         self._fitted(slot, gradient)  # raises, and says which
                 raise
         self._packed = gradients
-        self._versions = versions if len(versions) == len(gradients) else _versions(gradients)
+        self._versions = _versions(gradients)
         for group, (_, then) in taken.items():
             self._versions[self.groups[group].start : self.groups[group].stop] = then
 
