@@ -1220,6 +1220,7 @@ def test_a_kernel_that_fails_leaves_a_reducer_that_can_be_reset(
         patch.setattr(dispatch, stage, out_of_memory)
         if stage == "pack":
             patch.setattr(dispatch, "pack_early", out_of_memory)
+            patch.setattr(dispatch, "divide", out_of_memory)
         with pytest.raises(MemoryError):
             _step(reducer, parameters, gradients)
     assert _state(reducer) is ReducerState.FAILED
@@ -1569,7 +1570,7 @@ def test_a_peers_problem_is_told_to_all() -> None:
 
     errors = ThreadWorld(3).run(case)
     assert len(set(map(str, errors))) == 1
-    assert "not every rank can build this model. rank 2: its disk is full" in str(errors[0])
+    assert "not every rank can reduce its model. rank 2: its disk is full" in str(errors[0])
 
 
 def test_what_is_no_settings_is_named() -> None:

@@ -18,7 +18,7 @@ from ..planning.layout import aligned_layout, flat_layout
 from .members import Members, as_real, dense_shape, like_parameter, real_dtype, wait
 from .views import GradientViews
 
-# From so many elements on a gradient is packed by itself, while it is in the cache; that costs a hook of its own, 15 us.
+# From so many elements on a gradient is packed by itself, while it is in the cache; that costs a hook, 15 us.
 # As a view earlier, because the memory it was made in is free then, and the next gradient is made in it.
 _EARLY_NUMEL = 262144
 _EARLY_VIEW_NUMEL = 16384
