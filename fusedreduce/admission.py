@@ -130,6 +130,11 @@ def enter(owner: Owner, parameters: Sequence[torch.Tensor], names: Sequence[str]
     return shared
 
 
+def shared(owner: Owner, parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether another open reducer is around one of `parameters` now."""
+    return any(other is not owner for parameter in parameters for other in _owners.get(parameter, ()))
+
+
 def leave(owner: Owner, parameters: Sequence[torch.Tensor]) -> None:
     """Undoes `enter`."""
     for parameter in parameters:

@@ -90,11 +90,18 @@ class DistributedDataParallel(TorchDDP):
             raise TypeError(f"reduce must be a fusedreduce.ReduceConfig, got {reduce!r}")
         given = _arguments(self, module, args, kwargs)
         self._reduce_config = reduce or ReduceConfig()
-        self._reduce_caps = _caps(given)
+        self._reduce_caps = BucketCaps()
         self._reduce_agreed = False
+        problem = None
+        try:
+            self._reduce_caps = _caps(given)
+        except ValueError as error:
+            problem = error
         if given["init_sync"]:
-            self._agree(module, given)
+            self._agree(module, given, problem)
             self._reduce_agreed = True
+        if problem is not None:
+            raise problem
         super().__init__(module, *args, **kwargs)
 
     @property
@@ -143,7 +150,7 @@ class DistributedDataParallel(TorchDDP):
         assert isinstance(reducer, TorchReducer)
         return reducer.reducer
 
-    def _agree(self, module: nn.Module, given: Mapping[str, Any]) -> None:
+    def _agree(self, module: nn.Module, given: Mapping[str, Any], problem: Exception | None) -> None:
         """Compares model and settings across ranks before torch does: its check raises on some ranks only."""
         group = given["process_group"]
         if given["device_mesh"] is not None:
@@ -161,13 +168,13 @@ class DistributedDataParallel(TorchDDP):
             return  # all of them are reduced by torch itself
         communicator = ProcessGroupCommunicator(group)
         sparse = _sparse_parameters(module)
-        problem = None
+        descriptions = []
         try:
             if not _is_sliced(given["device_mesh"]):  # torch makes plain tensors of a sliced mesh's DTensors
                 _check_trainable(named)
             descriptions = [admission.describe(one, name, id(one) in sparse) for name, one in named.items()]
         except (RuntimeError, TypeError, ValueError) as error:
-            problem, descriptions = error, []
+            problem = problem or error
         flags: dict[str, object] = {name: bool(given[name]) for name in _COMPARED_FLAGS if name in given}
         settings = admission.settings(self.reduce_config, self._reduce_caps, flags)
         device = next((one.device for one in module.parameters()), torch.device("cpu"))
@@ -235,7 +242,7 @@ class DistributedDataParallel(TorchDDP):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _post_forward(self, output: Any) -> Any:
-        if hasattr(self, "reducer"):
+        if hasattr(self, "reducer") and torch.is_grad_enabled() and self.require_backward_grad_sync:
             # torch hands them on for find_unused_parameters only, and looks into few kinds of containers.
             reducer: Any = self.reducer
             reducer.outputs = tensors_in(output)

@@ -7,6 +7,7 @@ over the sampled iterations (the first 10, then every `sample_rate`-th), as torc
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -58,13 +59,20 @@ class Logger:
     """
 
     def __init__(self, reducer: Reducer, backend: str, bucket_cap_bytes: int) -> None:
-        self._reducer = reducer
+        # Weakly: the reducer holds this logger, to note errors.
+        self._weak = weakref.ref(reducer)
         self._strings: dict[str, str] = {"backend_name": backend}
         self._integers: dict[str, int] = {"bucket_cap_bytes": bucket_cap_bytes}
         self._sampled = 0
         self._sums = {"forward": 0, "backward": 0, "comm": 0, "overlap": 0}
         self._seen_steps = 0
         self.sample_rate = _DEFAULT_SAMPLE_RATE
+
+    @property
+    def _reducer(self) -> Reducer:
+        reducer = self._weak()
+        assert reducer is not None, "the wrapper holds both"
+        return reducer
 
     def set_construction_data_and_log(
         self,

@@ -44,6 +44,7 @@ from typing import Any
 
 import torch
 from torch.profiler import record_function
+from torch.utils.hooks import RemovableHandle
 
 from . import admission, exchange
 from .bucket_set import BucketMaker, BucketSet, kind_of
@@ -171,6 +172,7 @@ class Reducer:
         self._installed: list[torch.futures.Future[Any]] = []
         self._divisor: float | None = None
         self._count_ranks: Any = None
+        self._watched: list[RemovableHandle] = []
         self._monitor = StallMonitor()
         self._used = self._new_used_map()
         self._kinds = [kind_of(*one) for one in zip(self.parameters, self.sparse, strict=True)]
@@ -233,7 +235,14 @@ class Reducer:
             self.agree()
             self.rebuild()
             if self.shares_parameters:
+                self.shares_parameters = admission.shared(self, self.parameters)
                 self._hook_all()  # another reducer writes the same gradients: versions prove nothing
+            if self._tells and self.state is ReducerState.ARMED and self._has_gradients():
+                self._hook_all()
+                self._warn_once(
+                    "gradients have come, but by no backward from an output of forward: they were not averaged. "
+                    "Return from forward every tensor that a loss is made of"
+                )
             tensors = tensors_in(outputs)
             unused: list[int] = []
             if self.static_graph:
@@ -266,6 +275,7 @@ class Reducer:
                 if self.static_graph and self._fires is None:
                     self._counted[index] += 1
                     step.count(index)
+                    self._record_stream(index)
                     return
             try:
                 if self._tells:
@@ -300,7 +310,9 @@ class Reducer:
             raise FusedReduceError("this reducer is closed")
         if self.state is ReducerState.LOST or self._collective_failed:
             raise FusedReduceError(self._lost_text())
-        if self.state is ReducerState.FAILED or (self.state is ReducerState.ARMED and self._step.begun):
+        # A backward whose queued end never came has raised, maybe before any parameter told.
+        broken = self._step.callbacks > 0 and not in_backward()
+        if self.state is ReducerState.FAILED or (self.state is ReducerState.ARMED and (self._step.begun or broken)):
             first_static = self.static_graph and self._fires is None
             text = unfinished_text(
                 [index for index in self._step.missing() if not (first_static and self._counted[index])],
@@ -361,6 +373,7 @@ class Reducer:
                 raise FusedReduceError("this reducer is closed")
             self.state = ReducerState.IDLE
             self._failure, self._collective_failed = "", False
+            self._learned = ()  # other ranks may not have come so far
             self._agreed = False
             self._installed = []
             self._count_ranks = None
@@ -382,8 +395,8 @@ class Reducer:
             self.communicator = communicator
             self._maker = dataclasses.replace(self._maker, communicator=communicator)
             self._issued = 0
+            self._resets = 0
             self.rebuilt = False
-            self._learned = ()
             self.give_up_step()
             self._lay(self._first_plan())
 
@@ -605,14 +618,17 @@ class Reducer:
 
     def _arrive(self, index: int) -> None:
         """One parameter is ready, and with the first one all that are unused."""
-        step, buckets = self._step, self._buckets
+        step = self._step
         if step.callbacks == 0:
             step.clean = False  # a backward of which nobody has told us: no output of forward is its root
         now = time.perf_counter_ns() - self._base_ns
         for one in step.arrive(index):
             self._ready_ns[one] = now
-            if buckets.streams.on_cuda and not self._streams_known:
-                buckets.streams.record(buckets.bucket_of[one], self._devices[one])
+            self._record_stream(one)
+
+    def _record_stream(self, index: int) -> None:
+        if self._buckets.streams.on_cuda and not self._streams_known:
+            self._buckets.streams.record(self._buckets.bucket_of[index], self._devices[index])
 
     def _arrive_for_others(self, index: int) -> bool:
         """Only the parameters that complete a bucket, or a group within it, are hooked. Whether a bucket is ready."""
@@ -629,10 +645,16 @@ class Reducer:
         for group in groups:
             self._take(bucket, group)
         reduction = self._buckets.reductions[bucket]
-        if not completes or not reduction.whole():
+        if not completes:
             return False
-        self._bucket_ns[bucket] = time.perf_counter_ns() - self._base_ns
-        step.arrive_whole(bucket, reduction.members.numbers)
+        if reduction.whole():
+            self._bucket_ns[bucket] = time.perf_counter_ns() - self._base_ns
+            step.arrive_whole(bucket, reduction.members.numbers)
+        else:
+            # Another order than before. The bucket must go as soon as its last member comes, not at the end: peers,
+            # whose order may be the old one, launch theirs at that place among the user's own collectives.
+            self._adopt()
+            self._hook_all()
         return True
 
     def _adopt(self) -> bool:
@@ -660,9 +682,10 @@ class Reducer:
             if reducer is not None and reducer.state is ReducerState.ARMED:
                 reducer._begin()
 
+        for handle in self._watched:
+            handle.remove()
         functions = {output.grad_fn for output in outputs if output.grad_fn is not None}
-        for function in functions:
-            function.register_prehook(begin)
+        self._watched = [function.register_prehook(begin) for function in functions]
         return bool(functions)
 
     def _begin(self) -> None:
@@ -671,15 +694,20 @@ class Reducer:
             step = self._step
             if step.from_outputs and step.task == torch._C._current_graph_task_id():
                 return
-            again, step.from_outputs = step.from_outputs, True
+            # Another root of this backward, or of a partial one; else a new one, which has made nothing yet.
+            again = step.from_outputs and (step.begun or step.callbacks > 0)
+            step.from_outputs = True
             if not again:
-                # By type: 20 ns each. (`None in tensors` would compare tensors.)
-                step.clean = set(map(type, [parameter.grad for parameter in self.parameters])) == {type(None)}
+                step.clean = not self._has_gradients()
             if self._tells and (again or not step.clean or self._users_hook_gradients()):
                 if again:
                     self._adopt()
                 self._hook_all()
             self._queue_end(step)
+
+    def _has_gradients(self) -> bool:
+        """Whether any `.grad` is there. By type, 20 ns each: `None in tensors` would compare tensors."""
+        return set(map(type, [parameter.grad for parameter in self.parameters])) != {type(None)}
 
     def _users_hook_gradients(self) -> bool:
         """Whether a user's hook may take a gradient away before ours would see it (30 ns per parameter)."""
@@ -771,10 +799,14 @@ class Reducer:
         step = self._step
         if not self._tells:
             step.whole = all(parameter.grad is not None for parameter in self.parameters)
+        launched = [one for one in self._buckets.reductions if not self._passes_over(one.members)]
         with torch.no_grad():
-            for reduction in self._buckets.reductions:
-                if not self._passes_over(reduction.members):
-                    self._finish_one(reduction)
+            if not self.shares_parameters:  # else another reducer, of a nested wrapper, writes the same gradients
+                # All before the first is overwritten: gradients that share memory share their version.
+                for reduction in launched:
+                    reduction.check_unchanged()
+            for reduction in launched:
+                self._finish_one(reduction)
             if self._asks_for_used():
                 self._used.finish()
             installed, self._installed = self._installed, []
@@ -801,14 +833,13 @@ class Reducer:
     def _finish_one(self, reduction: Reduction) -> None:
         members = reduction.members
         untouched = self._untouched(members)
-        check = not self.shares_parameters  # another reducer, of a nested wrapper, writes the same gradients
         if isinstance(reduction, HookedReduction) or not self._buckets.streams.on_cuda:
             # A hook's future makes the current stream wait for whatever the hook did.
-            reduction.finish(untouched, check=check)
+            reduction.finish(untouched)
             return
         done = torch.cuda.Event()
         with self._buckets.streams.beside(members.device):
-            reduction.finish(untouched, check=check)
+            reduction.finish(untouched)
             done.record()
         if torch.cuda.is_current_stream_capturing():
             self._monitor.forget_all()  # events must not be queried while a graph is being captured

@@ -53,6 +53,7 @@ class Streams:
             self._side[device] = torch.cuda.Stream(device)
         side, current = self._side[device], torch.cuda.current_stream(device)
         try:
+            side.wait_stream(current)  # a user's hook may have enqueued a kernel that still reads a gradient
             with torch.cuda.stream(side):
                 yield
         finally:

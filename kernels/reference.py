@@ -107,7 +107,7 @@ def unpack(
         pointers.remember(gradients, chunks, wire)
     # On CPU a look at the scale is free, and copying without it is one pass instead of two.
     unscaled = scale.device.type == "cpu" and scale.item() == 1.0
-    if vouched and unscaled and chunks.shapes is not None and not chunks.fp64:
+    if vouched and unscaled and chunks.shapes is not None:
         present, views = _present(gradients, pointers.views(chunks, wire))
         if present:
             torch._foreach_copy_(present, views)

@@ -191,10 +191,10 @@ def test_a_variant_that_has_learnt_nothing_fails_and_is_named(tmp_path: Path) ->
     forgetful = run(tmp_path, "--steps", str(STEPS), "--wire", "native", fault="accuracy")
     assert forgetful.status == 1
     (reason,) = forgetful.reasons
-    assert reason.startswith("fusedreduce demo: error: hook native ended at ")
+    assert reason.startswith("fusedreduce demo: error: wrapper native ended at ")
     assert "under 95%" in reason
     assert "torch DDP" not in reason
-    assert "hook native" in forgetful.out, "the table is shown all the same"
+    assert "wrapper native" in forgetful.out, "the table is shown all the same"
 
 
 @pytest.mark.slow
@@ -202,11 +202,11 @@ def test_parameters_that_differ_and_low_accuracy_fail(tmp_path: Path) -> None:
     wrong = run(tmp_path, "--steps", "1", "--wire", "bf16", "--out", str(tmp_path / "out"), fault="bytes")
     assert wrong.status == 1
     (reason,) = wrong.reasons
-    assert "hook bf16: 0.weight on rank 1 is not what it is on rank 0" in reason
+    assert "wrapper bf16: 0.weight on rank 1 is not what it is on rank 0" in reason
     assert "torch DDP: " not in reason
     assert "torch DDP ended at" in reason
     assert "under 95%" in reason
-    assert [variant["parameters_equal"] for variant in wrong.json["variants"]] == [True, False]
+    assert [variant["parameters_equal"] for variant in wrong.json["variants"]] == [True, True, False]
     # One step: nothing to time but the probe. JSON has no NaN.
     assert wrong.json["variants"][0]["step_ms"] is None
     assert wrong.json["command"].endswith("--wire bf16 --out out")

@@ -136,7 +136,7 @@ def test_after_a_failure_of_this_rank_alone_the_state_says_that_it_cannot_be_use
         _hook(state, torch.ones(3))
 
 
-def _out_of_memory(*arguments: Any) -> None:
+def _out_of_memory(*arguments: Any, **options: Any) -> None:
     raise RuntimeError("out of memory")
 
 
@@ -243,7 +243,7 @@ def test_whatever_fails_on_this_rank_alone_ends_reducing(
 ) -> None:
     state = fusedreduce.FusedHookState()
 
-    def fail(*arguments: Any) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
         raise kind("only here")
 
     with monkeypatch.context() as patch:

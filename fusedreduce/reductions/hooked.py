@@ -11,7 +11,7 @@ import torch
 from ..errors import CollectiveError, FusedReduceError
 from ..exchange import collective_error
 from ..grad_bucket import GradBucket
-from .members import Members, TakenAtOnce, as_real, dense_shape, like_parameter, real_dtype
+from .members import Members, TakenAtOnce, as_real, changed_error, dense_shape, like_parameter, real_dtype
 from .views import GradientViews
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -56,6 +56,8 @@ class HookedReduction(TakenAtOnce):
         self._aliases: GradientViews | None = None
         self._future: torch.futures.Future[torch.Tensor] | None = None
         self._keeps_gradients = keeps_gradients
+        self._shown: list[torch.Tensor] = []
+        self._taken: list[tuple[torch.Tensor | None, int]] = []
 
     def launch(self, divisor: float) -> None:
         """Copies the gradients into the buffer and calls the hook."""
@@ -78,11 +80,21 @@ class HookedReduction(TakenAtOnce):
                 # (Mixed precision: the hook itself makes both fp32 before it returns.)
                 if parameter.grad is not None and parameter.dtype is aliases.dtypes[slot]:
                     parameter.grad = aliases.restored(slot)
-        gradients = aliases.all_restored()
-        shown = GradBucket(self.members.index, buffer, gradients, self.members.parameters, self.members.is_last)
+        shown = GradBucket(self.members.index, buffer, self._shown, self.members.parameters, self.members.is_last)
         self._future = call_hook(self._hook, self._state, shown)
+        now = [parameter.grad for parameter in self.members.parameters]
+        self._taken = [(gradient, -1 if gradient is None else gradient._version) for gradient in now]
 
-    def finish(self, untouched: Collection[int], *, check: bool = True) -> None:
+    def check_unchanged(self) -> None:
+        """Raises if a gradient is not what was copied into the buffer, and what the hook made of it there."""
+        if self._keeps_gradients:
+            return
+        for slot, (parameter, (gradient, version)) in enumerate(zip(self.members.parameters, self._taken, strict=True)):
+            now = parameter.grad
+            if now is not gradient or (now is not None and now._version != version):
+                raise changed_error(self.members, slot, now is not gradient, self._rank)
+
+    def finish(self, untouched: Collection[int]) -> None:
         """Copies the future's value into the gradients."""
         future, self._future = self._future, None
         assert future is not None
@@ -151,6 +163,10 @@ class HookedReduction(TakenAtOnce):
             self._buffer = torch.empty(numel, dtype=self._dtype, device=first.device)
             self._views = self._cut(self._buffer)
             pairs = zip(self._views, self.members.parameters, strict=True)
+            # Tensors of their own for the hook, which may write to them when it likes.
+            self._shown = [
+                like_parameter(view, p) for view, p in zip(self._views, self.members.parameters, strict=True)
+            ]
             self._aliases = GradientViews([like_parameter(view, parameter) for view, parameter in pairs])
         return self._buffer, self._aliases
 

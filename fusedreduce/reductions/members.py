@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from ..comm.protocol import Pending
+from ..errors import FusedReduceError
 from ..exchange import collective_error
 from ..grad_bucket import GradBucket
 from ..kernels.checks import is_dense
@@ -68,11 +69,12 @@ class Reduction(Protocol):
         """Takes the gradients as they are now and starts their reduction."""
         ...
 
-    def finish(self, untouched: Collection[int], *, check: bool = True) -> None:
-        """Waits for the reduction and writes every gradient whose parameter's number is not in `untouched`.
+    def check_unchanged(self) -> None:
+        """Raises if a gradient is not what it was when it was taken."""
+        ...
 
-        `check`: raises if a gradient is not what it was when it was taken.
-        """
+    def finish(self, untouched: Collection[int]) -> None:
+        """Waits for the reduction and writes every gradient whose parameter's number is not in `untouched`."""
         ...
 
     def zero_views(self) -> bool:
@@ -130,6 +132,17 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 def like_parameter(view: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A view of a buffer as a gradient: complex again, with a version counter of its own."""
     return (torch.view_as_complex(view) if parameter.is_complex() else view).data
+
+
+def changed_error(members: Members, slot: int, replaced: bool, rank: int) -> FusedReduceError:
+    """The error for a gradient that is not what was taken."""
+    return FusedReduceError(
+        f"rank {rank}: the gradient of {members.names[slot]} (parameter {members.numbers[slot]}) was "
+        f"{'replaced' if replaced else 'written to'} after it had been packed into bucket {members.index}, so its "
+        "reduction lacks what was added. A hook of yours, or a second backward through the same parameter (reentrant "
+        "checkpoints that share it, use outside of forward), came after the reducer: use static_graph=True, or "
+        "register the hook on the parameter itself"
+    )
 
 
 def wait(pending: Pending, members: Members, rank: int) -> None:

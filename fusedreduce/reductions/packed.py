@@ -10,12 +10,11 @@ import torch
 from .. import exchange
 from ..bucket import Bucket, BucketState
 from ..comm.protocol import Communicator, Pending
-from ..errors import FusedReduceError
 from ..exchange import InFlight
 from ..grad_bucket import GradBucket
 from ..kernels import dispatch
 from ..planning.layout import aligned_layout, flat_layout
-from .members import Members, as_real, dense_shape, like_parameter, real_dtype, wait
+from .members import Members, as_real, changed_error, dense_shape, like_parameter, real_dtype, wait
 from .views import GradientViews
 
 # From so many elements on a gradient is packed by itself, while it is in the cache; that costs a hook, 15 us.
@@ -109,6 +108,7 @@ class PackedReduction:
 
     def launch(self, divisor: float) -> None:
         """Packs and starts the all-reduce; remembers which tensors at which version."""
+        self._staged = {}  # kept from the last step on: on CUDA a side stream may have read them until now
         taken, self._taken = self._taken, {}
         gathered, self._gathered = self._gathered, None  # by `whole`, just now
         gradients = gathered or [parameter.grad for parameter in self.members.parameters]
@@ -134,14 +134,14 @@ class PackedReduction:
         self._versions = _versions(gradients)
         for group, (_, then) in taken.items():
             self._versions[self.groups[group].start : self.groups[group].stop] = then
+        for group, (_, then) in taken.items():
+            self._versions[self.groups[group].start : self.groups[group].stop] = then
 
-    def finish(self, untouched: Collection[int], *, check: bool = True) -> None:
+    def finish(self, untouched: Collection[int]) -> None:
         """Unpacks into the tensors that were packed, or makes the views the gradients."""
         in_flight, self._in_flight = self._in_flight, None
         assert in_flight is not None
         wait(in_flight.pending, self.members, self._communicator.rank)
-        if check:
-            self._check_unchanged()
         if self._as_views:
             self._install_views(untouched)
             return
@@ -164,7 +164,7 @@ class PackedReduction:
                 gradient.copy_(torch.view_as_complex(staged) if gradient.is_complex() else staged)
         for slot, gradient in fresh.items():
             self.members.parameters[slot].grad = gradient
-        self._packed, self._staged = [], {}
+        self._packed = []
 
     def shadow(self) -> GradBucket:
         """A wire of zeros."""
@@ -200,7 +200,9 @@ class PackedReduction:
     def _fit(self, slots: range, gradients: Sequence[torch.Tensor]) -> bool:
         """Whether pack may take these as they are."""
         if self._copies_small_ones and len(slots) > 1:
-            return all(gradient.layout is torch.strided for gradient in gradients)
+            return {g.dtype for g in gradients} == {self._dtypes[slots.start]} and {g.layout for g in gradients} == {
+                torch.strided
+            }
         return all(map(self._fits, slots, gradients))
 
     def _fits(self, slot: int, gradient: torch.Tensor) -> bool:
@@ -214,6 +216,8 @@ class PackedReduction:
     def _checked(self, gradients: Sequence[torch.Tensor | None], taken: Collection[int]) -> list[torch.Tensor | None]:
         """The gradients as pack takes them: strided as their slots are, real, of the slot's dtype."""
         fitted = list(gradients)
+        if self._copies_small_ones and {g.dtype for g in fitted if g is not None} > {self.bucket.wire_dtype}:
+            return [None if one is None else self._fitted(slot, one) for slot, one in enumerate(fitted)]  # raises
         for group, slots in enumerate(self.groups or [range(len(fitted))]):
             if self._copies_small_ones and len(slots) > 1:
                 continue
@@ -243,23 +247,15 @@ class PackedReduction:
         self.restrided += 1
         return staged
 
-    def _check_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
+        """Raises if a gradient is not the tensor that was packed, at the same version; names it."""
         now = [parameter.grad for parameter in self.members.parameters]
         if all(map(operator.is_, now, self._packed)) and _versions(now) == self._versions:
             return
         for slot, (gradient, version) in enumerate(zip(self._packed, self._versions, strict=True)):
             replaced = now[slot] is not gradient
             if replaced or (gradient is not None and gradient._version != version):
-                raise FusedReduceError(self._changed(slot, replaced))
-
-    def _changed(self, slot: int, replaced: bool) -> str:
-        return (
-            f"rank {self._communicator.rank}: the gradient of {self.members.names[slot]} (parameter "
-            f"{self.members.numbers[slot]}) was {'replaced' if replaced else 'written to'} after it had been packed "
-            f"into bucket {self.members.index}, so its reduction lacks what was added. A hook of yours, or a second "
-            "backward through the same parameter (reentrant checkpoints that share it, use outside of forward), came "
-            "after the reducer: use static_graph=True, or register the hook on the parameter itself"
-        )
+                raise changed_error(self.members, slot, replaced, self._communicator.rank)
 
     def _made_views(self) -> GradientViews:
         if self._views is None:
@@ -279,7 +275,7 @@ class PackedReduction:
             for slot, (number, parameter) in enumerate(zip(self.members.numbers, self.members.parameters, strict=True)):
                 if number not in untouched and not views.hold(slot, parameter.grad):
                     parameter.grad = views.restored(slot)
-        self._packed, self._staged = [], {}
+        self._packed = []
         self.bucket.state = BucketState.IDLE
         if self._flat is not None:
             self._flat.state = BucketState.IDLE

@@ -10,7 +10,7 @@ import torch
 from ..comm.protocol import Communicator, Pending
 from ..grad_bucket import GradBucket
 from .hooked import CommHook, call_hook, wait_future
-from .members import Members, TakenAtOnce
+from .members import Members, TakenAtOnce, changed_error
 
 
 class SparseReduction(TakenAtOnce):
@@ -31,6 +31,7 @@ class SparseReduction(TakenAtOnce):
         self._state = state
         self._hook = hook
         self._future: torch.futures.Future[Any] | None = None
+        self._taken: tuple[torch.Tensor | None, int] = (None, -1)
 
     def launch(self, divisor: float) -> None:
         """Starts the sum of the divided gradient."""
@@ -47,8 +48,17 @@ class SparseReduction(TakenAtOnce):
             self._future = call_hook(self._hook, self._state, self._shown(gradient))
         else:
             self._future = self._communicator.all_reduce_sparse(gradient.detach() / divisor).future()
+        now = parameter.grad
+        self._taken = now, -1 if now is None else now._version
 
-    def finish(self, untouched: Collection[int], *, check: bool = True) -> None:
+    def check_unchanged(self) -> None:
+        """Raises if the gradient is not the tensor that was taken, at the same version."""
+        now = self.members.parameters[0].grad
+        gradient, version = self._taken
+        if now is not gradient or (now is not None and now._version != version):
+            raise changed_error(self.members, 0, now is not gradient, self._communicator.rank)
+
+    def finish(self, untouched: Collection[int]) -> None:
         """Makes the sum the gradient."""
         future, self._future = self._future, None
         assert future is not None
