@@ -109,7 +109,10 @@ def unpack(
     unscaled = scale.device.type == "cpu" and scale.item() == 1.0
     if vouched and unscaled and chunks.shapes is not None:
         present, views = _present(gradients, pointers.views(chunks, wire))
-        if present:
+        if any(map(torch.Tensor.is_neg, present)):  # lazily negated: _foreach_copy_ cannot write to them
+            for negated, view in zip(present, views, strict=True):
+                negated.copy_(view)
+        elif present:
             torch._foreach_copy_(present, views)
     else:
         for slot, gradient in enumerate(gradients):

@@ -91,7 +91,7 @@ class PackedReduction:
     def _take_one(self, group: int, slot: int, divisor: float) -> None:
         parameter = self.members.parameters[slot]
         gradient = parameter.grad
-        if gradient is None or gradient.layout is not torch.strided:
+        if gradient is None or gradient.layout is not torch.strided or gradient.dtype is not self._dtypes[slot]:
             return
         views = self._made_views()
         dispatch.divide(gradient, divisor, views.restored(slot))
@@ -216,7 +216,7 @@ class PackedReduction:
     def _checked(self, gradients: Sequence[torch.Tensor | None], taken: Collection[int]) -> list[torch.Tensor | None]:
         """The gradients as pack takes them: strided as their slots are, real, of the slot's dtype."""
         fitted = list(gradients)
-        if self._copies_small_ones and {g.dtype for g in fitted if g is not None} > {self.bucket.wire_dtype}:
+        if self._copies_small_ones and {g.dtype for g in fitted if g is not None} - {self.bucket.wire_dtype}:
             return [None if one is None else self._fitted(slot, one) for slot, one in enumerate(fitted)]  # raises
         for group, slots in enumerate(self.groups or [range(len(fitted))]):
             if self._copies_small_ones and len(slots) > 1:
