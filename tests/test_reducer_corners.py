@@ -101,7 +101,7 @@ class Spy(torch.autograd.Function):
 
 
 def spied(value: torch.Tensor, call: Callable[[], object]) -> torch.Tensor:
-    result: torch.Tensor = Spy.apply(value, call)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = Spy.apply(value, call)
     return result
 
 
@@ -114,7 +114,11 @@ def test_an_order_that_changes_on_one_rank_launches_at_the_place_of_the_old_one(
             parameter.grad = None
         launched: list[int] = []
         before = communicator.count("all_reduce")
-        head = spied(last * 1, lambda seen=launched: seen.append(communicator.count("all_reduce")))
+
+        def note(seen: list[int] = launched) -> None:
+            seen.append(communicator.count("all_reduce"))
+
+        head = spied(last * 1, note)
         inner, outer = (other, one) if step == 7 else (one, other)
         loss = ((head * inner) * outer).sum()
         reducer.prepare_for_backward(loss)
