@@ -12,7 +12,6 @@ reduced: the buffers go back as they came, gradients stay the local ones, and th
 """
 # No `from __future__ import annotations` here: register_comm_hook compares the annotations with the types themselves.
 
-import copy
 import logging
 import threading
 import warnings
@@ -53,14 +52,20 @@ class FusedHookState:
         process_group: the group that DDP was given; None is the default group, as in torch's own hooks. Its own
             size divides the gradients.
         wire: "native", "bf16" or "fp16"; see ReduceConfig.
-        options: the other fields of ReduceConfig.
+        stall_report_s: see ReduceConfig, whose other options are the wrapper's.
 
     Raises:
         ValueError: an option that is not accepted, or a group that this process is not a member of.
         TypeError: an unknown option, or a process_group that is none.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, wire: Wire = "native", **options: Any) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        wire: Wire = "native",
+        *,
+        stall_report_s: float | None = None,
+    ) -> None:
         outside: object = dist.GroupMember.NON_GROUP_MEMBER
         if process_group is outside:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the process group it was given")
@@ -69,7 +74,7 @@ class FusedHookState:
                 f"process_group must be a torch.distributed.ProcessGroup or None, got {process_group!r} "
                 "(the wire is a keyword: FusedHookState(wire='bf16'))"
             )
-        self._config = ReduceConfig(wire=wire, **options)
+        self._config = ReduceConfig(wire=wire, stall_report_s=stall_report_s)
         self.process_group = process_group
         self._lock = threading.Lock()
         self._communicator: ProcessGroupCommunicator | None = None
@@ -120,13 +125,14 @@ class FusedHookState:
         return {"config": self.config}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        FusedHookState.__init__(self, None, **state["config"].to_dict())
+        config = state["config"]
+        FusedHookState.__init__(self, None, config.wire, stall_report_s=config.stall_report_s)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "FusedHookState":
         return self.__copy__()
 
     def __copy__(self) -> "FusedHookState":
-        return FusedHookState(self.process_group, **copy.deepcopy(self.config.to_dict()))  # type: ignore[arg-type]
+        return FusedHookState(self.process_group, self.config.wire, stall_report_s=self.config.stall_report_s)
 
 
 def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

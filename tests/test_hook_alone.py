@@ -67,7 +67,7 @@ def test_wrong_arguments_are_told_apart() -> None:
     with pytest.raises(TypeError, match="the wire is a keyword"):
         fusedreduce.FusedHookState("bf16")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="colour"):
-        fusedreduce.FusedHookState(colour="red")
+        fusedreduce.FusedHookState(colour="red")  # type: ignore[call-arg]
 
 
 def test_before_init_process_group_building_works_and_reducing_says_what_is_missing() -> None:
