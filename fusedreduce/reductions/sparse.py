@@ -52,10 +52,11 @@ class SparseReduction(TakenAtOnce):
         self._taken = now, -1 if now is None else now._version
 
     def check_unchanged(self) -> None:
-        """Raises if the gradient is not the tensor that was taken, at the same version."""
+        """Raises if the gradient is not the tensor that was taken, at the same version (a hook may write to it)."""
         now = self.members.parameters[0].grad
         gradient, version = self._taken
-        if now is not gradient or (now is not None and now._version != version):
+        written = self._hook is None and now is not None and now._version != version
+        if now is not gradient or written:
             raise changed_error(self.members, 0, now is not gradient, self._communicator.rank)
 
     def finish(self, untouched: Collection[int]) -> None:
