@@ -124,9 +124,15 @@ class DistributedDataParallel(TorchDDP):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `Module.zero_grad`; with `set_to_none=False` gradients that are views stay views, zeroed per bucket."""
-        if not set_to_none and self.gradient_as_bucket_view and hasattr(self, "reducer"):
-            self._ours().zero_grad()
-        super().zero_grad(set_to_none)
+        if set_to_none or not self.gradient_as_bucket_view or not hasattr(self, "reducer"):
+            super().zero_grad(set_to_none)
+            return
+        reducer = self._ours()
+        reducer.zero_grad()
+        done = set(map(id, reducer.parameters))
+        for parameter in self.parameters():  # ignored and delayed ones, those that were frozen later
+            if id(parameter) not in done and parameter.grad is not None:
+                parameter.grad.detach_().zero_()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """As torch's. The hook takes the place of our wire, which must be "native"."""

@@ -312,3 +312,47 @@ def test_wrapping_again_is_no_nesting(alone: None) -> None:
             ddp(torch.ones(2, 3)).sum().backward()
         assert not ddp._ours().shares_parameters and ddp._ours()._tells
         del ddp
+
+
+@pytest.mark.parametrize("numel", [20_000, 300_000])
+@pytest.mark.parametrize("few", [False, True])
+def test_what_is_written_to_a_large_gradient_between_its_packing_and_its_buckets_launch(few: bool, numel: int) -> None:
+    def write() -> None:
+        if begun:
+            assert large.grad is not None
+            large.grad.add_(1.0)
+
+    large, small = parameters = [torch.randn(numel, requires_grad=True), torch.randn(1, requires_grad=True)]
+    begun: list[bool] = []
+    reducer = Reducer(parameters, Loopback(), gradient_as_bucket_view=numel == 20_000)
+    for _ in range(6 if few else 1):
+        for parameter in parameters:
+            parameter.grad = None
+        loss = (large * spied(small * 1, write)).sum()
+        reducer.prepare_for_backward(loss)
+        loss.backward()
+    assert bool(reducer._tells) is few
+    begun.append(True)
+    for parameter in parameters:
+        parameter.grad = None
+    loss = (large * spied(small * 1, write)).sum()
+    reducer.prepare_for_backward(loss)
+    with pytest.raises(FusedReduceError, match="parameter 0 .* was written to after it had been packed"):
+        loss.backward()
+
+
+def test_nested_reducers_keep_all_their_hooks() -> None:
+    parameters = leaves(2)
+    one, other = (Reducer(parameters, Loopback(), exclusive=False) for _ in range(2))
+    for _ in range(8):
+        for parameter in parameters:
+            parameter.grad = None
+        loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
+        for reducer in (one, other):
+            reducer.prepare_for_backward(loss)
+        loss.backward()
+        assert not one._tells and not other._tells
+    other.close()
+    for _ in range(8):
+        plain_step(one, parameters)
+    assert one._tells and not one.shares_parameters
