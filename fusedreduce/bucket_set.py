@@ -87,7 +87,6 @@ class BucketSet:
             reduction.members.numbers[reduction.groups[group].start]: group
             for reduction in self.reductions
             for group in reduction.early
-            if len(reduction.groups[group]) == 1
         }
 
     def __len__(self) -> int:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from ranks import RankPool
 
 if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -24,6 +28,26 @@ def alone() -> Iterator[None]:
 
     with group_of_one():
         yield
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankPool]:
+    """Two ranks on the torch path."""
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[RankPool]:
+    """Three ranks on the torch path."""
+    yield from _pool(3)
+
+
+def _pool(world: int) -> Iterator[RankPool]:
+    from ranks import RankPool
+
+    pool = RankPool(world)
+    yield pool
+    pool.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

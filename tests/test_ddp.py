@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import ddp_cases
@@ -15,22 +14,6 @@ from ranks import RankPool
 from test_hook import PARITY
 
 WIRES = ("native", "bf16", "fp16")
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    """Two ranks on the torch path."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[RankPool]:
-    """Three ranks on the torch path."""
-    pool = RankPool(3)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -18,14 +18,6 @@ BEFORE = (0, 6)
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    """Two ranks on the torch path."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
 def detailed() -> Iterator[RankPool]:
     """Two ranks with torch's checks of every collective."""
     with pytest.MonkeyPatch.context() as patch:

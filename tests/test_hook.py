@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import hook_cases
 import pytest
 from ranks import RankPool
 
 WIRES = ("native", "bf16", "fp16")
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    """Two ranks on the torch path."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[RankPool]:
-    """Three ranks on the torch path."""
-    pool = RankPool(3)
-    yield pool
-    pool.close()
 
 
 # Against torch's DDP the worst difference relative to the largest gradient of a parameter: none at 2 ranks and wire

@@ -77,7 +77,7 @@ class PackedReduction:
             return
         parameters = self.members.parameters[slots.start : slots.stop]
         gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
-        if len(gradients) < len(slots) or not self._fit(slots, gradients):
+        if len(gradients) < len(slots) or not all(map(self._fits, slots, gradients)):
             return
         exchange.start_early(self.bucket, group, [as_real(one) for one in gradients], divisor)
         if self._as_views:
@@ -197,15 +197,8 @@ class PackedReduction:
             self._flat = Bucket(layout, [wire.dtype], wire.dtype, wire.device, self.bucket.label)
         return exchange.start(self._flat, [wire], self._communicator, divisor=divisor, in_place=True, vouched=True)
 
-    def _fit(self, slots: range, gradients: Sequence[torch.Tensor]) -> bool:
-        """Whether pack may take these as they are."""
-        if self._copies_small_ones and len(slots) > 1:
-            return {g.dtype for g in gradients} == {self._dtypes[slots.start]} and {g.layout for g in gradients} == {
-                torch.strided
-            }
-        return all(map(self._fits, slots, gradients))
-
     def _fits(self, slot: int, gradient: torch.Tensor) -> bool:
+        """Whether pack may take this as it is."""
         return (
             gradient.dtype is self._dtypes[slot]
             and gradient.layout is torch.strided

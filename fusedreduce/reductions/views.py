@@ -35,10 +35,3 @@ class GradientViews:
         if self.tensors[slot].data_ptr() != self._addresses[slot]:
             self.tensors[slot] = self._data[slot].data
         return self.tensors[slot]
-
-    def all_restored(self) -> list[torch.Tensor]:
-        """Every view with its own data."""
-        if list(map(torch.Tensor.data_ptr, self.tensors)) != self._addresses:
-            for slot in range(len(self.tensors)):
-                self.restored(slot)
-        return self.tensors
