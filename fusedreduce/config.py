@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +13,13 @@ import torch
 
 CapPolicy = Literal["c10d", "strict"]
 CAP_POLICIES: tuple[CapPolicy, ...] = ("c10d", "strict")
-Policy = Literal["ready", "static"]
-POLICIES: tuple[Policy, ...] = ("ready", "static")
+Policy = Literal["planned", "ready", "static"]
+POLICIES: tuple[Policy, ...] = ("planned", "ready", "static")
+# An agreement takes two steps after the two that are profiled for it.
+LEAST_REPLAN_EVERY = 8
+_MOST_LATENCY_US = 1e9
+_LEAST_GBIT_PER_S = 1e-6
+_MOST_GBIT_PER_S = 1e6
 Wire = Literal["native", "bf16", "fp16"]
 WIRES: Mapping[str, torch.dtype | None] = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,9 +35,15 @@ class ReduceConfig:
             the process group's timeout. CUDA only: on CPU the timeout itself raises.
         overlap: start each bucket's reduction as soon as it is ready; False starts all of them when backward is done
             (to measure what overlap gains). Reducer and wrapper only.
-        policy: "ready": in the order in which gradients became ready in the first step, and with a 16-bit wire
-            fp32, bf16 and fp16 gradients share buckets; "static": one dtype per bucket, as torch. Reducer and
-            wrapper only.
+        policy: how parameters are cut into buckets, and in which order those are launched. "static": torch's rule;
+            "ready": the same limits, in the order in which gradients become ready, and with a 16-bit wire fp32, bf16
+            and fp16 gradients share buckets; "planned": what a model of the measured costs says ends first. "static"
+            never follows a clock, nor does any policy under `torch.use_deterministic_algorithms`. Reducer and wrapper
+            only. See docs/scheduling.md.
+        replan_every: look at the plan again after so many synchronised steps; 0: only once, after the first few.
+        plan: a plan to keep to, as `plan_json()` gives it; one for another number of ranks is not used. Wrapper and
+            reducer only.
+        link: latency in us and bandwidth in Gbit/s of one all-reduce, for the cost model; None: measured.
         cap_policy: "c10d": a bucket is closed once it has reached its limit; "strict": before it would exceed it.
             Reducer and wrapper only.
 
@@ -42,8 +54,11 @@ class ReduceConfig:
     wire: Wire = "native"
     stall_report_s: float | None = None
     overlap: bool = True
-    policy: Policy = "ready"
+    policy: Policy = "planned"
     cap_policy: CapPolicy = "c10d"
+    replan_every: int = 1000
+    link: tuple[float, float] | None = None
+    plan: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.wire, str) or self.wire not in WIRES:
@@ -58,11 +73,31 @@ class ReduceConfig:
         if stall is not None and not (isinstance(stall, int | float) and math.isfinite(stall) and stall > 0):
             raise ValueError(f"stall_report_s must be a positive number of seconds or None, got {stall!r}")
 
+        every = self.replan_every
+        if type(every) is not int or not (every == 0 or every >= LEAST_REPLAN_EVERY):
+            raise ValueError(f"replan_every must be 0 or at least {LEAST_REPLAN_EVERY} steps, got {every!r}")
+        _check_link(self.link)
+        if not isinstance(self.plan, str | None):
+            raise ValueError(f"plan must be the JSON text of a plan or None, got {type(self.plan).__name__}")
+
     def wire_dtype(self, gradient: torch.dtype) -> torch.dtype:
         """The dtype in which a bucket of `gradient`s travels."""
         dtype = WIRES[self.wire]
         return gradient if dtype is None else dtype
 
-    def to_dict(self) -> dict[str, str | float | None]:
-        """Plain values, as compared across ranks and logged."""
-        return dataclasses.asdict(self)
+    def to_dict(self) -> dict[str, object]:
+        """Plain values, as compared across ranks and logged; of a plan, a digest."""
+        digest = None if self.plan is None else hashlib.blake2b(self.plan.encode(), digest_size=8).hexdigest()
+        return {**dataclasses.asdict(self), "plan": digest}
+
+
+def _check_link(link: object) -> None:
+    if link is None:
+        return
+    numbers = isinstance(link, tuple) and len(link) == 2 and all(type(one) in (int, float) for one in link)
+    latency_us, gbit_per_s = link if numbers and isinstance(link, tuple) else (-1.0, 0.0)
+    if not (0 <= latency_us <= _MOST_LATENCY_US and _LEAST_GBIT_PER_S <= gbit_per_s <= _MOST_GBIT_PER_S):
+        raise ValueError(
+            f"link must be None or (latency in us, Gbit/s), 0 to {_MOST_LATENCY_US:g} and {_LEAST_GBIT_PER_S:g} to "
+            f"{_MOST_GBIT_PER_S:g}; got {link!r}"
+        )

@@ -17,6 +17,7 @@ from ..config import CapPolicy
 
 MIB = 1024 * 1024
 UNLIMITED_BYTES = sys.maxsize
+DEFAULT_CAP_BYTES = 25 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,18 +28,22 @@ class BucketCaps:
         first_bytes: limit of the first bucket of each group; small, so that communication starts early.
         cap_bytes: limit of all others.
         listed_bytes: limits one after the other, in place of the two above; the last one repeats.
+        planned_bytes: limit of buckets that are cut by measured costs; None: that of the others if it isn't torch's
+            default, else none. (Every bucket has a wire buffer of its own, so larger ones take no more memory.)
 
     Raises:
         ValueError: a limit below 1 byte.
     """
 
     first_bytes: int = MIB
-    cap_bytes: int = 25 * MIB
+    cap_bytes: int = DEFAULT_CAP_BYTES
     listed_bytes: tuple[int, ...] = ()
+    planned_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("first_bytes", self.first_bytes), ("cap_bytes", self.cap_bytes)):
-            if value < 1:
+        for name in ("first_bytes", "cap_bytes", "planned_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 byte, got {value}")
         if any(value < 1 for value in self.listed_bytes):
             raise ValueError(f"every limit must be at least 1 byte, got {self.listed_bytes}")
@@ -49,6 +54,15 @@ class BucketCaps:
         if self.listed_bytes:
             return self.listed_bytes
         return (self.first_bytes, self.cap_bytes) if self.first_bytes < self.cap_bytes else (self.cap_bytes,)
+
+    @property
+    def planned_limit_bytes(self) -> int:
+        """The limit of buckets that are cut by measured costs."""
+        if self.planned_bytes is not None:
+            return self.planned_bytes
+        if self.listed_bytes:
+            return max(self.listed_bytes)
+        return UNLIMITED_BYTES if self.cap_bytes == DEFAULT_CAP_BYTES else self.cap_bytes
 
 
 @dataclass

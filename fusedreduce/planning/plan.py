@@ -69,3 +69,23 @@ def _cut(
     alone = [index for index, kind in enumerate(kinds) if kind.alone]
     sizes = [kind.size_bytes for kind in kinds]
     return assign_by_size(sizes, groups, limits, order=order, alone=alone, cap_policy=cap_policy)
+
+
+def check_groups(plan: Plan, kinds: Sequence[ParameterKind], *, share: bool) -> None:
+    """Refuses a plan from outside whose buckets cannot be reduced together.
+
+    Args:
+        plan: names every parameter once.
+        kinds: of all parameters.
+        share: buckets of mixed dtypes are allowed.
+
+    Raises:
+        ValueError: with the first bucket that mixes what cannot be mixed.
+    """
+    for index, members in enumerate(plan):
+        groups = {kinds[number].wide_group if share else kinds[number].group for number in members}
+        if len(groups) > 1 or (len(members) > 1 and any(kinds[number].alone for number in members)):
+            raise ValueError(
+                f"bucket {index} of the plan that was given puts parameters {members} together, which differ in dtype "
+                "or device, or have sparse gradients: it was made for another wire, policy or model"
+            )

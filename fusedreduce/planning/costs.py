@@ -1,0 +1,114 @@
+"""What a bucket costs: straight lines in its bytes, and how they are fitted to what was measured.
+
+Times are integers, so that the same samples give the same line on every rank; costs per byte count femtoseconds
+(1 GB/s is 1,000,000 fs per byte, a 400 Gbit/s link 20,000).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FS_PER_NS = 1_000_000
+# 64 sizes make 2,016 slopes, a millisecond of work.
+MOST_SIZES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """`fixed_ns` + `fs_per_byte` for each byte: the latency-bandwidth model of a collective, or of a copy.
+
+    Args:
+        fixed_ns: of every bucket, however small.
+        fs_per_byte: of every byte, in femtoseconds.
+
+    Raises:
+        ValueError: a value that is negative or no int.
+    """
+
+    fixed_ns: int
+    fs_per_byte: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("fixed_ns", self.fixed_ns), ("fs_per_byte", self.fs_per_byte)):
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{name} must be an int and not negative, got {value!r}")
+
+    def fs(self, size_bytes: int) -> int:
+        """Femtoseconds for so many bytes."""
+        return self.fixed_ns * FS_PER_NS + self.fs_per_byte * size_bytes
+
+
+FREE = Linear(fixed_ns=0, fs_per_byte=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What a bucket costs, by the bytes that it has on the wire.
+
+    Args:
+        wire: of its collective, which has the channel to itself.
+        pack: on the thread or stream of backward, which it delays.
+        unpack: after backward.
+    """
+
+    wire: Linear
+    pack: Linear = FREE
+    unpack: Linear = FREE
+
+
+def fit(samples: Sequence[tuple[int, int]]) -> Linear | None:
+    """The line through what was measured, whatever the order and whatever a quarter of it says.
+
+    The slope is the median of the slopes between any two sizes, the fixed part the median of what the slope leaves;
+    each size counts with the median of its times. Of more than 64 sizes, 64 count, spread evenly over their ranks. A
+    line that falls is taken as flat. A line that starts below zero is replaced by the one through zero, its slope the
+    median of time by bytes.
+
+    Args:
+        samples: (bytes, ns) of single buckets.
+
+    Returns:
+        The line; None if that is nothing to go by: fewer than two sizes, or times that come out as zero.
+
+    Raises:
+        ValueError: a number that is negative or no int.
+
+    Source: the slope is Theil's (1950, "A rank-invariant method of linear and polynomial regression analysis") and
+        Sen's (1968, "Estimates of the regression coefficient based on Kendall's tau"). It withstands 29 % of wild
+        points: here of wild sizes, where a size is wild once half of its samples are.
+    """
+    points = _points(samples)
+    if len(points) < 2:
+        return None
+    slope = _median(
+        [(b_ns - a_ns) * FS_PER_NS // (b - a) for i, (a, a_ns) in enumerate(points) for b, b_ns in points[i + 1 :]]
+    )
+    slope = max(slope, 0)
+    fixed_fs = _median([ns * FS_PER_NS - slope * size for size, ns in points])
+    if fixed_fs < 0:
+        fixed_fs = 0
+        slope = _median([ns * FS_PER_NS // size for size, ns in points if size])
+    line = Linear(fixed_ns=fixed_fs // FS_PER_NS, fs_per_byte=slope)
+    return None if line == FREE else line
+
+
+def _points(samples: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """At most `MOST_SIZES` sizes, ascending, each with the median of its times."""
+    times_ns: dict[int, list[int]] = {}
+    for size, ns in samples:
+        if type(size) is not int or type(ns) is not int or size < 0 or ns < 0:
+            raise ValueError(f"a sample must be (bytes, ns), ints and not negative, got {(size, ns)!r}")
+        times_ns.setdefault(size, []).append(ns)
+    points = [(size, _median(times)) for size, times in sorted(times_ns.items())]
+    last = len(points) - 1
+    if last < MOST_SIZES:
+        return points
+    return [points[rank * last // (MOST_SIZES - 1)] for rank in range(MOST_SIZES)]
+
+
+def _median(values: list[int]) -> int:
+    """The middle one; of an even number the mean of the two in the middle, rounded down."""
+    values = sorted(values)
+    middle = len(values) // 2
+    return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) // 2

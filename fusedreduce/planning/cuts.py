@@ -1,0 +1,163 @@
+"""The cuts of one lane that let the last collective end first.
+
+With K buckets, the m-th from the end running from `start` (exclusive) to `end`, the channel ends at the latest of
+
+    late[end] + pack_fixed * (K + 1 - m) + wire_fixed * m + wires[n] - wires[start]
+
+where `late` is when backward gets there with the packing of all bytes so far. Let `pack_fixed * (K + 1)` aside, and the
+rest U, the target, does not depend on K. A walk from the end that takes the lowest `start` that keeps U and the cap
+meets it with the fewest buckets, N(U), if any do: a lower cut leaves all later steps the choices they had. So the
+earliest end is the least of
+
+    U + pack_fixed * (N(U) + 1)
+
+N falls as U rises, so between two targets the sum is at least that of the lower one with the count of the higher one.
+Halving the most promising interval, until none promises more than what was found, is exact. The lowest target that can
+be met at all is a dynamic programme over the cuts,
+
+    done(end) = min over start of max(done(start), late[end]) + wire_fixed - pack_fixed + wires[end] - wires[start]
+
+in which the best start is the last one done by `late[end]`, or the one after it. Where `pack_fixed` is 0 that is all.
+
+For the walk `pack_fixed` must not be the larger of the two. Else the lane is read backwards, which is a lane again:
+what is late before a cut changes places with what is to be sent after it.
+
+Source: the model without packing and cap is that of Shi, Chu and Li, "MG-WFBP: Efficient Data Communication for
+    Distributed Synchronous SGD Algorithms" (INFOCOM 2019), who merge layer by layer; this search is our own.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from .lane import Lane, filled
+
+
+def earliest(lane: Lane) -> list[int]:
+    """Cuts a lane that has the channel to itself.
+
+    Args:
+        lane: at least one parameter.
+
+    Returns:
+        Starts of the buckets, from the end. No others let the last collective end earlier, nor as early with fewer.
+    """
+    terms = Terms.of(lane)
+    if terms.pack_fixed <= terms.wire_fixed:
+        return minimise(terms)
+    return [*(len(lane) - cut for cut in reversed(minimise(terms.backwards())) if cut), 0]
+
+
+def minimise(terms: Terms, most_steps: float = math.inf) -> list[int]:
+    """The cuts that end first, and of those the fewest.
+
+    Args:
+        terms: what is minimised.
+        most_steps: where to stop with the best so far. (A count, no clock: ranks must stop at the same point.)
+    """
+    starts = filled(terms.lowest)
+    best = terms.end(starts), len(starts)
+    low = terms.lowest_target()
+    # Of targets not tried yet: the earliest end and the fewest buckets that they can promise, the first and the last.
+    intervals = [(low + (len(starts) + 1) * terms.pack_fixed, len(starts), low, best[0])]
+    while intervals and terms.steps < most_steps:
+        end, fewest, first, last = heappop(intervals)
+        if (end, fewest) >= best:
+            break
+        last = min(last, first + best[0] - end)
+        target = first if first == low else (first + last) // 2
+        found, rise = terms.walk(target)
+        if found is not None:
+            score = terms.end(found), len(found)
+            if score < best:
+                starts, best = found, score
+            if first < target:
+                heappush(intervals, (first + (len(found) + 1) * terms.pack_fixed, len(found), first, target - 1))
+        if target + rise <= last:
+            heappush(intervals, (end + target + rise - first, fewest, target + rise, last))
+    return starts
+
+
+@dataclass
+class Terms:
+    """What the end of the channel is made of, in fs; lists have an entry before the first parameter.
+
+    Args:
+        late: when a bucket that ends here is packed, but for fixed costs.
+        wires: to reduce all bytes up to here.
+        lowest: for a bucket that ends here, the lowest start that the cap allows.
+        pack_fixed: to pack a bucket.
+        wire_fixed: to reduce a bucket.
+        steps: taken so far.
+    """
+
+    late: list[int]
+    wires: list[int]
+    lowest: list[int]
+    pack_fixed: int
+    wire_fixed: int
+    steps: int = 0
+
+    @classmethod
+    def of(cls, lane: Lane) -> Terms:
+        """Those of a lane with a channel to itself."""
+        late = [ready + packs for ready, packs in zip(lane.ready, lane.packs, strict=True)]
+        return cls(late, lane.wires, lane.lowest, lane.pack_fixed, lane.wire_fixed)
+
+    def backwards(self) -> Terms:
+        """The same terms read from the other end."""
+        last = len(self.late) - 1
+        late = [self.wires[-1] - wires for wires in reversed(self.wires)]
+        wires = [self.late[-1] - late for late in reversed(self.late)]
+        lowest = [last + 1 - bisect_right(self.lowest, start) for start in range(last, -1, -1)]
+        return Terms(late, wires, lowest, self.wire_fixed, self.pack_fixed)
+
+    def end(self, starts: list[int]) -> int:
+        """When the last collective ends."""
+        late, wires, step = self.late, self.wires, self.wire_fixed - self.pack_fixed
+        latest, end = 0, len(late) - 1
+        fixed = (len(starts) + 1) * self.pack_fixed + wires[-1]
+        for start in starts:
+            fixed += step
+            latest = max(latest, late[end] + fixed - wires[start])
+            end = start
+        return latest
+
+    def lowest_target(self) -> int:
+        """No walk meets a lower one."""
+        late, wires, lowest = self.late, self.wires, self.lowest
+        step = self.wire_fixed - self.pack_fixed
+        done = [0]
+        free = 0  # the last cut that is done by `late[end]`
+        for end in range(1, len(late)):
+            while free + 1 < end and done[free + 1] <= late[end]:
+                free += 1
+            start = max(free, lowest[end])
+            best = max(done[start], late[end]) - wires[start]
+            if start == free and free + 1 < end:
+                best = min(best, done[free + 1] - wires[free + 1])
+            done.append(best + wires[end] + step)
+        return done[-1]
+
+    def walk(self, target: int) -> tuple[list[int] | None, int]:
+        """The fewest buckets that meet a target, if any do; and by how much it would have to rise for others."""
+        late, wires, lowest, step = self.late, self.wires, self.lowest, self.wire_fixed - self.pack_fixed
+        rise = target + 1
+        fixed = wires[-1] - target
+        starts: list[int] = []
+        end = len(late) - 1
+        while end:
+            fixed += step
+            need = fixed + late[end]
+            start = bisect_left(wires, need, lowest[end], end)
+            if start > lowest[end] and need - wires[start - 1] < rise:
+                rise = need - wires[start - 1]
+            if start == end:
+                break
+            starts.append(start)
+            end = start
+        self.steps += len(starts) + 1
+        return (None if end else starts), rise

@@ -1,0 +1,74 @@
+"""Readiness: when gradients become ready, averaged over the steps in which that was looked at.
+
+All times are ns since this rank's backward began, without the time that packing took before. Host clock; on CUDA that
+is when work was enqueued, so device times are kept beside it and used instead where there are any.
+
+Example, weight 1/2: 100 and then 200 give 150.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+MISSING_NS = -1
+
+
+class Average:
+    """Exponential averages of a row of times.
+
+    Args:
+        count: how many.
+        share: how much of an average is its latest sample, as (numerator, denominator).
+    """
+
+    def __init__(self, count: int, share: tuple[int, int] = (1, 2)) -> None:
+        self._share = share
+        self._values = np.full(count, MISSING_NS, dtype=np.int64)
+        self.samples = 0
+
+    def add(self, times_ns: Sequence[int]) -> None:
+        """Takes one step's times in; MISSING_NS leaves that average as it is.
+
+        Raises:
+            ValueError: another number of times, or one below MISSING_NS.
+        """
+        new = np.asarray(times_ns, dtype=np.int64)
+        if new.shape != self._values.shape:
+            raise ValueError(f"expected {len(self._values)} times, got {new.size}")
+        if (new < MISSING_NS).any():
+            raise ValueError(f"a time of {int(new.min())} ns: backward cannot make a gradient before it begins")
+        part, whole = self._share
+        # The difference first: times of 1e15 ns must not overflow.
+        moved = self._values + (new - self._values) * part // whole
+        moved = np.where(self._values == MISSING_NS, new, moved)
+        self._values = np.where(new == MISSING_NS, self._values, moved)
+        self.samples += 1
+
+    def values(self) -> list[int]:
+        """The averages in ns; MISSING_NS where there never was a sample."""
+        return [int(value) for value in self._values]
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._values = np.full_like(self._values, MISSING_NS)
+        self.samples = 0
+
+
+class Readiness:
+    """What one rank knows of its gradients' times.
+
+    Args:
+        parameters: how many.
+    """
+
+    def __init__(self, parameters: int) -> None:
+        self.host = Average(parameters)
+        self.device = Average(parameters)
+
+    def best(self) -> npt.NDArray[np.int64]:
+        """Per parameter the average in ns, of the device where that was looked at; MISSING_NS: not known."""
+        source = self.device if self.device.samples else self.host
+        return np.asarray(source.values(), dtype=np.int64)

@@ -1,0 +1,104 @@
+"""Plans as JSON: to log, to keep in a checkpoint, to load. A plan's hash is what ranks compare."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .plan import Plan
+
+FORMAT = "fusedreduce-plan"
+VERSION = 1
+_HASH_BITS = 62  # so that it and its negative fit into an int64
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """What `load` found.
+
+    Args:
+        plan: parameter numbers by bucket, in launch order.
+        world_size: ranks that it was made for.
+        wire: what travelled.
+    """
+
+    plan: Plan
+    world_size: int
+    wire: str
+
+
+def plan_hash(plan: Plan) -> int:
+    """A number below 2**62 that tells plans apart; the same in every process."""
+    digest = hashlib.blake2b(json.dumps(plan).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _HASH_BITS)
+
+
+def model_digest(names: Sequence[str], numels: Sequence[int]) -> str:
+    """Tells models apart by their parameters' names and sizes."""
+    described = json.dumps([list(names), list(numels)])
+    return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
+
+
+def dump(plan: Plan, *, names: Sequence[str], numels: Sequence[int], world_size: int, wire: str) -> str:
+    """The plan as JSON.
+
+    Args:
+        plan: parameter numbers by bucket, in launch order.
+        names: of all parameters.
+        numels: theirs.
+        world_size: ranks it is for.
+        wire: what travels.
+    """
+    return json.dumps(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "world_size": world_size,
+            "wire": wire,
+            "model": model_digest(names, numels),
+            "hash": f"{plan_hash(plan):016x}",
+            "buckets": [list(bucket) for bucket in plan],
+        }
+    )
+
+
+def load(text: str, *, names: Sequence[str], numels: Sequence[int]) -> SavedPlan:
+    """Reads what `dump` wrote.
+
+    Args:
+        text: JSON.
+        names: of the parameters that it is to be used for.
+        numels: theirs.
+
+    Raises:
+        ValueError: no plan, a damaged one, one of a later version, or one for another model.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError, TypeError) as error:
+        raise ValueError(f"this is no plan: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f'this is no plan of fusedreduce: no "format": "{FORMAT}" in it')
+    if type(found.get("version")) is not int or found["version"] != VERSION:
+        raise ValueError(f"this plan has version {found.get('version')!r}; this fusedreduce reads version {VERSION}")
+    world_size, wire, buckets = found.get("world_size"), found.get("wire"), found.get("buckets")
+    if type(world_size) is not int or world_size < 1 or not isinstance(wire, str):
+        raise ValueError(f"this plan is damaged: world_size {world_size!r}, wire {wire!r}")
+    if found.get("model") != model_digest(names, numels):
+        raise ValueError("this plan was made for a model with other parameters (names, sizes or their order)")
+    plan = _checked(buckets, len(names))
+    if found.get("hash") != f"{plan_hash(plan):016x}":
+        raise ValueError("this plan is damaged: its buckets do not have the hash that it names")
+    return SavedPlan(plan, world_size, wire)
+
+
+def _checked(buckets: object, count: int) -> Plan:
+    """The buckets, if each is a list of numbers and together they name every parameter once."""
+    if not isinstance(buckets, list) or not all(isinstance(bucket, list) and bucket for bucket in buckets):
+        raise ValueError("this plan is damaged: its buckets are not lists of parameter numbers")
+    numbers = [number for bucket in buckets for number in bucket]
+    if any(type(number) is not int for number in numbers) or sorted(numbers) != list(range(count)):
+        raise ValueError(f"this plan is damaged: it does not name each of {count} parameters once")
+    return tuple(tuple(bucket) for bucket in buckets)

@@ -1,0 +1,311 @@
+"""Schedule: which steps are profiled, what ranks tell each other, and which plan follows. Pure: the same numbers give
+the same decision on every rank.
+
+Rounds count the synchronised steps since the schedule began; a rank without inputs (join) counts them too.
+
+    round 0            the first step in rank 0's order of arrival, which the step before has shown
+    rounds 8, 9, 10    profiled: every parameter tells its time (the first steps of a training run are not typical)
+    end of round 11    ranks reduce their numbers (maximum); each decides on a plan
+    end of round 12    ranks compare the plan's hash
+    from round 13 on   that plan
+
+and again every `replan_every` rounds, with two profiled ones ahead of the report. Both reductions are issued behind
+the last bucket's, so they keep their place among the user's own collectives on every rank; their results are read
+before the next round. (Two rounds: on a GPU the device's times are there only after the step.)
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..config import CapPolicy, Policy
+from .assignment import BucketCaps
+from .channel import Seen, busy_periods
+from .costs import Costs, Linear, fit
+from .plan import ParameterKind, Plan
+from .planner import MISSING_NS, Problem, ready_order, timeline
+from .policies import best_plan, ready_plan, static_plan
+from .saved import plan_hash
+
+FIRST_REPORT = 11
+FIRST_PROFILED = range(8, FIRST_REPORT)
+PROFILED_AGAIN = 2
+_WINDOW = len(FIRST_PROFILED)
+# A plan is left alone unless buckets wait for the head of the line for more than this share of backward, or the model
+# promises more than that share: moving a boundary changes the last bits of sums.
+STALL_PERCENT = 5
+GAIN_PERCENT = 1
+# So many profiled rounds count, the latest: links change.
+_ROUNDS_KEPT = 12
+# Buckets may all be of one size, which says nothing about latency: in a profiled round a small collective goes first.
+PROBE_BYTES = 1024
+_NO_SAMPLE = -(1 << 62)
+_FS_PER_BYTE_AT_1_GBIT_S = 8_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What stays the same from plan to plan.
+
+    Args:
+        kinds: of all parameters.
+        wire_bytes: theirs on the wire.
+        caps: limits.
+        cap_policy: how they are meant.
+        share: buckets of mixed dtypes are allowed.
+        policy: "ready" or "planned"; "static" has no schedule.
+        link: (latency in us, Gbit/s), or None: measured.
+    """
+
+    kinds: Sequence[ParameterKind]
+    wire_bytes: Sequence[int]
+    caps: BucketCaps
+    cap_policy: CapPolicy
+    share: bool
+    policy: Policy
+    link: tuple[float, float] | None = None
+
+    def problem(self, ready_ns: Sequence[int], costs: Costs) -> Problem:
+        """What the planner is asked."""
+        return Problem(
+            ready_ns=tuple(ready_ns),
+            wire_bytes=tuple(self.wire_bytes),
+            size_bytes=tuple(kind.size_bytes for kind in self.kinds),
+            groups=tuple(kind.wide_group if self.share else kind.group for kind in self.kinds),
+            alone=frozenset(index for index, kind in enumerate(self.kinds) if kind.alone),
+            cap_bytes=self.caps.planned_limit_bytes,
+            costs=costs,
+        )
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """One bucket in one profiled step on one rank, in ns.
+
+    Args:
+        wire: its collective.
+        pack_ns: packing, up to the collective's issue.
+        unpack_ns: unpacking.
+    """
+
+    wire: Seen
+    pack_ns: int
+    unpack_ns: int
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One profiled step on one rank.
+
+    Args:
+        buckets: in launch order; None where it was not seen.
+        stall_ns: how long a bucket was ready and waited for an earlier one.
+        backward_ns: from its beginning to its end, our packing included.
+        probe_ns: a collective of PROBE_BYTES ahead of the first bucket's; None: it was not seen.
+    """
+
+    buckets: Sequence[BucketTimes | None]
+    stall_ns: int
+    backward_ns: int
+    probe_ns: int | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to use from now on.
+
+    Args:
+        plan: perhaps the one in use.
+        why: for the log.
+        costs: that it was decided with; None: ready times alone.
+    """
+
+    plan: Plan
+    why: str
+    costs: Costs | None = None
+
+    @property
+    def hash(self) -> int:
+        """What ranks compare."""
+        return plan_hash(self.plan)
+
+
+@dataclass
+class Schedule:
+    """Where in its rounds a reducer is, and what its ranks have agreed on so far.
+
+    Args:
+        model: what is planned.
+        replan_every: rounds between two looks at the plan; 0: one look.
+        round: the one that runs, or is about to.
+    """
+
+    model: Model
+    replan_every: int
+    round: int = 0
+    arrival: tuple[int, ...] = ()  # rank 0's order in the first round
+    costs: Costs | None = None  # as agreed on last
+    _rounds: deque[_Round] = field(default_factory=lambda: deque(maxlen=_ROUNDS_KEPT))
+
+    def place(self) -> int | None:
+        """This round's place among those that are profiled for one report, the last is _WINDOW - 1; None: it isn't."""
+        ahead = FIRST_REPORT - self.round
+        if ahead < 0 < self.replan_every:
+            ahead %= self.replan_every
+            return _WINDOW - ahead if 0 < ahead <= PROFILED_AGAIN else None
+        return _WINDOW - ahead if 0 < ahead <= _WINDOW else None
+
+    def profiles(self) -> bool:
+        """Whether every parameter tells its time in this round."""
+        return self.place() is not None
+
+    def reports(self) -> bool:
+        """Whether this round ends with the reduction of all ranks' numbers."""
+        since = self.round - FIRST_REPORT
+        return since == 0 or (since > 0 < self.replan_every and since % self.replan_every == 0)
+
+    def confirms(self) -> bool:
+        """Whether this round ends with the comparison of the plan that followed."""
+        return Schedule(self.model, self.replan_every, self.round - 1).reports()
+
+    def numbers(
+        self, ready_ns: Sequence[int], steps: Mapping[int, StepTimes], buckets: int, *, frozen: bool = False
+    ) -> list[int]:
+        """One rank's share of what is reduced, of which ranks take the elementwise maximum.
+
+        Args:
+            ready_ns: per parameter, or MISSING_NS.
+            steps: the profiled ones by `place`, so that ranks compare the same ones; some may be missing (join).
+            buckets: of the plan in use.
+            frozen: the plan must not follow a clock on this rank (deterministic algorithms).
+
+        Returns:
+            int64s; as many on every rank that uses the same plan.
+        """
+        rows = list(steps.values())
+        found = list(ready_ns)
+        for place in range(_WINDOW):
+            row = steps[place].buckets if place in steps else [None] * buckets
+            assert len(row) == buckets
+            # Negative, so that the maximum is the shortest: the last rank to issue a collective waits for nobody.
+            found += [_NO_SAMPLE if one is None else -one.wire.since_first_ns for one in row]
+            found += [_NO_SAMPLE if one is None else -one.wire.queued_ns for one in row]
+            # Copies: what they take where nothing disturbs them.
+            found += [_NO_SAMPLE if one is None else -one.pack_ns for one in row]
+            found += [_NO_SAMPLE if one is None else -one.unpack_ns for one in row]
+            probe_ns = steps[place].probe_ns if place in steps else None
+            found.append(_NO_SAMPLE if probe_ns is None else -probe_ns)
+        found.append(int(statistics.median_low([row.stall_ns for row in rows])) if rows else 0)
+        found.append(int(statistics.median_low([row.backward_ns for row in rows])) if rows else 0)
+        return [*found, int(frozen)]
+
+    def decide(self, reduced: Sequence[int], plan: Plan) -> Decision:
+        """What follows from the maximum over all ranks' `numbers`.
+
+        Args:
+            reduced: as many as `numbers` returns.
+            plan: the one in use.
+        """
+        count, buckets = len(self.model.kinds), len(plan)
+        assert len(reduced) == count + _WINDOW * (4 * buckets + 1) + 3, "ranks used the same plan, so they sent as much"
+        ready_ns, samples, (stall_ns, backward_ns, frozen) = reduced[:count], reduced[count:-3], reduced[-3:]
+        self._learn(samples, plan)
+        self.costs = self._fitted()
+        if frozen:
+            return Decision(plan, "kept: a rank uses deterministic algorithms", self.costs)
+        if max(ready_ns, default=MISSING_NS) == MISSING_NS:
+            return Decision(plan, "kept: no rank knows when gradients become ready", self.costs)
+        model = self.model
+        order = ready_order(ready_ns)
+        by_readiness = ready_plan(model.kinds, model.caps, model.cap_policy, order, share=model.share)
+        text = f"head-of-line stall {stall_ns / 1e6:.3f} ms of {backward_ns / 1e6:.3f} ms backward"
+        if model.policy == "ready" or self.costs is None:
+            why = text if model.policy == "ready" else f"{text}; costs unknown, collectives of fewer than two sizes"
+            # Seen, and not jitter: with the times that ranks agree on, this plan would have buckets wait too.
+            waits_ns = head_of_line_ns(plan, ready_ns)
+            moves = 100 * min(stall_ns, waits_ns) > STALL_PERCENT * backward_ns
+            return Decision(by_readiness if moves else plan, why, self.costs)
+        problem = model.problem(ready_ns, self.costs)
+        name, best = best_plan(problem, {"ready": by_readiness, "static": self.static(ready_ns)})
+        now, then = timeline(plan, problem), timeline(best, problem)
+        gain_fs = now.finish - then.finish
+        why = f"{name} ends {gain_fs / 1e12:.3f} ms earlier than the plan in use; {text}"
+        moves = 100 * gain_fs > GAIN_PERCENT * then.backward_end
+        return Decision(best if moves else plan, why, self.costs)
+
+    def static(self, ready_ns: Sequence[int]) -> Plan:
+        """torch's plan: by rank 0's order of arrival, by readiness where that is not known (a plan was loaded)."""
+        model = self.model
+        return static_plan(model.kinds, model.caps, model.cap_policy, self.arrival or ready_order(ready_ns))
+
+    def _learn(self, samples: Sequence[int], plan: Plan) -> None:
+        """Keeps what was measured in the latest rounds, across plans."""
+        buckets = len(plan)
+        sizes = [
+            None
+            if any(self.model.kinds[number].alone for number in members)  # a sparse gradient: nobody knows its size
+            else sum(self.model.wire_bytes[number] for number in members)
+            for members in plan
+        ]
+        for row in range(_WINDOW):
+            at = row * (4 * buckets + 1)
+            ends, queues, packs, unpacks = (samples[at + k * buckets : at + (k + 1) * buckets] for k in range(4))
+            probe = samples[at + 4 * buckets]
+            found = _Round(None if probe == _NO_SAMPLE else max(-probe, 0), [], [], [])
+            if _NO_SAMPLE not in ends:
+                rows = [Seen(-end, -queued) for end, queued in zip(ends, queues, strict=True)]
+                found.wire.extend(busy_periods(rows, sizes))
+                known = [(size, index) for index, size in enumerate(sizes) if size is not None]
+                found.pack.extend((size, max(-packs[index], 0)) for size, index in known)
+                found.unpack.extend((size, max(-unpacks[index], 0)) for size, index in known)
+            if found.wire or found.probe_ns is not None:
+                self._rounds.append(found)
+
+    def _fitted(self) -> Costs | None:
+        """The costs that fit all that is known; None if the link does not (collectives of fewer than two sizes)."""
+        link = self.model.link
+        if link is not None:
+            per_byte = round(_FS_PER_BYTE_AT_1_GBIT_S / link[1])
+            wire: Linear | None = Linear(fixed_ns=round(link[0] * 1000), fs_per_byte=per_byte)
+        else:
+            # The probe runs beside the first bucket's packing: its latency is the least that was seen.
+            probes = [one.probe_ns for one in self._rounds if one.probe_ns is not None]
+            least = [(PROBE_BYTES, min(probes))] if probes else []
+            wire = fit(least + [sample for one in self._rounds for sample in one.wire])
+        if wire is None:
+            return None
+        pack = _local([sample for one in self._rounds for sample in one.pack])
+        unpack = _local([sample for one in self._rounds for sample in one.unpack])
+        return Costs(wire=wire, pack=pack, unpack=unpack)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What one profiled round has shown, as all ranks agree on it: the probe's time, and (bytes, ns) of buckets."""
+
+    probe_ns: int | None
+    wire: list[tuple[int, int]]
+    pack: list[tuple[int, int]]
+    unpack: list[tuple[int, int]]
+
+
+def head_of_line_ns(plan: Plan, ready_ns: Sequence[int]) -> int:
+    """How long a plan's buckets would wait for earlier ones, all together, if gradients were ready at these times."""
+    total_ns = head_ns = 0
+    for members in plan:
+        bucket_ns = max(ready_ns[number] for number in members)
+        head_ns = max(head_ns, bucket_ns)
+        total_ns += head_ns - bucket_ns
+    return total_ns
+
+
+def _local(pairs: Sequence[tuple[int, int]]) -> Linear:
+    """Cost of a copy on this machine; proportional to the bytes where one size is all that is known."""
+    found = fit(pairs)
+    if found is not None:
+        return found
+    rates = [value * 1_000_000 // size for size, value in pairs if size > 0]
+    return Linear(fixed_ns=0, fs_per_byte=statistics.median_low(rates) if rates else 0)

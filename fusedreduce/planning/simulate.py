@@ -1,0 +1,225 @@
+"""One backward on many ranks, bucket by bucket: what of communication is left when every rank has ended.
+
+On each rank gradients become ready and buckets are packed as in `timeline`, each rank at its own pace. The collective
+of a bucket starts when the last rank has issued it and the one before it has ended, and ends everywhere at once. With
+one rank, or without noise, and a straight line for the wire, this is `timeline` to the femtosecond.
+
+    packed_k[r]  = max(e_1[r] .. e_k[r]) + pack_1 + ... + pack_k
+    done_k       = max(done_k-1, max over r of packed_k[r]) + wire_k
+    finish[r]    = max(backward end[r] + all unpacks, max over k of done_k + unpack_k + ... + unpack_K)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .assignment import UNLIMITED_BYTES, BucketCaps
+from .costs import FREE, FS_PER_NS, Costs, Linear
+from .plan import ParameterKind, Plan
+from .policies import best_plan, ready_plan, static_plan
+from .simulation.models import Workload
+from .simulation.networks import Network, costs, fastest_fs, lines
+from .simulation.noise import LONGEST_FS, QUIET, Noise, Times, moments_of, ready_times
+from .timeline import Problem
+
+POLICIES = ("static", "ready", "capped", "planned")
+
+_PROFILED_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One step. Arrays are per rank; all in fs since backward began.
+
+    Args:
+        alone: backward ends, with nothing to pack or to communicate.
+        finish: the last gradient holds its result.
+        stall: summed over buckets, how long each was ready and waited for an earlier one that was not.
+        hidden: of the channel's work, what ran before this rank's backward ended.
+        wire: the channel's work.
+        done: per bucket, when its collective ended.
+    """
+
+    alone: Times
+    finish: Times
+    stall: Times
+    hidden: Times
+    wire: int
+    done: tuple[int, ...]
+
+    @property
+    def exposed(self) -> Times:
+        """How much later each rank ends than it would alone; waiting for slower ranks is part of it."""
+        return self.finish - self.alone
+
+    @property
+    def exposed_ns(self) -> float:
+        """How much later the last rank ends than the slowest would alone: what communication adds to the step."""
+        return float(self.finish.max() - self.alone.max()) / FS_PER_NS
+
+    @property
+    def overlap(self) -> float:
+        """Share of the channel's work that backward hides, the mean over ranks; 1 if there is none."""
+        return float(self.hidden.mean()) / self.wire if self.wire else 1.0
+
+
+def simulate(
+    problem: Problem,
+    plan: Plan,
+    ranks: int,
+    network: Network | None = None,
+    *,
+    noise: Noise = QUIET,
+    steps: int = 1,
+) -> list[Outcome]:
+    """Runs one plan.
+
+    Args:
+        problem: from a model or a trace.
+        plan: buckets in launch order.
+        ranks: how many.
+        network: what reduces; None: the problem's own line for the wire.
+        noise: how ranks differ.
+        steps: how many; without noise all are equal.
+
+    Returns:
+        One outcome per step.
+
+    Raises:
+        ValueError: no ranks or steps, times that are too long to count in fs (over an hour), or an empty plan.
+    """
+    return compare(problem, {"": plan}, ranks, network, noise=noise, steps=steps)[""]
+
+
+def compare(
+    problem: Problem,
+    plans: Mapping[str, Plan],
+    ranks: int,
+    network: Network | None = None,
+    *,
+    noise: Noise = QUIET,
+    steps: int = 1,
+) -> dict[str, list[Outcome]]:
+    """Runs several plans on the same steps; the arguments are those of `simulate`."""
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    choices = [problem.costs.wire] if network is None else list(lines(network, ranks).values())
+    found: dict[str, list[Outcome]] = {name: [] for name in plans}
+    moments, places = moments_of(problem)
+    for ready_fs in ready_times(moments, ranks, noise, steps):
+        for name, plan in plans.items():
+            found[name].append(_step(problem, plan, ready_fs, places, choices))
+    return found
+
+
+def agreed(problem: Problem, ranks: int, noise: Noise) -> Problem:
+    """The problem as ranks would agree on it: of each gradient's mean time in three steps, the latest of any rank's."""
+    if noise.quiet:
+        return problem
+    moments, places = moments_of(problem)
+    total = sum(ready_times(moments, ranks, noise, _PROFILED_STEPS, rehearsal=True))
+    latest_ns = (np.max(total, axis=0) // (_PROFILED_STEPS * FS_PER_NS)).tolist()
+    return dataclasses.replace(problem, ready_ns=tuple(latest_ns[place] for place in places))
+
+
+def policy_plans(problem: Problem, caps: BucketCaps | None = None) -> dict[str, Plan]:
+    """The plan of each policy, by name; `capped` is `planned` under the cap of `static` and `ready`.
+
+    Args:
+        problem: as ranks agree on it; its own cap is not looked at. Where its wire costs nothing, it isn't known, and
+            `capped` and `planned` are `ready`.
+        caps: of all policies; None: torch's, which do not bind `planned`.
+    """
+    kinds = [
+        ParameterKind(size, group, group, number in problem.alone)
+        for number, (size, group) in enumerate(zip(problem.size_bytes, problem.groups, strict=True))
+    ]
+    order, limits = problem.order, caps or BucketCaps()
+    found = {
+        "static": static_plan(kinds, limits, "c10d", order),
+        "ready": ready_plan(kinds, limits, "c10d", order, share=True),
+    }
+    if problem.costs.wire == FREE:
+        return {**found, "capped": found["ready"], "planned": found["ready"]}
+    reach_bytes = {"capped": max(limits.limits_bytes), "planned": limits.planned_limit_bytes}
+    asked = {name: dataclasses.replace(problem, cap_bytes=reach) for name, reach in reach_bytes.items()}
+    return {**found, **{name: best_plan(one, found)[1] for name, one in asked.items()}}
+
+
+def problem_of(
+    workload: Workload,
+    copy: Linear,
+    *,
+    wire_itemsize_bytes: int,
+    gradient_itemsize_bytes: int = 4,
+) -> Problem:
+    """A model as a problem whose wire and caps are not known yet.
+
+    Args:
+        workload: when gradients are ready.
+        copy: packing, and unpacking.
+        wire_itemsize_bytes: bytes of an element on the wire.
+        gradient_itemsize_bytes: bytes of an element of a gradient, which caps count.
+    """
+    count = len(workload.numels)
+    return Problem(
+        ready_ns=workload.ready_ns,
+        wire_bytes=tuple(numel * wire_itemsize_bytes for numel in workload.numels),
+        size_bytes=tuple(numel * gradient_itemsize_bytes for numel in workload.numels),
+        groups=("",) * count,
+        alone=frozenset(),
+        cap_bytes=UNLIMITED_BYTES,
+        costs=Costs(wire=FREE, pack=copy, unpack=copy),
+    )
+
+
+def on_network(problem: Problem, network: Network, ranks: int, caps: BucketCaps | None = None) -> Problem:
+    """The problem with the line for the wire that training would learn there, from the buckets of `static`.
+
+    Args:
+        problem: packing and unpacking stay as they are.
+        network: which.
+        ranks: how many.
+        caps: of `static`; None: torch's.
+    """
+    seen = policy_plans(dataclasses.replace(problem, costs=Costs(wire=FREE)), caps)["static"]
+    learned = costs(network, ranks, _sizes(problem, seen), problem.costs.pack)
+    wire = FREE if learned is None else learned.wire
+    return dataclasses.replace(problem, costs=dataclasses.replace(problem.costs, wire=wire))
+
+
+def _step(problem: Problem, plan: Plan, ready_fs: Times, places: Sequence[int], choices: Sequence[Linear]) -> Outcome:
+    """One plan in one step; `ready_fs` is (ranks, moments), `places` a parameter's moment."""
+    # On every rank gradients come in the same order, so a bucket's last one is the same everywhere.
+    last = [max(places[number] for number in members) for members in plan]
+    sizes = _sizes(problem, plan)
+    packs = [problem.costs.pack.fs(size) for size in sizes]
+    unpacks = [problem.costs.unpack.fs(size) for size in sizes]
+    wires = [fastest_fs(choices, size) for size in sizes]
+    if sum(packs) + sum(unpacks) + sum(wires) >= LONGEST_FS:
+        raise ValueError(f"cannot simulate {sum(wires) / 1e15:.0f} s of collectives")
+    ready = ready_fs[:, last]
+    head = np.maximum.accumulate(ready, axis=1)
+    issued = head.max(axis=0) + np.cumsum(packs)
+    alone = ready_fs[:, -1]
+    backward_end = alone + sum(packs)
+    done, hidden, channel = [], np.zeros_like(alone), 0
+    for issued_fs, wire in zip(issued.tolist(), wires, strict=True):
+        begin = max(channel, issued_fs)
+        channel = begin + wire
+        done.append(channel)
+        hidden += np.minimum(np.maximum(backward_end - begin, 0), wire)
+    finish = backward_end + sum(unpacks)
+    behind = sum(unpacks)
+    for done_fs, unpack in zip(done, unpacks, strict=True):
+        finish = np.maximum(finish, done_fs + behind)
+        behind -= unpack
+    return Outcome(alone, finish, (head - ready).sum(axis=1), hidden, sum(wires), tuple(done))
+
+
+def _sizes(problem: Problem, plan: Plan) -> list[int]:
+    return [sum(problem.wire_bytes[number] for number in members) for members in plan]

@@ -1,0 +1,1 @@
+"""What `simulate` runs on: known models, kinds of cluster, and how ranks differ."""

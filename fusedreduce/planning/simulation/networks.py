@@ -1,0 +1,199 @@
+"""What an all-reduce costs on a few kinds of cluster: alpha-beta models of the algorithms that NCCL chooses from.
+
+    ring          2 (W - 1) hops, 2 (W - 1) / W of the bytes over every link
+    tree          2 log2(hosts) hops between hosts and a chain inside each, twice the bytes over every link
+    hierarchical  reduce-scatter in the host, ring or tree between hosts on 1 / p of the bytes, all-gather in the host
+
+A library takes whichever is fastest for a size, so the cost of a bucket is the least of several lines (concave in its
+size); a planner knows one line only, fitted to the buckets that it has seen, here as in training.
+
+Sources. Ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009. The
+alpha-beta form: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005.
+Double binary tree: Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
+2009. Hierarchical: Jia et al., "Highly scalable deep learning training system with mixed-precision", 2018. Hops,
+shares and speeds: NCCL (2025), src/graph/tuning.cc and search.cc, src/include/topo.h.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ..costs import FS_PER_NS, Costs, Linear, fit
+
+_FS_PER_BYTE_AT_1_GB_S = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """A GPU.
+
+    Args:
+        name: as users type it.
+        memory_gb_per_s: of its memory, nominal. A copy reaches less; what is missing is the same for every policy.
+        peak_tflops: dense 16-bit matrix products, nominal.
+    """
+
+    name: str
+    memory_gb_per_s: float
+    peak_tflops: float
+
+
+# NVIDIA's data sheets: A100 80GB SXM, H100 SXM.
+ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
+    {
+        "a100": Accelerator(name="a100", memory_gb_per_s=2039, peak_tflops=312),
+        "h100": Accelerator(name="h100", memory_gb_per_s=3350, peak_tflops=989),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """A kind of cluster.
+
+    Args:
+        name: as users type it.
+        title: for people.
+        accelerator: what computes in it, unless the user names another.
+        ranks_per_host: ranks that NVLink joins; 1: every rank is alone in its host.
+        port_gb_per_s: what a collective gets out of one rank's port.
+        nvlink_gb_per_s: the same for one rank's NVLink, one direction; unused where ranks are alone.
+    """
+
+    name: str
+    title: str
+    accelerator: str
+    ranks_per_host: int
+    port_gb_per_s: float
+    nvlink_gb_per_s: float = math.inf
+
+
+# Speeds are those that NCCL itself plans with. search.cc tries 48, 12 and 3 GB/s for ports of 50, 12.5 and 3.125 GB/s:
+# 96 % of the line, which leaves room for headers (RoCE v2 with 4,096-byte packets: 82 bytes each, 2 %). topo.h counts
+# 20.6 GB/s for each of the H100's 18 NVLinks of 25 GB/s: 371 GB/s, 82 %.
+# Ethernet means RDMA (RoCE v2): NCCL has one latency for all networks. Plain TCP has more per hop.
+NETWORKS: Mapping[str, Network] = MappingProxyType(
+    {
+        network.name: network
+        for network in (
+            Network(name="25gbe", title="25 GbE", accelerator="a100", ranks_per_host=1, port_gb_per_s=3.0),
+            Network(name="100gbe", title="100 GbE", accelerator="a100", ranks_per_host=1, port_gb_per_s=12.0),
+            Network(name="ndr", title="400 Gb InfiniBand", accelerator="h100", ranks_per_host=1, port_gb_per_s=48.0),
+            Network(
+                name="nvlink",
+                title="NVLink, 8 a host",  # beyond a host: one 400 Gb port per rank
+                accelerator="h100",
+                ranks_per_host=8,
+                port_gb_per_s=48.0,
+                nvlink_gb_per_s=20.6 * 18,
+            ),
+        )
+    }
+)
+
+
+@dataclass(frozen=True)
+class _Protocol:
+    """How NCCL moves bytes: Simple for bandwidth, LL (half of what travels are flags) for latency.
+
+    Args:
+        base_us: of a collective, whatever its size.
+        net_us: of a hop between hosts. (NCCL takes the tree's for a ring of lone ranks, too: nothing hides it.)
+        nvlink_us: of a hop by NVLink.
+        ring_share: of the bandwidth, in a ring.
+        tree_share: the same in a tree.
+    """
+
+    base_us: float
+    net_us: float
+    nvlink_us: float
+    ring_share: float
+    tree_share: float
+
+
+# tuning.cc: baseLat, hwLat, and the factors on busBw.
+_PROTOCOLS = {
+    "": _Protocol(8.4, 14.0, 3.4, 1.0, 0.92),
+    " LL": _Protocol(6.8, 5.0, 0.6, 1 / 2, 0.92 / 3.8),
+}
+
+# A short kernel after another: 3.8 us (Gray, "Getting started with CUDA graphs", 2019, on a V100).
+_LAUNCH_NS = 4_000
+
+
+def lines(network: Network, ranks: int) -> dict[str, Linear]:
+    """What an all-reduce over `ranks` costs, by algorithm.
+
+    Args:
+        network: which.
+        ranks: at least 1; hosts are filled one after the other.
+
+    Raises:
+        ValueError: no ranks.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    if ranks == 1:
+        return {"none": Linear(fixed_ns=0, fs_per_byte=0)}
+    local = min(ranks, network.ranks_per_host)
+    hosts = -(-ranks // network.ranks_per_host)
+    port = network.port_gb_per_s
+    # A ring or tree through many hosts uses all ports of each: one channel leaves and enters by each of them.
+    speed = min([network.nvlink_gb_per_s] * (local > 1) + [port * local] * (hosts > 1))
+    ring, levels = 2 * (ranks - 1), math.ceil(math.log2(hosts))
+    found = {}
+    for name, kind in _PROTOCOLS.items():
+        net, nvlink = kind.net_us, kind.nvlink_us
+        across = 2 * (hosts - 1) * (hosts > 1)
+        hops_us = across * net + (ring - across) * nvlink
+        found[f"ring{name}"] = _line(kind.base_us + hops_us, ring / ranks / (speed * kind.ring_share))
+        hops_us = 2 * (levels * net + (local - 1) * nvlink)
+        found[f"tree{name}"] = _line(kind.base_us + hops_us, 2 / (speed * kind.tree_share))
+        if local > 1 and hosts > 1:
+            inside = 2 * (local - 1) / local / (network.nvlink_gb_per_s * kind.ring_share)
+            base_us = kind.base_us + 2 * (local - 1) * nvlink
+            tree, flat = 2 / (port * kind.tree_share), across / hosts / (port * kind.ring_share)
+            found[f"hierarchical tree{name}"] = _line(base_us + 2 * levels * net, inside + tree / local)
+            found[f"hierarchical ring{name}"] = _line(base_us + across * net, inside + flat / local)
+    return found
+
+
+def fastest_fs(choices: Sequence[Linear], size_bytes: int) -> int:
+    """What the fastest of several algorithms costs for a size, in femtoseconds."""
+    return min(line.fs(size_bytes) for line in choices)
+
+
+def copies(accelerator: Accelerator, *, wire_itemsize_bytes: int, gradient_itemsize_bytes: int = 4) -> Linear:
+    """What packing or unpacking a bucket costs, per byte on the wire: it is read once and written once.
+
+    Args:
+        accelerator: which.
+        wire_itemsize_bytes: bytes of an element on the wire.
+        gradient_itemsize_bytes: bytes of an element of a gradient.
+    """
+    moved = (wire_itemsize_bytes + gradient_itemsize_bytes) / wire_itemsize_bytes
+    return Linear(fixed_ns=_LAUNCH_NS, fs_per_byte=round(moved / accelerator.memory_gb_per_s * _FS_PER_BYTE_AT_1_GB_S))
+
+
+def costs(network: Network, ranks: int, sizes_bytes: Sequence[int], copy: Linear) -> Costs | None:
+    """What a planner would learn: one line through the collectives of the buckets that it has seen.
+
+    Args:
+        network: which.
+        ranks: how many.
+        sizes_bytes: of the buckets, on the wire.
+        copy: packing, and unpacking.
+
+    Returns:
+        None where buckets of fewer than two sizes tell nothing.
+    """
+    choices = list(lines(network, ranks).values())
+    wire = fit([(size, fastest_fs(choices, size) // FS_PER_NS) for size in sizes_bytes])
+    return None if wire is None else Costs(wire=wire, pack=copy, unpack=copy)
+
+
+def _line(fixed_us: float, seconds_per_gb: float) -> Linear:
+    return Linear(fixed_ns=round(fixed_us * 1000), fs_per_byte=round(seconds_per_gb * _FS_PER_BYTE_AT_1_GB_S))

@@ -1,0 +1,162 @@
+"""A plan as torch's `bucket_cap_mb_list`: limits with which c10d's rule cuts where the plan does.
+
+c10d closes a bucket once it has reached its limit. So any limit up to the bucket's bytes, and above those bytes without
+its last member, gives that bucket; of that range the number with the fewest digits is taken. The list's n-th limit is
+that of the n-th bucket of every group (dtype and device): with one group the cuts are the plan's, with several only
+where the ranges of their n-th buckets meet; elsewhere one group goes first, and the best such list is taken.
+
+Example, one group, sizes 4 4 4 15 15 MB, plan {4 4} {4 15 15}: the limits may be 5 to 8 and 20 to 34 MB; 8 and 34.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+
+from .assignment import MIB, assign_by_size
+from .plan import Plan
+
+_MOST_DIGITS = 20
+_Range = tuple[int, int]  # bytes: above the first, up to the second
+
+
+@dataclass(frozen=True)
+class TorchCaps:
+    """Limits, and how near they come.
+
+    Args:
+        caps_mb: the list for DistributedDataParallel(bucket_cap_mb_list=...), in MiB; the last one repeats.
+        plan: what torch makes of it, if gradients become ready in the order given.
+        kept: how many of the wanted plan's buckets are among its own.
+        exact: it has no others.
+        left: buckets that never reach their limit; torch launches those last, in an order of its own.
+    """
+
+    caps_mb: tuple[float, ...]
+    plan: Plan
+    kept: int
+    exact: bool
+    left: int
+
+
+def nearest(
+    plan: Plan,
+    sizes_bytes: Sequence[int],
+    groups: Sequence[Hashable],
+    order: Sequence[int],
+    *,
+    alone: Collection[int] = (),
+    cost: Callable[[Plan], int] | None = None,
+) -> TorchCaps:
+    """The limits that come nearest to a plan.
+
+    Args:
+        plan: buckets in launch order, each of one group.
+        sizes_bytes: of each parameter's gradient.
+        groups: what must agree within a bucket of torch's: dtype and device.
+        order: every parameter once, as gradients will arrive on rank 0.
+        alone: parameters that get a bucket of their own (sparse gradients), for which limits do not count.
+        cost: what is to be least among plans, such as the model's time; None: the number of buckets that differ.
+
+    Returns:
+        With one group, and each bucket a stretch of `order`, the plan itself. (A parameter without elements may lie
+        in the bucket after its own: no limit can hold it.)
+
+    Raises:
+        ValueError: plan or order do not name every parameter once.
+    """
+    count = len(sizes_bytes)
+    if sorted(order) != list(range(count)) or sorted(number for bucket in plan for number in bucket) != list(
+        range(count)
+    ):
+        raise ValueError(f"plan and order must name each of {count} parameters once")
+    place = {number: position for position, number in enumerate(order)}
+    wanted = {frozenset(bucket) for bucket in plan}
+    best: TorchCaps | None = None
+    best_cost: tuple[int, ...] = ()
+    for ranges in _lists(_ranges(plan, sizes_bytes, groups, place, frozenset(alone))):
+        caps_mb = tuple(_short(*one) for one in _joined(ranges))
+        limits = [int(cap_mb * MIB) for cap_mb in caps_mb]
+        made = tuple(assign_by_size(sizes_bytes, groups, limits, order=order, alone=alone))
+        kept = sum(frozenset(bucket) in wanted for bucket in made)
+        left = _left(made, sizes_bytes, groups, limits, frozenset(alone))
+        found_cost = (cost(made) if cost else 0, len(made) - kept, left, len(caps_mb))
+        if best is None or found_cost < best_cost:
+            best, best_cost = TorchCaps(caps_mb, made, kept, kept == len(made) == len(plan), left), found_cost
+    assert best is not None
+    return best
+
+
+def _ranges(
+    plan: Plan, sizes_bytes: Sequence[int], groups: Sequence[Hashable], place: dict[int, int], alone: Collection[int]
+) -> list[list[_Range]]:
+    """Per group, the one with most bytes first, the ranges of its buckets' limits; buckets without bytes have none."""
+    found: dict[Hashable, list[tuple[int, _Range]]] = {}
+    for bucket in plan:
+        filled = sorted((number for number in bucket if sizes_bytes[number]), key=place.__getitem__)
+        if filled and filled[0] not in alone:
+            size_bytes = sum(sizes_bytes[number] for number in filled)
+            limit = (size_bytes - sizes_bytes[filled[-1]], size_bytes)
+            found.setdefault(groups[filled[0]], []).append((place[filled[-1]], limit))
+    # torch counts a group's buckets as they close.
+    rows = [[limit for _, limit in sorted(row)] for row in found.values()]
+    return sorted(rows, key=lambda row: -sum(high for _, high in row))
+
+
+def _lists(rows: list[list[_Range]]) -> list[list[_Range]]:
+    """Lists worth a try: each group in front once; the largest and the smallest limit of any group."""
+    if not rows:
+        return [[(0, MIB)]]  # nothing to limit
+    length = max(map(len, rows))
+    columns = [[row[at] for row in rows if at < len(row)] for at in range(length)]
+    found = [
+        [max(column, key=lambda one: one[1]) for column in columns],
+        [min(column, key=lambda one: one[1]) for column in columns],
+    ]
+    for front in rows:
+        ordered = [front, *(row for row in rows if row is not front)]
+        found.append([_meeting([row[at] for row in ordered if at < len(row)]) for at in range(length)])
+    return found[2:] + found[:2]
+
+
+def _left(
+    plan: Plan, sizes_bytes: Sequence[int], groups: Sequence[Hashable], limits: Sequence[int], alone: Collection[int]
+) -> int:
+    """How many buckets never reach their limit: each group's last one, perhaps."""
+    latest = {groups[bucket[0]]: bucket for bucket in plan if bucket[0] not in alone}
+    counts = Counter(groups[bucket[0]] for bucket in plan if bucket[0] not in alone)
+    return sum(
+        sum(map(sizes_bytes.__getitem__, bucket)) < limits[min(counts[group], len(limits)) - 1]
+        for group, bucket in latest.items()
+    )
+
+
+def _meeting(ranges: Sequence[_Range]) -> _Range:
+    """The first range, cut down to where the others meet it, each if it can."""
+    low, high = ranges[0]
+    for other_low, other_high in ranges[1:]:
+        if max(low, other_low) < min(high, other_high):
+            low, high = max(low, other_low), min(high, other_high)
+    return low, high
+
+
+def _joined(ranges: Sequence[_Range]) -> list[_Range]:
+    """The same list, where one limit serves all of its end: the last one repeats."""
+    found = list(ranges)
+    while len(found) > 1:
+        low, high = max(found[-1][0], found[-2][0]), min(found[-1][1], found[-2][1])
+        if low >= high:
+            break
+        found[-2:] = [(low, high)]
+    return found
+
+
+def _short(low: int, high: int) -> float:
+    """The fewest digits after the point that lie in a range of bytes; the float is as torch reads it."""
+    for digits in range(_MOST_DIGITS):
+        scale: int = 10**digits
+        cap_mb = (high * scale // MIB) / scale
+        if low < int(cap_mb * MIB) <= high:
+            return cap_mb
+    return high / MIB

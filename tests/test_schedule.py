@@ -1,0 +1,399 @@
+"""The schedule: rounds, payloads, decisions; no order of events has ranks launch differently or wait for ever."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from fusedreduce.config import Policy
+from fusedreduce.planning.assignment import BucketCaps
+from fusedreduce.planning.channel import Seen, busy_periods, seen
+from fusedreduce.planning.plan import ParameterKind, Plan
+from fusedreduce.planning.planner import MISSING_NS
+from fusedreduce.planning.policies import ready_plan
+from fusedreduce.planning.schedule import BucketTimes, Model, Schedule, StepTimes
+from fusedreduce.step import Step
+
+PARAMETERS = 7
+
+
+def model(
+    policy: Policy = "planned",
+    *,
+    sizes: Sequence[int] = (40, 4, 400, 8, 4000, 40, 4),
+    groups: Sequence[int] = (),
+    caps: BucketCaps | None = None,
+    link: tuple[float, float] | None = None,
+) -> Model:
+    kinds = [ParameterKind(size, group, 0) for size, group in zip(sizes, groups or [0] * len(sizes), strict=True)]
+    caps = caps or BucketCaps(first_bytes=100, cap_bytes=1000)
+    return Model(
+        kinds=kinds, wire_bytes=list(sizes), caps=caps, cap_policy="c10d", share=False, policy=policy, link=link
+    )
+
+
+def first_plan(of: Model) -> Plan:
+    return ready_plan(of.kinds, of.caps, of.cap_policy, range(len(of.kinds))[::-1], share=of.share)
+
+
+def costing(fixed_ns: int, ns_per_byte: int, plan: Plan, of: Model) -> StepTimes:
+    """A step whose collectives cost exactly that."""
+    sizes = [sum(of.wire_bytes[number] for number in members) for members in plan]
+    began = [10**6 * place for place in range(len(plan))]
+    ended = [at + fixed_ns + ns_per_byte * size for at, size in zip(began, sizes, strict=True)]
+    rows = [BucketTimes(wire, 10, 4) for wire in seen(began, ended)]
+    return StepTimes(rows, stall_ns=0, backward_ns=1000)
+
+
+def three(step: StepTimes) -> dict[int, StepTimes]:
+    return dict.fromkeys(range(3), step)
+
+
+@pytest.mark.parametrize(
+    ("every", "profiled", "reports"),
+    [
+        (0, {8, 9, 10}, {11}),
+        (8, {8, 9, 10, 17, 18, 25, 26}, {11, 19, 27}),
+        (10, {8, 9, 10, 19, 20}, {11, 21}),
+        (1000, {8, 9, 10}, {11}),
+    ],
+)
+def test_rounds(every: int, profiled: set[int], reports: set[int]) -> None:
+    rounds = [Schedule(model(), every, number) for number in range(28)]
+    assert {one.round for one in rounds if one.profiles()} == profiled
+    assert {one.round for one in rounds if one.reports()} == reports
+    assert {one.round - 1 for one in rounds if one.confirms()} == {number for number in reports if number < 27}
+
+
+def test_the_link_is_learned_from_what_was_measured_and_the_shortest_rank_counts() -> None:
+    of = model()
+    plan = first_plan(of)
+    ready = [1000 * (PARAMETERS - number) for number in range(PARAMETERS)]
+    schedule = Schedule(of, 0)
+    exact = schedule.numbers(ready, three(costing(500, 3, plan, of)), len(plan))
+    waited = schedule.numbers(ready, three(costing(90_000, 3, plan, of)), len(plan))
+    decision = schedule.decide(list(map(max, exact, waited)), plan)
+    assert decision.costs is not None
+    assert (decision.costs.wire.fixed_ns, decision.costs.wire.fs_per_byte) == (500, 3_000_000)
+    assert decision.costs == schedule.costs
+    # 10 ns each, whatever the size.
+    assert [(one.fixed_ns, one.fs_per_byte) for one in (decision.costs.pack, decision.costs.unpack)] == [
+        (10, 0),
+        (4, 0),
+    ]
+
+
+def test_a_rank_without_anything_to_say_changes_nothing() -> None:
+    of = model()
+    plan = first_plan(of)
+    ready = [1000 * (PARAMETERS - number) for number in range(PARAMETERS)]
+    mine = Schedule(of, 0).numbers(ready, {0: costing(500, 3, plan, of)}, len(plan))
+    silent = Schedule(of, 0).numbers([MISSING_NS] * PARAMETERS, {}, len(plan))
+    assert list(map(max, mine, silent)) == mine
+    decision = Schedule(of, 0).decide(silent, plan)
+    assert decision.plan == plan and "no rank knows" in decision.why
+
+
+def test_deterministic_algorithms_on_one_rank_keep_the_plan_on_all() -> None:
+    of = model(link=(1.0, 1.0))
+    plan = first_plan(of)
+    ready = [1000 * number for number in range(PARAMETERS)]  # the other way round
+    free = Schedule(of, 0).numbers(ready, {}, len(plan))
+    frozen = Schedule(of, 0).numbers(ready, {}, len(plan), frozen=True)
+    assert Schedule(of, 0).decide(free, plan).plan != plan
+    assert Schedule(of, 0).decide(list(map(max, free, frozen)), plan).plan == plan
+
+
+def test_ready_moves_only_when_buckets_wait_for_the_head_of_the_line() -> None:
+    of = model("ready")
+    plan = first_plan(of)
+    backward_ns = 1000 * PARAMETERS
+    ready = [1000 * number for number in range(PARAMETERS)]
+
+    def decided(times: Sequence[int], stall_ns: int) -> Plan:
+        seen = StepTimes([None] * len(plan), stall_ns=stall_ns, backward_ns=backward_ns)
+        schedule = Schedule(of, 0)
+        return schedule.decide(schedule.numbers(times, {2: seen}, len(plan)), plan).plan
+
+    by_readiness = ready_plan(of.kinds, of.caps, of.cap_policy, range(PARAMETERS), share=False)
+    assert by_readiness != plan
+    assert decided(ready, backward_ns // 20) == plan, "5 % are not more than 5 %"
+    assert decided(ready, backward_ns // 20 + 1) == by_readiness
+    assert decided(ready[::-1], backward_ns) == plan, "jitter: by the agreed times nothing waits with this plan"
+
+
+def test_ready_does_not_flap_between_gradients_that_come_together() -> None:
+    of = model("ready")
+    plan = first_plan(of)
+    schedule = Schedule(of, 8)
+    for look in range(6):
+        ready = [1000 * (PARAMETERS - number) for number in range(PARAMETERS)]
+        ready[5], ready[6] = (1010, 1000) if look % 2 else (1000, 1010)
+        stalled = StepTimes([None] * len(plan), stall_ns=600, backward_ns=8000)
+        assert schedule.decide(schedule.numbers(ready, {0: stalled}, len(plan)), plan).plan == plan
+
+
+@pytest.mark.parametrize(("percent", "moves"), [(0.8, False), (1.5, True)])
+def test_planned_moves_for_a_gain_of_more_than_one_percent_of_backward(percent: float, moves: bool) -> None:
+    """Two gradients, ready at 0 and at the end: in one bucket, the first one's bytes are sent after the end."""
+    end_ns = 10**9
+    of = model(sizes=[1000, 8], caps=BucketCaps(cap_bytes=10**6), link=(0.0, 8000 / (percent / 100 * end_ns)))
+    plan: Plan = ((0, 1),)
+    schedule = Schedule(of, 0)
+    decision = schedule.decide(schedule.numbers([0, end_ns], {}, 1), plan)
+    assert decision.plan == (((0,), (1,)) if moves else plan), decision.why
+
+
+def test_a_link_that_is_given_is_taken_as_given() -> None:
+    of = model(link=(20.0, 100.0))
+    schedule = Schedule(of, 0)
+    plan = first_plan(of)
+    costs = schedule.decide(schedule.numbers([0] * PARAMETERS, {}, len(plan)), plan).costs
+    assert costs is not None and (costs.wire.fixed_ns, costs.wire.fs_per_byte) == (20_000, 80_000), "12.5 GB/s"
+
+
+def test_a_link_that_changes_is_noticed() -> None:
+    of = model()
+    plan = first_plan(of)
+    schedule = Schedule(of, 8)
+    ready = [1000 * (PARAMETERS - number) for number in range(PARAMETERS)]
+    for _ in range(20):
+        schedule.decide(schedule.numbers(ready, three(costing(500, 3, plan, of)), len(plan)), plan)
+    for _ in range(4):
+        schedule.decide(schedule.numbers(ready, three(costing(5000, 30, plan, of)), len(plan)), plan)
+    assert schedule.costs is not None
+    assert (schedule.costs.wire.fixed_ns, schedule.costs.wire.fs_per_byte) == (5000, 30_000_000)
+
+
+def test_a_sparse_gradient_hides_its_own_busy_period_only() -> None:
+    kinds = [ParameterKind(size, 0, 0, alone=size == 400) for size in (40, 400, 4000)]
+    of = Model(
+        kinds=kinds,
+        wire_bytes=[40, 0, 4000],
+        caps=BucketCaps(first_bytes=1, cap_bytes=1),
+        cap_policy="c10d",
+        share=False,
+        policy="planned",
+    )
+    plan: Plan = ((0,), (1,), (2,))
+    schedule = Schedule(of, 0)
+    schedule.decide(schedule.numbers([0, 1, 2], three(costing(500, 3, plan, of)), 3), plan)
+    assert schedule.costs is not None
+    assert (schedule.costs.wire.fixed_ns, schedule.costs.wire.fs_per_byte) == (500, 3_000_000)
+    assert schedule.costs.pack.fixed_ns == 10
+
+
+def test_static_is_tried_with_rank_0s_order() -> None:
+    of = model(groups="ababaab")  # type: ignore[arg-type]
+    plan = first_plan(of)
+    ready = [1000 * (PARAMETERS - number) for number in range(PARAMETERS)]
+    tried = []
+    for arrival in ((), tuple(range(PARAMETERS))):
+        schedule = Schedule(of, 0, arrival=arrival)
+        tried.append(schedule.static(ready))
+        assert schedule.decide(schedule.numbers(ready, three(costing(500, 3, plan, of)), len(plan)), plan).costs
+    assert tried[0] != tried[1]
+
+
+def test_one_size_of_buckets_tells_nothing_about_the_link_and_planned_falls_back_to_ready() -> None:
+    of = model(sizes=[100] * PARAMETERS, caps=BucketCaps(first_bytes=100, cap_bytes=100))
+    plan = first_plan(of)
+    ready = [1000 * (PARAMETERS - number) for number in range(PARAMETERS)]
+    decision = Schedule(of, 0).decide(Schedule(of, 0).numbers(ready, three(costing(500, 3, plan, of)), len(plan)), plan)
+    assert decision.plan == plan and decision.costs is None and "fewer than two sizes" in decision.why
+    given = Schedule(model(sizes=[100] * PARAMETERS, link=(0.5, 8 / 3)), 0)
+    assert given.decide(given.numbers(ready, {}, len(plan)), plan).costs is not None
+
+
+def test_samples_outlive_a_plan() -> None:
+    """One bucket after another size: together they are two."""
+    of = model(sizes=[100] * PARAMETERS, caps=BucketCaps(first_bytes=100, cap_bytes=100))
+    ready = [1000 * (PARAMETERS - number) for number in range(PARAMETERS)]
+    schedule = Schedule(of, 8)
+    for plan in (first_plan(of), (tuple(range(PARAMETERS)),)):
+        decision = schedule.decide(schedule.numbers(ready, {0: costing(500, 3, plan, of)}, len(plan)), plan)
+    assert decision.costs is not None and decision.costs.wire.fs_per_byte == 3_000_000
+
+
+def test_busy_periods_of_the_example() -> None:
+    ranks = seen([0, 5], [12, 40]), seen([102, 130], [112, 140])
+    last = [
+        Seen(min(a.since_first_ns, b.since_first_ns), min(a.queued_ns, b.queued_ns))
+        for a, b in zip(*ranks, strict=True)
+    ]
+    assert busy_periods(last, [10, 30]) == [(10, 10), (30, 10)]
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_busy_periods_find_what_a_fifo_channel_cost_whatever_the_ranks_clocks_and_delays(data: st.DataObject) -> None:
+    """Issued at any times on three ranks, served in order, each for 7 ns and 3 per byte."""
+    count = data.draw(st.integers(1, 8))
+    sizes = data.draw(st.lists(st.integers(0, 50), min_size=count, max_size=count))
+    gaps = st.lists(st.integers(0, 300), min_size=count, max_size=count)
+    issued = [np.cumsum(data.draw(gaps)).tolist() for _ in range(3)]
+    ended, channel = [], 0
+    for place, size in enumerate(sizes):
+        channel = max(channel, max(one[place] for one in issued)) + 7 + 3 * size
+        ended.append(channel)
+    offsets = data.draw(st.lists(st.integers(-(10**6), 10**6), min_size=3, max_size=3))
+    rows = [
+        seen([at + offset for at in one], [at + offset for at in ended])
+        for one, offset in zip(issued, offsets, strict=True)
+    ]
+    last = [
+        Seen(min(one.since_first_ns for one in bucket), min(one.queued_ns for one in bucket))
+        for bucket in zip(*rows, strict=True)
+    ]
+    periods = busy_periods(last, sizes)
+    assert periods
+    for size, took_ns in periods:
+        assert 7 + 3 * size <= took_ns < 7 + 3 * (size + 1) + 1, "averages are rounded down"
+
+
+times = st.one_of(st.just(MISSING_NS), st.just(0), st.integers(0, 50), st.integers(10**15, 10**15 + 3))
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_all_ranks_decide_the_same_for_any_set_of_numbers(data: st.DataObject) -> None:
+    policy: Policy = data.draw(st.sampled_from(["planned", "ready"]))
+    groups = data.draw(st.lists(st.integers(0, 2), min_size=PARAMETERS, max_size=PARAMETERS))
+    of = model(policy, groups=groups)
+    plan = first_plan(of)
+    wire = st.builds(Seen, st.integers(0, 10**12), st.integers(-(10**12), 10**12))
+    row = st.one_of(st.none(), st.builds(BucketTimes, wire, *[st.integers(0, 10**12)] * 2))
+    ranks = [Schedule(of, 8, arrival=tuple(range(PARAMETERS))) for _ in range(3)]
+    for _ in range(2):
+        rows = st.lists(row, min_size=len(plan), max_size=len(plan))
+        step = st.builds(StepTimes, rows, stall_ns=st.integers(0, 1000), backward_ns=st.integers(0, 1000))
+        sent = [
+            one.numbers(
+                data.draw(st.lists(times, min_size=PARAMETERS, max_size=PARAMETERS)),
+                data.draw(st.dictionaries(st.integers(0, 2), step)),
+                len(plan),
+                frozen=False,
+            )
+            for one in ranks
+        ]
+        reduced = [max(values) for values in zip(*sent, strict=True)]
+        first, *others = [one.decide(reduced, plan) for one in ranks]
+        assert all(other == first for other in others)
+        assert sorted(number for members in first.plan for number in members) == list(range(PARAMETERS))
+        assert all(len({groups[number] for number in members}) == 1 for members in first.plan)
+        plan = first.plan
+
+
+class Ranks(RuleBasedStateMachine):
+    """A few ranks in rounds. Each gets its gradients in an order of its own, at times of its own, and may be ahead of
+    the others by as much as collectives allow: none ends a step before all have issued what that step needs."""
+
+    WORLD = 3
+
+    @initialize(seed=st.integers(0, 1 << 30), policy=st.sampled_from(["planned", "ready"]), groups=st.integers(1, 3))
+    def begin(self, seed: int, policy: Policy, groups: int) -> None:
+        self.random = random.Random(seed)
+        of = model(policy, groups=[number % groups for number in range(PARAMETERS)])
+        self.names = [str(number) for number in range(PARAMETERS)]
+        self.schedules = [Schedule(of, 8) for _ in range(self.WORLD)]
+        self.plans = [first_plan(of)] * self.WORLD
+        self.decisions: list[object] = [None] * self.WORLD
+        self.looked: list[dict[int, StepTimes]] = [{} for _ in range(self.WORLD)]
+        self.launched: list[list[tuple[str, object]]] = [[] for _ in range(self.WORLD)]
+        self.ended = [0] * self.WORLD
+        self.steps: list[Step] = []
+        self.waiting: list[list[int]] = []
+        for rank in range(self.WORLD):
+            self.steps.append(self._step(rank))
+            self.waiting.append(self._order())
+
+    def _step(self, rank: int) -> Step:
+        plan = self.plans[rank]
+        bucket_of = [next(b for b, members in enumerate(plan) if number in members) for number in range(PARAMETERS)]
+        return Step([len(members) for members in plan], bucket_of, self.names)
+
+    def _order(self) -> list[int]:
+        return self.random.sample(range(PARAMETERS), PARAMETERS)
+
+    def _may_end(self, rank: int) -> bool:
+        """Everything is here, and each collective of this step has been issued by all."""
+        issued = min(len(one) for one in self.launched)
+        return not self.waiting[rank] and len(self.launched[rank]) <= issued
+
+    @precondition(lambda self: any(self.waiting))
+    @rule(pick=st.integers(0, 1 << 20))
+    def a_gradient_comes(self, pick: int) -> None:
+        ranks = [rank for rank in range(self.WORLD) if self.waiting[rank]]
+        rank = ranks[pick % len(ranks)]
+        step = self.steps[rank]
+        step.arrive(self.waiting[rank].pop())
+        while step.head_is_ready():
+            self.launched[rank].append(("bucket", self.plans[rank][step.next_bucket]))
+            step.next_bucket += 1
+        if step.all_launched():
+            self._issue(rank)
+
+    def _issue(self, rank: int) -> None:
+        """The end of backward: what the schedule wants said."""
+        schedule = self.schedules[rank]
+        place = schedule.place()
+        if place is not None:
+            some = (self.random.randrange(10**6) for _ in range(10**6))
+            rows = [BucketTimes(Seen(next(some), next(some) - 10**5), next(some), next(some)) for _ in self.plans[rank]]
+            self.looked[rank][place] = StepTimes(rows, self.random.randrange(100), 100)
+        if schedule.reports():
+            ready = [self.random.choice([MISSING_NS, 0, self.random.randrange(10**6)]) for _ in range(PARAMETERS)]
+            numbers = schedule.numbers(ready, self.looked[rank], len(self.plans[rank]))
+            self.looked[rank] = {}
+            self.launched[rank].append(("numbers", tuple(numbers)))
+        elif schedule.confirms():
+            decision = self.decisions[rank]
+            self.launched[rank].append(("hash", decision.hash))  # type: ignore[attr-defined]
+
+    @precondition(lambda self: any(self._may_end(rank) for rank in range(self.WORLD)))
+    @rule(pick=st.integers(0, 1 << 20))
+    def a_step_ends(self, pick: int) -> None:
+        ranks = [rank for rank in range(self.WORLD) if self._may_end(rank)]
+        rank = ranks[pick % len(ranks)]
+        schedule = self.schedules[rank]
+        if schedule.reports():
+            place = len(self.launched[rank]) - 1
+            sent = [self.launched[one][place] for one in range(self.WORLD)]
+            assert {kind for kind, _ in sent} == {"numbers"}
+            values: list[tuple[int, ...]] = [numbers for _, numbers in sent]  # type: ignore[misc]
+            reduced = [max(column) for column in zip(*values, strict=True)]
+            self.decisions[rank] = schedule.decide(reduced, self.plans[rank])
+        elif schedule.confirms():
+            self.plans[rank] = self.decisions[rank].plan  # type: ignore[attr-defined]
+        schedule.round += 1
+        self.ended[rank] += 1
+        self.steps[rank] = self._step(rank)
+        self.waiting[rank] = self._order()
+
+    @invariant()
+    def all_issue_the_same(self) -> None:
+        """What has been issued by several ranks is the same, but for the numbers themselves."""
+        for place in range(min(len(one) for one in self.launched)):
+            kinds = {
+                (kind, len(value)) if kind == "numbers" else (kind, value)  # type: ignore[arg-type]
+                for kind, value in (one[place] for one in self.launched)
+            }
+            assert len(kinds) == 1, kinds
+
+    @invariant()
+    def somebody_can_go_on(self) -> None:
+        assert any(self.waiting) or any(self._may_end(rank) for rank in range(self.WORLD)), "a deadlock"
+
+    @invariant()
+    def none_is_two_steps_ahead(self) -> None:
+        assert max(self.ended) - min(self.ended) <= 1
+
+
+TestRanks = Ranks.TestCase
+TestRanks.settings = settings(max_examples=30, stateful_step_count=300, deadline=None)
