@@ -23,3 +23,7 @@ class UnsupportedWireError(FusedReduceError, TypeError):
 
 class CollectiveError(FusedReduceError):
     """A collective failed: a peer died, left, or did not answer within the group's timeout."""
+
+
+class TraceError(FusedReduceError, ValueError):
+    """A trace cannot be used: damaged, foreign, incomplete, or its ranks did not do the same."""

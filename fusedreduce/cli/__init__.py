@@ -1,8 +1,9 @@
-"""The command line: `fusedreduce demo` (also `python -m fusedreduce.cli demo`)."""
+"""The command line: `fusedreduce demo`, `trace` and `plan` (also `python -m fusedreduce.cli demo`)."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import NoReturn
 
 import fusedreduce
 
-from . import demo
+from . import demo, plan, trace
 
 
 class _Parser(argparse.ArgumentParser):
@@ -21,7 +22,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 # Each has add_parser(subparsers), which sets `run`: the parsed arguments -> the exit status.
-_COMMANDS = (demo,)
+_COMMANDS = (demo, trace, plan)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(typed, argparse.Namespace(typed=typed))
     try:
         status: int = arguments.run(arguments)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print(f"{parser.prog} {arguments.command}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # Whoever read this has had enough (`| head`). Python flushes once more when it ends, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return status

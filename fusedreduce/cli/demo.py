@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 from fusedreduce.config import WIRES, Wire
+from fusedreduce.traces.files import read
+from fusedreduce.traces.report import merge
 
-from . import picture, report, results
+from . import picture, report, results, trace
 from .digits import BATCH_IMAGES, TRAINING_IMAGES
 from .launch import InterruptedRunError, RankFailedError, run_ranks
 
@@ -37,8 +39,8 @@ def add_parser(subparsers: Any) -> None:
         help="train on real data with the fused path beside torch's own, and compare",
         description="Trains a small convolutional network on scikit-learn's handwritten digits, on several ranks of "
         "this machine, with torch DDP and with the fused hook side by side. Prints a table and writes demo.json and "
-        f"demo.png. Exit status 1 if a variant ends under {ACCURACY_NEEDED:.0%} accuracy, or the ranks' parameters "
-        "differ.",
+        "demo.png, and of some steps where the time went, trace.json (for Perfetto) and trace.png. Exit status 1 if a "
+        f"variant ends under {ACCURACY_NEEDED:.0%} accuracy, or the ranks' parameters differ.",
         allow_abbrev=False,
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="processes (default: 2, at most one per GPU)")
@@ -89,6 +91,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             results.write_job(Path(folder), job)
             run_ranks(_WORKER, Path(folder), ranks, loopback=device == "cpu")
             rows = results.read_rows(Path(folder))
+            traced = merge(read(Path(folder) / results.TRACE_FOLDER))
     except InterruptedRunError as interrupted:
         _complain(f"{interrupted}; every rank has ended")
         return 128 + interrupted.signum
@@ -109,6 +112,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     picture.draw(out / "demo.png", rows, f"Handwritten digits, {ranks_there}")
     print(f"\n{report.table(rows)}\n\n{report.notes(rows, ranks)}\n")
     print(f"{out / 'demo.json'}  every figure\n{out / 'demo.png'}   loss curves and time per step")
+    print(trace.write(traced, out))
     return _verdict(rows)
 
 

@@ -27,6 +27,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fusedreduce import DistributedDataParallel
+
 from . import digits, launch, measure, results
 from .progress import Progress
 from .variants import Contender, Variant, variants
@@ -39,6 +41,7 @@ _PR_SET_PDEATHSIG = 1
 # crash (the last rank is killed after a few steps).
 _FAULT = "FUSEDREDUCE_DEMO_FAULT"
 _FAULT_STEP = 2
+_RECORDED_STEPS = 10
 
 
 @dataclass
@@ -99,7 +102,7 @@ def main(arguments: Sequence[str]) -> None:
     status = 0
     try:
         device = _join(job, int(os.environ["LOCAL_RANK"]))
-        rows = train(job, device, rank)
+        rows = train(job, device, rank, folder / results.TRACE_FOLDER)
         if rank == 0:
             results.write_rows(folder, rows)
         dist.destroy_process_group()
@@ -120,8 +123,11 @@ def main(arguments: Sequence[str]) -> None:
     os._exit(status)
 
 
-def train(job: results.Job, device: torch.device, rank: int) -> list[results.Row]:
-    """Trains all variants side by side; the rows are the same on every rank, but for rank 0's own columns."""
+def train(job: results.Job, device: torch.device, rank: int, traces: Path) -> list[results.Row]:
+    """Trains all variants side by side; the rows are the same on every rank, but for rank 0's own columns.
+
+    Some steps more of the last one, the wrapper at the last wire, are recorded into `traces`.
+    """
     ranks = dist.get_world_size()
     training, held_out = (part.to(device) for part in digits.load())
     runs = [_start(variant, job, device) for variant in variants(job.wires)]
@@ -142,7 +148,19 @@ def train(job: results.Job, device: torch.device, rank: int) -> list[results.Row
         if progress is not None:
             progress.show(step + 1)
     _inject_wrong_result(runs[-1], last_rank)
-    return [_row(run, training.take(torch.arange(digits.BATCH_IMAGES)), held_out, device) for run in runs]
+    batch = training.take(torch.arange(digits.BATCH_IMAGES))
+    rows = [_row(run, batch, held_out, device) for run in runs]
+    _record(runs[-1], batch, traces)
+    return rows
+
+
+def _record(run: Run, batch: digits.Digits, folder: Path) -> None:
+    ddp = run.contender.ddp
+    assert isinstance(ddp, DistributedDataParallel)
+    with ddp.record_trace(folder):
+        for _ in range(_RECORDED_STEPS):
+            measure.forward_backward(ddp, batch)
+            run.optimizer.zero_grad()
 
 
 def _start(variant: Variant, job: results.Job, device: torch.device) -> Run:

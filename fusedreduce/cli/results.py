@@ -14,6 +14,7 @@ from fusedreduce.config import Wire
 
 JOB_FILE = "job.json"
 ROWS_FILE = "rows.json"
+TRACE_FOLDER = "trace"
 PROBE_EVERY = 5  # steps; see demo_worker
 
 

@@ -1,0 +1,219 @@
+"""`fusedreduce plan`: what the cost model says of each policy on a recorded run, and the plan as torch takes it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from fusedreduce.config import CAP_POLICIES, CapPolicy
+from fusedreduce.errors import TraceError
+from fusedreduce.planning import saved
+from fusedreduce.planning.assignment import MIB, BucketCaps
+from fusedreduce.planning.clusters import Case
+from fusedreduce.planning.costs import FREE, FS_PER_NS, Costs, Linear
+from fusedreduce.planning.plan import Plan
+from fusedreduce.planning.planner import Problem, ready_order, timeline
+from fusedreduce.planning.policies import best_plan, ready_plan, static_plan
+from fusedreduce.planning.torch_caps import TorchCaps, nearest
+from fusedreduce.traces.files import RankTrace, read
+from fusedreduce.traces.problem import kinds, measured_costs, problem, ready_times_ns, shares
+from fusedreduce.traces.report import start_ns
+
+from . import simulate
+from .trace import beside, columns, milliseconds, replace_file, writable
+
+PLAN_FILE = "plan.json"
+# Gbit/s to fs per byte: 8 bits at 1 ns each.
+_FS_PER_BYTE_AT_1_GBIT_S = 8 * FS_PER_NS
+_NOTES = """\
+In the model, ms since backward began: when the last collective ends, when the last gradient is reduced, and by how much
+that is later than the end of backward, packing included. recorded: the plan of the last recorded step."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `plan` to the command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "plan",
+        help="compare policies on a recorded run, and print the plan for torch's own DDP",
+        description="Reads what record_trace(FOLDER) left there, asks the cost model for each policy, and writes "
+        f"{PLAN_FILE}, for ReduceConfig(plan=...). Prints the limits with which torch's own DDP comes nearest. With "
+        "--simulate: what each policy would leave exposed on larger clusters, of that run or, without FOLDER, of known "
+        "models.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="where the traces are")
+    parser.add_argument(
+        "--costs", metavar="US,GBIT", help="latency in us and bandwidth in Gbit/s of one all-reduce (default: measured)"
+    )
+    parser.add_argument("--cap-mb", type=float, metavar="MB", help="the largest bucket, in MiB (default: as recorded)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the file goes (default: beside the traces)")
+    parser.add_argument("--simulate", action="store_true", help="run models of training on models of clusters")
+    simulate.add_arguments(parser)
+    parser.set_defaults(run=lambda arguments: _run(parser, arguments))
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if arguments.folder is None:
+        if arguments.simulate:
+            return simulate.run(arguments)
+        parser.error("the following arguments are required: FOLDER, or --simulate")
+    try:
+        traces = read(arguments.folder)
+    except TraceError as error:
+        parser.error(str(error))
+    if arguments.simulate:
+        return _simulate(parser, arguments, traces)
+    costs = _costs(parser, arguments.costs, traces)
+    caps = _caps(parser, arguments.cap_mb, traces[0])
+    share = shares(traces[0])
+    asked = problem(traces, costs, caps.planned_limit_bytes, share=share)
+    _check_times(parser, asked)
+    out = writable(parser, arguments.out or beside(arguments.folder))
+    plans = policies(traces, asked, caps, share=share)
+    recorded = traces[0].plans[traces[0].steps[-1].plan] if traces[0].steps else None
+    print(f"fusedreduce plan: {_facts(traces, asked)}; {_link(costs.wire)}\n")
+    print(f"{_table({**plans, **({'recorded': recorded} if recorded else {})}, asked)}\n\n{_NOTES}\n")
+    # torch keeps dtypes apart.
+    apart = problem(traces, costs, caps.planned_limit_bytes, share=False) if share else asked
+    best = policies(traces, apart, caps, share=False)["planned"] if share else plans["planned"]
+    print(_for_torch(torch_caps(best, apart), best, apart))
+    print(_keep(out, traces[0], plans["planned"]))
+    return 0
+
+
+def policies(traces: Sequence[RankTrace], asked: Problem, caps: BucketCaps, *, share: bool) -> dict[str, Plan]:
+    """The plan of each policy.
+
+    Args:
+        traces: of all ranks.
+        asked: what the planner is asked.
+        caps: limits of `static` and `ready`.
+        share: `ready` may have buckets of mixed dtypes.
+    """
+    # Not a setting of the hook's state, and none of an older trace's.
+    cap_policy = cast("CapPolicy", traces[0].config.get("cap_policy"))
+    cap_policy = cap_policy if cap_policy in CAP_POLICIES else "c10d"
+    found = {
+        "static": static_plan(kinds(traces[0]), caps, cap_policy, ready_order(ready_times_ns(traces[0]))),
+        "ready": ready_plan(kinds(traces[0]), caps, cap_policy, ready_order(asked.ready_ns), share=share),
+    }
+    return {**found, "planned": best_plan(asked, found)[1]}
+
+
+def torch_caps(plan: Plan, asked: Problem) -> TorchCaps:
+    """The limits for torch with which the model says that the last collective ends first."""
+    return nearest(
+        plan,
+        asked.size_bytes,
+        asked.groups,
+        ready_order(asked.ready_ns),
+        alone=asked.alone,
+        cost=lambda made: timeline(made, asked).last_done,
+    )
+
+
+def _simulate(parser: argparse.ArgumentParser, arguments: argparse.Namespace, traces: Sequence[RankTrace]) -> int:
+    """The recorded run on clusters; its wire is theirs, packing and unpacking are its own."""
+    known = _known(traces)
+    costs = Costs(wire=FREE, pack=known.pack, unpack=known.unpack) if known else Costs(wire=FREE)
+    caps = _caps(parser, arguments.cap_mb, traces[0])
+    asked = problem(traces, costs, caps.planned_limit_bytes)
+    _check_times(parser, asked)
+    forwards = [-start_ns(step.marks) for trace in traces for step in trace.steps]
+    case = Case(asked, statistics.median_low(forwards) if forwards else 0)
+    found = simulate.table(lambda network: case, arguments, caps)
+    print(simulate.text(f"{_facts(traces, asked)}; torch's buckets of {max(caps.limits_bytes) / MIB:g} MiB", found))
+    return 0
+
+
+def _check_times(parser: argparse.ArgumentParser, asked: Problem) -> None:
+    if max(asked.ready_ns) < 0:
+        parser.error("the trace has no gradient's time")
+
+
+def _known(traces: Sequence[RankTrace]) -> Costs | None:
+    """What the ranks had agreed on, else what fits the recorded buckets."""
+    return next((trace.costs for trace in traces if trace.costs is not None), None) or measured_costs(traces)
+
+
+def _costs(parser: argparse.ArgumentParser, given: str | None, traces: Sequence[RankTrace]) -> Costs:
+    """What was given, else what is known."""
+    known = _known(traces)
+    if given is None:
+        if known is None:
+            parser.error(
+                "the link's costs do not follow from the trace (buckets of fewer than two sizes): give --costs"
+            )
+        return known
+    try:
+        latency_us, gbit_per_s = (float(part) for part in given.split(","))
+        if not (math.isfinite(latency_us) and math.isfinite(gbit_per_s) and latency_us >= 0 and gbit_per_s > 0):
+            raise ValueError(given)
+    except ValueError:
+        parser.error(f"argument --costs: two numbers, latency in us and Gbit/s, such as 20,100; got {given!r}")
+    link = Linear(fixed_ns=round(latency_us * 1e3), fs_per_byte=round(_FS_PER_BYTE_AT_1_GBIT_S / gbit_per_s))
+    return Costs(wire=link, pack=known.pack if known else FREE, unpack=known.unpack if known else FREE)
+
+
+def _caps(parser: argparse.ArgumentParser, given_mb: float | None, first: RankTrace) -> BucketCaps:
+    """One limit for all buckets, as torch's bucket_cap_mb means it; else what was recorded."""
+    if given_mb is None:
+        return first.caps
+    if not (math.isfinite(given_mb) and given_mb * MIB >= 1):
+        parser.error(f"argument --cap-mb: must be at least one byte, got {given_mb}")
+    cap_bytes = int(given_mb * MIB)
+    return BucketCaps(first_bytes=cap_bytes, cap_bytes=cap_bytes, planned_bytes=cap_bytes)
+
+
+def _facts(traces: Sequence[RankTrace], asked: Problem) -> str:
+    first = traces[0]
+    ranks = f"{len(traces)} of {first.ranks} ranks" if len(traces) < first.ranks else f"{first.ranks} ranks"
+    size_mb = sum(asked.wire_bytes) / MIB
+    parameters = f"{len(asked.ready_ns)} parameters, {size_mb:.2f} MiB on the wire ({first.config['wire']})"
+    return f"{ranks}, {first.device}, {first.source}; {parameters}"
+
+
+def _link(wire: Linear) -> str:
+    rate = f"{_FS_PER_BYTE_AT_1_GBIT_S / wire.fs_per_byte:.2f} Gbit/s" if wire.fs_per_byte else "no cost per byte"
+    return f"all-reduce {wire.fixed_ns / 1e3:.1f} us and {rate}"
+
+
+def _table(plans: Mapping[str, Plan], asked: Problem) -> str:
+    rows = []
+    for name, plan in plans.items():
+        found = timeline(plan, asked)
+        times = [found.last_done, found.finish, found.finish - found.backward_end]
+        rows.append([name, str(len(plan)), *(milliseconds(time_fs / FS_PER_NS) for time_fs in times)])
+    headings = [("", "policy"), ("", "buckets"), ("last collective", "ms"), ("finish", "ms"), ("exposed", "ms")]
+    return columns(headings, rows)
+
+
+def _for_torch(found: TorchCaps, plan: Plan, asked: Problem) -> str:
+    """The argument, and what it does."""
+    listed = ", ".join(map(repr, found.caps_mb))
+    lines = [f"For torch's own DistributedDataParallel:\nbucket_cap_mb_list=[{listed}]"]
+    if found.exact:
+        lines.append(f"With it torch makes the plan's {len(plan)} buckets, once it has laid them out by readiness.")
+    else:
+        torchs, ours = timeline(found.plan, asked).last_done, timeline(plan, asked).last_done
+        lines.append(
+            f"The nearest there is: torch makes {len(found.plan)} buckets, of which {found.kept} are among the plan's "
+            f"{len(plan)}; in the model its last collective ends {milliseconds((torchs - ours) / FS_PER_NS)} ms later."
+        )
+    lines.append("torch does that after the first step, and not with find_unused_parameters unless static_graph.\n")
+    return "\n".join(lines)
+
+
+def _keep(out: Path, first: RankTrace, plan: Plan) -> str:
+    """Writes the plan where it can be used; a line that says so."""
+    if first.source == "hook":
+        return f"No {PLAN_FILE}: torch's reducer, which this was recorded with, loads no plan."
+    names, numels = [one.name for one in first.parameters], [one.numel for one in first.parameters]
+    wire = str(first.config["wire"])
+    text = saved.dump(plan, names=names, numels=numels, world_size=first.ranks, wire=wire)
+    replace_file(out / PLAN_FILE, text)
+    return f"{out / PLAN_FILE}  the plan of policy planned, for ReduceConfig(plan=...)"

@@ -1,0 +1,179 @@
+"""`fusedreduce plan --simulate`: what each policy leaves exposed of communication, on clusters that are not at hand.
+
+`run` simulates known models, `table` any problem, such as one that was read from a trace; `text` shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Collection, Sequence
+
+from fusedreduce.config import WIRES
+from fusedreduce.planning.assignment import MIB, BucketCaps
+from fusedreduce.planning.clusters import Case, Row, rows
+from fusedreduce.planning.simulate import problem_of
+from fusedreduce.planning.simulation.models import MODELS, Model
+from fusedreduce.planning.simulation.networks import ACCELERATORS, NETWORKS, Network, copies
+from fusedreduce.planning.simulation.noise import Noise
+
+from .scheduling_page import HEADS, Table, cells, page
+
+_RANKS = (8, 64, 512, 4096, 16384)
+_ITEMSIZE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_NOTES = """\
+Exposed, in ms and as a share of the step: from where the slowest rank's backward would end without packing, to the last
+gradient reduced and unpacked on any rank; packing and unpacking are in it. (fusedreduce trace, and plan without
+--simulate, count from the end of backward with its packing.) static, ready: torch's caps. planned: the planner's
+buckets. capped: the same, none above the cap of static. saves: of a step under static, without and with noise."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that only a simulation has; `--simulate` itself is the caller's."""
+    group = parser.add_argument_group("simulation, with --simulate")
+    every = f"{','.join(map(str, _RANKS))}"
+    for option, read, default, says in (
+        ("--model", _names(MODELS), tuple(MODELS), f"of {', '.join(MODELS)} (default: all)"),
+        ("--network", _names(NETWORKS), tuple(NETWORKS), f"of {', '.join(NETWORKS)} (default: all)"),
+        ("--ranks", _counts, _RANKS, f"how many (default: {every})"),
+        ("--wire", _names(WIRES), ("bf16", "native"), f"what travels, of {', '.join(WIRES)} (default: bf16,native)"),
+    ):
+        group.add_argument(option, type=read, default=default, metavar=f"{option[2:].upper()}[,...]", help=says)
+    group.add_argument("--gradients", choices=("fp32", "bf16"), default="fp32", help="their dtype (%(default)s)")
+    group.add_argument("--accelerator", choices=tuple(ACCELERATORS), help="default: what the network's hosts have")
+    group.add_argument("--batch", type=_count, metavar="N", help="samples per rank (default: the model's)")
+    group.add_argument(
+        "--jitter", type=_number, default=0.05, metavar="X", help="random delays per rank and gradient (%(default)s)"
+    )
+    group.add_argument(
+        "--straggler", type=_straggler, default=(0.0, 1.0), metavar="SHARE:SLOWDOWN", help="as 0.01:1.2 (default: none)"
+    )
+    group.add_argument("--seed", type=_count, default=1, metavar="N", help="of the random delays (%(default)s)")
+    group.add_argument("--markdown", action="store_true", help="print docs/scheduling_table.md")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulates known models; the exit status."""
+    try:
+        _caps(arguments)
+    except (ValueError, OverflowError) as error:
+        print(f"fusedreduce plan: error: argument --cap-mb: {error}", file=sys.stderr)
+        return 2
+    found = (
+        _table(model, wire, arguments) for model in map(MODELS.__getitem__, arguments.model) for wire in arguments.wire
+    )
+    if arguments.markdown:
+        print(_page(list(found), arguments))
+        return 0
+    for one in found:
+        print(f"{_text(f'{one.name}; {one.details}', one.rows)}\n", flush=True)
+    print(_NOTES)
+    return 0
+
+
+def table(case: Callable[[Network], Case], arguments: argparse.Namespace, caps: BucketCaps) -> list[Row]:
+    """Simulates one backward on every cluster that was asked for.
+
+    Args:
+        case: what runs on a network.
+        arguments: as `add_arguments` reads them.
+        caps: limits of the buckets.
+    """
+    networks = list(map(NETWORKS.__getitem__, arguments.network))
+    return list(rows(case, networks, arguments.ranks, _noise(arguments), caps))
+
+
+def _case(model: Model, wire: str, arguments: argparse.Namespace) -> Callable[[Network], Case]:
+    own = _ITEMSIZE_BYTES[arguments.gradients]
+    travels = _ITEMSIZE_BYTES.get(wire, own)
+
+    def case(network: Network) -> Case:
+        device = arguments.accelerator or network.accelerator
+        workload = model.workload(device, arguments.batch)
+        copy = copies(ACCELERATORS[device], wire_itemsize_bytes=travels, gradient_itemsize_bytes=own)
+        problem = problem_of(workload, copy, wire_itemsize_bytes=travels, gradient_itemsize_bytes=own)
+        return Case(problem, workload.forward_ns)
+
+    return case
+
+
+def _caps(arguments: argparse.Namespace) -> BucketCaps:
+    if arguments.cap_mb is None:
+        return BucketCaps()
+    cap_bytes = int(arguments.cap_mb * MIB)
+    return BucketCaps(first_bytes=cap_bytes, cap_bytes=cap_bytes, planned_bytes=cap_bytes)
+
+
+def text(title: str, found: Sequence[Row]) -> str:
+    """A table for a terminal, and what its columns mean."""
+    return f"{_text(title, found)}\n\n{_NOTES}"
+
+
+def _text(title: str, found: Sequence[Row]) -> str:
+    lines = [HEADS, *map(cells, found)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = ["  ".join([*map(str.rjust, line[:-1], widths), line[-1]]).rstrip() for line in lines]
+    return "\n".join([f"{title}: ms exposed", "", padded[0], "-" * len(padded[0]), *padded[1:]])
+
+
+def _table(model: Model, wire: str, arguments: argparse.Namespace) -> Table:
+    batch = arguments.batch or model.batch
+    return Table(
+        name=f"{model.title}, wire {wire}",
+        details=f"{batch} {model.sample} per rank, {arguments.gradients} gradients",
+        rows=table(_case(model, wire, arguments), arguments, _caps(arguments)),
+    )
+
+
+def _page(tables: Sequence[Table], arguments: argparse.Namespace) -> str:
+    return page(
+        tables,
+        command=shlex.join(["fusedreduce", *arguments.typed]),
+        networks=list(map(NETWORKS.__getitem__, arguments.network)),
+        models=list(map(MODELS.__getitem__, arguments.model)),
+        noise=_noise(arguments),
+        caps=_caps(arguments),
+    )
+
+
+def _noise(arguments: argparse.Namespace) -> Noise:
+    share, slowdown = arguments.straggler
+    return Noise(jitter=arguments.jitter, straggler_share=share, straggler_slowdown=slowdown, seed=arguments.seed)
+
+
+def _names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    def names(typed: str) -> tuple[str, ...]:
+        wanted = tuple(known) if typed == "all" else tuple(dict.fromkeys(typed.split(",")))
+        for name in wanted:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"unknown name {name!r}: use {', '.join(known)} or all")
+        return wanted
+
+    return names
+
+
+def _counts(typed: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(map(_count, typed.split(","))))
+
+
+def _count(typed: str) -> int:
+    if not typed.isdecimal() or not 1 <= int(typed) <= 2**16:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {2**16:,}, got {typed!r}")
+    return int(typed)
+
+
+def _number(typed: str) -> float:
+    try:
+        return Noise(jitter=float(typed)).jitter
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _straggler(typed: str) -> tuple[float, float]:
+    share, _, slowdown = typed.partition(":")
+    try:
+        noise = Noise(straggler_share=float(share), straggler_slowdown=float(slowdown))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be SHARE:SLOWDOWN, such as 0.01:1.2: {error}") from None
+    return noise.straggler_share, noise.straggler_slowdown

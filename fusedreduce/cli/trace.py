@@ -1,0 +1,195 @@
+"""`fusedreduce trace`: where the time of recorded steps went, as a table, a picture and a timeline for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fusedreduce.errors import TraceError
+from fusedreduce.trace import bucket_label
+from fusedreduce.traces.chrome import chrome_trace
+from fusedreduce.traces.files import read
+from fusedreduce.traces.report import Figures, Run, figures, finish_ns, merge
+
+from . import gantt
+
+JSON_FILE = "trace.json"
+PICTURE_FILE = "trace.png"
+# A browser has to load it. An event takes about 300 bytes, and its parameters' names twice.
+_MOST_BYTES = 100_000_000
+_EVENT_BYTES = 300
+_NOTES = """\
+step: from one start of backward to the next. exposed: from the end of backward, our packing in it, to the last
+gradient reduced and unpacked. overlap: share of the time with a collective under way that lies within backward. stall:
+a bucket is ready and an earlier one is not. Medians over the steps. all: the slowest rank of each step, but exposed
+from the last end of backward on any rank to the last gradient on any rank, without waiting for slower ranks."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `trace` to the command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "trace",
+        help="show where the time of recorded steps went",
+        description="Reads what record_trace(FOLDER) left there, aligns the ranks' clocks, prints exposed "
+        f"communication, overlap and head-of-line stall, and writes {JSON_FILE} (open it in https://ui.perfetto.dev) "
+        f"and {PICTURE_FILE}.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the traces are (or one rank's file)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go (default: beside the traces)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="only this step (default: all; the picture a typical one)"
+    )
+    parser.set_defaults(run=lambda arguments: _run(parser, arguments))
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("matplotlib cannot be imported: pip install 'fusedreduce[demo]'")
+    try:
+        run = merge(read(arguments.folder))
+    except TraceError as error:
+        parser.error(str(error))
+    if arguments.step is not None and arguments.step not in run.steps:
+        parser.error(f"argument --step: {arguments.step} was not recorded: use one of {_spans(run.steps)}")
+    out = writable(parser, arguments.out or beside(arguments.folder))
+    print(f"fusedreduce trace: {_facts(run)}\n\n{table(run)}\n\n{_NOTES}\n")
+    print(write(run, out, arguments.step))
+    return 0
+
+
+def write(run: Run, out: Path, step: int | None = None) -> str:
+    """Writes timeline and picture.
+
+    Args:
+        run: all ranks.
+        out: a folder.
+        step: its number; None: all steps that fit into the timeline, and a typical one in the picture.
+
+    Returns:
+        A line for each file: its name and what it shows.
+    """
+    shown = typical(run) if step is None else run.steps.index(step)
+    steps = [shown] if step is not None else _that_fit(run)
+    replace_file(out / JSON_FILE, json.dumps(chrome_trace(run, steps)))
+    gantt.draw(out / PICTURE_FILE, run, shown)
+    which = _spans([run.steps[index] for index in steps])
+    return (
+        f"{out / JSON_FILE}  step {which}: open it in https://ui.perfetto.dev\n"
+        f"{out / PICTURE_FILE}   step {run.steps[shown]}"
+    )
+
+
+def table(run: Run) -> str:
+    """The figures as text, one rank a line."""
+    names = [str(trace.rank) for trace in run.traces]
+    rows = [_row(name, one) for name, one in zip([*names, "all"], figures(run), strict=False)]
+    if len(run.traces) == 1:
+        rows = rows[:1]
+    return columns(
+        [("", "rank"), ("step", "ms"), ("backward", "ms"), ("exposed", "ms"), ("", "overlap"), ("stall", "ms")]
+        + [("of", "backward")],
+        rows,
+    )
+
+
+def typical(run: Run) -> int:
+    """The step whose last gradient came at the median time; of the first rank."""
+    ends = [(finish_ns(step.marks), index) for index, step in enumerate(run.traces[0].steps)]
+    known = sorted((end_ns, index) for end_ns, index in ends if end_ns is not None)
+    return known[len(known) // 2][1] if known else len(ends) - 1
+
+
+def columns(headings: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:
+    """Names to the left, numbers to the right, under two lines of headings."""
+    cells = [[top for top, _ in headings], [name for _, name in headings], *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells]
+    return "\n".join([*lines[:2], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[2:]])
+
+
+def milliseconds(time_ns: float | None) -> str:
+    """A cell of a table."""
+    return "-" if time_ns is None else f"{time_ns / 1e6:.3f}"
+
+
+def beside(folder: Path) -> Path:
+    """Where files go that belong to a trace."""
+    return folder if folder.is_dir() else folder.parent
+
+
+def writable(parser: argparse.ArgumentParser, out: Path) -> Path:
+    """`out`, made and proved to take files."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            return out
+    except OSError as error:
+        parser.error(f"argument --out: {str(out)!r} is not a folder that can be written to: {error.strerror}")
+
+
+def _row(name: str, one: Figures) -> list[str]:
+    times = [milliseconds(time_ns) for time_ns in (one.step_ns, one.backward_ns, one.exposed_ns)]
+    return [name, *times, _percent(one.overlap), milliseconds(one.stall_ns), _percent(one.stall_share)]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _facts(run: Run) -> str:
+    first = run.traces[0]
+    ranks = f"rank {first.rank} of {first.ranks}" if len(run.traces) < first.ranks else f"{first.ranks} ranks"
+    plans = {first.plans[step.plan] for step in first.steps}
+    buckets = "/".join(map(str, sorted({len(plan) for plan in plans})))
+    clocks = ""
+    if len(run.traces) > 1:
+        known = run.spread_ns is not None
+        clocks = f"; clocks aligned to {(run.spread_ns or 0) / 1e3:.0f} us" if known else "; wall clocks as they are"
+    return f"{ranks}, {first.device}, {first.source}; step {_spans(run.steps)}, {buckets} buckets{clocks}"
+
+
+def _that_fit(run: Run) -> list[int]:
+    """The latest steps of which the timeline is not too large, at least one."""
+    first = run.traces[0]
+    sizes = []
+    for plan in first.plans:
+        names = [[first.parameters[number].name for number in numbers] for numbers in plan]
+        labels = sum(len(bucket_label(index, row)) for index, row in enumerate(names))
+        sizes.append(len(run.traces) * 3 * (_EVENT_BYTES * (1 + len(plan)) + 2 * labels))
+    left = _MOST_BYTES
+    found: list[int] = []
+    for index in reversed(range(len(run.steps))):
+        left -= sizes[first.steps[index].plan]
+        if found and left < 0:
+            break
+        found.append(index)
+    return found[::-1]
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """ "3 to 9, 12": ascending numbers, in words."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    shown = [" to ".join(map(str, span)) for span in spans[:8]]
+    return ", ".join(shown) + (", ..." if len(spans) > len(shown) else "")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file in one piece."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text + "\n")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

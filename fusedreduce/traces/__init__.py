@@ -1,0 +1,1 @@
+"""Recorded traces: read, checked, merged, told as figures and as a timeline."""
