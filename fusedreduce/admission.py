@@ -105,7 +105,7 @@ def settings(config: ReduceConfig, caps: BucketCaps, flags: dict[str, object]) -
     """The options that must be the same on every rank, by name."""
     listed = hex(hash(caps.listed_bytes)) if len(caps.listed_bytes) > 16 else list(caps.listed_bytes)
     sizes = {"first_bucket_bytes": caps.first_bytes, "bucket_cap_bytes": caps.cap_bytes, "bucket_caps_bytes": listed}
-    return {**config.to_dict(), **sizes, **flags}
+    return {**config.to_dict(), **sizes, "planned_bytes": caps.planned_bytes, **flags}
 
 
 def enter(owner: Owner, parameters: Sequence[torch.Tensor], names: Sequence[str], *, exclusive: bool) -> bool:

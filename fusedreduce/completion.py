@@ -13,6 +13,7 @@ from .bucket import BucketState
 from .comm.monitor import StallMonitor
 from .deferred import DeferredErrors
 from .exchange import InFlight
+from .hook_trace import HookTrace
 
 
 class Finish:
@@ -24,6 +25,8 @@ class Finish:
         report_after_s: when the reduction is overdue.
         in_flight: the bucket under way.
         buffer: the future's value.
+        trace: told when the unpacking begins and ends.
+        index: DDP's number of the bucket.
     """
 
     def __init__(
@@ -33,12 +36,16 @@ class Finish:
         report_after_s: float,
         in_flight: InFlight,
         buffer: torch.Tensor,
+        trace: HookTrace | None = None,
+        index: int = 0,
     ) -> None:
         self._errors = errors
         self._monitor = monitor
         self._report_after_s = report_after_s
         self._in_flight = in_flight
         self._buffer = buffer
+        self._trace = trace
+        self._index = index
 
     def __call__(self, reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         ours, rank = self._in_flight.bucket, self._in_flight.rank
@@ -48,7 +55,11 @@ class Finish:
             except RuntimeError as error:
                 ours.state = BucketState.FAILED
                 raise exchange.collective_error(f"the all-reduce of {ours.label} failed", rank, error) from error
+            if self._trace is not None:
+                self._trace.unpack(self._index)
             done = exchange.finish(self._in_flight)
+            if self._trace is not None:
+                self._trace.unpacked(self._index)
         except Exception as error:
             self._errors.remember(error)
             raise

@@ -12,7 +12,8 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from .errors import AgreementError
 from .exchange import collective_error
 from .grad_bucket import GradBucket
 from .planning.assignment import MIB, BucketCaps
+from .planning.saved import load as load_plan
 from .reducer import Reducer
 from .unused import tensors_in
 
@@ -113,6 +115,14 @@ class DistributedDataParallel(TorchDDP):
         """Counters of the reducer; see `Reducer.stats`."""
         return self._ours().stats()
 
+    def plan_json(self) -> str:
+        """The plan in use, to keep in a checkpoint; `ReduceConfig(plan=...)` takes it. See `Reducer.plan_json`."""
+        return self._ours().plan_json()
+
+    def record_trace(self, folder: str | Path, limit: int = 100) -> AbstractContextManager[None]:
+        """Within: steps are recorded for `fusedreduce trace` and `fusedreduce plan`. See `Reducer.record_trace`."""
+        return self._ours().record_trace(folder, limit)
+
     def reset(self) -> None:
         """Makes the wrapper usable again after a backward that failed; see `Reducer.reset`. Call it on every rank."""
         self._static_graph_delay_allreduce_enqueued = False
@@ -178,6 +188,8 @@ class DistributedDataParallel(TorchDDP):
         try:
             if not _is_sliced(given["device_mesh"]):  # torch makes plain tensors of a sliced mesh's DTensors
                 _check_trainable(named)
+            if self.reduce_config.plan is not None:
+                load_plan(self.reduce_config.plan, names=list(named), numels=[one.numel() for one in named.values()])
             descriptions = [admission.describe(one, name, id(one) in sparse) for name, one in named.items()]
         except (RuntimeError, TypeError, ValueError) as error:
             problem = problem or error
@@ -343,7 +355,7 @@ class TorchReducer:
     def _push_all_rebuilt_params(self) -> None:
         self._joined = False
         self.reducer.shadow_used_map()
-        self.reducer.learn_nothing()
+        self.reducer.end_shadow_step()
 
     def _get_local_used_map(self) -> torch.Tensor:
         return self.reducer.used_map(joined=self._joined)

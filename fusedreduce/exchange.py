@@ -10,6 +10,7 @@ buffer (a comm hook at wire "native"), `start` divides in place and there is not
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class InFlight:
     pending: Pending
     rank: int
     in_place: bool
+    issued_ns: int  # time.perf_counter_ns() right before the collective was: it may end before this thread goes on
 
 
 def prepare(bucket: Bucket, ranks: int) -> None:
@@ -78,6 +80,7 @@ def start(
             by = scalar(float(divisor or communicator.size), bucket.compute_dtype, bucket.device)
             dispatch.pack(gradients, bucket.chunks, bucket.pointers, wire, by, vouched=vouched, done=done)
     bucket.state = BucketState.LAUNCHED
+    issued_ns = time.perf_counter_ns()
     try:
         with _range("all_reduce", bucket):
             pending = communicator.all_reduce(wire)
@@ -86,7 +89,7 @@ def start(
         state = "divided by the number of ranks, but not summed" if in_place else "still this rank's own"
         what = f"the all-reduce of {bucket.label} could not be started; its gradients are {state}"
         raise collective_error(what, communicator.rank, error) from error
-    return InFlight(bucket, tuple(gradients), wire, pending, communicator.rank, in_place)
+    return InFlight(bucket, tuple(gradients), wire, pending, communicator.rank, in_place, issued_ns)
 
 
 def start_early(bucket: Bucket, group: int, gradients: Sequence[torch.Tensor], divisor: float) -> None:

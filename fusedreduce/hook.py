@@ -15,6 +15,9 @@ reduced: the buffers go back as they came, gradients stay the local ones, and th
 import logging
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ from .completion import Finish, FinishSparse
 from .config import WIRES, ReduceConfig, Wire
 from .deferred import DeferredErrors, in_backward
 from .errors import AgreementError, CollectiveError, FusedReduceError
+from .hook_trace import HookTrace
 from .kernels import dispatch
 from .kernels.table import WIRE_DTYPES
 from .planning.layout import flat_layout
@@ -86,6 +90,7 @@ class FusedHookState:
         self._counts = {"wire_bytes": 0, "collectives": 0, "wire_allocations": 0, "buckets": 0}
         self._buckets_this_step = 0
         self._path = "none"
+        self._trace: HookTrace | None = None
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             wire_dtype = WIRES[self.config.wire]
             for dtype in WIRE_DTYPES if wire_dtype is None else (wire_dtype,):
@@ -106,6 +111,29 @@ class FusedHookState:
         """
         with self._lock:
             return {"steps": self._steps, **self._counts, "path": self._path}
+
+    @contextmanager
+    def record_trace(self, folder: str | Path, limit: int = 100) -> Iterator[None]:
+        """Within: steps are recorded for `fusedreduce trace` and `fusedreduce plan`, from the second one on.
+
+        Args:
+            folder: where this rank's file goes; the ranks may share it.
+            limit: steps after which no more are kept.
+
+        Raises:
+            FusedReduceError: one is being recorded already.
+            ValueError: torch.distributed is not initialised.
+        """
+        if self._trace is not None:
+            raise FusedReduceError("a trace is being recorded already")
+        communicator = _communicator(self)
+        trace = HookTrace(Path(folder), self.config, communicator.rank, communicator.size, limit)
+        self._trace = trace
+        try:
+            yield
+        finally:
+            self._trace = None
+            trace.close()
 
     def _report_after_s(self, device: torch.device) -> float:
         """When a reduction on `device` is overdue; nothing is watched on CPU."""
@@ -156,6 +184,10 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
     future, met_by_all = None, True
     try:
         communicator = _communicator(state)
+        if state._trace is not None:
+            buffer = bucket.buffer()
+            sparse = buffer.layout is not torch.strided or buffer.numel() == 0
+            state._trace.shown(bucket.index(), bucket.parameters(), sparse=sparse)
         if not state._errors.pending():
             prepared = _prepare(state, bucket, communicator)
             met_by_all = False
@@ -234,9 +266,12 @@ def _start(
         future = _start_sparse(state, bucket, communicator)
     else:
         ours, flat = prepared
+        trace = state._trace
         allocations, report_after_s = ours.allocations, state._report_after_s(flat.device)
         in_flight = exchange.start(ours, [flat], communicator, in_place=ours.wire_dtype is flat.dtype)
-        finish = Finish(state._errors, state._monitor, report_after_s, in_flight, buffer)
+        if trace is not None:
+            trace.launched(bucket.index(), in_flight.pending, in_flight.issued_ns)
+        finish = Finish(state._errors, state._monitor, report_after_s, in_flight, buffer, trace, bucket.index())
         future = in_flight.pending.future().then(finish)
         with state._lock:
             state._counts["wire_bytes"] += ours.wire_bytes
@@ -296,6 +331,8 @@ def _describe(bucket: GradBucket) -> str:
 
 def _end_step(state: FusedHookState) -> None:
     """After the last bucket: has what went wrong raised once backward is done."""
+    if state._trace is not None:
+        state._trace.last_shown()
     with state._lock:
         state._counts["buckets"], state._buckets_this_step = state._buckets_this_step, 0
         state._steps += 1

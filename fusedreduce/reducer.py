@@ -40,6 +40,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from . import admission, exchange
-from .bucket_set import BucketMaker, BucketSet, kind_of
+from .bucket_set import BucketMaker, BucketSet
 from .comm.agreement import agree_on_parameters
 from .comm.monitor import StallMonitor
 from .comm.protocol import Communicator, Pending
@@ -57,9 +58,14 @@ from .errors import AgreementError, CollectiveError, FusedReduceError
 from .grad_bucket import GradBucket
 from .parameter_hooks import ParameterHooks
 from .planning.assignment import BucketCaps
-from .planning.plan import Plan, first_plan, learned_plan
+from .planning.plan import Plan
+from .planning.readiness import MISSING_NS
+from .planning.saved import plan_hash
+from .plans import Plans
 from .reductions import CommHook, HookedReduction, Members, Reduction
 from .step import Step, unfinished_text
+from .step_clock import Looked, StepClock
+from .trace import UNKNOWN_NS, Recorder
 from .unused import UsedMap, tensors_in, unreachable
 
 _logger = logging.getLogger(__name__)
@@ -141,9 +147,17 @@ class Reducer:
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.skip_unused_buckets = skip_unused_buckets
         self.exclusive = exclusive
+        self._plans = Plans(
+            self.parameters,
+            self.names,
+            self.sparse,
+            self.config,
+            self.caps,
+            communicator,
+            learns=static_graph or not find_unused_parameters,
+        )
         self.state = ReducerState.IDLE
         self.times = StepTimes()
-        self.rebuilt = False
         self.steps = 0
         self.last_order: tuple[int, ...] = ()
         self.last_unused: tuple[int, ...] = ()
@@ -155,14 +169,16 @@ class Reducer:
         self._checked_wires = False
         self._sync = True
         self._lock = threading.RLock()  # autograd has a thread per device
-        self._ready_ns = [0] * count
-        self._base_ns = 0
-        self._bucket_ns: dict[int, int] = {}
-        self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in self.parameters]
         self._devices = [parameter.device for parameter in self.parameters]
+        self._ready_ns = [0] * count
+        self._clock = StepClock(count, self._one_device())
+        self._forward_ns = UNKNOWN_NS
+        self._recorded: list[tuple[int, Plan, Looked]] = []
+        self._record_limit = 0
+        self._rounds = 0
+        self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in self.parameters]
         self._fires: list[int] | None = None
         self._counted = [0] * count
-        self._learned: tuple[int, ...] = ()
         self._failure = ""
         self._collective_failed = False
         self._issued = 0
@@ -175,7 +191,6 @@ class Reducer:
         self._watched: list[RemovableHandle] = []
         self._monitor = StallMonitor()
         self._used = self._new_used_map()
-        self._kinds = [kind_of(*one) for one in zip(self.parameters, self.sparse, strict=True)]
         self._maker = BucketMaker(
             parameters=self.parameters,
             names=self.names,
@@ -191,7 +206,7 @@ class Reducer:
         # While few are hooked: by parameter its bucket, the groups that it completes there, and whether the bucket.
         self._tells: dict[int, tuple[int, list[int], bool]] = {}
         self._clean_steps = 0
-        self._buckets = BucketSet(self._first_plan(), self._maker)
+        self._buckets = BucketSet(self._plans.first(), self._maker)
         self._lay(self._buckets.plan)
 
     # Lifecycle of a step
@@ -213,6 +228,7 @@ class Reducer:
             self.check_finalized()
             self._check_still_hooked()
             self.times.forward_start = time.time_ns()
+            self._forward_ns = time.perf_counter_ns()
 
     def prepare_for_backward(self, outputs: object = None) -> None:
         """Arms the hooks: the next backward is reduced. Called after each forward, not under `no_sync`.
@@ -254,13 +270,16 @@ class Reducer:
                     unused = unreachable(tensors, self._hooks.nodes)
                 self._note_unused(unused)
             self._step = self._new_step(unused)
-            self._bucket_ns = {}
-            if not self._watch(tensors):
+            profiled = self._plans.measured() and self._plans.scheduler.profiles()
+            if not self._watch(tensors) or profiled:
                 self._hook_all()
+                self._clean_steps = _CLEAN_STEPS if profiled else self._clean_steps
+            closely = profiled or len(self._recorded) < self._record_limit
+            self._clock.arm(len(self._buckets), closely=closely, forward_ns=self._forward_ns)
+            self._forward_ns = UNKNOWN_NS
             self._divisor = self._counted_ranks()
             self.state = ReducerState.ARMED
             self.times.backward_start = time.time_ns()
-            self._base_ns = time.perf_counter_ns()
 
     def on_gradient(self, index: int) -> None:
         """A parameter's gradient has been accumulated; called by its hook, on an autograd thread."""
@@ -268,6 +287,7 @@ class Reducer:
             self._local_gradient(index)
             return
         with self._lock:
+            self._clock.enter()
             step = self._step
             if self.find_unused_parameters or self.static_graph:
                 if self.parameters[index].grad is not None:
@@ -290,6 +310,7 @@ class Reducer:
             except BaseException as error:
                 self._note_failure(error)
                 raise
+            self._clock.leave()
             if step.callbacks == 0 and (step.all_launched() or not self.config.overlap and step.all_ready()):
                 if in_backward():
                     self._queue_end(step)
@@ -352,7 +373,8 @@ class Reducer:
                 `set_communicator`.
         """
         with self._lock:
-            mine = f"{self._issued} {'failed' if self._collective_failed else 'whole'}"
+            how = "failed" if self._collective_failed else "whole"
+            mine = f"{self._issued} {plan_hash(self.plan):016x} {self.rebuilt} {how}"
             self.give_up_step()
             self._resets += 1
             try:
@@ -361,10 +383,13 @@ class Reducer:
                 self._lose(f"not every rank called reset() in time: {error}")
             if any(one.endswith("failed") for one in held):
                 self._lose("a collective failed, on ranks " + _where(held, lambda one: one.endswith("failed")))
+            issued = [one.split()[0] for one in held]
+            if len(set(issued)) > 1:
+                self._lose(f"ranks have issued different numbers of collectives, by rank: {issued}")
             if len(set(held)) > 1:
-                self._lose(
-                    f"ranks have issued different numbers of collectives, by rank: {[h.split()[0] for h in held]}"
-                )
+                # Some had gone on to the next plan, or had learned an order, when others failed.
+                self._plans.forget()
+                self._lay(self._plans.first())
 
     def give_up_step(self) -> None:
         """The part of `reset` that concerns this rank alone; for what follows with `set_communicator`."""
@@ -373,11 +398,11 @@ class Reducer:
                 raise FusedReduceError("this reducer is closed")
             self.state = ReducerState.IDLE
             self._failure, self._collective_failed = "", False
-            self._learned = ()  # other ranks may not have come so far
             self._agreed = False
             self._installed = []
             self._count_ranks = None
             self._counted = [0] * len(self.parameters)
+            self._plans.restart()
             for reduction in self._buckets.reductions:
                 reduction.drop_views()
             # New wire buffers: a collective that is still under way may write into the old ones.
@@ -396,9 +421,9 @@ class Reducer:
             self._maker = dataclasses.replace(self._maker, communicator=communicator)
             self._issued = 0
             self._resets = 0
-            self.rebuilt = False
+            self._plans.use(communicator)
             self.give_up_step()
-            self._lay(self._first_plan())
+            self._lay(self._plans.first())
 
     def set_static_graph(self) -> None:
         """As static_graph=True, before the first backward.
@@ -410,8 +435,8 @@ class Reducer:
             return
         if self.steps or self.state is ReducerState.ARMED:
             raise RuntimeError("set_static_graph() should be called before training loop starts")
-        self.static_graph = True
-        self._lay(self._first_plan())
+        self.static_graph = self._plans.learns = True
+        self._lay(self._plans.first())
 
     def close(self) -> None:
         """Removes the hooks and gives the buffers up; gradients that are views keep theirs. May be called twice."""
@@ -454,6 +479,7 @@ class Reducer:
                     f"wire={self.config.wire!r} and a comm hook exclude each other: the hook decides what travels"
                 )
             self._maker = dataclasses.replace(self._maker, hook=(state, hook))
+            self._plans.give_up_measuring()
             self._lay(self.plan)
 
     def leave_gradients_to_hook(self) -> None:
@@ -494,6 +520,7 @@ class Reducer:
                 "static_graph": self.static_graph,
                 "gradient_as_bucket_view": self.gradient_as_bucket_view,
                 "skip_unused_buckets": self.skip_unused_buckets,
+                "plan": f"{plan_hash(self.plan):016x}",
                 "plan learned": self.rebuilt,
             }
             settings = admission.settings(self.config, self.caps, flags)
@@ -511,42 +538,87 @@ class Reducer:
         self._checked_wires = True
 
     def rebuild(self) -> bool:
-        """After the first step: adopts rank 0's order of readiness; says whether it did. A collective, once."""
+        """Lays out what ranks have agreed on; says whether that was new. A plan changes only here, between steps.
+
+        After the first step that is rank 0's order of readiness, by one collective. Later it is what the schedule has
+        had them agree on at the end of earlier steps.
+
+        Raises:
+            AgreementError: ranks have decided on different plans; on every rank.
+            CollectiveError: a peer did not answer.
+        """
         with self._lock:
-            if not self.should_rebuild() or not self._learned:
-                return False
-            order = torch.tensor(self._learned, dtype=torch.int64).to(self._devices[0])
             try:
-                self.communicator.broadcast(order, 0)
-            except RuntimeError as error:
-                what = "broadcasting the order of readiness failed"
-                raise exchange.collective_error(what, self.communicator.rank, error) from error
-            self.rebuilt = True
-            self._learned = ()
-            share = self.config.policy != "static" and self.config.wire != "native" and self._maker.hook is None
-            cap_policy = self.config.cap_policy
-            self._lay(learned_plan(self._kinds, self.caps, cap_policy, order.tolist(), share=share))
-            return True
+                plan, issued = self._plans.next(self.plan)
+            except CollectiveError:
+                self._collective_failed = True
+                raise
+            self._issued += issued
+            # Also where the order leaves the buckets as they are: hooks and streams are those of a first step.
+            new = issued > 0 or plan != self.plan
+            if new:
+                self._lay(plan)
+            return new
 
     def should_rebuild(self) -> bool:
         """Whether an order of readiness is still to be learned or adopted."""
-        return not self.rebuilt and (self.static_graph or not self.find_unused_parameters)
+        return self._plans.wants_order()
 
-    def learn_nothing(self) -> None:
-        """A rank without inputs (join) takes part in adopting rank 0's order."""
-        if self.should_rebuild() and not self._learned:
-            self._learned = tuple(range(len(self.parameters)))
+    @property
+    def rebuilt(self) -> bool:
+        """Whether the buckets have been laid out by an order of readiness."""
+        return self._plans.rebuilt
+
+    def end_shadow_step(self) -> None:
+        """A rank without inputs (join) has taken part in a step: it takes part in agreeing on a plan too."""
+        self._plans.note_order()
+        if self._plans.measured():
+            self._issued += self._plans.scheduler.report(self.plan)
+            self._plans.scheduler.wait()
+        self._close_round(None)
 
     def get_backward_stats(self) -> list[int]:
-        """Per parameter, ns from the end of forward until its gradient was ready, host clock, latest step.
+        """Per parameter, ns from the end of forward until its gradient was ready, host clock.
 
-        In a step in which only the parameters that complete a bucket are hooked, its members have their bucket's time.
+        Of the latest step in which all parameters were hooked; see `bucket_times` for every step.
         """
-        found = list(self._ready_ns)
-        for bucket, ready_ns in self._bucket_ns.items():
-            for number in self.plan[bucket]:
-                found[number] = ready_ns
-        return found
+        return list(self._ready_ns)
+
+    def bucket_times(self) -> list[tuple[int, int]]:
+        """Per bucket of the latest step, ns since backward began until it was ready and until it was launched."""
+        return list(zip(self._clock.ready_ns, self._clock.launched_ns, strict=True))
+
+    def plan_json(self) -> str:
+        """The plan in use, to keep in a checkpoint; `ReduceConfig(plan=...)` takes it, and keeps to it."""
+        return self._plans.json(self.plan)
+
+    @contextmanager
+    def record_trace(self, folder: str | Path, limit: int = 100) -> Iterator[None]:
+        """Within: what happens in each synchronised step is recorded, for `fusedreduce trace` and `fusedreduce plan`.
+
+        Args:
+            folder: where this rank's file goes; the ranks may share it.
+            limit: steps after which no more are kept.
+
+        Raises:
+            FusedReduceError: one is being recorded already.
+        """
+        if self._record_limit:
+            raise FusedReduceError("a trace is being recorded already")
+        source = "reducer" if self.exclusive else "wrapper"
+        clock = {"perf_ns": time.perf_counter_ns(), "wall_ns": time.time_ns()}
+        recorder = Recorder(Path(folder), {"clock": clock, "source": source, **self._plans.described()}, limit)
+        self._record_limit = limit
+        try:
+            yield
+        finally:
+            recorded, self._recorded, self._record_limit = self._recorded, [], 0
+            # Not step by step: on CUDA this waits for the GPU.
+            for step, plan, looked in recorded:
+                seen = MISSING_NS not in looked.ready_ns
+                recorder.add(step, plan, looked.finest(), looked.ready_ns if seen else None)
+            scheduler = self._plans.scheduler
+            recorder.write(scheduler.schedule.costs, scheduler.readiness.best().tolist())
 
     def stats(self) -> dict[str, int | str]:
         """Counters since the reducer was built, on this rank.
@@ -555,13 +627,15 @@ class Reducer:
             steps (synchronised backwards), buckets, buckets_reduced (in the latest step), collectives (since the
             communicator was set), wire_bytes (payload of one step, padding included; sparse and hooked buckets left
             out), padding_bytes (of those), wire_allocations, restrided (gradients whose strides were not their
-            parameter's, and were copied), path (triton, interpreter, torch, none), state.
+            parameter's, and were copied), plans (changes of plan that ranks have agreed on,
+            since the communicator was set), path (triton, interpreter, torch, none), state.
         """
         return {
             "steps": self.steps,
             "buckets_reduced": self.buckets_reduced,
             "collectives": self._issued,
             "wire_allocations": self._allocations + self._buckets.wire_allocations(),
+            "plans": self._plans.scheduler.changes,
             "state": self.state.value,
             **(found := self._buckets.stats()),
             "restrided": self._restrided + int(found["restrided"]),
@@ -574,12 +648,15 @@ class Reducer:
 
     def bucket_bytes(self) -> list[int]:
         """Bytes of gradients in each bucket, in launch order."""
-        return [sum(self._kinds[index].size_bytes for index in members) for members in self.plan]
+        return [sum(self._plans.kinds[index].size_bytes for index in members) for members in self.plan]
 
     # Join: what a rank without inputs does in place of forward and backward
 
     def shadows(self) -> list[GradBucket]:
-        """Zeros for every bucket, in launch order."""
+        """Zeros for every bucket, in launch order, for a step that begins with this."""
+        self.rebuild()
+        if self._plans.measured():
+            self._issued += self._plans.scheduler.open_round(None)
         return [reduction.shadow() for reduction in self._buckets.reductions]
 
     def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor]:
@@ -621,10 +698,12 @@ class Reducer:
         step = self._step
         if step.callbacks == 0:
             step.clean = False  # a backward of which nobody has told us: no output of forward is its root
-        now = time.perf_counter_ns() - self._base_ns
         for one in step.arrive(index):
-            self._ready_ns[one] = now
+            self._clock.arrive(one)
             self._record_stream(one)
+            bucket = self._buckets.bucket_of[one]
+            if step.bucket_is_ready(bucket):
+                self._clock.bucket_ready(bucket)
 
     def _record_stream(self, index: int) -> None:
         if self._buckets.streams.on_cuda and not self._streams_known:
@@ -648,7 +727,7 @@ class Reducer:
         if not completes:
             return False
         if reduction.whole():
-            self._bucket_ns[bucket] = time.perf_counter_ns() - self._base_ns
+            self._clock.bucket_ready(bucket)
             step.arrive_whole(bucket, reduction.members.numbers)
         else:
             # Another order than before. The bucket must go as soon as its last member comes, not at the end: peers,
@@ -670,8 +749,10 @@ class Reducer:
 
     def _take(self, bucket: int, group: int) -> None:
         if bucket >= self._step.next_bucket:  # else its wire is under way, and what comes too late is found in finish
+            began_ns = time.perf_counter_ns()
             with torch.no_grad():
                 self._buckets.reductions[bucket].take(group, self._divisor or float(self.communicator.size))
+            self._clock.packed_part(bucket, began_ns)
 
     def _watch(self, outputs: Sequence[torch.Tensor]) -> bool:
         """Has us told when a backward begins at one of `outputs`; says whether one can."""
@@ -699,6 +780,8 @@ class Reducer:
             step.from_outputs = True
             if not again:
                 step.clean = not self._has_gradients()
+            if not again:
+                self._clock.begin()
             if self._tells and (again or not step.clean or self._users_hook_gradients()):
                 if again:
                     self._adopt()
@@ -724,7 +807,7 @@ class Reducer:
         step = self._step
         never = self.find_unused_parameters or self._dtypes is None or self._maker.keeps_gradients
         never = never or self.shares_parameters or any(fires != 1 for fires in self._fires or ())
-        never = never or self._users_hook_gradients()
+        never = never or self._users_hook_gradients() or (self._plans.measured() and self._plans.scheduler.profiles())
         if never or self.should_rebuild() or not step.whole or len(step.order) != len(self.parameters):
             return
         self._clean_steps = self._clean_steps + 1 if step.clean else 0
@@ -750,6 +833,7 @@ class Reducer:
         with self._lock:
             if self.state is not ReducerState.ARMED or self._step is not step:
                 return
+            self._clock.enter()
             late = bool(self._tells) and not step.all_ready() and self._adopt()
             if not step.begun:
                 return
@@ -761,6 +845,7 @@ class Reducer:
             if not step.all_ready():
                 return
             self.times.backward_end = time.time_ns()
+            self._clock.backward_ended()
             try:
                 self._launch()
                 self._finish()
@@ -778,6 +863,8 @@ class Reducer:
                     "Using DistributedDataParallel with create_graph=True: gradients are averaged, but gradients of "
                     "gradients are not"
                 )
+            if self._plans.measured():
+                self._issued += self._plans.scheduler.open_round(self._clock.looks)
         before = step.next_bucket
         while step.head_is_ready():
             reduction = self._buckets.reductions[step.next_bucket]
@@ -787,12 +874,17 @@ class Reducer:
                 continue
             self._buckets.streams.wait_for_gradients(members.index, members.device)
             with torch.no_grad(), self._buckets.streams.on(members.device):
+                self._clock.pack(members.index)
                 reduction.launch(self._divisor or float(self.communicator.size))
+                self._clock.launched(members.index, *(reduction.under_way() or (None, None)))
             step.launched += 1
             self._issued += 1
-        if step.all_launched() and before < step.next_bucket and self._asks_for_used():
-            self._used.start()
-            self._issued += 1
+        if step.all_launched() and before < step.next_bucket:
+            if self._asks_for_used():
+                self._used.start()
+                self._issued += 1
+            if self._plans.measured():
+                self._issued += self._plans.scheduler.report(self.plan)
 
     def _finish(self) -> None:
         """Finishes every launched bucket in launch order; the step is done then."""
@@ -809,37 +901,50 @@ class Reducer:
                 self._finish_one(reduction)
             if self._asks_for_used():
                 self._used.finish()
+            self._plans.scheduler.wait()
             installed, self._installed = self._installed, []
             for future in installed:
                 future.wait()
         self.times.comm_end = time.time_ns()
-        self.state = ReducerState.IDLE
+        # First of all: what raised below would leave this rank's rounds behind those of its peers.
+        self._close_round(self._clock.taken())
         self.steps += 1
         self.buckets_reduced = step.launched
         if step.order:
             # A static graph's first step has an entry for each gradient: the last one is when it was final.
             self.last_order = tuple(reversed(dict.fromkeys(reversed(step.order))))
         self.last_unused = tuple(sorted(step.skipped))
-        if self.should_rebuild() and not self._learned:
-            seen = set(self.last_order)
-            self._learned = (*self.last_order, *(i for i in range(len(self.parameters)) if i not in seen))
+        self._plans.note_order(self.last_order)
         self._streams_known = True
         self._used_settled = True
         if not self._tells:
+            self._ready_ns = list(self._clock.arrived_ns)
             self._hook_few()
         if self.find_unused_parameters:
             self._used.forget()
+        self.state = ReducerState.IDLE
+
+    def _close_round(self, looked: Looked | None) -> None:
+        """A synchronised step has ended, here or (join) without this rank's inputs: all ranks count it."""
+        if self._plans.measured():
+            self._plans.scheduler.close_round(looked)
+        self._rounds += 1
+        if looked is not None and len(self._recorded) < self._record_limit:
+            self._recorded.append((self._rounds, self.plan, looked))
 
     def _finish_one(self, reduction: Reduction) -> None:
         members = reduction.members
         untouched = self._untouched(members)
+        self._clock.unpack(members.index)
         if isinstance(reduction, HookedReduction) or not self._buckets.streams.on_cuda:
             # A hook's future makes the current stream wait for whatever the hook did.
             reduction.finish(untouched)
+            self._clock.unpacked(members.index)
             return
         done = torch.cuda.Event()
         with self._buckets.streams.beside(members.device):
             reduction.finish(untouched)
+            self._clock.unpacked(members.index)
             done.record()
         if torch.cuda.is_current_stream_capturing():
             self._monitor.forget_all()  # events must not be queried while a graph is being captured
@@ -938,8 +1043,8 @@ class Reducer:
 
     # Buckets
 
-    def _first_plan(self) -> Plan:
-        return first_plan(self._kinds, self.caps, self.config.cap_policy, learns=self.should_rebuild())
+    def _one_device(self) -> torch.device | None:
+        return self._devices[0] if len(set(self._devices)) == 1 else None
 
     def _lay(self, plan: Plan) -> None:
         """Builds the buckets of `plan`; the old ones are given up."""
@@ -951,6 +1056,7 @@ class Reducer:
         self._hook_all()
         self._clean_steps = _CLEAN_STEPS  # hooks go as soon as the new plan has been through one step
         self._step = self._new_step()
+        self._clock.arm(len(plan), closely=False, forward_ns=UNKNOWN_NS)
 
     def _new_step(self, unused: Sequence[int] = ()) -> Step:
         fires = self._fires if self.static_graph else None

@@ -32,7 +32,7 @@ PEERS = (constant(0.5), constant(-2.0))
 
 @dataclass(frozen=True)
 class Call:
-    """One collective: "all_reduce", "sparse", "broadcast", "gather" or "aside"."""
+    """One collective: "all_reduce", "max", "sparse", "broadcast", "gather" or "aside"."""
 
     kind: str
     dtype: torch.dtype
@@ -45,6 +45,13 @@ class LoopbackPending:
     def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
         self._finish: Callable[[], torch.Tensor] | None = finish
         self._result: torch.Tensor | None = None
+        self._told: list[Callable[[], None]] = []
+
+    def notify(self, done: Callable[[], None]) -> None:
+        if self._finish is None:
+            done()
+        else:
+            self._told.append(done)
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
         self.wait()
@@ -57,6 +64,8 @@ class LoopbackPending:
         finish, self._finish = self._finish, None
         if finish is not None:
             self._result = finish()
+            for done in self._told:
+                done()
 
 
 class Loopback:
@@ -79,6 +88,7 @@ class Loopback:
         self.aside: Callable[[str], list[str]] = lambda text: [text] * self.size
         self.payload: Callable[[int, bytes], bytes] = lambda rank, mine: mine
         self.order: Callable[[torch.Tensor], torch.Tensor] = lambda mine: mine
+        self.numbers: Callable[[torch.Tensor], torch.Tensor] = lambda mine: mine
         self.wires: list[weakref.ref[torch.Tensor]] = []
 
     @property
@@ -113,6 +123,12 @@ class Loopback:
             return tensor.copy_(self.total(mine))
 
         return LoopbackPending(finish)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> Pending:
+        """Peers have what `numbers` makes of this rank's."""
+        self.calls.append(Call("max", tensor.dtype, tensor.numel()))
+        mine = tensor.clone()
+        return LoopbackPending(lambda: tensor.copy_(torch.maximum(mine, self.numbers(mine))))
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> Pending:
         """Each peer adds twice what this rank has."""
@@ -178,6 +194,10 @@ class ThreadRank:
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         return self._summed("all_reduce", tensor)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> Pending:
+        meet = self._meet("max", tensor)
+        return LoopbackPending(lambda: tensor.copy_(torch.stack(meet()).amax(dim=0)))
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> Pending:
         meet = self._meet("sparse", tensor)

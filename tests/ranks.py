@@ -24,6 +24,7 @@ class RankPool:
         self.world = world
         self._interpret = interpret
         self._processes: list[Any] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._pipes: list[Connection] = []
 
     def run(self, case: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -58,10 +59,14 @@ class RankPool:
         for process in self._processes:
             process.join(10)
         self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = Path(tempfile.mkdtemp(prefix="fusedreduce-ranks-")) / "store"
+        self._folder = tempfile.TemporaryDirectory(prefix="fusedreduce-ranks-")
+        store = Path(self._folder.name) / "store"
         with _environment(TRITON_INTERPRET="1" if self._interpret else "0", OMP_NUM_THREADS="1"):
             for rank in range(self.world):
                 ours, theirs = context.Pipe()

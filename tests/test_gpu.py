@@ -16,6 +16,7 @@ from torch import nn
 import fusedreduce
 from fusedreduce.kernels import dispatch, reference
 from fusedreduce.kernels.table import ChunkTable, PointerTable
+from fusedreduce.traces.files import read
 
 pytestmark = pytest.mark.gpu
 SUM_RTOL = 30 * 2.0**-24  # as in test_kernels.py
@@ -221,3 +222,27 @@ def test_the_hook_over_nccl_on_a_stream_of_its_own(alone: None, wire: Any) -> No
             dtype = {"native": mine.dtype, "bf16": torch.bfloat16, "fp16": torch.float16}[wire]
             assert torch.equal(ours, mine.to(dtype).to(mine.dtype)), f"step {step}"
     assert state.stats()["path"] == "triton"
+
+
+def test_a_trace_has_the_devices_times(alone: None, tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(6)]).to(_cuda())
+    ddp = fusedreduce.DistributedDataParallel(model, bucket_cap_mb=20)
+    batch = torch.randn(512, 2048, device=_cuda())
+    with ddp.record_trace(tmp_path / "trace"):
+        for _ in range(8):
+            ddp.zero_grad()
+            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            loss = ddp(batch).square().mean()
+            began.record()
+            loss.backward()
+            ended.record()
+            torch.cuda.synchronize()
+    (trace,) = read(tmp_path / "trace")
+    last = trace.steps[-1].marks
+    assert trace.device == "cuda" and len(last.buckets) >= 3
+    for bucket in last.buckets:
+        times = [bucket.ready_ns, bucket.pack_ns, bucket.launch_ns, bucket.done_ns, bucket.unpack_ns, bucket.end_ns]
+        assert times[0] >= 0 and times == sorted(times)
+    took_ns = began.elapsed_time(ended) * 1e6
+    assert last.buckets[-1].end_ns <= 1.05 * took_ns, "within what the stream took"
+    assert last.buckets[-1].ready_ns >= 0.3 * took_ns, "the device's clock: the host is done long before"

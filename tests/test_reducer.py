@@ -24,6 +24,7 @@ from fusedreduce.comm.agreement import agree_on_parameters
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.grad_bucket import GradBucket
 from fusedreduce.kernels import dispatch, reference
+from fusedreduce.planning.schedule import FIRST_PROFILED
 from fusedreduce.reducer import ReducerState
 
 Wire = Literal["native", "bf16", "fp16"]
@@ -1177,7 +1178,7 @@ def test_a_collective_that_fails_needs_a_new_group(few: bool, which: str, number
         _step(reducer, parameters, gradients)
         _all_mean(parameters, gradients, fresh)
     assert fresh.count("broadcast") == 1 and fresh.count("gather") == 2, "agreed and learned anew"
-    assert reducer.stats()["collectives"] == 1 + 5 * 3
+    assert reducer.stats()["collectives"] == 1 + 5 * 3 + 1, "and the order"
 
 
 def test_a_failing_agreement_or_broadcast_names_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1426,21 +1427,34 @@ def test_a_graph_that_outlives_the_reducer_does_not_keep_it(no_collector: None) 
 # Numbers
 
 
-def test_backward_stats_are_of_the_latest_step_whichever_hooks_are_on() -> None:
+# A step comes before round 0.
+FIRST_STEPS = [number + 1 for number in FIRST_PROFILED]
+
+
+def test_backward_stats_are_of_the_latest_profiled_step_and_bucket_times_of_every_step() -> None:
     parameters = _parameters(((3,), (4,), (5,), (6,)))
-    reducer = Reducer(parameters, Loopback())
+    reducer = Reducer(parameters, Loopback(), caps=BucketCaps(cap_bytes=20))
     assert reducer.get_backward_stats() == [0, 0, 0, 0]
-    for step in range(8):
+    seen = []
+    for step in range(15):
         gradients = _gradients(parameters)
         loss = _loss(parameters, gradients, [2, 0, 3, 1])
         reducer.prepare_for_backward(loss)
-        pause_s = 0.002 * (step + 1)
+        pause_s = 0.001 * (step + 1)
         time.sleep(pause_s)
         loss.backward()
         ready = reducer.get_backward_stats()
-        assert all(pause_s * 1e9 <= one < 5e9 for one in ready), "ns from the end of forward on"
+        seen.append(ready)
+        if step in (0, 1, *FIRST_STEPS):
+            assert all(pause_s * 1e9 <= one < 5e9 for one in ready), "ns from the end of forward on"
         assert ready[2] <= ready[0] <= ready[3] <= ready[1]
+        times = reducer.bucket_times()
+        assert len(times) == len(reducer.plan)
+        assert all(0 <= one <= launched < 5e9 for one, launched in times), "since backward began, in every step"
+        assert times == sorted(times, key=lambda one: one[1])
         _clear(parameters)
+    assert len({tuple(seen[step]) for step in (0, 1, *FIRST_STEPS)}) == 5, "all hooked"
+    assert seen[1] == seen[2] == seen[8] and seen[11] == seen[12] == seen[14], "only what completes a bucket is"
 
 
 @pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
@@ -1460,7 +1474,9 @@ def test_stats(wire: Wire) -> None:
     sent = [call for call in communicator.calls if call.kind == "all_reduce"][-int(stats["buckets"]) :]
     assert sum(call.numel * call.dtype.itemsize for call in sent) == stats["wire_bytes"]
     assert stats["steps"] == 30 and stats["buckets_reduced"] == stats["buckets"] == len(reducer.plan) > 1
-    assert stats["collectives"] == communicator.count("all_reduce") == 1 + 29 * len(reducer.plan)
+    assert communicator.count("all_reduce") == 1 + 29 * len(reducer.plan)
+    assert communicator.count("max") == 5, "three probes, the numbers, and the plan that follows from them"
+    assert stats["collectives"] == communicator.count("all_reduce") + communicator.count("max") + 1, "the order"
     assert stats["state"] == "idle" and stats["path"] == "torch" and stats["restrided"] == 0
     allocations = [one["wire_allocations"] for one in seen]
     assert allocations[0] == 1 and set(allocations[1:]) == {1 + len(reducer.plan)}, "none in the steady state"
@@ -1582,7 +1598,7 @@ def test_what_is_no_settings_is_named() -> None:
 def test_ranks_adopt_the_order_of_rank_0() -> None:
     def case(communicator: Communicator) -> tuple[Any, list[list[float]]]:
         parameters = [torch.ones(2, requires_grad=True) for _ in range(4)]
-        reducer = Reducer(parameters, communicator, caps=BucketCaps(cap_bytes=8))
+        reducer = Reducer(parameters, communicator, ReduceConfig(policy="static"), caps=BucketCaps(cap_bytes=8))
         order = [2, 0, 3, 1] if communicator.rank == 0 else [0, 1, 2, 3]
         for _ in range(8):
             _clear(parameters)

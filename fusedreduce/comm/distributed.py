@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -37,6 +38,14 @@ class _Work:
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
         future: torch.futures.Future[list[torch.Tensor]] = self.work.get_future()
         return future
+
+    def notify(self, done: Callable[[], None]) -> None:
+        """Has `done()` called when the collective ends, by the backend's thread; it must hold nothing of the group's.
+
+        Never, where the backend has no futures.
+        """
+        with contextlib.suppress(RuntimeError):
+            self.work.get_future().add_done_callback(lambda _: done())
 
     def wait(self) -> None:
         """Blocks until the tensor holds the result; on CUDA only orders the current stream behind it."""
@@ -95,6 +104,12 @@ class ProcessGroupCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> _Work:
         """Starts the sum of `tensor` over all ranks, in place."""
         work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
+        assert work is not None
+        return _Work(work, tensor)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> _Work:
+        """Starts the elementwise maximum of `tensor` over all ranks, in place."""
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         assert work is not None
         return _Work(work, tensor)
 

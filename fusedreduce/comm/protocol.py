@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -9,6 +10,13 @@ import torch
 
 class Pending(Protocol):
     """A collective under way. Whoever holds it keeps the tensor alive."""
+
+    def notify(self, done: Callable[[], None]) -> None:
+        """Has `done()` called once when the collective ends, or at once if it has, by any thread; on CPU only.
+
+        It may never be called: nothing may depend on it but measurements.
+        """
+        ...
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Done when the result may be used (on CUDA: by streams that wait as the future's callbacks do)."""
@@ -46,6 +54,10 @@ class Communicator(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Starts the sum of `tensor` over all ranks, in place."""
+        ...
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> Pending:
+        """Starts the elementwise maximum of `tensor`, int64, over all ranks, in place."""
         ...
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> Pending:

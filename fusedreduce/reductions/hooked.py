@@ -11,7 +11,7 @@ import torch
 from ..errors import CollectiveError, FusedReduceError
 from ..exchange import collective_error
 from ..grad_bucket import GradBucket
-from .members import Members, TakenAtOnce, as_real, changed_error, dense_shape, like_parameter, real_dtype
+from .members import Members, TakenAtOnce, UnderWay, as_real, changed_error, dense_shape, like_parameter, real_dtype
 from .views import GradientViews
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -84,6 +84,10 @@ class HookedReduction(TakenAtOnce):
         self._future = call_hook(self._hook, self._state, shown)
         now = [parameter.grad for parameter in self.members.parameters]
         self._taken = [(gradient, -1 if gradient is None else gradient._version) for gradient in now]
+
+    def under_way(self) -> UnderWay | None:
+        """What `launch` started and `finish` will wait for."""
+        return None if self._future is None else UnderWay(self._future, None)
 
     def check_unchanged(self) -> None:
         """Raises if a gradient is not what was copied into the buffer, and what the hook made of it there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -49,6 +49,18 @@ class Members:
         return self.parameters[0].device
 
 
+class UnderWay(NamedTuple):
+    """A collective that `launch` has started.
+
+    Args:
+        watched: tells when it ends.
+        issued_ns: time.perf_counter_ns() when it was issued; None: not seen.
+    """
+
+    watched: Pending | torch.futures.Future[Any]
+    issued_ns: int | None
+
+
 class Reduction(Protocol):
     """What the reducer asks of a bucket."""
 
@@ -67,6 +79,10 @@ class Reduction(Protocol):
 
     def launch(self, divisor: float) -> None:
         """Takes the gradients as they are now and starts their reduction."""
+        ...
+
+    def under_way(self) -> UnderWay | None:
+        """What `launch` started and `finish` will wait for."""
         ...
 
     def check_unchanged(self) -> None:

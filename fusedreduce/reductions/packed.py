@@ -14,7 +14,7 @@ from ..exchange import InFlight
 from ..grad_bucket import GradBucket
 from ..kernels import dispatch
 from ..planning.layout import aligned_layout, flat_layout
-from .members import Members, as_real, changed_error, dense_shape, like_parameter, real_dtype, wait
+from .members import Members, UnderWay, as_real, changed_error, dense_shape, like_parameter, real_dtype, wait
 from .views import GradientViews
 
 # From so many elements on a gradient is packed by itself, while it is in the cache; that costs a hook, 15 us.
@@ -134,8 +134,10 @@ class PackedReduction:
         self._versions = _versions(gradients)
         for group, (_, then) in taken.items():
             self._versions[self.groups[group].start : self.groups[group].stop] = then
-        for group, (_, then) in taken.items():
-            self._versions[self.groups[group].start : self.groups[group].stop] = then
+
+    def under_way(self) -> UnderWay | None:
+        """What `launch` started and `finish` will wait for."""
+        return None if self._in_flight is None else UnderWay(self._in_flight.pending, self._in_flight.issued_ns)
 
     def finish(self, untouched: Collection[int]) -> None:
         """Unpacks into the tensors that were packed, or makes the views the gradients."""

@@ -10,7 +10,7 @@ import torch
 from ..comm.protocol import Communicator, Pending
 from ..grad_bucket import GradBucket
 from .hooked import CommHook, call_hook, wait_future
-from .members import Members, TakenAtOnce, changed_error
+from .members import Members, TakenAtOnce, UnderWay, changed_error
 
 
 class SparseReduction(TakenAtOnce):
@@ -50,6 +50,10 @@ class SparseReduction(TakenAtOnce):
             self._future = self._communicator.all_reduce_sparse(gradient.detach() / divisor).future()
         now = parameter.grad
         self._taken = now, -1 if now is None else now._version
+
+    def under_way(self) -> UnderWay | None:
+        """What `launch` started and `finish` will wait for."""
+        return None if self._future is None else UnderWay(self._future, None)
 
     def check_unchanged(self) -> None:
         """Raises if the gradient is not the tensor that was taken, at the same version (a hook may write to it)."""

@@ -1,0 +1,209 @@
+"""Plans: where a reducer's plans come from, one after the other.
+
+    the one that was given          kept for good
+    else, in the first step         one bucket per dtype and device
+    after it                        rank 0's order of arrival, broadcast, cut by the policy
+    from then on                    what the schedule has had all ranks agree on
+
+With find_unused_parameters (and no static graph) nothing is learned: buckets of limited size, in reverse order of
+registration, from the start. Every rank has the same plan in every step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .bucket_set import kind_of
+from .comm.protocol import Communicator
+from .config import ReduceConfig
+from .exchange import collective_error
+from .planning.assignment import BucketCaps
+from .planning.plan import Plan, check_groups, first_plan
+from .planning.policies import ready_plan, static_plan
+from .planning.saved import dump, load
+from .planning.schedule import Model
+from .reductions import real_dtype
+from .scheduler import Scheduler
+from .trace import group_text
+
+_logger = logging.getLogger(__name__)
+
+
+class Plans:
+    """The plans of one reducer.
+
+    Args:
+        parameters: all of them.
+        names: theirs.
+        sparse: per parameter whether its gradient is sparse.
+        config: policy, wire, and perhaps a plan.
+        caps: limits of the buckets.
+        communicator: the ranks.
+        learns: the first step shows an order.
+
+    Raises:
+        ValueError: the plan that was given is none, or is for another model.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        names: Sequence[str],
+        sparse: Sequence[bool],
+        config: ReduceConfig,
+        caps: BucketCaps,
+        communicator: Communicator,
+        *,
+        learns: bool,
+    ) -> None:
+        self.learns = learns
+        self.rebuilt = False
+        self.kinds = [kind_of(*one) for one in zip(parameters, sparse, strict=True)]
+        self._numels = [parameter.numel() for parameter in parameters]
+        self._groups = [(parameter.dtype, parameter.device) for parameter in parameters]
+        self._names = names
+        self._config = config
+        self._device = parameters[0].device
+        self._order: tuple[int, ...] = ()
+        self._model = Model(
+            kinds=self.kinds,
+            # Of a sparse gradient nobody knows the size before it is there.
+            wire_bytes=[
+                0 if alone else _real_numel(one) * config.wire_dtype(real_dtype(one.dtype)).itemsize
+                for one, alone in zip(parameters, sparse, strict=True)
+            ],
+            caps=caps,
+            cap_policy=config.cap_policy,
+            share=config.policy != "static" and config.wire != "native",
+            policy=config.policy,
+            link=config.link,
+        )
+        # Not where nothing overlaps. A comm hook may keep state by bucket: the reducer then says so.
+        self._measures = config.policy != "static" and config.overlap
+        self.use(communicator)
+
+    def use(self, communicator: Communicator) -> None:
+        """Plans anew, for these ranks."""
+        self._communicator = communicator
+        self.scheduler = Scheduler(self._model, self._config.replan_every, communicator, self._device)
+        self._given = self._loaded()
+        self.rebuilt = False
+        self._order = ()
+
+    def give_up_measuring(self) -> None:
+        """After the first step's order nothing is to change any more."""
+        self._measures = False
+
+    def restart(self) -> None:
+        """A step was given up on all ranks; the plan in use stays, what some ranks may not know is forgotten."""
+        self._order = ()
+        self.scheduler.restart()
+
+    def forget(self) -> None:
+        """Ranks hold different plans: all go back to the first one."""
+        self.rebuilt = False
+
+    def first(self) -> Plan:
+        """The plan of the first step."""
+        if self._given is not None:
+            return self._given
+        model = self._model
+        return first_plan(model.kinds, model.caps, model.cap_policy, learns=self.wants_order())
+
+    def wants_order(self) -> bool:
+        """Whether an order of arrival is still to be learned or adopted."""
+        return self.learns and not self.rebuilt and self._given is None
+
+    def note_order(self, order: Sequence[int] = ()) -> None:
+        """What the first step has shown on this rank; a rank that only took part in it (join) has seen nothing."""
+        if self.wants_order() and not self._order:
+            seen = set(order)
+            self._order = (*order, *(index for index in range(len(self.kinds)) if index not in seen))
+
+    def measured(self) -> bool:
+        """Whether the plan follows measurements now: the same on every rank."""
+        return (
+            self.rebuilt
+            and self._measures
+            and self._communicator.size > 1
+            and not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        )
+
+    def next(self, plan: Plan) -> tuple[Plan, int]:
+        """Between two steps.
+
+        Args:
+            plan: the one in use.
+
+        Returns:
+            The one to use from now on; how many collectives that took.
+
+        Raises:
+            AgreementError: ranks have decided on different plans; on every rank.
+            CollectiveError: a peer did not answer.
+        """
+        if not (self.wants_order() and self._order):
+            return (self.scheduler.settle(plan) if self.measured() else plan), 0
+        order = torch.tensor(self._order, dtype=torch.int64).to(self._device)
+        try:
+            self._communicator.broadcast(order, 0)
+        except RuntimeError as error:
+            what = "broadcasting the order of readiness failed"
+            raise collective_error(what, self._communicator.rank, error) from error
+        self.rebuilt, self._order = True, ()
+        found, model = order.tolist(), self._model
+        self.scheduler.learned(found)
+        if self._config.policy == "static":
+            return static_plan(model.kinds, model.caps, model.cap_policy, found), 1
+        return ready_plan(model.kinds, model.caps, model.cap_policy, found, share=model.share), 1
+
+    def json(self, plan: Plan) -> str:
+        """A plan, to keep."""
+        size, wire = self._communicator.size, self._config.wire
+        return dump(plan, names=self._names, numels=self._numels, world_size=size, wire=wire)
+
+    def described(self) -> dict[str, Any]:
+        """The part of a trace that is the same for all its steps."""
+        model = self._model
+        ready_ns = self.scheduler.readiness.best().tolist()
+        rows = zip(self._names, self._numels, model.kinds, self._groups, model.wire_bytes, ready_ns, strict=True)
+        return {
+            "rank": self._communicator.rank,
+            "ranks": self._communicator.size,
+            "device": self._device.type,
+            "config": self._config.to_dict(),
+            "caps": {**dataclasses.asdict(model.caps), "listed_bytes": list(model.caps.listed_bytes)},
+            "parameters": [
+                {
+                    "name": name,
+                    "numel": numel,
+                    "size_bytes": kind.size_bytes,
+                    "wire_bytes": wire_bytes,
+                    "group": group_text(dtype, device),
+                    "alone": kind.alone,
+                    "ready_ns": known_ns,
+                }
+                for name, numel, kind, (dtype, device), wire_bytes, known_ns in rows
+            ],
+        }
+
+    def _loaded(self) -> Plan | None:
+        """The plan that was given, if it was made for as many ranks."""
+        if self._config.plan is None:
+            return None
+        saved = load(self._config.plan, names=self._names, numels=self._numels)
+        size = self._communicator.size
+        if saved.world_size != size:
+            _logger.warning("the plan that was given is for %d ranks, not %d: planning again", saved.world_size, size)
+            return None
+        check_groups(saved.plan, self.kinds, share=self._model.share)
+        return saved.plan
+
+
+def _real_numel(parameter: torch.Tensor) -> int:
+    return parameter.numel() * (2 if parameter.is_complex() else 1)

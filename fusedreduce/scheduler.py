@@ -1,0 +1,194 @@
+"""Scheduler: has the ranks agree on a plan from what they measure. The schedule and the decisions are pure
+(planning/schedule.py); here are the measurements of this rank, and the two small collectives.
+
+Both are issued right behind the last bucket's, so in the same place on every rank, and waited for with the buckets:
+nothing is under way between two steps. Their results are read before the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from .comm.protocol import Communicator, Pending
+from .errors import AgreementError, CollectiveError
+from .exchange import collective_error
+from .planning.plan import Plan
+from .planning.readiness import Readiness
+from .planning.schedule import PROBE_BYTES, Decision, Model, Schedule
+from .step_clock import Looked
+
+_logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """The schedule of one reducer over one group of ranks.
+
+    Args:
+        model: what is planned.
+        replan_every: see ReduceConfig.
+        communicator: the ranks.
+        device: where its backend takes tensors.
+    """
+
+    def __init__(self, model: Model, replan_every: int, communicator: Communicator, device: torch.device) -> None:
+        self.readiness = Readiness(len(model.kinds))
+        self._communicator = communicator
+        self._device = device
+        self._schedule = Schedule(model, replan_every)
+        self._looked: dict[int, Looked] = {}
+        self._numbers: list[int] | None = None
+        self._under_way: list[Pending] = []
+        self._reduced: torch.Tensor | None = None
+        self._compared: torch.Tensor | None = None
+        self._decision: Decision | None = None
+        self.changes = 0
+
+    @property
+    def schedule(self) -> Schedule:
+        """Where the rounds are, and what has been agreed on."""
+        return self._schedule
+
+    def learned(self, order: Sequence[int]) -> None:
+        """Rank 0's order of arrival in the first step, as every rank has it."""
+        self._schedule.arrival = tuple(order)
+
+    def profiles(self) -> bool:
+        """Whether every parameter is to tell its time in the step that begins."""
+        return self._schedule.profiles()
+
+    def open_round(self, looked: Looked | None) -> int:
+        """The first bucket is about to be launched: in a profiled step a small collective goes first, for its latency.
+
+        Args:
+            looked: the step, where its times are kept; None: this rank only takes part (join).
+
+        Returns:
+            How many collectives this issued.
+        """
+        if not self._schedule.profiles():
+            return 0
+        tensor = torch.zeros(PROBE_BYTES // 8, dtype=torch.int64, device=self._device)
+        if looked is not None:
+            looked.probe_begins()
+        try:
+            pending = self._communicator.all_reduce_max(tensor)
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        if looked is not None:
+            looked.probe_began(pending)
+        self._under_way.append(pending)
+        return 1
+
+    def report(self, plan: Plan) -> int:
+        """The last bucket has been launched: tells the ranks what this one has measured, or what it has decided.
+
+        Args:
+            plan: in use.
+
+        Returns:
+            How many collectives this issued.
+        """
+        if self._schedule.reports():
+            numbers, self._numbers = self._numbers or self._mine(plan), None
+            self._reduced = self._start(numbers)
+            return 1
+        if self._schedule.confirms() and self._decision is not None:
+            self._compared = self._start([self._decision.hash, -self._decision.hash, int(_frozen())])
+            return 1
+        return 0
+
+    def wait(self) -> None:
+        """Waits for what this step's `open_round` and `report` have issued; on CUDA only the current stream does."""
+        under_way, self._under_way = self._under_way, []
+        try:
+            for pending in under_way:
+                pending.wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+
+    def close_round(self, looked: Looked | None) -> None:
+        """The step is done.
+
+        Args:
+            looked: its times, if it was looked at closely.
+        """
+        place = self._schedule.place()
+        if looked is not None and place is not None:
+            self._looked[place] = looked
+        self._schedule.round += 1
+
+    def settle(self, plan: Plan) -> Plan:
+        """Before a step: reads what the last one started.
+
+        Args:
+            plan: the one in use.
+
+        Returns:
+            The one to use from now on.
+
+        Raises:
+            AgreementError: ranks have decided on different plans; on every rank.
+        """
+        if self._reduced is not None:
+            reduced, self._reduced = self._reduced, None
+            self._decision = self._schedule.decide(reduced.tolist(), plan)
+        elif self._compared is not None:
+            compared, self._compared = self._compared, None
+            most, least, frozen = compared.tolist()
+            decision, self._decision = self._decision, None
+            assert decision is not None
+            if most != -least:
+                raise AgreementError(
+                    f"ranks have decided on different plans from the same numbers: hash {decision.hash:016x} on rank "
+                    f"{self._communicator.rank}, {-least:016x} to {most:016x} over all. Do all ranks run the same "
+                    "versions of fusedreduce and Python? policy='ready' with replan_every=0 decides nothing"
+                )
+            if decision.plan != plan and not frozen:
+                self.changes += 1
+                self._looked = {}
+                _logger.info("new plan %016x, %d buckets: %s", decision.hash, len(decision.plan), decision.why)
+                return decision.plan
+            _logger.debug("plan %016x stays: %s", decision.hash, decision.why)
+        elif self._schedule.reports() and self._numbers is None:
+            # On CUDA this waits for the last profiled step, which is why it is not done where that step ended.
+            self._numbers = self._mine(plan)
+        return plan
+
+    def restart(self) -> None:
+        """Forgets everything: a rank may know what another did not come to know. Every rank does so at one place."""
+        self.readiness = Readiness(len(self._schedule.model.kinds))
+        self._schedule = Schedule(self._schedule.model, self._schedule.replan_every, arrival=self._schedule.arrival)
+        self._looked, self._numbers, self._under_way = {}, None, []
+        self._reduced = self._compared = self._decision = None
+
+    def _mine(self, plan: Plan) -> list[int]:
+        looked, self._looked = self._looked, {}
+        for _, one in sorted(looked.items()):
+            self.readiness.host.add(one.ready_ns)
+            on_device = one.device_ready_ns()
+            if on_device:
+                self.readiness.device.add(on_device)
+        steps = {place: one.times() for place, one in looked.items()}
+        ready_ns = [int(value) for value in self.readiness.best()]
+        return self._schedule.numbers(ready_ns, steps, len(plan), frozen=_frozen())
+
+    def _start(self, numbers: Sequence[int]) -> torch.Tensor:
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory().to(self._device, non_blocking=True)
+        try:
+            self._under_way.append(self._communicator.all_reduce_max(tensor))
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return tensor
+
+    def _failed(self, error: RuntimeError) -> CollectiveError:
+        return collective_error("agreeing on a plan failed", self._communicator.rank, error)
+
+
+def _frozen() -> bool:
+    """Whether this rank's plan must not follow a clock now."""
+    return torch.are_deterministic_algorithms_enabled()
