@@ -297,6 +297,13 @@ def test_a_signal_ends_every_rank(
         assert err.splitlines() == [f"fusedreduce demo: error: interrupted by {sent.name}; every rank has ended"]
 
 
+def test_a_rank_that_starts_after_the_demo_was_interrupted_ends_without_a_word(tmp_path: Path) -> None:
+    """Its folder is gone; a traceback would follow the line that says that every rank has ended."""
+    command = [sys.executable, "-m", "fusedreduce.cli.demo_worker", str(tmp_path / "gone")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

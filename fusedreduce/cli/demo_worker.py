@@ -96,7 +96,10 @@ class Run:
 def main(arguments: Sequence[str]) -> None:
     """Trains and measures; rank 0 leaves the rows in FOLDER, a rank that fails leaves the reason there."""
     folder = Path(arguments[0])
-    job = results.read_job(folder)
+    try:
+        job = results.read_job(folder)
+    except FileNotFoundError:
+        os._exit(1)  # the demo was interrupted while this rank started, and has taken its folder with it
     _end_with(job.launcher_pid)
     rank = int(os.environ["RANK"])
     status = 0
