@@ -25,7 +25,7 @@ SUBSET = {
     "test_ddp_apply_optim_in_backward_ignored_params": "optimizers in backward, ignored parameters",
     "test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none": "mixed precision",
     "test_ddp_broadcast_buffer": "buffers",
-    "test_ddp_logging_data_cpu": "logging data",
+    "test_ddp_python_error_logged": "errors that are logged",
     "test_ddp_remove_autograd_hooks": "a second wrapper after an error in backward",
 }
 
