@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedreduce.planning.costs import FREE, FS_PER_NS, MOST_SIZES, Costs, Linear, fit
+from fusedreduce.planning.costs import FREE, FS_PER_NS, MOST_SIZES, Costs, Linear, fit, fit_copy
 
 MIB = 1024 * 1024
 lines = st.builds(Linear, fixed_ns=st.integers(10, 10**7), fs_per_byte=st.integers(0, 10**7))
@@ -135,3 +135,14 @@ def test_costs_of_a_bucket() -> None:
     assert line.fs(0) == 5 * FS_PER_NS and line.fs(1000) == 25 * FS_PER_NS
     assert line.fs(2**62) == 5 * FS_PER_NS + 20_000 * 2**62, "no overflow"
     assert Costs(wire=line).pack == Costs(wire=line).unpack == FREE
+
+
+def test_a_link_is_latency_and_bandwidth() -> None:
+    assert Linear.of_link(20, 400) == Linear(fixed_ns=20_000, fs_per_byte=20_000), "50 GB/s"
+
+
+def test_a_copy_always_has_a_cost() -> None:
+    line = Linear(fixed_ns=100, fs_per_byte=FS_PER_NS)
+    assert fit_copy([(10, 110), (30, 130)]) == line
+    assert fit_copy([(10, 30), (10, 20), (10, 90)]) == Linear(fixed_ns=0, fs_per_byte=3 * FS_PER_NS), "one size"
+    assert fit_copy([(0, 30)]) == fit_copy([]) == FREE

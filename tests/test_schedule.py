@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fusedreduce.config import Policy
 from fusedreduce.planning.assignment import BucketCaps
-from fusedreduce.planning.channel import Seen, busy_periods, seen
+from fusedreduce.planning.channel import Seen, busy_periods, last_to_issue, seen
 from fusedreduce.planning.plan import ParameterKind, Plan
 from fusedreduce.planning.planner import MISSING_NS
 from fusedreduce.planning.policies import ready_plan
@@ -223,11 +223,7 @@ def test_samples_outlive_a_plan() -> None:
 
 def test_busy_periods_of_the_example() -> None:
     ranks = seen([0, 5], [12, 40]), seen([102, 130], [112, 140])
-    last = [
-        Seen(min(a.since_first_ns, b.since_first_ns), min(a.queued_ns, b.queued_ns))
-        for a, b in zip(*ranks, strict=True)
-    ]
-    assert busy_periods(last, [10, 30]) == [(10, 10), (30, 10)]
+    assert busy_periods(last_to_issue(ranks), [10, 30]) == [(10, 10), (30, 10)]
 
 
 @settings(max_examples=300)
@@ -247,11 +243,7 @@ def test_busy_periods_find_what_a_fifo_channel_cost_whatever_the_ranks_clocks_an
         seen([at + offset for at in one], [at + offset for at in ended])
         for one, offset in zip(issued, offsets, strict=True)
     ]
-    last = [
-        Seen(min(one.since_first_ns for one in bucket), min(one.queued_ns for one in bucket))
-        for bucket in zip(*rows, strict=True)
-    ]
-    periods = busy_periods(last, sizes)
+    periods = busy_periods(last_to_issue(rows), sizes)
     assert periods
     for size, took_ns in periods:
         assert 7 + 3 * size <= took_ns < 7 + 3 * (size + 1) + 1, "averages are rounded down"

@@ -493,6 +493,23 @@ class TestProblem:
         assert asked.wire_bytes == (2_000, 4_000, 1_000, 3_000) and asked.size_bytes == (4_000, 8_000, 2_000, 6_000)
         assert asked.cap_bytes == 16_000 and problem(traces, COSTS, 99).cap_bytes == 99
 
+    def test_collectives_side_by_side_share_what_they_took(self, tmp_path: Path) -> None:
+        # 3,000 and 1,000 bytes, 5 and 3 us, end together after 8; then 4,000 bytes in 6 us, and 2,000 in 4.
+        rows = [(0, 8_000), (100, 8_000), (20_000, 26_000), (30_000, 34_000)]
+        FakeRun(plan=((3,), (2,), (1,), (0,)), ranks=1, steps=1).write(tmp_path)
+        edit(tmp_path, put([[at, at, at, end, end, end] for at, end in rows], "steps", 0, "buckets"))
+        costs = measured_costs(read(tmp_path))
+        assert costs is not None and costs.wire == COSTS.wire
+
+    def test_a_bucket_that_was_not_seen_hides_the_one_behind_it(self, tmp_path: Path) -> None:
+        # The one behind it waited until 20 us; then 4,000 bytes in 6 us, and 2,000 in 4.
+        rows = [(3_000, 23_000), (30_000, 36_000), (40_000, 44_000)]
+        FakeRun(plan=((3,), (2,), (1,), (0,)), ranks=1, steps=1).write(tmp_path)
+        buckets = [[at, at, at, end, end, end] for at, end in rows]
+        edit(tmp_path, put([[0, 0, *[UNKNOWN_NS] * 4], *buckets], "steps", 0, "buckets"))
+        costs = measured_costs(read(tmp_path))
+        assert costs is not None and costs.wire == COSTS.wire
+
     def test_times_of_single_steps_come_before_averages(self, tmp_path: Path) -> None:
         FakeRun(looks=True).write(tmp_path)
         edit(tmp_path, put(5, "parameters", 0, "ready_ns"))

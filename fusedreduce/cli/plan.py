@@ -14,7 +14,7 @@ from fusedreduce.errors import TraceError
 from fusedreduce.planning import saved
 from fusedreduce.planning.assignment import MIB, BucketCaps
 from fusedreduce.planning.clusters import Case
-from fusedreduce.planning.costs import FREE, FS_PER_NS, Costs, Linear
+from fusedreduce.planning.costs import FREE, FS_PER_BYTE_AT_1_GBIT_S, FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.planner import Problem, ready_order, timeline
 from fusedreduce.planning.policies import best_plan, ready_plan, static_plan
@@ -27,8 +27,6 @@ from . import simulate
 from .trace import beside, columns, milliseconds, replace_file, writable
 
 PLAN_FILE = "plan.json"
-# Gbit/s to fs per byte: 8 bits at 1 ns each.
-_FS_PER_BYTE_AT_1_GBIT_S = 8 * FS_PER_NS
 _NOTES = """\
 In the model, ms since backward began: when the last collective ends, when the last gradient is reduced, and by how much
 that is later than the end of backward, packing included. recorded: the plan of the last recorded step."""
@@ -155,7 +153,7 @@ def _costs(parser: argparse.ArgumentParser, given: str | None, traces: Sequence[
             raise ValueError(given)
     except ValueError:
         parser.error(f"argument --costs: two numbers, latency in us and Gbit/s, such as 20,100; got {given!r}")
-    link = Linear(fixed_ns=round(latency_us * 1e3), fs_per_byte=round(_FS_PER_BYTE_AT_1_GBIT_S / gbit_per_s))
+    link = Linear.of_link(latency_us, gbit_per_s)
     return Costs(wire=link, pack=known.pack if known else FREE, unpack=known.unpack if known else FREE)
 
 
@@ -178,7 +176,7 @@ def _facts(traces: Sequence[RankTrace], asked: Problem) -> str:
 
 
 def _link(wire: Linear) -> str:
-    rate = f"{_FS_PER_BYTE_AT_1_GBIT_S / wire.fs_per_byte:.2f} Gbit/s" if wire.fs_per_byte else "no cost per byte"
+    rate = f"{FS_PER_BYTE_AT_1_GBIT_S / wire.fs_per_byte:.2f} Gbit/s" if wire.fs_per_byte else "no cost per byte"
     return f"all-reduce {wire.fixed_ns / 1e3:.1f} us and {rate}"
 
 

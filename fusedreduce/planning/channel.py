@@ -51,11 +51,23 @@ def seen(issued_ns: Sequence[int], ended_ns: Sequence[int]) -> list[Seen]:
     return found
 
 
+def last_to_issue(ranks: Sequence[Sequence[Seen]]) -> list[Seen]:
+    """One step as the last rank to issue each bucket saw it: the minimum over all ranks.
+
+    Args:
+        ranks: of each its step, of the same buckets.
+    """
+    return [
+        Seen(min(one.since_first_ns for one in bucket), min(one.queued_ns for one in bucket))
+        for bucket in zip(*ranks, strict=True)
+    ]
+
+
 def busy_periods(buckets: Sequence[Seen], sizes_bytes: Sequence[int | None]) -> list[tuple[int, int]]:
     """(bytes, ns) of an average collective in each busy period.
 
     Args:
-        buckets: in launch order, the minimum over all ranks.
+        buckets: in launch order, as `last_to_issue` has them.
         sizes_bytes: theirs on the wire; None: not known, so that nothing follows from its period.
 
     Returns:

@@ -6,10 +6,13 @@ Times are integers, so that the same samples give the same line on every rank; c
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 FS_PER_NS = 1_000_000
+# 8 bits at 1 ns each.
+FS_PER_BYTE_AT_1_GBIT_S = 8 * FS_PER_NS
 # 64 sizes make 2,016 slopes, a millisecond of work.
 MOST_SIZES = 64
 
@@ -33,6 +36,11 @@ class Linear:
         for name, value in (("fixed_ns", self.fixed_ns), ("fs_per_byte", self.fs_per_byte)):
             if type(value) is not int or value < 0:
                 raise ValueError(f"{name} must be an int and not negative, got {value!r}")
+
+    @classmethod
+    def of_link(cls, latency_us: float, gbit_per_s: float) -> Linear:
+        """A collective's cost on a link, as users describe it."""
+        return cls(fixed_ns=round(latency_us * 1000), fs_per_byte=round(FS_PER_BYTE_AT_1_GBIT_S / gbit_per_s))
 
     def fs(self, size_bytes: int) -> int:
         """Femtoseconds for so many bytes."""
@@ -91,6 +99,19 @@ def fit(samples: Sequence[tuple[int, int]]) -> Linear | None:
         slope = _median([ns * FS_PER_NS // size for size, ns in points if size])
     line = Linear(fixed_ns=fixed_fs // FS_PER_NS, fs_per_byte=slope)
     return None if line == FREE else line
+
+
+def fit_copy(samples: Sequence[tuple[int, int]]) -> Linear:
+    """A copy's cost, as `fit` finds it; where that is None proportional to the bytes, and nothing without samples.
+
+    Args:
+        samples: (bytes, ns) of packing, or of unpacking, single buckets.
+
+    Raises:
+        ValueError: a number that is negative or no int.
+    """
+    rates = [ns * FS_PER_NS // size for size, ns in samples if size]
+    return fit(samples) or (Linear(fixed_ns=0, fs_per_byte=statistics.median_low(rates)) if rates else FREE)
 
 
 def _points(samples: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

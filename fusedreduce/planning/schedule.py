@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from ..config import CapPolicy, Policy
 from .assignment import BucketCaps
 from .channel import Seen, busy_periods
-from .costs import Costs, Linear, fit
+from .costs import Costs, Linear, fit, fit_copy
 from .plan import ParameterKind, Plan
 from .planner import MISSING_NS, Problem, ready_order, timeline
 from .policies import best_plan, ready_plan, static_plan
@@ -43,7 +43,6 @@ _ROUNDS_KEPT = 12
 # Buckets may all be of one size, which says nothing about latency: in a profiled round a small collective goes first.
 PROBE_BYTES = 1024
 _NO_SAMPLE = -(1 << 62)
-_FS_PER_BYTE_AT_1_GBIT_S = 8_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,8 +267,7 @@ class Schedule:
         """The costs that fit all that is known; None if the link does not (collectives of fewer than two sizes)."""
         link = self.model.link
         if link is not None:
-            per_byte = round(_FS_PER_BYTE_AT_1_GBIT_S / link[1])
-            wire: Linear | None = Linear(fixed_ns=round(link[0] * 1000), fs_per_byte=per_byte)
+            wire: Linear | None = Linear.of_link(*link)
         else:
             # The probe runs beside the first bucket's packing: its latency is the least that was seen.
             probes = [one.probe_ns for one in self._rounds if one.probe_ns is not None]
@@ -277,8 +275,8 @@ class Schedule:
             wire = fit(least + [sample for one in self._rounds for sample in one.wire])
         if wire is None:
             return None
-        pack = _local([sample for one in self._rounds for sample in one.pack])
-        unpack = _local([sample for one in self._rounds for sample in one.unpack])
+        pack = fit_copy([sample for one in self._rounds for sample in one.pack])
+        unpack = fit_copy([sample for one in self._rounds for sample in one.unpack])
         return Costs(wire=wire, pack=pack, unpack=unpack)
 
 
@@ -300,12 +298,3 @@ def head_of_line_ns(plan: Plan, ready_ns: Sequence[int]) -> int:
         head_ns = max(head_ns, bucket_ns)
         total_ns += head_ns - bucket_ns
     return total_ns
-
-
-def _local(pairs: Sequence[tuple[int, int]]) -> Linear:
-    """Cost of a copy on this machine; proportional to the bytes where one size is all that is known."""
-    found = fit(pairs)
-    if found is not None:
-        return found
-    rates = [value * 1_000_000 // size for size, value in pairs if size > 0]
-    return Linear(fixed_ns=0, fs_per_byte=statistics.median_low(rates) if rates else 0)

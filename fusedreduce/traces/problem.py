@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from ..planning.costs import FREE, FS_PER_NS, Costs, Linear, fit
+from ..planning.channel import busy_periods, last_to_issue, seen
+from ..planning.costs import Costs, fit, fit_copy
 from ..planning.plan import ParameterKind
 from ..planning.timeline import MISSING_NS, Problem
-from ..trace import UNKNOWN_NS, StepMarks
-from .files import RankTrace
+from ..trace import UNKNOWN_NS, BucketMarks, StepMarks
+from .files import RankTrace, Step
 
 _WIDE = {"float64": "float64", "complex128": "float64"}
 
@@ -76,25 +77,23 @@ def ready_times_ns(trace: RankTrace) -> list[int]:
 
 
 def measured_costs(traces: Sequence[RankTrace]) -> Costs | None:
-    """What the recorded buckets cost; None: fewer than two sizes among them, so that no line can be drawn.
-
-    Of a collective's times the shortest of any rank: the last rank to issue it waits for nobody.
-    """
+    """What the recorded buckets cost; None: fewer than two sizes among them, so that no line can be drawn."""
     wire: list[tuple[int, int]] = []
     pack: list[tuple[int, int]] = []
     unpack: list[tuple[int, int]] = []
-    for step in range(len(traces[0].steps)):
-        fastest: dict[int, int] = {}
-        for trace in traces:
-            sizes = _bucket_bytes(trace, trace.steps[step].plan)
-            for bucket, wire_ns, pack_ns, unpack_ns in _services_ns(trace.steps[step].marks):
-                if sizes[bucket] is not None:
-                    fastest[bucket] = min(wire_ns, fastest.get(bucket, wire_ns))
-                    pack.append((sizes[bucket] or 0, pack_ns))
-                    unpack.append((sizes[bucket] or 0, unpack_ns))
-        wire += [(sizes[bucket] or 0, wire_ns) for bucket, wire_ns in fastest.items()]
+    for steps in zip(*(trace.steps for trace in traces), strict=True):
+        buckets, sizes = _seen_whole(steps, _bucket_bytes(traces[0], steps[0].plan))
+        ranks = [
+            seen([one.launch_ns for one in marks], [one.done_ns for one in marks])
+            for marks in zip(*buckets, strict=True)
+        ]
+        wire += busy_periods(last_to_issue(ranks), sizes)
+        for bucket, size in zip(buckets, sizes, strict=True):
+            if size is not None:
+                pack += [(size, one.launch_ns - one.pack_ns) for one in bucket]
+                unpack += [(size, max(one.end_ns - one.unpack_ns, 0)) for one in bucket]
     link = fit(wire)
-    return None if link is None else Costs(wire=link, pack=_copying(pack), unpack=_copying(unpack))
+    return None if link is None else Costs(wire=link, pack=fit_copy(pack), unpack=fit_copy(unpack))
 
 
 def _buckets_ready_ns(marks: StepMarks) -> Iterator[int]:
@@ -105,15 +104,24 @@ def _buckets_ready_ns(marks: StepMarks) -> Iterator[int]:
         yield UNKNOWN_NS if one.ready_ns == UNKNOWN_NS else one.ready_ns - packing_ns
 
 
-def _services_ns(marks: StepMarks) -> Iterator[tuple[int, int, int, int]]:
-    """Buckets that were seen whole: which, and the time that its collective, packing and unpacking took."""
-    before_ns = 0
-    for bucket, one in enumerate(marks.buckets):
-        if UNKNOWN_NS in (one.pack_ns, one.launch_ns, one.done_ns):
+def _seen_whole(
+    steps: Sequence[Step], sizes_bytes: Sequence[int | None]
+) -> tuple[list[tuple[BucketMarks, ...]], list[int | None]]:
+    """Buckets of one step that all ranks saw whole: their marks, a rank each, and what is known of their sizes.
+
+    Nothing follows from a bucket behind one that was not seen: it may have waited for that.
+    """
+    found: list[tuple[BucketMarks, ...]] = []
+    sizes: list[int | None] = []
+    waits = False
+    for size, bucket in zip(sizes_bytes, zip(*(step.marks.buckets for step in steps), strict=True), strict=True):
+        if any(UNKNOWN_NS in (one.pack_ns, one.launch_ns, one.done_ns) for one in bucket):
+            waits = True
             continue
-        wire_ns = max(0, one.done_ns - max(one.launch_ns, before_ns))
-        before_ns = max(before_ns, one.done_ns)
-        yield bucket, wire_ns, one.launch_ns - one.pack_ns, max(0, one.end_ns - one.unpack_ns)
+        found.append(bucket)
+        sizes.append(None if waits else size)
+        waits = False
+    return found, sizes
 
 
 def _bucket_bytes(trace: RankTrace, plan: int) -> list[int | None]:
@@ -122,9 +130,3 @@ def _bucket_bytes(trace: RankTrace, plan: int) -> list[int | None]:
         None if trace.parameters[numbers[0]].alone else sum(trace.parameters[number].wire_bytes for number in numbers)
         for numbers in trace.plans[plan]
     ]
-
-
-def _copying(samples: Sequence[tuple[int, int]]) -> Linear:
-    """A copy's cost; proportional to its bytes where no line can be drawn."""
-    rates = [time_ns * FS_PER_NS // size_bytes for size_bytes, time_ns in samples if size_bytes]
-    return fit(samples) or (Linear(fixed_ns=0, fs_per_byte=statistics.median_low(rates)) if rates else FREE)
