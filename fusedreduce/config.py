@@ -85,6 +85,12 @@ class ReduceConfig:
         dtype = WIRES[self.wire]
         return gradient if dtype is None else dtype
 
+    def wire_bytes(self, gradient: torch.Tensor) -> int:
+        """What a gradient like `gradient` has on the wire; a complex one travels as real pairs."""
+        if gradient.is_complex():
+            return 2 * gradient.numel() * self.wire_dtype(gradient.dtype.to_real()).itemsize
+        return gradient.numel() * self.wire_dtype(gradient.dtype).itemsize
+
     def to_dict(self) -> dict[str, object]:
         """Plain values, as compared across ranks and logged; of a plan, a digest."""
         digest = None if self.plan is None else hashlib.blake2b(self.plan.encode(), digest_size=8).hexdigest()

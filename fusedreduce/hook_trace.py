@@ -128,10 +128,7 @@ class HookTrace:
             if looked is not None and self._readiness is not None and self._recorder is not None:
                 whole = MISSING_NS not in looked.ready_ns
                 if whole:
-                    self._readiness.host.add(looked.ready_ns)
-                    on_device = looked.device_ready_ns()
-                    if on_device:
-                        self._readiness.device.add(on_device)
+                    self._readiness.add(looked.ready_ns, looked.device_ready_ns())
                 self._recorded += 1
                 self._recorder.add(self._step, self._plan, looked.finest(), looked.ready_ns if whole else None)
         else:
@@ -186,7 +183,7 @@ class HookTrace:
                     "name": f"parameter {index} {tuple(one.shape)}",
                     "numel": one.numel(),
                     "size_bytes": one.numel() * one.element_size(),
-                    "wire_bytes": self._wire_bytes(one),
+                    "wire_bytes": self._config.wire_bytes(one),
                     "group": group_text(one.dtype, one.device),
                     "alone": id(one) in self._sparse,
                     "ready_ns": MISSING_NS,
@@ -194,11 +191,6 @@ class HookTrace:
                 for index, one in enumerate(parameters)
             ],
         }
-
-    def _wire_bytes(self, parameter: torch.Tensor) -> int:
-        if parameter.is_complex():  # as real pairs
-            return 2 * parameter.numel() * self._config.wire_dtype(parameter.dtype.to_real()).itemsize
-        return parameter.numel() * self._config.wire_dtype(parameter.dtype).itemsize
 
     @staticmethod
     def _same(one: Sequence[Sequence[torch.Tensor]], other: Sequence[Sequence[torch.Tensor]]) -> bool:

@@ -27,7 +27,6 @@ from .planning.plan import Plan, check_groups, first_plan
 from .planning.policies import ready_plan, static_plan
 from .planning.saved import dump, load
 from .planning.schedule import Model
-from .reductions import real_dtype
 from .scheduler import Scheduler
 from .trace import group_text
 
@@ -73,10 +72,7 @@ class Plans:
         self._model = Model(
             kinds=self.kinds,
             # Of a sparse gradient nobody knows the size before it is there.
-            wire_bytes=[
-                0 if alone else _real_numel(one) * config.wire_dtype(real_dtype(one.dtype)).itemsize
-                for one, alone in zip(parameters, sparse, strict=True)
-            ],
+            wire_bytes=[0 if alone else config.wire_bytes(one) for one, alone in zip(parameters, sparse, strict=True)],
             caps=caps,
             cap_policy=config.cap_policy,
             share=config.policy != "static" and config.wire != "native",
@@ -203,7 +199,3 @@ class Plans:
             return None
         check_groups(saved.plan, self.kinds, share=self._model.share)
         return saved.plan
-
-
-def _real_numel(parameter: torch.Tensor) -> int:
-    return parameter.numel() * (2 if parameter.is_complex() else 1)

@@ -167,10 +167,7 @@ class Scheduler:
     def _mine(self, plan: Plan) -> list[int]:
         looked, self._looked = self._looked, {}
         for _, one in sorted(looked.items()):
-            self.readiness.host.add(one.ready_ns)
-            on_device = one.device_ready_ns()
-            if on_device:
-                self.readiness.device.add(on_device)
+            self.readiness.add(one.ready_ns, one.device_ready_ns())
         steps = {place: one.times() for place, one in looked.items()}
         ready_ns = [int(value) for value in self.readiness.best()]
         return self._schedule.numbers(ready_ns, steps, len(plan), frozen=_frozen())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,17 @@ def reset_between(rank: int, world: int, fails_at: int) -> None:
         assert_averaged(ddp, alone)
 
 
+def training(ddp: nn.Module, alone: nn.Module, rank: int, steps: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Steps of both modules on inputs of the rank's own: after each one its number and the inputs."""
+    for step in range(steps):
+        inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+        ddp.zero_grad()
+        alone.zero_grad()
+        ddp(inputs).sum().backward()
+        alone(inputs).sum().backward()
+        yield step, inputs
+
+
 def hook_trace(rank: int, world: int, folder: str, wire: str) -> list[int]:
     """torch's DDP with our hook, recorded twice; gradients are checked while it is. The numbers of recorded steps."""
     model = layers(6)
@@ -257,12 +269,7 @@ def hook_trace(rank: int, world: int, folder: str, wire: str) -> list[int]:
     slow.slow = 5  # the layer whose gradients come first
 
     def train(steps: int) -> None:
-        for step in range(steps):
-            inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
-            ddp.zero_grad()
-            alone.zero_grad()
-            ddp(inputs).sum().backward()
-            alone(inputs).sum().backward()
+        for step, inputs in training(ddp, alone, rank, steps):
             if step % 3 == 1:
                 with ddp.no_sync():
                     ddp(inputs).sum().backward()  # not synchronised, so no step of the trace
@@ -309,12 +316,7 @@ def wrapper_trace(rank: int, world: int, folder: str) -> None:
     Sleeper(ddp.module, seed=rank)
 
     def train(steps: int) -> None:
-        for step in range(steps):
-            inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
-            ddp.zero_grad()
-            alone.zero_grad()
-            ddp(inputs).sum().backward()
-            alone(inputs).sum().backward()
+        for _ in training(ddp, alone, rank, steps):
             assert_averaged(ddp, alone)
 
     with ddp.record_trace(folder, limit=14):

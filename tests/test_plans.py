@@ -56,9 +56,9 @@ def test_averages_keep_an_order_that_every_step_has(steps: list[list[int]]) -> N
 
 def test_device_times_stand_apart_and_are_preferred() -> None:
     readiness = Readiness(2)
-    readiness.host.add([1, 2])
+    readiness.add([1, 2], [])
     assert readiness.best().tolist() == [1, 2]
-    readiness.device.add([30, 40])
+    readiness.add([1, 2], [30, 40])
     assert readiness.host.values() == [1, 2] and readiness.best().tolist() == [30, 40]
 
 

@@ -2,7 +2,7 @@
 
 static   torch's rule, in the order in which rank 0's gradients came in the first step
 ready    the same limits; buckets are launched in the order in which their last gradient is ready
-planned  the one of `ready`, `static` and the optimum of the cost model that the model says ends first
+planned  of `ready`, `static` and the optimum the one whose last gradient, says the cost model, is unpacked first
 """
 
 from __future__ import annotations

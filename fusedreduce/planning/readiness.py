@@ -68,6 +68,17 @@ class Readiness:
         self.host = Average(parameters)
         self.device = Average(parameters)
 
+    def add(self, host_ns: Sequence[int], device_ns: Sequence[int]) -> None:
+        """Takes one step's times in.
+
+        Args:
+            host_ns: per parameter, or MISSING_NS.
+            device_ns: the same of the device; empty where there are no events.
+        """
+        self.host.add(host_ns)
+        if device_ns:
+            self.device.add(device_ns)
+
     def best(self) -> npt.NDArray[np.int64]:
         """Per parameter the average in ns, of the device where that was looked at; MISSING_NS: not known."""
         source = self.device if self.device.samples else self.host

@@ -69,14 +69,13 @@ class Model:
 
     def problem(self, ready_ns: Sequence[int], costs: Costs) -> Problem:
         """What the planner is asked."""
-        return Problem(
-            ready_ns=tuple(ready_ns),
-            wire_bytes=tuple(self.wire_bytes),
-            size_bytes=tuple(kind.size_bytes for kind in self.kinds),
-            groups=tuple(kind.wide_group if self.share else kind.group for kind in self.kinds),
-            alone=frozenset(index for index, kind in enumerate(self.kinds) if kind.alone),
+        return Problem.of(
+            self.kinds,
+            ready_ns=ready_ns,
+            wire_bytes=self.wire_bytes,
             cap_bytes=self.caps.planned_limit_bytes,
             costs=costs,
+            share=self.share,
         )
 
 

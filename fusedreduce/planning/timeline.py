@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .costs import FS_PER_NS, Costs
-from .plan import Plan
+from .plan import ParameterKind, Plan
 
 MISSING_NS = -1
 
@@ -67,6 +67,37 @@ class Problem:
         unknown = sorted(set(self.alone).difference(range(count)))
         if unknown:
             raise ValueError(f"alone names {unknown}, but there are {count} parameters")
+
+    @classmethod
+    def of(
+        cls,
+        kinds: Sequence[ParameterKind],
+        *,
+        ready_ns: Sequence[int],
+        wire_bytes: Sequence[int],
+        cap_bytes: int,
+        costs: Costs,
+        share: bool,
+    ) -> Problem:
+        """Sizes, groups and what stays alone from the kinds of parameters; the rest as it is.
+
+        Args:
+            kinds: of all parameters.
+            ready_ns: per parameter, or MISSING_NS.
+            wire_bytes: per parameter.
+            cap_bytes: the largest bucket.
+            costs: of a bucket.
+            share: buckets of mixed dtypes are allowed.
+        """
+        return cls(
+            ready_ns=tuple(ready_ns),
+            wire_bytes=tuple(wire_bytes),
+            size_bytes=tuple(kind.size_bytes for kind in kinds),
+            groups=tuple(kind.wide_group if share else kind.group for kind in kinds),
+            alone=frozenset(index for index, kind in enumerate(kinds) if kind.alone),
+            cap_bytes=cap_bytes,
+            costs=costs,
+        )
 
     @cached_property
     def order(self) -> tuple[int, ...]:

@@ -27,16 +27,13 @@ def problem(
         share: buckets of mixed dtypes are allowed; None: as `shares` says.
     """
     first = traces[0]
-    ready_ns = tuple(max(times_ns) for times_ns in zip(*map(ready_times_ns, traces), strict=True))
-    share = shares(first) if share is None else share
-    return Problem(
-        ready_ns=ready_ns,
-        wire_bytes=tuple(one.wire_bytes for one in first.parameters),
-        size_bytes=tuple(one.size_bytes for one in first.parameters),
-        groups=tuple(kind.wide_group if share else kind.group for kind in kinds(first)),
-        alone=frozenset(number for number, one in enumerate(first.parameters) if one.alone),
+    return Problem.of(
+        kinds(first),
+        ready_ns=[max(times_ns) for times_ns in zip(*map(ready_times_ns, traces), strict=True)],
+        wire_bytes=[one.wire_bytes for one in first.parameters],
         cap_bytes=max(first.caps.limits_bytes) if cap_bytes is None else cap_bytes,
         costs=costs,
+        share=shares(first) if share is None else share,
     )
 
 
