@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .comm.protocol import Pending
-from .planning.readiness import MISSING_NS
+from .planning.timeline import MISSING_NS
 from .trace import StepMarks
 
 Watched = Pending | torch.futures.Future[torch.Tensor]

@@ -21,9 +21,10 @@ from .device_clock import Watched
 from .parameter_hooks import ParameterHooks
 from .planning.assignment import BucketCaps
 from .planning.plan import Plan
-from .planning.readiness import MISSING_NS, Readiness
+from .planning.readiness import Readiness
+from .planning.timeline import MISSING_NS
 from .step_clock import StepClock
-from .trace import UNKNOWN_NS, Recorder, group_text
+from .trace import Recorder, group_text
 
 _logger = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class HookTrace:
         """The next gradient is a backward's first."""
         self._begun = False
         if self._clock is not None:
-            self._clock.arm(len(self._plan), closely=True, forward_ns=UNKNOWN_NS)
+            self._clock.arm(len(self._plan), closely=True, forward_ns=MISSING_NS)
 
     def _begin(self) -> None:
         if not self._begun and self._clock is not None:

@@ -59,13 +59,13 @@ from .grad_bucket import GradBucket
 from .parameter_hooks import ParameterHooks
 from .planning.assignment import BucketCaps
 from .planning.plan import Plan
-from .planning.readiness import MISSING_NS
 from .planning.saved import plan_hash
+from .planning.timeline import MISSING_NS
 from .plans import Plans
 from .reductions import CommHook, HookedReduction, Members, Reduction
 from .step import Step, unfinished_text
 from .step_clock import Looked, StepClock
-from .trace import UNKNOWN_NS, Recorder
+from .trace import Recorder
 from .unused import UsedMap, tensors_in, unreachable
 
 _logger = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class Reducer:
         self._devices = [parameter.device for parameter in self.parameters]
         self._ready_ns = [0] * count
         self._clock = StepClock(count, self._one_device())
-        self._forward_ns = UNKNOWN_NS
+        self._forward_ns = MISSING_NS
         self._recorded: list[tuple[int, Plan, Looked]] = []
         self._record_limit = 0
         self._rounds = 0
@@ -276,7 +276,7 @@ class Reducer:
                 self._clean_steps = _CLEAN_STEPS if profiled else self._clean_steps
             closely = profiled or len(self._recorded) < self._record_limit
             self._clock.arm(len(self._buckets), closely=closely, forward_ns=self._forward_ns)
-            self._forward_ns = UNKNOWN_NS
+            self._forward_ns = MISSING_NS
             self._divisor = self._counted_ranks()
             self.state = ReducerState.ARMED
             self.times.backward_start = time.time_ns()
@@ -1056,7 +1056,7 @@ class Reducer:
         self._hook_all()
         self._clean_steps = _CLEAN_STEPS  # hooks go as soon as the new plan has been through one step
         self._step = self._new_step()
-        self._clock.arm(len(plan), closely=False, forward_ns=UNKNOWN_NS)
+        self._clock.arm(len(plan), closely=False, forward_ns=MISSING_NS)
 
     def _new_step(self, unused: Sequence[int] = ()) -> Step:
         fires = self._fires if self.static_graph else None

@@ -19,9 +19,9 @@ import torch
 from .comm.protocol import Pending
 from .device_clock import DeviceClock, Watched
 from .planning.channel import seen
-from .planning.readiness import MISSING_NS
 from .planning.schedule import BucketTimes, StepTimes
-from .trace import UNKNOWN_NS, StepMarks, stall_ns
+from .planning.timeline import MISSING_NS
+from .trace import StepMarks, stall_ns
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Looked:
         marks = self.finest()
         rows: list[BucketTimes | None] = [None] * len(marks.buckets)
         known = [(one.pack_ns, one.launch_ns, one.done_ns, one.end_ns) for one in marks.buckets]
-        if UNKNOWN_NS not in {time_ns for times in known for time_ns in times}:
+        if MISSING_NS not in {time_ns for times in known for time_ns in times}:
             wires = seen([one.launch_ns for one in marks.buckets], [one.done_ns for one in marks.buckets])
             for index, (one, wire, packing_ns) in enumerate(zip(marks.buckets, wires, self.packing_ns, strict=True)):
                 pack_ns = one.launch_ns - one.pack_ns + packing_ns
@@ -107,8 +107,8 @@ class StepClock:
             closely: profiled or traced.
             forward_ns: when forward began, time.perf_counter_ns().
         """
-        self.ready_ns = [UNKNOWN_NS] * buckets
-        self.launched_ns = [UNKNOWN_NS] * buckets
+        self.ready_ns = [MISSING_NS] * buckets
+        self.launched_ns = [MISSING_NS] * buckets
         self._armed_ns = self._base_ns = time.perf_counter_ns()
         self._own_ns = 0
         self._look = None

@@ -7,7 +7,7 @@
     unpack   unpacking begins
     end      the gradients are reduced
 
-Times are ns of the host's clock since the step's backward began, UNKNOWN_NS where nothing was seen. `traces/files.py`
+Times are ns of the host's clock since the step's backward began, MISSING_NS where nothing was seen. `traces/files.py`
 reads what is written here.
 """
 
@@ -24,8 +24,8 @@ from typing import Any
 
 from .planning.costs import Costs
 from .planning.plan import Plan
+from .planning.timeline import MISSING_NS
 
-UNKNOWN_NS = -1
 FORMAT = "fusedreduce-trace"
 VERSION = 1
 _NAMES_SHOWN = 50
@@ -35,12 +35,12 @@ _NAMES_SHOWN = 50
 class BucketMarks:
     """When a bucket's stages began and ended, in ns since the step's `began_ns`; in this order."""
 
-    ready_ns: int = UNKNOWN_NS
-    pack_ns: int = UNKNOWN_NS
-    launch_ns: int = UNKNOWN_NS
-    done_ns: int = UNKNOWN_NS
-    unpack_ns: int = UNKNOWN_NS
-    end_ns: int = UNKNOWN_NS
+    ready_ns: int = MISSING_NS
+    pack_ns: int = MISSING_NS
+    launch_ns: int = MISSING_NS
+    done_ns: int = MISSING_NS
+    unpack_ns: int = MISSING_NS
+    end_ns: int = MISSING_NS
 
 
 MARKS = tuple(field.name for field in dataclasses.fields(BucketMarks))
@@ -63,8 +63,8 @@ class StepMarks:
 
     def __init__(self, buckets: int, began_ns: int) -> None:
         self.began_ns = began_ns
-        self.forward_ns = UNKNOWN_NS
-        self.backward_end_ns = UNKNOWN_NS
+        self.forward_ns = MISSING_NS
+        self.backward_end_ns = MISSING_NS
         self.buckets = [BucketMarks() for _ in range(buckets)]
 
 
@@ -104,7 +104,7 @@ class Recorder:
             step: its number; above that of the step before.
             plan: that it used.
             marks: its times; kept, so the next step needs others.
-            ready_ns: per parameter, UNKNOWN_NS where not seen; None: not looked at.
+            ready_ns: per parameter, MISSING_NS where not seen; None: not looked at.
         """
         if not self.recording:
             return
@@ -173,20 +173,20 @@ def stall_ns(buckets: Sequence[BucketMarks]) -> int | None:
     Args:
         buckets: one step's, in launch order.
     """
-    known = [(bucket.ready_ns, bucket.pack_ns) for bucket in buckets if bucket.ready_ns != UNKNOWN_NS]
+    known = [(bucket.ready_ns, bucket.pack_ns) for bucket in buckets if bucket.ready_ns != MISSING_NS]
     if not known:
         return None
     waits, head_ns = [], 0
     for ready_ns, pack_ns in known:
         # Not beyond the beginning of packing: what was packed was not waiting.
-        waits.append((ready_ns, head_ns if pack_ns == UNKNOWN_NS else min(head_ns, pack_ns)))
+        waits.append((ready_ns, head_ns if pack_ns == MISSING_NS else min(head_ns, pack_ns)))
         head_ns = max(head_ns, ready_ns)
     return covered_ns(waits)
 
 
 def covered_ns(intervals: Iterable[tuple[int, int]]) -> int:
     """Length of what the intervals cover together."""
-    covered_ns, reached_ns = 0, UNKNOWN_NS
+    covered_ns, reached_ns = 0, MISSING_NS
     for begin_ns, end_ns in sorted(intervals):
         if end_ns > max(begin_ns, reached_ns):
             covered_ns += end_ns - max(begin_ns, reached_ns)
@@ -200,7 +200,7 @@ def _row(marks: BucketMarks) -> tuple[int, ...]:
     Host and device marks may be mixed where some were not seen: what comes later is not shown earlier.
     """
     done_ns = marks.done_ns
-    if done_ns != UNKNOWN_NS:
+    if done_ns != MISSING_NS:
         done_ns = max(done_ns, marks.launch_ns)
-        done_ns = done_ns if marks.unpack_ns == UNKNOWN_NS else min(done_ns, marks.unpack_ns)
+        done_ns = done_ns if marks.unpack_ns == MISSING_NS else min(done_ns, marks.unpack_ns)
     return marks.ready_ns, marks.pack_ns, marks.launch_ns, done_ns, marks.unpack_ns, marks.end_ns

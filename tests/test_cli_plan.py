@@ -20,7 +20,8 @@ from fusedreduce.planning.assignment import MIB, BucketCaps, assign_by_size
 from fusedreduce.planning.costs import Costs, Linear
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.planner import ready_order, timeline
-from fusedreduce.trace import UNKNOWN_NS, group_text
+from fusedreduce.planning.timeline import MISSING_NS
+from fusedreduce.trace import group_text
 from fusedreduce.traces.files import read
 from fusedreduce.traces.problem import problem
 
@@ -110,7 +111,7 @@ def test_a_hooks_trace_gives_torchs_argument_alone(folder: Path, capsys: pytest.
     def as_hook(found: dict[str, Any]) -> None:
         found.update(source="hook", costs=None, config={"wire": "bf16"})
         for parameter in found["parameters"]:
-            parameter["ready_ns"] = UNKNOWN_NS
+            parameter["ready_ns"] = MISSING_NS
 
     for rank in range(2):
         edit(folder, as_hook, rank)
@@ -181,9 +182,9 @@ def test_bad_input_is_refused_in_one_line(
 
 def forget_times(found: dict[str, Any]) -> None:
     for parameter in found["parameters"]:
-        parameter["ready_ns"] = UNKNOWN_NS
+        parameter["ready_ns"] = MISSING_NS
     for step in found["steps"]:
-        step["buckets"] = [[UNKNOWN_NS] * 6 for _ in step["buckets"]]
+        step["buckets"] = [[MISSING_NS] * 6 for _ in step["buckets"]]
 
 
 @pytest.mark.parametrize(

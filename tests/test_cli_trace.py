@@ -17,7 +17,7 @@ from traces import FakeRun, edit
 
 from fusedreduce.cli import main
 from fusedreduce.cli import trace as command
-from fusedreduce.trace import UNKNOWN_NS
+from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.traces.files import read
 from fusedreduce.traces.report import Run, merge
 
@@ -97,8 +97,8 @@ def test_runs_of_all_sizes(run: FakeRun, tmp_path: Path) -> None:
 def test_what_was_not_seen_is_a_dash(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def forget(found: dict[str, Any]) -> None:
         for step in found["steps"]:
-            step["backward_end_ns"] = step["forward_ns"] = UNKNOWN_NS
-            step["buckets"] = [[UNKNOWN_NS] * 6 for _ in step["buckets"]]
+            step["backward_end_ns"] = step["forward_ns"] = MISSING_NS
+            step["buckets"] = [[MISSING_NS] * 6 for _ in step["buckets"]]
 
     for rank in range(2):
         edit(folder, forget, rank)

@@ -17,9 +17,10 @@ from fusedreduce import AgreementError, BucketCaps, ReduceConfig, Reducer
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.planning.plan import ParameterKind, Plan
 from fusedreduce.planning.policies import ready_plan, static_plan
-from fusedreduce.planning.readiness import MISSING_NS, Average, Readiness
+from fusedreduce.planning.readiness import Average, Readiness
 from fusedreduce.planning.saved import dump, load, plan_hash
 from fusedreduce.planning.schedule import head_of_line_ns
+from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.reductions import PackedReduction
 
 NAMES, NUMELS = ["a", "b", "c", "d"], [1, 2, 3, 4]

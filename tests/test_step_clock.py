@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from fusedreduce.planning.readiness import MISSING_NS
+from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.step_clock import StepClock
-from fusedreduce.trace import UNKNOWN_NS, StepMarks, stall_ns
+from fusedreduce.trace import StepMarks, stall_ns
 
 CPU = torch.device("cpu")
 
@@ -106,7 +106,7 @@ def test_what_we_do_on_autograds_thread_does_not_count_as_backward(now: list[int
 
 def test_a_collective_whose_end_nobody_told_tells_nothing(now: list[int]) -> None:
     clock = StepClock(1, CPU)
-    clock.arm(1, closely=True, forward_ns=UNKNOWN_NS)
+    clock.arm(1, closely=True, forward_ns=MISSING_NS)
     clock.enter()
     clock.arrive(0)
     clock.bucket_ready(0)
@@ -121,7 +121,7 @@ def test_a_collective_whose_end_nobody_told_tells_nothing(now: list[int]) -> Non
 
 def test_the_probe_is_timed_from_its_issue(now: list[int]) -> None:
     clock, probe = StepClock(1, CPU), Collective()
-    clock.arm(1, closely=True, forward_ns=UNKNOWN_NS)
+    clock.arm(1, closely=True, forward_ns=MISSING_NS)
     look = clock.looks
     assert look is not None
     look.probe_begins()
@@ -137,7 +137,7 @@ def test_stall_is_the_union_of_what_waited() -> None:
     for bucket, (ready, pack) in zip(marks.buckets, [(50, 50), (10, 51), (20, 60), (70, 75)], strict=True):
         bucket.ready_ns, bucket.pack_ns = ready, pack
     assert stall_ns(marks.buckets) == 40, "from 10 to 50: then the first was ready, and what followed was our packing"
-    marks.buckets[1].ready_ns = UNKNOWN_NS
+    marks.buckets[1].ready_ns = MISSING_NS
     assert stall_ns(marks.buckets) == 30
 
 
@@ -185,7 +185,7 @@ def test_on_a_device_times_are_those_of_its_streams(monkeypatch: pytest.MonkeyPa
             Event.at_ms["watch"] = 5.0 + 9.0
 
     clock = StepClock(2, torch.device("cuda", 0))
-    clock.arm(1, closely=True, forward_ns=UNKNOWN_NS)
+    clock.arm(1, closely=True, forward_ns=MISSING_NS)
     clock.begin()
     for index in (1, 0):
         now[0] += 1000  # the host is far ahead
@@ -218,7 +218,7 @@ def test_packing_on_the_device_is_taken_out_of_later_gradients_times(monkeypatch
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "main")
     clock = StepClock(2, torch.device("cuda", 0))
-    clock.arm(2, closely=True, forward_ns=UNKNOWN_NS)
+    clock.arm(2, closely=True, forward_ns=MISSING_NS)
     clock.begin()
     for index in (1, 0):
         Event.at_ms["main"] += 3.0
@@ -235,7 +235,7 @@ def test_packing_on_the_device_is_taken_out_of_later_gradients_times(monkeypatch
 
 def test_gradients_on_several_devices_have_host_times_only(now: list[int]) -> None:
     clock = StepClock(2, None)
-    clock.arm(1, closely=True, forward_ns=UNKNOWN_NS)
+    clock.arm(1, closely=True, forward_ns=MISSING_NS)
     clock.enter()
     clock.arrive(0)
     look = clock.taken()

@@ -22,8 +22,9 @@ from fusedreduce import ReduceConfig, Reducer
 from fusedreduce.errors import TraceError
 from fusedreduce.planning.assignment import BucketCaps
 from fusedreduce.planning.plan import Plan
+from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.reductions import Members
-from fusedreduce.trace import MARKS, UNKNOWN_NS, BucketMarks, Recorder, StepMarks, bucket_label, group_text, stall_ns
+from fusedreduce.trace import MARKS, BucketMarks, Recorder, StepMarks, bucket_label, group_text, stall_ns
 from fusedreduce.traces.chrome import LANES, chrome_trace, slices
 from fusedreduce.traces.files import RankTrace, read
 from fusedreduce.traces.problem import kinds, measured_costs, problem, ready_times_ns, shares
@@ -61,7 +62,7 @@ class TestRecorder:
         for step, plan in enumerate([first, first, second, first]):
             marks = StepMarks(len(plan), 100 * (step + 1))
             marks.buckets[0].ready_ns = step
-            recorder.add(step, plan, marks, [1, 2, 3, UNKNOWN_NS] if step == 2 else None)
+            recorder.add(step, plan, marks, [1, 2, 3, MISSING_NS] if step == 2 else None)
         path = recorder.write(COSTS)
         assert path == folder / "rank0.json" and [one.name for one in folder.iterdir()] == ["rank0.json"]
         (trace,) = read(folder)
@@ -71,8 +72,8 @@ class TestRecorder:
         assert trace.plans == (first, second) and [step.plan for step in trace.steps] == [0, 0, 1, 0]
         assert [step.step for step in trace.steps] == [0, 1, 2, 3]
         assert [step.marks.buckets[0].ready_ns for step in trace.steps] == [0, 1, 2, 3]
-        assert [step.ready_ns for step in trace.steps] == [None, None, (1, 2, 3, UNKNOWN_NS), None]
-        assert trace.steps[0].marks.buckets[1] == BucketMarks() and trace.steps[0].marks.forward_ns == UNKNOWN_NS
+        assert [step.ready_ns for step in trace.steps] == [None, None, (1, 2, 3, MISSING_NS), None]
+        assert trace.steps[0].marks.buckets[1] == BucketMarks() and trace.steps[0].marks.forward_ns == MISSING_NS
         assert trace.parameters[1].name == "layer1.weight" and trace.parameters[1].group == "float32 cpu"
         assert read(path) == [trace] or read(path)[0].parameters == trace.parameters
 
@@ -90,8 +91,8 @@ class TestRecorder:
 
     def test_the_averages_may_come_last(self, tmp_path: Path) -> None:
         recorder = Recorder(tmp_path, FakeRun(ranks=1).header(0))
-        (trace,) = read(recorder.write(None, [7, UNKNOWN_NS, 9, 10]))
-        assert [one.ready_ns for one in trace.parameters] == [7, UNKNOWN_NS, 9, 10]
+        (trace,) = read(recorder.write(None, [7, MISSING_NS, 9, 10]))
+        assert [one.ready_ns for one in trace.parameters] == [7, MISSING_NS, 9, 10]
 
     def test_an_end_that_is_told_late_stays_in_order(self, tmp_path: Path) -> None:
         late = by_hand(((10, 11, 12, 99, 60, 62), (20, 21, 30, 29, 62, 63), (40, 41, 43, 50, -1, -1)))
@@ -328,16 +329,16 @@ class TestFigures:
 
     @given(st.lists(st.tuples(st.integers(-1, 30), st.integers(0, 10)), min_size=1, max_size=8))
     def test_stall_counts_the_ns_in_which_a_bucket_waits_for_an_earlier_one(self, rows: list[tuple[int, int]]) -> None:
-        buckets = [BucketMarks(ready, ready + wait if ready >= 0 else UNKNOWN_NS) for ready, wait in rows]
+        buckets = [BucketMarks(ready, ready + wait if ready >= 0 else MISSING_NS) for ready, wait in rows]
         waiting = 0
         for now in range(50):
             waiting += any(
-                later.ready_ns != UNKNOWN_NS
+                later.ready_ns != MISSING_NS
                 and later.ready_ns <= now < later.pack_ns
                 and any(earlier.ready_ns > now for earlier in buckets[:index])
                 for index, later in enumerate(buckets)
             )
-        known = any(bucket.ready_ns != UNKNOWN_NS for bucket in buckets)
+        known = any(bucket.ready_ns != MISSING_NS for bucket in buckets)
         assert stall_ns(buckets) == (waiting if known else None)
 
     def test_no_steps_is_an_error(self, tmp_path: Path) -> None:
@@ -371,7 +372,7 @@ class TestClocks:
         def forget(found: dict[str, Any]) -> None:
             for step in found["steps"]:
                 for bucket in step["buckets"]:
-                    bucket[3] = UNKNOWN_NS
+                    bucket[3] = MISSING_NS
 
         edit(tmp_path, forget, rank=1)
         run = merge(read(tmp_path))
@@ -506,7 +507,7 @@ class TestProblem:
         rows = [(3_000, 23_000), (30_000, 36_000), (40_000, 44_000)]
         FakeRun(plan=((3,), (2,), (1,), (0,)), ranks=1, steps=1).write(tmp_path)
         buckets = [[at, at, at, end, end, end] for at, end in rows]
-        edit(tmp_path, put([[0, 0, *[UNKNOWN_NS] * 4], *buckets], "steps", 0, "buckets"))
+        edit(tmp_path, put([[0, 0, *[MISSING_NS] * 4], *buckets], "steps", 0, "buckets"))
         costs = measured_costs(read(tmp_path))
         assert costs is not None and costs.wire == COSTS.wire
 
@@ -522,7 +523,7 @@ class TestProblem:
     def test_else_a_bucket_speaks_for_its_parameters(self, tmp_path: Path) -> None:
         FakeRun(ranks=1).write(tmp_path)
         for number in range(4):
-            edit(tmp_path, put(UNKNOWN_NS, "parameters", number, "ready_ns"))
+            edit(tmp_path, put(MISSING_NS, "parameters", number, "ready_ns"))
         (trace,) = read(tmp_path)
         assert ready_times_ns(trace) == [40_000, 30_000, 20_000, 20_000], "packing taken off"
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from fusedreduce.planning.costs import FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import Plan
-from fusedreduce.trace import UNKNOWN_NS, Recorder, StepMarks, group_text
+from fusedreduce.planning.timeline import MISSING_NS
+from fusedreduce.trace import Recorder, StepMarks, group_text
 
 # 2 us and 1 ns per byte; packing 1 us and 0.1 ns per byte, unpacking 0.1 ns per byte.
 COSTS = Costs(
@@ -68,7 +69,7 @@ class FakeRun:
                 "wire_bytes": 2 * numel,
                 "group": group_text("torch.float32", "cpu"),
                 "alone": False,
-                "ready_ns": UNKNOWN_NS if self.looks else self._ready(rank)[number],
+                "ready_ns": MISSING_NS if self.looks else self._ready(rank)[number],
             }
             for number, numel in enumerate(self.numels)
         ]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-MISSING_NS = -1
+from .timeline import MISSING_NS
 
 
 class Average:

@@ -25,6 +25,7 @@ from functools import cached_property
 from .costs import FS_PER_NS, Costs
 from .plan import ParameterKind, Plan
 
+# Stands for a time that nobody knows, here and in traces.
 MISSING_NS = -1
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..trace import UNKNOWN_NS, BucketMarks, bucket_label
+from ..planning.timeline import MISSING_NS
+from ..trace import BucketMarks, bucket_label
 from .files import RankTrace
 from .report import Run, finish_ns, start_ns
 
@@ -40,9 +41,9 @@ class Slice:
 def slices(run: Run, rank: int, step: int) -> list[Slice]:
     """What one rank did in its `step`-th step. Within a lane slices ascend and do not overlap."""
     marks, base_ns = run.traces[rank].steps[step].marks, run.base_ns(rank, step)
-    found = [Slice("compute", "forward", None, start_ns(marks), 0)] if marks.forward_ns != UNKNOWN_NS else []
+    found = [Slice("compute", "forward", None, start_ns(marks), 0)] if marks.forward_ns != MISSING_NS else []
     backward_end_ns, last_ns = marks.backward_end_ns, finish_ns(marks)
-    if backward_end_ns != UNKNOWN_NS:
+    if backward_end_ns != MISSING_NS:
         found.append(Slice("compute", "backward", None, 0, backward_end_ns))
         if last_ns is not None and last_ns > backward_end_ns:
             found.append(Slice("compute", "exposed", None, backward_end_ns, last_ns))
@@ -54,10 +55,10 @@ def slices(run: Run, rank: int, step: int) -> list[Slice]:
     )
     for lane, stage, times in stages:
         free_ns = 0
-        known = [(*times(one), bucket) for bucket, one in enumerate(marks.buckets) if UNKNOWN_NS not in times(one)[:2]]
+        known = [(*times(one), bucket) for bucket, one in enumerate(marks.buckets) if MISSING_NS not in times(one)[:2]]
         for begin_ns, end_ns, since_ns, bucket in sorted(known):
             begin_ns, end_ns = max(begin_ns, free_ns), max(end_ns, free_ns)
-            waited_ns = 0 if since_ns == UNKNOWN_NS else begin_ns - since_ns
+            waited_ns = 0 if since_ns == MISSING_NS else begin_ns - since_ns
             found.append(Slice(lane, stage, bucket, begin_ns, end_ns, waited_ns))
             free_ns = end_ns
     return [replace(one, begin_ns=one.begin_ns + base_ns, end_ns=one.end_ns + base_ns) for one in found]

@@ -13,7 +13,8 @@ from ..errors import TraceError
 from ..planning.assignment import BucketCaps
 from ..planning.costs import Costs, Linear
 from ..planning.plan import Plan
-from ..trace import FORMAT, MARKS, UNKNOWN_NS, VERSION, BucketMarks, StepMarks
+from ..planning.timeline import MISSING_NS
+from ..trace import FORMAT, MARKS, VERSION, BucketMarks, StepMarks
 from . import fields
 
 Source = Literal["wrapper", "reducer", "hook"]
@@ -35,7 +36,7 @@ class Parameter:
         wire_bytes: of its gradient on the wire.
         group: dtype and device, as `trace.group_text` writes them.
         alone: it has a bucket of its own (a sparse gradient).
-        ready_ns: average time of its gradient since backward began, without the packing before it; or UNKNOWN_NS.
+        ready_ns: average time of its gradient since backward began, without the packing before it; or MISSING_NS.
     """
 
     name: str
@@ -221,7 +222,7 @@ def _parameter(row: Mapping[str, Any]) -> Parameter:
         wire_bytes=fields.integer(row, "wire_bytes"),
         group=fields.text(row, "group"),
         alone=fields.boolean(row, "alone"),
-        ready_ns=fields.integer(row, "ready_ns", least=UNKNOWN_NS),
+        ready_ns=fields.integer(row, "ready_ns", least=MISSING_NS),
     )
 
 
@@ -259,15 +260,15 @@ def _step(row: Mapping[str, Any], plans: Sequence[Plan], parameters: int) -> Ste
     if len(buckets) != len(plans[plan]):
         raise ValueError(f"step {number} has {len(buckets)} buckets, its plan {len(plans[plan])}")
     marks = StepMarks(0, fields.integer(row, "began_ns"))
-    marks.forward_ns = fields.integer(row, "forward_ns", least=UNKNOWN_NS, most=marks.began_ns)
-    marks.backward_end_ns = fields.integer(row, "backward_end_ns", least=UNKNOWN_NS)
+    marks.forward_ns = fields.integer(row, "forward_ns", least=MISSING_NS, most=marks.began_ns)
+    marks.backward_end_ns = fields.integer(row, "backward_end_ns", least=MISSING_NS)
     marks.buckets = [_bucket(one, f"bucket {index} of step {number}") for index, one in enumerate(buckets)]
     if not _ascend(bucket.launch_ns for bucket in marks.buckets):
         raise ValueError(f"the buckets of step {number} were not launched in their plan's order")
     ready_ns = None
     if fields.field(row, "ready_ns") is not None:
         what = f'"ready_ns" of step {number}'
-        ready_ns = fields.integers(fields.array(row, "ready_ns"), what, least=UNKNOWN_NS)
+        ready_ns = fields.integers(fields.array(row, "ready_ns"), what, least=MISSING_NS)
         if len(ready_ns) != parameters:
             raise ValueError(f"{what} has {len(ready_ns)} times for {parameters} parameters")
     return Step(step=number, plan=plan, marks=marks, ready_ns=ready_ns)
@@ -276,12 +277,12 @@ def _step(row: Mapping[str, Any], plans: Sequence[Plan], parameters: int) -> Ste
 def _bucket(found: object, what: str) -> BucketMarks:
     if not isinstance(found, list) or len(found) != len(MARKS):
         raise ValueError(f"{what} must be a list of {len(MARKS)} times, got {fields.short(found)}")
-    times_ns = fields.integers(found, f"times of {what}", least=UNKNOWN_NS)
+    times_ns = fields.integers(found, f"times of {what}", least=MISSING_NS)
     if not _ascend(times_ns):
         raise ValueError(f"the times of {what} do not ascend: {fields.short(found)}")
     return BucketMarks(*times_ns)
 
 
 def _ascend(times_ns: Iterable[int]) -> bool:
-    known = [time_ns for time_ns in times_ns if time_ns != UNKNOWN_NS]
+    known = [time_ns for time_ns in times_ns if time_ns != MISSING_NS]
     return known == sorted(known)

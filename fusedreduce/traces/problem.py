@@ -9,7 +9,7 @@ from ..planning.channel import busy_periods, last_to_issue, seen
 from ..planning.costs import Costs, fit, fit_copy
 from ..planning.plan import ParameterKind
 from ..planning.timeline import MISSING_NS, Problem
-from ..trace import UNKNOWN_NS, BucketMarks, StepMarks
+from ..trace import BucketMarks, StepMarks
 from .files import RankTrace, Step
 
 _WIDE = {"float64": "float64", "complex128": "float64"}
@@ -57,17 +57,17 @@ def ready_times_ns(trace: RankTrace) -> list[int]:
     The median over the steps in which that was looked at; where there is none, the header's average; where there is
     none either, that of its bucket, which is no earlier.
     """
-    seen: list[list[int]] = [[] for _ in trace.parameters]
+    looked: list[list[int]] = [[] for _ in trace.parameters]
     whole: list[list[int]] = [[] for _ in trace.parameters]
     for step in trace.steps:
         for number, ready_ns in enumerate(step.ready_ns or ()):
-            seen[number] += [ready_ns] if ready_ns != UNKNOWN_NS else []
+            looked[number] += [ready_ns] if ready_ns != MISSING_NS else []
         for numbers, ready_ns in zip(trace.plans[step.plan], _buckets_ready_ns(step.marks), strict=True):
             for number in numbers:
-                whole[number] += [ready_ns] if ready_ns != UNKNOWN_NS else []
+                whole[number] += [ready_ns] if ready_ns != MISSING_NS else []
     found = []
-    for one, times_ns, bounds_ns in zip(trace.parameters, seen, whole, strict=True):
-        average_ns = [] if one.ready_ns == UNKNOWN_NS else [one.ready_ns]
+    for one, times_ns, bounds_ns in zip(trace.parameters, looked, whole, strict=True):
+        average_ns = [] if one.ready_ns == MISSING_NS else [one.ready_ns]
         known = times_ns or average_ns or bounds_ns
         found.append(statistics.median_low(known) if known else MISSING_NS)
     return found
@@ -95,10 +95,10 @@ def measured_costs(traces: Sequence[RankTrace]) -> Costs | None:
 
 def _buckets_ready_ns(marks: StepMarks) -> Iterator[int]:
     """Per bucket its ready time less the packing that had delayed backward until then."""
-    packs = [(one.pack_ns, one.launch_ns) for one in marks.buckets if UNKNOWN_NS not in (one.pack_ns, one.launch_ns)]
+    packs = [(one.pack_ns, one.launch_ns) for one in marks.buckets if MISSING_NS not in (one.pack_ns, one.launch_ns)]
     for one in marks.buckets:
         packing_ns = sum(max(0, min(end_ns, one.ready_ns) - begin_ns) for begin_ns, end_ns in packs)
-        yield UNKNOWN_NS if one.ready_ns == UNKNOWN_NS else one.ready_ns - packing_ns
+        yield MISSING_NS if one.ready_ns == MISSING_NS else one.ready_ns - packing_ns
 
 
 def _seen_whole(
@@ -112,7 +112,7 @@ def _seen_whole(
     sizes: list[int | None] = []
     waits = False
     for size, bucket in zip(sizes_bytes, zip(*(step.marks.buckets for step in steps), strict=True), strict=True):
-        if any(UNKNOWN_NS in (one.pack_ns, one.launch_ns, one.done_ns) for one in bucket):
+        if any(MISSING_NS in (one.pack_ns, one.launch_ns, one.done_ns) for one in bucket):
             waits = True
             continue
         found.append(bucket)

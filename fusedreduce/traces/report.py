@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import TraceError
-from ..trace import UNKNOWN_NS, StepMarks, covered_ns, stall_ns
+from ..planning.timeline import MISSING_NS
+from ..trace import StepMarks, covered_ns, stall_ns
 from .files import RankTrace
 
 
@@ -136,7 +137,7 @@ def _wall_ns(trace: RankTrace, step: int) -> int:
 
 def start_ns(marks: StepMarks) -> int:
     """Where forward began, since backward did."""
-    return 0 if marks.forward_ns == UNKNOWN_NS else marks.forward_ns - marks.began_ns
+    return 0 if marks.forward_ns == MISSING_NS else marks.forward_ns - marks.began_ns
 
 
 def _ends_ns(trace: RankTrace) -> dict[tuple[int, int], int]:
@@ -145,19 +146,19 @@ def _ends_ns(trace: RankTrace) -> dict[tuple[int, int], int]:
         (step, bucket): _wall_ns(trace, step) + one.done_ns
         for step, row in enumerate(trace.steps)
         for bucket, one in enumerate(row.marks.buckets)
-        if one.done_ns != UNKNOWN_NS
+        if one.done_ns != MISSING_NS
     }
 
 
 def finish_ns(marks: StepMarks) -> int | None:
     """When the last gradient was reduced; None where a bucket was launched and its end was not seen."""
-    launched = [one for one in marks.buckets if one.launch_ns != UNKNOWN_NS]
-    ends = [one.done_ns if one.end_ns == UNKNOWN_NS else one.end_ns for one in launched]
-    return None if not ends or UNKNOWN_NS in ends else max(ends)
+    launched = [one for one in marks.buckets if one.launch_ns != MISSING_NS]
+    ends = [one.done_ns if one.end_ns == MISSING_NS else one.end_ns for one in launched]
+    return None if not ends or MISSING_NS in ends else max(ends)
 
 
 def _backward_ns(marks: StepMarks) -> int | None:
-    return None if marks.backward_end_ns == UNKNOWN_NS else marks.backward_end_ns
+    return None if marks.backward_end_ns == MISSING_NS else marks.backward_end_ns
 
 
 def _exposed_ns(run: Run, ranks: Iterable[int], step: int) -> int | None:
@@ -166,7 +167,7 @@ def _exposed_ns(run: Run, ranks: Iterable[int], step: int) -> int | None:
     for rank in ranks:
         marks, base_ns = run.traces[rank].steps[step].marks, run.base_ns(rank, step)
         last_ns = finish_ns(marks)
-        if last_ns is None or marks.backward_end_ns == UNKNOWN_NS:
+        if last_ns is None or marks.backward_end_ns == MISSING_NS:
             return None
         backward.append(base_ns + marks.backward_end_ns)
         finish.append(base_ns + last_ns)
@@ -175,8 +176,8 @@ def _exposed_ns(run: Run, ranks: Iterable[int], step: int) -> int | None:
 
 def _overlap_ns(marks: StepMarks) -> tuple[int, int] | None:
     """Time with a collective under way: within backward, and in all."""
-    pairs = [(one.launch_ns, one.done_ns) for one in marks.buckets if one.done_ns != UNKNOWN_NS]
-    if marks.backward_end_ns == UNKNOWN_NS or not pairs or any(launch_ns == UNKNOWN_NS for launch_ns, _ in pairs):
+    pairs = [(one.launch_ns, one.done_ns) for one in marks.buckets if one.done_ns != MISSING_NS]
+    if marks.backward_end_ns == MISSING_NS or not pairs or any(launch_ns == MISSING_NS for launch_ns, _ in pairs):
         return None
     end_ns = marks.backward_end_ns
     return covered_ns([(begin, min(end, end_ns)) for begin, end in pairs]), covered_ns(pairs)
