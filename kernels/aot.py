@@ -40,7 +40,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import pack, stats, support, unpack
+from . import measure, pack, scale, stats, support, unpack
 from .machine_code import parse_gcn, parse_sass
 from .machine_rules import BranchFigures, Violation, examine
 from .variants import TRITON_NAMES, WARP_SIZE, Variant, interpreted, tuning_for
@@ -95,8 +95,9 @@ class Report:
 
 def all_variants(target: Target) -> tuple[Variant, ...]:
     """Everything that can be launched on an architecture."""
-    tuning = tuning_for(target.key)
-    return (*pack.variants(tuning, target.key[0]), *unpack.variants(tuning, target.key[0]), *stats.variants())
+    launch = tuning_for(target.key), target.key[0]
+    walks = [variant for module in (pack, unpack, measure, scale) for variant in module.variants(*launch)]
+    return (*walks, *stats.variants())
 
 
 def dtypes_of(variant: Variant) -> frozenset[torch.dtype]:

@@ -1,4 +1,4 @@
-"""What pack and unpack refuse, before anything is read or written. Shared by the kernels and their torch reference."""
+"""What the functions refuse, before anything is read or written. Shared by the kernels and their torch reference."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .table import WIRE_DTYPES, ChunkTable, Partials, PointerTable
+from .table import WIRE_DTYPES, ChunkTable, Partials, PointerTable, SourcePartials
 
 
 def check_transfer(
@@ -15,7 +15,7 @@ def check_transfer(
     pointers: PointerTable,
     wire: torch.Tensor,
     scalar: torch.Tensor,
-    partials: Partials | None,
+    partials: Partials | SourcePartials | None,
 ) -> None:
     """Raises if these arguments of pack or unpack do not fit together.
 
@@ -26,28 +26,48 @@ def check_transfer(
         ValueError: wrong count, size, device, layout, or memory that overlaps.
         TypeError: wrong dtype.
     """
-    if len(gradients) != len(chunks):
-        raise ValueError(f"got {len(gradients)} gradients for a layout of {len(chunks)} slots")
+    _check_count(gradients, chunks)
     _check_wire(wire, chunks)
-    compute = torch.float64 if chunks.fp64 else torch.float32
-    if scalar.dtype != compute or scalar.numel() != 1:
-        raise TypeError(
-            f"the divisor or scale must be one element of {compute}, got {scalar.numel()} of {scalar.dtype}"
-        )
-    _check_device("divisor or scale", scalar, wire)
+    _check_scalar("divisor or scale", scalar, chunks)
+    _check_device("divisor or scale", scalar, wire.device)
     _check_apart("divisor or scale", scalar, wire)
     if partials is not None:
-        _check_partials(partials, chunks, wire)
-    try:
-        known = pointers.holds(gradients, chunks)
-    except RuntimeError:  # a sparse or fake tensor has no address; it is named below
-        known = False
-    if not known:
-        for slot, gradient in enumerate(gradients):
-            if gradient is not None:
-                _check_gradient(slot, gradient, chunks, wire)
+        _check_partials(partials, chunks, wire.device)
+    _check_gradients(gradients, chunks, pointers, wire.device)
     if not pointers.holds(gradients, chunks, wire):
         _check_overlap(gradients, chunks, wire)
+
+
+def check_walk(
+    gradients: Sequence[torch.Tensor | None],
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    factor: torch.Tensor | None,
+    partials: Partials | None,
+) -> None:
+    """Raises if these arguments of measure or scale do not fit together; when it looks at gradients, and what it
+    raises, is as in `check_transfer`."""
+    _check_count(gradients, chunks)
+    device = factor.device if factor is not None else partials.sums.device if partials is not None else None
+    assert device is not None
+    if factor is not None:
+        _check_scalar("factor", factor, chunks)
+    if partials is not None:
+        _check_partials(partials, chunks, device)
+    _check_gradients(gradients, chunks, pointers, device)
+    if not pointers.holds(gradients, chunks):
+        _check_overlap(gradients, chunks)
+
+
+def _check_count(gradients: Sequence[torch.Tensor | None], chunks: ChunkTable) -> None:
+    if len(gradients) != len(chunks):
+        raise ValueError(f"got {len(gradients)} gradients for a layout of {len(chunks)} slots")
+
+
+def _check_scalar(what: str, scalar: torch.Tensor, chunks: ChunkTable) -> None:
+    compute = torch.float64 if chunks.fp64 else torch.float32
+    if scalar.dtype != compute or scalar.numel() != 1:
+        raise TypeError(f"the {what} must be one element of {compute}, got {scalar.numel()} of {scalar.dtype}")
 
 
 def _check_wire(wire: torch.Tensor, chunks: ChunkTable) -> None:
@@ -69,31 +89,42 @@ def _check_apart(what: str, tensor: torch.Tensor, wire: torch.Tensor) -> None:
         raise ValueError(f"the {what} lies inside the wire buffer; give it memory of its own")
 
 
-def _check_device(what: str, tensor: torch.Tensor, wire: torch.Tensor) -> None:
-    if tensor.device != wire.device:
-        raise ValueError(f"the {what} is on {tensor.device}, the wire buffer on {wire.device}: move them together")
+def _check_device(what: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"the {what} is on {tensor.device}, the other tensors on {device}: move them together")
 
 
-def _check_partials(partials: Partials, chunks: ChunkTable, wire: torch.Tensor) -> None:
-    for what, tensor, dtype in (
-        ("partials.sums", partials.sums, torch.float64),
-        ("partials.first_non_finite", partials.first_non_finite, torch.int64),
-    ):
-        _check_device(what, tensor, wire)
-        if tensor.dtype != dtype or tuple(tensor.shape) != (len(chunks.rows),):
+def _check_partials(partials: Partials | SourcePartials, chunks: ChunkTable, device: torch.device) -> None:
+    for name, tensor in vars(partials).items():
+        what, dtype = f"partials.{name}", torch.float64 if name in ("sums", "peaks") else torch.int64
+        _check_device(what, tensor, device)
+        if tensor.dtype != dtype or tuple(tensor.shape) != (chunks.data_rows,) or not tensor.is_contiguous():
             raise ValueError(
-                f"{what} must be {dtype} of shape ({len(chunks.rows)},), got {tensor.dtype} of {tuple(tensor.shape)}: "
-                "use ChunkTable.new_partials"
+                f"{what} must be contiguous {dtype} of shape ({chunks.data_rows},), got {tensor.dtype} of "
+                f"{tuple(tensor.shape)}: use ChunkTable.new_partials (pack: new_source_partials)"
             )
 
 
-def _check_gradient(slot: int, gradient: torch.Tensor, chunks: ChunkTable, wire: torch.Tensor) -> None:
+def _check_gradients(
+    gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, pointers: PointerTable, device: torch.device
+) -> None:
+    try:
+        known = pointers.holds(gradients, chunks)
+    except RuntimeError:  # a sparse or fake tensor has no address; it is named below
+        known = False
+    if not known:
+        for slot, gradient in enumerate(gradients):
+            if gradient is not None:
+                _check_gradient(slot, gradient, chunks, device)
+
+
+def _check_gradient(slot: int, gradient: torch.Tensor, chunks: ChunkTable, device: torch.device) -> None:
     what = f"gradient {slot}"
     if gradient.layout != torch.strided:
         raise TypeError(f"{what} has layout {gradient.layout}; only dense (strided) gradients can be packed")
     if gradient.dtype != chunks.dtypes[slot]:
         raise TypeError(f"{what} is {gradient.dtype}, its slot was laid out for {chunks.dtypes[slot]}")
-    _check_device(what, gradient, wire)
+    _check_device(what, gradient, device)
     needed = chunks.begins[slot] + chunks.numels[slot]
     if gradient.numel() < needed or (chunks.begins[slot] == 0 and not chunks.shared and gradient.numel() != needed):
         raise ValueError(f"{what} has {gradient.numel()} elements, its slot needs {needed}")
@@ -123,7 +154,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _check_overlap(gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, wire: torch.Tensor) -> None:
+def _check_overlap(
+    gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, wire: torch.Tensor | None = None
+) -> None:
     ranges = []
     for slot, gradient in enumerate(gradients):
         if gradient is not None and chunks.numels[slot] > 0:
@@ -133,6 +166,8 @@ def _check_overlap(gradients: Sequence[torch.Tensor | None], chunks: ChunkTable,
     for (_, end, slot), (begin, _, other) in zip(ranges, ranges[1:], strict=False):
         if begin < end:
             raise ValueError(f"gradients {slot} and {other} overlap in memory; pass each element once")
+    if wire is None:
+        return
     wire_begin = wire.data_ptr()
     wire_end = wire_begin + wire.numel() * wire.element_size()
     for begin, end, slot in ranges:

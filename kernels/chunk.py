@@ -1,4 +1,4 @@
-"""What pack and unpack share: one program walks one chunk, `destination = round(op(source))`.
+"""What all kernels of gradients share: one program walks one chunk, `destination = round(op(source))`, or reads it.
 
 A chunk is `count` consecutive elements. Its middle, where source and destination are aligned together, moves in
 tiles of 16-byte accesses; the few elements before and after it move in one narrow piece, one element per thread.
@@ -17,10 +17,17 @@ load_vector, store_vector, load_single, store_single.
 import triton
 import triton.language as tl
 
+from .table import PADDING_CODE
+
 # Columns of a ChunkTable row: parameter, begin, end, offset, dtype code.
 ROW = tl.constexpr(5)
+PADDING = tl.constexpr(PADDING_CODE)
 DIVIDE = tl.constexpr(0)
 MULTIPLY = tl.constexpr(1)
+# What convert_chunk looks at on the way.
+NOTHING = tl.constexpr(0)
+STORED = tl.constexpr(1)
+SOURCES = tl.constexpr(2)
 # Chunk sums of squares between these bounds stand as computed in fp32: what was flushed to zero is below 2^-24 of
 # them, and nothing has overflowed.
 SUM_LOWEST = tl.constexpr(1e-27)
@@ -99,15 +106,16 @@ def convert_chunk(
     SOURCE: tl.constexpr,
     DESTINATION: tl.constexpr,
     OP: tl.constexpr,
-    STATS: tl.constexpr,
+    WATCH: tl.constexpr,
     TILE_BYTES: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Moves `count` elements; returns what `chunk_sum` needs of the values as stored.
+    """Moves `count` elements; returns what `chunk_sum` or `chunk_faults` needs.
 
-    `source` and `destination` are int64 addresses of the chunk's first element, each a multiple of its itemsize.
-    Returns per-vector sums of squares and largest absolute values [TILE_BYTES / 16], and the same of the narrow
-    piece [LANES].
+    `source` and `destination` are int64 addresses of the chunk's first element, each a multiple of its itemsize; they
+    may be the same memory. Returns two numbers per vector [TILE_BYTES / 16] and the same of the narrow piece [LANES].
+    WATCH = STORED: sums of squares and largest absolute values as stored. WATCH = SOURCES: sums of 0 * op(source), not
+    0 where a source is NaN or infinite (or op overflowed), and how many sources are not 0 and stored as 0.
     """
     SOURCE_BYTES: tl.constexpr = SOURCE.primitive_bitwidth // 8
     DESTINATION_BYTES: tl.constexpr = DESTINATION.primitive_bitwidth // 8
@@ -117,6 +125,10 @@ def convert_chunk(
     VECTOR: tl.constexpr = 16 // WIDE_BYTES
     VECTORS: tl.constexpr = TILE_BYTES // 16
     TILE: tl.constexpr = VECTORS * VECTOR
+    # Half of the destination's smallest number: up to here everything is rounded to 0.
+    LOST: tl.constexpr = 2.0**-25 if DESTINATION == tl.float16 else 2.0**-134
+    # As table.may_flush says of torch's dtypes.
+    FLUSHES: tl.constexpr = DESTINATION_BYTES < SOURCE_BYTES
 
     reciprocal = scalar
     exact = False
@@ -143,35 +155,87 @@ def convert_chunk(
     vector_source = tl.multiple_of(source_ptr + head, VECTOR * SOURCE_BYTES)
     vector_destination = tl.multiple_of(destination_ptr + head, VECTOR * DESTINATION_BYTES)
     tile_lane = tl.arange(0, TILE)
-    squares = tl.zeros((VECTORS,), COMPUTE)
-    peaks = tl.zeros((VECTORS,), COMPUTE)
+    sums, marks = no_sums(VECTORS, COMPUTE), no_marks(VECTORS, COMPUTE, WATCH)
     for start in tl.range(0, middle, TILE):
         index = tl.multiple_of(start, VECTOR) + tile_lane
         inside = index < middle
         value = load_vector(vector_source + index, inside).to(COMPUTE)
-        stored = round_once(apply_scalar(value, scalar, reciprocal, exact, OP), DESTINATION)
+        result = apply_scalar(value, scalar, reciprocal, exact, OP)
+        stored = round_once(result, DESTINATION)
         store_vector(vector_destination + index, stored, inside)
-        if STATS:
-            # A vector lies in one thread: added up there, it costs one register of accumulator instead of VECTOR.
+        # A vector lies in one thread: added up there, it costs one register of accumulator instead of VECTOR.
+        if WATCH == STORED:
             seen = tl.reshape(stored.to(COMPUTE), (VECTORS, VECTOR))
-            squares += tl.sum(seen * seen, axis=1)
-            peaks = tl.maximum(peaks, tl.max(tl.abs(seen), axis=1))
+            sums += tl.sum(seen * seen, axis=1)
+            marks = tl.maximum(marks, tl.max(tl.abs(seen), axis=1))
+        if WATCH == SOURCES:
+            sums += tl.sum(tl.reshape(result * 0.0, (VECTORS, VECTOR)), axis=1)
+            if FLUSHES:
+                lost = (value != 0.0) & (tl.abs(result) <= LOST)
+                marks += tl.sum(tl.reshape(lost.to(tl.int32), (VECTORS, VECTOR)), axis=1)
 
     lane = tl.arange(0, LANES)
-    edge_squares = tl.zeros((LANES,), COMPUTE)
-    edge_peaks = tl.zeros((LANES,), COMPUTE)
+    # fp64: where the piece is the whole chunk, as many additions follow one another as it has turns.
+    edge_sums, edge_marks = no_sums(LANES, tl.float64), no_marks(LANES, COMPUTE, WATCH)
     for start in tl.range(0, count - middle, LANES):
         piece = start + lane
         index = tl.where(piece < head, piece, piece + middle)
         inside = piece < count - middle
         value = load_single(source_ptr + index, inside).to(COMPUTE)
-        stored = round_once(apply_scalar(value, scalar, reciprocal, exact, OP), DESTINATION)
+        result = apply_scalar(value, scalar, reciprocal, exact, OP)
+        stored = round_once(result, DESTINATION)
         store_single(destination_ptr + index, stored, inside)
-        if STATS:
+        if WATCH == STORED:
             seen = stored.to(COMPUTE)
-            edge_squares += seen * seen
-            edge_peaks = tl.maximum(edge_peaks, tl.abs(seen))
-    return squares, peaks, edge_squares, edge_peaks
+            edge_sums += (seen * seen).to(tl.float64)
+            edge_marks = tl.maximum(edge_marks, tl.abs(seen))
+        if WATCH == SOURCES:
+            edge_sums += (result * 0.0).to(tl.float64)
+            if FLUSHES:
+                edge_marks += ((value != 0.0) & (tl.abs(result) <= LOST)).to(tl.int32)
+    return sums, marks, edge_sums, edge_marks
+
+
+@triton.jit
+def no_sums(SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """Sums of nothing."""
+    return tl.zeros((SIZE,), DTYPE)
+
+
+@triton.jit
+def no_marks(SIZE: tl.constexpr, COMPUTE: tl.constexpr, WATCH: tl.constexpr):
+    """Largest absolute values of nothing, or (WATCH = SOURCES) counts of nothing."""
+    if WATCH == SOURCES:
+        return tl.zeros((SIZE,), tl.int32)
+    else:
+        return tl.zeros((SIZE,), COMPUTE)
+
+
+@triton.jit
+def measure_chunk(source, count, SOURCE: tl.constexpr, TILE_BYTES: tl.constexpr, LANES: tl.constexpr):
+    """Reads `count` elements; returns what convert_chunk does for WATCH = STORED, of what is there."""
+    BYTES: tl.constexpr = SOURCE.primitive_bitwidth // 8
+    COMPUTE: tl.constexpr = tl.float64 if BYTES == 8 else tl.float32
+    VECTOR: tl.constexpr = 16 // BYTES
+    VECTORS: tl.constexpr = TILE_BYTES // 16
+    TILE: tl.constexpr = VECTORS * VECTOR
+    pointer = source.to(tl.pointer_type(SOURCE))
+    head = tl.minimum(((VECTOR - (source // BYTES) % VECTOR) % VECTOR).to(tl.int32), count)
+    middle = tl.multiple_of((count - head) // VECTOR * VECTOR, VECTOR)
+    vector_pointer = tl.multiple_of(pointer + head, 16)
+    tile_lane = tl.arange(0, TILE)
+    sums, marks = no_sums(VECTORS, COMPUTE), no_marks(VECTORS, COMPUTE, STORED)
+    for start in tl.range(0, middle, TILE):
+        index = tl.multiple_of(start, VECTOR) + tile_lane
+        value = load_vector(vector_pointer + index, index < middle).to(COMPUTE)
+        seen = tl.reshape(value, (VECTORS, VECTOR))
+        sums += tl.sum(seen * seen, axis=1)
+        marks = tl.maximum(marks, tl.max(tl.abs(seen), axis=1))
+    # Head and tail together are fewer elements than LANES.
+    piece = tl.arange(0, LANES)
+    index = tl.where(piece < head, piece, piece + middle)
+    seen = load_single(pointer + index, piece < count - middle).to(COMPUTE)
+    return sums, marks, (seen * seen).to(tl.float64), tl.abs(seen)
 
 
 @triton.jit
@@ -195,30 +259,68 @@ def zero_chunk(destination, count, DESTINATION: tl.constexpr, TILE_BYTES: tl.con
 
 
 @triton.jit
-def chunk_sum(squares, peaks, edge_squares, edge_peaks):
-    """(sum of squares in fp64, whether it stands): it does not where squares may have overflowed or vanished.
+def chunk_sum(sums, marks, edge_sums, edge_marks):
+    """(sum of squares in fp64, largest absolute value, whether they stand): they do not where squares may have
+    overflowed or vanished, or something is not finite.
 
     All zeros stands, and is common: rows of an embedding that were not looked up.
     """
-    total = tl.sum(squares, axis=0) + tl.sum(edge_squares, axis=0)
-    peak = tl.maximum(tl.max(peaks, axis=0), tl.max(edge_peaks, axis=0))
+    # fp64 from here on: a sum of a few squares in fp32 is off by as many times 2^-24, and then by no more.
+    total = tl.sum(sums.to(tl.float64), axis=0) + tl.sum(edge_sums, axis=0)
+    peak = tl.maximum(tl.max(marks, axis=0), tl.max(edge_marks, axis=0))
     stands = ((total > SUM_LOWEST) & (total < SUM_HIGHEST)) | ((total == 0.0) & (peak == 0.0))
-    return total.to(tl.float64), stands
+    return total, peak.to(tl.float64), stands
 
 
 @triton.jit
-def careful_sum(stored, count, STORED: tl.constexpr, LANES: tl.constexpr):
-    """Sum of squares in fp64 and first non-finite index (-1: none) of what this program has just stored."""
+def chunk_faults(sums, marks, edge_sums, edge_marks):
+    """(whether all sources are known to be finite, how many were flushed)."""
+    zero = tl.sum(sums.to(tl.float64), axis=0) + tl.sum(edge_sums, axis=0)
+    flushed = tl.sum(marks, axis=0) + tl.sum(edge_marks, axis=0)
+    return zero == 0.0, flushed.to(tl.int64)
+
+
+@triton.jit
+def careful_sum(source, count, SOURCE: tl.constexpr, LANES: tl.constexpr):
+    """Sum of squares in fp64 and first non-finite index (-1: none) of what this program has just read or stored."""
     # Other threads of this program stored some of what this one reads.
     tl.debug_barrier()
-    stored_ptr = stored.to(tl.pointer_type(STORED))
+    pointer = source.to(tl.pointer_type(SOURCE))
     lane = tl.arange(0, LANES)
     squares = tl.zeros((LANES,), tl.float64)
     found = tl.full((LANES,), NOT_FOUND, tl.int32)
     for start in tl.range(0, count, LANES):
         index = start + lane
-        seen = load_single(stored_ptr + index, index < count).to(tl.float64)
+        seen = load_single(pointer + index, index < count).to(tl.float64)
         squares += seen * seen
         found = tl.minimum(found, tl.where(tl.abs(seen) < float("inf"), NOT_FOUND, index))
     first = tl.min(found, axis=0)
     return tl.sum(squares, axis=0), tl.where(first == NOT_FOUND, -1, first).to(tl.int64)
+
+
+@triton.jit
+def careful_gradient(address, begin, count, dtype, FP64: tl.constexpr, LANES: tl.constexpr):
+    """careful_sum of a chunk of a gradient; the index is that within the parameter's memory."""
+    if FP64:
+        total, first = careful_sum(address + begin * 8, count, tl.float64, LANES)
+    elif dtype == 0:
+        total, first = careful_sum(address + begin * 4, count, tl.float32, LANES)
+    elif dtype == 1:
+        total, first = careful_sum(address + begin * 2, count, tl.bfloat16, LANES)
+    else:
+        total, first = careful_sum(address + begin * 2, count, tl.float16, LANES)
+    return total, tl.where(first < 0, first, first + begin)
+
+
+@triton.jit
+def gradient_sums(
+    sums, marks, edge_sums, edge_marks, address, begin, count, dtype, FP64: tl.constexpr, LANES: tl.constexpr
+):
+    """(sum of squares, largest absolute value, first non-finite index) of a chunk of a gradient."""
+    total, peak, stands = chunk_sum(sums, marks, edge_sums, edge_marks)
+    first = tl.full((), -1, tl.int64)
+    if not stands:
+        total, first = careful_gradient(address, begin, count, dtype, FP64, LANES)
+        # A GPU's maximum drops NaN; a sum of squares is NaN where one is NaN and nowhere else.
+        peak = tl.where(total == total, peak, float("nan"))
+    return total, peak, first

@@ -5,7 +5,7 @@
     CPU tensors under TRITON_INTERPRET=1       interpreter  the kernels, in Triton's interpreter (slow: for tests)
 
 The interpreter rounds fp32 -> bf16 by cutting bits off, so whatever writes bf16 there takes the torch path: dispatch
-never hands out a wrong gradient. The signatures of pack, unpack and reduce_partials are the launchers'.
+never hands out a wrong gradient. Signatures are the launchers'.
 """
 
 from __future__ import annotations
@@ -19,16 +19,21 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from . import reference
+from . import reference, reference_stats
 from .support import unsupported
-from .table import ChunkTable, Partials, PointerTable, Totals
+from .table import ChunkTable, Partials, PointerTable, SourcePartials, SourceTotals, Spans, Totals
 
 _triton_pack: ModuleType | None
 try:
+    from triton import __version__ as _triton_version
+
+    from . import measure as _triton_measure
     from . import pack as _triton_pack
+    from . import scale as _triton_scale
     from . import stats as _triton_stats
     from . import unpack as _triton_unpack
     from . import variants as _variants
@@ -47,7 +52,7 @@ class UnsupportedPairError(TypeError):
 class Launch:
     """One call that was counted: which function, which path, and how many kernels or torch operators it ran."""
 
-    function: Literal["pack", "unpack", "reduce_partials"]
+    function: Literal["pack", "unpack", "measure", "scale", "reduce_partials", "reduce_source_partials"]
     path: Path
     launches: int
 
@@ -78,7 +83,7 @@ def pack(
     pointers: PointerTable,
     wire: torch.Tensor,
     divisor: torch.Tensor,
-    partials: Partials | None = None,
+    partials: SourcePartials | None = None,
     *,
     vouched: bool = False,
     done: Collection[int] = (),
@@ -145,18 +150,68 @@ def unpack(
     _call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials, vouched=vouched)
 
 
-def reduce_partials(partials: Partials, chunks: ChunkTable) -> Totals:
+def measure(
+    gradients: Sequence[torch.Tensor | None],
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    partials: Partials,
+    *,
+    vouched: bool = False,
+) -> None:
+    """Partials of gradients as they are; see `kernels.measure.measure`."""
+    # The interpreter reads some numbers of bf16 wrongly too.
+    path = path_for(partials.sums.device, chunks.dtypes)
+    function = reference.measure if path == "torch" else _triton_measure.measure
+    _call("measure", path, function, gradients, chunks, pointers, partials, vouched=vouched)
+
+
+def scale(
+    gradients: Sequence[torch.Tensor | None],
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    factor: torch.Tensor,
+    partials: Partials | None = None,
+    *,
+    vouched: bool = False,
+) -> None:
+    """Multiplies gradients in place; see `kernels.scale.scale`."""
+    path = path_for(factor.device, chunks.dtypes)
+    function = reference.scale if path == "torch" else _triton_scale.scale
+    _call("scale", path, function, gradients, chunks, pointers, factor, partials, vouched=vouched)
+
+
+def reduce_partials(partials: Partials, spans: Spans) -> Totals:
     """Adds partials up per parameter and in total; see `kernels.stats.reduce_partials`."""
     path = path_for(partials.sums.device, ())
-    function = reference.reduce_partials if path == "torch" else _triton_stats.reduce_partials
-    totals: Totals = _call("reduce_partials", path, function, partials, chunks)
+    function = reference_stats.reduce_partials if path == "torch" else _triton_stats.reduce_partials
+    totals: Totals = _call("reduce_partials", path, function, partials, spans)
     return totals
+
+
+def reduce_source_partials(partials: SourcePartials, spans: Spans) -> SourceTotals:
+    """Brings partials of pack together per parameter; see `kernels.stats.reduce_source_partials`."""
+    path = path_for(partials.flushed.device, ())
+    function = reference_stats.reduce_source_partials if path == "torch" else _triton_stats.reduce_source_partials
+    totals: SourceTotals = _call("reduce_source_partials", path, function, partials, spans)
+    return totals
+
+
+def arithmetic(device: torch.device) -> str:
+    """What decides the last bits of sums on `device`: equal here and on a peer, equal gradients have equal sums."""
+    path = path_for(device, ())
+    if path == "torch":
+        capability = torch.backends.cpu.get_cpu_capability()
+        return f"torch {torch.__version__}, numpy {np.__version__}, {device.type}, {capability}"
+    target = _variants.current_target(device)
+    tuning = _variants.tuning_for(target)
+    where = " ".join(map(str, target)).strip()
+    return f"triton {_triton_version}, {where}, tiles of {tuning.tile_bytes} bytes, {tuning.num_warps} warps"
 
 
 def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stats: bool = False) -> None:
     """Compiles pack and unpack for one wire by running them on one element, so that no step has to.
 
-    A no-op where the torch path runs.
+    `stats`: with by-products too, and what measures, scales and adds up. A no-op where the torch path runs.
     """
     dtype = torch.float64 if fp64 else torch.float32
     if path_for(device, (wire,), (dtype,)) != "triton":
@@ -165,9 +220,17 @@ def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stat
     chunks = ChunkTable([1], [0], [dtype], 1)
     buffer = torch.empty(1, dtype=wire, device=device)
     one = torch.ones(1, dtype=dtype, device=device)
-    partials = chunks.new_partials(device) if stats else None
-    pack(gradients, chunks, PointerTable(), buffer, one, partials)
-    unpack(gradients, chunks, PointerTable(), buffer, one, partials)
+    pack(gradients, chunks, PointerTable(), buffer, one)
+    unpack(gradients, chunks, PointerTable(), buffer, one)
+    if stats:
+        sources, results, spans = chunks.new_source_partials(device), chunks.new_partials(device), chunks.spans(device)
+        pack(gradients, chunks, PointerTable(), buffer, one, sources)
+        unpack(gradients, chunks, PointerTable(), buffer, one, results)
+        measure(gradients, chunks, PointerTable(), results)
+        for partials in (None, results):
+            scale(gradients, chunks, PointerTable(), one, partials)
+        reduce_partials(results, spans)
+        reduce_source_partials(sources, spans)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from .provenance import SINGLE_FUNCTIONS, VECTOR_FUNCTIONS, Branch, Sources
 from .variants import Variant
 
 # Where threads of a program may exchange values, besides kernels that have no dtype branches (the second stage).
-REDUCERS = ("chunk_sum", "careful_sum")
+REDUCERS = ("chunk_sum", "chunk_faults", "careful_sum")
 # Kernels that fill missing gradients with zeros: one branch more, which writes only.
 ZEROING = ("pack",)
 UNROLL_LIMIT = 4
@@ -154,11 +154,11 @@ def _width_faults(key: _Key, by_block: Mapping[int, Sequence[int]], vectors: int
 
 def _missing(variant: Variant, data: Mapping[_Key, Any]) -> Iterator[tuple[str, str, str]]:
     """Rule "branch": what `variant.branches` names and the machine code lacks, or the reverse."""
-    wanted = [Branch(*pair) for pair in variant.branches]
+    wanted = [Branch(source, destination) for source, destination in variant.branches]
     if variant.label.partition("[")[0] in ZEROING:
         wanted.append(Branch(None, wanted[0].destination))
     for branch in wanted:
-        sides = ("load", "store") if branch.source else ("store",)
+        sides = [side for side, dtype in zip(("load", "store"), branch, strict=True) if dtype]
         absent = [f"{side}_{kind}" for side in sides for kind in ("vector", "single")]
         absent = [function for function in absent if _Key(branch, function) not in data]
         if absent:
@@ -174,7 +174,7 @@ def _figures(
     stores = data.get(_Key(branch, "store_vector"), {})
     wide = loads if branch.source and ITEMSIZES[branch.source] == _wide_itemsize(branch) else stores
     costs = []
-    for store in stores:
+    for store in stores or loads:  # reading alone is a turn too
         for load in loads or [store]:
             turn = shortest_turn(blocks, *dict.fromkeys((load, store)))
             if turn is not None:

@@ -18,8 +18,20 @@ import triton
 import triton.language as tl
 
 from .checks import check_transfer
-from .chunk import DIVIDE, ROW, careful_sum, chunk_sum, convert_chunk, zero_chunk
-from .table import ChunkTable, Partials, PointerTable
+from .chunk import (
+    DIVIDE,
+    NOTHING,
+    PADDING,
+    ROW,
+    SOURCES,
+    careful_gradient,
+    chunk_faults,
+    convert_chunk,
+    no_marks,
+    no_sums,
+    zero_chunk,
+)
+from .table import ChunkTable, PointerTable, SourcePartials
 from .variants import (
     POINTERS,
     TRANSFERS,
@@ -37,8 +49,8 @@ def _pack_kernel(
     rows,
     wire,
     scalar,
-    partial_sums,
     first_non_finite,
+    flushed,
     FP64: tl.constexpr,
     STATS: tl.constexpr,
     TILE_BYTES: tl.constexpr,
@@ -55,38 +67,39 @@ def _pack_kernel(
     address = tl.load(addresses + parameter)
     divisor = tl.load(scalar)
     WIRE: tl.constexpr = wire.dtype.element_ty
+    WATCH: tl.constexpr = SOURCES if STATS else NOTHING
     destination = (wire + offset).to(tl.int64)
 
     COMPUTE: tl.constexpr = tl.float64 if FP64 else tl.float32
-    squares = tl.zeros((TILE_BYTES // 16,), COMPUTE)
-    peaks = tl.zeros((TILE_BYTES // 16,), COMPUTE)
-    edge_squares = tl.zeros((LANES,), COMPUTE)
-    edge_peaks = tl.zeros((LANES,), COMPUTE)
+    sums, edge_sums = no_sums(TILE_BYTES // 16, COMPUTE), no_sums(LANES, tl.float64)
+    marks, edge_marks = no_marks(TILE_BYTES // 16, COMPUTE, WATCH), no_marks(LANES, COMPUTE, WATCH)
     if address == 0:
         zero_chunk(destination, count, WIRE, TILE_BYTES, LANES)
     elif FP64:
-        squares, peaks, edge_squares, edge_peaks = convert_chunk(
-            address + begin * 8, destination, count, divisor, tl.float64, WIRE, DIVIDE, STATS, TILE_BYTES, LANES
+        sums, marks, edge_sums, edge_marks = convert_chunk(
+            address + begin * 8, destination, count, divisor, tl.float64, WIRE, DIVIDE, WATCH, TILE_BYTES, LANES
         )
     elif dtype == 0:
-        squares, peaks, edge_squares, edge_peaks = convert_chunk(
-            address + begin * 4, destination, count, divisor, tl.float32, WIRE, DIVIDE, STATS, TILE_BYTES, LANES
+        sums, marks, edge_sums, edge_marks = convert_chunk(
+            address + begin * 4, destination, count, divisor, tl.float32, WIRE, DIVIDE, WATCH, TILE_BYTES, LANES
         )
     elif dtype == 1:
-        squares, peaks, edge_squares, edge_peaks = convert_chunk(
-            address + begin * 2, destination, count, divisor, tl.bfloat16, WIRE, DIVIDE, STATS, TILE_BYTES, LANES
+        sums, marks, edge_sums, edge_marks = convert_chunk(
+            address + begin * 2, destination, count, divisor, tl.bfloat16, WIRE, DIVIDE, WATCH, TILE_BYTES, LANES
         )
     else:
-        squares, peaks, edge_squares, edge_peaks = convert_chunk(
-            address + begin * 2, destination, count, divisor, tl.float16, WIRE, DIVIDE, STATS, TILE_BYTES, LANES
+        sums, marks, edge_sums, edge_marks = convert_chunk(
+            address + begin * 2, destination, count, divisor, tl.float16, WIRE, DIVIDE, WATCH, TILE_BYTES, LANES
         )
     if STATS:
-        total, stands = chunk_sum(squares, peaks, edge_squares, edge_peaks)
+        finite, lost = chunk_faults(sums, marks, edge_sums, edge_marks)
         first = tl.full((), -1, tl.int64)
-        if not stands:
-            total, first = careful_sum(destination, count, WIRE, LANES)
-        tl.store(partial_sums + program, total)
-        tl.store(first_non_finite + program, tl.where(first < 0, first, first + begin))
+        if not finite:
+            # Packed in place, this reads what was divided: what was finite still is, and what was not still is not.
+            squares, first = careful_gradient(address, begin, count, dtype, FP64, LANES)
+        has_partials = dtype != PADDING
+        tl.store(first_non_finite + program, first, mask=has_partials)
+        tl.store(flushed + program, lost, mask=has_partials)
 
 
 def pack(
@@ -95,7 +108,7 @@ def pack(
     pointers: PointerTable,
     wire: torch.Tensor,
     divisor: torch.Tensor,
-    partials: Partials | None = None,
+    partials: SourcePartials | None = None,
     *,
     vouched: bool = False,
     tuning: Tuning | None = None,
@@ -109,8 +122,8 @@ def pack(
         pointers: this bucket's address table; belongs to this bucket alone.
         wire: output [chunks.wire_numel], contiguous: fp32, bf16 or fp16 (fp64 gradients: fp64, bf16 or fp16).
         divisor: one element on the device, fp32 (fp64 for fp64 gradients).
-        partials: from `chunks.new_partials`, filled in the same launch with sums of squares and first non-finite
-            indices of the values as stored.
+        partials: from `chunks.new_source_partials`, filled in the same launch. Where a gradient is packed in place,
+            its first non-finite value is found for divisors of 1 and more.
         vouched: the caller answers for what is checked otherwise (3 us per gradient whose address is new).
         tuning: launch shape; default: the architecture's.
 
@@ -121,16 +134,16 @@ def pack(
         check_transfer(gradients, chunks, pointers, wire, divisor, partials)
     target = current_target(wire.device)
     variant = pack_variant(wire.dtype, chunks.fp64, partials is not None, tuning or tuning_for(target), target[0])
-    addresses = pointers.upload(gradients, chunks, wire)
+    addresses = pointers.upload(gradients, chunks, wire.device, wire)
     programs = len(chunks.rows)
     if programs:
-        sums, first = (None, None) if partials is None else (partials.sums, partials.first_non_finite)
-        variant.launch(programs, (addresses, chunks.on(wire.device).rows, wire, divisor, sums, first))
+        first, flushed = (None, None) if partials is None else (partials.first_non_finite, partials.flushed)
+        variant.launch(programs, (addresses, chunks.on(wire.device), wire, divisor, first, flushed))
         pointers.launched()
 
 
 def pack_variant(wire: torch.dtype, fp64: bool, stats: bool, tuning: Tuning, backend: str) -> Variant:
-    """The one compilation that serves this wire, mixed or fp64 gradients, and sums or none."""
+    """The one compilation that serves this wire, mixed or fp64 gradients, and by-products or none."""
     return transfer_variant("pack", _pack_kernel, wire, fp64, stats, tuning, backend)
 
 

@@ -26,14 +26,14 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": 
 
 
 class Branch(NamedTuple):
-    """One dtype branch. Without a source it writes zeros; without a destination it sums what was stored."""
+    """One dtype branch. Without a source it writes zeros; without a destination it only reads."""
 
     source: str | None
     destination: str | None
 
     def __str__(self) -> str:
         if self.destination is None:
-            return f"sum of {self.source}"
+            return f"read {self.source}"
         return f"{self.source or 'zero'}->{self.destination}"
 
 
@@ -86,18 +86,14 @@ class Sources:
         """The dtype branch, by the arguments of the call that it was inlined through; None if it cannot be told.
 
         That call is to a function of SOURCE and DESTINATION (convert_chunk), of DESTINATION alone (zero_chunk) or of
-        STORED (careful_sum).
+        SOURCE alone (measure_chunk, careful_sum).
         """
         for depth, frame in enumerate(frames):
             names = getattr(self.function(frame), "arg_names", ())
-            if "STORED" in names:
-                stored = self._dtype("STORED", frames[depth:])
-                return Branch(stored, None) if stored else None
-            if "DESTINATION" in names:
-                destination = self._dtype("DESTINATION", frames[depth:])
-                source = self._dtype("SOURCE", frames[depth:]) if "SOURCE" in names else None
-                known = destination and (source or "SOURCE" not in names)
-                return Branch(source, destination) if known else None
+            wanted = [name for name in ("SOURCE", "DESTINATION") if name in names]
+            if wanted:
+                found = {name: self._dtype(name, frames[depth:]) for name in wanted}
+                return Branch(found.get("SOURCE"), found.get("DESTINATION")) if all(found.values()) else None
         return None
 
     def reduces(self, frames: Sequence[Frame], reducers: Sequence[str]) -> bool:

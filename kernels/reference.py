@@ -2,6 +2,7 @@
 
     pack:    wire[offset + i]  = round_to_wire(gradient[i] / divisor)
     unpack:  gradient[i]       = round_to_gradient(wire[offset + i] * scale)
+    scale:   gradient[i]       = round_to_gradient(gradient[i] * factor)
 
 Compute dtype fp32 (fp64 for fp64); one correctly rounded division or product there, then one rounding to the
 destination's dtype. Signatures are the launchers'. Works on any device.
@@ -10,16 +11,17 @@ destination's dtype. Signatures are the launchers'. Works on any device.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-import threading
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 
-from .checks import check_transfer
-from .table import ChunkTable, Partials, PointerTable, Totals
+from .checks import check_transfer, check_walk
+from .reference_stats import Measured, Sources, scratch
+from .table import ChunkTable, Partials, PointerTable, SourcePartials
 
 # Elements converted at a time: the fp32 values in between stay in the cache (fp32 -> bf16 on one core: 1.8 ms
 # for 25 MiB, against 10.8 ms for torch.div(x, divisor, out=wire)).
@@ -34,7 +36,7 @@ def pack(
     pointers: PointerTable,
     wire: torch.Tensor,
     divisor: torch.Tensor,
-    partials: Partials | None = None,
+    partials: SourcePartials | None = None,
     *,
     vouched: bool = False,
     done: Collection[int] = (),
@@ -46,12 +48,43 @@ def pack(
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, divisor, partials)
         pointers.remember(gradients, chunks, wire)
+    sources = None if partials is None else Sources(chunks, wire, partials)
     for run in runs(chunks):
+        members = gradients[run.slots.start : run.slots.stop]
         if run.slots.start not in done:
-            pack_run(gradients[run.slots.start : run.slots.stop], run, chunks, pointers, wire, divisor, vouched=vouched)
-    if partials is not None:
-        stored = [None if g is None else _slot(wire, chunks, slot) for slot, g in enumerate(gradients)]
-        _fill_partials(stored, chunks, partials)
+            pack_run(members, run, chunks, pointers, wire, divisor, vouched=vouched)
+        if sources is not None:
+            _look_at_sources(members, run, chunks, wire, sources)
+    if sources is not None:
+        sources.finish()
+
+
+def _look_at_sources(
+    gradients: Sequence[torch.Tensor | None], run: Run, chunks: ChunkTable, wire: torch.Tensor, sources: Sources
+) -> None:
+    """By-products of a run that has just been packed, or was packed early: of its wire, and rarely its gradients."""
+    missing = _missing(gradients, run)
+    if len(missing) == len(run.slots):
+        return
+    begin, end, zeros = chunks.offsets[run.slots.start], run.end, 0
+    if len(run.slots) > 1:
+        begin = run.begin
+        zeros = end - begin - sum(chunks.numels[run.slots.start : run.slots.stop])
+        zeros += sum(chunks.numels[slot] for slot in missing)
+    else:
+        end = begin + chunks.numels[run.slots.start]
+    suspicion = sources.look(run.dtypes, begin, end, zeros)
+    if any(suspicion):
+        compute = torch.float64 if chunks.fp64 else torch.float32
+        if len(run.slots) > 1:
+            flat = _gathered(
+                [_as_laid_out(g, chunks, slot) for slot, g in _numbered(gradients, run)], chunks, run, compute
+            )
+        else:
+            (gradient,) = gradients
+            assert gradient is not None
+            flat = _memory(gradient, chunks, run.slots.start)
+        sources.search(begin, flat, suspicion)
 
 
 def uses_views(chunks: ChunkTable, wire_dtype: torch.dtype) -> bool:
@@ -107,38 +140,173 @@ def unpack(
         pointers.remember(gradients, chunks, wire)
     # On CPU a look at the scale is free, and copying without it is one pass instead of two.
     unscaled = scale.device.type == "cpu" and scale.item() == 1.0
-    if vouched and unscaled and chunks.shapes is not None:
-        present, views = _present(gradients, pointers.views(chunks, wire))
-        if any(map(torch.Tensor.is_neg, present)):  # lazily negated: _foreach_copy_ cannot write to them
-            for negated, view in zip(present, views, strict=True):
-                negated.copy_(view)
-        elif present:
-            torch._foreach_copy_(present, views)
+    if partials is None and vouched and unscaled and chunks.shapes is not None:
+        _copy(*_present(gradients, pointers.views(chunks, wire)))
+        return
+    measured = None if partials is None else Measured(chunks, partials)
+    factor = None if unscaled else scale
+    for run in runs(chunks):
+        members = gradients[run.slots.start : run.slots.stop]
+        if len(run.slots) > 1:
+            views = None
+            if vouched and unscaled and chunks.shapes is not None:
+                views = pointers.views(chunks, wire)[run.slots.start : run.slots.stop]
+            _deliver(members, run, chunks, wire[run.begin : run.end], factor, measured, views)
+        elif members[0] is not None:
+            source = _slot(wire, chunks, run.slots.start)
+            _deliver_slot(members[0], run.slots.start, chunks, source, factor, measured)
+    if measured is not None:
+        measured.finish()
+
+
+def _deliver_slot(
+    gradient: torch.Tensor,
+    slot: int,
+    chunks: ChunkTable,
+    source: torch.Tensor,
+    factor: torch.Tensor | None,
+    measured: Measured | None,
+) -> None:
+    """gradient = round_once(source * factor), and its by-products, block by block."""
+    memory = _memory(gradient, chunks, slot)
+    step = max(1, memory.numel()) if measured is None else measured.block_numel
+    for begin in range(0, memory.numel(), step):
+        part, into = source[begin : begin + step], memory[begin : begin + step]
+        if factor is not None:
+            _convert(part, into, factor, torch.mul)
+        elif part.data_ptr() != into.data_ptr():
+            store_rounded(into, part)
+        if measured is not None:
+            measured.rows(slot, begin, into)
+
+
+def _deliver(
+    gradients: Sequence[torch.Tensor | None],
+    run: Run,
+    chunks: ChunkTable,
+    source: torch.Tensor,
+    factor: torch.Tensor | None,
+    measured: Measured | None,
+    views: Sequence[torch.Tensor] | None = None,
+) -> None:
+    """The same for a run of small slots, whose `source` lies as on the wire; `views`: of it, shaped as gradients."""
+    missing = _missing(gradients, run)
+    if len(missing) == len(run.slots):
+        return
+    compute = torch.float64 if chunks.fp64 else torch.float32
+    if len(run.dtypes) == 1:
+        (dtype,) = run.dtypes
+        # Rounded before any gradient is written: one may be its own source.
+        block = source
+        if factor is not None:
+            block = round_once(source.to(compute) * factor, dtype)
+        elif source.dtype != dtype:
+            block = round_once(source, dtype)
+        if views is None:
+            views = _slots_of(block, run, chunks)
+            gradients = _memories(gradients, run, chunks)
+        _copy(*_present(gradients, views))
     else:
-        for slot, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            if unscaled:
-                store_rounded(_memory(gradient, chunks, slot), _slot(wire, chunks, slot))
+        for slot, gradient in _numbered(gradients, run):
+            if gradient is not None:
+                begin = chunks.offsets[slot] - run.begin
+                _deliver_slot(gradient, slot, chunks, source[begin : begin + chunks.numels[slot]], factor, None)
+        if measured is not None:
+            block = _gathered(_memories(gradients, run, chunks), chunks, run, compute)
+    if measured is not None:
+        measured.run(run.slots, block, begin=run.begin, missing=missing)
+
+
+def _missing(gradients: Sequence[torch.Tensor | None], run: Run) -> list[int]:
+    if type(None) not in set(map(type, gradients)):
+        return []
+    return [slot for slot, gradient in _numbered(gradients, run) if gradient is None]
+
+
+def _slots_of(block: torch.Tensor, run: Run, chunks: ChunkTable) -> list[torch.Tensor]:
+    """What lies in a run's part of the wire for each slot, flat."""
+    sizes, at = [], run.begin
+    for slot in run.slots:
+        sizes += [chunks.offsets[slot] - at, chunks.numels[slot]]
+        at = chunks.offsets[slot] + chunks.numels[slot]
+    return list(block.split_with_sizes([*sizes, run.end - at])[1::2])
+
+
+def _copy(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    """Writes tensors into tensors of the same shapes."""
+    if any(map(torch.Tensor.is_neg, into)):  # lazily negated: _foreach_copy_ cannot write to them
+        for negated, values in zip(into, source, strict=True):
+            negated.copy_(values)
+    elif into:
+        torch._foreach_copy_(into, source)
+
+
+def measure(
+    gradients: Sequence[torch.Tensor | None],
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    partials: Partials,
+    *,
+    vouched: bool = False,
+) -> None:
+    """Partials of gradients as they are; see `kernels.measure.measure`."""
+    if not vouched:
+        check_walk(gradients, chunks, pointers, None, partials)
+        pointers.remember(gradients, chunks)
+    measured = Measured(chunks, partials)
+    for run in runs(chunks):
+        _measure_run(gradients[run.slots.start : run.slots.stop], run, chunks, measured)
+    measured.finish()
+
+
+def _measure_run(gradients: Sequence[torch.Tensor | None], run: Run, chunks: ChunkTable, measured: Measured) -> None:
+    missing = _missing(gradients, run)
+    if len(missing) == len(run.slots):
+        return
+    if len(run.slots) == 1:
+        (gradient,) = gradients
+        assert gradient is not None
+        memory, step = _memory(gradient, chunks, run.slots.start), measured.block_numel
+        for begin in range(0, memory.numel(), step):
+            measured.rows(run.slots.start, begin, memory[begin : begin + step])
+        return
+    present = [gradient for gradient in gradients if gradient is not None]
+    if chunks.shared or not all(map(torch.Tensor.is_contiguous, present)):
+        present = [memory for memory in _memories(gradients, run, chunks) if memory is not None]
+    measured.run(run.slots, torch._utils._flatten_dense_tensors(present), begin=None, missing=missing)
+
+
+def scale(
+    gradients: Sequence[torch.Tensor | None],
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    factor: torch.Tensor,
+    partials: Partials | None = None,
+    *,
+    vouched: bool = False,
+) -> None:
+    """Multiplies gradients in place; see `kernels.scale.scale`."""
+    if not vouched:
+        check_walk(gradients, chunks, pointers, factor, partials)
+        pointers.remember(gradients, chunks)
+    measured = None if partials is None else Measured(chunks, partials)
+    for run in runs(chunks):
+        members = gradients[run.slots.start : run.slots.stop]
+        if len(run.slots) > 1:
+            if run.dtypes == {factor.dtype} and not chunks.shared:
+                present = [gradient.detach() for gradient in members if gradient is not None]
+                if present:
+                    torch._foreach_mul_(present, factor.reshape(()))
             else:
-                _convert(_slot(wire, chunks, slot), _memory(gradient, chunks, slot), scale, torch.mul)
-    if partials is not None:
-        stored = [None if g is None else _memory(g, chunks, slot) for slot, g in enumerate(gradients)]
-        _fill_partials(stored, chunks, partials)
-
-
-def reduce_partials(partials: Partials, chunks: ChunkTable) -> Totals:
-    """Adds the partials of one launch up per parameter and in total; see `kernels.stats.reduce_partials`."""
-    starts = chunks.starts[1:].tolist()
-    sums = torch.zeros(len(chunks), dtype=torch.float64, device=partials.sums.device)
-    first = torch.full((len(chunks),), -1, dtype=torch.int64, device=partials.sums.device)
-    for slot, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
-        if end > begin:
-            sums[slot] = partials.sums[begin:end].sum()
-            found = partials.first_non_finite[begin:end]
-            first[slot] = torch.where(found < 0, torch.iinfo(torch.int64).max, found).min()
-    first[first == torch.iinfo(torch.int64).max] = -1
-    return Totals(parameter_sums=sums, first_non_finite=first, total=sums.sum().reshape(1))
+                block = _gathered(_memories(members, run, chunks), chunks, run, factor.dtype)
+                _deliver(members, run, chunks, block, factor, None)
+            if measured is not None:
+                _measure_run(members, run, chunks, measured)
+        elif members[0] is not None:
+            memory = _memory(members[0], chunks, run.slots.start)
+            _deliver_slot(members[0], run.slots.start, chunks, memory, factor, measured)
+    if measured is not None:
+        measured.finish()
 
 
 def round_once(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -178,9 +346,9 @@ class Run:
     end: int
     padded: bool
     small: bool
+    dtypes: frozenset[torch.dtype]
 
 
-_of_thread = threading.local()
 _known_runs: MutableMapping[ChunkTable, tuple[Run, ...]] = WeakKeyDictionary()
 
 
@@ -199,7 +367,8 @@ def runs(chunks: ChunkTable) -> tuple[Run, ...]:
         if ends_here or chunks.offsets[following] + chunks.numels[following] - begin > BLOCK_NUMEL:
             padded = sum(chunks.numels[first:following]) < end - begin
             small = max(chunks.numels[first:following]) < LARGE_NUMEL
-            found.append(Run(range(first, following), begin, end, padded, small))
+            dtypes = frozenset(chunks.dtypes[first:following])
+            found.append(Run(range(first, following), begin, end, padded, small, dtypes))
             first = following
     return _known_runs.setdefault(chunks, tuple(found))
 
@@ -229,19 +398,31 @@ def _pack_flat(
     gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, run: Run, wire: torch.Tensor, divisor: torch.Tensor
 ) -> None:
     """Gathers a run in the compute dtype, zeros in the gaps, and rounds it at once."""
-    zeros = torch.zeros(run.end - run.begin, dtype=divisor.dtype, device=wire.device)
+    block = _gathered(_memories(gradients, run, chunks), chunks, run, divisor.dtype, wire.device)
+    divide(block, divisor.item(), block)
+    store_rounded(wire[run.begin : run.end], block)
+
+
+def _gathered(
+    flat: Sequence[torch.Tensor | None],
+    chunks: ChunkTable,
+    run: Run,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """A run's values as they lie on the wire, in `dtype`; zeros where there are none."""
+    device = device or next((one.device for one in flat if one is not None), torch.device("cpu"))
+    zeros = torch.zeros(run.end - run.begin, dtype=dtype, device=device)
     parts = []
     at = run.begin
-    for slot in run.slots:
-        gradient, offset, numel = gradients[slot - run.slots.start], chunks.offsets[slot], chunks.numels[slot]
+    for slot, one in _numbered(flat, run):
+        offset, numel = chunks.offsets[slot], chunks.numels[slot]
         if offset > at:
             parts.append(zeros[: offset - at])
-        parts.append(zeros[:numel] if gradient is None else _memory(gradient, chunks, slot))
+        parts.append(zeros[:numel] if one is None else one)
         at = offset + numel
     parts.append(zeros[: run.end - at])
-    scratch = torch.cat(parts, out=torch.empty_like(zeros))
-    divide(scratch, divisor.item(), scratch)
-    store_rounded(wire[run.begin : run.end], scratch)
+    return torch.cat(parts, out=torch.empty_like(zeros))
 
 
 def _convert(source: torch.Tensor, destination: torch.Tensor, scalar: torch.Tensor, operation: object) -> None:
@@ -253,14 +434,13 @@ def _convert(source: torch.Tensor, destination: torch.Tensor, scalar: torch.Tens
     if source.dtype == compute and destination.dtype == compute:
         operation(source, operand, out=destination)
         return
-    scratch = _scratch(compute, source.device)
     if source.numel() <= BLOCK_NUMEL:
-        result = scratch[: source.numel()]
+        result = scratch(compute, source.device, source.numel())
         operation(source if source.dtype == compute else source.to(compute), operand, out=result)
         store_rounded(destination, result)
         return
     for part, out in zip(source.split(BLOCK_NUMEL), destination.split(BLOCK_NUMEL), strict=True):
-        result = scratch[: part.numel()]
+        result = scratch(compute, source.device, part.numel())
         # An operand of the compute dtype has torch compute in it; with a 0-dim one it would compute in the source's.
         operation(part if part.dtype == compute else part.to(compute), operand, out=result)
         store_rounded(out, result)
@@ -280,14 +460,6 @@ def divide(source: torch.Tensor, divisor: float, out: torch.Tensor) -> None:
         torch.div(source, torch.tensor(divisor, dtype=out.dtype, device=out.device), out=out)
     else:
         torch.mul(source, factor, out=out)
-
-
-def _scratch(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """BLOCK_NUMEL elements that this thread alone uses, between two lines of `_convert`."""
-    kept: dict[object, torch.Tensor] = _of_thread.__dict__.setdefault("scratch", {})
-    if (dtype, device) not in kept:
-        kept[dtype, device] = torch.empty(BLOCK_NUMEL, dtype=dtype, device=device)
-    return kept[dtype, device]
 
 
 def _present(
@@ -312,15 +484,30 @@ def _memory(gradient: torch.Tensor, chunks: ChunkTable, slot: int) -> torch.Tens
     return gradient.detach().as_strided((chunks.numels[slot],), (1,), begin)
 
 
-def _fill_partials(stored: Sequence[torch.Tensor | None], chunks: ChunkTable, partials: Partials) -> None:
-    row = 0
-    for slot, values in enumerate(stored):
-        for begin in range(0, chunks.numels[slot], chunks.chunk_numel):
-            if values is None:
-                partials.sums[row], partials.first_non_finite[row] = 0.0, -1
-            else:
-                part = values[begin : begin + chunks.chunk_numel].to(torch.float64)
-                partials.sums[row] = part.square().sum()
-                bad = (~part.isfinite()).nonzero()
-                partials.first_non_finite[row] = chunks.begins[slot] + begin + bad[0, 0] if len(bad) else -1
-            row += 1
+def _as_laid_out(gradient: torch.Tensor | None, chunks: ChunkTable, slot: int) -> torch.Tensor | None:
+    """The slot's elements in the order of its layout: a small one that was vouched for may have any strides."""
+    if gradient is None:
+        return None
+    if chunks.shapes is not None and not chunks.shared and gradient.stride() != chunks.shapes[slot][1]:
+        size, strides = chunks.shapes[slot]
+        gradient = torch.empty_strided(size, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+    return _memory(gradient, chunks, slot)
+
+
+def _memories(gradients: Sequence[torch.Tensor | None], run: Run, chunks: ChunkTable) -> list[torch.Tensor | None]:
+    first = gradients[0]
+    if chunks.shared and first is not None and all(one is first for one in gradients):
+        # Cut at once: a view a slot of the one buffer costs ten times as much.
+        numels, begins = (one[run.slots.start : run.slots.stop] for one in (chunks.numels, chunks.begins))
+        *places, end = itertools.accumulate(numels, initial=begins[0])
+        if tuple(places) == begins:
+            flat = first.detach().as_strided((end - begins[0],), (1,), first.storage_offset() + begins[0])
+            return list(flat.split_with_sizes(numels))
+    return [
+        None if gradient is None else _memory(gradient, chunks, slot) for slot, gradient in _numbered(gradients, run)
+    ]
+
+
+def _numbered(members: Sequence[torch.Tensor | None], run: Run) -> Iterator[tuple[int, torch.Tensor | None]]:
+    """A run's slots and what belongs to each."""
+    return zip(run.slots, members, strict=True)

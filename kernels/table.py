@@ -7,13 +7,14 @@ beside 300 biases. Padding is rows of a parameter that never has an address, so 
 
 Example: slots of 5 and 3 elements at offsets 0 and 8, wire of 16, chunk_numel 4, both fp32:
     (0, 0, 4, 0, 0)  (0, 4, 5, 4, 0)  (1, 0, 3, 8, 0)   data
-    (2, 0, 3, 5, 0)  (2, 0, 4, 11, 0)  (2, 4, 5, 15, 0)  padding, parameter 2 = none
+    (2, 0, 3, 5, 4)  (2, 0, 4, 11, 4)  (2, 4, 5, 15, 4)  padding, parameter 2 = none, code 4
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,45 +23,109 @@ import torch
 DTYPE_CODES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 # fp64 gradients travel as fp64, bf16 or fp16.
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# In place of a dtype code: the row is padding and has no partials.
+PADDING_CODE = 4
 CHUNK_NUMEL = 8192
 # Size and strides of a tensor that is dense in memory.
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
 
 
+# What tells second stages which rows are whose: int64 [1 + 2 P] on the partials' device: P, then the begin and end row
+# of each parameter, in any order of the caller's; begin == end where it has none.
+Spans: TypeAlias = torch.Tensor
+
+
 @dataclass(frozen=True)
 class Partials:
-    """By-products of one launch, one entry per row of the table; those of padding rows mean nothing.
+    """By-products of unpack, measure or scale, one entry per data row of the table.
 
     Args:
         sums: fp64 [rows], sums of squares of the values as stored.
+        peaks: fp64 [rows], largest absolute values as stored; NaN where one is NaN.
         first_non_finite: int64 [rows], index within the parameter's memory of the first NaN or Inf, -1 for none.
     """
 
     sums: torch.Tensor
+    peaks: torch.Tensor
     first_non_finite: torch.Tensor
+
+    def part(self, begin: int, end: int) -> Partials:
+        """Views of rows [begin, end)."""
+        return Partials(self.sums[begin:end], self.peaks[begin:end], self.first_non_finite[begin:end])
+
+
+@dataclass(frozen=True)
+class SourcePartials:
+    """By-products of pack, one entry per data row of the table: what is wrong with gradients before any rank is added.
+
+    Args:
+        first_non_finite: int64 [rows], index within the parameter's memory of the first NaN or Inf of the gradient as
+            it was given (an overflow on the wire is not the gradient's fault), -1 for none.
+        flushed: int64 [rows], how many elements are not 0 in the gradient and 0 on the wire; counted only where
+            `may_flush`, else 0.
+    """
+
+    first_non_finite: torch.Tensor
+    flushed: torch.Tensor
+
+    def part(self, begin: int, end: int) -> SourcePartials:
+        """Views of rows [begin, end)."""
+        return SourcePartials(self.first_non_finite[begin:end], self.flushed[begin:end])
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Second stage of the by-products: see `kernels.stats.reduce_partials`.
+    """Second stage of Partials: see `kernels.stats.reduce_partials`.
 
     Args:
-        parameter_sums: fp64 [P], sum of squares of each parameter's values as stored.
+        parameter_sums: fp64 [P], sum of squares of each parameter's values.
+        parameter_peaks: fp64 [P], largest absolute value; NaN where one is NaN.
         first_non_finite: int64 [P], index within the parameter's memory of its first NaN or Inf, -1 for none.
-        total: fp64 [1], sum of parameter_sums.
+        total: fp64 [3], sum of parameter_sums in their order, largest of parameter_peaks (NaN where one is NaN), and
+            how many parameters have a non-finite value.
     """
 
     parameter_sums: torch.Tensor
+    parameter_peaks: torch.Tensor
     first_non_finite: torch.Tensor
     total: torch.Tensor
 
 
 @dataclass(frozen=True)
-class DeviceRows:
-    """A ChunkTable on one device. `starts` is int64 [1 + P + 1]: P, then where each parameter's rows begin."""
+class SourceTotals:
+    """Second stage of SourcePartials: see `kernels.stats.reduce_source_partials`.
 
-    rows: torch.Tensor
-    starts: torch.Tensor
+    Args:
+        first_non_finite: int64 [P], index within the parameter's memory of its first NaN or Inf, -1 for none.
+        flushed: int64 [P], elements that the wire's dtype made 0.
+        first: int64 [2], the lowest parameter with a non-finite value and its index there; (-1, -1) for none.
+    """
+
+    first_non_finite: torch.Tensor
+    flushed: torch.Tensor
+    first: torch.Tensor
+
+
+def new_partials(rows: int, device: torch.device) -> Partials:
+    """Uninitialised; launches write every data row of their tables."""
+    return Partials(
+        sums=torch.empty(rows, dtype=torch.float64, device=device),
+        peaks=torch.empty(rows, dtype=torch.float64, device=device),
+        first_non_finite=torch.empty(rows, dtype=torch.int64, device=device),
+    )
+
+
+def new_source_partials(rows: int, device: torch.device) -> SourcePartials:
+    """Uninitialised; pack writes every data row of its table."""
+    return SourcePartials(
+        first_non_finite=torch.empty(rows, dtype=torch.int64, device=device),
+        flushed=torch.empty(rows, dtype=torch.int64, device=device),
+    )
+
+
+def may_flush(gradient: torch.dtype, wire: torch.dtype) -> bool:
+    """Whether what the wire makes 0 is counted: where its dtype is narrower."""
+    return wire.itemsize < gradient.itemsize
 
 
 class ChunkTable:
@@ -117,30 +182,36 @@ class ChunkTable:
         data, counts = _cut(np.arange(len(numel)), begin, numel, offset, code, chunk_numel)
         none = np.full(len(gaps), len(numel))
         zeros = np.zeros(len(gaps), dtype=np.int64)
-        padding, _ = _cut(none, zeros, gaps[:, 1] - gaps[:, 0], gaps[:, 0], zeros, chunk_numel)
+        padding, _ = _cut(none, zeros, gaps[:, 1] - gaps[:, 0], gaps[:, 0], zeros + PADDING_CODE, chunk_numel)
         self.rows: npt.NDArray[np.int64] = np.concatenate([data, padding])
         self.data_rows = len(data)
-        self.starts: npt.NDArray[np.int64] = np.concatenate([[len(numel), 0], np.cumsum(counts)]).astype(np.int64)
-        self._on_device: dict[torch.device, DeviceRows] = {}
+        # Slot s has the data rows [first_rows[s], first_rows[s + 1]).
+        self.first_rows: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self._on_device: dict[torch.device, torch.Tensor] = {}
 
     def __len__(self) -> int:
         """Number of slots."""
         return len(self.numels)
 
-    def on(self, device: torch.device) -> DeviceRows:
+    def on(self, device: torch.device) -> torch.Tensor:
         """The rows on `device`; uploaded at the first call."""
         uploaded = self._on_device.get(device)
         if uploaded is None:
-            uploaded = DeviceRows(torch.from_numpy(self.rows).to(device), torch.from_numpy(self.starts).to(device))
-            self._on_device[device] = uploaded
+            uploaded = self._on_device[device] = torch.from_numpy(self.rows).to(device)
         return uploaded
 
+    def spans(self, device: torch.device) -> Spans:
+        """Which partials of one launch are whose, slots in order; a new tensor at every call."""
+        pairs = np.stack([self.first_rows[:-1], self.first_rows[1:]], axis=1)
+        return torch.from_numpy(np.concatenate([[len(self)], pairs.reshape(-1)])).to(device)
+
     def new_partials(self, device: torch.device) -> Partials:
-        """Uninitialised partials for one launch, which writes those of every data row."""
-        return Partials(
-            sums=torch.empty(len(self.rows), dtype=torch.float64, device=device),
-            first_non_finite=torch.empty(len(self.rows), dtype=torch.int64, device=device),
-        )
+        """Partials for one launch of unpack, measure or scale."""
+        return new_partials(self.data_rows, device)
+
+    def new_source_partials(self, device: torch.device) -> SourcePartials:
+        """Partials for one launch of pack."""
+        return new_source_partials(self.data_rows, device)
 
 
 def _checked_fp64(dtypes: Sequence[torch.dtype]) -> bool:
@@ -222,14 +293,20 @@ class PointerTable:
             return False
         return self._held == _identities(gradients)
 
-    def remember(self, gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, wire: torch.Tensor) -> None:
+    def remember(
+        self, gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, wire: torch.Tensor | None = None
+    ) -> None:
         """Notes what a launch was checked for, without uploading it (the torch reference needs no table)."""
         held = _identities(gradients)
         if held != self._held:
             self._held = held
             self._current = None
-        self._chunks = chunks
-        self._wire = (wire.data_ptr(), wire.dtype)
+            self._wire = None
+        if self._chunks is not chunks:
+            self._chunks = chunks
+            self._wire = None
+        if wire is not None:
+            self._wire = (wire.data_ptr(), wire.dtype)
 
     def views(self, chunks: ChunkTable, wire: torch.Tensor) -> list[torch.Tensor]:
         """The slots of `wire`, each with its gradient's shape; made once per wire (1 us a piece). Keeps it alive."""
@@ -241,17 +318,23 @@ class PointerTable:
             self._views = key, [wire.as_strided(size, stride, base + offset) for (size, stride), offset in slots]
         return self._views[1]
 
-    def upload(self, gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, wire: torch.Tensor) -> torch.Tensor:
-        """Addresses of `gradients` on the wire's device: int64 [P + 1], 0 where one is None, and 0 at the end.
+    def upload(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        chunks: ChunkTable,
+        device: torch.device,
+        wire: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Addresses of `gradients` on `device`, theirs: int64 [P + 1], 0 where one is None, and 0 at the end.
 
-        The last entry is what padding rows point to.
+        The last entry is what padding rows point to. `wire`: of pack and unpack.
         """
         self.remember(gradients, chunks, wire)
-        capturing = wire.is_cuda and torch.cuda.is_current_stream_capturing()
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         current = self._current
-        if current is None or current.device.device != wire.device:
+        if current is None or current.device.device != device:
             addresses = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
-            current = self._uploaded(torch.tensor([*addresses, 0], dtype=torch.int64), wire.device, capturing)
+            current = self._uploaded(torch.tensor([*addresses, 0], dtype=torch.int64), device, capturing)
             self.uploads += 1
             # What a capture uploads is filled by its replays only: no eager launch may read it.
             self._current = None if capturing else current

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .checks import check_transfer
-from .chunk import MULTIPLY, ROW, careful_sum, chunk_sum, convert_chunk
+from .chunk import MULTIPLY, NOTHING, ROW, STORED, convert_chunk, gradient_sums, no_marks, no_sums
 from .table import ChunkTable, Partials, PointerTable
 from .variants import (
     POINTERS,
@@ -26,6 +26,7 @@ from .variants import (
     Tuning,
     Variant,
     current_target,
+    partials_of,
     transfer_variant,
     tuning_for,
 )
@@ -38,6 +39,7 @@ def _unpack_kernel(
     wire,
     scalar,
     partial_sums,
+    partial_peaks,
     first_non_finite,
     FP64: tl.constexpr,
     STATS: tl.constexpr,
@@ -55,44 +57,38 @@ def _unpack_kernel(
     address = tl.load(addresses + parameter)
     scale = tl.load(scalar)
     WIRE: tl.constexpr = wire.dtype.element_ty
+    WATCH: tl.constexpr = STORED if STATS else NOTHING
     source = (wire + offset).to(tl.int64)
 
     COMPUTE: tl.constexpr = tl.float64 if FP64 else tl.float32
-    squares = tl.zeros((TILE_BYTES // 16,), COMPUTE)
-    peaks = tl.zeros((TILE_BYTES // 16,), COMPUTE)
-    edge_squares = tl.zeros((LANES,), COMPUTE)
-    edge_peaks = tl.zeros((LANES,), COMPUTE)
+    sums, edge_sums = no_sums(TILE_BYTES // 16, COMPUTE), no_sums(LANES, tl.float64)
+    marks, edge_marks = no_marks(TILE_BYTES // 16, COMPUTE, WATCH), no_marks(LANES, COMPUTE, WATCH)
     if address != 0:
         if FP64:
-            squares, peaks, edge_squares, edge_peaks = convert_chunk(
-                source, address + begin * 8, count, scale, WIRE, tl.float64, MULTIPLY, STATS, TILE_BYTES, LANES
+            sums, marks, edge_sums, edge_marks = convert_chunk(
+                source, address + begin * 8, count, scale, WIRE, tl.float64, MULTIPLY, WATCH, TILE_BYTES, LANES
             )
         elif dtype == 0:
-            squares, peaks, edge_squares, edge_peaks = convert_chunk(
-                source, address + begin * 4, count, scale, WIRE, tl.float32, MULTIPLY, STATS, TILE_BYTES, LANES
+            sums, marks, edge_sums, edge_marks = convert_chunk(
+                source, address + begin * 4, count, scale, WIRE, tl.float32, MULTIPLY, WATCH, TILE_BYTES, LANES
             )
         elif dtype == 1:
-            squares, peaks, edge_squares, edge_peaks = convert_chunk(
-                source, address + begin * 2, count, scale, WIRE, tl.bfloat16, MULTIPLY, STATS, TILE_BYTES, LANES
+            sums, marks, edge_sums, edge_marks = convert_chunk(
+                source, address + begin * 2, count, scale, WIRE, tl.bfloat16, MULTIPLY, WATCH, TILE_BYTES, LANES
             )
         else:
-            squares, peaks, edge_squares, edge_peaks = convert_chunk(
-                source, address + begin * 2, count, scale, WIRE, tl.float16, MULTIPLY, STATS, TILE_BYTES, LANES
+            sums, marks, edge_sums, edge_marks = convert_chunk(
+                source, address + begin * 2, count, scale, WIRE, tl.float16, MULTIPLY, WATCH, TILE_BYTES, LANES
             )
     if STATS:
-        total, stands = chunk_sum(squares, peaks, edge_squares, edge_peaks)
-        first = tl.full((), -1, tl.int64)
-        if not stands:
-            if FP64:
-                total, first = careful_sum(address + begin * 8, count, tl.float64, LANES)
-            elif dtype == 0:
-                total, first = careful_sum(address + begin * 4, count, tl.float32, LANES)
-            elif dtype == 1:
-                total, first = careful_sum(address + begin * 2, count, tl.bfloat16, LANES)
-            else:
-                total, first = careful_sum(address + begin * 2, count, tl.float16, LANES)
+        # Read again, rather than kept in registers.
+        address, begin = tl.load(addresses + tl.load(row)), tl.load(row + 1)
+        total, peak, first = gradient_sums(
+            sums, marks, edge_sums, edge_marks, address, begin, count, dtype, FP64, LANES
+        )
         tl.store(partial_sums + program, total)
-        tl.store(first_non_finite + program, tl.where(first < 0, first, first + begin))
+        tl.store(partial_peaks + program, peak)
+        tl.store(first_non_finite + program, first)
 
 
 def unpack(
@@ -108,6 +104,8 @@ def unpack(
 ) -> None:
     """Unflattens, scales and casts `wire` into `gradients`, in one launch.
 
+    A gradient may be a view of its own slot of the wire, of the wire's dtype: it is then scaled in place.
+
     Args:
         gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None where
             a gradient is missing (its slot is skipped).
@@ -115,8 +113,7 @@ def unpack(
         pointers: this bucket's address table; belongs to this bucket alone.
         wire: input [chunks.wire_numel], contiguous: fp32, bf16 or fp16 (fp64 gradients: fp64, bf16 or fp16).
         scale: one element on the device, fp32 (fp64 for fp64 gradients).
-        partials: from `chunks.new_partials`, filled in the same launch with sums of squares and first non-finite
-            indices of the values as stored.
+        partials: from `chunks.new_partials`, filled in the same launch, of the values as stored.
         vouched: the caller answers for what is checked otherwise (3 us per gradient whose address is new).
         tuning: launch shape; default: the architecture's.
 
@@ -127,16 +124,15 @@ def unpack(
         check_transfer(gradients, chunks, pointers, wire, scale, partials)
     target = current_target(wire.device)
     variant = unpack_variant(wire.dtype, chunks.fp64, partials is not None, tuning or tuning_for(target), target[0])
-    addresses = pointers.upload(gradients, chunks, wire)
+    addresses = pointers.upload(gradients, chunks, wire.device, wire)
     programs = chunks.data_rows
     if programs:
-        sums, first = (None, None) if partials is None else (partials.sums, partials.first_non_finite)
-        variant.launch(programs, (addresses, chunks.on(wire.device).rows, wire, scale, sums, first))
+        variant.launch(programs, (addresses, chunks.on(wire.device), wire, scale, *partials_of(partials)))
         pointers.launched()
 
 
 def unpack_variant(wire: torch.dtype, fp64: bool, stats: bool, tuning: Tuning, backend: str) -> Variant:
-    """The one compilation that serves this wire, mixed or fp64 gradients, and sums or none."""
+    """The one compilation that serves this wire, mixed or fp64 gradients, and by-products or none."""
     return transfer_variant("unpack", _unpack_kernel, wire, fp64, stats, tuning, backend)
 
 

@@ -17,8 +17,28 @@ from typing import Any
 import torch
 import triton
 
-STATS_POINTERS = ["starts", "sums", "first_non_finite", "parameter_sums", "parameter_first", "total"]
-POINTERS = ["addresses", "rows", "wire", "scalar", "partial_sums", "first_non_finite"]
+from .table import Partials
+
+# Arguments of kernels that walk gradients, with Triton's names of their types.
+TABLES: Mapping[str, str] = {"addresses": "*i64", "rows": "*i64"}
+PARTIALS: Mapping[str, str] = {"partial_sums": "*fp64", "partial_peaks": "*fp64", "first_non_finite": "*i64"}
+SOURCE_PARTIALS: Mapping[str, str] = {"first_non_finite": "*i64", "flushed": "*i64"}
+POINTERS = [*TABLES, "wire", "scalar", *PARTIALS, "flushed"]
+STATS_POINTERS = [
+    "spans",
+    "sums",
+    "peaks",
+    "first_non_finite",
+    "flushed",
+    "parameter_sums",
+    "parameter_peaks",
+    "parameter_first",
+    "parameter_flushed",
+    "total",
+    "first",
+]
+# Dtypes of gradients in one table: fp64 goes alone.
+GRADIENTS: Mapping[bool, tuple[str, ...]] = {False: ("fp32", "bf16", "fp16"), True: ("fp64",)}
 
 TRITON_NAMES: Mapping[torch.dtype, str] = {
     torch.float32: "fp32",
@@ -102,14 +122,14 @@ class Variant:
 
     `signature` maps every argument to Triton's name of its type ("*fp32", "constexpr"); `constexprs` holds the
     values of the latter. `branches` names the dtype branches that the machine code must have, as (source,
-    destination) pairs.
+    destination) pairs; the destination is None where a branch only reads.
     """
 
     kernel: Any
     signature: Mapping[str, str]
     constexprs: Mapping[str, Any]
     num_warps: int
-    branches: tuple[tuple[str, str], ...]
+    branches: tuple[tuple[str, str | None], ...]
     label: str
     options: Mapping[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": True})
 
@@ -134,7 +154,7 @@ def lanes(tuning: Tuning, backend: str) -> int:
     return tuning.num_warps * WARP_SIZE[backend]
 
 
-# What pack and unpack are compiled for: (wire, gradients are fp64, with sums).
+# What pack and unpack are compiled for: (wire, gradients are fp64, with by-products).
 TRANSFERS: tuple[tuple[torch.dtype, bool, bool], ...] = tuple(
     (wire, fp64, stats)
     for wire, fp64 in (
@@ -161,30 +181,54 @@ def transfer_variant(
 ) -> Variant:
     """The variant of pack or unpack for one of TRANSFERS."""
     wire_name = TRITON_NAMES[wire]
-    gradients = ("fp64",) if fp64 else ("fp32", "bf16", "fp16")
-    signature = {
-        "addresses": "*i64",
-        "rows": "*i64",
-        "wire": f"*{wire_name}",
-        "scalar": "*fp64" if fp64 else "*fp32",
-        "partial_sums": "*fp64" if stats else "constexpr",
-        "first_non_finite": "*i64" if stats else "constexpr",
-        "FP64": "constexpr",
-        "STATS": "constexpr",
-        "TILE_BYTES": "constexpr",
-        "LANES": "constexpr",
-    }
-    constexprs = {
-        "FP64": fp64,
-        "STATS": stats,
-        "TILE_BYTES": tuning.tile_bytes,
-        "LANES": lanes(tuning, backend),
-    }
+    outputs = SOURCE_PARTIALS if name == "pack" else PARTIALS
+    return walk_variant(
+        name,
+        kernel,
+        {
+            **TABLES,
+            "wire": f"*{wire_name}",
+            "scalar": "*fp64" if fp64 else "*fp32",
+            **(outputs if stats else absent(outputs)),
+        },
+        {"FP64": fp64, "STATS": stats},
+        tuning,
+        backend,
+        branches=tuple((one, wire_name) if name == "pack" else (wire_name, one) for one in GRADIENTS[fp64]),
+        label=f"{'fp64' if fp64 else 'mixed'}, wire {wire_name}{', stats' if stats else ''}",
+    )
+
+
+def walk_variant(
+    name: str,
+    kernel: Any,
+    pointers: Mapping[str, str],
+    switches: Mapping[str, bool],
+    tuning: Tuning,
+    backend: str,
+    *,
+    branches: tuple[tuple[str, str | None], ...],
+    label: str,
+) -> Variant:
+    """A variant of a kernel that walks gradients."""
+    constexprs = {**switches, "TILE_BYTES": tuning.tile_bytes, "LANES": lanes(tuning, backend)}
     return Variant(
         kernel=kernel,
-        signature=signature,
+        signature={**pointers, **dict.fromkeys(constexprs, "constexpr")},
         constexprs=constexprs,
         num_warps=tuning.num_warps,
-        branches=tuple((gradient, wire_name) if name == "pack" else (wire_name, gradient) for gradient in gradients),
-        label=f"{name}[{'fp64' if fp64 else 'mixed'}, wire {wire_name}{', sums' if stats else ''}]",
+        branches=branches,
+        label=f"{name}[{label}]",
     )
+
+
+def absent(outputs: Mapping[str, str]) -> dict[str, str]:
+    """Outputs that nobody asked for, as a signature has them."""
+    return dict.fromkeys(outputs, "constexpr")
+
+
+def partials_of(partials: Partials | None) -> tuple[torch.Tensor | None, ...]:
+    """What goes to a kernel for PARTIALS."""
+    if partials is None:
+        return None, None, None
+    return partials.sums, partials.peaks, partials.first_non_finite

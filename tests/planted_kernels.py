@@ -14,6 +14,7 @@ import triton.language as tl
 from fusedreduce.kernels import aot
 from fusedreduce.kernels.chunk import (
     DIVIDE,
+    NOTHING,
     ROW,
     convert_chunk,
     load_single,
@@ -78,7 +79,7 @@ def _planted_kernel(addresses, rows, wire, scalar, FAULT: tl.constexpr, TILE_BYT
     destination = (wire + tl.load(row + 3)).to(tl.int64)
     if dtype == 0:
         convert_chunk(
-            address + begin * 4, destination, count, divisor, tl.float32, WIRE, DIVIDE, False, TILE_BYTES, LANES
+            address + begin * 4, destination, count, divisor, tl.float32, WIRE, DIVIDE, NOTHING, TILE_BYTES, LANES
         )
     elif dtype == 1:
         source = address + begin * 2
@@ -91,10 +92,10 @@ def _planted_kernel(addresses, rows, wire, scalar, FAULT: tl.constexpr, TILE_BYT
         elif FAULT == "atomic":
             _add(source, destination, count, tl.bfloat16, WIRE, LANES)
         elif FAULT != "missing branch":
-            convert_chunk(source, destination, count, divisor, tl.bfloat16, WIRE, DIVIDE, False, TILE_BYTES, LANES)
+            convert_chunk(source, destination, count, divisor, tl.bfloat16, WIRE, DIVIDE, NOTHING, TILE_BYTES, LANES)
     else:
         convert_chunk(
-            address + begin * 2, destination, count, divisor, tl.float16, WIRE, DIVIDE, False, TILE_BYTES, LANES
+            address + begin * 2, destination, count, divisor, tl.float16, WIRE, DIVIDE, NOTHING, TILE_BYTES, LANES
         )
 
 

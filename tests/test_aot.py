@@ -33,14 +33,16 @@ from fusedreduce.kernels.machine_code import (
 from fusedreduce.kernels.machine_rules import BranchFigures, Violation
 from fusedreduce.kernels.variants import TRITON_NAMES, Variant
 
-# Every file of kernels, mixed and fp64, with and without sums; the rest is left to `make test`.
+# Every file of kernels, mixed and fp64, with and without by-products; the rest is left to `make test`.
 SUBSET = (
-    "pack[mixed, wire bf16, sums]",
+    "pack[mixed, wire bf16, stats]",
     "pack[fp64, wire fp16]",
     "unpack[mixed, wire fp32]",
-    "unpack[fp64, wire bf16, sums]",
-    "parameter_sums",
-    "total",
+    "unpack[fp64, wire bf16, stats]",
+    "measure[mixed]",
+    "scale[mixed]",
+    "parameter_totals",
+    "first_source",
 )
 # What each planted fault must be found by, and in which branches; None: in the kernel as a whole, others may suffer.
 BF16 = "bf16->fp32"
@@ -343,10 +345,10 @@ def test_resident_warps() -> None:
 
 
 BROKEN = aot.Report(
-    "pack[mixed, wire bf16, sums]", "sm_90", violations=(Violation("pack", "sm_90", "fp32->bf16", "stack", "STL"),)
+    "pack[mixed, wire bf16, stats]", "sm_90", violations=(Violation("pack", "sm_90", "fp32->bf16", "stack", "STL"),)
 )
 SOUND = aot.Report(
-    "unpack[mixed, wire bf16, sums]",
+    "unpack[mixed, wire bf16, stats]",
     "sm_90",
     registers=255,
     in_flight_bytes=128 * 1024,

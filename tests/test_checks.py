@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from fusedreduce.kernels import dispatch, reference
+from fusedreduce.kernels import measure as measure_file
 from fusedreduce.kernels import pack as pack_file
+from fusedreduce.kernels import scale as scale_file
 from fusedreduce.kernels import unpack as unpack_file
-from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable
+from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable, new_partials
 
 FUNCTIONS = [reference.pack, reference.unpack, pack_file.pack, unpack_file.unpack, dispatch.pack, dispatch.unpack]
 
@@ -64,7 +66,7 @@ BAD = {
     "fp64 wire": (_set(wire=torch.ones(12, dtype=torch.float64)), TypeError, "torch.float64.*must be one of"),
     "scalar dtype": (_set(scalar=torch.ones(1, dtype=torch.float64)), TypeError, "one element of torch.float32"),
     "scalar size": (_set(scalar=torch.ones(2)), TypeError, "got 2"),
-    "scalar device": (_set(scalar=torch.ones(1, device="meta")), ValueError, "is on meta, the wire buffer on cpu"),
+    "scalar device": (_set(scalar=torch.ones(1, device="meta")), ValueError, "is on meta, the other tensors on cpu"),
     "gradient device": (_gradient(torch.ones(6, device="meta")), ValueError, "gradient 1 is on meta"),
     "gradient dtype": (_gradient(torch.ones(6).half()), TypeError, "gradient 1 is torch.float16.*torch.float32"),
     "integer": (_gradient(torch.ones(6, dtype=torch.int64)), TypeError, "gradient 1 is torch.int64"),
@@ -77,7 +79,11 @@ BAD = {
     "negated view": (_gradient(torch.zeros(6, dtype=torch.complex64).conj().imag), ValueError, "lazily negated|gaps"),
     "scalar in wire": (_inside_the_wire, ValueError, "lies inside the wire buffer"),
     "wire in graph": (_set(wire=torch.ones(12, requires_grad=True)), ValueError, "requires a gradient"),
-    "partials": (_set(partials=Partials(torch.ones(1), torch.ones(1))), ValueError, "partials.sums must be"),
+    "partials": (
+        _set(partials=Partials(torch.ones(1), torch.ones(1), torch.ones(1))),
+        ValueError,
+        r"partials.sums must be contiguous torch.float64 of shape \(2,\)",
+    ),
 }
 
 
@@ -129,3 +135,31 @@ def test_another_tensor_at_the_same_address_is_checked_anew(function: Any) -> No
     with pytest.raises(ValueError, match="gradient 1 has 6 elements"):
         function(call.gradients, other, pointers, call.wire, call.scalar)
     function(call.gradients, call.chunks, pointers, call.wire, call.scalar)
+
+
+WALK = {
+    "count": (_set(gradients=[torch.ones(4)]), ValueError, "1 gradients for a layout of 2 slots"),
+    "scalar dtype": (_set(scalar=torch.ones(1, dtype=torch.float64)), TypeError, "factor must be one element of torch"),
+    "gradient device": (_gradient(torch.ones(6, device="meta")), ValueError, "gradient 1 is on meta"),
+    "gradient dtype": (_gradient(torch.ones(6).half()), TypeError, "gradient 1 is torch.float16.*torch.float32"),
+    "gaps": (_gradient(torch.ones(12)[::2]), ValueError, "gaps or repeats in memory"),
+    "overlap": (_overlapping, ValueError, "gradients 0 and 1 overlap"),
+    "partials": (_set(partials=new_partials(3, torch.device("cpu"))), ValueError, r"shape \(2,\).*use ChunkTable.new"),
+}
+
+
+@pytest.mark.parametrize("name", WALK)
+@pytest.mark.parametrize("module", [reference, measure_file, scale_file, dispatch], ids=lambda one: one.__name__)
+def test_measure_and_scale_refuse_bad_arguments_before_anything_is_written(module: Any, name: str) -> None:
+    spoil, error, words = WALK[name]
+    call = Call(partials=new_partials(2, torch.device("cpu")))
+    spoil(call)
+    before = [g.clone() for g in call.gradients if not g.is_meta]
+    for function in ("measure", "scale"):
+        if not hasattr(module, function) or (function == "measure" and "scalar" in name):
+            continue
+        factor = [call.scalar] if function == "scale" else []
+        with pytest.raises(error, match=words):
+            getattr(module, function)(call.gradients, call.chunks, PointerTable(), *factor, call.partials)
+    after = [g for g in call.gradients if not g.is_meta]
+    assert all(torch.equal(then, now) for then, now in zip(before, after, strict=True))

@@ -74,6 +74,44 @@ def test_one_kernel_for_pack_and_one_for_unpack_whatever_the_number_of_parameter
     assert len(counted) == 2, "nothing is counted outside the context"
 
 
+@pytest.mark.parametrize("parameters", [1, 300])
+def test_one_kernel_for_measure_and_one_for_scale(parameters: int) -> None:
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    offsets = [3 * slot for slot in range(parameters)]
+    chunks = ChunkTable([3] * parameters, offsets, [torch.float32] * parameters, 3 * parameters)
+    gradients = [torch.full((3,), 2.0) for _ in range(parameters)]
+    pointers, partials, sources = PointerTable(), chunks.new_partials(CPU), chunks.new_source_partials(CPU)
+    wire, spans = torch.empty(3 * parameters), chunks.spans(CPU)
+    with dispatch.count_launches() as counted:
+        dispatch.scale(gradients, chunks, pointers, torch.tensor([0.5]))
+        dispatch.measure(gradients, chunks, pointers, partials)
+        totals = dispatch.reduce_partials(partials, spans)
+        dispatch.pack(gradients, chunks, pointers, wire, torch.ones(1), sources)
+        found = dispatch.reduce_source_partials(sources, spans)
+    assert [(one.function, one.path, one.launches) for one in counted] == [
+        ("scale", "interpreter", 1),
+        ("measure", "interpreter", 1),
+        ("reduce_partials", "interpreter", 2),
+        ("pack", "interpreter", 1),
+        ("reduce_source_partials", "interpreter", 2),
+    ]
+    assert totals.total.tolist() == [3.0 * parameters, 1.0, 0.0] and found.first.tolist() == [-1, -1]
+    assert pointers.uploads == 1, "one table serves all that walk the same gradients"
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+def test_the_interpreter_neither_measures_nor_scales_bf16() -> None:
+    gradient = torch.tensor([1.0, 2.0**-130], dtype=torch.bfloat16)
+    chunks = ChunkTable([2], [0], [torch.bfloat16], 2)
+    partials = chunks.new_partials(CPU)
+    with dispatch.count_launches() as counted:
+        dispatch.scale([gradient], chunks, PointerTable(), torch.tensor([1.0 + 2.0**-8 + 2.0**-9]), partials)
+        dispatch.measure([gradient], chunks, PointerTable(), partials)
+    assert [one.path for one in counted] == ["torch", "torch"]
+    assert gradient[0].item() == 1.0078125 and partials.peaks.tolist() == [1.0078125]
+
+
 def test_the_torch_path_counts_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
     chunks = ChunkTable([3], [0], [torch.float32], 3)

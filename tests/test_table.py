@@ -8,7 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedreduce.kernels.table import ChunkTable, PointerTable
+from fusedreduce.kernels.table import (
+    DTYPE_CODES,
+    PADDING_CODE,
+    ChunkTable,
+    PointerTable,
+    may_flush,
+    new_partials,
+    new_source_partials,
+)
 
 sizes = st.lists(st.integers(0, 400), max_size=20)
 gaps = st.lists(st.integers(0, 20), min_size=21, max_size=21)
@@ -31,25 +39,26 @@ def test_rows_cover_every_wire_element_and_every_gradient_element_once(
     table = ChunkTable(numels, offsets, [torch.float32] * len(numels), wire_numel, chunk_numel=chunk)
     wire = np.zeros(wire_numel, dtype=np.int64)
     gradients = [np.zeros(numel, dtype=np.int64) for numel in numels]
-    for number, (parameter, begin, end, offset, _) in enumerate(table.rows.tolist()):
+    for number, (parameter, begin, end, offset, code) in enumerate(table.rows.tolist()):
         assert 0 < end - begin <= chunk
         wire[offset : offset + end - begin] += 1
         if number < table.data_rows:
             gradients[parameter][begin:end] += 1
-            assert offset - begin == offsets[parameter]
+            assert offset - begin == offsets[parameter] and code == DTYPE_CODES[torch.float32]
         else:
             assert parameter == len(numels), "padding must point to the entry that never has an address"
+            assert code == PADDING_CODE
     assert (wire == 1).all() and all((gradient == 1).all() for gradient in gradients)
-    starts = table.starts.tolist()
-    assert starts[0] == len(numels) and starts[-1] == table.data_rows
-    for parameter, (first, last) in enumerate(zip(starts[1:], starts[2:], strict=False)):
+    parameters, *ends = table.spans(torch.device("cpu")).tolist()
+    assert parameters == len(numels) and sum(ends[1::2]) - sum(ends[::2]) == table.data_rows
+    for parameter, (first, last) in enumerate(zip(ends[::2], ends[1::2], strict=True)):
         assert (table.rows[first:last, 0] == parameter).all()
 
 
 def test_the_example_of_the_docstring() -> None:
     table = ChunkTable([5, 3], [0, 8], [torch.float32] * 2, 16, chunk_numel=4)
     data = [[0, 0, 4, 0, 0], [0, 4, 5, 4, 0], [1, 0, 3, 8, 0]]
-    padding = [[2, 0, 3, 5, 0], [2, 0, 4, 11, 0], [2, 4, 5, 15, 0]]
+    padding = [[2, 0, 3, 5, 4], [2, 0, 4, 11, 4], [2, 4, 5, 15, 4]]
     assert table.rows.tolist() == data + padding
     assert table.data_rows == 3
 
@@ -79,20 +88,52 @@ def test_bad_tables_are_refused(
         ChunkTable([1], [0], [torch.float32], 1, chunk_numel=0)
 
 
+CPU = torch.device("cpu")
+
+
 def test_pointers_are_uploaded_only_when_an_address_changed() -> None:
     table, wire = PointerTable(), torch.empty(8)
     chunks = ChunkTable([3, 4, 5], [0, 3, 7], [torch.float32] * 3, 12)
     gradients: list[torch.Tensor | None] = [torch.ones(3), None, torch.ones(5)]
-    addresses = table.upload(gradients, chunks, wire)
+    addresses = table.upload(gradients, chunks, CPU, wire)
     kept = [gradient.data_ptr() if gradient is not None else 0 for gradient in gradients]
     assert addresses.tolist() == [*kept, 0] and table.uploads == 1
-    assert table.upload(list(gradients), chunks, wire) is addresses and table.uploads == 1
+    assert table.upload(list(gradients), chunks, CPU, wire) is addresses and table.uploads == 1
     elsewhere = torch.ones(3)
     moved = [elsewhere, *gradients[1:]]
-    assert table.upload(moved, chunks, wire)[0].item() == elsewhere.data_ptr() and table.uploads == 2
+    assert table.upload(moved, chunks, CPU, wire)[0].item() == elsewhere.data_ptr() and table.uploads == 2
     assert (
         table.holds(moved, chunks, wire)
         and not table.holds(gradients, chunks)
         and not table.holds(moved, chunks, torch.empty(8))
     )
     assert addresses.tolist() == [*kept, 0], "a table that a launch may still read must not change"
+
+
+def test_gradients_that_are_only_measured_were_not_checked_against_a_wire() -> None:
+    table, wire = PointerTable(), torch.empty(3)
+    chunks = ChunkTable([3], [0], [torch.float32], 3)
+    gradients = [torch.ones(3)]
+    addresses = table.upload(gradients, chunks, CPU, wire)
+    assert table.upload(gradients, chunks, CPU) is addresses and table.holds(gradients, chunks, wire)
+    other = [torch.ones(3)]
+    table.upload(other, chunks, CPU)
+    assert table.holds(other, chunks) and not table.holds(other, chunks, wire)
+    table.upload(gradients, chunks, CPU, wire)
+    same = ChunkTable([3], [0], [torch.float32], 3)
+    table.upload(gradients, same, CPU)
+    assert table.holds(gradients, same) and not table.holds(gradients, same, wire)
+
+
+def test_parts_of_partials_are_views() -> None:
+    for partials in (new_partials(5, CPU), new_source_partials(5, CPU)):
+        part = partials.part(1, 4)
+        for name, tensor in vars(part).items():
+            assert tensor.data_ptr() == getattr(partials, name)[1:].data_ptr() and tensor.shape == (3,)
+
+
+def test_which_wires_are_narrower() -> None:
+    wires = (torch.float32, torch.bfloat16, torch.float16)
+    assert [may_flush(torch.float32, wire) for wire in wires] == [False, True, True]
+    assert not any(may_flush(gradient, wire) for gradient in (torch.bfloat16, torch.float16) for wire in wires)
+    assert [may_flush(torch.float64, wire) for wire in (torch.float64, *wires[1:])] == [False, True, True]

@@ -1,0 +1,362 @@
+"""FusedGradScaler: torch's GradScaler whose two passes over the gradients ride in the reduction.
+
+    scaler = FusedGradScaler(ddp)
+    for batch in data:
+        optimizer.zero_grad()
+        scaler.scale(loss(ddp(batch))).backward()     # the scale stays on during the wire, unpack takes it off
+        scaler.unscale_(optimizer)                    # no pass: a look at what unpack has found
+        fusedreduce.clip_grad_norm_(ddp, 1.0, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+torch's unscale_ reads and writes every gradient: 8 bytes per element of fp32. Here parameters that a wrapper reduces
+cost nothing; others go through torch's operator.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+from torch.optim import SGD, Optimizer
+
+from . import admission
+from .ddp import DistributedDataParallel, uncompiled
+from .errors import FusedReduceError
+from .gradients import index_of
+from .reducer import Reducer
+from .units import LossScale
+
+Wrapper = DistributedDataParallel | Reducer
+_MISSING = object()
+_FUSED_STEP_ATTRIBUTES = ("grad_scale", "found_inf")
+_numbers: weakref.WeakKeyDictionary[Reducer, dict[int, int]] = weakref.WeakKeyDictionary()
+
+
+class FusedGradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler for models under our wrapper.
+
+    Where it differs from torch's: gradients of a wrapper are unscaled as soon as its synchronised backward returns, so
+    `.grad` holds unscaled values from then on, before `unscale_` and `step` too (after backwards under no_sync it holds
+    scaled ones); `unscale_` only tells whether the reduction found a NaN or Inf among them, which it did in the same
+    bytes on every rank: a step is skipped on all ranks or on none. (For an optimizer with parameters that no wrapper
+    reduces, ranks agree by a small collective in `unscale_`: all of them must call it, and none may have joined.) A
+    scale that changes between backwards under no_sync is brought into line by the next backward, for the wrapper's
+    parameters.
+
+    A fused SGD with momentum that was told by `found_inf` to skip its very first step would keep a momentum that was
+    never initialised: that one step is decided on the host. So is every step of an optimizer that is not fused, as in
+    torch's class.
+
+    Args:
+        ddp: the wrapper (or Reducer), or several, whose backwards begin at a loss that went through `scale`. What
+            torch.compile has made of one is taken for it.
+        device: type of the device of the losses; None: of the first wrapper's first parameter.
+        init_scale: as torch's, as are growth_factor, backoff_factor and growth_interval.
+        enabled: False: nothing is scaled, `step` steps, the rest does nothing.
+
+    Raises:
+        TypeError: something that is neither our wrapper nor a Reducer. torch's DistributedDataParallel, with fused_hook
+            or without, takes torch's GradScaler.
+        ValueError: none, or one twice; one with fp16 parameters, whose gradients torch does not unscale either; one
+            that shares parameters with another wrapper; or one whose optimizer steps within backward.
+    """
+
+    def __init__(
+        self,
+        ddp: Wrapper | Iterable[Wrapper],
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        wrappers = _checked(ddp)
+        super().__init__(
+            reducer_of(wrappers[0]).parameters[0].device.type if device is None else device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self._loss_scale: LossScale | None = None
+        self._wrappers: tuple[Wrapper, ...] = ()
+        self.attach(wrappers)
+
+    def attach(self, ddp: Wrapper | Iterable[Wrapper]) -> None:
+        """Takes these wrappers in place of those it had; what a copy or an unpickled scaler, which has none, needs.
+
+        Raises:
+            TypeError, ValueError: as when it is made; it then has the wrappers that it had.
+        """
+        wrappers = _checked(ddp)
+        if not self._enabled:
+            self._wrappers = wrappers
+            return
+        for one in wrappers:
+            _refuse_fp16(reducer_of(one))
+            _refuse_unscalable(reducer_of(one))
+        for one in self._wrappers:
+            reducer_of(one).observed.units.detach(self)
+        self._wrappers = wrappers
+        self._reducers()
+
+    def scale(self, outputs: Any) -> Any:
+        """As torch's. A backward that begins at what this returns is known to be of a scaled loss.
+
+        That backward raises FusedReduceError, before anything is sent, where it meets gradients whose scale is off
+        already: `zero_grad` was not called, or an earlier micro-batch of this step did not run under no_sync.
+
+        Raises:
+            ValueError: a tensor that no backward can begin at, where gradients are enabled; or a wrapper that by now
+                shares parameters with another one, or has an optimizer that steps within backward.
+        """
+        if not self._enabled:
+            return outputs
+        reducers = self._reducers()
+        for reducer in reducers:
+            _refuse_unscalable(reducer)
+        if self._scale is None and not isinstance(outputs, torch.Tensor):
+            # torch would wait for the first tensor to come out of what may be a generator.
+            self._lazy_init_scale_growth_tracker(reducers[0].parameters[0].device)
+        scaled = super().scale(outputs)
+        assert self._scale is not None
+        if self._loss_scale is None:
+            # A copy: update() writes into torch's tensor. The reciprocal is the one that torch's unscale_ takes.
+            scale = self._scale.detach().clone()
+            self._loss_scale = LossScale(scale, scale.double().reciprocal().float())
+        return _followed(scaled, _Beginning(reducers, self._loss_scale))
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Notes whether the optimizer's gradients are finite. `.grad` holds unscaled values before and after.
+
+        Gradients that no wrapper reduces are unscaled here, in place. As torch's it is optional, and waits for nothing.
+
+        Raises:
+            RuntimeError: called twice since `update`, or after `step`; torch's.
+            FusedReduceError: the backwards since `zero_grad` ran under no_sync, so gradients are still scaled.
+        """
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As torch's: steps unless a gradient of the optimizer's is NaN or Inf.
+
+        `.grad` holds unscaled values before and after; a coefficient of `clip_grad_norm_` that was folded in is in it
+        after a step of the fused optimizer that was not skipped.
+
+        Raises:
+            RuntimeError: called twice since `update`, or with a closure; torch's.
+            FusedReduceError: as `unscale_`.
+        """
+        if not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        state = self._per_optimizer_states[id(optimizer)]
+        if self._scale is not None and state["stage"] is OptState.READY and "closure" not in kwargs:
+            # For a fused optimizer torch's step would leave unscaling to its kernel.
+            self.unscale_(optimizer)
+        if state["stage"] is OptState.UNSCALED and _begins_momentum(optimizer):
+            returned = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+            state["stage"] = OptState.STEPPED
+            return returned
+        before = {name: vars(optimizer).get(name, _MISSING) for name in _FUSED_STEP_ATTRIBUTES}
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        except BaseException:
+            # torch leaves its own there: a found_inf of 1 would have later steps skipped in silence.
+            for name, value in before.items():
+                if value is not _MISSING:
+                    setattr(optimizer, name, value)
+                elif name in vars(optimizer):
+                    delattr(optimizer, name)
+            raise
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """As torch's."""
+        super().update(new_scale)
+        self._loss_scale = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, and torch's dictionaries."""
+        super().load_state_dict(state_dict)
+        self._loss_scale = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_wrappers": (), "_loss_scale": None}
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """Called by torch's unscale_. One flag, exactly 0. or 1.: a fused step skips for nothing else, and torch adds
+        up one per device."""
+        reducers = self._reducers()
+        known = [_numbers_of(reducer) for reducer in reducers]
+        owned: list[list[int]] = [[] for _ in reducers]
+        others: list[torch.Tensor] = []
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            for numbers, mine_of in zip(known, owned, strict=True):
+                if (number := numbers.get(id(parameter))) is not None:
+                    mine_of.append(number)
+                    break
+            else:
+                if parameter.requires_grad or parameter.grad is not None:
+                    others.append(parameter)
+        mine = [
+            (reducer, numbers)
+            for reducer, numbers in zip(reducers, owned, strict=True)
+            if any(reducer.parameters[number].grad is not None for number in numbers)
+        ]
+        if not all(reducer.observed.units.unscaled_now() for reducer, _ in mine):
+            raise FusedReduceError(
+                "the gradients have not been reduced yet, and still have their loss scale on: every backward since "
+                "zero_grad() ran under no_sync(). Run the last micro-batch's forward and backward outside of it"
+            )
+        unscaled = super()._unscale_grads_(_Parameters(others), inv_scale, found_inf, allow_fp16)  # type: ignore[arg-type]
+        flags = [*unscaled.values(), *(_found_non_finite(*one) for one in mine)]
+        # In a tensor of its own: update() adds other optimizers' to it in place.
+        for flag in flags:
+            found_inf = torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True))
+        if others:
+            # Their gradients are this rank's own, yet all ranks skip or none does.
+            found_inf = reducers[0].observed.on_any_rank(found_inf).to(found_inf.device)
+        return {found_inf.device: found_inf} if flags else {}
+
+    def _reducers(self) -> list[Reducer]:
+        """The wrappers', as they are now: one that is copied or loaded builds another."""
+        if not self._wrappers:
+            raise FusedReduceError("this scaler is a copy, or was unpickled, and has no wrapper: call attach(ddp)")
+        reducers = [reducer_of(one) for one in self._wrappers]
+        for reducer in reducers:
+            reducer.observed.units.attach(self)
+            reducer.observed.require()
+        return reducers
+
+    def _has_unscaled(self) -> bool:
+        return self._enabled and any(
+            state["stage"] is OptState.UNSCALED for state in self._per_optimizer_states.values()
+        )
+
+
+def is_unscaled(reducer: Reducer) -> bool:
+    """Whether a scaler of this reducer's has been told to `unscale_` an optimizer that has not stepped yet."""
+    scalers = reducer.observed.units.scalers()
+    return any(isinstance(scaler, FusedGradScaler) and scaler._has_unscaled() for scaler in scalers)
+
+
+def reducer_of(ddp: Wrapper) -> Reducer:
+    """The reducer of a wrapper, or the one given."""
+    if isinstance(ddp, Reducer):
+        return ddp
+    facade: Any = ddp.reducer
+    reducer: Reducer = facade.reducer
+    return reducer
+
+
+class _Beginning:
+    """Called when a backward begins at a scaled loss."""
+
+    def __init__(self, reducers: Sequence[Reducer], scale: LossScale) -> None:
+        self._reducers, self._scale = reducers, scale
+
+    def __call__(self, _: object) -> None:
+        for reducer in self._reducers:
+            reducer.begin_scaled(self._scale)
+
+
+def _followed(scaled: Any, begin: _Beginning) -> Any:
+    """Has `begin` called by the backward of each tensor in `scaled`, nested and lazy as torch's `scale` takes them."""
+    if isinstance(scaled, torch.Tensor):
+        if scaled.grad_fn is not None:
+            scaled.grad_fn.register_prehook(begin)
+        elif torch.is_grad_enabled():
+            # As the gradient that another backward begins with it would scale in a way that nobody follows.
+            raise ValueError(
+                "FusedGradScaler.scale takes a loss that a backward begins at: this tensor has no grad_fn. For "
+                "loss.backward(gradient=...) scale the loss, not the gradient, or use torch.amp.GradScaler"
+            )
+        return scaled
+    if isinstance(scaled, list | tuple):
+        for one in scaled:
+            _followed(one, begin)
+        return scaled
+    return (_followed(one, begin) for one in scaled)
+
+
+def _numbers_of(reducer: Reducer) -> dict[int, int]:
+    """A reducer's parameters, which it holds as long as it lives, by id."""
+    if reducer not in _numbers:
+        _numbers[reducer] = {id(parameter): number for number, parameter in enumerate(reducer.parameters)}
+    return _numbers[reducer]
+
+
+def _found_non_finite(reducer: Reducer, numbers: Sequence[int]) -> torch.Tensor:
+    """0. or 1., as the reduction has found; looked for now, where nothing was collected or gradients have changed."""
+    observed = reducer.observed
+    if observed.has_by_products():
+        return observed.found_non_finite(None if len(numbers) == len(reducer.parameters) else numbers)
+    first = observed.table.measure().first_non_finite
+    return (first[index_of(tuple(numbers), first.device)] >= 0).any().to(torch.float32)
+
+
+class _Parameters:
+    """All that torch's operator wants of an optimizer."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.param_groups = [{"params": parameters}]
+
+
+def _checked(ddp: object) -> tuple[Wrapper, ...]:
+    ddp = uncompiled(ddp)
+    given = (ddp,) if isinstance(ddp, Wrapper) or not isinstance(ddp, Iterable) else tuple(ddp)
+    checked: list[Wrapper] = []
+    for one in map(uncompiled, given):
+        if not isinstance(one, Wrapper):
+            raise TypeError(
+                "FusedGradScaler takes a fusedreduce.DistributedDataParallel or a Reducer, or several; got "
+                f"{type(one).__module__}.{type(one).__name__}. torch's own wrapper, with fused_hook or without, takes "
+                "torch.amp.GradScaler"
+            )
+        checked.append(one)
+    if not checked or len(set(map(id, checked))) < len(checked):
+        raise ValueError(f"FusedGradScaler takes one wrapper or more, each once; got {len(checked)}")
+    return tuple(checked)
+
+
+def _refuse_fp16(reducer: Reducer) -> None:
+    fp16 = [n for n, one in zip(reducer.names, reducer.parameters, strict=True) if one.dtype is torch.float16]
+    if fp16:
+        raise ValueError(
+            f"Attempting to unscale FP16 gradients. {len(fp16)} of the wrapper's parameters are fp16, the first one is "
+            f"{fp16[0]}: their gradients would lose what the scale is there to keep. Keep them in fp32, under autocast"
+        )
+
+
+def _refuse_unscalable(reducer: Reducer) -> None:
+    """What can turn up during training: nothing else would notice, and gradients would be off by the scale."""
+    if reducer.steps_in_backward:
+        raise ValueError(
+            "FusedGradScaler cannot take this wrapper: its optimizer steps within backward, before a loss scale could "
+            "be taken off. Step it after backward"
+        )
+    if reducer.shares_parameters and admission.shared(reducer, reducer.parameters):
+        raise ValueError(
+            "FusedGradScaler cannot take this wrapper: it shares parameters with another one (nested, or not dropped "
+            "yet), and the loss scale would be taken off gradients that are reduced twice. Use torch.amp.GradScaler"
+        )
+
+
+def _begins_momentum(optimizer: Optimizer) -> bool:
+    """Whether a fused SGD would make a momentum buffer in this step."""
+    return isinstance(optimizer, SGD) and any(
+        group["momentum"] != 0
+        and group.get("fused")
+        and any(
+            one.grad is not None and optimizer.state.get(one, {}).get("momentum_buffer") is None
+            for one in group["params"]
+        )
+        for group in optimizer.param_groups
+    )
