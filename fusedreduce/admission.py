@@ -10,7 +10,12 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .comm.agreement import agree_on_parameters
+from .comm.protocol import Communicator
 from .config import ReduceConfig
+from .errors import AgreementError
+from .exchange import collective_error
+from .kernels import dispatch
 from .planning.assignment import BucketCaps
 
 
@@ -106,6 +111,39 @@ def settings(config: ReduceConfig, caps: BucketCaps, flags: dict[str, object]) -
     listed = hex(hash(caps.listed_bytes)) if len(caps.listed_bytes) > 16 else list(caps.listed_bytes)
     sizes = {"first_bucket_bytes": caps.first_bytes, "bucket_cap_bytes": caps.cap_bytes, "bucket_caps_bytes": listed}
     return {**config.to_dict(), **sizes, "planned_bytes": caps.planned_bytes, **flags}
+
+
+def agree(
+    communicator: Communicator,
+    descriptions: Sequence[str],
+    settings: dict[str, object],
+    device: torch.device,
+    problem: str = "",
+) -> bool:
+    """Compares parameters and settings across ranks. A collective.
+
+    Args:
+        communicator: the ranks.
+        descriptions: see `describe`; of every parameter.
+        settings: see `settings`.
+        device: where the backend takes tensors.
+        problem: why this rank cannot take part, for all others to read.
+
+    Returns:
+        Whether all ranks' sums have the same last bits.
+
+    Raises:
+        AgreementError: on every rank.
+        CollectiveError: a peer did not answer.
+    """
+    try:
+        arithmetic = dispatch.arithmetic(device)
+        return agree_on_parameters(communicator, descriptions, settings, device, problem, arithmetic)
+    except AgreementError:
+        raise
+    except RuntimeError as error:
+        what = "comparing model and settings across ranks failed"
+        raise collective_error(what, communicator.rank, error) from error
 
 
 def enter(owner: Owner, parameters: Sequence[torch.Tensor], names: Sequence[str], *, exclusive: bool) -> bool:

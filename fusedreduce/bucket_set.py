@@ -9,9 +9,11 @@ import torch
 
 from .comm.protocol import Communicator
 from .config import ReduceConfig
+from .exchange import fp16_split
+from .gradients import real_dtype
 from .kernels import dispatch
 from .planning.plan import ParameterKind, Plan
-from .reductions import CommHook, HookedReduction, Members, PackedReduction, Reduction, SparseReduction, real_dtype
+from .reductions import CommHook, HookedReduction, Members, PackedReduction, Reduction, SparseReduction
 from .streams import Streams
 
 
@@ -46,7 +48,12 @@ class BucketMaker:
             return SparseReduction(members, self.communicator, state, hook)
         if hook is None:
             wire_dtype = self.config.wire_dtype(real_dtype(members.parameters[0].dtype))
-            return PackedReduction(members, self.communicator, wire_dtype, as_views=self.as_views)
+            # fp16 gradients would be rounded again behind a split.
+            splits = self.config.wire == "fp16" and torch.float16 not in {
+                real_dtype(one.dtype) for one in members.parameters
+            }
+            split = fp16_split(self.communicator.size) if splits else 1.0
+            return PackedReduction(members, self.communicator, wire_dtype, as_views=self.as_views, split=split)
         timeout_s = self.communicator.timeout_s(members.device)
         rank = self.communicator.rank
         return HookedReduction(

@@ -10,6 +10,7 @@ import torch
 
 from . import exchange
 from .bucket import BucketState
+from .bucket_rows import BucketRows
 from .comm.monitor import StallMonitor
 from .deferred import DeferredErrors
 from .exchange import InFlight
@@ -27,6 +28,8 @@ class Finish:
         buffer: the future's value.
         trace: told when the unpacking begins and ends.
         index: DDP's number of the bucket.
+        scale: what unpack multiplies by; None: one.
+        rows: where by-products go; None: nowhere.
     """
 
     def __init__(
@@ -38,6 +41,8 @@ class Finish:
         buffer: torch.Tensor,
         trace: HookTrace | None = None,
         index: int = 0,
+        scale: torch.Tensor | None = None,
+        rows: BucketRows | None = None,
     ) -> None:
         self._errors = errors
         self._monitor = monitor
@@ -46,6 +51,8 @@ class Finish:
         self._buffer = buffer
         self._trace = trace
         self._index = index
+        self._scale = scale
+        self._rows = rows
 
     def __call__(self, reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         ours, rank = self._in_flight.bucket, self._in_flight.rank
@@ -57,7 +64,7 @@ class Finish:
                 raise exchange.collective_error(f"the all-reduce of {ours.label} failed", rank, error) from error
             if self._trace is not None:
                 self._trace.unpack(self._index)
-            done = exchange.finish(self._in_flight)
+            done = self._unpack()
             if self._trace is not None:
                 self._trace.unpacked(self._index)
         except Exception as error:
@@ -70,6 +77,14 @@ class Finish:
             self._monitor.watch(ours, what, done.query, self._report_after_s)
         return self._buffer
 
+    def _unpack(self) -> torch.cuda.Event | None:
+        if self._rows is None:
+            return exchange.finish(self._in_flight, scale=self._scale)
+        if self._in_flight.in_place:
+            self._rows.measure_result(self._in_flight.wire)
+            return exchange.finish(self._in_flight)
+        return exchange.finish(self._in_flight, scale=self._scale, partials=self._rows.result, vouched=True)
+
 
 class FinishSparse:
     """Hands a sparse sum on.
@@ -78,17 +93,26 @@ class FinishSparse:
         errors: where a failure is kept; the future gets it too.
         label: of the bucket.
         rank: of this process.
+        rows: where by-products go; None: nowhere.
     """
 
-    def __init__(self, errors: DeferredErrors, label: str, rank: int) -> None:
+    def __init__(self, errors: DeferredErrors, label: str, rank: int, rows: BucketRows | None = None) -> None:
         self._errors = errors
         self._label = label
         self._rank = rank
+        self._rows = rows
 
     def __call__(self, reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         try:
-            return reduced.value()[0]
+            value = reduced.value()[0]
         except RuntimeError as error:
             failure = exchange.collective_error(f"the all-reduce of {self._label} failed", self._rank, error)
             self._errors.remember(failure)
             raise failure from error
+        if self._rows is not None:
+            try:
+                self._rows.measure_sparse_result(value)
+            except Exception as error:
+                self._errors.remember(error)
+                raise
+        return value

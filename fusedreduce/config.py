@@ -21,6 +21,8 @@ _MOST_LATENCY_US = 1e9
 _LEAST_GBIT_PER_S = 1e-6
 _MOST_GBIT_PER_S = 1e6
 Wire = Literal["native", "bf16", "fp16"]
+CheckFinite = Literal["off", "count", "raise"]
+CHECKS_FINITE: tuple[CheckFinite, ...] = ("off", "count", "raise")
 WIRES: Mapping[str, torch.dtype | None] = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -30,7 +32,8 @@ class ReduceConfig:
 
     Args:
         wire: dtype that travels. "native": the gradients' own (fp32 for a bucket of mixed dtypes); "bf16" or "fp16":
-            divided by the world size in fp32, then rounded once.
+            divided by the world size in fp32, then rounded once. On fp16 the division is split: a power of two of
+            about the root of the world size comes off after the sum, so that small values survive.
         stall_report_s: log a bucket whose reduction has not finished after this many seconds; None: after 80 % of
             the process group's timeout. CUDA only: on CPU the timeout itself raises.
         overlap: start each bucket's reduction as soon as it is ready; False starts all of them when backward is done
@@ -44,6 +47,11 @@ class ReduceConfig:
         plan: a plan to keep to, as `plan_json()` gives it; one for another number of ranks is not used. Wrapper and
             reducer only.
         link: latency in us and bandwidth in Gbit/s of one all-reduce, for the cost model; None: measured.
+        grad_stats: norms, largest values and shares flushed to zero, of every gradient in every synchronised step, as
+            by-products of the reduction.
+        check_finite: "count": find out in every step which rank had a NaN or Inf in which gradient before it was
+            reduced, log it, and go on; "raise": NonFiniteGradientError on every rank at the end of backward, which on
+            CUDA waits for the GPU. (With FusedGradScaler, whose scale is found by overflows, nothing is raised.)
         cap_policy: "c10d": a bucket is closed once it has reached its limit; "strict": before it would exceed it.
             Reducer and wrapper only.
 
@@ -59,14 +67,23 @@ class ReduceConfig:
     replan_every: int = 1000
     link: tuple[float, float] | None = None
     plan: str | None = None
+    grad_stats: bool = False
+    check_finite: CheckFinite = "off"
 
     def __post_init__(self) -> None:
         if not isinstance(self.wire, str) or self.wire not in WIRES:
             accepted = ", ".join(map(repr, WIRES))
             raise ValueError(f"unknown wire {self.wire!r}: use one of {accepted}")
-        if not isinstance(self.overlap, bool):
-            raise ValueError(f"overlap must be True or False, got {self.overlap!r}")
-        for name, value, allowed in (("policy", self.policy, POLICIES), ("cap_policy", self.cap_policy, CAP_POLICIES)):
+        for name in ("overlap", "grad_stats"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        choices: Mapping[str, tuple[str, ...]] = {
+            "policy": POLICIES,
+            "cap_policy": CAP_POLICIES,
+            "check_finite": CHECKS_FINITE,
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(map(repr, allowed))}")
         stall = self.stall_report_s

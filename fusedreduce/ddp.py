@@ -10,6 +10,7 @@ torch's private surface is touched in this file alone.
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,14 +25,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from . import admission
-from .comm.agreement import agree_on_parameters
 from .comm.distributed import ProcessGroupCommunicator
 from .comm.protocol import Pending
 from .config import ReduceConfig
 from .ddp_logging import Logger
 from .errors import AgreementError
-from .exchange import collective_error
+from .finite import NonFiniteReport
 from .grad_bucket import GradBucket
+from .gradients import GradientTable
 from .planning.assignment import MIB, BucketCaps
 from .planning.saved import load as load_plan
 from .reducer import Reducer
@@ -85,7 +86,7 @@ class DistributedDataParallel(TorchDDP):
 
     _reduce_config: ReduceConfig
     _reduce_caps: BucketCaps
-    _reduce_agreed: bool
+    _reduce_agreed: bool | None  # None: not compared; else whether all ranks compute alike
 
     def __init__(self, module: nn.Module, *args: Any, reduce: ReduceConfig | None = None, **kwargs: Any) -> None:
         if reduce is not None and not isinstance(reduce, ReduceConfig):
@@ -93,15 +94,14 @@ class DistributedDataParallel(TorchDDP):
         given = _arguments(self, module, args, kwargs)
         self._reduce_config = reduce or ReduceConfig()
         self._reduce_caps = BucketCaps()
-        self._reduce_agreed = False
+        self._reduce_agreed = None
         problem = None
         try:
             self._reduce_caps = _caps(given)
         except ValueError as error:
             problem = error
         if given["init_sync"]:
-            self._agree(module, given, problem)
-            self._reduce_agreed = True
+            self._reduce_agreed = self._agree(module, given, problem)
         if problem is not None:
             raise problem
         super().__init__(module, *args, **kwargs)
@@ -132,6 +132,43 @@ class DistributedDataParallel(TorchDDP):
         """Raises if the last backward did not reduce every gradient, with the names of those that are missing."""
         self._ours().check_finalized()
 
+    def grad_norm(self, norm_type: float = 2.0, *, include_ignored: bool = False) -> torch.Tensor:
+        """Norm over all reduced gradients: of the latest reduction with ReduceConfig(grad_stats=True), else of now.
+
+        Nothing waits for it, and no rank for another. The same on every rank, bit for bit, where all ranks compute
+        alike, or ReduceConfig(grad_stats=True) has them share the largest of their sums.
+
+        Args:
+            norm_type: 2 or inf.
+            include_ignored: add those that this wrapper does not reduce, as they are on this rank.
+
+        Returns:
+            fp64, 0-dim, on the first parameter's device.
+
+        Raises:
+            ValueError: another norm_type; or a parameter that is not reduced has a gradient, unless include_ignored.
+        """
+        norm = self._ours().observed.grad_norm(norm_type)
+        ignored = self.ignored_with_gradients(allowed=include_ignored)
+        if not ignored:
+            return norm
+        total = GradientTable([parameter for _, parameter in ignored]).measure().total
+        if norm_type == math.inf:
+            return torch.maximum(norm, total[1].to(norm.device))
+        return (norm.square() + total[0].to(norm.device)).sqrt()
+
+    def grad_norms(self, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
+        """As `grad_norm`, of each reduced gradient, by the parameter's name."""
+        return self._ours().observed.grad_norms(norm_type)
+
+    def grad_stats(self, *, per_parameter: bool = True) -> dict[str, float]:
+        """What to log of the latest step, as plain numbers; see `Observed.grad_stats`. The host waits for it."""
+        return self._ours().observed.grad_stats(per_parameter=per_parameter)
+
+    def non_finite(self) -> list[NonFiniteReport]:
+        """The latest steps in which a gradient held a NaN or Inf, with ReduceConfig(check_finite=...)."""
+        return list(self._ours().observed.finite_check().reports)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `Module.zero_grad`; with `set_to_none=False` gradients that are views stay views, zeroed per bucket."""
         if set_to_none or not self.gradient_as_bucket_view or not hasattr(self, "reducer"):
@@ -152,6 +189,10 @@ class DistributedDataParallel(TorchDDP):
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
 
+    def _register_fused_optim(self, optim: type, *args: Any, **kwargs: Any) -> None:
+        super()._register_fused_optim(optim, *args, **kwargs)
+        self._ours().steps_in_backward = True
+
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         hooks = {
             BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
@@ -161,17 +202,37 @@ class DistributedDataParallel(TorchDDP):
         assert self.logger is not None
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
+    def ignored_with_gradients(self, *, allowed: bool) -> list[tuple[str, torch.Tensor]]:
+        """Parameters that have a gradient, but not a reduced one, with their names.
+
+        Raises:
+            ValueError: there are some, and they are not `allowed`.
+        """
+        reduced = set(map(id, self._ours().parameters))
+        found = [
+            (name, parameter)
+            for name, parameter in self.module.named_parameters()
+            if id(parameter) not in reduced and parameter.grad is not None
+        ]
+        if found and not allowed:
+            raise ValueError(
+                f"{', '.join(name for name, _ in found[:8])} {'has' if len(found) == 1 else 'have'} a gradient, but "
+                "this wrapper does not reduce it (ignored, delayed, or frozen since): a norm over all gradients would "
+                "differ between ranks. include_ignored=True adds it as it is here"
+            )
+        return found
+
     def _ours(self) -> Reducer:
         reducer: Any = self.reducer
         assert isinstance(reducer, TorchReducer)
         return reducer.reducer
 
-    def _agree(self, module: nn.Module, given: Mapping[str, Any], problem: Exception | None) -> None:
+    def _agree(self, module: nn.Module, given: Mapping[str, Any], problem: Exception | None) -> bool:
         """Compares model and settings across ranks before torch does: its check raises on some ranks only."""
         group = given["process_group"]
         if given["device_mesh"] is not None:
             if group is not None or given["device_mesh"].ndim != 1:
-                return  # torch refuses both, on every rank
+                return True  # torch refuses both, on every rank
             group = given["device_mesh"].get_group(mesh_dim=0)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         ignored |= {name for name, _ in given["delay_all_reduce_named_params"] or ()}
@@ -181,7 +242,7 @@ class DistributedDataParallel(TorchDDP):
             if parameter.requires_grad and name not in ignored
         }
         if not named and given.get("delay_all_reduce_named_params"):
-            return  # all of them are reduced by torch itself
+            return True  # all of them are reduced by torch itself
         communicator = ProcessGroupCommunicator(group)
         sparse = _sparse_parameters(module)
         descriptions = []
@@ -197,14 +258,11 @@ class DistributedDataParallel(TorchDDP):
         settings = admission.settings(self.reduce_config, self._reduce_caps, flags)
         device = next((one.device for one in module.parameters()), torch.device("cpu"))
         try:
-            agree_on_parameters(communicator, descriptions, settings, device, str(problem or ""))
+            return admission.agree(communicator, descriptions, settings, device, str(problem or ""))
         except AgreementError as error:
             if problem is not None and error.on_every_rank:
                 raise problem from None
             raise
-        except RuntimeError as error:
-            what = "comparing model and settings across ranks failed"
-            raise collective_error(what, communicator.rank, error) from error
 
     # Called by torch's constructor, and by __setstate__
 
@@ -252,7 +310,7 @@ class DistributedDataParallel(TorchDDP):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The ranks of the group that it is loaded into have compared nothing yet.
-        state["_reduce_agreed"] = False
+        state["_reduce_agreed"] = None
         # torch queues the end of a static graph's first step once in a module's life; a copy's life begins now.
         state["_static_graph_delay_allreduce_enqueued"] = False
         self.__dict__.update({name: state[name] for name in ("_reduce_config", "_reduce_caps", "_reduce_agreed")})
@@ -265,6 +323,11 @@ class DistributedDataParallel(TorchDDP):
             reducer: Any = self.reducer
             reducer.outputs = tensors_in(output)
         return super()._post_forward(output)
+
+
+def uncompiled(module: object) -> object:
+    """What torch.compile was given, where `module` is what it has made."""
+    return getattr(module, "_orig_mod", module) if isinstance(module, nn.Module) else module
 
 
 _COMPARED_FLAGS = (

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .reducer import Reducer, StepTimes
+from .pipeline import StepTimes
+from .reducer import Reducer
 
 _ENVIRONMENT = {
     "master_addr": "MASTER_ADDR",

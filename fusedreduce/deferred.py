@@ -6,6 +6,7 @@ without its class. So errors are remembered here and raised from callbacks of th
 - When a reduction under way has failed: before DDP's own callback, which would copy the buckets out over the local
   gradients. (DDP queues its callback right after the hook of the last bucket returns.)
 - Otherwise, nothing having been reduced: after DDP's own callback, so that DDP finishes its step and can be used again.
+- So too what is found out once all is reduced, which every rank raises: a gradient that is not finite.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from .errors import NonFiniteGradientError
 
 _logger = logging.getLogger(__name__)
 
@@ -64,31 +67,56 @@ class DeferredErrors:
             error, self._error = self._error, None
         return error
 
-    def raise_at_the_end_of_backward(self) -> None:
-        """Called by the hook of the last bucket. Outside backward (DDP's join) whoever waits for the futures raises."""
+    def raise_at_the_end_of_backward(self, close: Callable[[], None] | None = None) -> None:
+        """Called by the hook of the last bucket. Outside backward (DDP's join) whoever waits for the futures raises.
+
+        Args:
+            close: called once all of them are done, if nothing went wrong, and outside backward at once.
+        """
         with self._lock:
             following, self._following = self._following, []
         if in_backward():
-            _queue_callback(functools.partial(self._raise, following))
+            _queue_callback(functools.partial(self._raise, following, close))
+        elif close is not None and not _any_failed(following):
+            error = self._closed(close)
+            if error is not None:
+                _raise(error)
 
-    def _raise(self, following: list[torch.futures.Future[Any]]) -> None:
-        failed = False
-        for future in following:
-            try:
-                future.wait()
-            except RuntimeError:
-                failed = True
-                _logger.debug("a bucket failed; its error is raised next, in its own class", exc_info=True)
+    def _raise(self, following: list[torch.futures.Future[Any]], close: Callable[[], None] | None) -> None:
+        failed = _any_failed(following)
         error = self.take()
         if error is not None and failed:
             _raise(error)
+        if error is None and close is not None and not failed:
+            error = self._closed(close)
         if error is not None:
             _queue_callback(functools.partial(_raise, error))
+
+    def _closed(self, close: Callable[[], None]) -> Exception | None:
+        try:
+            close()
+        except NonFiniteGradientError as found:
+            return found
+        except Exception as error:
+            self.remember(error)
+            return self.take()
+        return None
 
 
 def in_backward() -> bool:
     """Whether this thread is running a backward."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _any_failed(following: list[torch.futures.Future[Any]]) -> bool:
+    failed = False
+    for future in following:
+        try:
+            future.wait()
+        except RuntimeError:
+            failed = True
+            _logger.debug("a bucket failed; its error is raised next, in its own class", exc_info=True)
+    return failed
 
 
 def _raise(error: Exception) -> None:

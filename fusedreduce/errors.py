@@ -25,5 +25,9 @@ class CollectiveError(FusedReduceError):
     """A collective failed: a peer died, left, or did not answer within the group's timeout."""
 
 
+class NonFiniteGradientError(FusedReduceError, ArithmeticError):
+    """A gradient held a NaN or an Inf; on every rank, with the ranks, parameters and indices. The step is done."""
+
+
 class TraceError(FusedReduceError, ValueError):
     """A trace cannot be used: damaged, foreign, incomplete, or its ranks did not do the same."""

@@ -1,7 +1,9 @@
 """The data path, stateless: start (pack, all-reduce) and finish (unpack).
 
     start(bucket, gradients)   gradient / divisor -> wire, one rounding;  all-reduce(wire), asynchronous
-    finish(in_flight)          wire * scale -> the same gradients
+    finish(in_flight)          wire * scale -> the same gradients; a loss scale comes off here
+
+On request the two kernels also write by-products: what is not finite, norms, what the wire flushes to zero.
 
 Two launches and one collective per bucket. Where the wire has the gradients' own dtype and they already lie in one
 buffer (a comm hook at wire "native"), `start` divides in place and there is nothing to finish: one launch.
@@ -23,6 +25,7 @@ from .bucket import Bucket, BucketState
 from .comm.protocol import Communicator, Pending
 from .errors import CollectiveError
 from .kernels import dispatch
+from .kernels.table import Partials, SourcePartials
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,11 @@ class InFlight:
     issued_ns: int  # time.perf_counter_ns() right before the collective was: it may end before this thread goes on
 
 
-def prepare(bucket: Bucket, ranks: int) -> None:
+def prepare(bucket: Bucket, ranks: int, *, stats: bool = False) -> None:
     """On CUDA: compiles the bucket's kernels and uploads what never changes, so that no backward has to."""
     if bucket.device.type == "cuda":
         with torch.cuda.device(bucket.device):
-            dispatch.warm_up(bucket.device, bucket.wire_dtype, fp64=bucket.chunks.fp64)
+            dispatch.warm_up(bucket.device, bucket.wire_dtype, fp64=bucket.chunks.fp64, stats=stats)
             bucket.chunks.on(bucket.device)
             for value in (float(ranks), 1.0):
                 scalar(value, bucket.compute_dtype, bucket.device)
@@ -57,6 +60,7 @@ def start(
     in_place: bool = False,
     vouched: bool = False,
     done: Collection[int] | None = (),
+    partials: SourcePartials | None = None,
 ) -> InFlight:
     """Packs `gradients` and starts their all-reduce.
 
@@ -67,7 +71,8 @@ def start(
         divisor: what to divide by; None: the number of ranks.
         in_place: the one gradient is flat and has the wire's dtype: it is the wire.
         vouched: the caller answers for the gradients' sizes, dtypes and memory.
-        done: first slots of the groups that `start_early` has packed; None: it has packed all of them.
+        done: first slots of the groups that `start_early` has packed; None: there is nothing left to do.
+        partials: by-products of what is packed.
 
     Raises:
         ValueError, TypeError: gradients do not fit the bucket; nothing has been written.
@@ -78,7 +83,7 @@ def start(
         wire = _own_wire(gradients) if in_place else bucket.wire()
         if done is not None:
             by = scalar(float(divisor or communicator.size), bucket.compute_dtype, bucket.device)
-            dispatch.pack(gradients, bucket.chunks, bucket.pointers, wire, by, vouched=vouched, done=done)
+            dispatch.pack(gradients, bucket.chunks, bucket.pointers, wire, by, partials, vouched=vouched, done=done)
     bucket.state = BucketState.LAUNCHED
     issued_ns = time.perf_counter_ns()
     try:
@@ -99,13 +104,20 @@ def start_early(bucket: Bucket, group: int, gradients: Sequence[torch.Tensor], d
 
 
 def finish(
-    in_flight: InFlight, gradients: Sequence[torch.Tensor | None] | None = None, *, vouched: bool = False
+    in_flight: InFlight,
+    gradients: Sequence[torch.Tensor | None] | None = None,
+    *,
+    scale: torch.Tensor | None = None,
+    partials: Partials | None = None,
+    vouched: bool = False,
 ) -> torch.cuda.Event | None:
     """Unpacks the reduced wire into the gradients it was packed from; the collective must be done.
 
     Args:
         in_flight: what `start` returned.
         gradients: other tensors to unpack into, None where a slot is to be skipped; None: those that were packed.
+        scale: what to multiply by, one element of the compute dtype on the device; None: one.
+        partials: by-products of what is unpacked.
         vouched: as for `start`.
 
     Returns:
@@ -115,15 +127,26 @@ def finish(
     try:
         if not in_flight.in_place:
             with _range("unpack", bucket):
-                scale = scalar(1.0, bucket.compute_dtype, bucket.device)
+                by = scalar(1.0, bucket.compute_dtype, bucket.device) if scale is None else scale
                 into = in_flight.gradients if gradients is None else gradients
-                dispatch.unpack(into, bucket.chunks, bucket.pointers, in_flight.wire, scale, vouched=vouched)
+                dispatch.unpack(into, bucket.chunks, bucket.pointers, in_flight.wire, by, partials, vouched=vouched)
         event = bucket.unpacked()
     except BaseException:
         bucket.state = BucketState.FAILED
         raise
     bucket.state = BucketState.IDLE
     return event
+
+
+def fp16_split(ranks: int) -> float:
+    """The power of two by which an fp16 wire holds more than the mean: about the root of the number of ranks.
+
+    Dividing by all ranks ahead of the sum flushes small values to zero, by none of them lets large ones overflow;
+    and a power of two costs no rounding. 8 ranks: 4, so gradients are divided by 2 before and by 4 after the sum:
+    gradients from 6e-8, means to 16,376. Two and three ranks: 1.
+    """
+    power = ranks.bit_length() - 1
+    return 2.0 ** ((power + 1) // 2) if power > 1 else 1.0
 
 
 def collective_error(what: str, rank: int, cause: BaseException) -> CollectiveError:

@@ -5,13 +5,15 @@
 DDP has flattened the bucket already; the hook divides by the world size in fp32, rounds once to the wire's dtype,
 all-reduces, and writes the result back into the bucket's own buffer, which it returns: with
 `gradient_as_bucket_view=True` nothing is copied after that. One launch and one collective per bucket at wire
-"native" (in place), two launches and one collective with a 16-bit wire.
+"native" (in place), two launches and one collective with a 16-bit wire. Norms, what is not finite, and what the wire
+flushes to zero come out of the same launches on request; at wire "native" of one or two more that only read.
 
 Errors are raised at the end of backward, in their own class; see `deferred`. Where settings are wrong nothing is
 reduced: the buffers go back as they came, gradients stay the local ones, and the next step works.
 """
 # No `from __future__ import annotations` here: register_comm_hook compares the annotations with the types themselves.
 
+import functools
 import logging
 import threading
 import warnings
@@ -22,17 +24,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from . import exchange
 from .bucket import Bucket, BucketCache, BucketKey
+from .bucket_rows import BucketRows
 from .comm.agreement import agree
 from .comm.distributed import ProcessGroupCommunicator
 from .comm.monitor import StallMonitor
 from .completion import Finish, FinishSparse
-from .config import WIRES, ReduceConfig, Wire
+from .config import WIRES, CheckFinite, ReduceConfig, Wire
 from .deferred import DeferredErrors, in_backward
 from .errors import AgreementError, CollectiveError, FusedReduceError
+from .finite import NonFiniteReport
+from .hook_observed import HookObserved, ShownStep
 from .hook_trace import HookTrace
 from .kernels import dispatch
 from .kernels.table import WIRE_DTYPES
@@ -48,15 +54,16 @@ class FusedHookState:
     """State of `fused_hook`: options, and one Bucket per bucket that DDP has shown.
 
     May be built before `init_process_group`, registered on several DDP modules that use the same group, and pickled
-    or copied (without its process group and buffers; torch does not register hooks again when it loads a DDP
-    module: do so yourself). While it lives it keeps one wire buffer per bucket: at a 16-bit wire half the bytes of
-    fp32 gradients, at wire "native" none.
+    or copied (without its process group, buffers, names and reports; torch does not register hooks again when it loads
+    a DDP module: do so yourself). While it lives it keeps one wire buffer per bucket: at a 16-bit wire half the bytes
+    of fp32 gradients, at wire "native" none.
 
     Args:
         process_group: the group that DDP was given; None is the default group, as in torch's own hooks. Its own
             size divides the gradients.
         wire: "native", "bf16" or "fp16"; see ReduceConfig.
-        stall_report_s: see ReduceConfig, whose other options are the wrapper's.
+        stall_report_s, grad_stats, check_finite: see ReduceConfig, whose other options are the wrapper's. With
+            grad_stats all ranks must compute sums alike: GPUs of one architecture, one version of Triton.
 
     Raises:
         ValueError: an option that is not accepted, or a group that this process is not a member of.
@@ -69,6 +76,8 @@ class FusedHookState:
         wire: Wire = "native",
         *,
         stall_report_s: float | None = None,
+        grad_stats: bool = False,
+        check_finite: CheckFinite = "off",
     ) -> None:
         outside: object = dist.GroupMember.NON_GROUP_MEMBER
         if process_group is outside:
@@ -78,7 +87,10 @@ class FusedHookState:
                 f"process_group must be a torch.distributed.ProcessGroup or None, got {process_group!r} "
                 "(the wire is a keyword: FusedHookState(wire='bf16'))"
             )
-        self._config = ReduceConfig(wire=wire, stall_report_s=stall_report_s)
+        self._config = ReduceConfig(
+            wire=wire, stall_report_s=stall_report_s, grad_stats=grad_stats, check_finite=check_finite
+        )
+        self._observed = HookObserved(self._config)
         self.process_group = process_group
         self._lock = threading.Lock()
         self._communicator: ProcessGroupCommunicator | None = None
@@ -94,7 +106,8 @@ class FusedHookState:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             wire_dtype = WIRES[self.config.wire]
             for dtype in WIRE_DTYPES if wire_dtype is None else (wire_dtype,):
-                dispatch.warm_up(torch.device("cuda", torch.cuda.current_device()), dtype)
+                device = torch.device("cuda", torch.cuda.current_device())
+                dispatch.warm_up(device, dtype, stats=self._observed.wanted)
 
     @property
     def config(self) -> ReduceConfig:
@@ -105,12 +118,71 @@ class FusedHookState:
         """Counters since the state was built, on this rank.
 
         Returns:
-            steps (synchronised backwards, one per DDP module), buckets (of the latest one), collectives, wire_bytes
-            (payload handed to them; sparse buckets left out), wire_allocations (wire buffers allocated), path (of the
-            latest bucket: triton, interpreter, torch).
+            steps (synchronised backwards, one per DDP module), buckets (of the latest one), collectives (with those of
+            check_finite), wire_bytes (payload of the buckets; sparse ones left out), wire_allocations (wire buffers
+            allocated), path (of the latest bucket: triton, interpreter, torch).
         """
         with self._lock:
             return {"steps": self._steps, **self._counts, "path": self._path}
+
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Norm of all reduced gradients of the latest synchronised step, as a by-product of its reduction.
+
+        Nothing waits for it, and no rank for another; the same on every rank, bit for bit. It is of the gradients as
+        the reduction left them, whatever was made of them since; those of parameters that no rank used count as zeros.
+        Where the state serves several DDP modules: of the one whose step ended last.
+
+        Args:
+            norm_type: 2 or inf.
+
+        Returns:
+            fp64, 0-dim, on the device of the first bucket.
+
+        Raises:
+            FusedReduceError: grad_stats is off; no step has ended yet, or it failed; or the buckets of several modules
+                came interleaved.
+            ValueError: another norm_type.
+        """
+        return self._observed.grad_norm(norm_type)
+
+    def grad_norms(self, module: nn.Module, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
+        """As `grad_norm`, of each reduced gradient.
+
+        Args:
+            module: the one that was reduced, as it is or in DDP: its parameters' names are the keys.
+            norm_type: 2 or inf.
+
+        Raises:
+            ValueError: a parameter that was reduced is not one of the module's. See also `grad_norm`.
+        """
+        return self._observed.grad_norms(module, norm_type)
+
+    def grad_stats(self, module: nn.Module | None = None) -> dict[str, float]:
+        """What to log of the latest synchronised step: one transfer to the host, which waits for it.
+
+        Args:
+            module: as for `grad_norms`: also every parameter, under ".../<name>".
+
+        Returns:
+            grad_norm (L2), grad_absmax, and grad_flushed: share of this rank's elements that were not zero and became
+            zero on the wire.
+
+        Raises:
+            as `grad_norms`.
+        """
+        return self._observed.grad_stats(module)
+
+    def non_finite(self) -> list[NonFiniteReport]:
+        """The latest steps in which a gradient held a NaN or Inf, with check_finite "count" or "raise".
+
+        Steps are counted from 1, one per DDP module. Parameters are named by their place in DDP's buckets, or as
+        `name_parameters` was told.
+        """
+        return self._observed.non_finite()
+
+    def name_parameters(self, module: nn.Module) -> None:
+        """Has reports and errors call parameters by the names that they have in `module`."""
+        self._observed.name(module)
 
     @contextmanager
     def record_trace(self, folder: str | Path, limit: int = 100) -> Iterator[None]:
@@ -153,14 +225,25 @@ class FusedHookState:
         return {"config": self.config}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        config = state["config"]
-        FusedHookState.__init__(self, None, config.wire, stall_report_s=config.stall_report_s)
+        self._begin(None, state["config"])
 
     def __deepcopy__(self, memo: dict[int, object]) -> "FusedHookState":
         return self.__copy__()
 
     def __copy__(self) -> "FusedHookState":
-        return FusedHookState(self.process_group, self.config.wire, stall_report_s=self.config.stall_report_s)
+        copied = FusedHookState.__new__(FusedHookState)
+        copied._begin(self.process_group, self.config)
+        return copied
+
+    def _begin(self, process_group: dist.ProcessGroup | None, config: ReduceConfig) -> None:
+        FusedHookState.__init__(
+            self,
+            process_group,
+            config.wire,
+            stall_report_s=config.stall_report_s,
+            grad_stats=config.grad_stats,
+            check_finite=config.check_finite,
+        )
 
 
 def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -179,9 +262,11 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
         UnsupportedWireError: the backend cannot sum this bucket's wire dtype; on every rank.
         TypeError: a bucket of integers.
         CollectiveError: a peer died, left or did not answer in time; names the bucket.
+        NonFiniteGradientError: check_finite="raise", and a gradient held a NaN or Inf; on every rank, joined ones too.
+            The step is done, and the next one works.
         FusedReduceError: an earlier step failed on this rank alone; the process group must be made anew.
     """
-    future, met_by_all = None, True
+    future, step, met_by_all = None, None, True
     try:
         communicator = _communicator(state)
         if state._trace is not None:
@@ -192,15 +277,20 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
             prepared = _prepare(state, bucket, communicator)
             met_by_all = False
             future = _start(state, bucket, communicator, prepared)
+            if bucket.is_last() and state._observed.wanted:
+                step = state._observed.tell()
+                with state._lock:
+                    state._counts["collectives"] += state._observed.checks
     except Exception as error:
         state._errors.remember(error, met_by_all=met_by_all and not isinstance(error, CollectiveError))
         if not in_backward():
             state._errors.take()
+            state._observed.give_up()
             raise
     if future is None:
         future = _done(bucket.buffer())
     if bucket.is_last():
-        _end_step(state)
+        _end_step(state, step)
     return future
 
 
@@ -218,6 +308,8 @@ def _prepare(
             f"rank {communicator.rank}: {_describe(bucket)} holds {buffer.dtype}; gradients must be fp32, fp16, bf16, "
             "fp64 or complex. Keep integer parameters out of DDP (requires_grad=False)"
         )
+    if state._observed.checks and buffer.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise FusedReduceError("a captured graph reports nothing when it is replayed: use check_finite='off'")
     if not dense or buffer.numel() == 0:
         if not state._agreed:
             _agree(state, bucket, communicator)
@@ -258,36 +350,75 @@ def _start(
 ) -> torch.futures.Future[torch.Tensor]:
     """Starts one bucket's reduction. What it raises may be this rank's alone."""
     buffer = bucket.buffer()
+    rows = None
+    if state._observed.wanted:
+        ours, shown = prepared or (None, buffer)
+        rows = state._observed.show(bucket.index(), bucket.parameters(), shown, ours)
     if prepared is None and buffer.layout is torch.strided:
         return _done(buffer)
     with state._lock:
         state._buckets_this_step += 1
     if prepared is None:
-        future = _start_sparse(state, bucket, communicator)
+        future = _start_sparse(state, bucket, communicator, rows)
     else:
-        ours, flat = prepared
-        trace = state._trace
-        allocations, report_after_s = ours.allocations, state._report_after_s(flat.device)
-        in_flight = exchange.start(ours, [flat], communicator, in_place=ours.wire_dtype is flat.dtype)
-        if trace is not None:
-            trace.launched(bucket.index(), in_flight.pending, in_flight.issued_ns)
-        finish = Finish(state._errors, state._monitor, report_after_s, in_flight, buffer, trace, bucket.index())
-        future = in_flight.pending.future().then(finish)
-        with state._lock:
-            state._counts["wire_bytes"] += ours.wire_bytes
-            state._counts["wire_allocations"] += ours.allocations - allocations
-            state._path = dispatch.path_for(flat.device, (ours.wire_dtype,), (flat.dtype,))
+        future = _start_dense(state, bucket, communicator, *prepared, rows)
     state._errors.follow(future)
     with state._lock:
         state._counts["collectives"] += 1
     return future
 
 
+def _start_dense(
+    state: FusedHookState,
+    bucket: GradBucket,
+    communicator: ProcessGroupCommunicator,
+    ours: Bucket,
+    flat: torch.Tensor,
+    rows: BucketRows | None,
+) -> torch.futures.Future[torch.Tensor]:
+    """Our way; `rows`: where by-products go."""
+    trace = state._trace
+    allocations, report_after_s = ours.allocations, state._report_after_s(flat.device)
+    in_place = ours.wire_dtype is flat.dtype
+    # fp16 gradients would be rounded again behind a split.
+    split = exchange.fp16_split(communicator.size) if ours.wire_dtype is torch.float16 and not in_place else 1.0
+    gradients, sources = [flat], None
+    if rows is not None and in_place and state._observed.checks:
+        rows.measure_source(flat)
+    if rows is not None and not in_place:
+        assert rows.chunks is not None
+        ours.chunks, sources = rows.chunks, rows.source
+        gradients = [flat] * len(rows)
+    in_flight = exchange.start(
+        ours,
+        gradients,
+        communicator,
+        divisor=communicator.size / split,
+        in_place=in_place,
+        vouched=sources is not None,
+        partials=sources,
+    )
+    if trace is not None:
+        trace.launched(bucket.index(), in_flight.pending, in_flight.issued_ns)
+    scale = None if split == 1.0 else exchange.scalar(1.0 / split, ours.compute_dtype, ours.device)
+    finish = Finish(
+        state._errors, state._monitor, report_after_s, in_flight, bucket.buffer(), trace, bucket.index(), scale, rows
+    )
+    future = in_flight.pending.future().then(finish)
+    with state._lock:
+        state._counts["wire_bytes"] += ours.wire_bytes
+        state._counts["wire_allocations"] += ours.allocations - allocations
+        state._path = dispatch.path_for(flat.device, (ours.wire_dtype,), (flat.dtype,))
+    return future
+
+
 def _start_sparse(
-    state: FusedHookState, bucket: GradBucket, communicator: ProcessGroupCommunicator
+    state: FusedHookState, bucket: GradBucket, communicator: ProcessGroupCommunicator, rows: BucketRows | None
 ) -> torch.futures.Future[torch.Tensor]:
     """torch's own way: divide, then sum; there is nothing to flatten or cast in a sparse tensor."""
-    finish = FinishSparse(state._errors, _describe(bucket), communicator.rank)
+    if rows is not None and state._observed.checks:
+        rows.measure_sparse_source(bucket.buffer())
+    finish = FinishSparse(state._errors, _describe(bucket), communicator.rank, rows)
     return communicator.all_reduce_sparse(bucket.buffer().div_(communicator.size)).future().then(finish)
 
 
@@ -300,6 +431,7 @@ def _communicator(state: FusedHookState) -> ProcessGroupCommunicator:
         # Peers may start with a new state: over a new group every bucket is agreed on again, on every rank.
         state._buckets = BucketCache()
         state._errors.forget()
+        state._observed.use(state._communicator)
     if state._errors.out_of_step is not None:
         raise FusedReduceError(
             f"rank {state._communicator.rank}: an earlier reduction failed here, so this rank may be out of step with "
@@ -313,6 +445,8 @@ def _agree(state: FusedHookState, bucket: GradBucket, communicator: ProcessGroup
     """Compares the options, and what this bucket is, across ranks."""
     buffer = bucket.buffer()
     seen = {f"bucket {bucket.index()}": f"{buffer.numel()} elements of {buffer.dtype}"}
+    if state.config.grad_stats:
+        seen["arithmetic of grad_stats"] = dispatch.arithmetic(buffer.device)
     try:
         agree(communicator, "options of fused_hook", {**state.config.to_dict(), **seen}, buffer.device)
     except AgreementError:
@@ -329,14 +463,21 @@ def _describe(bucket: GradBucket) -> str:
     return f"bucket {bucket.index()} ({len(shapes)} parameters of shapes {shown})"
 
 
-def _end_step(state: FusedHookState) -> None:
-    """After the last bucket: has what went wrong raised once backward is done."""
+def _end_step(state: FusedHookState, step: ShownStep | None) -> None:
+    """After the last bucket: has what went wrong raised once backward is done.
+
+    `step`: what was told of it; None: nothing, or it has failed.
+    """
     if state._trace is not None:
         state._trace.last_shown()
     with state._lock:
         state._counts["buckets"], state._buckets_this_step = state._buckets_this_step, 0
         state._steps += 1
-    state._errors.raise_at_the_end_of_backward()
+    if step is None:
+        state._observed.give_up()
+        state._errors.raise_at_the_end_of_backward()
+    else:
+        state._errors.raise_at_the_end_of_backward(functools.partial(state._observed.close, step, state._steps))
 
 
 def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -7,6 +7,7 @@ parameter, and nothing here holds the reducer.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
+
+from .errors import FusedReduceError
 
 
 class ParameterHooks:
@@ -30,6 +33,9 @@ class ParameterHooks:
     def __init__(
         self, owner: object, parameters: Sequence[torch.Tensor], on_gradient: Callable[[Any, int], None]
     ) -> None:
+        self._parameters = parameters
+        self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in parameters]
+        self._devices = [parameter.device for parameter in parameters]
         self.nodes: tuple[Node, ...] = tuple(_accumulator(parameter) for parameter in parameters)
         self._owner = weakref.ref(owner)
         self._on_gradient = on_gradient
@@ -49,6 +55,42 @@ class ParameterHooks:
             self._handles.pop(index).remove()
         for index in wanted.difference(self._handles):
             self._handles[index] = self.nodes[index].register_hook(_hook(self._owner, index, self._on_gradient))
+
+    def users_hook_gradients(self) -> bool:
+        """Whether a user's hook may take a gradient away before ours would see it (30 ns per parameter)."""
+        return any(map(_post_accumulate_grad_hooks, self._parameters))
+
+    def allow_other_dtypes(self) -> None:
+        """Parameters change their dtype during a step (torch's mixed precision)."""
+        self._dtypes = None
+
+    @property
+    def dtypes_change(self) -> bool:
+        """Whether parameters may change their dtype."""
+        return self._dtypes is None
+
+    def check_nodes(self, names: Sequence[str]) -> None:
+        """A parameter whose dtype or device has changed has a new AccumulateGrad node, which nobody hooks.
+
+        Args:
+            names: of the parameters, for the message.
+
+        Raises:
+            FusedReduceError: there is one.
+        """
+        dtypes = self._dtypes
+        if dtypes is None:
+            return
+        now = [parameter.dtype for parameter in self._parameters]
+        devices = [parameter.device for parameter in self._parameters]
+        if now != dtypes or devices != self._devices:
+            kinds = zip(now, dtypes, devices, self._devices, strict=True)
+            index = next(i for i, (a, b, c, d) in enumerate(kinds) if a != b or c != d)
+            raise FusedReduceError(
+                f"{names[index]} was {dtypes[index]} on {self._devices[index]} when it was wrapped and is "
+                f"{now[index]} on {devices[index]} now: its gradients would not be reduced. Convert and move a model "
+                "before wrapping it"
+            )
 
     def remove(self) -> None:
         """Removes every hook for good; a second call does nothing."""
@@ -77,3 +119,6 @@ def _remove(handles: dict[int, RemovableHandle]) -> None:
     for handle in handles.values():
         handle.remove()
     handles.clear()
+
+
+_post_accumulate_grad_hooks = operator.attrgetter("_post_accumulate_grad_hooks")

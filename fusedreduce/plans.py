@@ -130,6 +130,10 @@ class Plans:
             and not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         )
 
+    def profiles(self) -> bool:
+        """Whether every parameter is to tell its time in the step that begins."""
+        return self.measured() and self.scheduler.profiles()
+
     def next(self, plan: Plan) -> tuple[Plan, int]:
         """Between two steps.
 

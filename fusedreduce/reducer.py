@@ -1,4 +1,4 @@
-"""Reducer: when which bucket is reduced. Owns the hooks on the parameters; knows nothing of DDP.
+"""Reducer: when which bucket is reduced: the states of a step, agreement, recovery. Knows nothing of DDP.
 
     reducer = Reducer(model.parameters(), communicator, ReduceConfig(wire="bf16"))
     for batch in data:
@@ -9,17 +9,8 @@
 
 One step: armed (prepare_for_backward) -> each parameter's hook marks it ready -> a bucket whose parameters all are is
 launched, strictly in plan order, so that all ranks issue the same collectives in the same order whatever their own
-readiness was -> when backward is done a callback of the autograd engine finishes the buckets in that order.
-
-Once a step has shown which parameter completes each bucket, only that one keeps its hook (on CPU also those that
-complete a group within a bucket, which is packed at once, while it is in the cache). That is sound in a step whose
-backward began at an output of forward with every `.grad` None: then a `.grad` that is there was made by this backward.
-In any other step every parameter is hooked again. And in every step each gradient must, before it is overwritten, be
-the tensor that was packed, at the same version.
-
-That callback is queued by a pre-hook on the outputs: what a parameter's hook queues inside a reentrant checkpoint
-would run at the end of the inner backward, with gradients still to come. It is queued by the last hook where no
-output was given or took part in the loss.
+readiness was -> when backward is done a callback of the autograd engine finishes the buckets in that order. Which
+parameters' hooks tell is up to arrivals.py, what is issued to pipeline.py.
 
 The first step uses one bucket per dtype and device. Then rank 0's order of readiness is broadcast and every rank cuts
 it into buckets by the same pure function. With find_unused_parameters (and no static graph) nothing is learned:
@@ -31,47 +22,43 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
-import operator
 import os
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import record_function
-from torch.utils.hooks import RemovableHandle
 
-from . import admission, exchange
-from .bucket_set import BucketMaker, BucketSet
-from .comm.agreement import agree_on_parameters
-from .comm.monitor import StallMonitor
+from . import admission
+from .arrivals import Arrivals
+from .backward_hooks import BackwardHooks
+from .bucket_set import BucketMaker
 from .comm.protocol import Communicator, Pending
 from .config import ReduceConfig
 from .deferred import in_backward
-from .errors import AgreementError, CollectiveError, FusedReduceError
+from .errors import CollectiveError, FusedReduceError
 from .grad_bucket import GradBucket
+from .observed import Observed
 from .parameter_hooks import ParameterHooks
+from .pipeline import Pipeline
 from .planning.assignment import BucketCaps
 from .planning.plan import Plan
 from .planning.saved import plan_hash
 from .planning.timeline import MISSING_NS
 from .plans import Plans
-from .reductions import CommHook, HookedReduction, Members, Reduction
+from .recording import Recording
+from .reductions import CommHook
 from .step import Step, unfinished_text
-from .step_clock import Looked, StepClock
-from .trace import Recorder
+from .step_clock import StepClock
+from .units import LossScale
 from .unused import UsedMap, tensors_in, unreachable
 
 _logger = logging.getLogger(__name__)
-_STALL_SHARE_OF_TIMEOUT = 0.8
-# After a step that needed all hooks: so many that would not have, before they are taken off again (4 us each).
-_CLEAN_STEPS = 3
 
 
 class ReducerState(enum.Enum):
@@ -82,17 +69,6 @@ class ReducerState(enum.Enum):
     FAILED = "failed"  # a hook, kernel or collective raised: reset() is needed
     LOST = "lost"  # reset, but the group of ranks cannot be used any more: set_communicator() is needed
     CLOSED = "closed"  # for good
-
-
-@dataclass
-class StepTimes:
-    """Marks of the latest synchronised step, host clock, ns of time.time_ns()."""
-
-    forward_start: int = 0
-    backward_start: int = 0
-    backward_end: int = 0
-    comm_start: int = 0
-    comm_end: int = 0
 
 
 class Reducer:
@@ -111,7 +87,7 @@ class Reducer:
         skip_unused_buckets: do not reduce a bucket whose parameters are all unused; every rank must then have the
             same unused parameters.
         exclusive: stands alone: refuse parameters that another such reducer holds. (Wrappers may be nested.)
-        agreed: the ranks have compared model and settings already.
+        agreed: the ranks have compared model and settings already; whether they compute alike (see Observed) then.
 
     Raises:
         ValueError, TypeError: bad input; nothing has been hooked. What differs across ranks is raised by the first
@@ -132,7 +108,7 @@ class Reducer:
         gradient_as_bucket_view: bool = False,
         skip_unused_buckets: bool = False,
         exclusive: bool = True,
-        agreed: bool = False,
+        agreed: bool | None = None,
     ) -> None:
         self.parameters = tuple(parameters)
         count = len(self.parameters)
@@ -157,7 +133,6 @@ class Reducer:
             learns=static_graph or not find_unused_parameters,
         )
         self.state = ReducerState.IDLE
-        self.times = StepTimes()
         self.steps = 0
         self.last_order: tuple[int, ...] = ()
         self.last_unused: tuple[int, ...] = ()
@@ -165,33 +140,24 @@ class Reducer:
         self.buckets_reduced = 0
         self.on_error: Callable[[str], None] | None = None
         self.shares_parameters = admission.enter(self, self.parameters, self.names, exclusive=exclusive)
-        self._agreed = agreed
-        self._checked_wires = False
+        self._agreed = agreed is not None
+        self.observed = Observed(self.parameters, self.names, self.config, communicator)
+        self.observed.alike = agreed is not False
         self._sync = True
         self._lock = threading.RLock()  # autograd has a thread per device
-        self._devices = [parameter.device for parameter in self.parameters]
+        self._device = self.parameters[0].device
         self._ready_ns = [0] * count
-        self._clock = StepClock(count, self._one_device())
+        one_device = len({parameter.device for parameter in self.parameters}) == 1
+        self._clock = StepClock(count, self._device if one_device else None)
         self._forward_ns = MISSING_NS
-        self._recorded: list[tuple[int, Plan, Looked]] = []
-        self._record_limit = 0
-        self._rounds = 0
-        self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in self.parameters]
-        self._fires: list[int] | None = None
-        self._counted = [0] * count
+        self._recording = Recording(self._plans, "reducer" if exclusive else "wrapper")
         self._failure = ""
         self._collective_failed = False
-        self._issued = 0
         self._resets = 0
-        self._local_backward_expected = False
+        self.local_backward_expected = False
+        self.steps_in_backward = False  # the optimizer does, or the comm hook writes gradients itself
         self._warned: set[str] = set()
-        self._installed: list[torch.futures.Future[Any]] = []
-        self._divisor: float | None = None
-        self._count_ranks: Any = None
-        self._watched: list[RemovableHandle] = []
-        self._monitor = StallMonitor()
-        self._used = self._new_used_map()
-        self._maker = BucketMaker(
+        maker = BucketMaker(
             parameters=self.parameters,
             names=self.names,
             sparse=self.sparse,
@@ -199,15 +165,21 @@ class Reducer:
             as_views=gradient_as_bucket_view,
             communicator=communicator,
         )
-        self._allocations = 0
-        self._restrided = 0
-        self._streams_known = False
+        self._pipeline = Pipeline(
+            maker,
+            self._plans,
+            self.observed,
+            self._clock,
+            self._recording,
+            UsedMap(count, self._device, communicator, always=find_unused_parameters, first=static_graph),
+            skip_unused_buckets=skip_unused_buckets,
+        )
+        self.times = self._pipeline.times
         self._hooks = ParameterHooks(self, self.parameters, Reducer.on_gradient)
-        # While few are hooked: by parameter its bucket, the groups that it completes there, and whether the bucket.
-        self._tells: dict[int, tuple[int, list[int], bool]] = {}
-        self._clean_steps = 0
-        self._buckets = BucketSet(self._plans.first(), self._maker)
-        self._lay(self._buckets.plan)
+        self._backward_hooks = BackwardHooks(self, Reducer._backward_begins, Reducer._backward_ends)
+        self._arrivals = Arrivals(
+            self._hooks, self._pipeline, self._clock, self.observed.units, static_graph=static_graph
+        )
 
     # Lifecycle of a step
 
@@ -243,41 +215,32 @@ class Reducer:
         """
         with self._lock:
             self.check_finalized()
-            self._local_backward_expected = not self._sync
+            self.local_backward_expected = not self._sync
+            self.observed.units.arm()
             if not self._sync:
                 self.state = ReducerState.IDLE
                 return
             self._check_still_hooked()
             self.agree()
             self.rebuild()
+            arrivals = self._arrivals
             if self.shares_parameters:
                 self.shares_parameters = admission.shared(self, self.parameters)
-                self._hook_all()  # another reducer writes the same gradients: versions prove nothing
-            if self._tells and self.state is ReducerState.ARMED and self._has_gradients():
-                self._hook_all()
+                arrivals.hook_all()  # another reducer writes the same gradients: versions prove nothing
+            if arrivals.tells and self.state is ReducerState.ARMED and arrivals.has_gradients():
+                arrivals.hook_all()
                 self._warn_once(
                     "gradients have come, but by no backward from an output of forward: they were not averaged. "
                     "Return from forward every tensor that a loss is made of"
                 )
+            self.observed.begin_forward(self._pipeline.buckets.reductions)
             tensors = tensors_in(outputs)
-            unused: list[int] = []
-            if self.static_graph:
-                if not tensors and self._fires is None:
-                    raise ValueError("static_graph=True needs the outputs: prepare_for_backward(outputs)")
-                unused = [index for index, fires in enumerate(self._fires or ()) if fires == 0]
-            elif self.find_unused_parameters and tensors:
-                with record_function("fusedreduce::search_unused_parameters"):
-                    unused = unreachable(tensors, self._hooks.nodes)
-                self._note_unused(unused)
-            self._step = self._new_step(unused)
-            profiled = self._plans.measured() and self._plans.scheduler.profiles()
-            if not self._watch(tensors) or profiled:
-                self._hook_all()
-                self._clean_steps = _CLEAN_STEPS if profiled else self._clean_steps
-            closely = profiled or len(self._recorded) < self._record_limit
-            self._clock.arm(len(self._buckets), closely=closely, forward_ns=self._forward_ns)
+            arrivals.begin_step(self._unused(tensors))
+            profiled = self._plans.profiles()
+            if not self._backward_hooks.watch(tensors) or profiled:
+                arrivals.hook_all(once=profiled)
+            self._pipeline.arm(closely=profiled or self._recording.wants_step(), forward_ns=self._forward_ns)
             self._forward_ns = MISSING_NS
-            self._divisor = self._counted_ranks()
             self.state = ReducerState.ARMED
             self.times.backward_start = time.time_ns()
 
@@ -288,34 +251,29 @@ class Reducer:
             return
         with self._lock:
             self._clock.enter()
-            step = self._step
-            if self.find_unused_parameters or self.static_graph:
-                if self.parameters[index].grad is not None:
-                    self._used.mark(index)
-                if self.static_graph and self._fires is None:
-                    self._counted[index] += 1
-                    step.count(index)
-                    self._record_stream(index)
-                    return
+            arrivals = self._arrivals
+            step = arrivals.step
             try:
-                if self._tells:
-                    if not self._arrive_for_others(index):
+                self.observed.units.arrive()
+                if self.find_unused_parameters or self.static_graph:
+                    if self.parameters[index].grad is not None:
+                        self._pipeline.used.mark(index)
+                    if arrivals.counting:
+                        arrivals.count(index)
                         return
-                else:
-                    self._arrive(index)
-                    if index in self._buckets.large and step.is_ready(index):
-                        self._take(self._buckets.bucket_of[index], self._buckets.large[index])
+                if not arrivals.tell(index):
+                    return
                 if self.config.overlap and step.head_is_ready():
-                    self._launch()
+                    self._pipeline.launch(step)
             except BaseException as error:
                 self._note_failure(error)
                 raise
             self._clock.leave()
             if step.callbacks == 0 and (step.all_launched() or not self.config.overlap and step.all_ready()):
                 if in_backward():
-                    self._queue_end(step)
+                    self._backward_hooks.queue_end(step)
                 else:
-                    self._end_of_backward(step)
+                    self._backward_ends(step)
 
     def finalize(self) -> None:
         """Ends a step of a plain loop: raises if not every gradient has been reduced. Waits for nothing."""
@@ -332,11 +290,11 @@ class Reducer:
         if self.state is ReducerState.LOST or self._collective_failed:
             raise FusedReduceError(self._lost_text())
         # A backward whose queued end never came has raised, maybe before any parameter told.
-        broken = self._step.callbacks > 0 and not in_backward()
-        if self.state is ReducerState.FAILED or (self.state is ReducerState.ARMED and (self._step.begun or broken)):
-            first_static = self.static_graph and self._fires is None
+        step = self._arrivals.step
+        broken = step.callbacks > 0 and not in_backward()
+        if self.state is ReducerState.FAILED or (self.state is ReducerState.ARMED and (step.begun or broken)):
             text = unfinished_text(
-                [index for index in self._step.missing() if not (first_static and self._counted[index])],
+                self._arrivals.missing(),
                 self.names,
                 self.communicator.rank,
                 find_unused=self.find_unused_parameters,
@@ -357,7 +315,16 @@ class Reducer:
 
     def expect_local_backward(self) -> None:
         """The next backward is not reduced on purpose (no_sync of a wrapper)."""
-        self._local_backward_expected = True
+        self.local_backward_expected = True
+        self.observed.units.new_forward()
+
+    def begin_scaled(self, scale: LossScale) -> None:
+        """A backward of a loss times `scale` begins, which may come here: the scale comes off in unpack."""
+        with self._lock:
+            if self.state is ReducerState.IDLE and not self.local_backward_expected:
+                # A second backward of this forward: what it adds stays here, and nobody may miss that.
+                self._arrivals.hook_all()
+            self.observed.units.begin(scale, stays=self.local_backward_expected)
 
     # Failures, changes, the end
 
@@ -374,11 +341,11 @@ class Reducer:
         """
         with self._lock:
             how = "failed" if self._collective_failed else "whole"
-            mine = f"{self._issued} {plan_hash(self.plan):016x} {self.rebuilt} {how}"
+            mine = f"{self._pipeline.issued} {plan_hash(self.plan):016x} {self.rebuilt} {how}"
             self.give_up_step()
             self._resets += 1
             try:
-                held = self.communicator.compare_aside(f"reset {self._resets}", mine, self._devices[0])
+                held = self.communicator.compare_aside(f"reset {self._resets}", mine, self._device)
             except RuntimeError as error:
                 self._lose(f"not every rank called reset() in time: {error}")
             if any(one.endswith("failed") for one in held):
@@ -399,16 +366,11 @@ class Reducer:
             self.state = ReducerState.IDLE
             self._failure, self._collective_failed = "", False
             self._agreed = False
-            self._installed = []
-            self._count_ranks = None
-            self._counted = [0] * len(self.parameters)
             self._plans.restart()
-            for reduction in self._buckets.reductions:
-                reduction.drop_views()
+            self._pipeline.give_up()
+            self._arrivals.restart()
             # New wire buffers: a collective that is still under way may write into the old ones.
             self._lay(self.plan)
-            self._used = self._new_used_map()
-            self._fires = None
 
     def set_communicator(self, communicator: Communicator) -> None:
         """Goes on with another group of ranks: they agree anew, and the plan is learned anew.
@@ -418,10 +380,10 @@ class Reducer:
         """
         with self._lock:
             self.communicator = communicator
-            self._maker = dataclasses.replace(self._maker, communicator=communicator)
-            self._issued = 0
+            self._pipeline.use(communicator)
             self._resets = 0
             self._plans.use(communicator)
+            self.observed.use(communicator)
             self.give_up_step()
             self._lay(self._plans.first())
 
@@ -435,7 +397,9 @@ class Reducer:
             return
         if self.steps or self.state is ReducerState.ARMED:
             raise RuntimeError("set_static_graph() should be called before training loop starts")
-        self.static_graph = self._plans.learns = True
+        self.static_graph = self._arrivals.static_graph = True
+        self._plans.learns = True
+        self._pipeline.used.first = True
         self._lay(self._plans.first())
 
     def close(self) -> None:
@@ -443,13 +407,12 @@ class Reducer:
         with self._lock:
             self.state = ReducerState.CLOSED
             self.remove_hooks()
-            self._buckets = BucketSet((), self._maker)
+            self._pipeline.close()
             admission.leave(self, self.parameters)
 
     def remove_hooks(self) -> None:
         """Removes the hooks from the parameters; nothing is reduced from then on."""
-        self._tells = {}
-        self._hooks.remove()
+        self._arrivals.remove_hooks()
 
     def __enter__(self) -> Reducer:
         return self
@@ -472,28 +435,30 @@ class Reducer:
             ValueError: the wire is not "native": the hook would take its place.
         """
         with self._lock:
-            if self._maker.hook is not None:
+            maker = self._pipeline.maker
+            if maker.hook is not None:
                 raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
             if self.config.wire != "native":
                 raise ValueError(
                     f"wire={self.config.wire!r} and a comm hook exclude each other: the hook decides what travels"
                 )
-            self._maker = dataclasses.replace(self._maker, hook=(state, hook))
+            self._pipeline.maker = dataclasses.replace(maker, hook=(state, hook))
             self._plans.give_up_measuring()
             self._lay(self.plan)
 
     def leave_gradients_to_hook(self) -> None:
         """The comm hook writes `.grad` itself, or steps the optimizer: nothing is copied out of its buckets."""
-        self._maker = dataclasses.replace(self._maker, keeps_gradients=True)
+        self.steps_in_backward = True
+        self._pipeline.maker = dataclasses.replace(self._pipeline.maker, keeps_gradients=True)
         self._lay(self.plan)
 
     def allow_other_dtypes(self) -> None:
         """Parameters change their dtype during a step (torch's mixed precision)."""
-        self._dtypes = None
+        self._hooks.allow_other_dtypes()
 
     def zero_grad(self) -> None:
         """Zeroes all gradients in place, one operator per bucket where they are views of it."""
-        for reduction in self._buckets.reductions:
+        for reduction in self._pipeline.buckets.reductions:
             if not reduction.zero_views():
                 for parameter in reduction.members.parameters:
                     if parameter.grad is not None:
@@ -509,8 +474,6 @@ class Reducer:
             UnsupportedWireError: the backend cannot sum the wire's dtype; on every rank.
             CollectiveError: a peer did not answer.
         """
-        if self._agreed and self._checked_wires:
-            return
         if not self._agreed:
             descriptions = [
                 admission.describe(*one) for one in zip(self.parameters, self.names, self.sparse, strict=True)
@@ -524,18 +487,9 @@ class Reducer:
                 "plan learned": self.rebuilt,
             }
             settings = admission.settings(self.config, self.caps, flags)
-            try:
-                agree_on_parameters(self.communicator, descriptions, settings, self._devices[0])
-            except AgreementError:
-                raise
-            except RuntimeError as error:
-                what = "comparing model and settings across ranks failed"
-                raise exchange.collective_error(what, self.communicator.rank, error) from error
+            self.observed.alike = admission.agree(self.communicator, descriptions, settings, self._device)
             self._agreed = True
-        if self._maker.hook is None:
-            for bucket in self._buckets.packed():
-                self.communicator.check_wire(bucket.bucket.wire_dtype, bucket.members.device)
-        self._checked_wires = True
+        self._pipeline.check_wires()
 
     def rebuild(self) -> bool:
         """Lays out what ranks have agreed on; says whether that was new. A plan changes only here, between steps.
@@ -553,7 +507,7 @@ class Reducer:
             except CollectiveError:
                 self._collective_failed = True
                 raise
-            self._issued += issued
+            self._pipeline.issued += issued
             # Also where the order leaves the buckets as they are: hooks and streams are those of a first step.
             new = issued > 0 or plan != self.plan
             if new:
@@ -571,11 +525,8 @@ class Reducer:
 
     def end_shadow_step(self) -> None:
         """A rank without inputs (join) has taken part in a step: it takes part in agreeing on a plan too."""
-        self._plans.note_order()
-        if self._plans.measured():
-            self._issued += self._plans.scheduler.report(self.plan)
-            self._plans.scheduler.wait()
-        self._close_round(None)
+        self._pipeline.end_shadow_step()
+        self.observed.check()
 
     def get_backward_stats(self) -> list[int]:
         """Per parameter, ns from the end of forward until its gradient was ready, host clock.
@@ -592,8 +543,7 @@ class Reducer:
         """The plan in use, to keep in a checkpoint; `ReduceConfig(plan=...)` takes it, and keeps to it."""
         return self._plans.json(self.plan)
 
-    @contextmanager
-    def record_trace(self, folder: str | Path, limit: int = 100) -> Iterator[None]:
+    def record_trace(self, folder: str | Path, limit: int = 100) -> AbstractContextManager[None]:
         """Within: what happens in each synchronised step is recorded, for `fusedreduce trace` and `fusedreduce plan`.
 
         Args:
@@ -603,22 +553,7 @@ class Reducer:
         Raises:
             FusedReduceError: one is being recorded already.
         """
-        if self._record_limit:
-            raise FusedReduceError("a trace is being recorded already")
-        source = "reducer" if self.exclusive else "wrapper"
-        clock = {"perf_ns": time.perf_counter_ns(), "wall_ns": time.time_ns()}
-        recorder = Recorder(Path(folder), {"clock": clock, "source": source, **self._plans.described()}, limit)
-        self._record_limit = limit
-        try:
-            yield
-        finally:
-            recorded, self._recorded, self._record_limit = self._recorded, [], 0
-            # Not step by step: on CUDA this waits for the GPU.
-            for step, plan, looked in recorded:
-                seen = MISSING_NS not in looked.ready_ns
-                recorder.add(step, plan, looked.finest(), looked.ready_ns if seen else None)
-            scheduler = self._plans.scheduler
-            recorder.write(scheduler.schedule.costs, scheduler.readiness.best().tolist())
+        return self._recording.record(folder, limit)
 
     def stats(self) -> dict[str, int | str]:
         """Counters since the reducer was built, on this rank.
@@ -633,18 +568,15 @@ class Reducer:
         return {
             "steps": self.steps,
             "buckets_reduced": self.buckets_reduced,
-            "collectives": self._issued,
-            "wire_allocations": self._allocations + self._buckets.wire_allocations(),
             "plans": self._plans.scheduler.changes,
             "state": self.state.value,
-            **(found := self._buckets.stats()),
-            "restrided": self._restrided + int(found["restrided"]),
+            **self._pipeline.stats(),
         }
 
     @property
     def plan(self) -> Plan:
         """Parameter numbers by bucket, in launch order."""
-        return self._buckets.plan
+        return self._pipeline.plan
 
     def bucket_bytes(self) -> list[int]:
         """Bytes of gradients in each bucket, in launch order."""
@@ -655,259 +587,67 @@ class Reducer:
     def shadows(self) -> list[GradBucket]:
         """Zeros for every bucket, in launch order, for a step that begins with this."""
         self.rebuild()
-        if self._plans.measured():
-            self._issued += self._plans.scheduler.open_round(None)
-        return [reduction.shadow() for reduction in self._buckets.reductions]
+        return self._pipeline.shadows()
 
     def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor]:
         """Takes part in one bucket's collective with nothing."""
-        self._issued += 1
-        return self._buckets.reductions[bucket.index()].run_shadow(bucket)
+        return self._pipeline.run_shadow(bucket)
 
     def used_map(self, *, joined: bool) -> torch.Tensor:
         """int32 per parameter: on how many ranks it was used in the latest step; `joined`: zeros to take part with."""
-        if joined or self._used.last is None:
-            return self._used.local()
-        return self._used.last
+        used = self._pipeline.used
+        return used.local() if joined or used.last is None else used.last
 
     def shadow_used_map(self) -> None:
         """Takes part in the sum of the used map that ends a static graph's first step."""
-        if self.static_graph and not self.find_unused_parameters and self._asks_for_used():
-            self._used.start()
-            self._used.finish()
-            self._used_settled = True
+        self._pipeline.shadow_used_map()
 
     def divide_by_ranks_counted(self, work: Any) -> None:
         """The next step's divisor is what `work`, an all-reduce of ones, gives: the ranks that still have inputs."""
-        self._count_ranks = work
+        self._pipeline.divide_by_ranks_counted(work)
 
     def wait_at_end(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
         """Has the end of the next backward wait for these too."""
-        self._installed.extend(futures)
+        self._pipeline.wait_at_end(futures)
 
     def end_first_static_step(self) -> None:
         """A static graph's first backward is done. (A wrapper's own call; without one the outputs' hook calls.)"""
         with self._lock:
-            if self.state is ReducerState.ARMED and self.static_graph and self._fires is None and self._step.begun:
-                self._end_of_backward(self._step)
+            if self.state is ReducerState.ARMED and self._arrivals.counting and self._arrivals.step.begun:
+                self._backward_ends(self._arrivals.step)
 
     # Within
 
-    def _arrive(self, index: int) -> None:
-        """One parameter is ready, and with the first one all that are unused."""
-        step = self._step
-        if step.callbacks == 0:
-            step.clean = False  # a backward of which nobody has told us: no output of forward is its root
-        for one in step.arrive(index):
-            self._clock.arrive(one)
-            self._record_stream(one)
-            bucket = self._buckets.bucket_of[one]
-            if step.bucket_is_ready(bucket):
-                self._clock.bucket_ready(bucket)
-
-    def _record_stream(self, index: int) -> None:
-        if self._buckets.streams.on_cuda and not self._streams_known:
-            self._buckets.streams.record(self._buckets.bucket_of[index], self._devices[index])
-
-    def _arrive_for_others(self, index: int) -> bool:
-        """Only the parameters that complete a bucket, or a group within it, are hooked. Whether a bucket is ready."""
-        step = self._step
-        if not step.from_outputs:
-            self._hook_all()
-            raise FusedReduceError(
-                f"a backward that did not begin at an output of forward gave {self.names[index]} a gradient; the steps "
-                "before did. Return from forward every tensor that a loss is made of. After reset() every parameter "
-                "is watched one by one again"
-            )
-        step.tell(index)
-        bucket, groups, completes = self._tells[index]
-        for group in groups:
-            self._take(bucket, group)
-        reduction = self._buckets.reductions[bucket]
-        if not completes:
-            return False
-        if reduction.whole():
-            self._clock.bucket_ready(bucket)
-            step.arrive_whole(bucket, reduction.members.numbers)
-        else:
-            # Another order than before. The bucket must go as soon as its last member comes, not at the end: peers,
-            # whose order may be the old one, launch theirs at that place among the user's own collectives.
-            self._adopt()
-            self._hook_all()
-        return True
-
-    def _adopt(self) -> bool:
-        """Makes ready what this step's backward has given a gradient unseen, in a step that began with none."""
-        late = [
-            index
-            for index, parameter in enumerate(self.parameters)
-            if not self._step.is_ready(index) and parameter.grad is not None
-        ]
-        for index in late:
-            self._arrive(index)
-        return bool(late)
-
-    def _take(self, bucket: int, group: int) -> None:
-        if bucket >= self._step.next_bucket:  # else its wire is under way, and what comes too late is found in finish
-            began_ns = time.perf_counter_ns()
-            with torch.no_grad():
-                self._buckets.reductions[bucket].take(group, self._divisor or float(self.communicator.size))
-            self._clock.packed_part(bucket, began_ns)
-
-    def _watch(self, outputs: Sequence[torch.Tensor]) -> bool:
-        """Has us told when a backward begins at one of `outputs`; says whether one can."""
-        alive = weakref.ref(self)
-
-        def begin(_: object) -> None:
-            reducer = alive()
-            if reducer is not None and reducer.state is ReducerState.ARMED:
-                reducer._begin()
-
-        for handle in self._watched:
-            handle.remove()
-        functions = {output.grad_fn for output in outputs if output.grad_fn is not None}
-        self._watched = [function.register_prehook(begin) for function in functions]
-        return bool(functions)
-
-    def _begin(self) -> None:
+    def _backward_begins(self) -> None:
         """A backward has reached an output of forward: has its end finish the step."""
-        with self._lock:
-            step = self._step
-            if step.from_outputs and step.task == torch._C._current_graph_task_id():
-                return
-            # Another root of this backward, or of a partial one; else a new one, which has made nothing yet.
-            again = step.from_outputs and (step.begun or step.callbacks > 0)
-            step.from_outputs = True
-            if not again:
-                step.clean = not self._has_gradients()
-            if not again:
-                self._clock.begin()
-            if self._tells and (again or not step.clean or self._users_hook_gradients()):
-                if again:
-                    self._adopt()
-                self._hook_all()
-            self._queue_end(step)
+        if self.state is ReducerState.ARMED:
+            with self._lock:
+                if self._arrivals.begin_backward():
+                    self._backward_hooks.queue_end(self._arrivals.step)
 
-    def _has_gradients(self) -> bool:
-        """Whether any `.grad` is there. By type, 20 ns each: `None in tensors` would compare tensors."""
-        return set(map(type, [parameter.grad for parameter in self.parameters])) != {type(None)}
-
-    def _users_hook_gradients(self) -> bool:
-        """Whether a user's hook may take a gradient away before ours would see it (30 ns per parameter)."""
-        return any(map(_post_accumulate_grad_hooks, self.parameters))
-
-    def _hook_all(self) -> None:
-        if self._tells:
-            self._tells = {}
-            self._clean_steps = 0
-            self._hooks.hook_all()
-
-    def _hook_few(self) -> None:
-        """After a step with all hooks: keeps those that are needed, if the next steps can do with them."""
-        step = self._step
-        never = self.find_unused_parameters or self._dtypes is None or self._maker.keeps_gradients
-        never = never or self.shares_parameters or any(fires != 1 for fires in self._fires or ())
-        never = never or self._users_hook_gradients() or (self._plans.measured() and self._plans.scheduler.profiles())
-        if never or self.should_rebuild() or not step.whole or len(step.order) != len(self.parameters):
-            return
-        self._clean_steps = self._clean_steps + 1 if step.clean else 0
-        if self._clean_steps < _CLEAN_STEPS:
-            return
-        self._tells = self._buckets.tellers(step.order)
-        self._hooks.hook(self._tells)
-
-    def _queue_end(self, step: Step) -> None:
-        task = torch._C._current_graph_task_id()
-        if step.callbacks == 0 or task != step.task:
-            step.callbacks += 1
-            step.task = task
-
-            def end() -> None:
-                step.callbacks -= 1
-                self._end_of_backward(step)
-
-            torch.autograd.Variable._execution_engine.queue_callback(end)
-
-    def _end_of_backward(self, step: Step) -> None:
+    def _backward_ends(self, step: Step) -> None:
         """Finishes the step if all is launched; does nothing after one of several partial backwards."""
         with self._lock:
-            if self.state is not ReducerState.ARMED or self._step is not step:
+            if self.state is not ReducerState.ARMED or self._arrivals.step is not step:
                 return
             self._clock.enter()
-            late = bool(self._tells) and not step.all_ready() and self._adopt()
-            if not step.begun:
-                return
-            if self.static_graph and self._fires is None:
-                self._fires = list(self._counted)
-                step.make_all_ready()
-            elif late or not step.all_ready():
-                self._hook_all()  # members of a bucket came in another order than before, or will come later
-            if not step.all_ready():
+            if not self._arrivals.end_backward():
                 return
             self.times.backward_end = time.time_ns()
             self._clock.backward_ended()
             try:
-                self._launch()
-                self._finish()
+                self._pipeline.launch(step)
+                self._finish(step)
             except BaseException as error:
                 self._note_failure(error)
                 raise
 
-    def _launch(self) -> None:
-        """Starts every bucket that is next and ready."""
-        step = self._step
-        if step.next_bucket == 0:
-            self.times.comm_start = time.time_ns()
-            if torch.is_grad_enabled():
-                self._warn_once(
-                    "Using DistributedDataParallel with create_graph=True: gradients are averaged, but gradients of "
-                    "gradients are not"
-                )
-            if self._plans.measured():
-                self._issued += self._plans.scheduler.open_round(self._clock.looks)
-        before = step.next_bucket
-        while step.head_is_ready():
-            reduction = self._buckets.reductions[step.next_bucket]
-            step.next_bucket += 1
-            members = reduction.members
-            if self._passes_over(members):
-                continue
-            self._buckets.streams.wait_for_gradients(members.index, members.device)
-            with torch.no_grad(), self._buckets.streams.on(members.device):
-                self._clock.pack(members.index)
-                reduction.launch(self._divisor or float(self.communicator.size))
-                self._clock.launched(members.index, *(reduction.under_way() or (None, None)))
-            step.launched += 1
-            self._issued += 1
-        if step.all_launched() and before < step.next_bucket:
-            if self._asks_for_used():
-                self._used.start()
-                self._issued += 1
-            if self._plans.measured():
-                self._issued += self._plans.scheduler.report(self.plan)
-
-    def _finish(self) -> None:
-        """Finishes every launched bucket in launch order; the step is done then."""
-        step = self._step
-        if not self._tells:
+    def _finish(self, step: Step) -> None:
+        """All buckets are launched: the step is done then."""
+        arrivals = self._arrivals
+        if not arrivals.tells:
             step.whole = all(parameter.grad is not None for parameter in self.parameters)
-        launched = [one for one in self._buckets.reductions if not self._passes_over(one.members)]
-        with torch.no_grad():
-            if not self.shares_parameters:  # else another reducer, of a nested wrapper, writes the same gradients
-                # All before the first is overwritten: gradients that share memory share their version.
-                for reduction in launched:
-                    reduction.check_unchanged()
-            for reduction in launched:
-                self._finish_one(reduction)
-            if self._asks_for_used():
-                self._used.finish()
-            self._plans.scheduler.wait()
-            installed, self._installed = self._installed, []
-            for future in installed:
-                future.wait()
-        self.times.comm_end = time.time_ns()
-        # First of all: what raised below would leave this rank's rounds behind those of its peers.
-        self._close_round(self._clock.taken())
+        left = self._pipeline.finish(step, shared=self.shares_parameters)
         self.steps += 1
         self.buckets_reduced = step.launched
         if step.order:
@@ -915,97 +655,53 @@ class Reducer:
             self.last_order = tuple(reversed(dict.fromkeys(reversed(step.order))))
         self.last_unused = tuple(sorted(step.skipped))
         self._plans.note_order(self.last_order)
-        self._streams_known = True
-        self._used_settled = True
-        if not self._tells:
+        if not arrivals.tells:
             self._ready_ns = list(self._clock.arrived_ns)
-            self._hook_few()
-        if self.find_unused_parameters:
-            self._used.forget()
+            if not self._needs_all_hooks():
+                arrivals.hook_few()
+        self._pipeline.end_step(left)
         self.state = ReducerState.IDLE
-
-    def _close_round(self, looked: Looked | None) -> None:
-        """A synchronised step has ended, here or (join) without this rank's inputs: all ranks count it."""
-        if self._plans.measured():
-            self._plans.scheduler.close_round(looked)
-        self._rounds += 1
-        if looked is not None and len(self._recorded) < self._record_limit:
-            self._recorded.append((self._rounds, self.plan, looked))
-
-    def _finish_one(self, reduction: Reduction) -> None:
-        members = reduction.members
-        untouched = self._untouched(members)
-        self._clock.unpack(members.index)
-        if isinstance(reduction, HookedReduction) or not self._buckets.streams.on_cuda:
-            # A hook's future makes the current stream wait for whatever the hook did.
-            reduction.finish(untouched)
-            self._clock.unpacked(members.index)
-            return
-        done = torch.cuda.Event()
-        with self._buckets.streams.beside(members.device):
-            reduction.finish(untouched)
-            self._clock.unpacked(members.index)
-            done.record()
-        if torch.cuda.is_current_stream_capturing():
-            self._monitor.forget_all()  # events must not be queried while a graph is being captured
+        if in_backward():
+            # Behind the callbacks of other reducers: where one raises, the engine runs no further one.
+            torch.autograd.Variable._execution_engine.queue_callback(self.observed.check)
         else:
-            what = f"rank {self.communicator.rank}: the reduction of {members.label}"
-            self._monitor.watch(members, what, done.query, self._report_after_s(members.device))
+            self.observed.check()
+
+    def _needs_all_hooks(self) -> bool:
+        """Whether every parameter has to tell in the next step, whatever this one was like."""
+        never = self.find_unused_parameters or self.shares_parameters or self._pipeline.maker.keeps_gradients
+        return never or self._plans.profiles() or self.should_rebuild()
 
     def _local_gradient(self, index: int) -> None:
         """A gradient that is not reduced now: under no_sync the next step will, after a finished step nobody does."""
         if self.find_unused_parameters and self.parameters[index].grad is not None:
-            self._used.mark(index)
-        if self.steps and not self._local_backward_expected and self.state is ReducerState.IDLE:
+            self._pipeline.used.mark(index)
+        if self.state is ReducerState.IDLE:
+            self.observed.added_here()
+        if self.steps and not self.local_backward_expected and self.state is ReducerState.IDLE:
             self._warn_once(
                 f"{self.names[index]} got a gradient after this step's gradients had been averaged (a second backward "
                 "through the same forward, or several forwards before one backward): it was added on this rank only, "
                 "so ranks now differ. Call forward before each backward, or use no_sync() where this is meant"
             )
 
-    def _asks_for_used(self) -> bool:
-        """Whether this step sums the used map: always for find_unused, for a static graph in the first step."""
-        return self.find_unused_parameters or (self.static_graph and not self._used_settled)
-
-    def _untouched(self, members: Members) -> frozenset[int]:
-        """Parameters of a bucket that no rank has a gradient for: theirs stay as they are."""
-        if not (self.find_unused_parameters or self.static_graph):
-            return frozenset()
-        if all(self._used.used(number) for number in members.numbers):
-            return frozenset()
-        return frozenset(number for number in members.numbers if not self._used.used_anywhere(number))
-
-    def _passes_over(self, members: Members) -> bool:
-        return self.skip_unused_buckets and self._step.skipped.issuperset(members.numbers)
-
-    def _counted_ranks(self) -> float | None:
-        work, self._count_ranks = self._count_ranks, None
-        if work is None:
-            return None
-        work.wait()
-        return float(work.result()[0].item())
-
-    def _report_after_s(self, device: torch.device) -> float:
-        if self.config.stall_report_s is not None:
-            return self.config.stall_report_s
-        return _STALL_SHARE_OF_TIMEOUT * self.communicator.timeout_s(device)
-
     def _check_still_hooked(self) -> None:
-        """A parameter whose dtype or device has changed has a new AccumulateGrad node, which nobody hooks."""
-        dtypes = self._dtypes
-        if dtypes is None or self._tells:
-            # With few hooks the end of backward looks at every `.grad`, and pack at its dtype.
-            return
-        now = [parameter.dtype for parameter in self.parameters]
-        devices = [parameter.device for parameter in self.parameters]
-        if now != dtypes or devices != self._devices:
-            kinds = zip(now, dtypes, devices, self._devices, strict=True)
-            index = next(i for i, (a, b, c, d) in enumerate(kinds) if a != b or c != d)
-            raise FusedReduceError(
-                f"{self.names[index]} was {dtypes[index]} on {self._devices[index]} when it was wrapped and is "
-                f"{now[index]} on {devices[index]} now: its gradients would not be reduced. Convert and move a model "
-                "before wrapping it"
-            )
+        if not self._arrivals.tells:  # else the end of backward looks at every `.grad`, and pack at its dtype
+            self._hooks.check_nodes(self.names)
+
+    def _unused(self, outputs: Sequence[torch.Tensor]) -> list[int]:
+        """Parameters that will get no gradient in a backward from `outputs`."""
+        if self.static_graph:
+            fires = self._arrivals.fires
+            if not outputs and fires is None:
+                raise ValueError("static_graph=True needs the outputs: prepare_for_backward(outputs)")
+            return [index for index, one in enumerate(fires or ()) if one == 0]
+        if not (self.find_unused_parameters and outputs):
+            return []
+        with record_function("fusedreduce::search_unused_parameters"):
+            unused = unreachable(outputs, self._hooks.nodes)
+        self._note_unused(unused)
+        return unused
 
     def _note_unused(self, unused: list[int]) -> None:
         if self.steps and tuple(unused) != self.last_unused:
@@ -1041,33 +737,10 @@ class Reducer:
         self._failure = why
         raise FusedReduceError(self._lost_text())
 
-    # Buckets
-
-    def _one_device(self) -> torch.device | None:
-        return self._devices[0] if len(set(self._devices)) == 1 else None
-
     def _lay(self, plan: Plan) -> None:
-        """Builds the buckets of `plan`; the old ones are given up."""
-        self._allocations += self._buckets.wire_allocations()
-        self._restrided += int(self._buckets.stats()["restrided"])
-        self._buckets = BucketSet(plan, self._maker)
-        self._streams_known = False
-        self._checked_wires = False
-        self._hook_all()
-        self._clean_steps = _CLEAN_STEPS  # hooks go as soon as the new plan has been through one step
-        self._step = self._new_step()
-        self._clock.arm(len(plan), closely=False, forward_ns=MISSING_NS)
-
-    def _new_step(self, unused: Sequence[int] = ()) -> Step:
-        fires = self._fires if self.static_graph else None
-        return Step(self._buckets.sizes, self._buckets.bucket_of, self.names, fires=fires, unused=unused)
-
-    def _new_used_map(self) -> UsedMap:
-        self._used_settled = False
-        return UsedMap(len(self.parameters), self._devices[0], self.communicator)
-
-
-_post_accumulate_grad_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+        """Builds the buckets of `plan`, between two steps."""
+        self._pipeline.lay(plan)
+        self._arrivals.lay()
 
 
 def _where(held: Sequence[str], is_so: Callable[[str], bool]) -> str:

@@ -23,13 +23,19 @@ class Streams:
 
     def __init__(self, buckets: int, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
+        self.records = self.on_cuda  # until the first step has shown every gradient's stream
         self._made: list[dict[int, torch.cuda.Stream]] = [{} for _ in range(buckets)]
         self._side: dict[torch.device, torch.cuda.Stream] = {}
+        self._packed: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
     def record(self, bucket: int, device: torch.device) -> None:
         """Notes that a gradient of `bucket` was accumulated on the current stream."""
         stream = torch.cuda.current_stream(device)
         self._made[bucket].setdefault(stream.cuda_stream, stream)
+
+    def settle(self) -> None:
+        """The first step is done: every gradient's stream has been recorded."""
+        self.records = False
 
     def wait_for_gradients(self, bucket: int, device: torch.device) -> None:
         """Has the current stream wait for all that was enqueued on the streams of this bucket's gradients."""
@@ -38,6 +44,20 @@ class Streams:
             for stream in self._made[bucket].values():
                 if stream.device == current.device and stream != current:
                     current.wait_stream(stream)
+
+    def packed(self, device: torch.device) -> None:
+        """Notes that a bucket was packed on the current stream."""
+        if self.on_cuda:
+            stream = torch.cuda.current_stream(device)
+            self._packed.setdefault((device, stream.cuda_stream), stream)
+
+    def wait_for_packs(self) -> None:
+        """Has each device's current stream wait for the packs of this step on other ones."""
+        packed, self._packed = self._packed, {}
+        for (device, _), stream in packed.items():
+            current = torch.cuda.current_stream(device)
+            if stream != current:
+                current.wait_stream(stream)
 
     def on(self, device: torch.device) -> AbstractContextManager[object]:
         """Within: `device` is current. An autograd thread launches buckets of other devices too."""

@@ -59,16 +59,41 @@ class UsedMap:
         count: number of parameters.
         device: where the backend takes tensors.
         communicator: the ranks to ask.
+        always: in every step (find_unused_parameters).
+        first: in the first step, whose answer then holds (a static graph).
     """
 
-    def __init__(self, count: int, device: torch.device, communicator: Communicator) -> None:
-        self._used = bytearray(count)
+    def __init__(
+        self, count: int, device: torch.device, communicator: Communicator, *, always: bool, first: bool
+    ) -> None:
+        self._count = count
         self._device = device
         self._communicator = communicator
+        self.always = always
+        self.first = first
+        self.restart()
+
+    def restart(self) -> None:
+        """A step was given up on all ranks: nobody has been asked anything."""
+        self._used = bytearray(self._count)
         self._reduced: torch.Tensor | None = None
         self._pending: Pending | None = None
         self._globally: list[bool] | None = None
+        self._settled = False
         self.last: torch.Tensor | None = None  # per parameter on how many ranks it was used in the latest step
+
+    def use(self, communicator: Communicator) -> None:
+        """Goes on with other ranks, from the next `restart` on."""
+        self._communicator = communicator
+
+    @property
+    def kept(self) -> bool:
+        """Whether gradients are to be noted at all."""
+        return self.always or self.first
+
+    def asks(self) -> bool:
+        """Whether this step sums it over all ranks."""
+        return self.always or (self.first and not self._settled)
 
     def mark(self, index: int) -> None:
         """Notes a gradient; also under no_sync, whose gradients the next reduction will contain."""
@@ -110,8 +135,9 @@ class UsedMap:
         if self._pending is not None:
             self._pending.wait()
             self.last = self._reduced
+        self._settled = True
 
     def forget(self) -> None:
         """A new step: nothing is used yet."""
-        self._used = bytearray(len(self._used))
+        self._used = bytearray(self._count)
         self._reduced, self._pending, self._globally = None, None, None

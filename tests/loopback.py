@@ -32,7 +32,7 @@ PEERS = (constant(0.5), constant(-2.0))
 
 @dataclass(frozen=True)
 class Call:
-    """One collective: "all_reduce", "max", "sparse", "broadcast", "gather" or "aside"."""
+    """One collective: "all_reduce", "max", "sparse", "all_gather", "broadcast", "gather" or "aside"."""
 
     kind: str
     dtype: torch.dtype
@@ -89,6 +89,7 @@ class Loopback:
         self.payload: Callable[[int, bytes], bytes] = lambda rank, mine: mine
         self.order: Callable[[torch.Tensor], torch.Tensor] = lambda mine: mine
         self.numbers: Callable[[torch.Tensor], torch.Tensor] = lambda mine: mine
+        self.gathered: Callable[[int, torch.Tensor], torch.Tensor] = lambda rank, mine: mine
         self.wires: list[weakref.ref[torch.Tensor]] = []
 
     @property
@@ -135,6 +136,13 @@ class Loopback:
         self.calls.append(Call("sparse", tensor.dtype, tensor.numel()))
         total = (tensor * (2 * self.size - 1)).coalesce()
         return LoopbackPending(lambda: total)
+
+    def all_gather(self, tensor: torch.Tensor) -> tuple[Pending, torch.Tensor]:
+        """Peers have what `gathered` makes of this rank's."""
+        self.calls.append(Call("all_gather", tensor.dtype, tensor.numel()))
+        ranks = [tensor if rank == self._rank else self.gathered(rank, tensor) for rank in range(self.size)]
+        result = torch.full((self.size, tensor.numel()), -9, dtype=tensor.dtype)
+        return LoopbackPending(lambda: result.copy_(torch.stack(ranks))), result
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         self.calls.append(Call("broadcast", tensor.dtype, tensor.numel()))
@@ -202,6 +210,11 @@ class ThreadRank:
     def all_reduce_sparse(self, tensor: torch.Tensor) -> Pending:
         meet = self._meet("sparse", tensor)
         return LoopbackPending(lambda: sum(meet()[1:], start=meet()[0]).coalesce())
+
+    def all_gather(self, tensor: torch.Tensor) -> tuple[Pending, torch.Tensor]:
+        meet = self._meet("all_gather", tensor)
+        result = torch.full((self.size, tensor.numel()), -9, dtype=tensor.dtype)
+        return LoopbackPending(lambda: result.copy_(torch.stack(meet()))), result
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         tensor.copy_(self._meet("broadcast", tensor)()[source])

@@ -45,7 +45,7 @@ def with_few_hooks(parameters: list[torch.Tensor], communicator: Communicator, *
     reducer = Reducer(parameters, communicator, **options)  # type: ignore[arg-type]
     for _ in range(6):
         plain_step(reducer, parameters)
-    assert reducer._tells, "all are hooked still"
+    assert reducer._arrivals.tells, "all are hooked still"
     for parameter in parameters:
         parameter.grad = None
     return reducer
@@ -123,7 +123,7 @@ def test_an_order_that_changes_on_one_rank_launches_at_the_place_of_the_old_one(
         loss = ((head * inner) * outer).sum()
         reducer.prepare_for_backward(loss)
         if step in (6, 7):
-            assert reducer._tells
+            assert reducer._arrivals.tells
         loss.backward()
         if step > 0:
             assert launched == [before + 1], step
@@ -139,7 +139,7 @@ def test_an_exception_before_any_hook_has_told_is_an_error_at_the_next_forward()
 
     parameters = leaves(3)
     reducer = with_few_hooks(parameters, Loopback())
-    (teller,) = reducer._tells
+    (teller,) = reducer._arrivals.tells
     inner = spied(parameters[teller] * 1, boom).sum()
     for index, parameter in enumerate(parameters):
         if index != teller:
@@ -158,7 +158,7 @@ def test_an_exception_before_any_hook_has_told_is_an_error_at_the_next_forward()
 def test_gradients_that_come_around_forwards_outputs_are_warned_about() -> None:
     parameters = leaves(3)
     reducer = with_few_hooks(parameters, Loopback())
-    (teller,) = reducer._tells
+    (teller,) = reducer._arrivals.tells
     other = parameters[(teller + 1) % 3]
     reducer.prepare_for_backward(torch.stack([parameter.sum() for parameter in parameters]).sum())
     (other * 2).sum().backward()
@@ -246,7 +246,7 @@ def test_after_a_first_step_that_failed_on_one_rank_all_learn_anew() -> None:
         loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
         reducer.prepare_for_backward(loss)
         if communicator.rank == 1:
-            one = reducer._buckets.reductions[0]
+            one = reducer._pipeline.buckets.reductions[0]
             assert isinstance(one, PackedReduction)
 
             def bad() -> None:
@@ -265,7 +265,15 @@ def test_after_a_first_step_that_failed_on_one_rank_all_learn_anew() -> None:
     assert ThreadWorld(2).run(rank) == [[1.0, 2.0, 3.0]] * 2
 
 
-def test_pre_hooks_do_not_pile_up_on_an_output_that_lives_on() -> None:
+def test_pre_hooks_do_not_pile_up_on_an_output_that_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[bool] = []
+    original = Reducer._backward_begins
+
+    def begins(reducer: Reducer) -> None:
+        begun.append(True)
+        original(reducer)
+
+    monkeypatch.setattr(Reducer, "_backward_begins", begins)
     parameters = leaves(2)
     reducer = Reducer(parameters, Loopback())
     kept = torch.ones(3, requires_grad=True) * 2
@@ -275,10 +283,9 @@ def test_pre_hooks_do_not_pile_up_on_an_output_that_lives_on() -> None:
         loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
         reducer.prepare_for_backward((loss, kept))
         loss.backward()
-    assert len(reducer._watched) == 2
-    begun: list[bool] = []
+    assert len(reducer._backward_hooks._watched) == 2
+    begun.clear()
     reducer.prepare_for_backward((torch.stack([p.sum() for p in parameters]).sum(), kept))
-    reducer._begin = lambda: begun.append(True)  # type: ignore[method-assign]
     kept.sum().backward()
     assert begun == [True]
 
@@ -310,7 +317,7 @@ def test_wrapping_again_is_no_nesting(alone: None) -> None:
         for _ in range(7):
             ddp.zero_grad()
             ddp(torch.ones(2, 3)).sum().backward()
-        assert not ddp._ours().shares_parameters and ddp._ours()._tells
+        assert not ddp._ours().shares_parameters and ddp._ours()._arrivals.tells
         del ddp
 
 
@@ -331,7 +338,7 @@ def test_what_is_written_to_a_large_gradient_between_its_packing_and_its_buckets
         loss = (large * spied(small * 1, write)).sum()
         reducer.prepare_for_backward(loss)
         loss.backward()
-    assert bool(reducer._tells) is few
+    assert bool(reducer._arrivals.tells) is few
     begun.append(True)
     for parameter in parameters:
         parameter.grad = None
@@ -351,8 +358,8 @@ def test_nested_reducers_keep_all_their_hooks() -> None:
         for reducer in (one, other):
             reducer.prepare_for_backward(loss)
         loss.backward()
-        assert not one._tells and not other._tells
+        assert not one._arrivals.tells and not other._arrivals.tells
     other.close()
     for _ in range(8):
         plain_step(one, parameters)
-    assert one._tells and not one.shares_parameters
+    assert one._arrivals.tells and not one.shares_parameters

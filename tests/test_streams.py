@@ -82,3 +82,15 @@ def test_nothing_happens_on_a_cpu() -> None:
     streams.wait_for_gradients(0, torch.device("cpu"))
     with streams.beside(torch.device("cpu")), streams.on(torch.device("cpu")):
         assert not streams.on_cuda
+
+
+def test_what_reads_all_packs_waits_for_those_on_other_streams_once(current: list[FakeStream]) -> None:
+    streams, backward, other = Streams(2, DEVICE), current[0], FakeStream()
+    for stream in (backward, other, other):
+        current.append(stream)
+        streams.packed(DEVICE)
+        current.pop()
+    streams.wait_for_packs()
+    assert backward.waited_for == [other]
+    streams.wait_for_packs()
+    assert backward.waited_for == [other]

@@ -51,7 +51,8 @@ def agree_on_parameters(
     settings: Mapping[str, object],
     device: torch.device,
     problem: str = "",
-) -> None:
+    arithmetic: str = "",
+) -> bool:
     """Compares a model and its settings across all ranks; three small blocking collectives where they differ, else one.
 
     Args:
@@ -60,6 +61,10 @@ def agree_on_parameters(
         settings: as for `agree`.
         device: where the backend takes tensors.
         problem: why this rank cannot take part; it tells the others instead of leaving them waiting.
+        arithmetic: what decides the last bits of sums here; may differ.
+
+    Returns:
+        Whether it is the same on every rank.
 
     Raises:
         AgreementError: on every rank the same text: a rank's problem, the first parameter that differs, or each
@@ -67,7 +72,8 @@ def agree_on_parameters(
     """
     hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in descriptions]
     digest = hashlib.blake2b(b"".join(hashes), digest_size=16).hexdigest()
-    mine = json.dumps({"parameters": len(descriptions), "digest": digest, "problem": problem[:_PROBLEM_SHOWN]}).encode()
+    about = {"parameters": len(descriptions), "digest": digest, "problem": problem[:_PROBLEM_SHOWN]}
+    mine = json.dumps({**about, "arithmetic": arithmetic}).encode()
     held = [_parse(raw) for raw in communicator.all_gather_bytes(mine, CAPACITY_BYTES, device)]
     refusals = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(held) if one.get("problem")]
     if refusals:
@@ -95,6 +101,7 @@ def agree_on_parameters(
             f"parameter {first} appears not to match across ranks: {shown}. Build the same model on all"
         )
     agree(communicator, "settings of the reduction", settings, device)
+    return len({str(one.get("arithmetic")) for one in held}) == 1
 
 
 def _parse(raw: bytes) -> dict[str, object]:

@@ -117,6 +117,14 @@ class ProcessGroupCommunicator:
         """Starts the sum of a sparse COO tensor over all ranks; the future's value holds the result."""
         return self.all_reduce(tensor)
 
+    def all_gather(self, tensor: torch.Tensor) -> tuple[_Work, torch.Tensor]:
+        """Starts gathering `tensor`, [n], from all ranks; the tensor that will hold it: [ranks, n]."""
+        gathered = torch.empty((self._size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
+        # Rows of one tensor: torch renames what gathers into it, from version to version.
+        work = dist.all_gather(list(gathered.unbind()), tensor, group=self.group, async_op=True)
+        assert work is not None
+        return _Work(work, tensor), gathered
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrites `tensor` on every rank with that of rank `source`; blocks."""
         dist.broadcast(tensor, src=dist.get_global_rank(self.group, source), group=self.group)

@@ -64,6 +64,10 @@ class Communicator(Protocol):
         """Starts the sum of a sparse COO tensor over all ranks; the future's value holds the result."""
         ...
 
+    def all_gather(self, tensor: torch.Tensor) -> tuple[Pending, torch.Tensor]:
+        """Starts gathering `tensor`, [n], from all ranks; the tensor that will hold it: [ranks, n]."""
+        ...
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrites `tensor` on every rank with that of rank `source`; blocks as `Pending.wait` does."""
         ...

@@ -10,7 +10,7 @@ wire, and a collective that fails leaves them divided.)
 """
 
 from .hooked import CommHook, HookedReduction
-from .members import Members, Reduction, real_dtype
+from .members import Members, Reduction
 from .packed import PackedReduction
 from .sparse import SparseReduction
 
@@ -21,5 +21,4 @@ __all__ = [
     "PackedReduction",
     "Reduction",
     "SparseReduction",
-    "real_dtype",
 ]

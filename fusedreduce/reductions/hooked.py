@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,20 @@ import torch
 from ..errors import CollectiveError, FusedReduceError
 from ..exchange import collective_error
 from ..grad_bucket import GradBucket
-from .members import Members, TakenAtOnce, UnderWay, as_real, changed_error, dense_shape, like_parameter, real_dtype
+from ..gradients import real_dtype
+from ..kernels import dispatch
+from ..kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
+from ..units import LossUnits
+from .members import (
+    Members,
+    TakenAtOnce,
+    UnderWay,
+    as_real,
+    changed_error,
+    dense_shape,
+    like_parameter,
+    row_spans,
+)
 from .views import GradientViews
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -58,6 +72,9 @@ class HookedReduction(TakenAtOnce):
         self._keeps_gradients = keeps_gradients
         self._shown: list[torch.Tensor] = []
         self._taken: list[tuple[torch.Tensor | None, int]] = []
+        self._chunks: ChunkTable | None = None
+        self._pointers = PointerTable()
+        self._unused: Partials | None = None
 
     def launch(self, divisor: float) -> None:
         """Copies the gradients into the buffer and calls the hook."""
@@ -74,6 +91,10 @@ class HookedReduction(TakenAtOnce):
                 into.append(view)
         if present:
             torch._foreach_copy_(into, present)
+        if self.source is not None:
+            assert self._unused is not None
+            self.source.flushed.zero_()
+            self._measure(self._views, Partials(self._unused.sums, self._unused.peaks, self.source.first_non_finite))
         if self._as_views:
             # Before the hook runs: one that steps the optimizer reads the result from .grad.
             for slot, parameter in enumerate(self.members.parameters):
@@ -98,12 +119,36 @@ class HookedReduction(TakenAtOnce):
             if now is not gradient or (now is not None and now._version != version):
                 raise changed_error(self.members, slot, now is not gradient, self._rank)
 
-    def finish(self, untouched: Collection[int]) -> None:
+    @property
+    def rows(self) -> int:
+        """Rows of a table of its own."""
+        return self._table().data_rows
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Per member its rows."""
+        return row_spans(self._table())
+
+    def collect(self, source: SourcePartials | None, result: Partials | None) -> None:
+        """From the next step on: where the by-products go of what the hook is shown, and of what it makes of it."""
+        super().collect(source, result)
+        if source is not None:
+            self._unused = self._table().new_partials(self.members.device)
+
+    def finish(self, untouched: Collection[int], units: LossUnits) -> None:
         """Copies the future's value into the gradients."""
         future, self._future = self._future, None
         assert future is not None
         value = wait_future(future, self.members, self._rank, self._timeout_s)
+        compute = torch.float64 if self._dtype is torch.float64 else torch.float32
+        inverse = units.factor(compute, self.members.device, 1.0)
         if self._keeps_gradients:
+            if inverse is not None:
+                raise FusedReduceError(
+                    f"the comm hook of {self.members.label} writes gradients itself, or steps the optimizer, so no "
+                    "loss scale can be taken off behind it"
+                )
+            if self.result is not None:
+                self.pass_over()
             return
         buffer, aliases = self._allocated()
         numel = buffer.numel()
@@ -112,10 +157,17 @@ class HookedReduction(TakenAtOnce):
                 f"the comm hook's future for {self.members.label} holds {value.numel()} elements, the bucket {numel}"
             )
         own = value.data_ptr() == buffer.data_ptr() and value.dtype is buffer.dtype
+        if own and inverse is not None:
+            buffer.mul_(inverse[0])
         if not own:
             value = value.reshape(-1)
+            if inverse is not None:
+                value = value.to(self._dtype) * inverse[0]
             if self._as_views:
                 buffer.copy_(value)
+        if self.result is not None:
+            reduced = self._views if own or self._as_views else self._cut(value.to(self._dtype))
+            self._measure(reduced, self.result)
         into, views = [], []
         offset = 0
         members = zip(self.members.numbers, self.members.parameters, self._views, strict=True)
@@ -159,6 +211,16 @@ class HookedReduction(TakenAtOnce):
         for parameter, alias in zip(self.members.parameters, aliases, strict=False):
             if parameter.grad is alias:
                 parameter.grad = None
+
+    def _table(self) -> ChunkTable:
+        if self._chunks is None:
+            numels = [p.numel() * (2 if p.is_complex() else 1) for p in self.members.parameters]
+            offsets = list(itertools.accumulate(numels, initial=0))
+            self._chunks = ChunkTable(numels, offsets[:-1], [self._dtype] * len(numels), offsets[-1])
+        return self._chunks
+
+    def _measure(self, views: Sequence[torch.Tensor], partials: Partials) -> None:
+        dispatch.measure(views, self._table(), self._pointers, partials, vouched=True)
 
     def _allocated(self) -> tuple[torch.Tensor, GradientViews]:
         if self._buffer is None or self._aliases is None:

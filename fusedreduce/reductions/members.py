@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +14,8 @@ from ..errors import FusedReduceError
 from ..exchange import collective_error
 from ..grad_bucket import GradBucket
 from ..kernels.checks import is_dense
-from ..kernels.table import Shape
+from ..kernels.table import ChunkTable, Partials, Shape, SourcePartials
+from ..units import LossUnits
 
 _NAMES_SHOWN = 50
 
@@ -89,8 +91,28 @@ class Reduction(Protocol):
         """Raises if a gradient is not what it was when it was taken."""
         ...
 
-    def finish(self, untouched: Collection[int]) -> None:
-        """Waits for the reduction and writes every gradient whose parameter's number is not in `untouched`."""
+    def finish(self, untouched: Collection[int], units: LossUnits) -> None:
+        """Waits for the reduction, and writes every gradient whose parameter's number is not in `untouched`.
+
+        The loss scale that `units` knows comes off on the way.
+        """
+        ...
+
+    @property
+    def rows(self) -> int:
+        """Rows of by-products."""
+        ...
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Per member its rows, [begin, end)."""
+        ...
+
+    def collect(self, source: SourcePartials | None, result: Partials | None) -> None:
+        """From the next step on: where the by-products go of what is packed, and of what is unpacked."""
+        ...
+
+    def pass_over(self) -> None:
+        """Writes by-products for a step in which this bucket is not reduced."""
         ...
 
     def zero_views(self) -> bool:
@@ -110,7 +132,31 @@ class Reduction(Protocol):
         ...
 
 
-class TakenAtOnce:
+class Collecting:
+    """Where a reduction's by-products go.
+
+    `source` and `result`: of what goes into the reduction and what comes out; None: not wanted.
+    """
+
+    source: SourcePartials | None = None
+    result: Partials | None = None
+
+    def collect(self, source: SourcePartials | None, result: Partials | None) -> None:
+        """From the next step on: where the by-products go of what is packed, and of what is unpacked."""
+        self.source, self.result = source, result
+
+    def pass_over(self) -> None:
+        """Writes by-products for a step in which this bucket is not reduced."""
+        if self.source is not None:
+            self.source.first_non_finite.fill_(-1)
+            self.source.flushed.zero_()
+        if self.result is not None:
+            self.result.sums.zero_()
+            self.result.peaks.zero_()
+            self.result.first_non_finite.fill_(-1)
+
+
+class TakenAtOnce(Collecting):
     """A reduction that takes nothing ahead of `launch`."""
 
     members: Members
@@ -125,6 +171,11 @@ class TakenAtOnce:
         return all(parameter.grad is not None for parameter in self.members.parameters)
 
 
+def row_spans(chunks: ChunkTable) -> list[tuple[int, int]]:
+    """Per slot its rows of by-products."""
+    return list(itertools.pairwise(chunks.first_rows.tolist()))
+
+
 def dense_shape(parameter: torch.Tensor) -> Shape:
     """Size and strides of `parameter`'s gradient in its slot, a real one: torch's gradient layout contract."""
     template = parameter.detach()
@@ -134,11 +185,6 @@ def dense_shape(parameter: torch.Tensor) -> Shape:
         size = (*template.shape, 2)
         return size, (*(2 * stride for stride in template.stride()), 1)
     return tuple(template.shape), tuple(template.stride())
-
-
-def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the real pairs that a gradient of `dtype` is reduced as."""
-    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:

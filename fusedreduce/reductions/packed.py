@@ -12,9 +12,22 @@ from ..bucket import Bucket, BucketState
 from ..comm.protocol import Communicator, Pending
 from ..exchange import InFlight
 from ..grad_bucket import GradBucket
+from ..gradients import real_dtype
 from ..kernels import dispatch
+from ..kernels.table import Partials, PointerTable, SourcePartials
 from ..planning.layout import aligned_layout, flat_layout
-from .members import Members, UnderWay, as_real, changed_error, dense_shape, like_parameter, real_dtype, wait
+from ..units import LossUnits
+from .members import (
+    Collecting,
+    Members,
+    UnderWay,
+    as_real,
+    changed_error,
+    dense_shape,
+    like_parameter,
+    row_spans,
+    wait,
+)
 from .views import GradientViews
 
 # From so many elements on a gradient is packed by itself, while it is in the cache; that costs a hook, 15 us.
@@ -23,7 +36,7 @@ _EARLY_NUMEL = 262144
 _EARLY_VIEW_NUMEL = 16384
 
 
-class PackedReduction:
+class PackedReduction(Collecting):
     """A dense bucket on our own wire.
 
     Args:
@@ -31,12 +44,21 @@ class PackedReduction:
         communicator: the ranks to average over.
         wire_dtype: what travels.
         as_views: gradients become views of the wire buffer, which has their dtype.
+        split: a power of two by which the wire holds more than the mean; it comes off in unpack.
     """
 
     def __init__(
-        self, members: Members, communicator: Communicator, wire_dtype: torch.dtype, *, as_views: bool = False
+        self,
+        members: Members,
+        communicator: Communicator,
+        wire_dtype: torch.dtype,
+        *,
+        as_views: bool = False,
+        split: float = 1.0,
     ) -> None:
+        assert split == 1.0 or not as_views, "what is a view of the wire is never unpacked"
         self.members = members
+        self._split = split
         self._communicator = communicator
         self._shapes = [dense_shape(parameter) for parameter in members.parameters]
         self._dtypes = [parameter.dtype for parameter in members.parameters]
@@ -49,6 +71,8 @@ class PackedReduction:
             for (_, strides), dtype in zip(self._shapes, self._dtypes, strict=True)
         ]
         exchange.prepare(self.bucket, communicator.size)
+        self._measured = PointerTable()  # views, as `dispatch.measure` and unpack in place are given them
+        self._unused: Partials | None = None
         self.restrided = 0
         self._as_views = as_views
         self._views: GradientViews | None = None
@@ -71,6 +95,7 @@ class PackedReduction:
 
     def take(self, group: int, divisor: float) -> None:
         """Packs a group while it is in the cache, if all of it is there; views take its place at once."""
+        divisor /= self._split
         slots = self.groups[group]
         if self._copies_small_ones and len(slots) == 1:
             self._take_one(group, slots.start, divisor)
@@ -91,8 +116,8 @@ class PackedReduction:
     def _take_one(self, group: int, slot: int, divisor: float) -> None:
         parameter = self.members.parameters[slot]
         gradient = parameter.grad
-        if gradient is None or gradient.layout is not torch.strided or gradient.dtype is not self._dtypes[slot]:
-            return
+        if gradient is None or not self._fits(slot, gradient):
+            return  # unpack walks its memory
         views = self._made_views()
         dispatch.divide(gradient, divisor, views.restored(slot))
         if self._as_views and gradient is not views.tensors[slot]:
@@ -108,6 +133,7 @@ class PackedReduction:
 
     def launch(self, divisor: float) -> None:
         """Packs and starts the all-reduce; remembers which tensors at which version."""
+        divisor /= self._split
         self._staged = {}  # kept from the last step on: on CUDA a side stream may have read them until now
         taken, self._taken = self._taken, {}
         gathered, self._gathered = self._gathered, None  # by `whole`, just now
@@ -119,11 +145,19 @@ class PackedReduction:
         else:
             # None left: the wire is packed already.
             left = [slots for group, slots in enumerate(self.groups) if group not in taken]
-            done = None if self.groups and not left else {self.groups[group].start for group in taken}
+            done: Collection[int] | None = {self.groups[group].start for group in taken}
+            if self.groups and not left and self.source is None:
+                done = None
             packed = self._checked(gradients, taken)
             try:
                 self._in_flight = exchange.start(
-                    self.bucket, packed, self._communicator, divisor=divisor, vouched=True, done=done
+                    self.bucket,
+                    packed,
+                    self._communicator,
+                    divisor=divisor,
+                    vouched=True,
+                    done=done,
+                    partials=self.source,
                 )
             except RuntimeError:
                 for slot, gradient in enumerate(gradients):
@@ -139,12 +173,31 @@ class PackedReduction:
         """What `launch` started and `finish` will wait for."""
         return None if self._in_flight is None else UnderWay(self._in_flight.pending, self._in_flight.issued_ns)
 
-    def finish(self, untouched: Collection[int]) -> None:
+    @property
+    def rows(self) -> int:
+        """Rows of its table."""
+        return self.bucket.chunks.data_rows
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Per member its rows."""
+        return row_spans(self.bucket.chunks)
+
+    def collect(self, source: SourcePartials | None, result: Partials | None) -> None:
+        """From the next step on: where the by-products go of what is packed, and of what is unpacked."""
+        super().collect(source, result)
+        if source is not None or result is not None:
+            exchange.prepare(self.bucket, self._communicator.size, stats=True)
+            if self._as_views:
+                self._unused = self.bucket.chunks.new_partials(self.members.device)
+
+    def finish(self, untouched: Collection[int], units: LossUnits) -> None:
         """Unpacks into the tensors that were packed, or makes the views the gradients."""
         in_flight, self._in_flight = self._in_flight, None
         assert in_flight is not None
         wait(in_flight.pending, self.members, self._communicator.rank)
+        scale = units.factor(self.bucket.compute_dtype, self.bucket.device, self._split)
         if self._as_views:
+            self._look_at_views(scale, untouched)
             self._install_views(untouched)
             return
         packed: Sequence[torch.Tensor | None] = in_flight.gradients
@@ -158,7 +211,9 @@ class PackedReduction:
                     fresh[slot] = _new_gradient(parameter, self._strides[slot])
                     into[slot] = as_real(fresh[slot])
             packed = into
-        exchange.finish(in_flight, packed, vouched=True)
+        if scale is not None and self._copies_small_ones:
+            packed = self._walkable(packed)
+        exchange.finish(in_flight, packed, scale=scale, partials=self.result, vouched=True)
         for slot, staged in self._staged.items():
             if packed[slot] is not None:
                 gradient = self._packed[slot]
@@ -171,7 +226,8 @@ class PackedReduction:
     def shadow(self) -> GradBucket:
         """A wire of zeros."""
         wire = torch.zeros(self.bucket.layout.numel, dtype=self.bucket.wire_dtype, device=self.members.device)
-        return GradBucket(self.members.index, wire, [], self.members.parameters, self.members.is_last)
+        slots = [wire[slot.offset : slot.offset + slot.numel] for slot in self.bucket.layout.slots]
+        return GradBucket(self.members.index, wire, slots, self.members.parameters, self.members.is_last)
 
     def run_shadow(self, bucket: GradBucket) -> Pending:
         """Sums the zeros with what the others pack."""
@@ -197,6 +253,11 @@ class PackedReduction:
         if self._flat is None:
             layout = flat_layout(self.bucket.layout.numel)
             self._flat = Bucket(layout, [wire.dtype], wire.dtype, wire.device, self.bucket.label)
+        if self.source is not None:
+            assert self._unused is not None
+            self.source.flushed.zero_()
+            first = Partials(self._unused.sums, self._unused.peaks, self.source.first_non_finite)
+            dispatch.measure(self._real_views(), self.bucket.chunks, self._measured, first, vouched=True)
         return exchange.start(self._flat, [wire], self._communicator, divisor=divisor, in_place=True, vouched=True)
 
     def _fits(self, slot: int, gradient: torch.Tensor) -> bool:
@@ -242,6 +303,15 @@ class PackedReduction:
         self.restrided += 1
         return staged
 
+    def _walkable(self, packed: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Other memory for small gradients of any strides: a scale comes off where memory is walked, not copied."""
+        into = list(packed)
+        for slot, gradient in enumerate(into):
+            if gradient is not None and slot not in self._staged and not self._fits(slot, gradient):
+                size, strides = self._shapes[slot]
+                into[slot] = self._staged[slot] = torch.empty_strided(size, strides, dtype=gradient.dtype)
+        return into
+
     def check_unchanged(self) -> None:
         """Raises if a gradient is not the tensor that was packed, at the same version; names it."""
         now = [parameter.grad for parameter in self.members.parameters]
@@ -263,6 +333,21 @@ class PackedReduction:
                 ]
             )
         return self._views
+
+    def _real_views(self) -> list[torch.Tensor]:
+        return [as_real(view) for view in self._made_views().tensors]
+
+    def _look_at_views(self, scale: torch.Tensor | None, untouched: Collection[int]) -> None:
+        """Takes the loss scale off the wire where it lies, and collects by-products."""
+        bucket = self.bucket
+        if scale is not None:
+            views: list[torch.Tensor | None] = list(self._real_views())
+            for slot, number in enumerate(self.members.numbers):
+                if number in untouched:
+                    views[slot] = None
+            dispatch.unpack(views, bucket.chunks, self._measured, bucket.wire(), scale, self.result, vouched=True)
+        elif self.result is not None:
+            dispatch.measure(self._real_views(), bucket.chunks, self._measured, self.result, vouched=True)
 
     def _install_views(self, untouched: Collection[int]) -> None:
         views = self._made_views()

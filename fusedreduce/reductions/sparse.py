@@ -9,8 +9,10 @@ import torch
 
 from ..comm.protocol import Communicator, Pending
 from ..grad_bucket import GradBucket
+from ..gradients import real_dtype, summary, values_of
+from ..units import LossUnits
 from .hooked import CommHook, call_hook, wait_future
-from .members import Members, TakenAtOnce, UnderWay, changed_error
+from .members import Members, TakenAtOnce, UnderWay, as_real, changed_error
 
 
 class SparseReduction(TakenAtOnce):
@@ -48,6 +50,9 @@ class SparseReduction(TakenAtOnce):
             self._future = call_hook(self._hook, self._state, self._shown(gradient))
         else:
             self._future = self._communicator.all_reduce_sparse(gradient.detach() / divisor).future()
+        if self.source is not None:
+            self.source.flushed.zero_()
+            self.source.first_non_finite[0] = summary(as_real(gradient.detach()._values()))[2]
         now = parameter.grad
         self._taken = now, -1 if now is None else now._version
 
@@ -63,14 +68,32 @@ class SparseReduction(TakenAtOnce):
         if now is not gradient or written:
             raise changed_error(self.members, 0, now is not gradient, self._communicator.rank)
 
-    def finish(self, untouched: Collection[int]) -> None:
+    def finish(self, untouched: Collection[int], units: LossUnits) -> None:
         """Makes the sum the gradient."""
         future, self._future = self._future, None
         assert future is not None
         timeout_s = self._communicator.timeout_s(self.members.device)
         value = wait_future(future, self.members, self._communicator.rank, timeout_s)
-        if self.members.numbers[0] not in untouched:
-            self.members.parameters[0].grad = value
+        if self.members.numbers[0] in untouched:
+            self.pass_over()
+            return
+        compute = torch.float64 if real_dtype(value.dtype) is torch.float64 else torch.float32
+        inverse = units.factor(compute, value.device, 1.0)
+        if inverse is not None:
+            value = value * inverse[0]
+        self.members.parameters[0].grad = value
+        if self.result is not None:
+            sums, peaks, first = summary(values_of(self.members.parameters[0]))
+            self.result.sums[0], self.result.peaks[0], self.result.first_non_finite[0] = sums, peaks, first
+
+    @property
+    def rows(self) -> int:
+        """One, of its values."""
+        return 1
+
+    def spans(self) -> list[tuple[int, int]]:
+        """The one row."""
+        return [(0, 1)]
 
     def shadow(self) -> GradBucket:
         """A sparse gradient without elements."""

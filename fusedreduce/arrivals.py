@@ -1,0 +1,241 @@
+"""Arrivals: who tells that gradients are there, and the books of a step that they are entered in.
+
+Once a step has shown which parameter completes each bucket, only that one keeps its hook (on CPU also those that
+complete a group within a bucket, which is packed at once, while it is in the cache). That is sound in a step whose
+backward began at an output of forward with every `.grad` None: then a `.grad` that is there was made by this backward.
+In any other step every parameter is hooked again. And in every step each gradient must, before it is overwritten, be
+the tensor that was packed, at the same version.
+
+Called under the reducer's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .errors import FusedReduceError
+from .parameter_hooks import ParameterHooks
+from .pipeline import Pipeline
+from .step import Step
+from .step_clock import StepClock
+from .units import LossUnits
+
+# After a step that needed all hooks: so many that would not have, before they are taken off again (4 us each).
+_CLEAN_STEPS = 3
+
+
+class Arrivals:
+    """Which gradients have come in the step that runs, and which parameters' hooks tell.
+
+    Args:
+        hooks: on the parameters.
+        pipeline: has the buckets, and packs groups of them early.
+        clock: is told when.
+        units: is told that a backward has begun.
+        static_graph: every step uses the same parameters equally often.
+
+    Attributes:
+        step: the step that runs, or the last one.
+        tells: while few are hooked: by parameter its bucket, the groups that it completes there, and whether the
+            bucket. Empty: all are.
+        fires: static graph: how many gradients each parameter gets; None: not known yet.
+    """
+
+    def __init__(
+        self,
+        hooks: ParameterHooks,
+        pipeline: Pipeline,
+        clock: StepClock,
+        units: LossUnits,
+        *,
+        static_graph: bool,
+    ) -> None:
+        self.static_graph = static_graph
+        self.tells: dict[int, tuple[int, list[int], bool]] = {}
+        self.fires: list[int] | None = None
+        self._hooks = hooks
+        self._pipeline = pipeline
+        self._clock = clock
+        self._units = units
+        self._parameters = pipeline.maker.parameters
+        self._names = pipeline.maker.names
+        self._devices = [parameter.device for parameter in self._parameters]
+        self._counted = [0] * len(self._parameters)
+        self._clean_steps = 0
+        self.lay()
+
+    # Between steps
+
+    def lay(self) -> None:
+        """The buckets are new."""
+        self.hook_all(once=True)
+        self.begin_step()
+
+    def restart(self) -> None:
+        """A step was given up. To be followed by `lay`."""
+        self._counted = [0] * len(self._parameters)
+        self.fires = None
+
+    def remove_hooks(self) -> None:
+        """Removes the hooks from the parameters; nothing is told from then on."""
+        self.tells = {}
+        self._hooks.remove()
+
+    def hook_all(self, *, once: bool = False) -> None:
+        """Every parameter tells.
+
+        Args:
+            once: for one step; hooks go again as soon as it has been clean.
+        """
+        if self.tells:
+            self.tells = {}
+            self._clean_steps = 0
+            self._hooks.hook_all()
+        if once:
+            self._clean_steps = _CLEAN_STEPS
+
+    def hook_few(self) -> None:
+        """After a step with all hooks: keeps those that are needed, if the next steps can do with them."""
+        step = self.step
+        never = self._hooks.dtypes_change or any(fires != 1 for fires in self.fires or ())
+        never = never or self._hooks.users_hook_gradients()
+        if never or not step.whole or len(step.order) != len(self._parameters):
+            return
+        self._clean_steps = self._clean_steps + 1 if step.clean else 0
+        if self._clean_steps < _CLEAN_STEPS:
+            return
+        self.tells = self._pipeline.buckets.tellers(step.order)
+        self._hooks.hook(self.tells)
+
+    # A step
+
+    @property
+    def counting(self) -> bool:
+        """Whether this is a static graph's first step: gradients are counted, and none is final before its end."""
+        return self.static_graph and self.fires is None
+
+    def begin_step(self, unused: Sequence[int] = ()) -> None:
+        """A synchronised step begins.
+
+        Args:
+            unused: parameters that will get no gradient.
+        """
+        buckets = self._pipeline.buckets
+        fires = self.fires if self.static_graph else None
+        self.step = Step(buckets.sizes, buckets.bucket_of, self._names, fires=fires, unused=unused)
+
+    def begin_backward(self) -> bool:
+        """A backward has reached an output of forward; says whether it is the first output that this one reaches."""
+        step = self.step
+        if step.from_outputs and step.task == torch._C._current_graph_task_id():
+            return False
+        # Another root of this backward, or of a partial one; else a new one, which has made nothing yet.
+        again = step.from_outputs and (step.begun or step.callbacks > 0)
+        step.from_outputs = True
+        self._units.arrive(anew=not (again or step.begun))
+        if not again:
+            step.clean = not self.has_gradients()
+            self._clock.begin()
+        if self.tells and (again or not step.clean or self._hooks.users_hook_gradients()):
+            if again:
+                self._adopt()
+            self.hook_all()
+        return True
+
+    def count(self, index: int) -> None:
+        """A parameter's hook tells, in a static graph's first step."""
+        self._counted[index] += 1
+        self.step.count(index)
+        self._record_stream(index)
+
+    def tell(self, index: int) -> bool:
+        """A parameter's hook tells; says whether a bucket may have become ready."""
+        if self.tells:
+            return self._arrive_for_others(index)
+        self._arrive(index)
+        buckets = self._pipeline.buckets
+        if index in buckets.large and self.step.is_ready(index):
+            self._pipeline.take(self.step, buckets.bucket_of[index], buckets.large[index])
+        return True
+
+    def end_backward(self) -> bool:
+        """A backward has ended; says whether all gradients of the step are there. Not after a partial one."""
+        step = self.step
+        late = bool(self.tells) and not step.all_ready() and self._adopt()
+        if not step.begun:
+            return False
+        if self.counting:
+            self.fires = list(self._counted)
+            step.make_all_ready()
+        elif late or not step.all_ready():
+            self.hook_all()  # members of a bucket came in another order than before, or will come later
+        return step.all_ready()
+
+    def missing(self) -> list[int]:
+        """Parameters whose gradient has not come, ascending."""
+        counting = self.counting
+        return [index for index in self.step.missing() if not (counting and self._counted[index])]
+
+    def has_gradients(self) -> bool:
+        """Whether any `.grad` is there. By type, 20 ns each: `None in tensors` would compare tensors."""
+        return set(map(type, [parameter.grad for parameter in self._parameters])) != {type(None)}
+
+    # Within
+
+    def _arrive(self, index: int) -> None:
+        """One parameter is ready, and with the first one all that are unused."""
+        step, buckets = self.step, self._pipeline.buckets
+        if step.callbacks == 0:
+            step.clean = False  # a backward of which nobody has told us: no output of forward is its root
+        for one in step.arrive(index):
+            self._clock.arrive(one)
+            if buckets.streams.records:
+                self._record_stream(one)
+            bucket = buckets.bucket_of[one]
+            if step.bucket_is_ready(bucket):
+                self._clock.bucket_ready(bucket)
+
+    def _record_stream(self, index: int) -> None:
+        buckets = self._pipeline.buckets
+        if buckets.streams.records:
+            buckets.streams.record(buckets.bucket_of[index], self._devices[index])
+
+    def _arrive_for_others(self, index: int) -> bool:
+        """Only the parameters that complete a bucket, or a group within it, are hooked. Whether a bucket is ready."""
+        step = self.step
+        if not step.from_outputs:
+            self.hook_all()
+            raise FusedReduceError(
+                f"a backward that did not begin at an output of forward gave {self._names[index]} a gradient; the "
+                "steps before did. Return from forward every tensor that a loss is made of. After reset() every "
+                "parameter is watched one by one again"
+            )
+        step.tell(index)
+        bucket, groups, completes = self.tells[index]
+        for group in groups:
+            self._pipeline.take(step, bucket, group)
+        reduction = self._pipeline.buckets.reductions[bucket]
+        if not completes:
+            return False
+        if reduction.whole():
+            self._clock.bucket_ready(bucket)
+            step.arrive_whole(bucket, reduction.members.numbers)
+        else:
+            # Another order than before. The bucket must go as soon as its last member comes, not at the end: peers,
+            # whose order may be the old one, launch theirs at that place among the user's own collectives.
+            self._adopt()
+            self.hook_all()
+        return True
+
+    def _adopt(self) -> bool:
+        """Makes ready what this step's backward has given a gradient unseen, in a step that began with none."""
+        late = [
+            index
+            for index, parameter in enumerate(self._parameters)
+            if not self.step.is_ready(index) and parameter.grad is not None
+        ]
+        for index in late:
+            self._arrive(index)
+        return bool(late)

@@ -1,0 +1,64 @@
+"""Hooks on a backward as a whole: how the reducer learns that one has begun at an output of forward, and has ended.
+
+The end is told by a callback of the autograd engine. It is queued by a pre-hook on the outputs: what a parameter's hook
+queues inside a reentrant checkpoint would run at the end of the inner backward, with gradients still to come. It is
+queued by the last parameter's hook where no output was given or took part in the loss.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from .step import Step
+
+
+class BackwardHooks:
+    """Tells a reducer where backwards begin and end. Graphs that outlive it do not keep it.
+
+    Args:
+        owner: held weakly.
+        on_begin: called as on_begin(owner) on an autograd thread, before the backward has made any gradient.
+        on_end: called as on_end(owner, step) when it has made all of them, those of the backwards around it too.
+    """
+
+    def __init__(self, owner: object, on_begin: Callable[[Any], None], on_end: Callable[[Any, Step], None]) -> None:
+        self._owner = weakref.ref(owner)
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._watched: list[RemovableHandle] = []
+
+    def watch(self, outputs: Sequence[torch.Tensor]) -> bool:
+        """Has us told when a backward begins at one of `outputs`, and at no earlier ones; says whether one can."""
+        alive, on_begin = self._owner, self._on_begin
+
+        def begin(_: object) -> None:
+            owner = alive()
+            if owner is not None:
+                on_begin(owner)
+
+        for handle in self._watched:
+            handle.remove()
+        functions = {output.grad_fn for output in outputs if output.grad_fn is not None}
+        self._watched = [function.register_prehook(begin) for function in functions]
+        return bool(functions)
+
+    def queue_end(self, step: Step) -> None:
+        """Has us told when the backward ends that this thread runs; once, however often it is called in one."""
+        task = torch._C._current_graph_task_id()
+        if step.callbacks == 0 or task != step.task:
+            step.callbacks += 1
+            step.task = task
+            # Kept until then, by the engine alone.
+            owner, on_end = self._owner(), self._on_end
+            assert owner is not None, "called by it"
+
+            def end() -> None:
+                step.callbacks -= 1
+                on_end(owner, step)
+
+            torch.autograd.Variable._execution_engine.queue_callback(end)

@@ -1,0 +1,129 @@
+"""ByProducts: what pack and unpack find out about gradients on the way, for all buckets of a plan together.
+
+    pack      first NaN or Inf of each gradient before it is reduced, and how much of it the wire flushes to zero
+    unpack    sum of squares, largest value, and first NaN or Inf of each reduced gradient
+
+The kernels write them per chunk, every bucket into its own rows of one buffer per device. Adding rows up, per
+parameter in order of registration, takes two small launches per step, and only if somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from .gradients import Gathered, index_of, values_of
+from .kernels import dispatch
+from .kernels.table import Partials, SourcePartials, SourceTotals, Spans, Totals, new_partials, new_source_partials
+from .reductions import Reduction
+
+
+class ByProducts:
+    """By-products of one set of buckets.
+
+    Args:
+        reductions: its buckets.
+        parameters: all of the reducer's.
+        result: collect those of unpack.
+        source: collect those of pack.
+    """
+
+    def __init__(
+        self, reductions: Sequence[Reduction], parameters: Sequence[torch.Tensor], *, result: bool, source: bool
+    ) -> None:
+        self.result, self.source = result, source
+        self._parameters = parameters
+        self._parts: list[_Part] = []
+        self._complex = [number for number, parameter in enumerate(parameters) if parameter.is_complex()]
+        self._left: list[int] = []
+        self._totals: Totals | None = None
+        self._source_totals: SourceTotals | None = None
+        if not (result or source):
+            return
+        devices: dict[torch.device, list[Reduction]] = {}
+        for reduction in reductions:
+            devices.setdefault(reduction.members.device, []).append(reduction)
+        self._parts = [_Part(device, some, result=result, source=source) for device, some in devices.items()]
+
+    def begin_step(self) -> None:
+        """The rows are about to be written anew."""
+        self._totals = self._source_totals = None
+
+    def end_step(self, left: Collection[int]) -> None:
+        """All rows are written. `left`: numbers of parameters whose gradients were left as they are."""
+        self._left = [number for number in left if self._parameters[number].grad is not None]
+        if self.result and (self._complex or self._left):
+            self.totals()  # reads gradients, which belong to the user from now on
+
+    def totals(self) -> Totals:
+        """Of the latest step's reduced gradients; parameters in order of registration, on the first one's device."""
+        if self._totals is None:
+            gathered = Gathered(len(self._parameters), self._parameters[0].device)
+            for part in self._parts:
+                assert part.result is not None
+                gathered.put(part.numbers, dispatch.reduce_partials(part.result, part.spans))
+            for number in self._left:
+                # Counted, as an optimizer will take them; judged they were in their own step, on every rank alike.
+                gathered.put_one(number, values_of(self._parameters[number]), judged=False)
+            for number in self._complex:
+                if (gradient := self._parameters[number].grad) is not None:
+                    gathered.put_peak(number, gradient)
+            self._totals = gathered.totals(whole=len(self._parts) == 1)
+        return self._totals
+
+    def source_totals(self) -> SourceTotals:
+        """Of what this rank gave the latest step."""
+        if self._source_totals is None:
+            found = []
+            for part in self._parts:
+                assert part.source is not None
+                found.append((part.numbers, dispatch.reduce_source_partials(part.source, part.spans)))
+            self._source_totals = one_source(found, len(self._parameters), self._parameters[0].device)
+        return self._source_totals
+
+
+def one_source(found: Sequence[tuple[Sequence[int], SourceTotals]], count: int, device: torch.device) -> SourceTotals:
+    """Totals of several launches brought together.
+
+    Args:
+        found: the totals of each, and the numbers of the parameters that they are of, ascending.
+        count: number of parameters.
+        device: where to.
+    """
+    if len(found) == 1 and len(found[0][0]) == count:
+        return found[0][1]
+    first = torch.full((count,), -1, dtype=torch.int64, device=device)
+    flushed = torch.zeros_like(first)
+    for numbers, part in found:
+        index = index_of(tuple(numbers), device)
+        first[index] = part.first_non_finite.to(device)
+        flushed[index] = part.flushed.to(device)
+    bad = first >= 0
+    lowest = bad.to(torch.int64).argmax()
+    none = torch.full_like(lowest, -1)
+    which = torch.stack([torch.where(bad.any(), lowest, none), torch.where(bad.any(), first[lowest], none)])
+    return SourceTotals(first_non_finite=first, flushed=flushed, first=which)
+
+
+class _Part:
+    """The buckets of one device: their rows, and where each parameter's are, in order of registration."""
+
+    def __init__(self, device: torch.device, reductions: Sequence[Reduction], *, result: bool, source: bool) -> None:
+        rows = sum(reduction.rows for reduction in reductions)
+        self.result: Partials | None = new_partials(rows, device) if result else None
+        self.source: SourcePartials | None = new_source_partials(rows, device) if source else None
+        spans: dict[int, tuple[int, int]] = {}
+        begin = 0
+        for reduction in reductions:
+            end = begin + reduction.rows
+            for number, (low, high) in zip(reduction.members.numbers, reduction.spans(), strict=True):
+                spans[number] = begin + low, begin + high
+            reduction.collect(
+                None if self.source is None else self.source.part(begin, end),
+                None if self.result is None else self.result.part(begin, end),
+            )
+            begin = end
+        self.numbers = sorted(spans)
+        flat = [row for number in self.numbers for row in spans[number]]
+        self.spans: Spans = torch.tensor([len(self.numbers), *flat], dtype=torch.int64).to(device)

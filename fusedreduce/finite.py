@@ -1,0 +1,258 @@
+"""FiniteCheck: which rank had a NaN or Inf in which gradient before it was reduced; every rank knows.
+
+Each step every rank tells the others, in 16 bytes, the first of its parameters that holds one, and where: one small
+collective behind the last bucket's. Nothing waits for it but the end of backward, and the host only to raise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .comm.protocol import Communicator, Pending
+from .errors import CollectiveError, NonFiniteGradientError
+from .exchange import collective_error
+from .kernels.table import Totals
+
+_logger = logging.getLogger(__name__)
+_REPORTS_KEPT = 100
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The first gradient of a rank that held a NaN or Inf before it was reduced.
+
+    Args:
+        rank: within the group.
+        parameter: its name.
+        index: the first such element, in the order in which the gradient lies in memory (of a sparse one: within its
+            values).
+    """
+
+    rank: int
+    parameter: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, {self.parameter}, element {self.index}"
+
+
+@dataclass(frozen=True)
+class NonFiniteReport:
+    """A step in which a gradient held a NaN or an Inf; equal on every rank.
+
+    Args:
+        step: number of the synchronised step, from 1.
+        culprits: per rank that had one, in rank order. Empty where finite gradients overflowed on the wire.
+        reduced: names of the parameters whose reduced gradient held one.
+    """
+
+    step: int
+    culprits: tuple[Culprit, ...]
+    reduced: tuple[str, ...]
+
+    def __str__(self) -> str:
+        where = _some([str(one) for one in self.culprits], "; ")
+        if self.culprits:
+            text = f"step {self.step}: a NaN or Inf was in a gradient before it was reduced: {where}"
+        else:
+            text = (
+                f"step {self.step}: every rank's gradients were finite, but their sum, or the wire's dtype, could not "
+                "hold them"
+            )
+        return f"{text}. Not finite after the reduction: {_some(self.reduced, ', ') or 'none'}"
+
+
+class Places(Protocol):
+    """What numbers of parameters, and indices in them, mean to a reader."""
+
+    def name(self, number: int) -> str:
+        """Of a parameter."""
+        ...
+
+    def element(self, number: int, index: int) -> int:
+        """Which of its elements an index is."""
+        ...
+
+
+@dataclass(frozen=True)
+class Named:
+    """Parameters with names.
+
+    Args:
+        names: theirs.
+        complex_: per parameter whether it is complex: its elements are pairs in memory.
+    """
+
+    names: Sequence[str]
+    complex_: Sequence[bool]
+
+    def name(self, number: int) -> str:
+        """Of a parameter."""
+        return self.names[number]
+
+    def element(self, number: int, index: int) -> int:
+        """Which of its elements an index is."""
+        return index // 2 if self.complex_[number] else index
+
+
+# A collective that `FiniteCheck.tell` has started, and the tensor that it will fill.
+Started = tuple[Pending, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a step has found out, as it comes to the host."""
+
+    step: int
+    ranks: torch.Tensor  # int64 [W, 2]: parameter or -1, index
+    count: torch.Tensor  # fp64 [1]: parameters that are not finite after the reduction
+    first: torch.Tensor  # int64 [P], on the device: where
+    known: torch.cuda.Event | None
+    excused: bool
+    places: Places
+
+
+class FiniteCheck:
+    """The reports of one reducer.
+
+    Args:
+        places: the parameters; None: `close` is told each step's.
+        communicator: the ranks.
+        raises: raise at the end of the step.
+    """
+
+    def __init__(self, places: Places | None, communicator: Communicator, *, raises: bool) -> None:
+        self._places = places
+        self._communicator = communicator
+        self._raises = raises
+        self._under_way: Started | None = None
+        self._gathered: torch.Tensor | None = None
+        self._outcomes: deque[_Outcome] = deque()
+        self._latest: NonFiniteReport | None = None
+        self.steps = 0
+        self.reports: deque[NonFiniteReport] = deque(maxlen=_REPORTS_KEPT)
+
+    def tell(self, first: torch.Tensor) -> Started:
+        """Starts telling the ranks what this one has; behind the last bucket's collective, on every rank.
+
+        Args:
+            first: int64 [2] on the device: number of the first parameter that is not finite, or -1; and where.
+
+        Returns:
+            what was started, for `wait` where several steps are under way.
+        """
+        try:
+            self._under_way = started = self._communicator.all_gather(first)
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return started
+
+    def wait(self, started: Started | None = None) -> None:
+        """Waits for what `tell` has started (None: the latest); on CUDA only the current stream does."""
+        under_way, self._under_way = started or self._under_way, None
+        if under_way is not None:
+            pending, self._gathered = under_way
+            try:
+                pending.wait()
+            except RuntimeError as error:
+                raise self._failed(error) from error
+
+    def close(self, step: int, totals: Totals, *, excused: bool = False, places: Places | None = None) -> None:
+        """The step is done.
+
+        Args:
+            step: its number.
+            totals: of the reduced gradients.
+            excused: a loss scaler takes part, which looks for its scale by overflows: nothing is raised, or warned of.
+            places: its parameters, where they differ from step to step.
+        """
+        gathered, self._gathered = self._gathered, None
+        places = places or self._places
+        assert gathered is not None and places is not None
+        count = totals.total[2:3]
+        if gathered.is_cuda and not self._raises:
+            ranks, host_count = (torch.empty_like(one, device="cpu", pin_memory=True) for one in (gathered, count))
+            ranks.copy_(gathered, non_blocking=True)
+            host_count.copy_(count, non_blocking=True)
+            known = torch.cuda.Event()
+            known.record()
+            self._outcomes.append(_Outcome(step, ranks, host_count, totals.first_non_finite, known, excused, places))
+            return
+        self._outcomes.append(_Outcome(step, gathered, count, totals.first_non_finite, None, excused, places))
+        latest = self.settle()
+        self._latest = None if excused else latest
+
+    def check(self) -> None:
+        """After `close`.
+
+        Raises:
+            NonFiniteGradientError: with `raises`, on every rank alike, if a gradient held a NaN or Inf in this step.
+        """
+        report, self._latest = self._latest, None
+        if report is not None and self._raises:
+            raise NonFiniteGradientError(
+                f"rank {self._communicator.rank}: {report}. The step is done, its gradients are worthless: "
+                "zero_grad() and go on, or stop here"
+            )
+
+    def settle(self, *, all_of_them: bool = False) -> NonFiniteReport | None:
+        """Reports what has come to the host by now; the latest report made.
+
+        Args:
+            all_of_them: wait for those that have not.
+        """
+        latest = None
+        while self._outcomes:
+            outcome = self._outcomes[0]
+            if outcome.known is not None and not outcome.known.query():
+                if not all_of_them:
+                    break
+                outcome.known.synchronize()
+            self._outcomes.popleft()
+            latest = self._report(outcome) or latest
+        return latest
+
+    def forget(self) -> None:
+        """A step was given up."""
+        self._under_way = self._gathered = None
+
+    def use(self, communicator: Communicator) -> None:
+        """Goes on with other ranks."""
+        self._communicator = communicator
+        self.forget()
+
+    def _report(self, outcome: _Outcome) -> NonFiniteReport | None:
+        culprits = []
+        places = outcome.places
+        for rank, (number, index) in enumerate(outcome.ranks.tolist()):
+            if number >= 0:
+                culprits.append(Culprit(rank, places.name(number), places.element(number, index)))
+        reduced: tuple[str, ...] = ()
+        if outcome.count.item() > 0:
+            reduced = tuple(places.name(number) for number, index in enumerate(outcome.first.tolist()) if index >= 0)
+        if not culprits and not reduced:
+            return None
+        report = NonFiniteReport(outcome.step, tuple(culprits), reduced)
+        self.steps += 1
+        self.reports.append(report)
+        mine = self._communicator.rank
+        concerned = mine == 0 or any(one.rank == mine for one in culprits)
+        warned = concerned and not outcome.excused
+        _logger.log(logging.WARNING if warned else logging.INFO, "rank %d: %s", mine, report)
+        return report
+
+    def _failed(self, error: RuntimeError) -> CollectiveError:
+        what = "telling which gradients are not finite failed"
+        return collective_error(what, self._communicator.rank, error)
+
+
+def _some(texts: Sequence[str], separator: str) -> str:
+    more = len(texts) - _SHOWN
+    return separator.join(texts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,66 @@
+"""Recording: keeps what was seen of a reducer's steps while somebody records a trace, and writes it down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import FusedReduceError
+from .planning.plan import Plan
+from .planning.timeline import MISSING_NS
+from .plans import Plans
+from .step_clock import Looked
+from .trace import Recorder
+
+
+class Recording:
+    """The trace of one reducer, at most one at a time.
+
+    Args:
+        plans: what the trace says of parameters and settings.
+        source: who reduces, as the trace names it.
+    """
+
+    def __init__(self, plans: Plans, source: str) -> None:
+        self._plans = plans
+        self._source = source
+        self._recorded: list[tuple[int, Plan, Looked]] = []
+        self._limit = 0
+
+    def wants_step(self) -> bool:
+        """Whether another step would be kept, and so is to be looked at closely."""
+        return len(self._recorded) < self._limit
+
+    def keep(self, step: int, plan: Plan, looked: Looked) -> None:
+        """A step that was looked at closely has ended; it is kept if it is wanted."""
+        if self.wants_step():
+            self._recorded.append((step, plan, looked))
+
+    @contextmanager
+    def record(self, folder: str | Path, limit: int) -> Iterator[None]:
+        """Within: steps are kept. They are written at the end.
+
+        Args:
+            folder: where this rank's file goes.
+            limit: steps after which no more are kept.
+
+        Raises:
+            FusedReduceError: one is being recorded already.
+        """
+        if self._limit:
+            raise FusedReduceError("a trace is being recorded already")
+        clock = {"perf_ns": time.perf_counter_ns(), "wall_ns": time.time_ns()}
+        recorder = Recorder(Path(folder), {"clock": clock, "source": self._source, **self._plans.described()}, limit)
+        self._limit = limit
+        try:
+            yield
+        finally:
+            recorded, self._recorded, self._limit = self._recorded, [], 0
+            # Not step by step: on CUDA this waits for the GPU.
+            for step, plan, looked in recorded:
+                seen = MISSING_NS not in looked.ready_ns
+                recorder.add(step, plan, looked.finest(), looked.ready_ns if seen else None)
+            scheduler = self._plans.scheduler
+            recorder.write(scheduler.schedule.costs, scheduler.readiness.best().tolist())

@@ -1,0 +1,180 @@
+"""Steps of a Reducer over leaves whose gradients are given, to the bit: what tests of by-products share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from fusedreduce import Reducer
+from fusedreduce.grad_bucket import GradBucket
+from fusedreduce.units import LossScale
+
+Wire = Literal["native", "bf16", "fp16"]
+# (wire, gradients are views): every way in which a dense bucket travels.
+TRAVELS: tuple[tuple[Wire, bool], ...] = (("native", False), ("native", True), ("bf16", False), ("fp16", False))
+
+
+class Scaler:
+    """Stands for a loss scaler, where it only matters that there is one."""
+
+
+SCALER = Scaler()
+
+
+class _Given(torch.autograd.Function):
+    """Zero; the parameter's gradient is what was given, times the loss's scale."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.gradient = gradient
+        return torch.zeros((), dtype=torch.float64)
+
+    @staticmethod
+    def backward(ctx: Any, *scales: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return times(ctx.gradient, scales[0].item()), None
+
+
+def times(gradient: torch.Tensor, scale: float) -> torch.Tensor:
+    """A new tensor; parts of complex numbers by themselves, so that one part's NaN is not the other's."""
+    if gradient.is_complex():
+        return torch.view_as_complex(torch.view_as_real(gradient) * scale)
+    return gradient * scale
+
+
+def given(
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], ready: Sequence[int] | None = None
+) -> torch.Tensor:
+    """A loss with these gradients, None for one that takes no part; ready in that order (default: backwards)."""
+    order = range(len(parameters) - 1, -1, -1) if ready is None else ready
+    terms = []
+    for index in reversed(order):
+        gradient = gradients[index]
+        if gradient is not None:
+            terms.append(_Given.apply(parameters[index], gradient))
+    return torch.stack(terms).sum()
+
+
+def step(
+    reducer: Reducer,
+    gradients: Sequence[torch.Tensor | None],
+    *,
+    scale: LossScale | None = None,
+    ready: Sequence[int] | None = None,
+) -> None:
+    """One forward and backward; of a scaled loss, as a loss scaler tells it."""
+    loss = given(reducer.parameters, gradients, ready)
+    reducer.prepare_for_backward(loss)
+    backward(reducer, loss, scale)
+
+
+def backward(reducer: Reducer, loss: torch.Tensor, scale: LossScale | None = None) -> None:
+    """Of `loss`, scaled or not."""
+    (loss if scale is None else scaled(reducer, loss, scale)).backward()
+
+
+def scaled(reducer: Reducer, loss: torch.Tensor, scale: LossScale) -> torch.Tensor:
+    """`loss` times `scale`, whose backward tells the reducer."""
+    product = loss * scale.scale.double().reshape(())
+    function = product.grad_fn
+    assert function is not None
+    function.register_prehook(lambda _: reducer.begin_scaled(scale))
+    return product
+
+
+def loss_scale(value: float) -> LossScale:
+    """As a loss scaler makes it."""
+    scale = torch.tensor([value], dtype=torch.float32)
+    return LossScale(scale, scale.double().reciprocal().float())
+
+
+def shadow_step(reducer: Reducer) -> None:
+    """What torch's join does in place of a step of a rank that has no inputs any more."""
+    reducer.check_finalized()
+    reducer.agree()
+    under_way = [reducer.run_shadow(bucket) for bucket in reducer.shadows()]
+    for one in under_way:
+        one.wait()
+    if reducer.find_unused_parameters:
+        reducer.communicator.all_reduce(reducer.used_map(joined=True)).wait()
+    reducer.shadow_used_map()
+    reducer.end_shadow_step()
+
+
+def clear(parameters: Sequence[torch.Tensor]) -> None:
+    """zero_grad(set_to_none=True)."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def values(gradient: torch.Tensor) -> torch.Tensor:
+    """Every element, flat, in fp64 (complex128 for a complex one); of a sparse one those that it has."""
+    dense = gradient.detach()
+    if dense.layout is torch.sparse_coo:
+        dense = dense.coalesce().values()
+    return dense.reshape(-1).to(torch.complex128 if dense.is_complex() else torch.float64)
+
+
+def exact_norms(parameters: Sequence[torch.Tensor], norm_type: float) -> list[float]:
+    """Of each `.grad` as it is now, and last of all of them, in fp64; 0 where there is none."""
+    found: list[float] = []
+    for parameter in parameters:
+        absolute = torch.zeros(0) if parameter.grad is None else values(parameter.grad).abs()
+        if norm_type == math.inf:
+            found.append(absolute.amax().item() if absolute.numel() else 0.0)
+        else:
+            found.append(math.sqrt(math.fsum(absolute.square().tolist())))
+    return [*found, max(found) if norm_type == math.inf else math.sqrt(math.fsum(one * one for one in found))]
+
+
+def assert_close(actual: Sequence[torch.Tensor | float], expected: Sequence[float], what: object = "") -> None:
+    """Within 1e-6 relative, the worst one."""
+    for index, (one, exact) in enumerate(zip(actual, expected, strict=True)):
+        number = float(one)
+        assert abs(number - exact) <= 1e-6 * exact, f"{what}: number {index} is {number}, should be {exact}"
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    """To compare bit for bit."""
+    found: list[int] = tensor.reshape(-1).to(torch.float64).view(torch.int64).tolist()
+    return found
+
+
+def real_numel(parameter: torch.Tensor) -> int:
+    """Elements as they travel: a complex one is two."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def flat_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as they travel."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+
+
+def sparse_like(parameter: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """A sparse gradient; a row may be named twice."""
+    picked = torch.randn(len(rows), *parameter.shape[1:], dtype=parameter.dtype)
+    if not picked.is_complex():
+        picked = (picked * 64).round() / 64  # whose sums are exact, in whatever order
+    return torch.sparse_coo_tensor(torch.tensor([list(rows)]), picked, tuple(parameter.shape), check_invariants=False)
+
+
+def averaging(size: int, sums: Callable[[torch.Tensor], torch.Tensor], how: str) -> Any:
+    """A comm hook: divides, sums, and returns its own buffer, a new tensor, or one of fp16."""
+
+    def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        mean = sums(buffer.clone() / size)
+        if how == "own":
+            mean = buffer.copy_(mean)
+        elif how == "fp16" and not mean.is_sparse:
+            mean = mean.half()
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(mean)
+        return future
+
+    return hook
+
+
+HOOKS = ("own", "new", "fp16")
