@@ -1,8 +1,17 @@
 """fusedreduce: gradients averaged across ranks with one fused kernel on each side of one collective per bucket."""
 
+from .amp import FusedGradScaler
+from .clip import clip_grad_norm_
 from .config import ReduceConfig
 from .ddp import DistributedDataParallel
-from .errors import AgreementError, CollectiveError, FusedReduceError, UnsupportedWireError
+from .errors import (
+    AgreementError,
+    CollectiveError,
+    FusedReduceError,
+    NonFiniteGradientError,
+    TraceError,
+    UnsupportedWireError,
+)
 from .hook import FusedHookState, fused_hook
 from .planning.assignment import BucketCaps
 from .reducer import Reducer
@@ -13,10 +22,14 @@ __all__ = [
     "BucketCaps",
     "CollectiveError",
     "DistributedDataParallel",
+    "FusedGradScaler",
     "FusedHookState",
     "FusedReduceError",
+    "NonFiniteGradientError",
     "ReduceConfig",
     "Reducer",
+    "TraceError",
     "UnsupportedWireError",
+    "clip_grad_norm_",
     "fused_hook",
 ]
