@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,8 @@ from hypothesis import given, settings
 from torch import nn
 
 import fusedreduce
-from fusedreduce.kernels import dispatch, reference
-from fusedreduce.kernels.table import ChunkTable, PointerTable
+from fusedreduce.kernels import dispatch, reference, reference_stats
+from fusedreduce.kernels.table import ChunkTable, PointerTable, SourceTotals, Totals
 from fusedreduce.traces.files import read
 
 pytestmark = pytest.mark.gpu
@@ -40,23 +42,29 @@ def test_pack_and_unpack_equal_the_reference_bit_for_bit(case: Case) -> None:
         None if missing else _shifted(case.values(slot), case.shifts[slot]) for slot, missing in enumerate(case.missing)
     ]
     scalar = torch.tensor([case.scalar], dtype=case.compute, device=device)
-    wires, partials, backs = [], [], []
-    for pack, unpack in ((dispatch.pack, dispatch.unpack), (reference.pack, reference.unpack)):
+    wires, backs = [], []
+    sources: list[SourceTotals] = []
+    results: list[Totals] = []
+    for path, stats in ((dispatch, dispatch), (reference, reference_stats)):
         wire = poison(chunks.wire_numel, case.wire).to(device)
-        partial = chunks.new_partials(device)
-        pack(gradients, chunks, PointerTable(), wire, scalar, partial)
+        source, result = chunks.new_source_partials(device), chunks.new_partials(device)
+        path.pack(gradients, chunks, PointerTable(), wire, scalar, source)
+        sources.append(stats.reduce_source_partials(source, chunks.spans(device)))
         wires.append(wire)
-        partials.append((dispatch if pack is dispatch.pack else reference).reduce_partials(partial, chunks))
         back = [None if g is None else poison(g.numel(), g.dtype).to(device) for g in gradients]
-        unpack(back, chunks, PointerTable(), wires[0], scalar)
+        path.unpack(back, chunks, PointerTable(), wires[0], scalar, result)
+        results.append(stats.reduce_partials(result, chunks.spans(device)))
         backs.append(back)
     assert_same(wires[0].cpu(), wires[1].cpu())
     for ours, theirs in zip(*backs, strict=True):
         if ours is not None and theirs is not None:
             assert_same(ours.cpu(), theirs.cpu())
-    assert torch.equal(partials[0].first_non_finite, partials[1].first_non_finite)
+    for field in dataclasses.fields(SourceTotals):
+        assert torch.equal(getattr(sources[0], field.name), getattr(sources[1], field.name))
+    assert torch.equal(results[0].first_non_finite, results[1].first_non_finite)
+    torch.testing.assert_close(results[0].parameter_peaks, results[1].parameter_peaks, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(
-        partials[0].parameter_sums, partials[1].parameter_sums, rtol=SUM_RTOL, atol=0, equal_nan=True
+        results[0].parameter_sums, results[1].parameter_sums, rtol=SUM_RTOL, atol=0, equal_nan=True
     )
 
 
@@ -222,6 +230,45 @@ def test_the_hook_over_nccl_on_a_stream_of_its_own(alone: None, wire: Any) -> No
             dtype = {"native": mine.dtype, "bf16": torch.bfloat16, "fp16": torch.float16}[wire]
             assert torch.equal(ours, mine.to(dtype).to(mine.dtype)), f"step {step}"
     assert state.stats()["path"] == "triton"
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
+def test_what_the_hook_finds_out_costs_no_wait(alone: None, wire: Any) -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(512, 64)
+    model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), head).to(_cuda())
+    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.2)
+    state = fusedreduce.FusedHookState(wire=wire, grad_stats=True, check_finite="count")
+    state.name_parameters(model)
+    ddp.register_comm_hook(state, fusedreduce.fused_hook)
+    batch = torch.randn(32, 256, device=_cuda())
+    for _ in range(5):
+        ddp.zero_grad()
+        ddp(batch).square().mean().backward()
+    torch.cuda.synchronize()
+    ddp.zero_grad()
+    loss = ddp(batch).square().mean()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with dispatch.count_launches() as counted:
+            loss.backward()
+            norm, norms = state.grad_norm(), state.grad_norms(model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert {one.path for one in counted} == {"triton"}
+    assert sum(one.launches for one in counted if one.function == "reduce_partials") <= 2
+    squares = {name: p.grad.double().square().sum() for name, p in model.named_parameters() if p.grad is not None}
+    for name, square in squares.items():
+        torch.testing.assert_close(norms[name], square.sqrt(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm, torch.stack(list(squares.values())).sum().sqrt(), rtol=1e-6, atol=0)
+    assert state.non_finite() == []
+    ninth = torch.arange(64, device=_cuda()) == 9
+    handle = head.bias.register_hook(lambda one: one.masked_fill(ninth, math.nan))
+    ddp.zero_grad()
+    ddp(batch).square().mean().backward()
+    handle.remove()
+    (report,) = state.non_finite()
+    assert [str(one) for one in report.culprits] == ["rank 0, 2.bias, element 9"] and report.reduced == ("2.bias",)
 
 
 def test_a_trace_has_the_devices_times(alone: None, tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ class Run:
         """One step of training, timed."""
 
         def train() -> None:
-            self.losses.append(measure.forward_backward(self.contender.ddp, batch))
+            self.losses.append(measure.forward_backward(self.contender.ddp, batch, scaler=self._scaler))
+            self._unscale()
             self._update()
 
         self.steps_s.append(measure.seconds(device, train))
@@ -73,7 +74,8 @@ class Run:
         local_s = measure.seconds(device, lambda: measure.forward_backward(ddp, batch, exchange=False))
         local = self._gradients()
         self.optimizer.zero_grad()
-        self.losses.append(measure.forward_backward(ddp, batch))
+        self.losses.append(measure.forward_backward(ddp, batch, scaler=self._scaler))
+        self._unscale()
         self.errors.append(measure.gradient_error(self._gradients(), local))
         self.alone_s.append(local_s + measure.seconds(device, self._update))
         self.schedule.step()
@@ -83,8 +85,22 @@ class Run:
         self.steps_s.clear()
         self.alone_s.clear()
 
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        return None if self.contender.scaling is None else self.contender.scaling.scaler
+
+    def _unscale(self) -> None:
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+
     def _update(self) -> None:
-        self.optimizer.step()
+        scaling = self.contender.scaling
+        if scaling is None:
+            self.optimizer.step()
+        else:
+            scaling.clip(self.optimizer)
+            scaling.scaler.step(self.optimizer)
+            scaling.scaler.update()
         self.optimizer.zero_grad()
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -168,7 +184,7 @@ def _record(run: Run, batch: digits.Digits, folder: Path) -> None:
 
 def _start(variant: Variant, job: results.Job, device: torch.device) -> Run:
     contender = variant.build(digits.build_model(job.seed).to(device))
-    optimizer, schedule = digits.build_optimizer(contender.ddp, job.steps)
+    optimizer, schedule = digits.build_optimizer(contender.ddp, job.steps, fused=contender.scaling is not None)
     return Run(variant, contender, optimizer, schedule)
 
 

@@ -45,11 +45,17 @@ class Exchange:
     wire_bytes: int
 
 
-def forward_backward(ddp: DistributedDataParallel, batch: Digits, *, exchange: bool = True) -> torch.Tensor:
+def forward_backward(
+    ddp: DistributedDataParallel,
+    batch: Digits,
+    *,
+    exchange: bool = True,
+    scaler: torch.amp.GradScaler | None = None,
+) -> torch.Tensor:
     """One loss and its gradients, exchanged with the other ranks or (`exchange` false) this rank's own."""
     with nullcontext() if exchange else ddp.no_sync():
         loss: torch.Tensor = nn.functional.cross_entropy(ddp(batch.images), batch.labels)
-        loss.backward()
+        (loss if scaler is None else scaler.scale(loss)).backward()
     return loss.detach()
 
 

@@ -55,7 +55,8 @@ def notes(rows: Sequence[Row], ranks: int) -> str:
     lines = [
         f"{rows[0].name}: {rows[0].setting}.",
         "hook: the same with gradient_as_bucket_view=True and fused_hook at that wire. wrapper: fusedreduce's own",
-        "  DistributedDataParallel in its place.",
+        "  DistributedDataParallel in its place. scaled: loss scaled, gradients clipped, AdamW fused, with torch's",
+        "  GradScaler and clip_grad_norm_ on torch DDP, with FusedGradScaler and our clip_grad_norm_ on the wrapper.",
         "gradient error: max |difference| / max |mean| per parameter, against the fp64 mean of the ranks' local",
         f"  gradients; the worst parameter, rank and step of every {PROBE_EVERY}th step.",
         "step: median of forward, backward, optimizer and zero_grad. sync: what of it is more than the median of the",
