@@ -74,10 +74,11 @@ class Measured:
         whole = 0 if values.dtype is torch.float64 or numel % _FOLD else values.numel() // numel
         if whole:
             self._whole_rows(row, values[: whole * numel].view(whole, numel))
-        if values.numel() > whole * numel:
-            for nth, part in enumerate(values[whole * numel :].split(numel)):
-                self._left.append((row + whole + nth, part))
-                self._left_numel += part.numel()
+        rest = values.numel() - whole * numel
+        if rest:
+            parts = (values[whole * numel :],) if rest < numel else values[whole * numel :].split(numel)
+            self._left.extend((row + whole + nth, part) for nth, part in enumerate(parts))
+            self._left_numel += rest
             if self._left_numel >= BLOCK_NUMEL:
                 self._leftovers()
 
@@ -117,8 +118,8 @@ class Measured:
         values32 = values if values.dtype is torch.float32 else squares.copy_(values)
         torch.mul(values32, values32, out=squares)
         folded = squares.view(rows, _FOLD, numel // _FOLD).sum(1)
-        self._host.sums[row : row + rows] = folded.sum(1, dtype=torch.float64)
-        self._squares[row : row + rows] = squares.amax(1)
+        torch.sum(folded, 1, dtype=torch.float64, out=self._host.sums[row : row + rows])
+        torch.amax(squares, 1, out=self._squares[row : row + rows])
         self._whole.append((row, values))
 
     def _leftovers(self) -> None:
