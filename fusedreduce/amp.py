@@ -257,14 +257,16 @@ def reducer_of(ddp: Wrapper) -> Reducer:
 
 
 class _Beginning:
-    """Called when a backward begins at a scaled loss."""
+    """Called when a backward begins at a scaled loss. A loss that is kept does not keep the reducers."""
 
     def __init__(self, reducers: Sequence[Reducer], scale: LossScale) -> None:
-        self._reducers, self._scale = reducers, scale
+        self._reducers, self._scale = [weakref.ref(one) for one in reducers], scale
 
     def __call__(self, _: object) -> None:
-        for reducer in self._reducers:
-            reducer.begin_scaled(self._scale)
+        for held in self._reducers:
+            reducer = held()
+            if reducer is not None:
+                reducer.begin_scaled(self._scale)
 
 
 def _followed(scaled: Any, begin: _Beginning) -> Any:

@@ -11,6 +11,7 @@ architecture, another Triton), the largest of the ranks' sums is every rank's.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -60,8 +61,9 @@ class Observed:
         self._required = False
         self._by_products = ByProducts((), parameters, result=False, source=False)
         self._collected = False  # by the latest synchronised step
-        self.additions = 0  # backwards' gradients that were added on this rank only
-        self._stamp: tuple[list[int], list[int]] | None = None  # which gradients, at which versions, were collected
+        self.additions = 0  # changes whenever a backward adds to gradients, or may have, that it does not reduce
+        # Which gradients were collected, and at which versions.
+        self._stamp: list[tuple[weakref.ref[torch.Tensor] | None, int]] | None = None
         complex_ = [parameter.is_complex() for parameter in parameters]
         raises = config.check_finite == "raise"
         self._finite = FiniteCheck(Named(names, complex_), communicator, raises=raises)
@@ -129,7 +131,16 @@ class Observed:
         Known are backwards, other tensors, and what raises a tensor's version. `.data`, fused optimizers and torch's
         `unscale_` do not.
         """
-        return self._collected and self._stamp == self._seen()
+        if not self._collected or self._stamp is None:
+            return False
+        for parameter, (seen, version) in zip(self._parameters, self._stamp, strict=True):
+            gradient = parameter.grad
+            if gradient is None or seen is None:
+                if gradient is not None or seen is not None:
+                    return False
+            elif seen() is not gradient or gradient._version != version:
+                return False
+        return True
 
     def reduced_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """As `grad_norm`, from by-products; only where there are."""
@@ -273,6 +284,7 @@ class Observed:
 
     def give_up(self) -> None:
         """A step was given up: whatever it left is in no unit that could be added to."""
+        self.additions += 1
         self.units.reduced()
         self._finite.forget()
         self._collected = False
@@ -298,9 +310,9 @@ class Observed:
         collected = self._collected and self._config.grad_stats
         return self._by_products.totals() if collected else self.table.measure()
 
-    def _seen(self) -> tuple[list[int], list[int]]:
+    def _seen(self) -> list[tuple[weakref.ref[torch.Tensor] | None, int]]:
         gradients = [parameter.grad for parameter in self._parameters]
-        return list(map(id, gradients)), [-1 if one is None else one._version for one in gradients]
+        return [(None, -1) if one is None else (weakref.ref(one), one._version) for one in gradients]
 
     def _shares(self) -> bool:
         return self._config.grad_stats and not self.alike

@@ -623,6 +623,7 @@ class Reducer:
         if self.state is ReducerState.ARMED:
             with self._lock:
                 if self._arrivals.begin_backward():
+                    self.observed.additions += 1  # should it not come to its end
                     self._backward_hooks.queue_end(self._arrivals.step)
 
     def _backward_ends(self, step: Step) -> None:

@@ -93,6 +93,8 @@ class LossUnits:
             stays: nothing is reduced: gradients, if any come here, stay on this rank.
         """
         self._look()
+        if self._held is _Unit.NOTHING and self._coming is None and self._running is None and not self._none():
+            self._held = _Unit.LOCAL  # of a local backward that came to no parameter with a hook
         self._largest, self._local = None, self._held is _Unit.LOCAL
         if self._held is _Unit.UNSCALED:
             self._largest = self._table.measure().total[1]

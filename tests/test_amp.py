@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import math
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -814,3 +816,12 @@ def test_gradients_of_1e_7_survive_an_fp16_wire(two: RankPool) -> None:
 
 def test_torchs_wrapper_is_clipped(two: RankPool) -> None:
     two.run(amp_cases.torchs_wrapper_is_clipped)
+
+
+def test_a_loss_that_is_kept_keeps_no_reducer() -> None:
+    side = Side(ours=True)
+    kept = side.scaler.scale(side.loss(0))
+    alive = weakref.ref(side.reducer)
+    del side
+    gc.collect()
+    assert alive() is None and kept.grad_fn is not None

@@ -404,6 +404,27 @@ def test_a_coefficient_for_some_of_the_gradients_is_refused(change: str) -> None
     assert exact_norm(run.gradients()) == pytest.approx(0.3, rel=1e-5)
 
 
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_coefficient_is_not_for_what_a_failed_backward_has_added(reset: bool) -> None:
+    run = Run("sgd")
+    run.backward(1)
+    clip_grad_norm_(run.reducer, 0.3, run.optimizer)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    loss = torch.stack([one.square().sum() for one in run.parameters]).sum()
+    run.reducer.prepare_for_backward(loss)
+    handle = run.parameters[0].register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    if reset:
+        run.reducer.reset()
+    with pytest.raises(FusedReduceError, match="a backward has added to the gradients"):
+        run.optimizer.step()
+
+
 def test_gradients_changed_in_place_after_a_clip_are_divided_with_the_rest() -> None:
     run = Run("sgd")
     run.backward(1)

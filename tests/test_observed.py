@@ -701,3 +701,17 @@ def test_without_grad_stats_a_norm_is_of_now_whatever_else_is_collected(check: A
         assert one.grad is not None
         one.grad.mul_(0.25)
     assert_close([reducer.observed.grad_norm()], exact_norms(parameters, 2.0)[-1:])
+
+
+def test_a_new_gradient_in_the_place_of_an_old_one_is_another() -> None:
+    """Memory, and with it an object's id, is used again at once; fresh tensors have the same versions."""
+    parameter = torch.zeros(8, 8, requires_grad=True)
+    reducer = Reducer([parameter], Loopback((_half,)))
+    reducer.observed.require()
+    for _ in range(8):
+        clear([parameter])
+        step(reducer, [torch.randn(8, 8)])
+        assert reducer.observed.has_by_products()
+        parameter.grad = None
+        parameter.grad = torch.empty(8, 8).fill_(3.0)
+        assert not reducer.observed.has_by_products()

@@ -757,3 +757,30 @@ def test_a_hook_that_hands_16_bit_numbers_on_flushes_nothing() -> None:
     scaled_loss.backward()
     assert parameter.grad is not None
     assert parameter.grad.tolist() == pytest.approx([1e-9] * 3, rel=1e-3)
+
+
+def test_an_unscaled_local_backward_that_tells_nobody_is_found_by_the_next_scaled_one() -> None:
+    """With few hooks it comes to no parameter with one; the gradients that it left are seen."""
+    parameters = [torch.ones(4, requires_grad=True) for _ in range(6)]
+    reducer = _reducer(parameters)
+    scale = loss_scale(1024.0)
+
+    def synchronised() -> None:
+        loss = torch.stack([one.square().sum() for one in parameters]).sum()
+        reducer.prepare_for_backward(loss)
+        scaled_loss = loss * scale.scale
+        assert scaled_loss.grad_fn is not None
+        scaled_loss.grad_fn.register_prehook(lambda _: reducer.begin_scaled(scale))
+        scaled_loss.backward()
+
+    for _ in range(8):
+        clear(parameters)
+        synchronised()
+    clear(parameters)
+    unhooked = [one for index, one in enumerate(parameters) if index not in reducer._arrivals.tells]
+    assert 0 < len(unhooked) < len(parameters)
+    with reducer.no_sync():
+        reducer.prepare_for_backward()
+        unhooked[0].sum().backward()
+    with pytest.raises(FusedReduceError, match="added scaled gradients to unscaled ones"):
+        synchronised()
