@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .gradients import real_dtype, summary
+from .gradients import real_dtype, real_numel, summary
 from .kernels import dispatch
 from .kernels.table import ChunkTable, Partials, PointerTable, SourcePartials, new_partials, new_source_partials
 
@@ -38,7 +38,7 @@ class BucketRows:
         self.device = device
         self.shapes = [tuple(one.shape) for one in parameters]
         self.complex_ = [one.is_complex() for one in parameters]
-        self.numels = [one.numel() * (2 if one.is_complex() else 1) for one in parameters]
+        self.numels = [real_numel(one) for one in parameters]
         self.dtypes = [real_dtype(one.dtype) for one in parameters]
         self._parameters = [weakref.ref(one) for one in parameters]
         if sparse:

@@ -85,7 +85,7 @@ class GradientTable:
 
     def _group(self, numbers: Sequence[int], device: torch.device) -> _Group:
         parameters = [self._parameters[number] for number in numbers]
-        numels = [one.numel() * (2 if one.is_complex() else 1) for one in parameters]
+        numels = [real_numel(one) for one in parameters]
         # In a table of their own a gradient's place on a wire means nothing: each begins on a vector of its own.
         offsets, end = [], 0
         for numel in numels:
@@ -186,6 +186,11 @@ def summary(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     first = torch.where(bad, index, flat.numel()).amin()
     peak = torch.cat([flat.abs(), flat.new_zeros(1)]).amax()
     return flat.square().sum(), peak, torch.where(first < flat.numel(), first, -1)
+
+
+def real_numel(parameter: torch.Tensor) -> int:
+    """Real numbers in a gradient of `parameter`'s: two per complex element."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 def in_memory(gradient: torch.Tensor) -> torch.Tensor | None:

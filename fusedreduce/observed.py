@@ -23,7 +23,7 @@ from .config import ReduceConfig, Wire
 from .exchange import collective_error
 from .finite import FiniteCheck, Named
 from .grad_bucket import GradBucket
-from .gradients import GradientTable, index_of, real_dtype
+from .gradients import GradientTable, index_of, real_dtype, real_numel
 from .kernels.table import Totals
 from .reductions import Reduction
 from .units import LossUnits
@@ -108,10 +108,7 @@ class Observed:
         totals = self._latest()
         wanted = self._collected and self._config.grad_stats
         flushed = self._by_products.source_totals().flushed if wanted else None
-        numels = [
-            counted_numel(one.numel() * (2 if one.is_complex() else 1), real_dtype(one.dtype), self._config.wire)
-            for one in self._parameters
-        ]
+        numels = [counted_numel(real_numel(one), real_dtype(one.dtype), self._config.wire) for one in self._parameters]
         return plain_numbers(totals, flushed, numels, self._names if per_parameter else None)
 
     def finite_check(self) -> FiniteCheck:

@@ -12,7 +12,7 @@ import torch
 from ..errors import CollectiveError, FusedReduceError
 from ..exchange import collective_error
 from ..grad_bucket import GradBucket
-from ..gradients import real_dtype
+from ..gradients import real_dtype, real_numel
 from ..kernels import dispatch
 from ..kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
 from ..units import LossUnits
@@ -214,7 +214,7 @@ class HookedReduction(TakenAtOnce):
 
     def _table(self) -> ChunkTable:
         if self._chunks is None:
-            numels = [p.numel() * (2 if p.is_complex() else 1) for p in self.members.parameters]
+            numels = [real_numel(one) for one in self.members.parameters]
             offsets = list(itertools.accumulate(numels, initial=0))
             self._chunks = ChunkTable(numels, offsets[:-1], [self._dtype] * len(numels), offsets[-1])
         return self._chunks
@@ -225,7 +225,7 @@ class HookedReduction(TakenAtOnce):
     def _allocated(self) -> tuple[torch.Tensor, GradientViews]:
         if self._buffer is None or self._aliases is None:
             first = self.members.parameters[0]
-            numel = sum(p.numel() * (2 if p.is_complex() else 1) for p in self.members.parameters)
+            numel = sum(map(real_numel, self.members.parameters))
             self._buffer = torch.empty(numel, dtype=self._dtype, device=first.device)
             self._views = self._cut(self._buffer)
             pairs = zip(self._views, self.members.parameters, strict=True)

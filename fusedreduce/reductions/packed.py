@@ -12,7 +12,7 @@ from ..bucket import Bucket, BucketState
 from ..comm.protocol import Communicator, Pending
 from ..exchange import InFlight
 from ..grad_bucket import GradBucket
-from ..gradients import real_dtype
+from ..gradients import real_dtype, real_numel
 from ..kernels import dispatch
 from ..kernels.table import Partials, PointerTable, SourcePartials
 from ..planning.layout import aligned_layout, flat_layout
@@ -62,7 +62,7 @@ class PackedReduction(Collecting):
         self._communicator = communicator
         self._shapes = [dense_shape(parameter) for parameter in members.parameters]
         self._dtypes = [parameter.dtype for parameter in members.parameters]
-        numels = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in members.parameters]
+        numels = [real_numel(parameter) for parameter in members.parameters]
         layout = aligned_layout(numels, wire_itemsize_bytes=wire_dtype.itemsize)
         real = [real_dtype(dtype) for dtype in self._dtypes]
         self.bucket = Bucket(layout, real, wire_dtype, members.device, members.label, self._shapes)
