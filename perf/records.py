@@ -190,7 +190,9 @@ def read(path: Path) -> dict[str, Any]:
     for key, kind in REQUIRED.items():
         value = record.get(key)
         if not isinstance(value, int | float if kind is float else kind) or isinstance(value, bool) != (kind is bool):
-            raise BenchError(f"{path.name}: {key!r} is {'missing' if key not in record else f'not a {kind.__name__}'}")
+            raise BenchError(
+                f"{path.name}: {key!r} is {'missing' if key not in record else f'not of type {kind.__name__}'}"
+            )
     if record["rehearsal"]:
         raise BenchError(f"{path.name} is a rehearsal: its numbers say nothing of the hardware")
     named = _FILE.fullmatch(path.name)
