@@ -1,6 +1,7 @@
 """Records of benchmark runs: what stands in one, how it is written and read, and how a benchmark ends.
 
-One JSON file per run, `<what>_<hardware>_<date>.json`. Every record says when, by which command, of which commit, on
+One JSON file per run, `<what>_<hardware>_<date>.json`, and -2, -3 for more of a day: no run replaces another, so that
+none is chosen by its numbers. Every record says when, by which command, of which commit, on
 what and with which versions it came about; what was measured stands beside that, under keys of the benchmark's own. A
 benchmark that cannot run, or whose check fails, raises BenchError: `entry` makes one line and exit status 1 of it.
 """
@@ -46,7 +47,7 @@ REQUIRED: dict[str, type] = {
     "rehearsal": bool,
 }
 _KNOWN_GPUS = re.compile(r"\b(h200|h100|a100)\b")
-_FILE = re.compile(r"(?P<what>.+)_(?P<hardware>[a-z0-9-]+)_(?P<date>\d{4}-\d{2}-\d{2})\.json")
+_FILE = re.compile(r"(?P<what>.+)_(?P<hardware>[a-z0-9-]+)_(?P<date>\d{4}-\d{2}-\d{2})(-\d+)?\.json")
 # What a run's numbers depend on; records and pages that were just written do not make it another program.
 _MEASURED_SOURCES = ("fusedreduce", "kernels", "perf", ":(exclude)perf/results")
 
@@ -138,7 +139,7 @@ def provenance(device: torch.device | str) -> dict[str, object]:
 
 
 def write(folder: Path, what: str, device: torch.device | str, *, rehearsal: bool = False, **content: object) -> Path:
-    """Writes <folder>/<what>_<hardware>_<date>.json, in one go: whoever reads it meanwhile has the old one.
+    """Writes <folder>/<what>_<hardware>_<date>.json, or beside it if that is there, and all of it or nothing.
 
     Args:
         folder: made if it is not there.
@@ -163,7 +164,11 @@ def write(folder: Path, what: str, device: torch.device | str, *, rehearsal: boo
     except ValueError as error:
         raise BenchError(f"{what}: a number is not finite, so there is no record ({error})") from error
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{what}_{record['device']}_{str(record['created'])[:10]}.json"
+    name = f"{what}_{record['device']}_{str(record['created'])[:10]}"
+    path, number = folder / f"{name}.json", 1
+    while path.exists():
+        number += 1
+        path = folder / f"{name}-{number}.json"
     beside = path.with_suffix(f".{os.getpid()}.tmp")
     beside.write_text(text + "\n")
     beside.replace(path)
@@ -214,7 +219,7 @@ def latest(folder: Path, what: str, hardware: str | None = None) -> dict[str, An
         named = _FILE.fullmatch(path.name)
         if named is not None and named["what"] == what and hardware in (None, named["hardware"]):
             found.append(read(path))
-    return max(found, key=lambda record: str(record["created"]), default=None)
+    return max(found, key=lambda record: str(record["created"]), default=None)  # ISO, in UTC: sorted by time
 
 
 @dataclass(frozen=True, kw_only=True)

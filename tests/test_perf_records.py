@@ -33,6 +33,15 @@ def test_a_record_says_where_it_comes_from(written: Path) -> None:
     assert list(written.parent.iterdir()) == [written]  # nothing half written stays
 
 
+def test_no_run_replaces_another(written: Path) -> None:
+    before = written.read_text()
+    for number in (2, 3):
+        again = records.write(written.parent, "step", "cpu", ranks=3 + number)
+        assert again.name == f"{written.stem}-{number}.json"
+        assert records.read(again)["ranks"] == 3 + number
+    assert written.read_text() == before
+
+
 def test_the_command_names_no_folder_of_this_machine() -> None:
     script = str(records.CHECKOUT / "perf" / "bench_step.py")
     typed = [script, "--out", "/some/where/else", "--to=/some/where", "/one", "200x50000", "-x", "a/b"]
