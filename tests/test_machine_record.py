@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fusedreduce.kernels.machine_record import BranchRow, Place, Row, Table, accesses, compare, dump, load
@@ -12,7 +14,7 @@ LOOP = BranchRow(in_flight_bytes=65536, per_16_bytes=15.75, loads={16: 4, 4: 1},
 ROW = Row(registers=40, spills=0, branches={BRANCH: LOOP, "zero->bf16": BranchRow(0, None, {}, {16: 4, 2: 1})})
 
 
-def changed(**figures: object) -> Row:
+def changed(**figures: Any) -> Row:
     """ROW with other figures in its first branch."""
     return ROW._replace(branches={**ROW.branches, BRANCH: LOOP._replace(**figures)})
 
