@@ -20,8 +20,7 @@ from typing import Any
 
 CASE_TIMEOUT_S = 120.0
 GROUP_TIMEOUT_S = 60.0
-# Python 3.11 tells the process that ranks are forked from nothing of sys.path.
-RANKS_ENVIRONMENT = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+RANKS_ENVIRONMENT = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "fusedreduce", "pytest", "hook_cases", "ddp_cases"]
 
 
@@ -76,7 +75,9 @@ class RankPool:
         context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="fusedreduce-ranks-")
         store = Path(self._folder.name) / "store"
-        with _environment({**RANKS_ENVIRONMENT, **(self._environment or {})}):
+        # Python 3.11 tells the process that ranks are forked from nothing of sys.path.
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with _environment({**RANKS_ENVIRONMENT, "PYTHONPATH": path, **(self._environment or {})}):
             for rank in range(self.world):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(rank, self.world, str(store), theirs), daemon=True)
