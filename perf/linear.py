@@ -1,8 +1,9 @@
 """Whether a cost grows in proportion: a line through measured points, and the judgement of how well it holds.
 
 The line is cost = fixed + slope x count, by least squares of relative deviations: points range over decades, and noise
-is a share of what is measured. It holds if, over the top two decades and as far as the slope outweighs the fixed cost
-(below that a point says little about the slope),
+is a share of what is measured. Points far from the line count for less (weights are taken anew until they settle), so
+that one that was hit by other work does not turn it. It holds if, over the top two decades and as far as the slope
+outweighs the fixed cost (below that a point says little about the slope),
 
 * no point's cost per unit (less the fixed cost) is more than 1.5 times the slope, nor less than the slope / 1.5, and
 * cost per unit does not grow: the median of the log-log slopes of all pairs of points (Theil's and Sen's estimate,
@@ -19,6 +20,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +28,8 @@ TOP = 100.0  # two decades
 MOST_RATIO = 1.5
 MOST_GROWTH = 0.1
 FEWEST = 3  # points of a judgement
+REWEIGHTINGS = 30
+NEAR = 0.05  # deviations below this count in full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +66,7 @@ def line(counts: Sequence[float], seconds: Sequence[float]) -> Line:
         seconds: of each; positive.
     """
     count, cost = np.asarray(counts, dtype=float), np.asarray(seconds, dtype=float)
-    weighted = np.stack([1 / cost, count / cost], axis=1)
-    fixed_s, slope_s = (float(part) for part in np.linalg.lstsq(weighted, np.ones_like(cost), rcond=None)[0])
-    if fixed_s < 0:  # best without one then
-        fixed_s, slope_s = 0.0, float((count / cost).sum() / (count / cost).dot(count / cost))
+    fixed_s, slope_s = _fit(count, cost)
     if slope_s <= 0:
         # It costs the same whatever the count: nothing grows, unless the fit has missed a growth elsewhere.
         fixed_s, slope_s = float(1 / np.mean(1 / cost)), 0.0
@@ -89,3 +90,18 @@ def line(counts: Sequence[float], seconds: Sequence[float]) -> Line:
     elif growth > MOST_GROWTH:
         why_not = f"the cost of each grows with exponent {growth:.2f}, {MOST_GROWTH} is allowed"
     return Line(fixed_s=fixed_s, slope_s=slope_s, judged=judged, worst_ratio=worst, growth=growth, why_not=why_not)
+
+
+def _fit(count: np.ndarray[Any, Any], cost: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """Fixed cost, not below 0, and slope."""
+    scale, doubt = cost, np.ones_like(cost)
+    fixed_s = slope_s = 0.0
+    for _ in range(REWEIGHTINGS):
+        weight = np.sqrt(doubt) / scale
+        both = np.stack([weight, weight * count], axis=1)
+        fixed_s, slope_s = (float(part) for part in np.linalg.lstsq(both, weight * cost, rcond=None)[0])
+        if fixed_s < 0:  # the best without one
+            fixed_s, slope_s = 0.0, float((weight**2 * count).dot(cost) / (weight**2 * count).dot(count))
+        scale = np.maximum(fixed_s + slope_s * count, cost / 100)
+        doubt = NEAR / np.maximum(NEAR, np.abs(cost / scale - 1))
+    return fixed_s, slope_s

@@ -41,9 +41,12 @@ def test_noise_does_not_fail_a_line(fixed_s: float, seed: int) -> None:
 
 
 def test_one_point_hit_by_other_work_does_not_fail_a_line() -> None:
-    seconds = noisy(lambda count: 1e-5 + 2e-6 * count, 0)
-    seconds[6] *= 1.3
-    assert linear.line(COUNTS, seconds).holds
+    for place, share in ((1, 5.0), (2, 0.1), (6, 1.3)):
+        seconds = noisy(lambda count: 1e-5 + 2e-6 * count, 0, share=0.02)
+        seconds[place] *= share
+        found = linear.line(COUNTS, seconds)
+        assert found.holds
+        assert found.slope_s == pytest.approx(2e-6, rel=0.05)
 
 
 @pytest.mark.parametrize("seed", range(20))
