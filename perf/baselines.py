@@ -202,21 +202,23 @@ class Passes:
     unscale    GradScaler's _amp_foreach_non_finite_check_and_unscale_
 
     Args:
-        one: whose gradients.
+        parameters: with their gradients; see `with_gradients`.
         max_norm: for clip.
         scale: for unscale.
     """
 
-    def __init__(self, one: BufferSet, max_norm: float, scale: float) -> None:
-        self._gradients = one.gradients
-        self._parameters = [nn.Parameter(gradient, requires_grad=False) for gradient in one.gradients]
-        for parameter, gradient in zip(self._parameters, one.gradients, strict=True):
-            parameter.grad = gradient
-        self._max_norm = max_norm
-        device = one.memory.device
+    def __init__(self, parameters: Sequence[nn.Parameter], max_norm: float, scale: float) -> None:
+        self._parameters, self._max_norm = parameters, max_norm
+        self._gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        device = self._gradients[0].device
         self._inverse = torch.full((1,), scale, device=device)
         self.found_inf = torch.zeros(1, device=device)
         self.total = torch.zeros((), device=device)
+
+    def spoil(self) -> None:
+        """Values that no pass leaves."""
+        self.total.fill_(math.nan)
+        self.found_inf.fill_(-1.0)
 
     def norm(self) -> None:
         """Leaves the norm in `total`."""
@@ -230,6 +232,14 @@ class Passes:
         """Leaves 1 in `found_inf` where something is not finite."""
         self.found_inf.zero_()
         torch._amp_foreach_non_finite_check_and_unscale_(self._gradients, self.found_inf, self._inverse)
+
+
+def with_gradients(one: BufferSet) -> list[nn.Parameter]:
+    """Parameters that have a set's gradients, and lie in the same memory: none more is taken."""
+    parameters = [nn.Parameter(gradient, requires_grad=False) for gradient in one.gradients]
+    for parameter, gradient in zip(parameters, one.gradients, strict=True):
+        parameter.grad = gradient
+    return parameters
 
 
 class _Operators(TorchDispatchMode):

@@ -250,28 +250,31 @@ def free_bytes(device: torch.device | str) -> int:
     return int(lines["MemAvailable"].split()[0]) * 1024
 
 
-def rotation(set_bytes: int, device: torch.device | str, *, besides_bytes: int = 0) -> int:
+def rotation(
+    set_bytes: int, device: torch.device | str, *, held_bytes: int | None = None, besides_bytes: int = 0
+) -> int:
     """How many sets of buffers make every use of one a cold one.
 
     At least 2, where they fit. Sets so small that `MOST_SETS` of them do not reach past the cache are not cold:
     `is_cold` tells.
 
     Args:
-        set_bytes: of everything that one set holds.
+        set_bytes: that one call moves through the cache.
         device: where the sets will be.
+        held_bytes: memory of one set, where that is more.
         besides_bytes: what else must fit.
 
     Raises:
         BenchError: too little memory.
     """
-    past_bytes = CACHES * cache_bytes(device)
+    past_bytes, held_bytes = CACHES * cache_bytes(device), held_bytes or set_bytes
     wanted = min(max(2, math.ceil(past_bytes / set_bytes)), MOST_SETS)
     have_bytes = int(MEMORY_SHARE * free_bytes(device)) - besides_bytes
-    fit = have_bytes // set_bytes
+    fit = have_bytes // held_bytes
     if fit >= wanted or (fit >= 1 and fit * set_bytes >= past_bytes):
         return min(wanted, fit)
     raise BenchError(
-        f"too little memory on {device}: {set_bytes / 2**30:.2f} GiB a set of buffers and "
+        f"too little memory on {device}: {held_bytes / 2**30:.2f} GiB a set of buffers and "
         f"{besides_bytes / 2**30:.2f} GiB besides, {have_bytes / 2**30:.2f} GiB can be had"
     )
 

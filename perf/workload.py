@@ -168,6 +168,8 @@ class Workload:
     def release(self) -> None:
         """Lets go of the sets, and of what was kept of them."""
         self.sets, self.filled = [], False
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def use(self, sets: int) -> None:
         """What is spoiled and checked from now on: the first sets."""
@@ -233,9 +235,9 @@ class Workload:
             flat, slot = gradient.view(-1), wire[offset : offset + numel]
             for part, stored in zip(flat.split(BLOCK_NUMEL), slot.split(BLOCK_NUMEL), strict=True):
                 # A divisor on the device: by a number, torch multiplies with its reciprocal there.
-                _same(name, stored, (part.float() / divisor).to(self.pair.wire))
+                same(name, stored, (part.float() / divisor).to(self.pair.wire))
         for begin, end in bucket.chunks.gaps:
-            _same(f"{name}, in the padding,", wire[begin:end], torch.zeros_like(wire[begin:end]))
+            same(f"{name}, in the padding,", wire[begin:end], torch.zeros_like(wire[begin:end]))
 
     def compact(self, wires: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The same without padding, as baselines lay buckets out."""
@@ -256,7 +258,7 @@ class Workload:
         found = []
         for number, one in enumerate(self.sets):
             memory = torch.full_like(one.memory, math.nan)
-            places = self.split([_moved(gradient, memory) for gradient in one.gradients])
+            places = self.split([moved(gradient, memory) for gradient in one.gradients])
             factor = self.one * scale
             for bucket, gradients in zip(one.buckets, places, strict=True):
                 reference.unpack(gradients, bucket.chunks, PointerTable(), bucket.wire, factor)
@@ -270,7 +272,7 @@ class Workload:
         for gradient, offset, numel in zip(gradients, offsets, numels, strict=True):
             flat, slot = gradient.view(-1), bucket.wire[offset : offset + numel]
             for stored, part in zip(flat.split(BLOCK_NUMEL), slot.split(BLOCK_NUMEL), strict=True):
-                _same("reference.unpack", stored, (part.float() * factor).to(self.pair.gradients))
+                same("reference.unpack", stored, (part.float() * factor).to(self.pair.gradients))
 
     def spoil_wires(self) -> None:
         """NaN in every wire."""
@@ -287,12 +289,12 @@ class Workload:
         """Raises BenchError unless wires begin with these, up to so many units in the last place."""
         for one, wires in zip(self.sets[: self.used], expected, strict=False):
             for bucket, wire in zip(one.buckets, wires, strict=True):
-                _same(name, bucket.wire[: wire.numel()], wire, units)
+                same(name, bucket.wire[: wire.numel()], wire, units)
 
     def check_gradients(self, name: str, expected: Sequence[torch.Tensor]) -> None:
         """Raises BenchError unless gradients are these, and nothing between them was written."""
         for one, memory in zip(self.sets[: self.used], expected, strict=False):
-            _same(name, one.memory, memory)
+            same(name, one.memory, memory)
 
     def check_scaled(self, name: str, expected: Sequence[torch.Tensor], factors: Sequence[float], rtol: float) -> None:
         """Raises BenchError unless gradients are these times a factor per set, the worst element off by `rtol`."""
@@ -323,12 +325,12 @@ def _strides(size: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(size[place + 1 :]) for place in range(len(size)))
 
 
-def _moved(gradient: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+def moved(gradient: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     """What lies at the gradient's place in another memory."""
     return memory.as_strided(gradient.size(), gradient.stride(), gradient.storage_offset())
 
 
-def _same(name: str, actual: torch.Tensor, expected: torch.Tensor, units: int = 0) -> None:
+def same(name: str, actual: torch.Tensor, expected: torch.Tensor, units: int = 0) -> None:
     """Raises BenchError unless all bits are equal, or values within so many units in the last place of `expected`."""
     bits = {2: torch.int16, 4: torch.int32}[expected.dtype.itemsize]
     if torch.equal(actual.view(bits), expected.view(bits)):
