@@ -32,6 +32,7 @@ from typing import Any
 import harness
 import linear
 import records
+import report_tables
 import timing
 import torch
 import torch.distributed as dist
@@ -385,19 +386,12 @@ def sweep(measured: str, axis: str, max_bytes: int, device: torch.device) -> dic
     return {"points": rows, "again": noise, "line": {**asdict(fit), "holds": fit.holds}}
 
 
-def slope_text(axis: str, line: Mapping[str, Any]) -> str:
-    """A line's slope and fixed cost, with units."""
-    fixed = f"{line['fixed_s'] * 1e6:,.1f} us fixed"
-    if axis == "bytes":
-        rate = f" ({1 / line['slope_s'] / 1e9:.2f} GB/s of gradients)" if line["slope_s"] else ""
-        return f"{line['slope_s'] * 1e12:.2f} us per MB{rate}, {fixed}"
-    return f"{line['slope_s'] * 1e6:.3f} us per {axis[:-1]}, {fixed}"
-
-
 def show(measured: str, axis: str, found: Mapping[str, Any]) -> None:
     """Prints a sweep."""
     line = found["line"]
-    print(f"\n{measured} against {axis}: {slope_text(axis, line)}; the same twice: {found['again']:.3f}")
+    slope = report_tables.slope_text(axis, line["slope_s"])
+    fixed = f"{line['fixed_s'] * 1e6:,.1f} us fixed"
+    print(f"\n{measured} against {axis}: {slope}, {fixed}; the same twice: {found['again']:.3f}")
     for row in found["points"]:
         spread = records.Spread.of(row["seconds"])
         said = line["fixed_s"] + line["slope_s"] * row["count"]
