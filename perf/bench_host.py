@@ -163,10 +163,8 @@ def case_of(name: str, build: harness.Build, point: Point, device: torch.device)
     return case
 
 
-def calls_of(case: harness.Case, device: torch.device) -> float | None:
-    """Python calls of a step; None where some cannot be counted."""
-    if not PythonCalls.sees_all(device.type):
-        return None
+def calls_of(case: harness.Case, device: torch.device) -> float:
+    """Python calls of a step."""
     counter, counts = PythonCalls(), []
     for _ in range(COUNTED_STEPS):
         case.prepare()
@@ -216,10 +214,10 @@ class Line:
         return Line(slope=slope, intercept=intercept, worst=worst)
 
 
-def costs(point: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+def costs(point: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """By variant what a step takes more than the floor: microseconds with their spread, and Python calls."""
     seconds, calls = point["seconds"], point["calls"]
-    rows: dict[str, dict[str, float | None]] = {}
+    rows: dict[str, dict[str, float]] = {}
     for name in seconds:
         over = [mine - floor for mine, floor in zip(seconds[name], seconds[FLOOR], strict=True)]
         spread = records.Spread.of(seconds[name] if name == FLOOR else over)
@@ -227,7 +225,7 @@ def costs(point: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
             "us": spread.median_ms * 1e3,
             "p20_us": spread.p20_ms * 1e3,
             "p80_us": spread.p80_ms * 1e3,
-            "calls": None if calls[name] is None else calls[name] - (0 if name == FLOOR else calls[FLOOR]),
+            "calls": calls[name] - (0 if name == FLOOR else calls[FLOOR]),
         }
     return rows
 
@@ -240,7 +238,6 @@ def slopes(points: Sequence[Mapping[str, Any]], sweep: str) -> dict[str, dict[st
         name: {
             key: asdict(Line.through(places, [point["variants"][name][key] for point in swept]))
             for key in ("us", "calls")
-            if swept[0]["variants"][name][key] is not None
         }
         for name in swept[0]["variants"]
         if name != FLOOR
@@ -259,22 +256,17 @@ def show(points: Sequence[Mapping[str, Any]], lines: Mapping[str, Any], stages: 
     print(f"{'variant':34} " + " ".join(f"{size:>15}" for size in sizes))
     for name in points[0]["variants"]:
         row = [point["variants"][name] for point in points]
-        print(f"{name:34} " + " ".join(f"{cell['us']:8.0f} {_whole(cell['calls'])}" for cell in row))
+        print(f"{name:34} " + " ".join(f"{cell['us']:8.0f} {cell['calls']:6.0f}" for cell in row))
     print("\nSlopes: per parameter and per bucket, us (worst point off the line, us) and calls")
     for name in lines["parameter"]:
         cells = []
         for sweep in ("parameter", "bucket"):
-            us, calls = (lines[sweep][name].get(key) for key in ("us", "calls"))
-            counted = "" if calls is None else f" {calls['slope']:7.2f} calls"
-            cells.append(f"{us['slope']:8.2f} us ({us['worst']:6.0f}){counted} / {sweep}")
+            us, calls = (lines[sweep][name][key] for key in ("us", "calls"))
+            cells.append(f"{us['slope']:8.2f} us ({us['worst']:6.0f}) {calls['slope']:7.2f} calls / {sweep}")
         print(f"{name:34} " + "   ".join(cells))
     print(f"\nStages of ours, {stages['parameters']} parameters in {stages['buckets']} buckets: us (calls) per step")
     for name, row in stages["variants"].items():
         print(f"{name:34} " + ", ".join(f"{stage} {one['us']:.0f} ({one['calls']:.0f})" for stage, one in row.items()))
-
-
-def _whole(calls: float | None) -> str:
-    return f"{'-':>6}" if calls is None else f"{calls:6.0f}"
 
 
 def main() -> int:
@@ -288,6 +280,8 @@ def main() -> int:
     if asked.rounds < 2:
         parser.error("at least 2 rounds")
     records.pick_device(asked.device)
+    if not PythonCalls.sees_all(asked.device):
+        raise records.BenchError("on a GPU autograd's thread runs the hooks; its calls are seen from Python 3.12 on")
     sweeps = SMALL_SWEEPS if asked.rehearse else SWEEPS
     (result,) = harness.run_ranks(measure, 1, sweeps, asked.rounds, asked.device)
     points = []
@@ -312,6 +306,7 @@ def main() -> int:
         points=points,
         slopes=lines,
         stages=result["stages"],
+        calls_of_all_threads=True,
     )
     print(f"\n{path}")
     return 0

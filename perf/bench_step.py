@@ -175,9 +175,8 @@ def show(name: str, run: Run, ranks: int, result: Mapping[str, Any]) -> None:
         "operators, collectives, launches and MB are over no DDP's"
     )
     header = f"{'step ms':>8} {'p20':>8} {'p80':>8} {'sync ms':>8} {'p20':>8} {'p80':>8} {'ratio':>6}"
-    print(
-        f"{'variant':64} {header} {'ops':>7} {'coll':>5} {'launch':>7} {'waits':>5} {'GPU ms':>7} {'held MB':>8} {'peak MB':>8}"
-    )
+    header += f" {'ops':>7} {'coll':>5} {'launch':>7} {'waits':>5} {'GPU ms':>7} {'held MB':>8} {'peak MB':>8}"
+    print(f"{'variant':64} {header}")
     for variant, row in result["variants"].items():
         keys = ("step_ms", "step_p20_ms", "step_p80_ms", "sync_ms", "sync_p20_ms", "sync_p80_ms")
         line = " ".join(_number(row.get(key), 8) for key in keys)
