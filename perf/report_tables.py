@@ -370,7 +370,7 @@ def _cell(text: str) -> str:
 def missed(record: Record) -> Lines:
     """What a record was to reach and did not, a bullet each."""
     what = record["what"]
-    if what == "kernels":
+    if family(what) == "kernels":
         return [
             f"{one['direction']} {one['model']} {one['pair']} {one['way']}: {one['what']} is {one['figure']:.3f}, "
             + (f"at least {one['least']:.2f}" if "least" in one else f"at most {one['most']:.2f}")
@@ -426,7 +426,7 @@ def _step_missed(verdict: Record) -> str:
 def summary(record: Record) -> Lines:
     """What a record comes to, in a few bullets; best and worst, so that what is lost is in it."""
     what = record["what"]
-    if what == "kernels":
+    if family(what) == "kernels":
         cold = [row for row in record["rows"] if row["cache"] == "cold" and row["direction"] != "after"]
         ratios = [
             1 / min(case["ratio"] for name, case in row["cases"].items() if name.startswith(TORCH_CASE)) for row in cold
@@ -483,7 +483,9 @@ TABLES: Mapping[str, Callable[[Record], Lines]] = {
 
 
 def family(what: str) -> str | None:
-    """Which table a record has: "step-clip" that of step. None: there is none for it."""
+    """Which table a record has: "step-clip" that of step, gpu-check's headline that of kernels. None: none."""
+    if what == "headline":
+        return "kernels"
     for name in TABLES:
         if what == name or what.startswith((f"{name}-", f"{name}_")):
             return name

@@ -269,6 +269,13 @@ def test_records_that_cannot_be_shown_are_refused(
         report.blocks(report.latest_records(folder))
 
 
+def test_the_headline_of_gpu_check_stands_with_the_kernels(tmp_path: Path) -> None:
+    records.write(tmp_path, "headline", "cpu", **CONTENT["kernels"])
+    made = report.blocks(report.latest_records(tmp_path))
+    assert LOST["kernels"] in made["kernels"]
+    assert MISSED["kernels"][0] in made[report.MISSED]
+
+
 def test_a_record_without_a_table_is_refused(tmp_path: Path) -> None:
     records.write(tmp_path, "something", "cpu")
     with pytest.raises(records.BenchError, match="no table for 'something'"):
