@@ -266,7 +266,7 @@ def options() -> argparse.Namespace:
         "--models", nargs="+", metavar="NAME", help=f"default: {LARGE} {SMALL}; {', '.join(models.NAMES)}"
     )
     parser.add_argument("--ranks", type=int, default=2, help="processes of one thread each (default: 2)")
-    parser.add_argument("--steps", type=int, default=32, help="timed rounds (default: 32)")
+    parser.add_argument("--steps", type=int, default=24, help="timed rounds (default: 24)")
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl on a GPU, else gloo")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--optimizer", choices=("none", "sgd", "adamw"), help="default: adamw with --models, else none")
