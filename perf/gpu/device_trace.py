@@ -107,7 +107,7 @@ def watch(step: Callable[[], object], device: torch.device, steps: int, between:
         if on_gpu:
             torch.cuda.synchronize(device)
         # One trace a step: what `between` does is not in it.
-        with profile(activities=activities) as profiled:
+        with profile(activities=activities, acc_events=True) as profiled:
             with record_function(STEP):
                 step()
             if on_gpu:
