@@ -9,6 +9,7 @@ the first, when it is through with everything else, reads them: one list of test
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -52,12 +53,15 @@ class Reporter:
     def __init__(self, config: pytest.Config, path: str) -> None:
         self._config = config
         self._path = path
+        self._parent = os.getppid()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._write(report.nodeid, self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self._write(nodeid, None)
+        if os.getppid() != self._parent:  # killed: nobody reads this
+            pytest.exit("the first process has ended")
 
     def _write(self, nodeid: str, report: dict[str, Any] | None) -> None:
         with open(self._path, "a") as file:
