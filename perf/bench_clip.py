@@ -27,7 +27,6 @@ import harness
 import records
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
 from fusedreduce.kernels import dispatch
@@ -45,9 +44,9 @@ def rate(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
 
-def torch_best(model: nn.Module) -> TorchDDP:
-    """torch's DDP as it is fastest on both shapes (perf/bench_step.py)."""
-    return TorchDDP(model, batched_grad_copy=True, gradient_as_bucket_view=True)
+def torch_best() -> tuple[str, harness.Build]:
+    """torch's DDP as it is fastest on both shapes (perf/bench_step.py), rebuilt where torch lacks it; with its name."""
+    return harness.torch_batched(views=True)
 
 
 def ours(model: nn.Module, **config: Any) -> fusedreduce.DistributedDataParallel:
@@ -57,9 +56,10 @@ def ours(model: nn.Module, **config: Any) -> fusedreduce.DistributedDataParallel
 
 def clip_cases(shape: harness.Shape, rows: torch.Tensor, max_norm: float) -> dict[str, tuple[nn.Module, Step]]:
     """Steps that clip."""
+    torch_name, torch_ddp = torch_best()
 
     def torchs(*, clip: bool) -> tuple[nn.Module, Step]:
-        ddp = torch_best(harness.Many(*shape))
+        ddp = torch_ddp(harness.Many(*shape))
         optimizer = rate(ddp)
 
         def step() -> None:
@@ -86,8 +86,8 @@ def clip_cases(shape: harness.Shape, rows: torch.Tensor, max_norm: float) -> dic
         return ddp, step
 
     return {
-        "torch DDP, clip_grad_norm_": torchs(clip=True),
-        "torch DDP, not clipped": torchs(clip=False),
+        f"{torch_name}, clip_grad_norm_": torchs(clip=True),
+        f"{torch_name}, not clipped": torchs(clip=False),
         "ours, not clipped": wrapped(clip=False),
         "ours, measured, multiplied": wrapped(reuse=False, fold=False),
         "ours, measured, folded": wrapped(reuse=False, fold=True),
@@ -103,9 +103,10 @@ def clip_cases(shape: harness.Shape, rows: torch.Tensor, max_norm: float) -> dic
 
 def scale_cases(shape: harness.Shape, rows: torch.Tensor, max_norm: float) -> dict[str, tuple[nn.Module, Step]]:
     """Steps that scale the loss, and clip."""
+    torch_name, torch_ddp = torch_best()
 
     def torchs() -> tuple[nn.Module, Step]:
-        ddp = torch_best(harness.Many(*shape))
+        ddp = torch_ddp(harness.Many(*shape))
         optimizer = rate(ddp)
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
 
@@ -133,7 +134,7 @@ def scale_cases(shape: harness.Shape, rows: torch.Tensor, max_norm: float) -> di
         return ddp, step
 
     return {
-        "torch DDP, GradScaler": torchs(),
+        f"{torch_name}, GradScaler": torchs(),
         "ours, FusedGradScaler, multiplied": wrapped(fold=False),
         "ours, FusedGradScaler, folded": wrapped(fold=True),
         "ours bf16, FusedGradScaler, folded": wrapped(fold=True, wire="bf16"),
@@ -240,14 +241,14 @@ def table(title: str, times: Mapping[str, list[float]]) -> dict[str, dict[str, f
     """Prints and returns a row per case; ratios are medians of those within a round."""
     base = next(iter(times))
     rows = {}
-    print(f"\n{title}; ratios to {base!r}\n{'case':42} {'ms':>8} {'p20':>8} {'p80':>8} {'ratio':>6}")
+    print(f"\n{title}; ratios to {base!r}\n{'case':52} {'ms':>8} {'p20':>8} {'p80':>8} {'ratio':>6}")
     for name, seconds in times.items():
         spread = records.Spread.of(seconds)
         ratio = (
             records.Spread.of([mine / first for mine, first in zip(seconds, times[base], strict=True)]).median_ms / 1e3
         )
         rows[name] = {"ms": spread.median_ms, "p20_ms": spread.p20_ms, "p80_ms": spread.p80_ms, "ratio": ratio}
-        print(f"{name:42} {spread.median_ms:8.2f} {spread.p20_ms:8.2f} {spread.p80_ms:8.2f} {ratio:6.3f}")
+        print(f"{name:52} {spread.median_ms:8.2f} {spread.p20_ms:8.2f} {spread.p80_ms:8.2f} {ratio:6.3f}")
     return rows
 
 
