@@ -10,7 +10,7 @@ written by hand and left alone. Of each benchmark and kind of hardware the lates
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ README = records.CHECKOUT / "README.md"
 # Benchmarks of a table, by the block of the page that it is in.
 BLOCKS = tuple(name.replace("_", "-") for name in report_tables.TABLES)
 MISSED, SUMMARY = "missed", "summary"
-ONLY_CPU = ("hook", "clip", "schedule", "prediction")
+ONLY_CPU = ("clip", "schedule", "prediction")
 _BEGIN = re.compile(r"<!-- begin (?P<name>[a-z-]+)\b[^>]*-->\n")
 NO_GPU = "No result on a GPU yet."
 NOTHING = "Not measured yet."
@@ -67,10 +67,39 @@ def blocks(found: Sequence[Record]) -> dict[str, str]:
             lines += _section(record)
         made[name] = "\n".join(lines).strip()
     made[MISSED] = _listed(found, report_tables.missed, "Nothing that was measured missed what it was to reach.")
-    made[SUMMARY] = _listed(found, report_tables.summary, NOTHING)
-    if found and all(one["device"] == "cpu" for one in found):
-        made[SUMMARY] += f"\n\n{NO_GPU}"
+    made[SUMMARY] = _summary(found)
     return made
+
+
+def _summary(found: Sequence[Record]) -> str:
+    """What a reader decides by, a paragraph and some bullets per machine; and whether there was a GPU."""
+    paragraphs = [] if found else [NOTHING]
+    by_device: dict[str, list[Record]] = {}
+    for record in found:
+        by_device.setdefault(record["device"], []).append(record)
+    for mine in by_device.values():
+        kinds = {record["what"] for record in mine}
+        bullets: Lines = []
+        used = []
+        for record in mine:
+            # gpu-check's headline is a part of the whole matrix.
+            lines = [] if record["what"] == "headline" and "kernels" in kinds else _of(report_tables.summary, record)
+            bullets += [f"- {line}" for line in lines]
+            used += [record] if lines else []
+        if used:
+            hardware = str(used[0]["hardware"]).split(",")[0]
+            torchs = " and ".join(sorted({str(record["versions"]["torch"]) for record in used}))
+            paragraphs.append("\n".join([f"On {hardware}, torch {torchs}:", "", *bullets]))
+    if all(record["device"] == "cpu" for record in found):
+        paragraphs.append(NO_GPU)
+    return "\n\n".join(paragraphs)
+
+
+def _of(lines: Callable[[Record], Lines], record: Record) -> Lines:
+    try:
+        return lines(record)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise _odd(record, error) from error
 
 
 def _section(record: Record) -> Lines:
@@ -84,15 +113,11 @@ def _section(record: Record) -> Lines:
     return [title, "", *report_tables.origin(record), *shown, *lines, ""]
 
 
-def _listed(found: Sequence[Record], of: Any, otherwise: str) -> str:
+def _listed(found: Sequence[Record], of: Callable[[Record], Lines], otherwise: str) -> str:
     """Bullets of all records, each with where it comes from."""
     lines: Lines = []
     for record in found:
-        try:
-            bullets = of(record)
-        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-            raise _odd(record, error) from error
-        if bullets:
+        if bullets := _of(of, record):
             where = (
                 f"**{record['what']}** on {str(record['hardware']).split(',')[0]}, torch {record['versions']['torch']}"
             )
@@ -140,7 +165,7 @@ def pages(found: Sequence[Record]) -> dict[Path, tuple[str, str]]:
     made = blocks(found)
     texts = {PAGE: PAGE.read_text(), README: README.read_text()}
     return {
-        path: (text, filled(text, made, needed=[*BLOCKS, MISSED] if path == PAGE else ()))
+        path: (text, filled(text, made, needed=[*BLOCKS, MISSED, SUMMARY] if path == PAGE else [SUMMARY]))
         for path, text in texts.items()
     }
 

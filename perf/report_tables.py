@@ -6,6 +6,7 @@ what was demanded and not reached. Keys that are not shown may be anything; one 
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,8 +17,12 @@ Lines = list[str]
 # Names in the records, as perf/kernel_cases.py and perf/step_variants.py give them.
 OURS, NORMS = "ours", "ours, norms"
 TORCH_CASE = "torch: "
+NATIVE, NATIVE_VIEWS, BF16 = "ours native", "ours native, views", "ours bf16"
+HOOK_BF16 = "fused_hook bf16, views"
+DECIDING = (NATIVE, NATIVE_VIEWS, BF16, HOOK_BF16)
 HEADLINE_PAIRS = ("fp32-bf16", "fp32-fp32", "bf16-bf16", "fp32-native", "bf16-native")
 SLOWER = "**slower**"
+MORE = "**more**"
 MISSED = "**MISSED**"
 
 
@@ -44,6 +49,11 @@ def ratio_text(ratio: float | None) -> str:
     if ratio is None:
         return "-"
     return f"{ratio:.2f} {SLOWER}" if ratio > 1.005 else f"{ratio:.2f}"
+
+
+def is_torchs(name: str) -> bool:
+    """Whether a variant has nothing of ours in it: torch's own, or what is rebuilt where torch lacks it."""
+    return name.startswith(("torch", "rebuilt"))
 
 
 def number(value: float | None, places: int = 2) -> str:
@@ -156,41 +166,20 @@ def _strongest_ms(model: Record) -> float:
     return strongest_ms
 
 
-def hook(record: Record) -> Lines:
-    """A table per shape."""
-    lines: Lines = []
-    for shape, variants in record["shapes"].items():
-        strongest = min(row["sync_ms"] for name, row in variants.items() if name.startswith("torch"))
-        rows = [
-            [
-                name,
-                number(row["step_ms"]),
-                number(row["alone_ms"]),
-                number(row["sync_ms"]),
-                number(row["ratio"]),
-                (ratio_text if _is_ours(name) else number)(share_of(row["sync_ms"], strongest)),
-            ]
-            for name, row in variants.items()
-        ]
-        headings = ["variant", "step ms", "without exchange ms", "sync ms", "of torch DDP's", "of torch's least"]
-        lines += [f"{shape} parameters, {record['ranks']} ranks:", "", *table(headings, rows), ""]
-    return lines[:-1]
-
-
 def clip(record: Record) -> Lines:
     """A table per part and shape."""
     lines: Lines = []
     for part, shapes in record["parts"].items():
         for shape, cases in shapes.items():
             base = next(iter(cases))
-            rivals = base.startswith("torch")
+            rivals = is_torchs(base)
             ranks = f"{record['ranks']} ranks" if part != "kernels" else "one process"
             rows = [
                 [
                     name,
                     number(row["ms"]),
                     f"{row['p20_ms']:,.2f} to {row['p80_ms']:,.2f}",
-                    ratio_text(row["ratio"]) if rivals and not name.startswith("torch") else number(row["ratio"]),
+                    ratio_text(row["ratio"]) if rivals and not is_torchs(name) else number(row["ratio"]),
                 ]
                 for name, row in cases.items()
             ]
@@ -202,18 +191,17 @@ def clip(record: Record) -> Lines:
 def host(record: Record) -> Lines:
     """Slopes per parameter and per bucket, points, and where ours spends it."""
     lines: Lines = []
-    counted = "" if record["calls_of_all_threads"] else " Calls of autograd's threads are not counted there."
     for sweep, variants in record["slopes"].items():
         rows = [
             [name, *(number(line[key][part]) for key in ("us", "calls") for part in ("slope", "intercept", "worst"))]
             for name, line in variants.items()
         ]
         headings = ["variant", f"us per {sweep}", "us besides", "worst point off", f"calls per {sweep}"]
-        lines += [f"Host time of a step over no DDP's, against the number of {sweep}s:{counted}", ""]
+        lines += [f"Host time of a step over no DDP's, against the number of {sweep}s:", ""]
         lines += [*table([*headings, "calls besides", "worst point off"], rows), ""]
     for point in record["points"]:
         variants = point["variants"]
-        torchs = min(row["us"] for name, row in variants.items() if name.startswith("torch DDP"))
+        torchs = min(row["us"] for name, row in variants.items() if is_torchs(name))
         rows = [
             [
                 name,
@@ -424,45 +412,83 @@ def _step_missed(verdict: Record) -> str:
 
 
 def summary(record: Record) -> Lines:
-    """What a record comes to, in a few bullets; best and worst, so that what is lost is in it."""
+    """What a reader decides by: a line or two of a record, with what is lost in them; [] for most."""
     what = record["what"]
     if family(what) == "kernels":
-        cold = [row for row in record["rows"] if row["cache"] == "cold" and row["direction"] != "after"]
-        ratios = [
-            1 / min(case["ratio"] for name, case in row["cases"].items() if name.startswith(TORCH_CASE)) for row in cold
-        ]
-        shares = [row["cases"][OURS]["share_copy"] for row in cold if "share_copy" in row["cases"][OURS]]
-        if not cold:
-            return []
-        rate = f", at {_range(shares)} of the rate of a copy" if shares else ""
-        return [f"pack and unpack: {_range(ratios)} of the fastest of torch's ways in {len(cold)} cases{rate}"]
-    if family(what) == "step":
-        return [
-            f"{name}: synchronisation of the wrapper and the hook, as a share of {model['strongest_of_torch']!r}: "
-            + ", ".join(
-                f"{variant} {ratio_text(share_of(row['sync_ms'], _strongest_ms(model)))}"
-                for variant, row in model["variants"].items()
-                if _is_ours(variant)
-            )
-            for name, model in record["models"].items()
-        ]
+        return _kernels_summary(record)
+    if what == "step" or (record["device"] != "cpu" and re.fullmatch(r"step-\d+ranks", what)):  # as many as GPUs
+        return [*_step_summary(record), *_memory_summary(record)]
     if what == "clip":
-        return [
-            f"{part}, {shape}: a step is "
-            + _range([row["ratio"] for name, row in cases.items() if not name.startswith("torch")])
-            + f" of {next(iter(cases))!r}"
-            for part, shapes in record["parts"].items()
-            if part in ("clip", "scale")
-            for shape, cases in shapes.items()
-        ]
-    if what == "scale":
-        return [
-            f"{measured} against {axis}: {slope_text(axis, sweep['line']['slope_s'])}"
-            + ("" if sweep["line"]["holds"] else f", {MISSED}: not linear")
-            for measured, axes in record["sweeps"].items()
-            for axis, sweep in axes.items()
-        ]
+        return _clip_summary(record)
+    if what == "gpu_check":
+        stages = record["stages"].values()
+        judged = [one["met"] for stage in stages for one in stage["findings"] if one["met"] is not None]
+        fine = sum(stage["status"] == "ok" for stage in stages)
+        return [f"`make gpu-check`: {fine} of {len(stages)} stages ok, {sum(judged)} of {len(judged)} demands met"]
     return []
+
+
+def _kernels_summary(record: Record) -> Lines:
+    """A line per direction."""
+    lines = []
+    for direction in ("pack", "unpack"):
+        rows = [row for row in record["rows"] if row["cache"] != "warm" and row["direction"] == direction]
+        if not rows:
+            continue
+        theirs = [[case["ratio"] for name, case in row["cases"].items() if name.startswith(TORCH_CASE)] for row in rows]
+        ratios = [1 / min(found) for found in theirs]
+        slower = sum(ratio > 1.005 for ratio in ratios)
+        lost = f", {slower} of them {SLOWER}" if slower else ""
+        shares = [row["cases"][OURS]["share_copy"] for row in rows if "share_copy" in row["cases"][OURS]]
+        rate = f"; {_range(shares)} of a copy's rate" if shares else ""
+        lines.append(
+            f"{direction}, {len(rows)} cases{lost}: {_range(ratios)} of the time of the fastest of torch's ways{rate}"
+        )
+    return lines
+
+
+def _step_summary(record: Record) -> Lines:
+    """A line per model."""
+    return [
+        f"synchronising {name}, {record['ranks']} ranks, as a share of {model['strongest_of_torch']!r}: "
+        + ", ".join(
+            f"{variant} {ratio_text(share_of(model['variants'][variant]['sync_ms'], _strongest_ms(model)))}"
+            for variant in DECIDING
+            if variant in model["variants"]
+        )
+        for name, model in record["models"].items()
+    ]
+
+
+def _memory_summary(record: Record) -> Lines:
+    """One line, if memory was measured."""
+    held = {name: row["over_peak_bytes"] for name, row in record["memory"]["variants"].items()}
+    shown = {name: held[name] for name in held if (_is_ours(name) or is_torchs(name)) and held[name] is not None}
+    least = min((value for name, value in shown.items() if is_torchs(name)), default=None)
+    if least is None:
+        return []
+    words = [
+        f"{name} {number(value / 1e6, 1)}{f' {MORE}' if _is_ours(name) and value > least else ''}"
+        for name, value in shown.items()
+    ]
+    return [f"peak of memory, MB above {record['memory']['model']} without DDP: {', '.join(words)}"]
+
+
+def _clip_summary(record: Record) -> Lines:
+    """One line: the steps that clip, by what else they do."""
+    words = []
+    for part, does in (("clip", "clips"), ("scale", "scales its loss and clips")):
+        shapes = record["parts"].get(part, {}).values()
+        ratios = [
+            row["ratio"]
+            for cases in shapes
+            for name, row in cases.items()
+            if not is_torchs(name) and "not clipped" not in name
+        ]
+        if ratios:
+            slower = f" {SLOWER}" if max(ratios) > 1.005 else ""
+            words.append(f"a step that {does} takes {_range(ratios)}{slower}")
+    return [f"{', '.join(words)} of torch's"] if words else []
 
 
 def _range(ratios: Sequence[float]) -> str:
@@ -472,7 +498,6 @@ def _range(ratios: Sequence[float]) -> str:
 TABLES: Mapping[str, Callable[[Record], Lines]] = {
     "kernels": kernels,
     "step": step,
-    "hook": hook,
     "clip": clip,
     "host": host,
     "scale": scale,

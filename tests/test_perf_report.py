@@ -12,11 +12,13 @@ import perf_path
 import pytest
 
 # isort: split
+import harness
 import linear
 import records
 import report
 import report_plots
 import report_tables
+import step_variants
 
 assert records.RESULTS.parent == perf_path.PERF
 
@@ -81,15 +83,6 @@ CONTENT: dict[str, dict[str, Any]] = {
             {"what": "memory of bf16 is more", "met": False},
         ],
     },
-    "hook": {
-        "ranks": 2,
-        "shapes": {
-            "2 x 8": {
-                "torch DDP": {"step_ms": 9.0, "alone_ms": 5.0, "sync_ms": 4.0, "ratio": 1.0},
-                "fused_hook bf16": {"step_ms": 10.0, "alone_ms": 5.0, "sync_ms": 5.0, "ratio": 1.25},
-            }
-        },
-    },
     "clip": {
         "ranks": 2,
         "parts": {
@@ -102,7 +95,6 @@ CONTENT: dict[str, dict[str, Any]] = {
         },
     },
     "host": {
-        "calls_of_all_threads": True,
         "slopes": {
             "parameter": {
                 "ours": {key: {"slope": 1.0, "intercept": 2.0, "worst": 0.1} for key in ("us", "calls")},
@@ -168,7 +160,6 @@ MISSED = {
 LOST = {
     "kernels": "| cat | 1 | 1.25 **slower** |",
     "step-clip": "| 0.75 | 1.50 **slower** |",
-    "hook": "| 1.25 | 1.25 **slower** |",
     "clip": "| 1.50 **slower** |",
     "host": "| 2.50 **slower** |",
     "scale": "**MISSED**: it bends",
@@ -207,6 +198,7 @@ def test_every_benchmark_has_a_block_and_every_block_a_place() -> None:
     assert set(made) == {*report.BLOCKS, report.MISSED, report.SUMMARY}
     text = report.filled(report.PAGE.read_text(), made, needed=[*report.BLOCKS, report.MISSED])
     assert report.filled(text, made) == text
+    assert set(report.pages([])) == {report.PAGE, report.README}
     assert {report_tables.family(what) for what in CONTENT} == set(report_tables.TABLES)
     assert made["kernels"] == f"{report.NOTHING}\n\n{report.NO_GPU}"
 
@@ -224,8 +216,52 @@ def test_every_table_says_where_it_comes_from_and_what_is_lost(folder: Path) -> 
     for lines in MISSED.values():
         for line in lines:
             assert line in made[report.MISSED]
-    assert "Many: synchronisation" in made[report.SUMMARY]
-    assert "ours bf16 1.50 **slower**" in made[report.SUMMARY]
+
+
+def test_the_summary_is_a_dozen_lines_that_a_reader_decides_by(folder: Path) -> None:
+    content = copy.deepcopy(CONTENT["step-clip"])
+    model = content["models"]["Many"]
+    model["variants"] |= {name: {**ROW, "sync_ms": 3.0, "ratio": 0.75} for name in report_tables.DECIDING}
+    peaks = {"no DDP": 0, "torch DDP": 45e6, "torch DDP, views": 20e6, "ours bf16": 28e6, "ours native, views": 4e6}
+    held = {name: {f"over_{key}_bytes": peak for key in ("end", "peak", "heap")} for name, peak in peaks.items()}
+    content["memory"]["variants"] = held
+    records.write(folder, "step", "cpu", **content)
+    records.write(folder, "step-4ranks", "cpu", **content)
+    found = report.latest_records(folder)
+    assert report.blocks(found)[report.SUMMARY].splitlines() == [
+        f"On {str(found[0]['hardware']).split(',')[0]}, torch {found[0]['versions']['torch']}:",
+        "",
+        "- a step that clips takes 1.50 to 1.50 **slower** of torch's",
+        "- `make gpu-check`: 1 of 2 stages ok, 0 of 1 demands met",
+        "- pack, 2 cases, 2 of them **slower**: 1.25 to 1.25 of the time of the fastest of torch's ways; "
+        "0.93 to 0.93 of a copy's rate",
+        "- synchronising Many, 2 ranks, as a share of 'torch hook': ours native 1.50 **slower**, "
+        "ours native, views 1.50 **slower**, ours bf16 1.50 **slower**, fused_hook bf16, views 1.50 **slower**",
+        "- peak of memory, MB above Many without DDP: torch DDP 45.0, torch DDP, views 20.0, ours bf16 28.0 **more**, "
+        "ours native, views 4.0",
+        "",
+        report.NO_GPU,
+    ]
+    assert report.blocks([])[report.SUMMARY] == f"{report.NOTHING}\n\n{report.NO_GPU}"
+
+
+def test_the_summary_of_a_gpu_has_the_whole_matrix_or_the_headline_and_steps_of_as_many_ranks(tmp_path: Path) -> None:
+    record = records.read(records.write(tmp_path, "headline", "cpu", **CONTENT["kernels"])) | {"device": "h200"}
+    step = record | CONTENT["step-clip"] | {"what": "step-1ranks", "ranks": 1}
+    said = report.blocks([record, step])[report.SUMMARY]
+    assert said.count("- pack, 2 cases") == 1
+    assert "- synchronising Many, 1 ranks" in said
+    assert report.NO_GPU not in said
+    assert report.blocks([record, record | {"what": "kernels"}])[report.SUMMARY].count("- pack, 2 cases") == 1
+
+
+def test_names_are_those_of_the_records() -> None:
+    variants = step_variants.variants(clips=True)
+    ours = {name for name, one in variants.items() if one.side in ("wrapper", "hook")}
+    assert {*report_tables.DECIDING} <= ours
+    assert all(report_tables.is_torchs(name) != (name in ours) for name in variants if variants[name].sums)
+    assert report_tables.is_torchs(harness.torch_batched(views=True)[0])
+    assert report_tables.is_torchs("rebuilt batched copies")
 
 
 def test_a_pair_that_lost_is_not_folded_away(folder: Path) -> None:
@@ -253,9 +289,9 @@ def test_the_latest_of_a_machine_is_shown_whatever_it_says(folder: Path) -> None
 @pytest.mark.parametrize(
     ("what", "change", "said"),
     [
-        ("hook", lambda record: record.pop("schema"), "has no schema"),
-        ("hook", lambda record: record.update(rehearsal=True), "rehearsal"),
-        ("hook", lambda record: record.pop("shapes"), "'hook' on 'cpu', .* lacks 'shapes'"),
+        ("clip", lambda record: record.pop("schema"), "has no schema"),
+        ("clip", lambda record: record.update(rehearsal=True), "rehearsal"),
+        ("clip", lambda record: record.pop("parts"), "'clip' on 'cpu', .* lacks 'parts'"),
         ("scale", lambda record: record["sweeps"]["kernels"]["bytes"].pop("line"), "'scale' on 'cpu', .* lacks 'line'"),
         ("kernels", lambda record: record.update(rows=3), "'kernels' on 'cpu', .* is not as its table wants"),
         ("clip", lambda record: record["parts"]["clip"]["2 x 8"]["ours"].update(ratio="much"), "is not as its table"),
