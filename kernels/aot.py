@@ -43,6 +43,7 @@ from triton.compiler import ASTSource
 from . import measure, pack, scale, stats, support, unpack
 from .machine_code import parse_gcn, parse_sass
 from .machine_rules import BranchFigures, Violation, examine
+from .triton_versions import attributes_of_constexprs
 from .variants import TRITON_NAMES, WARP_SIZE, Variant, interpreted, tuning_for
 
 
@@ -109,10 +110,8 @@ def dtypes_of(variant: Variant) -> frozenset[torch.dtype]:
 def compile_variant(variant: Variant, target: Target) -> Any:
     """Triton's CompiledKernel, from its cache where it has it: the same entry that a launch makes and uses."""
     constexprs = {name: None for name, kind in variant.signature.items() if kind == "constexpr"}
-    # No argument has attributes (alignment, range); a launch writes that down for constexprs, and cache keys hold it.
-    attributes: dict[tuple[int], list[Any]] = {
-        (place,): [] for place, name in enumerate(variant.signature) if name in constexprs
-    }
+    # No argument has attributes (alignment, range).
+    attributes = attributes_of_constexprs(place for place, name in enumerate(variant.signature) if name in constexprs)
     source = ASTSource(
         variant.kernel, dict(variant.signature), constexprs={**constexprs, **variant.constexprs}, attrs=attributes
     )
