@@ -1,4 +1,4 @@
-# make demo | test | conformance | check | clean: each sets up what it needs in .venv, once.
+# make demo | test | conformance | check | compile | clean: each sets up what it needs in .venv, once.
 #
 #   PYTHON=python3.12     the interpreter to build .venv with (default: the first fit one on PATH)
 #   ARGS="--steps 20"     arguments for `fusedreduce demo`, or for tests/conformance/run.py
@@ -14,7 +14,7 @@ PERF := $(if $(wildcard perf/*.py),perf)
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo test conformance check clean
+.PHONY: help demo test conformance check compile clean
 .DELETE_ON_ERROR:
 
 # A caller's settings that would aim Python or pip past .venv.
@@ -53,6 +53,7 @@ help:
 	@echo "make test         install into $(VENV) and run every check and every test"
 	@echo "make conformance  run torch's own DDP tests against ours (ARGS=\"--world 3\", ARGS=\"--hook bf16\", ...)"
 	@echo "make check        lint, format and types only"
+	@echo "make compile      every kernel compiled for every architecture, and its machine code checked"
 	@echo "make clean        remove $(VENV) and everything else that was made here"
 
 $(STAMP): pyproject.toml constraints.txt Makefile
@@ -81,17 +82,21 @@ check: $(STAMP)
 	@echo "==> mypy"
 	@$(PY) -m mypy fusedreduce tests $(PERF)
 
-test: check
+compile: $(STAMP)
 	@echo "==> compiling every kernel ahead of time, for each architecture"
 	@env -u TRITON_INTERPRET $(PY) -m fusedreduce.kernels.aot --check
+
+# The tests that most of the result is made of come last: who reads the log takes pytest's last line for it.
+test: $(STAMP)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check compile
 	@rm -rf out/test
-	@echo "==> tests without a GPU, kernels interpreted"
-	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest -m "not gpu" --junit-xml=out/test/cpu.xml
 	@echo "==> tests with a GPU, kernels compiled (skipped where there is none)"
 	@env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(PY) -m pytest -m gpu --junit-xml=out/test/gpu.xml || { \
 	  status=$$?; [ $$status -eq 5 ] && \
 	  ! $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' && \
 	  echo "no GPU here, and no test that asks for one: 0 skipped"; }
+	@echo "==> tests without a GPU, kernels interpreted"
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest -m "not gpu" --beside --junit-xml=out/test/cpu.xml
 	@$(PY) -c "$$TOTALS" out/test/cpu.xml out/test/gpu.xml
 
 conformance: $(STAMP)

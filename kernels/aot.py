@@ -1,10 +1,12 @@
 """Compiles every kernel for sm_80, sm_90, sm_100 and gfx942 on a machine without a GPU, and reads the machine code.
 
     python -m fusedreduce.kernels.aot --check [--arch sm_90] [--jobs 2] [--json FILE]
+    python -m fusedreduce.kernels.aot --record
 
 What is compiled is what `Variant.launch` launches: the same signature, constexprs, warps and options, and no
-alignment. `machine_rules` says what the code must look like. Exit status 1 if a rule is broken or a kernel does not
-compile, 2 if Triton was imported as an interpreter. Columns:
+alignment. `machine_rules` says what the code must look like; `machine_record` keeps how good it was, as --record found
+it. Exit status 1 if a rule is broken, a kernel does not compile or a figure is worse than recorded, 2 if Triton was
+imported as an interpreter. Columns:
 
     regs      registers of a thread (AMD: vector registers)
     KiB/SM    loads in flight: resident warps x bytes of vector loads that a thread issues in one block x threads of
@@ -42,6 +44,7 @@ from triton.compiler import ASTSource
 
 from . import measure, pack, scale, stats, support, unpack
 from .machine_code import parse_gcn, parse_sass
+from .machine_record import RECORD, BranchRow, Place, Row, Table, compare, dump, load
 from .machine_rules import BranchFigures, Violation, examine
 from .triton_versions import attributes_of_constexprs
 from .variants import TRITON_NAMES, WARP_SIZE, Variant, interpreted, tuning_for
@@ -87,6 +90,7 @@ class Report:
     unsupported: str | None = None
     violations: tuple[Violation, ...] = ()
     registers: int = 0
+    spills: int = 0
     resident_warps: int = 0
     in_flight_bytes: int | None = None
     branches: Mapping[str, BranchFigures] = dataclasses.field(default_factory=dict)
@@ -110,8 +114,10 @@ def dtypes_of(variant: Variant) -> frozenset[torch.dtype]:
 def compile_variant(variant: Variant, target: Target) -> Any:
     """Triton's CompiledKernel, from its cache where it has it: the same entry that a launch makes and uses."""
     constexprs = {name: None for name, kind in variant.signature.items() if kind == "constexpr"}
-    # No argument has attributes (alignment, range).
-    attributes = attributes_of_constexprs(place for place, name in enumerate(variant.signature) if name in constexprs)
+    # No argument has attributes (alignment, range), but a launch writes that down for constexprs.
+    attributes = attributes_of_constexprs(
+        {place: variant.constexprs.get(name) for place, name in enumerate(variant.signature) if name in constexprs}
+    )
     source = ASTSource(
         variant.kernel, dict(variant.signature), constexprs={**constexprs, **variant.constexprs}, attrs=attributes
     )
@@ -149,6 +155,7 @@ def report(variant: Variant, target: Target) -> Report:
         target=target.name,
         violations=found.violations,
         registers=registers,
+        spills=sum(must_be_zero.values()),
         resident_warps=resident,
         in_flight_bytes=resident * min(loading) * target.warp_size if loading else None,
         branches=found.branches,
@@ -236,14 +243,59 @@ def table(rows: Sequence[Report]) -> str:
     return "\n".join(lines)
 
 
+def row_of(report: Report) -> Row:
+    """What is kept of a report."""
+    warp_size = TARGETS[report.target].warp_size
+    return Row(
+        registers=report.registers,
+        spills=report.spills,
+        branches={
+            branch: BranchRow(
+                in_flight_bytes=report.resident_warps * figures.load_bytes * warp_size,
+                per_16_bytes=figures.per_16_bytes,
+                loads=figures.loads,
+                stores=figures.stores,
+            )
+            for branch, figures in report.branches.items()
+        },
+        unsupported=report.unsupported,
+    )
+
+
+def against_record(rows: Sequence[Report], path: Path) -> tuple[list[str], bool]:
+    """Lines about what is not as recorded in `path`, and whether any of it is for the worse."""
+    try:
+        recorded = load(path.read_text())
+    except (OSError, ValueError) as error:
+        return [f"FAILED {path.name}: {error}; write it with --record"], True
+    if recorded.triton != triton.__version__:
+        return [f"not compared: {path.name} is of triton {recorded.triton}, this is {triton.__version__}"], False
+    # What did not compile is told already, and has no figures.
+    broken = {
+        Place(row.target, row.kernel) for row in rows if any(fault.rule == "compiles" for fault in row.violations)
+    }
+    found = {place: row_of(row) for row in rows if (place := Place(row.target, row.kernel)) not in broken}
+    wanted = {place: row for place, row in recorded.rows.items() if place not in broken}
+    changes = compare(wanted, found)
+    worse = [change for change in changes if change.worse]
+    lines = [f"{'FAILED' if change.worse else 'better'} {change}" for change in changes]
+    if changes:
+        meant = "If that is meant, record it" if worse else "Better than recorded: record it"
+        lines.append(f"{meant}: python -m fusedreduce.kernels.aot --record, and commit {path.name}")
+    return lines, bool(worse)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m fusedreduce.kernels.aot", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--check", action="store_true", help="exit with status 1 if a rule is broken")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if a rule is broken or a figure worse")
+    parser.add_argument("--record", action="store_true", help=f"write the figures of every kernel into {RECORD.name}")
     parser.add_argument("--arch", action="append", choices=TARGETS, help="only this one (repeatable)")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too, with every branch")
     chosen = parser.parse_args(arguments)
+    if chosen.record and chosen.arch:
+        parser.error("--record is for every architecture: leave out --arch")
     if interpreted():
         print("TRITON_INTERPRET is set, and with it triton compiles nothing: unset it", file=sys.stderr)
         return 2
@@ -256,13 +308,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"FAILED {violation}")
     skipped = sum(row.unsupported is not None for row in rows)
     print(f"{len(rows) - skipped} kernels compiled, {skipped} unsupported, {len(violations)} rules broken")
+    worse = False
+    if not chosen.record:
+        lines, worse = against_record(rows, RECORD)
+        print("\n".join(lines) or f"as recorded in {RECORD.name}")
+    elif not violations:
+        found = {Place(row.target, row.kernel): row_of(row) for row in rows}
+        RECORD.write_text(dump(Table(triton.__version__, found)))
+        print(f"recorded in {RECORD}")
     if chosen.json:
         as_objects = [
             {**dataclasses.asdict(row), "violations": [violation._asdict() for violation in row.violations]}
             for row in rows
         ]
         chosen.json.write_text(json.dumps({"triton": triton.__version__, "kernels": as_objects}, indent=1) + "\n")
-    return 1 if violations and chosen.check else 0
+    return 1 if (violations or worse) and (chosen.check or chosen.record) else 0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .machine_code import Block, Frame, access_of, in_loop, shortest_turn
@@ -55,11 +55,14 @@ class BranchFigures:
     """Of one dtype branch: bytes of vector loads that one thread issues in a block, and the cost of its tile loop.
 
     `per_16_bytes` counts the instructions of the shortest turn of the loop for 16 bytes of the wider side: of the
-    path with an exact reciprocal, where division has another. None if the branch has no such loop.
+    path with an exact reciprocal, where division has another. None if the branch has no such loop. `loads` and
+    `stores` count its accesses to gradients and wire by their width.
     """
 
     load_bytes: int
     per_16_bytes: float | None
+    loads: Mapping[int, int] = field(default_factory=dict)
+    stores: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,7 @@ def _figures(
     loads = data.get(_Key(branch, "load_vector"), {})
     stores = data.get(_Key(branch, "store_vector"), {})
     wide = loads if branch.source and ITEMSIZES[branch.source] == _wide_itemsize(branch) else stores
+    of_branch = {key: by_block for key, by_block in data.items() if key.branch == branch}
     costs = []
     for store in stores or loads:  # reading alone is a turn too
         for load in loads or [store]:
@@ -182,6 +186,8 @@ def _figures(
     return BranchFigures(
         load_bytes=max((sum(widths) for widths in loads.values()), default=0),
         per_16_bytes=min(costs, default=None),
+        loads=_by_width(of_branch, "load"),
+        stores=_by_width(of_branch, "store"),
     )
 
 

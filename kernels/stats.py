@@ -18,8 +18,10 @@ from .table import Partials, SourcePartials, SourceTotals, Spans, Totals
 from .variants import STATS_POINTERS, Variant
 
 NONE_FOUND = tl.constexpr(0x7FFFFFFFFFFFFFFF)
-_BLOCK = 256
-_NUM_WARPS = 4
+# One program reads all rows of a parameter, turn after turn, each as long as a trip to memory: so a turn is wide. The
+# largest tensor of GPT-2 takes 5 of them.
+_BLOCK = 1024
+_NUM_WARPS = 8
 
 
 @triton.jit

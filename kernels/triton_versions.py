@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import triton
@@ -11,12 +11,16 @@ import triton
 BEFORE_3_7 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 
 
-def attributes_of_constexprs(places: Iterable[int]) -> dict[tuple[int], list[Any]]:
+def attributes_of_constexprs(values: Mapping[int, object]) -> dict[tuple[int], list[Any]]:
     """What a launch writes down as attributes of constexprs, which have none; keys of Triton's cache hold it.
 
-    From 3.7 on an empty list for each, before that nothing.
+    From 3.7 on an empty list for each. Before that for strings only, each being taken for a description of attributes;
+    one with a capital D or S in it would be read as one.
+
+    Args:
+        values: of constexprs, by place in the kernel's signature.
     """
-    return {} if BEFORE_3_7 else {(place,): [] for place in places}
+    return {(place,): [] for place, value in values.items() if isinstance(value, str) or not BEFORE_3_7}
 
 
 def mend_interpreter() -> None:

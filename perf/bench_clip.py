@@ -19,13 +19,12 @@ case of the same table. Every case's gradients are compared with what they must 
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import harness
+import records
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -243,9 +242,9 @@ def table(title: str, times: Mapping[str, list[float]]) -> dict[str, dict[str, f
     rows = {}
     print(f"\n{title}; ratios to {base!r}\n{'case':42} {'ms':>8} {'p20':>8} {'p80':>8} {'ratio':>6}")
     for name, seconds in times.items():
-        spread = harness.Spread.of(seconds)
+        spread = records.Spread.of(seconds)
         ratio = (
-            harness.Spread.of([mine / first for mine, first in zip(seconds, times[base], strict=True)]).median_ms / 1e3
+            records.Spread.of([mine / first for mine, first in zip(seconds, times[base], strict=True)]).median_ms / 1e3
         )
         rows[name] = {"ms": spread.median_ms, "p20_ms": spread.p20_ms, "p80_ms": spread.p80_ms, "ratio": ratio}
         print(f"{name:42} {spread.median_ms:8.2f} {spread.p20_ms:8.2f} {spread.p80_ms:8.2f} {ratio:6.3f}")
@@ -254,16 +253,16 @@ def table(title: str, times: Mapping[str, list[float]]) -> dict[str, dict[str, f
 
 def main() -> int:
     """Runs the parts, prints tables, writes one JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = records.Parser(description=__doc__)
     parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
     parser.add_argument("--ranks", type=int, default=2, help="processes of one thread each (default: 2)")
     parser.add_argument("--steps", type=int, default=36, help="timed rounds (default: 36)")
     parser.add_argument("--shapes", type=harness.parse_shape, nargs="+", default=[LARGE, SMALL], metavar="COUNTxNUMEL")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
+    parser.add_argument("--out", type=Path, default=records.RESULTS, help="folder for the JSON")
     arguments = parser.parse_args()
     if arguments.ranks < 2 or arguments.steps < 2:
         parser.error("at least 2 ranks and 2 steps")
-    neighbours = harness.Neighbours()
+    neighbours = records.Neighbours()
     results: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for part in arguments.part or PARTS:
         results[part] = {}
@@ -276,9 +275,10 @@ def main() -> int:
             results[part][name] = table(f"{part}, {name} parameters", harness.pooled(per_rank))
     others_cores = neighbours.cores()
     print(f"\nother work kept {others_cores:.2f} cores busy meanwhile")
-    path = harness.write_record(
+    path = records.write(
         arguments.out,
-        "clip_cpu",
+        "clip",
+        "cpu",
         ranks=arguments.ranks,
         steps=arguments.steps,
         others_cores=others_cores,
@@ -289,4 +289,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    records.entry(main)

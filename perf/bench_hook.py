@@ -9,13 +9,12 @@ true mean; one that is wrong is an error and no number. Ratios are to torch's DD
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import harness
+import records
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
@@ -83,18 +82,21 @@ def _alone(name: str, ddp: DistributedDataParallel, rows: torch.Tensor) -> harne
 
 def main() -> int:
     """Runs every shape, prints a table, writes one JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = records.Parser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=records.RESULTS)
     arguments = parser.parse_args()
+    if arguments.ranks < 2 or arguments.steps < 2:
+        parser.error("at least 2 ranks and 2 steps")
+    neighbours = records.Neighbours()
     results = {}
     for shape in SHAPES:
         name = harness.shape_name(shape)
         times = harness.pooled(harness.run_ranks(measure, arguments.ranks, shape, arguments.steps))
         rows = {}
         for variant in variants():
-            step, alone = (harness.Spread.of(times[key]).median_ms for key in (variant, variant + ALONE))
+            step, alone = (records.Spread.of(times[key]).median_ms for key in (variant, variant + ALONE))
             rows[variant] = {"step_ms": step, "alone_ms": alone, "sync_ms": step - alone}
         base = rows["torch DDP"]["sync_ms"]
         print(
@@ -104,10 +106,20 @@ def main() -> int:
             row["ratio"] = row["sync_ms"] / base
             print(f"{variant:36} {row['step_ms']:9.2f} {row['sync_ms']:9.2f} {row['ratio']:6.2f}")
         results[name] = rows
-    path = harness.write_record(arguments.out, "hook_cpu", ranks=arguments.ranks, steps=arguments.steps, shapes=results)
+    others_cores = neighbours.cores()
+    print(f"\nother work kept {others_cores:.2f} cores busy meanwhile")
+    path = records.write(
+        arguments.out,
+        "hook",
+        "cpu",
+        ranks=arguments.ranks,
+        steps=arguments.steps,
+        others_cores=others_cores,
+        shapes=results,
+    )
     print(f"\n{path}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    records.entry(main)

@@ -16,9 +16,7 @@ Exit status 1 if something required is missed.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from typing import Any, NoReturn
 
 import harness
 import numpy as np
+import records
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -283,25 +282,32 @@ def show(found: Mapping[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = records.Parser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--model", action="append", choices=list(SUBJECTS))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=records.RESULTS)
     arguments = parser.parse_args()
-    neighbours = harness.Neighbours()
+    neighbours = records.Neighbours()
     names = arguments.model or list(SUBJECTS)
     results = harness.run_ranks(measure, arguments.ranks, names, arguments.rounds)
     found = summary(results)
     fine = show(found)
     cores = round(neighbours.cores(), 2)
     print(f"other work kept {cores} cores busy")
-    path = harness.write_record(
-        arguments.out, "prediction_cpu", ranks=arguments.ranks, rounds=arguments.rounds, other_cores=cores, **found
+    path = records.write(
+        arguments.out,
+        "prediction",
+        "cpu",
+        ranks=arguments.ranks,
+        rounds=arguments.rounds,
+        others_cores=cores,
+        required={"rank_correlation": CORRELATION_REQUIRED, "median_error": ERROR_REQUIRED},
+        **found,
     )
     print(path)
     return 0 if fine else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    records.entry(main)

@@ -14,15 +14,14 @@ Exit status 1 if recording costs 1 % of a step or more, or looking at the defaul
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import bench_prediction
 import harness
+import records
 import torch
 from torch import nn
 
@@ -141,14 +140,14 @@ def costs(results: Sequence[Mapping[str, list[float]]]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = records.Parser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--cost-rounds", type=int, default=160)
     parser.add_argument("--part", choices=("gain", "cost", "both"), default="both")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=records.RESULTS)
     arguments = parser.parse_args()
-    neighbours = harness.Neighbours()
+    neighbours = records.Neighbours()
     found_gains: dict[str, Any] = {}
     if arguments.part != "cost":
         found_gains = gains(harness.run_ranks(measure_gain, arguments.ranks, arguments.rounds))
@@ -167,19 +166,20 @@ def main() -> int:
         fine &= one["recording_share"] < RECORDING_ALLOWED and one["looking_share"] < LOOKING_ALLOWED
     cores = round(neighbours.cores(), 2)
     print(f"other work kept {cores} cores busy{'' if fine else '; MISSED: recording or looking costs too much'}")
-    print(
-        harness.write_record(
-            arguments.out,
-            {"gain": "schedule_gain_cpu", "cost": "schedule_cost_cpu", "both": "schedule_cpu"}[arguments.part],
-            ranks=arguments.ranks,
-            rounds=arguments.rounds,
-            other_cores=cores,
-            gains=found_gains,
-            costs=found_costs,
-        )
+    path = records.write(
+        arguments.out,
+        {"gain": "schedule_gain", "cost": "schedule_cost", "both": "schedule"}[arguments.part],
+        "cpu",
+        ranks=arguments.ranks,
+        rounds=arguments.rounds,
+        others_cores=cores,
+        allowed={"recording_share": RECORDING_ALLOWED, "looking_share": LOOKING_ALLOWED},
+        gains=found_gains,
+        costs=found_costs,
     )
+    print(path)
     return 0 if fine else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    records.entry(main)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+pytest_plugins = ["beside"]
+
 # Interpreted kernels are slow and their speed says nothing; the examples are what counts.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")

@@ -1,4 +1,9 @@
-"""Rank processes that stay alive across tests: each case is a function `case(rank, world, *arguments)` run on all."""
+"""Rank processes that stay alive across tests: each case is a function `case(rank, world, *arguments)` run on all.
+
+They are forked from one process that has imported what cases import and has no threads yet: otherwise that takes each
+rank three seconds. What torch and Triton read from the environment while they are imported is fixed there, so ranks
+that need it otherwise are spawned.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,14 +20,16 @@ from typing import Any
 
 CASE_TIMEOUT_S = 120.0
 GROUP_TIMEOUT_S = 60.0
+RANKS_ENVIRONMENT = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "fusedreduce", "pytest", "hook_cases", "ddp_cases"]
 
 
 class RankPool:
     """`world` processes joined in one Gloo group. A case that fails or hangs ends the pool; the next starts anew."""
 
-    def __init__(self, world: int, interpret: bool = False) -> None:
+    def __init__(self, world: int, environment: Mapping[str, str] | None = None) -> None:
         self.world = world
-        self._interpret = interpret
+        self._environment = environment
         self._processes: list[Any] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._pipes: list[Connection] = []
@@ -64,10 +71,13 @@ class RankPool:
             self._folder = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context("forkserver" if self._environment is None else "spawn")
+        context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="fusedreduce-ranks-")
         store = Path(self._folder.name) / "store"
-        with _environment(TRITON_INTERPRET="1" if self._interpret else "0", OMP_NUM_THREADS="1"):
+        # Python 3.11 tells the process that ranks are forked from nothing of sys.path.
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with _environment({**RANKS_ENVIRONMENT, "PYTHONPATH": path, **(self._environment or {})}):
             for rank in range(self.world):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(rank, self.world, str(store), theirs), daemon=True)
@@ -91,7 +101,7 @@ def group_of_one() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(**values: str) -> Iterator[None]:
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -6,6 +6,7 @@ it. The full check of the real kernels is a step of its own in `make test`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from fusedreduce.kernels.machine_code import (
     parse_sass,
     shortest_turn,
 )
+from fusedreduce.kernels.machine_record import RECORD, Place, Table, dump, load
 from fusedreduce.kernels.machine_rules import BranchFigures, Violation
 from fusedreduce.kernels.variants import TRITON_NAMES, Variant
 
@@ -352,7 +354,7 @@ SOUND = aot.Report(
     "sm_90",
     registers=255,
     in_flight_bytes=128 * 1024,
-    branches={"bf16->fp32": BranchFigures(64, 123.4)},
+    branches={"bf16->fp32": BranchFigures(64, 123.4, {16: 4}, {16: 8})},
     loads={16: 12, 8: 4, 4: 7, 2: 35},
     stores={16: 12, 4: 17, 2: 24},
 )
@@ -376,12 +378,94 @@ def test_command_line(
 ) -> None:
     monkeypatch.setattr(aot, "interpreted", lambda: False)
     monkeypatch.setattr(aot, "report_all", lambda targets, jobs: [rows])
+    monkeypatch.setattr(aot, "RECORD", _recorded(tmp_path, rows))
     file = tmp_path / "aot.json"
     assert aot.main([*flags, "--arch", "sm_90", "--json", str(file)]) == status
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 100
     assert ("FAILED pack on sm_90, branch fp32->bf16: stack: STL" in printed) == (BROKEN in rows)
     assert [row["kernel"] for row in json.loads(file.read_text())["kernels"]] == [row.kernel for row in rows]
+
+
+def _recorded(folder: Path, rows: Sequence[aot.Report], version: str = triton.__version__) -> Path:
+    """A table of these rows, as if they had been found before."""
+    path = folder / "machine_code.json"
+    found = {Place(row.target, row.kernel): aot.row_of(row) for row in rows}
+    path.write_text(dump(Table(version, found)))
+    return path
+
+
+def _run(rows: Sequence[aot.Report], record: Path, *flags: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aot, "interpreted", lambda: False)
+        patch.setattr(aot, "report_all", lambda targets, jobs: [rows])
+        patch.setattr(aot, "RECORD", record)
+        return aot.main(flags)
+
+
+def test_a_figure_worse_than_recorded_fails_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = _recorded(tmp_path, [SOUND])
+    branch = dataclasses.replace(SOUND.branches["bf16->fp32"], loads={8: 8})
+    worse = dataclasses.replace(SOUND, registers=256, branches={"bf16->fp32": branch})
+    assert (_run([worse], record, "--check"), _run([worse], record)) == (1, 0)
+    out = capsys.readouterr().out
+    name = "unpack[mixed, wire bf16, stats] on sm_90"
+    assert f"FAILED {name}: registers: was 255, is 256\n" in out
+    assert f"FAILED {name}, branch bf16->fp32: loads: was 16x4, is 8x8\n" in out
+    assert "If that is meant, record it: python -m fusedreduce.kernels.aot --record" in out
+    assert _run([worse], record, "--record") == 0
+    assert _run([worse], record, "--check") == 0
+    assert "as recorded in machine_code.json" in capsys.readouterr().out
+
+
+def test_a_figure_better_than_recorded_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run([dataclasses.replace(SOUND, registers=80)], _recorded(tmp_path, [SOUND]), "--check") == 0
+    out = capsys.readouterr().out
+    assert "better unpack[mixed, wire bf16, stats] on sm_90: registers: was 255, is 80\n" in out
+    assert "Better than recorded: record it: python -m fusedreduce.kernels.aot --record" in out
+
+
+def test_another_triton_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = _recorded(tmp_path, [], version="3.0.0")
+    assert _run([SOUND], record, "--check") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"not compared: machine_code.json is of triton 3.0.0, this is {triton.__version__}"
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "<<<<<<< ours", '{"triton": "3.7.1"}', '{"triton": "3.7.1", "rows": [["a"]]}']
+)
+def test_no_table_to_compare_with_fails(text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "machine_code.json"
+    if text is not None:
+        record.write_text(text)
+    assert _run([SOUND], record, "--check") == 1
+    assert "FAILED machine_code.json: " in capsys.readouterr().out
+
+
+def test_what_breaks_a_rule_is_not_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "machine_code.json"
+    assert _run([SOUND, BROKEN], record, "--record") == 1
+    assert not record.exists()
+    with pytest.raises(SystemExit):
+        _run([SOUND], record, "--record", "--arch", "sm_90")
+    assert "leave out --arch" in capsys.readouterr().err
+
+
+def test_what_does_not_compile_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    variant = _labelled(SOUND.kernel)
+    unfit = aot.failed(variant, aot.TARGETS["sm_90"], RuntimeError("no"))
+    assert _run([unfit], _recorded(tmp_path, [SOUND]), "--check") == 1
+    assert capsys.readouterr().out.count("FAILED") == 1
+
+
+def test_the_table_kept_here_is_of_what_can_be_launched() -> None:
+    """Names alone; `make test` compares the figures. So a variant that is new is noticed without a compiler."""
+    kept = load(RECORD.read_text())
+    assert list(kept.rows) == [
+        Place(target.name, variant.label) for target in aot.TARGETS.values() for variant in aot.all_variants(target)
+    ]
+    assert dump(kept) == RECORD.read_text()
 
 
 def test_refuses_to_run_interpreted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,16 +20,9 @@ BEFORE = (0, 6)
 @pytest.fixture(scope="module")
 def detailed() -> Iterator[RankPool]:
     """Two ranks with torch's checks of every collective."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-        pool = RankPool(2)
-        pool.run(_nothing)
+    pool = RankPool(2, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     yield pool
     pool.close()
-
-
-def _nothing(rank: int, world: int) -> None:
-    """Starts the ranks."""
 
 
 @pytest.mark.parametrize("as_view", [False, True])

@@ -100,7 +100,7 @@ def test_launches_collectives_and_bytes_are_as_promised(two: RankPool, wire: str
 @pytest.mark.parametrize("wire", ["native", "fp16"])
 def test_one_kernel_launch_before_and_one_after_the_collective(wire: str) -> None:
     """The same steps through Triton's interpreter: each pack and each unpack is one kernel."""
-    pool = RankPool(2, interpret=True)
+    pool = RankPool(2, {"TRITON_INTERPRET": "1"})
     try:
         for seen in pool.run(hook_cases.counted, wire):
             assert {path for _, path, _ in seen["launches"]} == {"interpreter"}

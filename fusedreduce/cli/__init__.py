@@ -1,4 +1,4 @@
-"""The command line: `fusedreduce demo`, `trace` and `plan` (also `python -m fusedreduce.cli demo`)."""
+"""The command line: `fusedreduce demo`, `trace`, `plan` and `bench` (also `python -m fusedreduce.cli demo`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import fusedreduce
 
-from . import demo, plan, trace
+from . import bench, demo, plan, trace
 
 
 class _Parser(argparse.ArgumentParser):
@@ -22,7 +22,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 # Each has add_parser(subparsers), which sets `run`: the parsed arguments -> the exit status.
-_COMMANDS = (demo, trace, plan)
+_COMMANDS = (demo, trace, plan, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

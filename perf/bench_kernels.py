@@ -1,0 +1,307 @@
+"""Pack and unpack as kernels: against torch's ways, and against the limits of the machine in the same run.
+
+    python perf/bench_kernels.py                        # the GPU if there is one, else CPU; a JSON in perf/results
+    python perf/bench_kernels.py --models gpt2 one --pairs fp32-bf16
+    python perf/bench_kernels.py --device cpu --quick --no-check --out /tmp/kernels
+
+A call packs (or unpacks) one bucket nearest to 25 MiB, all 25 MiB buckets of the layer list, or the list as one bucket.
+Three tables each: pack; unpack; unpack with what torch does afterwards (norm, clipping, loss scale taken back) against
+ours with norms. `ours, partials` has by-products without their second stage, `ours, norms` with it (of pack: whether
+gradients are finite). Cases and their checks: kernel_cases.py and baselines.py. How is timed: timing.py.
+
+Times are medians over rounds; GB/s are bytes that must move, each side once (fp32 and bf16: 6 an element); shares and
+ratios are medians of those within a round. `ours again` beside `ours` is the noise. On CPU one thread works, and the
+default models are bounded to what is done in three minutes.
+
+What is demanded, of cold calls. On a GPU, fp32-bf16, fp32-fp32 and bf16-bf16: 90 % of the copy and 95 % of the cast
+from 64 MB of gradients on; 85 % of both for one 25 MiB bucket of gpt2; at most 3 % more with norms from 64 MB on. On
+CPU: at most 1.1 times the fastest of torch's ways. Exit status 1 if that is missed, unless --no-check is given.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import kernel_cases
+import layers
+import records
+import timing
+import torch
+from kernel_cases import AGAIN, CAST, COPY, COPY_KERNEL, NORMS, OURS, Cases
+from records import BenchError
+from workload import WAYS, Pair, Workload
+
+Row = dict[str, Any]
+Verdict = dict[str, Any]
+
+PAIRS = ("fp32-native", "fp32-bf16", "fp32-fp16", "bf16-native", "bf16-fp16", "fp16-native", "fp16-bf16")
+HEADLINE_PAIRS = ("fp32-bf16", "fp32-fp32", "bf16-bf16")
+# (model, way), the most telling first: a deadline may end the list early.
+HEADLINE = (("one", "whole"), ("gpt2", "bucket"), ("tiny", "whole"), ("gpt2", "buckets"))
+# What torch's users have; the others are in the full benchmark.
+HEADLINE_BASELINES = ("foreach", "cat")
+REHEARSED = {"one": "1x40000", "gpt2": "12x2000", "tiny": "50x1000"}
+REHEARSED_CAP_BYTES = 40_000
+CPU_MODELS = ("tiny", "2000x8", "200x50000", "resnet50", "gpt2")
+QUICK_MODELS = ("100x1000", "20x8")
+DIRECTIONS: Mapping[str, Callable[..., Cases]] = {
+    "pack": kernel_cases.pack,
+    "unpack": kernel_cases.unpack,
+    "after": kernel_cases.after,
+}
+LARGE_BYTES = 64 * 10**6
+WARM_UP_TO = 1.0  # of the cache: what is larger is cold whatever comes before it
+
+
+def measure_row(
+    work: Workload,
+    direction: str,
+    *,
+    rounds: int,
+    warm: bool = False,
+    names: Sequence[str] | None = None,
+) -> list[Row]:
+    """One table, and if asked for and possible the same in the warm cache.
+
+    Args:
+        work: allocated; `pack` before the others.
+        direction: of DIRECTIONS.
+        rounds: see timing.measure.
+        warm: ask for it.
+        names: only these of torch's ways.
+
+    Raises:
+        BenchError: a case's result is wrong.
+    """
+    cases = DIRECTIONS[direction](work, names)
+    rows = []
+    caches = ["cold"]
+    if warm and work.set_bytes <= WARM_UP_TO * timing.cache_bytes(work.device):
+        caches.append("warm")
+    for cache in caches:
+        work.use(1 if cache == "warm" else work.count)
+        times = timing.measure(cases.calls, work.device, rounds=rounds, warm=cache == "warm", checks=cases.checks)
+        rows.append(_row(work, direction, cache if work.cold or cache == "warm" else "not cold", times, cases))
+    work.use(work.count)
+    return rows
+
+
+def _row(work: Workload, direction: str, cache: str, times: timing.Times, cases: Cases) -> Row:
+    base = OURS if OURS in times else NORMS
+    found = {}
+    for name, seconds in times.items():
+        spread = records.Spread.of(seconds)
+        found[name] = {
+            "median_us": spread.median_ms * 1e3,
+            "p20_us": spread.p20_ms * 1e3,
+            "p80_us": spread.p80_ms * 1e3,
+            "gbps": work.bytes / (spread.median_ms * 1e6),
+            "launches": cases.launches[name],
+            "ratio": ratio(seconds, times[base]),
+            "eager": times.eager.get(name),
+        }
+        if COPY in times:
+            copies = list(map(min, times[COPY], times[COPY_KERNEL]))
+            found[name]["share_copy"] = ratio(copies, seconds)
+            found[name]["share_cast"] = ratio(times[CAST], seconds)
+    return {
+        "model": work.model,
+        "pair": work.pair.name,
+        "way": work.way,
+        "direction": direction,
+        "cache": cache,
+        "parameters": len(work.sizes),
+        "elements": work.numel,
+        "buckets": len(work.tables),
+        "gradient_bytes": work.gradient_bytes,
+        "bytes": work.bytes,
+        "divisor": work.divisor_value,
+        "sets": work.used,
+        "rounds": len(times[base]),
+        "noise": ratio(times[AGAIN], times[base]),
+        "cases": found,
+    }
+
+
+def ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
+    """Median of the ratios within each round."""
+    return statistics.median(mine / first for mine, first in zip(seconds, base, strict=True))
+
+
+def verdicts(rows: Iterable[Row], device_type: str) -> list[Verdict]:
+    """What is demanded of these rows, and whether they give it."""
+    found = [one for row in rows if row["cache"] != "warm" for one in _demands(row, device_type)]
+    return [
+        {**one, "met": one["figure"] >= one["least"] if "least" in one else one["figure"] <= one["most"]}
+        for one in found
+    ]
+
+
+def _demands(row: Row, device_type: str) -> list[Verdict]:
+    where = {key: row[key] for key in ("model", "pair", "way", "direction")}
+    cases = row["cases"]
+    if device_type != "cuda":
+        if row["direction"] == "after":
+            return []
+        name, best = min(
+            ((name, one) for name, one in cases.items() if name.startswith("torch: ")),
+            key=lambda item: float(item[1]["median_us"]),
+        )
+        figure = 1 / float(best["ratio"])
+        return [{**where, "what": f"time against the fastest, {name}", "figure": figure, "most": 1.1}]
+    if row["direction"] == "after" or row["pair"] not in HEADLINE_PAIRS:
+        return []
+    ours, found = cases[OURS], []
+    large = row["gradient_bytes"] >= LARGE_BYTES and row["way"] != "bucket"
+    if large:
+        found.append({**where, "what": "share of the copy", "figure": ours["share_copy"], "least": 0.90})
+        found.append({**where, "what": "share of the cast", "figure": ours["share_cast"], "least": 0.95})
+        if row["direction"] == "unpack":
+            found.append({**where, "what": "time with norms", "figure": cases[NORMS]["ratio"], "most": 1.03})
+    elif row["way"] == "bucket" and row["model"] == "gpt2":
+        found.append({**where, "what": "share of the copy", "figure": ours["share_copy"], "least": 0.85})
+        found.append({**where, "what": "share of the cast", "figure": ours["share_cast"], "least": 0.85})
+    return found
+
+
+def verdict_line(verdict: Verdict) -> str:
+    """One line for a terminal."""
+    bound = f"at least {verdict['least']:.2f}" if "least" in verdict else f"at most {verdict['most']:.2f}"
+    where = f"{verdict['direction']} {verdict['model']} {verdict['pair']} {verdict['way']}"
+    return f"{'met' if verdict['met'] else 'MISSED'}: {where}: {verdict['what']} {verdict['figure']:.3f}, {bound}"
+
+
+def headline(
+    device: torch.device,
+    deadline_s: float,
+    emit: Callable[[Row], object],
+    *,
+    rounds: int = 30,
+    rehearse: bool = False,
+) -> list[str]:
+    """Three dtype pairs by HEADLINE, pack and unpack with and without norms, as far as the time goes.
+
+    Args:
+        device: where.
+        deadline_s: time.monotonic() at which nothing new is begun.
+        emit: takes each row as soon as it is there.
+        rounds: see timing.measure.
+        rehearse: tiny sizes, in the same places.
+
+    Returns:
+        What there was no time for.
+
+    Raises:
+        BenchError: a result is wrong, or too little memory.
+    """
+    kernel_cases.prove_path(device)
+    left = []
+    for model, way in HEADLINE:
+        for pair in HEADLINE_PAIRS:
+            if time.monotonic() >= deadline_s:
+                left.append(f"{model} {pair} {way}")
+                continue
+            options = {"cap_bytes": REHEARSED_CAP_BYTES} if rehearse else {}
+            work = Workload(REHEARSED[model] if rehearse else model, Pair.parse(pair), way, device, **options)
+            work.model = model
+            work.allocate()
+            for direction in ("pack", "unpack"):
+                for row in measure_row(work, direction, rounds=rounds, names=HEADLINE_BASELINES):
+                    emit(row)
+            work.release()
+    return left
+
+
+def show(row: Row) -> None:
+    """Prints a row as a table."""
+    title = f"{row['direction']}, {row['model']}, {row['pair']}, {row['way']}, {row['cache']}"
+    counts = (
+        f"{row['parameters']} gradients in {row['buckets']} buckets, {row['bytes'] / 1e6:.1f} MB, {row['sets']} sets"
+    )
+    print(f"\n{title}: {counts}; noise {row['noise']:.3f}")
+    print(f"{'case':42} {'us':>10} {'p20':>10} {'p80':>10} {'GB/s':>7} {'ops':>6} {'copy':>6} {'cast':>6} {'ratio':>6}")
+    for name, one in row["cases"].items():
+        shares = " ".join(f"{one[key]:6.2f}" if key in one else f"{'-':>6}" for key in ("share_copy", "share_cast"))
+        spread = f"{one['median_us']:10.1f} {one['p20_us']:10.1f} {one['p80_us']:10.1f}"
+        mark = " eager" if one["eager"] else ""
+        print(
+            f"{name:42} {spread} {one['gbps']:7.1f} {one['launches']:6} {shares} {one['ratio']:6.3f}{mark}", flush=True
+        )
+
+
+def plan(models: Sequence[str], pairs: Sequence[str], ways: Sequence[str], device: torch.device) -> list[Workload]:
+    """What there is to do, none of it allocated; a list that is one bucket anyway is done once.
+
+    Raises:
+        BenchError: unknown names, or too little memory for one of them.
+    """
+    found = []
+    for model in models:
+        for text in pairs:
+            pair = Pair.parse(text)
+            several = len(layers.buckets(layers.shapes(model), pair.gradients.itemsize)) > 1
+            for way in ways if several else ["whole"]:
+                found.append(Workload(model, pair, way, device))
+    return found
+
+
+def main() -> int:
+    """Measures, prints tables and verdicts, writes one JSON."""
+    parser = records.Parser(description=__doc__)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--models", nargs="+", help=f"of {', '.join(layers.NAMES)} or COUNTxNUMEL")
+    parser.add_argument("--pairs", nargs="+", help="GRADIENTS-WIRE, such as fp32-bf16 or bf16-native")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all; on CPU: bucket")
+    parser.add_argument("--rounds", type=int, help="timings of each case (default: 30; on CPU 11)")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes and few rounds: does everything run?")
+    parser.add_argument("--rehearse", action="store_true", help="what the numbers say is not wanted: see records.py")
+    parser.add_argument("--out", type=Path, default=records.RESULTS, help="folder for the JSON")
+    parser.add_argument("--no-check", action="store_true", help="missed demands do not change the exit status")
+    chosen = parser.parse_args()
+    device = records.pick_device(chosen.device)
+    on_cpu = device.type == "cpu"
+    rounds = chosen.rounds or (5 if chosen.quick else 11 if on_cpu else 30)
+    if rounds < 2:
+        raise BenchError(f"--rounds {rounds}: a median takes 2 rounds at least")
+    rehearsal = chosen.rehearse or chosen.quick
+    if rehearsal and chosen.out.resolve() == records.RESULTS.resolve():
+        raise BenchError("--quick and --rehearse leave no record in perf/results: name a folder with --out")
+    kernel_cases.prove_path(device)
+    if on_cpu:
+        torch.set_num_threads(1)
+    models = chosen.models or (QUICK_MODELS if rehearsal else CPU_MODELS if on_cpu else layers.NAMES)
+    pairs = chosen.pairs or (HEADLINE_PAIRS if on_cpu else PAIRS)
+    ways = chosen.ways or (("bucket",) if on_cpu else WAYS)
+    rows: list[Row] = []
+    for work in plan(models, pairs, ways, device):
+        work.allocate()
+        for direction in DIRECTIONS:
+            for row in measure_row(work, direction, rounds=rounds, warm=True):
+                show(row)
+                rows.append(row)
+        work.release()
+    large_copy_gbps = None if on_cpu else timing.copy_rate(device) / 1e9
+    judged = verdicts(rows, device.type)
+    print("\n" + "\n".join(map(verdict_line, judged)))
+    path = records.write(
+        chosen.out,
+        "kernels",
+        device,
+        rehearsal=rehearsal,
+        bounded=on_cpu and not chosen.models,
+        threads=torch.get_num_threads(),
+        cache_bytes=timing.cache_bytes(device),
+        copy_8gb_gbps=large_copy_gbps,
+        rows=rows,
+        verdicts=judged,
+    )
+    print(f"\n{path}")
+    return int(not chosen.no_check and not all(one["met"] for one in judged))
+
+
+if __name__ == "__main__":
+    records.entry(main)

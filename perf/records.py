@@ -1,0 +1,311 @@
+"""Records of benchmark runs: what stands in one, how it is written and read, and how a benchmark ends.
+
+One JSON file per run, `<what>_<hardware>_<date>.json`, and -2, -3 for more of a day: no run replaces another, so that
+none is chosen by its numbers. Every record says when, by which command, of which commit, on
+what and with which versions it came about; what was measured stands beside that, under keys of the benchmark's own. A
+benchmark that cannot run, or whose check fails, raises BenchError: `entry` makes one line and exit status 1 of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+SCHEMA = 1
+CHECKOUT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).parent / "results"
+# What every record has, with its type; a benchmark adds its own keys.
+REQUIRED: dict[str, type] = {
+    "schema": int,
+    "what": str,
+    "created": str,
+    "command": str,
+    "commit": str,
+    "device": str,
+    "hardware": str,
+    "versions": dict,
+    "others_cores": float,
+    "rehearsal": bool,
+}
+_KNOWN_GPUS = re.compile(r"\b(h200|h100|a100)\b")
+_FILE = re.compile(r"(?P<what>.+)_(?P<hardware>[a-z0-9-]+)_(?P<date>\d{4}-\d{2}-\d{2})(-\d+)?\.json")
+# What a run's numbers depend on; records and pages that were just written do not make it another program.
+_MEASURED_SOURCES = ("fusedreduce", "kernels", "perf", ":(exclude)perf/results")
+
+
+class BenchError(Exception):
+    """A benchmark cannot give a number; the message is the one line that says why."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Bad options are a BenchError as everything else is: one line, exit status 1. Help is the script's docstring."""
+
+    def __init__(self, *, description: str | None, **options: Any) -> None:
+        super().__init__(
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **options,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise BenchError(f"{message} (see {self.prog} --help)")
+
+
+def entry(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with what `main` returns; what it cannot do is one line on stderr and exit status 1."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BaseException as error:
+        line = _line_of(error)
+        if line is None:
+            raise
+        sys.stdout.flush()
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(1)
+    sys.exit(status)
+
+
+def _line_of(error: BaseException) -> str | None:
+    """What to say of an error that is not a fault of the program; None: it is one."""
+    if isinstance(error, BenchError):
+        return " ".join(str(error).split())
+    if isinstance(error, ProcessRaisedException):  # of a rank: its message ends with the rank's own error
+        name, _, said = str(error).strip().splitlines()[-1].partition(": ")
+        return said if name.endswith(BenchError.__name__) else None
+    # torch raises a plain RuntimeError where the CPU has too little.
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+        return f"too little memory: {' '.join(str(error).split())[:160]}"
+    return None
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that an option names: "cpu", "cuda", or "auto", which is the GPU where there is one.
+
+    Raises:
+        BenchError: there is no GPU.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BenchError("no GPU: torch finds no CUDA device here")
+    return torch.device(name)
+
+
+def hardware_name(device: torch.device | str) -> str:
+    """What file names call the device: cpu, h200, h100, a100, else a slug of its name."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return "cpu"
+    pick_device("cuda")
+    name = torch.cuda.get_device_name(device).lower()
+    known = _KNOWN_GPUS.search(name)
+    return known[1] if known else re.sub(r"[^a-z0-9]+", "-", name.removeprefix("nvidia ")).strip("-")
+
+
+def provenance(device: torch.device | str) -> dict[str, object]:
+    """When, by which command, of which commit, on what and with what a run comes about."""
+    device = torch.device(device)
+    return {
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": _command(sys.argv),
+        "commit": _commit(),
+        "device": hardware_name(device),
+        "hardware": _hardware(device),
+        "versions": _versions(device.type),
+    }
+
+
+def write(folder: Path, what: str, device: torch.device | str, *, rehearsal: bool = False, **content: object) -> Path:
+    """Writes <folder>/<what>_<hardware>_<date>.json, or beside it if that is there, and all of it or nothing.
+
+    Args:
+        folder: made if it is not there.
+        what: the benchmark's name, as `report.py` knows it.
+        device: what was measured, or "cpu".
+        rehearsal: sizes and clocks that say nothing of the hardware. Such a record never goes into `RESULTS`.
+        content: what was measured. `others_cores`, see Neighbours, is of the whole process unless it is given.
+
+    Raises:
+        BenchError: a rehearsal into `RESULTS`; a number that is not finite.
+    """
+    if rehearsal and folder.resolve().is_relative_to(RESULTS.resolve()):
+        raise BenchError(f"a rehearsal leaves no record in {RESULTS.name}: name another folder")
+    record = {"schema": SCHEMA, "what": what, **provenance(device), "others_cores": 0.0, "rehearsal": rehearsal}
+    if clash := sorted(record.keys() & (content.keys() - {"others_cores"})):
+        raise ValueError(f"the record has {clash} already")
+    if "others_cores" not in content:
+        record["others_cores"] = round(_SINCE_IMPORT.cores(), 2)
+    record.update(content)
+    try:
+        text = json.dumps(record, indent=1, allow_nan=False)
+    except ValueError as error:
+        raise BenchError(f"{what}: a number is not finite, so there is no record ({error})") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{what}_{record['device']}_{str(record['created'])[:10]}"
+    path, number = folder / f"{name}.json", 1
+    while path.exists():
+        number += 1
+        path = folder / f"{name}-{number}.json"
+    beside = path.with_suffix(f".{os.getpid()}.tmp")
+    beside.write_text(text + "\n")
+    beside.replace(path)
+    return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The record in a file.
+
+    Raises:
+        BenchError: it is not JSON, of another schema, lacks what every record has, is a rehearsal, or another run's
+            than its name says.
+    """
+    try:
+        record = json.loads(path.read_text())
+    except OSError as error:
+        raise BenchError(f"{path.name}: {error.strerror}") from error
+    except ValueError as error:
+        raise BenchError(f"{path.name} is not JSON: {error}") from error
+    if not isinstance(record, dict) or "schema" not in record:
+        raise BenchError(f"{path.name} has no schema: it is from before schema {SCHEMA}; measure it again")
+    if record["schema"] != SCHEMA:
+        raise BenchError(f"{path.name} has schema {record['schema']!r}, this is for {SCHEMA}; measure it again")
+    for key, kind in REQUIRED.items():
+        value = record.get(key)
+        if not isinstance(value, int | float if kind is float else kind) or isinstance(value, bool) != (kind is bool):
+            raise BenchError(
+                f"{path.name}: {key!r} is {'missing' if key not in record else f'not of type {kind.__name__}'}"
+            )
+    if record["rehearsal"]:
+        raise BenchError(f"{path.name} is a rehearsal: its numbers say nothing of the hardware")
+    named = _FILE.fullmatch(path.name)
+    if named is None or (named["what"], named["hardware"]) != (record["what"], record["device"]):
+        raise BenchError(
+            f"{path.name} holds {record['what']!r} on {record['device']!r}, which is not what it is called"
+        )
+    return record
+
+
+def latest(folder: Path, what: str, hardware: str | None = None) -> dict[str, Any] | None:
+    """The newest record of a benchmark, on that hardware or on any; None if there is none.
+
+    Raises:
+        BenchError: one that is called so cannot be read; see `read`.
+    """
+    found = []
+    for path in folder.glob("*.json"):
+        named = _FILE.fullmatch(path.name)
+        if named is not None and named["what"] == what and hardware in (None, named["hardware"]):
+            found.append(read(path))
+    return max(found, key=lambda record: str(record["created"]), default=None)  # ISO, in UTC: sorted by time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Median and 20th and 80th percentile, in milliseconds."""
+
+    p20_ms: float
+    median_ms: float
+    p80_ms: float
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> Spread:
+        tenths = statistics.quantiles(seconds, n=10, method="inclusive")
+        return Spread(p20_ms=tenths[1] * 1e3, median_ms=tenths[4] * 1e3, p80_ms=tenths[7] * 1e3)
+
+
+class Neighbours:
+    """How many cores other work keeps busy, from when this is made: beside much of it no number is worth publishing."""
+
+    def __init__(self) -> None:
+        self._begin_s = time.monotonic()
+        self._begin_busy_s = self._others_busy_s()
+
+    def cores(self) -> float:
+        """Mean since then. Every process that was started here must have ended."""
+        busy_s = self._others_busy_s() - self._begin_busy_s
+        return max(0.0, busy_s / (time.monotonic() - self._begin_s))
+
+    @staticmethod
+    def _others_busy_s() -> float:
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+        busy_ticks = user + nice + system + irq + softirq + steal
+        return busy_ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])  # ours: this process and its children
+
+
+_SINCE_IMPORT = Neighbours()
+
+
+def _command(argv: Sequence[str]) -> str:
+    """As it can be typed in the checkout; of folders elsewhere the name alone, which is all that others can use."""
+    script = Path(argv[0]).resolve()
+    shown = script.relative_to(CHECKOUT) if script.is_relative_to(CHECKOUT) else Path(script.name)
+    arguments = [re.sub(r"(?:^|(?<==))/(?:\S*/)?(?=[^/\s]+)", "", argument) for argument in argv[1:]]
+    return shlex.join(["python", str(shown), *arguments])
+
+
+@functools.cache
+def _commit() -> str:
+    """Short hash, with -dirty if what is measured differs from it; where the checkout came without git, what the
+    environment's FUSEDREDUCE_COMMIT says."""
+    commit = _output("git", "rev-parse", "--short", "HEAD")
+    if not commit:
+        return os.environ.get("FUSEDREDUCE_COMMIT", "unknown")
+    return commit + ("-dirty" if _output("git", "status", "--porcelain", "--", *_MEASURED_SOURCES) else "")
+
+
+@functools.cache
+def _hardware(device: torch.device) -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    host = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {processor}"
+    if device.type == "cpu":
+        return host
+    gpu = torch.cuda.get_device_properties(device)
+    return f"{gpu.name}, {gpu.multi_processor_count} multiprocessors, {gpu.total_memory / 2**30:.0f} GiB; {host}"
+
+
+@functools.cache
+def _versions(device_type: str) -> dict[str, str]:
+    found = {"torch": torch.__version__, "python": platform.python_version(), "numpy": metadata.version("numpy")}
+    if importlib.util.find_spec("triton"):
+        found["triton"] = metadata.version("triton")
+    if device_type != "cuda":
+        return found
+    found["cuda"] = str(torch.version.cuda or torch.version.hip)
+    if driver := _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"):
+        found["driver"] = driver.splitlines()[0]
+    if torch.distributed.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def _output(*command: str) -> str:
+    """What a command prints; empty if it cannot be run or fails."""
+    try:
+        done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,69 @@
+"""The second pytest process of `--beside`: what it finds is what the first one says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FIRST = """
+def test_here():
+    pass
+"""
+# Of a name in beside.BESIDE.
+SECOND = """
+import os, pytest
+
+def test_passes():
+    print("pid", os.getpid())
+
+@pytest.mark.parametrize("text", ["a b", "[1]"])
+def test_fails(text):
+    assert text == "no such text"
+
+@pytest.mark.skip(reason="of no use")
+def test_skipped():
+    pass
+
+@pytest.fixture
+def broken():
+    raise ValueError("no fixture")
+
+def test_error(broken):
+    pass
+"""
+
+
+def _pytest(folder: Path, *options: str, **files: str) -> str:
+    """Standard output of a run on these files."""
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    (folder / "conftest.py").write_text('pytest_plugins = ["beside"]\n')
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", *options]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+def test_reports_of_the_second_process_are_the_firsts(tmp_path: Path) -> None:
+    alone = _pytest(tmp_path, "-rA", test_other=FIRST, test_costs=SECOND)
+    both = _pytest(tmp_path, "-rA", "--beside")
+    assert re.search(r"2 failed, 2 passed, 1 skipped, 1 error in", both), both
+    summary = [line for line in both.splitlines() if line.startswith(("PASSED", "FAILED", "SKIPPED", "ERROR"))]
+    assert sorted(summary) == sorted(
+        line for line in alone.splitlines() if line.startswith(("PASSED", "FAILED", "SKIPPED", "ERROR"))
+    )
+    assert re.search(r"test_other.py \.\s.*\n.*test_costs.py \.FFsE", both), both
+
+
+def test_a_second_process_that_ends_early_fails_what_it_has_not_reported(tmp_path: Path) -> None:
+    dies = (
+        "import os\n\ndef test_first():\n    pass\n\ndef test_dies():\n    os._exit(7)\n\ndef test_never():\n    pass\n"
+    )
+    out = _pytest(tmp_path, "--beside", test_other=FIRST, test_costs=dies)
+    assert out.count("the process beside this one ended without a report") == 2
+    assert "2 failed, 2 passed in" in out, out
