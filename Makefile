@@ -1,10 +1,13 @@
 # make demo | test | conformance | check | compile | clean: each sets up what it needs in .venv, once.
+# make gpu-check uses what the machine has: a GPU, torch and triton.
 #
 #   PYTHON=python3.12     the interpreter to build .venv with (default: the first fit one on PATH)
-#   ARGS="--steps 20"     arguments for `fusedreduce demo`, or for tests/conformance/run.py
+#   ARGS="--steps 20"     arguments for `fusedreduce demo`, tests/conformance/run.py or perf/gpu_check.py
+#   GPU_PYTHON=python3.12 the interpreter of gpu-check (default: python3)
 
 PYTHON ?=
 ARGS ?=
+GPU_PYTHON ?= python3
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -14,7 +17,7 @@ PERF := $(if $(wildcard perf/*.py),perf)
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo test conformance check compile clean
+.PHONY: help demo test conformance check compile gpu-check clean
 .DELETE_ON_ERROR:
 
 # A caller's settings that would aim Python or pip past .venv.
@@ -52,6 +55,7 @@ help:
 	@echo "make demo         install into $(VENV) and run the demo (ARGS=... are its arguments)"
 	@echo "make test         install into $(VENV) and run every check and every test"
 	@echo "make conformance  run torch's own DDP tests against ours (ARGS=\"--world 3\", ARGS=\"--hook bf16\", ...)"
+	@echo "make gpu-check    with this machine's python3, torch and triton: all that only an NVIDIA GPU can say, in 9 minutes"
 	@echo "make check        lint, format and types only"
 	@echo "make compile      every kernel compiled for every architecture, and its machine code checked"
 	@echo "make clean        remove $(VENV) and everything else that was made here"
@@ -102,6 +106,10 @@ test: $(STAMP)
 conformance: $(STAMP)
 	@echo "==> torch's own DDP tests $(ARGS)"
 	@$(PY) tests/conformance/run.py $(ARGS)
+
+gpu-check:
+	@echo "==> what only a GPU can say $(ARGS)"
+	@env -u TRITON_INTERPRET $(if $(PYTHONPATH),PYTHONPATH="$(PYTHONPATH)") $(GPU_PYTHON) perf/gpu_check.py $(ARGS)
 
 clean:
 	@echo "==> removing $(VENV), out/, build outputs and caches"

@@ -36,13 +36,13 @@ NOT_FOUND = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def load_vector(pointer, mask):
-    return tl.load(pointer, mask=mask, other=0.0)
+def load_vector(pointer, mask, EVICTION: tl.constexpr = ""):
+    return tl.load(pointer, mask=mask, other=0.0, eviction_policy=EVICTION)
 
 
 @triton.jit
-def store_vector(pointer, value, mask):
-    tl.store(pointer, value, mask=mask)
+def store_vector(pointer, value, mask, EVICTION: tl.constexpr = ""):
+    tl.store(pointer, value, mask=mask, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -109,6 +109,7 @@ def convert_chunk(
     WATCH: tl.constexpr,
     TILE_BYTES: tl.constexpr,
     LANES: tl.constexpr,
+    HINT: tl.constexpr = "",
 ):
     """Moves `count` elements; returns what `chunk_sum` or `chunk_faults` needs.
 
@@ -129,6 +130,9 @@ def convert_chunk(
     LOST: tl.constexpr = 2.0**-25 if DESTINATION == tl.float16 else 2.0**-134
     # As table.may_flush says of torch's dtypes.
     FLUSHES: tl.constexpr = DESTINATION_BYTES < SOURCE_BYTES
+    # What is read is not read again soon; what is written is, by the collective or the optimizer.
+    READ_EVICTION: tl.constexpr = "" if HINT == "" else "evict_first"
+    WRITE_EVICTION: tl.constexpr = "evict_first" if HINT == "both" else ""
 
     reciprocal = scalar
     exact = False
@@ -159,10 +163,10 @@ def convert_chunk(
     for start in tl.range(0, middle, TILE):
         index = tl.multiple_of(start, VECTOR) + tile_lane
         inside = index < middle
-        value = load_vector(vector_source + index, inside).to(COMPUTE)
+        value = load_vector(vector_source + index, inside, READ_EVICTION).to(COMPUTE)
         result = apply_scalar(value, scalar, reciprocal, exact, OP)
         stored = round_once(result, DESTINATION)
-        store_vector(vector_destination + index, stored, inside)
+        store_vector(vector_destination + index, stored, inside, WRITE_EVICTION)
         # A vector lies in one thread: added up there, it costs one register of accumulator instead of VECTOR.
         if WATCH == STORED:
             seen = tl.reshape(stored.to(COMPUTE), (VECTORS, VECTOR))

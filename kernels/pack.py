@@ -53,6 +53,7 @@ def _pack_kernel(
     flushed,
     FP64: tl.constexpr,
     STATS: tl.constexpr,
+    HINT: tl.constexpr,
     TILE_BYTES: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -77,19 +78,19 @@ def _pack_kernel(
         zero_chunk(destination, count, WIRE, TILE_BYTES, LANES)
     elif FP64:
         sums, marks, edge_sums, edge_marks = convert_chunk(
-            address + begin * 8, destination, count, divisor, tl.float64, WIRE, DIVIDE, WATCH, TILE_BYTES, LANES
+            address + begin * 8, destination, count, divisor, tl.float64, WIRE, DIVIDE, WATCH, TILE_BYTES, LANES, HINT
         )
     elif dtype == 0:
         sums, marks, edge_sums, edge_marks = convert_chunk(
-            address + begin * 4, destination, count, divisor, tl.float32, WIRE, DIVIDE, WATCH, TILE_BYTES, LANES
+            address + begin * 4, destination, count, divisor, tl.float32, WIRE, DIVIDE, WATCH, TILE_BYTES, LANES, HINT
         )
     elif dtype == 1:
         sums, marks, edge_sums, edge_marks = convert_chunk(
-            address + begin * 2, destination, count, divisor, tl.bfloat16, WIRE, DIVIDE, WATCH, TILE_BYTES, LANES
+            address + begin * 2, destination, count, divisor, tl.bfloat16, WIRE, DIVIDE, WATCH, TILE_BYTES, LANES, HINT
         )
     else:
         sums, marks, edge_sums, edge_marks = convert_chunk(
-            address + begin * 2, destination, count, divisor, tl.float16, WIRE, DIVIDE, WATCH, TILE_BYTES, LANES
+            address + begin * 2, destination, count, divisor, tl.float16, WIRE, DIVIDE, WATCH, TILE_BYTES, LANES, HINT
         )
     if STATS:
         finite, lost = chunk_faults(sums, marks, edge_sums, edge_marks)

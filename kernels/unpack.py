@@ -43,6 +43,7 @@ def _unpack_kernel(
     first_non_finite,
     FP64: tl.constexpr,
     STATS: tl.constexpr,
+    HINT: tl.constexpr,
     TILE_BYTES: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -66,19 +67,19 @@ def _unpack_kernel(
     if address != 0:
         if FP64:
             sums, marks, edge_sums, edge_marks = convert_chunk(
-                source, address + begin * 8, count, scale, WIRE, tl.float64, MULTIPLY, WATCH, TILE_BYTES, LANES
+                source, address + begin * 8, count, scale, WIRE, tl.float64, MULTIPLY, WATCH, TILE_BYTES, LANES, HINT
             )
         elif dtype == 0:
             sums, marks, edge_sums, edge_marks = convert_chunk(
-                source, address + begin * 4, count, scale, WIRE, tl.float32, MULTIPLY, WATCH, TILE_BYTES, LANES
+                source, address + begin * 4, count, scale, WIRE, tl.float32, MULTIPLY, WATCH, TILE_BYTES, LANES, HINT
             )
         elif dtype == 1:
             sums, marks, edge_sums, edge_marks = convert_chunk(
-                source, address + begin * 2, count, scale, WIRE, tl.bfloat16, MULTIPLY, WATCH, TILE_BYTES, LANES
+                source, address + begin * 2, count, scale, WIRE, tl.bfloat16, MULTIPLY, WATCH, TILE_BYTES, LANES, HINT
             )
         else:
             sums, marks, edge_sums, edge_marks = convert_chunk(
-                source, address + begin * 2, count, scale, WIRE, tl.float16, MULTIPLY, WATCH, TILE_BYTES, LANES
+                source, address + begin * 2, count, scale, WIRE, tl.float16, MULTIPLY, WATCH, TILE_BYTES, LANES, HINT
             )
     if STATS:
         # Read again, rather than kept in registers.

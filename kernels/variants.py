@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -52,10 +52,15 @@ TRITON_NAMES: Mapping[torch.dtype, str] = {
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch shape of one architecture: bytes of a tile on its wider side, and warps of a program."""
+    """Launch shape of one architecture: bytes of a tile on its wider side, and warps of a program.
+
+    `hint`: which cache lines pack and unpack let go first: of nothing in particular (""), of what they read ("read"),
+    or also of what they write ("both").
+    """
 
     tile_bytes: int
     num_warps: int
+    hint: Literal["", "read", "both"] = ""
 
 
 # Keyed by Triton's (backend, architecture); found offline, never while training. Four 16-byte loads per thread in
@@ -196,7 +201,7 @@ def transfer_variant(
             "scalar": "*fp64" if fp64 else "*fp32",
             **(outputs if stats else absent(outputs)),
         },
-        {"FP64": fp64, "STATS": stats},
+        {"FP64": fp64, "STATS": stats, "HINT": tuning.hint},
         tuning,
         backend,
         branches=tuple((one, wire_name) if name == "pack" else (wire_name, one) for one in GRADIENTS[fp64]),
@@ -208,7 +213,7 @@ def walk_variant(
     name: str,
     kernel: Any,
     pointers: Mapping[str, str],
-    switches: Mapping[str, bool],
+    switches: Mapping[str, bool | str],
     tuning: Tuning,
     backend: str,
     *,

@@ -32,6 +32,7 @@ from typing import Any
 import harness
 import linear
 import records
+import report_tables
 import timing
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ HELD = 2.25  # times the gradients: they, the wires of all points, and of the la
 CPU_MAX_BYTES = 2**30  # unless more is asked for: it takes minutes
 MOST_ROUNDS, FEWEST_ROUNDS = 25, 5
 ROUNDS_S = 5.0  # what the rounds of one sweep are to take
-MOST_SETS, MOST_TENSORS = 8, 200_000
+MOST_SETS, MOST_TENSORS = 64, 2**16  # of one point: 1,000 parameters are as far from the cache as 100,000
 GRAPH_CALLS = 8  # in one timing: a thousand buckets have two thousand launches
 SETTLE_STEPS = 3  # until a reducer has the buckets that it keeps
 BLOCK_NUMEL = 2**24  # what is compared at once
@@ -385,19 +386,12 @@ def sweep(measured: str, axis: str, max_bytes: int, device: torch.device) -> dic
     return {"points": rows, "again": noise, "line": {**asdict(fit), "holds": fit.holds}}
 
 
-def slope_text(axis: str, line: Mapping[str, Any]) -> str:
-    """A line's slope and fixed cost, with units."""
-    fixed = f"{line['fixed_s'] * 1e6:,.1f} us fixed"
-    if axis == "bytes":
-        rate = f" ({1 / line['slope_s'] / 1e9:.2f} GB/s of gradients)" if line["slope_s"] else ""
-        return f"{line['slope_s'] * 1e12:.2f} us per MB{rate}, {fixed}"
-    return f"{line['slope_s'] * 1e6:.3f} us per {axis[:-1]}, {fixed}"
-
-
 def show(measured: str, axis: str, found: Mapping[str, Any]) -> None:
     """Prints a sweep."""
     line = found["line"]
-    print(f"\n{measured} against {axis}: {slope_text(axis, line)}; the same twice: {found['again']:.3f}")
+    slope = report_tables.slope_text(axis, line["slope_s"])
+    fixed = f"{line['fixed_s'] * 1e6:,.1f} us fixed"
+    print(f"\n{measured} against {axis}: {slope}, {fixed}; the same twice: {found['again']:.3f}")
     for row in found["points"]:
         spread = records.Spread.of(row["seconds"])
         said = line["fixed_s"] + line["slope_s"] * row["count"]

@@ -1,16 +1,20 @@
-"""Synchronisation cost and memory of our DDP wrapper beside torch's, on Gloo ranks of this machine.
+"""Training steps with torch DDP, with our wrapper and with our hook: time, exposed synchronisation, operators, memory.
 
-    python perf/bench_step.py                # 2 ranks, both shapes, writes perf/results/step_cpu_<date>.json
-    python perf/bench_step.py --torch-only   # the baselines alone, nothing is judged
+    python perf/bench_step.py                       # 2 ranks, two shapes, memory, and the verdicts on them
+    python perf/bench_step.py --models mlp resnet18 gpt2-tiny --clip --amp
+    python perf/bench_step.py --models gpt2-small --device cuda --backend nccl --ranks 1 --clip
+    python perf/bench_step.py --torch-only          # the baselines alone, nothing of ours is judged
 
-Cost = median over all rounds and ranks of (step with the wrapper - step of the same module without DDP in that round),
-a step being forward + backward from gradients that are None. All variants take turns step by step in one run, in an
-order that changes each round, ranks starting together. Every variant's gradients are first compared with the true mean;
-one that is wrong is an error and no number. Ratios are to the best, in that run, of torch's four variants. Ours without
-overlap stands beside them to show what overlap brings; it is never taken for our best.
+A step: zero_grad (to None), forward, backward, and with an optimizer also unscale (--amp), clip (--clip) and its step.
+The two shapes are measured without an optimizer. All variants take turns step by step in one run, in an order that
+changes each round, ranks starting together; every step begins with the same weights. What each leaves in gradients (and
+weights) is first compared with what it must be; one that is wrong is an error and no number.
 
-Memory: each variant in processes of its own, over what the same module takes there without DDP: the resident set after
-the last step, its peak from before the wrapping on, and what the heap holds in use (exact: gradients, buckets, wire).
+sync = median over all rounds and ranks of (step with the variant - plain step without DDP in that round), so with
+--clip and --amp it holds these too. Ratios are to the best, in that run, of torch DDP's four forms; the strongest of
+all that is torch's, its hooks too, is named beside. One of torch's forms takes part twice: the ratio of the two is the
+noise. Ours without overlap shows what overlap brings, and the no-op hook what a hook costs that does nothing; neither
+is a candidate. On a GPU time outside of collectives ("GPU ms") tells variants apart where steps do not.
 
 Exit status 1 if something required is missed.
 """
@@ -18,133 +22,127 @@ Exit status 1 if something required is missed.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
-import sys
+import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import harness
-from torch import nn
+import models
+import records
+import step_counts
+import step_memory
+import step_training
+import step_variants
+import torch
+from step_training import Task
+from step_variants import BF16, FLOOR, HOOK_BF16, NATIVE, NATIVE_VIEWS, NOOP, TORCH_AGAIN, TORCH_DEFAULT
 
-import fusedreduce
-
-LARGE = (200, 50_000)
-SMALL = (2_000, 8)
-MEMORY_STEPS = 10
+LARGE = step_memory.MODEL
+SMALL = "many:2000x8"
+FIRST_STEPS = 6  # with those that are not timed enough for buckets to settle
 REQUIRED = 1.0  # of the best of torch's, or less
 GOAL = 0.75
-
-FLOOR = "no DDP"
-TORCH_DEFAULT = "torch DDP"
-NATIVE = "ours native"
-NATIVE_VIEWS = "ours native, views"
-NATIVE_LATE = "ours native, no overlap"
-BF16 = "ours bf16"
-FP16 = "ours fp16"
+HOOK_REQUIRED = 0.8  # of torch DDP as it comes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
-    """One line of the verdict: the best of `candidates` on a shape, and beside it `also` where that is another."""
+class Run:
+    """What a run measures; the same on all ranks."""
 
-    shape: harness.Shape
-    wire: str
-    candidates: tuple[str, ...]
-    also: str | None = None
+    task: Task
+    backend: str
+    device: str
+    steps: int
+    torch_only: bool
+    only: tuple[str, ...]
+
+    def variants(self) -> dict[str, step_variants.Variant]:
+        """Everything that takes part."""
+        task = self.task
+        found = step_variants.variants(torch_only=self.torch_only, clips=task.clips, scales=task.scales)
+        return step_variants.picked(found, self.only)
 
 
-VERDICTS = (
-    Judged(shape=SMALL, wire="native", candidates=(NATIVE, NATIVE_VIEWS), also=NATIVE),
-    Judged(shape=LARGE, wire="native", candidates=(NATIVE, NATIVE_VIEWS), also=NATIVE),
-    Judged(shape=LARGE, wire="bf16", candidates=(BF16,)),
-)
+def measure(rank: int, world: int, folder: str, run: Run) -> NoReturn:
+    """One rank: checks, then times all variants in turns, then counts."""
+    device = harness.begin(rank, world, folder, run.backend, run.device)
+    variants = run.variants()
+    truth, new, template = step_training.new_training(run.task, device, rank)
+    _check_memory(run, len(variants), world, template, device)
+    cases, rows = {}, {}
+    for name, variant in variants.items():
+        cases[name], rows[name] = step_counts.memory_of(
+            functools.partial(_new_case, new, name, variant),
+            FIRST_STEPS,
+            device,
+        )
+    seconds = harness.take_turns(cases, run.steps, device)
+    counts = {name: step_counts.count(case, device).as_dict() for name, case in cases.items()}
+    size = {"parameters": len(truth.before), "elements": sum(one.numel() for one in truth.before)}
+    harness.finish(rank, folder, {"seconds": seconds, "counts": counts, "memory": rows, "size": size})
 
 
-def our_variants() -> dict[str, harness.Build]:
-    """The wrapper by wire, by where gradients live, by when collectives start.
+def _new_case(
+    new: Callable[[str, step_variants.Variant], step_training.Training], name: str, variant: step_variants.Variant
+) -> harness.Case:
+    return new(name, variant).case()
+
+
+def _check_memory(run: Run, variants: int, world: int, template: torch.nn.Module, device: torch.device) -> None:
+    """Every variant has weights, gradients, buckets and the optimizer's state of its own.
 
     Raises:
-        SystemExit: the installed fusedreduce has no such wrapper or option.
+        BenchError: there is too little memory for that.
     """
-    wrapper: Callable[..., nn.Module] | None = getattr(fusedreduce, "DistributedDataParallel", None)
-    if wrapper is None:
-        raise SystemExit("fusedreduce has no DistributedDataParallel; --torch-only measures the baselines alone")
+    model_bytes = sum(one.numel() * one.element_size() for one in template.parameters())
+    each = 3 + {"none": 0, "sgd": 1, "adamw": 2}[run.task.optimizer]
+    sharing = world if device.type == "cpu" else -(-world // torch.cuda.device_count())
+    needed, free = sharing * variants * each * model_bytes, step_counts.free_bytes(device)
+    if needed > free:
+        raise records.BenchError(
+            f"{run.task.model} with {variants} variants needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are "
+            "free: a smaller model, fewer ranks, or --only"
+        )
 
-    def ours(config: Mapping[str, Any], **options: Any) -> harness.Build:
-        try:
-            reduce = fusedreduce.ReduceConfig(**config)
-        except TypeError as error:
-            raise SystemExit(f"ReduceConfig: {error}; --torch-only measures the baselines alone") from error
-        return lambda model: wrapper(model, reduce=reduce, **options)
 
+def table(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One model's record: per variant the spread of the step and of what it takes more than the floor, ratios, counts.
+
+    The difference is taken round by round: on a machine with other work, this halves the scatter of the ratios.
+    """
+    times = harness.pooled([result["seconds"] for result in results])
+    rows: dict[str, dict[str, Any]] = {}
+    for name, seconds in times.items():
+        row: dict[str, Any] = {**_spread("step", seconds)}
+        if name != FLOOR:
+            row |= _spread("sync", [step - floor for step, floor in zip(seconds, times[FLOOR], strict=True)])
+        counts, floor_counts = (results[0]["counts"][one] for one in (name, FLOOR))
+        row |= {f"over_{key}": _over(value, floor_counts[key]) for key, value in counts.items()}
+        for key in ("held_bytes", "peak_bytes"):
+            most = [result["memory"][name][key] for result in results]
+            least = [result["memory"][FLOOR][key] for result in results]
+            row[f"over_{key}"] = None if None in most + least else max(map(int.__sub__, most, least))
+        row["samples_ms"] = [round(second * 1e3, 4) for second in seconds]
+        rows[name] = row
+    best = torch_best(rows)
+    for row in rows.values():
+        if "sync_ms" in row:
+            row["ratio"] = _ratio(row["sync_ms"], rows[best]["sync_ms"])
+    rivals = [name for name in step_variants.torch_side(clips=True) if name in rows and name not in (NOOP, TORCH_AGAIN)]
     return {
-        NATIVE: ours({"wire": "native"}),
-        NATIVE_VIEWS: ours({"wire": "native"}, gradient_as_bucket_view=True),
-        NATIVE_LATE: ours({"wire": "native", "overlap": False}),
-        BF16: ours({"wire": "bf16"}),
-        FP16: ours({"wire": "fp16"}),
+        **results[0]["size"],
+        "variants": rows,
+        "torch_best": best,
+        "strongest_of_torch": min(rivals, key=lambda name: rows[name]["sync_ms"]),
+        "aa_ratio": _ratio(rows[TORCH_AGAIN]["sync_ms"], rows[TORCH_DEFAULT]["sync_ms"]),
     }
 
 
-def variants(torch_only: bool) -> dict[str, harness.Build]:
-    """Everything that is measured, the floor first."""
-    floor: dict[str, harness.Build] = {FLOOR: lambda model: model}
-    return {**floor, **harness.torch_variants(), **({} if torch_only else our_variants())}
-
-
-def wire_of(name: str) -> str:
-    """What bounds the error of a variant."""
-    return {BF16: "bf16", FP16: "fp16"}.get(name, "native")
-
-
-# Time
-
-
-def measure_time(rank: int, world: int, folder: str, shape: harness.Shape, steps: int, torch_only: bool) -> NoReturn:
-    """One rank: checks, then times all variants in turns."""
-    harness.begin(rank, world, folder)
-    rows = harness.inputs(rank, shape)
-    mean = harness.mean_of_ranks(rows)
-
-    def case(name: str, model: nn.Module) -> harness.Case:
-        expected = rows if name == FLOOR else mean
-        return harness.Case(
-            prepare=lambda: model.zero_grad(set_to_none=True),
-            run=lambda: model(rows).backward(),
-            check=lambda: harness.check_gradients(name, model, expected, wire_of(name)),
-        )
-
-    models = {name: build(harness.Many(*shape)) for name, build in variants(torch_only).items()}
-    harness.finish(rank, folder, harness.take_turns({name: case(name, model) for name, model in models.items()}, steps))
-
-
-def costs(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
-    """The table: spread of the step, spread of what it takes more than the floor, ratio to the best of torch's.
-
-    The difference is taken round by round: on a machine with other work, this halves the scatter of the ratios.
-
-    Raises:
-        SystemExit: torch's best costs nothing that can be measured; every ratio would be noise.
-    """
-    rows = {}
-    for name, seconds in times.items():
-        rows[name] = _spread("step", seconds)
-        if name != FLOOR:
-            rows[name] |= _spread("sync", [step - floor for step, floor in zip(seconds, times[FLOOR], strict=True)])
-    best_ms = rows[torch_best(rows)]["sync_ms"]
-    if best_ms <= 0:
-        raise SystemExit(f"torch's best costs {best_ms:.3f} ms more than no DDP: too few steps to tell")
-    for row in rows.values():
-        if "sync_ms" in row:
-            row["ratio"] = row["sync_ms"] / best_ms
-    return rows
-
-
 def _spread(prefix: str, seconds: Sequence[float]) -> dict[str, float]:
-    spread = harness.Spread.of(seconds)
+    spread = records.Spread.of(seconds)
     return {
         f"{prefix}_ms": spread.median_ms,
         f"{prefix}_p20_ms": spread.p20_ms,
@@ -152,197 +150,202 @@ def _spread(prefix: str, seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def torch_best(rows: Mapping[str, Mapping[str, float]]) -> str:
-    """The variant of torch's that all ratios refer to."""
+def _over(value: float | None, floor: float | None) -> float | None:
+    return None if value is None or floor is None else round(value - floor, 4)
+
+
+def _ratio(mine: float, base: float) -> float | None:
+    """None where the base costs nothing that can be measured: every ratio would be noise."""
+    return mine / base if base > 0 else None
+
+
+def torch_best(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """The one of torch DDP's forms that all ratios refer to."""
     return min(harness.torch_variants(), key=lambda name: rows[name]["sync_ms"])
 
 
-def print_costs(shape: str, ranks: int, rows: Mapping[str, Mapping[str, float]]) -> None:
+def show(name: str, run: Run, ranks: int, result: Mapping[str, Any]) -> None:
     """One line per variant."""
-    print(f"\n{shape} parameters, {ranks} ranks; ratios to {torch_best(rows)!r}")
-    print(f"{'variant':34} {'step ms':>8} {'p20':>8} {'p80':>8} {'sync ms':>8} {'p20':>8} {'p80':>8} {'ratio':>6}")
-    for name, row in rows.items():
-        step = f"{name:34} {row['step_ms']:8.2f} {row['step_p20_ms']:8.2f} {row['step_p80_ms']:8.2f}"
-        if name == FLOOR:
-            print(step)
-        else:
-            sync = f"{row['sync_ms']:8.2f} {row['sync_p20_ms']:8.2f} {row['sync_p80_ms']:8.2f}"
-            print(f"{step} {sync} {row['ratio']:6.2f}")
+    task = run.task
+    done = [*(["scaled"] if task.scales else []), *(["clipped"] if task.clips else []), task.optimizer]
+    print(
+        f"\n{name}: {result['parameters']:,} parameters, {result['elements']:,} elements; {ranks} ranks, "
+        f"{run.backend}, {run.device}; optimizer: {', '.join(done)}\nratios to {result['torch_best']!r}; "
+        f"strongest of torch's: {result['strongest_of_torch']!r}; the same twice: {_number(result['aa_ratio'])}; "
+        "operators, collectives, launches and MB are over no DDP's"
+    )
+    header = f"{'step ms':>8} {'p20':>8} {'p80':>8} {'sync ms':>8} {'p20':>8} {'p80':>8} {'ratio':>6}"
+    header += f" {'ops':>7} {'coll':>5} {'launch':>7} {'waits':>5} {'GPU ms':>7} {'held MB':>8} {'peak MB':>8}"
+    print(f"{'variant':64} {header}")
+    for variant, row in result["variants"].items():
+        keys = ("step_ms", "step_p20_ms", "step_p80_ms", "sync_ms", "sync_p20_ms", "sync_p80_ms")
+        line = " ".join(_number(row.get(key), 8) for key in keys)
+        line += f" {_number(row.get('ratio'), 6)} {_number(row['over_operators'], 7, 0)}"
+        line += f" {_number(row['over_collectives'], 5, 0)} {_number(row['over_launches'], 7, 0)}"
+        line += f" {_number(row['over_waits'], 5, 0)} {_number(row['over_gpu_ms'], 7, 3)}"
+        for key in ("over_held_bytes", "over_peak_bytes"):
+            line += f" {_number(None if row[key] is None else row[key] / 1e6, 8, 1)}"
+        print(f"{variant:64} {line}")
 
 
-# Memory
-
-MALLINFO2_FIELDS = (
-    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-)
-
-
-class _Mallinfo2(ctypes.Structure):
-    """glibc's struct mallinfo2."""
-
-    _fields_ = [(name, ctypes.c_size_t) for name in MALLINFO2_FIELDS]
-
-
-def heap_bytes() -> int | None:
-    """Bytes that malloc has handed out and not got back, over all arenas; None without glibc 2.33."""
-    try:
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-    except AttributeError:
-        return None
-    mallinfo2.restype = _Mallinfo2
-    info = mallinfo2()
-    return int(info.uordblks + info.hblkhd)
-
-
-def resident_bytes(field: str) -> int:
-    """VmRSS (now) or VmHWM (peak) of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def measure_memory(rank: int, world: int, folder: str, name: str, torch_only: bool) -> NoReturn:
-    """One rank, one variant: some steps, then what the process holds while its gradients live."""
-    harness.begin(rank, world, folder)
-    rows = harness.inputs(rank, LARGE)
-    # What the first DDP of a process takes once (torch imports 800 modules for it: 80 MB) is no matter of the variant.
-    harness.torch_ddp()(harness.Many(1, 8))(rows[:1, :8]).backward()
-    module = harness.Many(*LARGE)
-    with contextlib.suppress(OSError):  # where that is not allowed the peak is that of the whole process
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    model = variants(torch_only)[name](module)
-    for _ in range(MEMORY_STEPS):
-        model.zero_grad(set_to_none=True)
-        model(rows).backward()
-    usage = {"end_bytes": resident_bytes("VmRSS"), "peak_bytes": resident_bytes("VmHWM"), "heap_bytes": heap_bytes()}
-    expected = rows if name == FLOOR else harness.mean_of_ranks(rows)
-    harness.check_gradients(name, model, expected, wire_of(name))
-    storages = [p.grad.untyped_storage() for p in model.parameters() if p.grad is not None]
-    usage["gradient_bytes"] = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    harness.finish(rank, folder, usage)
-
-
-def memory(ranks: int, torch_only: bool) -> dict[str, dict[str, int | None]]:
-    """Per variant the rank that holds most; `over_` is what it holds more than the floor."""
-    rows: dict[str, dict[str, int | None]] = {}
-    for name in variants(torch_only):
-        usages = harness.run_ranks(measure_memory, ranks, name, torch_only)
-        row = {key: None if usages[0][key] is None else max(usage[key] for usage in usages) for key in usages[0]}
-        floor = rows.get(FLOOR, row)
-        over = {f"over_{key}": _difference(row[key], floor[key]) for key in ("end_bytes", "peak_bytes", "heap_bytes")}
-        rows[name] = row | over
-    return rows
-
-
-def _difference(left: int | None, right: int | None) -> int | None:
-    return None if left is None or right is None else left - right
-
-
-def print_memory(ranks: int, rows: Mapping[str, Mapping[str, int | None]]) -> None:
-    """One line per variant, in MB of 10^6 bytes."""
-
-    def mb(value: int | None) -> str:
-        return f"{'-':>9}" if value is None else f"{value / 1e6:9.1f}"
-
-    print(f"\nMemory, {harness.shape_name(LARGE)} parameters, {ranks} ranks, MB after {MEMORY_STEPS} steps;")
-    print("'+' is over no DDP: resident set at the end, its peak, heap in use")
-    print(f"{'variant':34} {'end':>9} {'peak':>9} {'gradients':>9} {'+end':>9} {'+peak':>9} {'+heap':>9}")
-    shown = ("end_bytes", "peak_bytes", "gradient_bytes", "over_end_bytes", "over_peak_bytes", "over_heap_bytes")
-    for name, row in rows.items():
-        print(f"{name:34} {' '.join(mb(row[key]) for key in shown)}")
+def _number(value: float | None, width: int = 0, places: int = 2) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value:{width}.{places}f}"
 
 
 # Verdict
 
 
-def judge_costs(shapes: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[bool]:
-    """Prints a line for each of VERDICTS; whether what is required is met, for those that were measured."""
-    met = []
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One line of the verdict: the best of `candidates` on a model, and beside it `also` where that is another.
+
+    Args:
+        base: whose synchronisation is what is compared with; None: the best of torch DDP's forms.
+    """
+
+    model: str
+    what: str
+    candidates: tuple[str, ...]
+    also: str | None = None
+    base: str | None = None
+    required: float = REQUIRED
+    goal: float | None = GOAL
+
+
+VERDICTS = (
+    Judged(model=SMALL, what="native", candidates=(NATIVE, NATIVE_VIEWS), also=NATIVE),
+    Judged(model=LARGE, what="native", candidates=(NATIVE, NATIVE_VIEWS), also=NATIVE),
+    Judged(model=LARGE, what="bf16", candidates=(BF16,)),
+    Judged(
+        model=LARGE, what="hook bf16", candidates=(HOOK_BF16,), base=TORCH_DEFAULT, required=HOOK_REQUIRED, goal=None
+    ),
+)
+
+
+def judge(results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Prints a line for each of VERDICTS whose model was measured; the same for the record."""
+    found: list[dict[str, Any]] = []
     for judged in VERDICTS:
-        shape = harness.shape_name(judged.shape)
-        rows = shapes.get(shape, {})
-        if judged.candidates[0] not in rows:
-            print(f"{judged.wire}, {shape}: not measured")
+        if judged.model not in results:
             continue
-        best = min(judged.candidates, key=lambda name: rows[name]["ratio"])
-        ratio = rows[best]["ratio"]
-        also = f", {judged.also!r} {rows[judged.also]['ratio']:.2f}" if judged.also not in (None, best) else ""
-        print(
-            f"{judged.wire}, {shape}: {ratio:.2f} of {torch_best(rows)!r} by {best!r}{also}; "
-            f"required <= {REQUIRED:.2f}: {_word(ratio <= REQUIRED)}; goal {GOAL}: {_word(ratio <= GOAL)}"
-        )
-        met.append(ratio <= REQUIRED)
-    return met
-
-
-def judge_memory(rows: Mapping[str, Mapping[str, int | None]]) -> list[bool]:
-    """Prints a line; whether our bf16 is below torch's default, at its peak and at the end."""
-    if BF16 not in rows:
-        print("memory, bf16: not measured")
-        return []
-    parts, met = [], True
-    for key, words in (("peak_bytes", "peak"), ("end_bytes", "end")):
-        ours, theirs = (rows[name][f"over_{key}"] for name in (BF16, TORCH_DEFAULT))
-        assert ours is not None and theirs is not None
-        parts.append(f"{words} +{ours / 1e6:.1f} MB to +{theirs / 1e6:.1f}")
-        met = met and ours < theirs
-    print(f"memory, bf16 to {TORCH_DEFAULT!r}: {', '.join(parts)}; required below: {_word(met)}")
-    return [met]
+        rows = results[judged.model]["variants"]
+        if any(name not in rows for name in judged.candidates):
+            print(f"{judged.what}, {judged.model}: not measured")
+            continue
+        base = judged.base or results[judged.model]["torch_best"]
+        best = min(judged.candidates, key=lambda name: rows[name]["sync_ms"])
+        ratio = _ratio(rows[best]["sync_ms"], rows[base]["sync_ms"])
+        met = ratio is not None and ratio <= judged.required
+        said = f"{judged.what}, {judged.model}: {_number(ratio)} of {base!r} by {best!r}"
+        if judged.also not in (None, best):
+            said += f", {judged.also!r} {_number(_ratio(rows[judged.also]['sync_ms'], rows[base]['sync_ms']))}"
+        said += f"; required <= {judged.required:.2f}: {_word(met)}"
+        if judged.goal is not None:
+            said += f"; goal {judged.goal}: {_word(ratio is not None and ratio <= judged.goal)}"
+        print(said + ("" if ratio is not None else "; too few steps to tell"))
+        found.append({"what": f"{judged.what}, {judged.model}", "by": best, "of": base, "ratio": ratio, "met": met})
+        found[-1] |= {"required": judged.required, "goal": judged.goal}
+    return found
 
 
 def _word(met: bool) -> str:
     return "met" if met else "MISSED"
 
 
-def main() -> int:
-    """Runs every shape and the memory of each variant, prints tables and verdict, writes one JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="processes of one thread each (default: 2)")
-    parser.add_argument("--steps", type=int, default=40, help="timed rounds (default: 40); best a multiple of 10")
+# Command line
+
+
+def options() -> argparse.Namespace:
+    """What was asked for.
+
+    Raises:
+        BenchError: it makes no sense.
+    """
+    parser = records.Parser(description=__doc__)
     parser.add_argument(
-        "--shapes",
-        type=harness.parse_shape,
-        nargs="+",
-        default=[LARGE, SMALL],
-        metavar="COUNTxNUMEL",
-        help="default: 200x50000, with which memory is measured, and 2000x8",
+        "--models", nargs="+", metavar="NAME", help=f"default: {LARGE} {SMALL}; {', '.join(models.NAMES)}"
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
+    parser.add_argument("--ranks", type=int, default=2, help="processes of one thread each (default: 2)")
+    parser.add_argument("--steps", type=int, default=24, help="timed rounds (default: 24)")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl on a GPU, else gloo")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--optimizer", choices=("none", "sgd", "adamw"), help="default: adamw with --models, else none")
+    parser.add_argument("--clip", action="store_true", help="clip to half of the gradients' norm")
+    parser.add_argument("--amp", action="store_true", help="scale the loss")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="variants whose name holds one, and torch DDP")
     parser.add_argument("--torch-only", action="store_true", help="leave ours out")
+    parser.add_argument(
+        "--no-memory", action="store_true", help=f"leave out the processes that measure memory on {LARGE}"
+    )
+    parser.add_argument("--out", type=Path, default=records.RESULTS, help="folder for the JSON")
+    parser.add_argument("--rehearse", action="store_true", help="too small for numbers: the record says so")
     parser.add_argument("--no-check", action="store_true", help="exit status 0 whatever is missed")
-    arguments = parser.parse_args()
-    if arguments.ranks < 2 or arguments.steps < 2:
-        parser.error("at least 2 ranks and 2 steps")
-    variants(arguments.torch_only)  # what is missing is said here, once
-    neighbours = harness.Neighbours()
+    asked = parser.parse_args()
+    if asked.ranks < 1 or asked.steps < 2:
+        parser.error("at least 1 rank and 2 steps")
+    asked.optimizer = asked.optimizer or ("adamw" if asked.models or asked.clip or asked.amp else "none")
+    if asked.optimizer == "none" and (asked.clip or asked.amp):
+        parser.error("--clip and --amp need an optimizer")
+    device = records.pick_device(asked.device)
+    asked.backend = asked.backend or ("nccl" if device.type == "cuda" else "gloo")
+    if (asked.backend == "nccl") != (device.type == "cuda"):
+        parser.error("gloo is for the CPU, nccl for GPUs: ours refuses GPU tensors over gloo")
+    if device.type == "cuda" and asked.ranks > torch.cuda.device_count():
+        parser.error(f"{asked.ranks} ranks, but {torch.cuda.device_count()} GPUs: nccl wants one each")
+    for name in asked.models or ():
+        models.shape_of(name)
+    return asked
 
-    results = {}
-    for shape in arguments.shapes:
-        name = harness.shape_name(shape)
-        per_rank = harness.run_ranks(measure_time, arguments.ranks, shape, arguments.steps, arguments.torch_only)
-        results[name] = costs(harness.pooled(per_rank))
-        print_costs(name, arguments.ranks, results[name])
+
+def record_name(asked: argparse.Namespace) -> str:
+    """Runs of different settings lie beside each other: "step" for the default, else what differs."""
+    parts = ["step", *(["models"] if asked.models else [])]
+    parts += [flag for flag in ("clip", "amp") if getattr(asked, flag)]
+    parts += ["torch"] if asked.torch_only else []
+    parts += [] if asked.ranks == 2 else [f"{asked.ranks}ranks"]
+    return "-".join(parts)
+
+
+def main() -> int:
+    """Runs every model and the memory of each variant, prints tables and verdict, writes one JSON."""
+    asked = options()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the ranks' profilers announce every start and stop
+    results: dict[str, dict[str, Any]] = {}
+    for name in asked.models or (LARGE, SMALL):
+        run = Run(
+            task=Task(model=name, optimizer=asked.optimizer, clips=asked.clip, scales=asked.amp),
+            backend=asked.backend,
+            device=asked.device,
+            steps=asked.steps,
+            torch_only=asked.torch_only,
+            only=tuple(asked.only or ()),
+        )
+        results[name] = table(harness.run_ranks(measure, asked.ranks, run))
+        show(name, run, asked.ranks, results[name])
     held: dict[str, dict[str, int | None]] = {}
-    if LARGE in arguments.shapes:
-        held = memory(arguments.ranks, arguments.torch_only)
-        print_memory(arguments.ranks, held)
-
-    others_cores = neighbours.cores()
-    print(f"\nother work kept {others_cores:.2f} cores busy meanwhile\n")
-    met = judge_costs(results) + judge_memory(held)
-    path = harness.write_record(
-        arguments.out,
-        "step_cpu",
-        ranks=arguments.ranks,
-        steps=arguments.steps,
-        others_cores=others_cores,
-        shapes=results,
-        memory={"shape": harness.shape_name(LARGE), "steps": MEMORY_STEPS, "variants": held},
-        torch_best={name: torch_best(rows) for name, rows in results.items()},
+    if LARGE in results and asked.device == "cpu" and not asked.no_memory:
+        held = step_memory.memory(asked.ranks, asked.torch_only)
+        step_memory.show(asked.ranks, held)
+    print()
+    verdicts = judge(results) + (step_memory.judge(held) if held else [])
+    path = records.write(
+        asked.out,
+        record_name(asked),
+        asked.device,
+        rehearsal=asked.rehearse,
+        ranks=asked.ranks,
+        steps=asked.steps,
+        backend=asked.backend,
+        optimizer=asked.optimizer,
+        clip=asked.clip,
+        amp=asked.amp,
+        models=results,
+        memory={"model": LARGE, "steps": step_memory.STEPS, "variants": held},
+        verdicts=verdicts,
     )
     print(f"\n{path}")
-    return 0 if all(met) or arguments.no_check else 1
+    return 0 if asked.no_check or all(one["met"] for one in verdicts) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    records.entry(main)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the model, the ranks, taking turns, the record of a run.
+"""What the benchmarks of steps share: the ranks, taking turns, torch's ways as baselines, the check of gradients.
 
 A benchmark's worker runs once on every rank, between `begin` and `finish`. What it times it hands to `take_turns` as
 cases, each with the check that allows a number at all.
@@ -9,12 +9,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import inspect
 import json
 import os
-import platform
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +21,10 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from rebuilt import CAP_BYTES, FIRST_BYTES, MIB, RebuiltBatchedCopies
+from records import BenchError
 from torch import nn
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 from torch.nn.parallel import DistributedDataParallel
 
 Shape = tuple[int, int]  # number of parameters, elements in each
@@ -61,15 +60,15 @@ def check_gradients(name: str, model: nn.Module, expected: torch.Tensor, wire: s
     """Every gradient against its row of `expected`, by the worst element.
 
     Raises:
-        RuntimeError: one is missing or wrong.
+        BenchError: one is missing or wrong.
     """
     allowed = TOLERANCE[wire] * float(expected.abs().max())
     for (parameter_name, parameter), row in zip(model.named_parameters(), expected, strict=True):
         if parameter.grad is None:
-            raise RuntimeError(f"{name} is wrong: {parameter_name} has no gradient")
+            raise BenchError(f"{name} is wrong: {parameter_name} has no gradient")
         worst = float((parameter.grad - row).abs().max())
         if not worst <= allowed:  # NaN is wrong too
-            raise RuntimeError(
+            raise BenchError(
                 f"{name} is wrong: the gradient of {parameter_name} is off by {worst:.3g}, {allowed:.3g} is allowed"
             )
 
@@ -81,18 +80,59 @@ def mean_of_ranks(rows: torch.Tensor) -> torch.Tensor:
     return mean / dist.get_world_size()
 
 
+def _knows(argument: str) -> bool:
+    return argument in inspect.signature(DistributedDataParallel.__init__).parameters
+
+
+# Buffers stay each rank's own: sending them is no matter of how gradients travel. (torch renamed the argument.)
+OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _knows("forward_sync_buffers") else "broadcast_buffers": False}
+
+
 def torch_ddp(**options: Any) -> Build:
     """Wraps a model in torch's own DDP."""
-    return lambda model: DistributedDataParallel(model, **options)
+    return lambda model: DistributedDataParallel(model, **OWN_BUFFERS, **options)
 
 
-def torch_variants() -> dict[str, Build]:
-    """The ways in which torch's DDP handles gradients."""
+def hooked(hook: Callable[..., Any], state: object = None, **options: Any) -> Build:
+    """Wraps a model in torch's own DDP with a comm hook."""
+
+    def build(model: nn.Module) -> DistributedDataParallel:
+        ddp = DistributedDataParallel(model, **OWN_BUFFERS, **options)
+        ddp.register_comm_hook(state, hook)
+        return ddp
+
+    return build
+
+
+def has_batched_copies() -> bool:
+    """Whether torch's DDP can copy all gradients of a bucket at once (from 2.12 on)."""
+    return _knows("batched_grad_copy")
+
+
+def torch_batched(*, views: bool, **options: Any) -> tuple[str, Build]:
+    """torch's DDP with copies of whole buckets, or what stands for it where torch has none; with its name.
+
+    Args:
+        views: gradients are views of the buckets.
+        options: of torch's; `bucket_cap_mb` where it has to be rebuilt.
+    """
+    suffix = ", views" if views else ""
+    if has_batched_copies():
+        ddp = torch_ddp(batched_grad_copy=True, gradient_as_bucket_view=views, **options)
+        return f"torch DDP, batched copies{suffix}", ddp
+    cap_mb = options.get("bucket_cap_mb")
+    first_bytes, cap_bytes = (FIRST_BYTES, CAP_BYTES) if cap_mb is None else (int(cap_mb * MIB),) * 2
+    return f"rebuilt batched copies{suffix}", lambda model: RebuiltBatchedCopies(
+        model, views=views, first_bytes=first_bytes, cap_bytes=cap_bytes
+    )
+
+
+def torch_variants(**options: Any) -> dict[str, Build]:
+    """The ways in which torch's DDP handles gradients; `options` as for `torch_batched`."""
     return {
-        "torch DDP": torch_ddp(),
-        "torch DDP, views": torch_ddp(gradient_as_bucket_view=True),
-        "torch DDP, batched copies": torch_ddp(batched_grad_copy=True),
-        "torch DDP, batched copies, views": torch_ddp(batched_grad_copy=True, gradient_as_bucket_view=True),
+        "torch DDP": torch_ddp(**options),
+        "torch DDP, views": torch_ddp(gradient_as_bucket_view=True, **options),
+        **dict(torch_batched(views=views, **options) for views in (False, True)),
     }
 
 
@@ -115,8 +155,17 @@ def turns(count: int, round_number: int) -> list[int]:
     return row if round_number // count % 2 == 0 else row[::-1]
 
 
-def take_turns(cases: Mapping[str, Case], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every run of each case. Checked in the untimed first rounds, and once more after the last."""
+def take_turns(
+    cases: Mapping[str, Case], rounds: int, device: torch.device | None = None, *, host_only: bool = False
+) -> dict[str, list[float]]:
+    """Seconds of every run of each case. Checked in the untimed first rounds, and once more after the last.
+
+    Args:
+        cases: by name; every rank has the same.
+        rounds: in which each case is timed once.
+        device: a GPU is waited for before the clock starts, and before it stops.
+        host_only: not before it stops: only the time in which the host was held up counts.
+    """
     names = list(cases)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_number in range(-WARMUP_ROUNDS, rounds):
@@ -128,8 +177,11 @@ def take_turns(cases: Mapping[str, Case], rounds: int) -> dict[str, list[float]]
             case = cases[name]
             case.prepare()
             dist.barrier()  # no case waits in its own time for what a rank did before
+            wait_for(device)
             begin_s = time.perf_counter()
             case.run()
+            if not host_only:
+                wait_for(device)
             elapsed_s = time.perf_counter() - begin_s
             if round_number >= 0:
                 seconds[name].append(elapsed_s)
@@ -138,44 +190,32 @@ def take_turns(cases: Mapping[str, Case], rounds: int) -> dict[str, list[float]]
     return seconds
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Median and 20th and 80th percentile, in milliseconds."""
-
-    p20_ms: float
-    median_ms: float
-    p80_ms: float
-
-    @staticmethod
-    def of(seconds: Sequence[float]) -> Spread:
-        tenths = statistics.quantiles(seconds, n=10, method="inclusive")
-        return Spread(p20_ms=tenths[1] * 1e3, median_ms=tenths[4] * 1e3, p80_ms=tenths[7] * 1e3)
+def wait_for(device: torch.device | None) -> None:
+    """Until a GPU has done all that it was given; a CPU has when an operator returns."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-class Neighbours:
-    """How many cores other work keeps busy, from when this is made: beside much of it no number is worth publishing."""
+def begin(rank: int, world: int, folder: str, backend: str = "gloo", device_type: str = "cpu") -> torch.device:
+    """First line of a worker: one thread, one group of all ranks; the device that this rank works on.
 
-    def __init__(self) -> None:
-        self._begin_s = time.monotonic()
-        self._begin_busy_s = self._others_busy_s()
-
-    def cores(self) -> float:
-        """Mean since then. Every process that was started here must have ended."""
-        busy_s = self._others_busy_s() - self._begin_busy_s
-        return max(0.0, busy_s / (time.monotonic() - self._begin_s))
-
-    @staticmethod
-    def _others_busy_s() -> float:
-        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-        busy_ticks = user + nice + system + irq + softirq + steal
-        return busy_ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])  # ours: this process and its children
-
-
-def begin(rank: int, world: int, folder: str) -> None:
-    """First line of a worker: one thread, one Gloo group of all ranks."""
+    GPUs are dealt out in turn; with fewer than ranks several ranks share one, which NCCL refuses.
+    """
     torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     timeout = datetime.timedelta(minutes=2)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    return device
 
 
 def finish(rank: int, folder: str, result: object) -> NoReturn:
@@ -190,10 +230,30 @@ def finish(rank: int, folder: str, result: object) -> NoReturn:
 
 
 def run_ranks(worker: Callable[..., NoReturn], ranks: int, *arguments: object) -> list[Any]:
-    """Runs `worker(rank, ranks, folder, *arguments)` in a new process per rank; what each handed to `finish`."""
+    """Runs `worker(rank, ranks, folder, *arguments)` in a new process per rank; what each handed to `finish`.
+
+    Raises:
+        BenchError: a rank raised one, or was killed.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        spawn(worker, args=(ranks, folder, *arguments), nprocs=ranks)
+        try:
+            spawn(_run_rank, args=(worker, ranks, folder, *arguments), nprocs=ranks)
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            # Whichever rank was seen first: its peers' collectives fail with it, and say less.
+            for path in sorted(Path(folder).glob("*.failed")):
+                raise BenchError(path.read_text()) from None
+            if isinstance(error, ProcessExitedException):
+                raise BenchError(f"a rank is gone ({error}): too little memory?") from None
+            raise
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def _run_rank(rank: int, worker: Callable[..., NoReturn], ranks: int, folder: str, *arguments: object) -> None:
+    try:
+        worker(rank, ranks, folder, *arguments)
+    except BenchError as error:
+        Path(folder, f"{rank}.failed").write_text(str(error))
+        raise
 
 
 def pooled(results: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
@@ -212,33 +272,3 @@ def parse_shape(text: str) -> Shape:
 def shape_name(shape: Shape) -> str:
     """As tables and records call a shape."""
     return f"{shape[0]:,} x {shape[1]:,}"
-
-
-def write_record(folder: Path, prefix: str, **content: object) -> Path:
-    """Writes <folder>/<prefix>_<date>.json: `content` after when, how, on what and with what it came about."""
-    now = datetime.datetime.now(datetime.UTC)
-    record = {
-        "created": now.isoformat(timespec="seconds"),
-        "command": " ".join(["python", f"perf/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "commit": _commit(),
-        "hardware": f"{os.cpu_count()} cores, {platform.machine()}, {_processor()}",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        **content,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{prefix}_{now:%Y-%m-%d}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    return path
-
-
-def _commit() -> str:
-    """Short hash, with -dirty if tracked files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    ).stdout.strip()
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown processor")

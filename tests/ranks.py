@@ -8,6 +8,7 @@ that need it otherwise are spawned.
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -119,6 +120,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before the fork stays, and so do the pages that it shares
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
     while True:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+from pathlib import Path
+from typing import Any
 
 import perf_path
 import pytest
 import torch
 
 # isort: split
+import bench_kernels
 import layers
+import sweep
+import timing
+import workload
 from records import BenchError
+
+from fusedreduce.kernels import dispatch
 
 assert perf_path.PERF.is_dir()
 
@@ -57,3 +67,81 @@ def test_gradients_lie_as_allocations_would(misaligned: bool) -> None:
     assert all(one.is_contiguous() and one.abs().min() >= 2.0**-10 for one in made)
     again = layers.gradients([(3, 5), (1,), (200,)], torch.bfloat16, "cpu", seed=1, misaligned=misaligned)
     assert all(map(torch.equal, made, again))
+
+
+def test_every_demand_is_judged() -> None:
+    case = {"share_copy": 0.91, "share_cast": 0.94, "ratio": 1.0, "median_us": 10.0}
+    row = {
+        "model": "one",
+        "pair": "fp32-bf16",
+        "way": "whole",
+        "direction": "unpack",
+        "cache": "cold",
+        "gradient_bytes": 2**28,
+        "cases": {"ours": case, "ours, norms": {**case, "ratio": 1.04}, "torch: cat": {**case, "ratio": 0.8}},
+    }
+    on_gpu = bench_kernels.verdicts([row, {**row, "cache": "warm"}], "cuda")
+    assert [one["met"] for one in on_gpu] == [True, False, False]
+    (on_cpu,) = bench_kernels.verdicts([row], "cpu")
+    assert not on_cpu["met"] and on_cpu["figure"] == pytest.approx(1.25)
+    assert bench_kernels.verdict_line(on_cpu).startswith("MISSED: unpack one fp32-bf16 whole: ")
+    of_bucket = {**row, "model": "gpt2", "way": "bucket"}
+    assert [one["least"] for one in bench_kernels.verdicts([of_bucket], "cuda")] == [0.85, 0.85]
+
+
+def test_sets_are_used_in_turn_and_a_wrong_result_has_no_time() -> None:
+    used: list[int] = []
+    calls = [lambda number=number: used.append(number) for number in range(3)]
+    times = timing.measure({"one": calls, "other": calls}, "cpu", rounds=4, launches=1)
+    assert [len(seconds) for seconds in times.values()] == [4, 4]
+    assert used[-8:] == [0, 1, 2, 0, 1, 2, 0, 1]
+
+    def fail() -> None:
+        raise BenchError("wrong")
+
+    with pytest.raises(BenchError, match="wrong"):
+        timing.measure({"one": calls}, "cpu", rounds=4, checks={"one": timing.Check(poison=used.clear, check=fail)})
+
+
+def test_sets_reach_past_the_cache_or_there_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: 100)
+    monkeypatch.setattr(timing, "free_bytes", lambda device: 10_000)
+    assert timing.rotation(30, "cpu") == 14
+    assert timing.rotation(5000, "cpu", held_bytes=4400) == 2
+    assert timing.rotation(500, "cpu", held_bytes=9000) == 1
+    assert timing.rotation(1, "cpu") == timing.MOST_SETS and not timing.is_cold(timing.MOST_SETS, 1, "cpu")
+    with pytest.raises(BenchError, match="too little memory"):
+        timing.rotation(30, "cpu", held_bytes=5000)
+
+
+@pytest.mark.parametrize("pair", ["fp32-bf16", "bf16-native"])
+def test_a_wrong_element_is_found(pair: str) -> None:
+    work = workload.Workload("3x100", workload.Pair.parse(pair), "whole", torch.device("cpu")).allocate()
+    wires = work.packed()
+    for one, of_set in zip(work.sets, wires, strict=True):
+        one.buckets[0].wire.copy_(of_set[0])
+    work.check_wires("pack", wires)
+    work.sets[1].buckets[0].wire[7] += 1
+    with pytest.raises(BenchError, match="pack is wrong: 1 of"):
+        work.check_wires("pack", wires)
+
+
+def test_the_rehearsal_measures_checks_and_leaves_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = "bench_kernels.py --device cpu --quick --no-check --models 5x40 --pairs bf16-native --rounds 2"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--out", str(tmp_path)])
+    monkeypatch.setattr(timing, "MOST_SETS", 2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(dispatch, "path_for", lambda *arguments: "torch")  # tests run with the interpreter
+    assert bench_kernels.main() == 0
+    (path,) = tmp_path.glob("kernels_cpu_*.json")
+    record = json.loads(path.read_text())
+    assert record["rehearsal"] and {row["direction"] for row in record["rows"]} == {"pack", "unpack", "after"}
+
+
+def test_the_sweep_runs_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "MOST_SETS", 2)
+    rows: list[dict[str, Any]] = []
+    assert not sweep.sweep(torch.device("cpu"), math.inf, rows.append, rounds=2, rehearse=True)
+    assert len(rows) == len(sweep.WORKLOADS) * 2 and sweep.best(rows)[1] >= 1
+    assert len(sweep.sweep(torch.device("cpu"), 0.0, rows.append, rehearse=True)) == 6
+    assert len(sweep.SHAPES) == len({shape.name for shape in sweep.SHAPES}) == 48

@@ -13,7 +13,7 @@ from buckets import FLOATS, Case, Guarded, assert_same, cases, poison
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedreduce.kernels import reference
+from fusedreduce.kernels import reference, reference_quick
 from fusedreduce.kernels.table import ChunkTable, PointerTable, Shape
 
 WORLD_SIZES = (1.0, 2.0, 3.0, 5.0, 6.0, 7.0, 8.0, 1000.0, 16384.0)
@@ -337,3 +337,97 @@ def test_views_follow_a_wire_that_has_moved() -> None:
         reference.unpack(gradients, chunks, pointers, wire.mul_(8), torch.tensor([1.0]), vouched=True)
         assert gradients[0].tolist() == [value * 4] * 4 and gradients[1].tolist() == [-value * 4] * 3
     assert kept[0].tolist() == [8.0] * 4 + [-8.0] * 3 + [0.0], "an old wire is not written to"
+
+
+# The quick forms: what torch.cat lays out, what is converted in blocks, and what torch divides in 16 bits.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0, 7.0, 1000.0, 2.0**60, 2.0**100])
+def test_every_16_bit_number_is_divided_in_fp32_and_rounded_once(dtype: torch.dtype, divisor: float) -> None:
+    """torch's own operator does it, vectorised and not; nothing promises that but this test."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    for gradient in (every, every[1:1000], every[::3].contiguous()):
+        wire = torch.empty_like(gradient)
+        numel = gradient.numel()
+        chunks = ChunkTable([numel], [0], [dtype], numel, shapes=[((numel,), (1,))])
+        reference.pack([gradient], chunks, PointerTable(), wire, torch.tensor([divisor]), vouched=True)
+        assert_same(wire, (gradient.float() / torch.tensor(divisor)).to(dtype))
+        reference.unpack([wire], chunks, PointerTable(), gradient.clone(), torch.tensor([divisor]), vouched=True)
+        assert_same(wire, (gradient.float() * torch.tensor(divisor)).to(dtype))
+
+
+@st.composite
+def _joinable(draw: st.DrawFn) -> tuple[list[Shape], list[int]]:
+    """Dense shapes that mostly differ in their first dimension only, and the gap before each and after the last."""
+    rows = draw(st.sampled_from([(), (), (3,), (2, 5)]))
+    shapes: list[Shape] = []
+    for _ in range(draw(st.integers(1, 9))):
+        size = (draw(st.integers(0 if not rows else 1, 40)), *rows)
+        if draw(st.integers(0, 7)) == 0:
+            size = draw(st.sampled_from([(), (7,), (2, 2), (1, 3)]))
+        shapes.append((size, torch.empty(size).stride()))
+    gaps = [0] * len(shapes) if draw(st.booleans()) else [draw(st.integers(0, 3)) for _ in shapes]
+    return shapes, [*gaps, draw(st.sampled_from([0, 3, 100]))]
+
+
+@given(
+    _joinable(),
+    st.sampled_from(FLOATS),
+    st.sampled_from(FLOATS),
+    st.sampled_from([1.0, 2.0, 3.0]),
+    st.sampled_from(["fresh", "missing", "own slots", "negated", "any strides"]),
+    st.integers(0, 2**20),
+)
+@settings(max_examples=150)
+def test_small_gradients_of_any_shapes_are_packed_and_unpacked_slot_by_slot(
+    layout: tuple[list[Shape], list[int]], dtype: torch.dtype, wire_dtype: torch.dtype, by: float, kind: str, seed: int
+) -> None:
+    shapes, gaps = layout
+    generator = torch.Generator().manual_seed(seed)
+    numels, offsets, end = [int(np.prod(size)) for size, _ in shapes], [], 0
+    for numel, gap in zip(numels, gaps, strict=False):
+        offsets.append(end + gap)
+        end += gap + numel
+    wire = Guarded.of(poison(end + gaps[-1], wire_dtype), seed % 4)
+    gradients: list[torch.Tensor | None] = []
+    for nth, ((size, strides), offset) in enumerate(zip(shapes, offsets, strict=True)):
+        one = torch.randn(size, generator=generator).to(dtype)
+        if kind == "own slots" and dtype is wire_dtype and nth % 2:
+            one = wire.inner.as_strided(size, strides, wire.inner.storage_offset() + offset).copy_(one)
+        elif kind == "negated" and nth % 2 and dtype is wire_dtype is torch.float32:  # see uses_views
+            one = torch._neg_view(one)
+        elif kind == "any strides" and len(size) > 1:
+            one = one.transpose(0, 1).contiguous().transpose(0, 1)
+        gradients.append(None if kind == "missing" and nth % 3 == 1 else one)
+    expected = torch.zeros(wire.inner.numel(), dtype=wire_dtype)
+    for gradient, offset, numel in zip(gradients, offsets, numels, strict=True):
+        if gradient is not None:
+            expected[offset : offset + numel] = (gradient.float() / torch.tensor(by)).to(wire_dtype).reshape(-1)
+    chunks, pointers = ChunkTable(numels, offsets, [dtype] * len(shapes), end + gaps[-1], shapes=shapes), PointerTable()
+    reference.pack(gradients, chunks, pointers, wire.inner, torch.tensor([by]), vouched=True)
+    wire.assert_edges_untouched()
+    assert_same(wire.inner, expected)
+    reference.unpack(gradients, chunks, pointers, wire.inner, torch.tensor([by]), vouched=True)
+    for gradient, offset, numel in zip(gradients, offsets, numels, strict=True):
+        if gradient is not None:
+            product = expected[offset : offset + numel].float() * torch.tensor(by)
+            assert_same(gradient.resolve_neg().reshape(-1), product.to(dtype))
+
+
+@given(st.sampled_from(FLOATS), st.sampled_from(FLOATS), st.sampled_from([1.0, 2.0, 3.0]), st.integers(90, 400))
+@settings(max_examples=60)
+def test_blocks_of_any_number_give_the_same(dtype: torch.dtype, wire_dtype: torch.dtype, by: float, numel: int) -> None:
+    values = torch.randn(numel).to(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference_quick, "BLOCK_NUMEL", 64)
+        patch.setattr(reference, "LARGE_NUMEL", 80)
+        chunks = ChunkTable([numel, 20], [0, numel], [dtype] * 2, numel + 20, shapes=[((numel,), (1,)), ((20,), (1,))])
+        wire, pointers = poison(numel + 20, wire_dtype), PointerTable()
+        gradients = [values.clone(), values[:20].clone()]
+        for vouched in (True, False):  # large ones take the quick form in any case
+            reference.pack(gradients, chunks, pointers, wire.zero_(), torch.tensor([by]), vouched=vouched)
+            expected = (torch.cat([values, values[:20]]).float() / torch.tensor(by)).to(wire_dtype)
+            assert_same(wire, expected)
+        reference.unpack(gradients, chunks, pointers, wire, torch.tensor([by]), vouched=True)
+        assert_same(torch.cat(gradients), (expected.float() * torch.tensor(by)).to(dtype))

@@ -1,0 +1,316 @@
+"""The host's time on the critical path of a step: per bucket and per parameter, in microseconds and in Python calls.
+
+    python perf/bench_host.py                   # one rank on Gloo; writes perf/results/host_<hardware>_<date>.json
+    python perf/bench_host.py --device cuda     # one rank on NCCL; the GPU is never waited for while the clock runs
+
+A backward whose gradients are there already, all from one node of the graph: little else takes time. Two sweeps:
+parameters at fixed bytes and buckets, and buckets at fixed parameters and bytes; the slopes are least squares through
+the medians. All variants take turns step by step in one run; what each leaves in gradients is checked first. Cost =
+median over rounds of (forward + backward with the variant - the same without DDP in that round). Buckets are cut by
+torch's rule in all of them (policy "static"), and one of torch's forms takes part twice: how its slopes differ is the
+noise. On a CPU there is the copying of the bytes in it as well, the same in every point of a sweep.
+
+Python calls are counted in a pass of their own, and so is what the stages of our reduction take, at one point.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import harness
+import records
+import torch
+from host_calls import PythonCalls, Stages
+from rebuilt import MIB
+from step_variants import FLOOR, TORCH_AGAIN, TORCH_DEFAULT
+from torch import nn
+
+import fusedreduce
+
+ELEMENTS = 64_000
+SETTLING_STEPS = 6
+COUNTED_STEPS = 5
+CLOCKED_STEPS = 40
+OURS_NATIVE, OURS_BF16 = "ours native, views", "ours bf16"
+HOOK_NATIVE, HOOK_BF16 = "fused_hook native, views", "fused_hook bf16, views"
+OURS = (OURS_NATIVE, OURS_BF16, HOOK_NATIVE, HOOK_BF16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One size: ELEMENTS in so many equal parameters, in so many equal buckets."""
+
+    parameters: int
+    buckets: int
+
+    @property
+    def cap_bytes(self) -> int:
+        """At which a bucket closes."""
+        return -(-self.parameters // self.buckets) * (ELEMENTS // self.parameters) * 4
+
+
+SWEEPS: Mapping[str, tuple[Point, ...]] = {
+    "parameter": tuple(Point(parameters=count, buckets=4) for count in (64, 256, 1000, 2000)),
+    "bucket": tuple(Point(parameters=640, buckets=count) for count in (1, 4, 16, 64)),
+}
+CLOCKED = Point(parameters=1000, buckets=4)
+SMALL_SWEEPS: Mapping[str, tuple[Point, ...]] = {
+    "parameter": (Point(parameters=64, buckets=4), Point(parameters=256, buckets=4)),
+    "bucket": (Point(parameters=64, buckets=1), Point(parameters=64, buckets=16)),
+}
+
+
+class _Give(torch.autograd.Function):
+    """Zero, whose gradients are what was given."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[torch.Tensor], *weights: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return weights[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
+        return None, *ctx.gradients
+
+
+class Given(nn.Module):
+    """Parameters whose gradients cost one node of the graph in all, and a copy each."""
+
+    def __init__(self, count: int, numel: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(numel)) for _ in range(count))
+
+    def forward(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        return _Give.apply(gradients, *self.weights)  # type: ignore[no-any-return]
+
+
+def variants(point: Point) -> dict[str, harness.Build]:
+    """Everything that is measured, the floor first."""
+    cap: dict[str, Any] = {"bucket_cap_mb": point.cap_bytes / MIB}
+
+    def ours(wire: Any, *, views: bool) -> harness.Build:
+        reduce = fusedreduce.ReduceConfig(wire=wire, policy="static")
+        return lambda model: fusedreduce.DistributedDataParallel(
+            model, reduce=reduce, gradient_as_bucket_view=views, **cap
+        )
+
+    def hook(wire: Any) -> harness.Build:
+        # Looked up when it is called: it may be clocked by then.
+        return lambda model: harness.hooked(
+            fusedreduce.fused_hook, fusedreduce.FusedHookState(wire=wire), gradient_as_bucket_view=True, **cap
+        )(model)
+
+    torchs = harness.torch_variants(**cap)
+    return {
+        FLOOR: lambda model: model,
+        **torchs,
+        TORCH_AGAIN: torchs[TORCH_DEFAULT],
+        OURS_NATIVE: ours("native", views=True),
+        OURS_BF16: ours("bf16", views=False),
+        HOOK_NATIVE: hook("native"),
+        HOOK_BF16: hook("bf16"),
+    }
+
+
+def measure(
+    rank: int, world: int, folder: str, sweeps: Mapping[str, Sequence[Point]], rounds: int, device_type: str
+) -> NoReturn:
+    """The one rank: every point of every sweep, then the stages."""
+    device = harness.begin(rank, world, folder, "nccl" if device_type == "cuda" else "gloo", device_type)
+    points = [
+        {"sweep": sweep, **asdict(point), **measure_point(point, rounds, device)}
+        for sweep, swept in sweeps.items()
+        for point in swept
+    ]
+    clocked = CLOCKED if CLOCKED in sweeps["parameter"] else sweeps["parameter"][-1]
+    stages = {name: stage_times(name, clocked, device) for name in OURS}
+    result = {"points": points, "stages": {**asdict(clocked), "variants": stages}}
+    harness.finish(rank, folder, result)
+
+
+def measure_point(point: Point, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Seconds and calls by variant."""
+    cases = {name: case_of(name, build, point, device) for name, build in variants(point).items()}
+    seconds = harness.take_turns(cases, rounds, device, host_only=True)
+    return {"seconds": seconds, "calls": {name: calls_of(case, device) for name, case in cases.items()}}
+
+
+def case_of(name: str, build: harness.Build, point: Point, device: torch.device) -> harness.Case:
+    """A step of a variant: forward and backward, from gradients that are None."""
+    numel = ELEMENTS // point.parameters
+    rows = harness.inputs(0, (point.parameters, numel)).contiguous().to(device)
+    gradients = list(rows)
+    model = build(Given(point.parameters, numel).to(device))
+    wire = next((wire for wire in harness.TOLERANCE if wire in name), "native")
+
+    def check() -> None:
+        harness.check_gradients(name, model, rows, wire)
+        if isinstance(model, fusedreduce.DistributedDataParallel):
+            cut = model.reduce_stats()["buckets"]
+            if cut != point.buckets:
+                raise records.BenchError(f"{name} has {cut} buckets, not {point.buckets}")
+
+    case = harness.Case(
+        prepare=lambda: model.zero_grad(set_to_none=True), run=lambda: model(gradients).backward(), check=check
+    )
+    for _ in range(SETTLING_STEPS):
+        case.prepare()
+        case.run()
+    return case
+
+
+def calls_of(case: harness.Case, device: torch.device) -> float:
+    """Python calls of a step."""
+    counter, counts = PythonCalls(), []
+    for _ in range(COUNTED_STEPS):
+        case.prepare()
+        harness.wait_for(device)
+        with counter:
+            case.run()
+        counts.append(counter.calls)
+    return statistics.median(counts)
+
+
+def stage_times(name: str, point: Point, device: torch.device) -> dict[str, dict[str, float]]:
+    """Microseconds and calls of a step by stage, the clock's own half microsecond per call in it."""
+    stages = Stages()
+    with stages.clocked():
+        case = case_of(name, variants(point)[name], point, device)
+        stages.forget()
+        for _ in range(CLOCKED_STEPS):
+            case.prepare()
+            harness.wait_for(device)
+            case.run()
+    harness.wait_for(device)
+    case.check()
+    return {
+        stage: {"us": seconds * 1e6 / CLOCKED_STEPS, "calls": stages.calls[stage] / CLOCKED_STEPS}
+        for stage, seconds in stages.seconds.items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Least squares through a sweep's points.
+
+    Args:
+        slope: per parameter or per bucket.
+        intercept: what does not depend on their number.
+        worst: how far off the line the worst point is.
+    """
+
+    slope: float
+    intercept: float
+    worst: float
+
+    @staticmethod
+    def through(places: Sequence[float], values: Sequence[float]) -> Line:
+        slope, intercept = statistics.linear_regression(places, values)
+        worst = max(abs(value - intercept - slope * place) for place, value in zip(places, values, strict=True))
+        return Line(slope=slope, intercept=intercept, worst=worst)
+
+
+def costs(point: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """By variant what a step takes more than the floor: microseconds with their spread, and Python calls."""
+    seconds, calls = point["seconds"], point["calls"]
+    rows: dict[str, dict[str, float]] = {}
+    for name in seconds:
+        over = [mine - floor for mine, floor in zip(seconds[name], seconds[FLOOR], strict=True)]
+        spread = records.Spread.of(seconds[name] if name == FLOOR else over)
+        rows[name] = {
+            "us": spread.median_ms * 1e3,
+            "p20_us": spread.p20_ms * 1e3,
+            "p80_us": spread.p80_ms * 1e3,
+            "calls": calls[name] - (0 if name == FLOOR else calls[FLOOR]),
+        }
+    return rows
+
+
+def slopes(points: Sequence[Mapping[str, Any]], sweep: str) -> dict[str, dict[str, dict[str, float]]]:
+    """By variant the lines of microseconds and of calls."""
+    swept = [point for point in points if point["sweep"] == sweep]
+    places = [float(point[f"{sweep}s"]) for point in swept]
+    return {
+        name: {
+            key: asdict(Line.through(places, [point["variants"][name][key] for point in swept]))
+            for key in ("us", "calls")
+        }
+        for name in swept[0]["variants"]
+        if name != FLOOR
+    }
+
+
+def fastest_of_torch(point: Mapping[str, Any]) -> str:
+    """torch DDP's form that takes least."""
+    return min(harness.torch_variants(), key=lambda name: point["variants"][name]["us"])
+
+
+def show(points: Sequence[Mapping[str, Any]], lines: Mapping[str, Any], stages: Mapping[str, Any]) -> None:
+    """Tables of points, slopes and stages."""
+    print("Microseconds of a step's host time over no DDP's, and Python calls, by parameters / buckets")
+    sizes = [f"{point['parameters']}/{point['buckets']}" for point in points]
+    print(f"{'variant':34} " + " ".join(f"{size:>15}" for size in sizes))
+    for name in points[0]["variants"]:
+        row = [point["variants"][name] for point in points]
+        print(f"{name:34} " + " ".join(f"{cell['us']:8.0f} {cell['calls']:6.0f}" for cell in row))
+    print("\nSlopes: per parameter and per bucket, us (worst point off the line, us) and calls")
+    for name in lines["parameter"]:
+        cells = []
+        for sweep in ("parameter", "bucket"):
+            us, calls = (lines[sweep][name][key] for key in ("us", "calls"))
+            cells.append(f"{us['slope']:8.2f} us ({us['worst']:6.0f}) {calls['slope']:7.2f} calls / {sweep}")
+        print(f"{name:34} " + "   ".join(cells))
+    print(f"\nStages of ours, {stages['parameters']} parameters in {stages['buckets']} buckets: us (calls) per step")
+    for name, row in stages["variants"].items():
+        print(f"{name:34} " + ", ".join(f"{stage} {one['us']:.0f} ({one['calls']:.0f})" for stage, one in row.items()))
+
+
+def main() -> int:
+    """Runs the sweeps, prints tables, writes one JSON."""
+    parser = records.Parser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=30, help="timed rounds per point (default: 30)")
+    parser.add_argument("--out", type=Path, default=records.RESULTS, help="folder for the JSON")
+    parser.add_argument("--rehearse", action="store_true", help="few and small points: the record says so")
+    asked = parser.parse_args()
+    if asked.rounds < 2:
+        parser.error("at least 2 rounds")
+    records.pick_device(asked.device)
+    if not PythonCalls.sees_all(asked.device):
+        raise records.BenchError("on a GPU autograd's thread runs the hooks; its calls are seen from Python 3.12 on")
+    sweeps = SMALL_SWEEPS if asked.rehearse else SWEEPS
+    (result,) = harness.run_ranks(measure, 1, sweeps, asked.rounds, asked.device)
+    points = []
+    for point in result["points"]:
+        rows = costs(point)
+        points.append({key: point[key] for key in ("sweep", "parameters", "buckets")} | {"variants": rows})
+    lines = {sweep: slopes(points, sweep) for sweep in sweeps}
+    show(points, lines, result["stages"])
+    print()
+    for point in points:
+        best = fastest_of_torch(point)
+        base = point["variants"][best]["us"]
+        ratios = ", ".join(f"{name!r} {point['variants'][name]['us'] / base:.2f}" for name in OURS)
+        print(f"{point['parameters']} parameters, {point['buckets']} buckets: {ratios} of {best!r}")
+    path = records.write(
+        asked.out,
+        "host",
+        asked.device,
+        rehearsal=asked.rehearse,
+        rounds=asked.rounds,
+        elements=ELEMENTS,
+        points=points,
+        slopes=lines,
+        stages=result["stages"],
+        calls_of_all_threads=True,
+    )
+    print(f"\n{path}")
+    return 0
+
+
+if __name__ == "__main__":
+    records.entry(main)

@@ -1,0 +1,206 @@
+"""The models that the step benchmark trains, and what each rank feeds them. A model's forward returns its loss.
+
+    mlp                  four layers on images of 28 x 28
+    resnet18             He et al., table 1, on images of 64 x 64: 62 parameters, 11,689,512 elements
+    gpt2-tiny            4 layers of width 128, 1,024 words
+    gpt2-small, -medium  Radford et al., with the output tied to the embedding: 124,439,808 and 354,823,168 elements
+    tiny2000             many:2000x8
+    many:COUNTxNUMEL     parameters that are each used once; nothing but their gradients takes time
+
+Weights are the same on every rank, and data are not: an exchange that does nothing would be noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import harness
+import torch
+from records import BenchError
+from torch import nn
+from torch.nn import functional
+
+MANY = "many:"
+TINY = "tiny2000"
+IMAGES, CLASSES = 8, 1000
+SEED, WEIGHT_SCALE = 0, 0.02
+
+
+class Mlp(nn.Module):
+    """Pixels to ten classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (784, 512, 512, 256, 10)
+        layers: list[nn.Module] = []
+        for width, following in zip(widths, widths[1:], strict=False):
+            layers += [nn.Linear(width, following), nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-1])
+
+    def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.layers(pixels), labels)
+
+
+class ResidualBlock(nn.Module):
+    """Two 3 x 3 convolutions beside their input, which a 1 x 1 convolution fits where shapes differ."""
+
+    def __init__(self, channels: int, wider: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, wider, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(wider)
+        self.conv2 = nn.Conv2d(wider, wider, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(wider)
+        self.beside: nn.Module = nn.Identity()
+        if channels != wider or stride != 1:
+            self.beside = nn.Sequential(nn.Conv2d(channels, wider, 1, stride, bias=False), nn.BatchNorm2d(wider))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        inner = functional.relu(self.norm1(self.conv1(given)))
+        return functional.relu(self.norm2(self.conv2(inner)) + self.beside(given))
+
+
+class ResNet18(nn.Module):
+    """Four stages of two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stem = (nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        blocks, channels = [], 64
+        for wider, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+            blocks += [ResidualBlock(channels, wider, stride), ResidualBlock(wider, wider, 1)]
+            channels = wider
+        self.body = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(channels, CLASSES)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.head(self.body(images)), labels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpt2Sizes:
+    """Of one GPT-2; `tokens` is how many of a sequence's places a batch fills, on CPU and on a GPU."""
+
+    layers: int
+    width: int
+    heads: int
+    words: int = 50257
+    places: int = 1024
+    tokens: tuple[int, int] = (64, 512)
+
+
+GPT2: Mapping[str, Gpt2Sizes] = {
+    "gpt2-tiny": Gpt2Sizes(layers=4, width=128, heads=4, words=1024, places=64, tokens=(64, 64)),
+    "gpt2-small": Gpt2Sizes(layers=12, width=768, heads=12),
+    "gpt2-medium": Gpt2Sizes(layers=24, width=1024, heads=16),
+}
+
+
+class Gpt2Block(nn.Module):
+    """Attention and a layer four times as wide, each beside its input."""
+
+    def __init__(self, sizes: Gpt2Sizes) -> None:
+        super().__init__()
+        width = sizes.width
+        self.heads = sizes.heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = given.shape
+        split = self.attend(self.norm1(given)).view(batch, tokens, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        heard = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        given = given + self.project(heard.transpose(1, 2).reshape(batch, tokens, width))
+        widened = functional.gelu(self.widen(self.norm2(given)), approximate="tanh")
+        after: torch.Tensor = given + self.narrow(widened)
+        return after
+
+
+class Gpt2(nn.Module):
+    """Predicts each next word; the output's weights are the embedding's."""
+
+    def __init__(self, sizes: Gpt2Sizes) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(sizes.words, sizes.width), nn.Embedding(sizes.places, sizes.width)
+        self.blocks = nn.Sequential(*(Gpt2Block(sizes) for _ in range(sizes.layers)))
+        self.norm = nn.LayerNorm(sizes.width)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=WEIGHT_SCALE)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        given, following = words[:, :-1], words[:, 1:]
+        hidden = self.words(given) + self.places.weight[: given.shape[1]]
+        logits = functional.linear(self.norm(self.blocks(hidden)), self.words.weight)
+        loss: torch.Tensor = functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+        return loss
+
+
+_MAKE: Mapping[str, Callable[[], nn.Module]] = {
+    "mlp": Mlp,
+    "resnet18": ResNet18,
+    "gpt2-tiny": lambda: Gpt2(GPT2["gpt2-tiny"]),
+    "gpt2-small": lambda: Gpt2(GPT2["gpt2-small"]),
+    "gpt2-medium": lambda: Gpt2(GPT2["gpt2-medium"]),
+}
+NAMES = (*_MAKE, TINY)
+
+
+def shape_of(name: str) -> harness.Shape | None:
+    """COUNT and NUMEL of `many:COUNTxNUMEL` and of tiny2000; None: another model.
+
+    Raises:
+        BenchError: no such model.
+    """
+    if name == TINY:
+        return 2_000, 8
+    if name.startswith(MANY):
+        try:
+            return harness.parse_shape(name.removeprefix(MANY))
+        except ValueError:
+            raise BenchError(f"{name!r} is not many:COUNTxNUMEL with two numbers of at least 1") from None
+    if name not in _MAKE:
+        raise BenchError(f"unknown model {name!r}: use one of {', '.join(NAMES)}, many:COUNTxNUMEL")
+    return None
+
+
+def build(name: str) -> nn.Module:
+    """A model on the CPU, in fp32, with the same weights whenever and wherever it is built.
+
+    Raises:
+        BenchError: no such model.
+    """
+    shape = shape_of(name)
+    if shape is not None:
+        return harness.Many(*shape)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return _MAKE[name]()
+
+
+def batch(name: str, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """What this rank feeds a model: `loss = model(*batch)`.
+
+    Raises:
+        BenchError: no such model.
+    """
+    shape = shape_of(name)
+    if shape is not None:
+        return (harness.inputs(rank, shape).to(device),)
+    generator = torch.Generator().manual_seed(rank)
+    if name == "mlp":
+        return _images((64, 784), 10, generator, device)
+    if name == "resnet18":
+        return _images((IMAGES, 3, 64, 64), CLASSES, generator, device)
+    sizes = GPT2[name]
+    tokens = sizes.tokens[device.type == "cuda"]
+    return (torch.randint(sizes.words, (2, tokens + 1), generator=generator).to(device),)
+
+
+def _images(
+    shape: tuple[int, ...], classes: int, generator: torch.Generator, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    pixels = torch.randn(shape, generator=generator)
+    return pixels.to(device), torch.randint(classes, shape[:1], generator=generator).to(device)

@@ -1,0 +1,193 @@
+"""Writes what is measured into docs/performance.md and README.md, from the records in perf/results and nothing else.
+
+    python perf/report.py            # tables and pictures
+    python perf/report.py --check    # exit status 1 if the pages are not what the records give
+
+Between `<!-- begin NAME ... -->` and `<!-- end NAME -->` lines of those pages stands what is generated; the rest is
+written by hand and left alone. Of each benchmark and kind of hardware the latest record is shown, whatever it says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import records
+import report_plots
+import report_tables
+from records import BenchError
+from report_tables import Lines, Record
+
+DOCS = records.CHECKOUT / "docs"
+PAGE = DOCS / "performance.md"
+README = records.CHECKOUT / "README.md"
+# Benchmarks of a table, by the block of the page that it is in.
+BLOCKS = tuple(name.replace("_", "-") for name in report_tables.TABLES)
+MISSED, SUMMARY = "missed", "summary"
+ONLY_CPU = ("hook", "clip", "schedule", "prediction")
+_BEGIN = re.compile(r"<!-- begin (?P<name>[a-z-]+)\b[^>]*-->\n")
+NO_GPU = "No result on a GPU yet."
+NOTHING = "Not measured yet."
+
+
+def latest_records(folder: Path) -> list[dict[str, Any]]:
+    """Of each benchmark and hardware the latest; all of the folder are read.
+
+    Raises:
+        BenchError: one cannot be read (see records.read), or there is no table for it.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for path in sorted(folder.glob("*.json")):
+        record = records.read(path)
+        if report_tables.family(record["what"]) is None:
+            known = ", ".join(report_tables.TABLES)
+            raise BenchError(f"{path.name}: there is no table for {record['what']!r}; there are: {known}")
+        key = record["what"], record["device"]
+        if key not in found or found[key]["created"] < record["created"]:
+            found[key] = record
+    # A GPU first, and the default settings before others.
+    return sorted(found.values(), key=lambda one: (one["device"] == "cpu", one["device"], one["what"]))
+
+
+def blocks(found: Sequence[Record]) -> dict[str, str]:
+    """Every generated block, by name.
+
+    Raises:
+        BenchError: a record lacks what its table shows.
+    """
+    made = {}
+    for name in BLOCKS:
+        mine = [one for one in found if report_tables.family(one["what"]) == name.replace("-", "_")]
+        lines: Lines = [] if mine else [NOTHING, ""]
+        if name not in ONLY_CPU and all(one["device"] == "cpu" for one in mine):
+            lines += [NO_GPU, ""]
+        for record in mine:
+            lines += _section(record)
+        made[name] = "\n".join(lines).strip()
+    made[MISSED] = _listed(found, report_tables.missed, "Nothing that was measured missed what it was to reach.")
+    made[SUMMARY] = _listed(found, report_tables.summary, NOTHING)
+    if found and all(one["device"] == "cpu" for one in found):
+        made[SUMMARY] += f"\n\n{NO_GPU}"
+    return made
+
+
+def _section(record: Record) -> Lines:
+    title = f"### {record['what']}, {record['device']}"
+    try:
+        lines = report_tables.TABLES[str(report_tables.family(record["what"]))](record)
+        picture = report_plots.name_of(record)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise _odd(record, error) from error
+    shown = [f"![{record['what']} on {record['device']}]({picture})", ""] if picture else []
+    return [title, "", *report_tables.origin(record), *shown, *lines, ""]
+
+
+def _listed(found: Sequence[Record], of: Any, otherwise: str) -> str:
+    """Bullets of all records, each with where it comes from."""
+    lines: Lines = []
+    for record in found:
+        try:
+            bullets = of(record)
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            raise _odd(record, error) from error
+        if bullets:
+            where = (
+                f"**{record['what']}** on {str(record['hardware']).split(',')[0]}, torch {record['versions']['torch']}"
+            )
+            command = f"`{record['command']}`, commit {record['commit']}, {record['created'][:10]}"
+            lines += [f"{where} ({command}):", "", *(f"- {bullet}" for bullet in bullets), ""]
+    return "\n".join(lines).strip() or otherwise
+
+
+def _odd(record: Record, error: Exception) -> BenchError:
+    what = f"lacks {error}" if isinstance(error, KeyError) else f"is not as its table wants it ({error})"
+    return BenchError(f"the record of {record['what']!r} on {record['device']!r}, {record['created'][:10]}, {what}")
+
+
+def filled(text: str, made: Mapping[str, str], *, needed: Sequence[str] = ()) -> str:
+    """A page with every block that it has a place for.
+
+    Args:
+        text: the page as it is.
+        made: blocks by name.
+        needed: those that must have a place.
+
+    Raises:
+        BenchError: a place that does not end, for no block, or missing.
+    """
+    done, rest, seen = "", text, []
+    while (begin := _BEGIN.search(rest)) is not None:
+        name = begin["name"]
+        before, marker, after = rest.partition(f"<!-- end {name} -->")
+        if name not in made:
+            raise BenchError(f"there is no block {name!r}; there are: {', '.join(made)}")
+        if not marker or len(before) < begin.end():
+            raise BenchError(f"block {name!r} has no end: a line '<!-- end {name} -->'")
+        done += f"{rest[: begin.end()]}\n{made[name]}\n\n{marker}"
+        rest = after
+        seen.append(name)
+    if missing := [name for name in needed if name not in seen]:
+        raise BenchError(
+            f"the page has no place for {', '.join(missing)}: lines '<!-- begin NAME -->', '<!-- end NAME -->'"
+        )
+    return done + rest
+
+
+def pages(found: Sequence[Record]) -> dict[Path, tuple[str, str]]:
+    """What the pages hold, and what they are to hold."""
+    made = blocks(found)
+    texts = {PAGE: PAGE.read_text(), README: README.read_text()}
+    return {
+        path: (text, filled(text, made, needed=[*BLOCKS, MISSED] if path == PAGE else ()))
+        for path, text in texts.items()
+    }
+
+
+def differences(found: Sequence[Record]) -> list[str]:
+    """What is not as the records give it; of a picture only whether there is one."""
+    wrong = []
+    for path, (is_, should) in pages(found).items():
+        if is_ != should:
+            lines = zip(is_.splitlines() + [""], should.splitlines() + [""], strict=False)
+            at = next((number for number, (one, other) in enumerate(lines, 1) if one != other), 1)
+            wrong.append(f"{path.relative_to(records.CHECKOUT)} is not what the records give, from line {at} on")
+    pictures = {name for record in found if (name := report_plots.name_of(record)) is not None}
+    there = {path.name for path in DOCS.glob("performance_*.png")}
+    wrong += [f"docs/{name} is missing" for name in sorted(pictures - there)]
+    return wrong + [f"docs/{name} is of no record" for name in sorted(there - pictures)]
+
+
+def main() -> int:
+    """Writes or checks."""
+    parser = records.Parser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if something is out of date")
+    parser.add_argument("--text-only", action="store_true", help="leave the pictures as they are")
+    arguments = parser.parse_args()
+    found = latest_records(records.RESULTS)
+    if arguments.check:
+        wrong = differences(found)
+        if wrong:
+            raise BenchError(f"{'; '.join(wrong)}: run perf/report.py")
+        print(f"docs/performance.md and README.md are what {len(found)} records give")
+        return 0
+    for path, (is_, should) in pages(found).items():
+        if is_ != should:
+            path.write_text(should)
+            print(f"{path.relative_to(records.CHECKOUT)} written")
+    if arguments.text_only:
+        return 0
+    drawn = {name: record for record in found if (name := report_plots.name_of(record)) is not None}
+    for name, record in drawn.items():
+        report_plots.draw(record, DOCS / name)
+        print(f"docs/{name} drawn")
+    for path in DOCS.glob("performance_*.png"):
+        if path.name not in drawn:
+            path.unlink()
+            print(f"docs/{path.name} removed: it is of no record")
+    return 0
+
+
+if __name__ == "__main__":
+    records.entry(main)

@@ -1,0 +1,133 @@
+"""Pictures of docs/performance.md: shares of the copy's rate, costs of synchronising, lines of cost against size.
+
+Every picture is of one record and named after it. matplotlib is imported when one is drawn: the page's text needs none.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from records import BenchError
+from report_tables import OURS, TORCH_CASE, Record, family
+
+WIDTH_INCHES, DPI = 9.0, 110
+OURS_COLOUR, TORCH_COLOUR, OTHER_COLOUR = "#2060a0", "#b0b0b0", "#d9d9d9"
+
+
+def name_of(record: Record) -> str | None:
+    """The picture's file name; None: this record has none."""
+    drawn = PICTURES.get(family(record["what"]) or "")
+    return None if drawn is None or drawn(record) is None else f"performance_{record['what']}_{record['device']}.png"
+
+
+def draw(record: Record, path: Path) -> None:
+    """Draws a record's picture.
+
+    Raises:
+        BenchError: matplotlib is missing.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise BenchError("the pictures take matplotlib: pip install '.[demo]', or --text-only") from error
+    matplotlib.use("Agg")
+    found = PICTURES[str(family(record["what"]))](record)
+    assert found is not None
+    found(path)
+
+
+def _bars(rows: list[tuple[str, float, str]], axis: str, title: str, mark: float) -> Callable[[Path], None] | None:
+    """Horizontal bars of (name, length, colour), and a line at `mark`; None where there are none."""
+    if not rows:
+        return None
+
+    def save(path: Path) -> None:
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(WIDTH_INCHES, 0.9 + 0.22 * len(rows)), layout="constrained")
+        names, lengths, colours = zip(*reversed(rows), strict=True)
+        places = range(len(rows))
+        axes.barh(places, lengths, color=colours)
+        axes.set_yticks(places, names, fontsize=8)
+        axes.axvline(mark, color="black", linewidth=0.8)
+        axes.set_xlabel(axis)
+        axes.set_title(title, fontsize=10)
+        figure.savefig(path, dpi=DPI, metadata={"Software": None})
+        pyplot.close(figure)
+
+    return save
+
+
+def _kernels(record: Record) -> Callable[[Path], None] | None:
+    """Share of the copy's rate, ours and the fastest of torch's, of fp32 gradients on a bf16 wire."""
+    rows = []
+    for row in record["rows"]:
+        if row["cache"] != "cold" or row["pair"] != "fp32-bf16" or row["direction"] == "after":
+            continue
+        cases = row["cases"]
+        if "share_copy" not in cases[OURS]:
+            continue
+        where = f"{row['direction']}, {row['model']}, {row['way']}"
+        best = max((name for name in cases if name.startswith(TORCH_CASE)), key=lambda name: cases[name]["share_copy"])
+        rows.append((f"{where}: ours", cases[OURS]["share_copy"], OURS_COLOUR))
+        rows.append((best.removeprefix(TORCH_CASE), cases[best]["share_copy"], TORCH_COLOUR))
+    return _bars(rows, "share of the rate of a copy of as many bytes", f"fp32 to bf16 and back, {_where(record)}", 1.0)
+
+
+def _step(record: Record) -> Callable[[Path], None] | None:
+    """Synchronisation as a share of torch DDP's best."""
+    rows = []
+    for name, model in record["models"].items():
+        for variant, row in model["variants"].items():
+            if row.get("ratio") is not None:
+                ours = "ours" in variant or "fused" in variant
+                rows.append((f"{name}: {variant}", row["ratio"], OURS_COLOUR if ours else TORCH_COLOUR))
+    title = f"synchronisation, {record['ranks']} ranks, {record['backend']}, {_where(record)}"
+    return _bars(rows, "of the best of torch DDP's (less is better)", title, 1.0)
+
+
+def _scale(record: Record) -> Callable[[Path], None] | None:
+    """Points and lines, an axis a panel."""
+    sweeps: Mapping[str, Mapping[str, Any]] = record["sweeps"]
+    axes_names = list(next(iter(sweeps.values()), {}))
+    if not axes_names:
+        return None
+
+    def save(path: Path) -> None:
+        from matplotlib import pyplot
+
+        figure, panels = pyplot.subplots(
+            1, len(axes_names), figsize=(WIDTH_INCHES, 3.2), layout="constrained", squeeze=False
+        )
+        for panel, axis in zip(panels[0], axes_names, strict=True):
+            for (measured, axes), colour in zip(sweeps.items(), (OURS_COLOUR, "#c06020"), strict=False):
+                line, found = axes[axis]["line"], axes[axis]["points"]
+                counts = [one["count"] for one in found]
+                panel.plot(counts, [statistics.median(one["seconds"]) * 1e3 for one in found], "o", ms=4, color=colour)
+                said = [(line["fixed_s"] + line["slope_s"] * count) * 1e3 for count in counts]
+                panel.plot(counts, said, "-", linewidth=1, color=colour, label=measured)
+            panel.set_xscale("log")
+            panel.set_yscale("log")
+            panel.set_xlabel(axis)
+            panel.set_ylabel("ms")
+            panel.legend(fontsize=8)
+        figure.suptitle(f"cost, and the line through it, {_where(record)}", fontsize=10)
+        figure.savefig(path, dpi=DPI, metadata={"Software": None})
+        pyplot.close(figure)
+
+    return save
+
+
+def _where(record: Record) -> str:
+    return f"{str(record['hardware']).split(',')[0]}, {str(record['created'])[:10]}"
+
+
+# From a record to what saves its picture; None where there is nothing to draw.
+PICTURES: Mapping[str, Callable[[Record], Callable[[Path], None] | None]] = {
+    "kernels": _kernels,
+    "step": _step,
+    "scale": _scale,
+}

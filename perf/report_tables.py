@@ -1,0 +1,492 @@
+"""Tables of docs/performance.md: one function per benchmark, from its record to lines of Markdown.
+
+What is lost is marked: **slower** beside a ratio above 1 to the strongest that it was measured with, **MISSED** beside
+what was demanded and not reached. Keys that are not shown may be anything; one that is shown and missing is a KeyError.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Record = Mapping[str, Any]
+Lines = list[str]
+
+# Names in the records, as perf/kernel_cases.py and perf/step_variants.py give them.
+OURS, NORMS = "ours", "ours, norms"
+TORCH_CASE = "torch: "
+HEADLINE_PAIRS = ("fp32-bf16", "fp32-fp32", "bf16-bf16", "fp32-native", "bf16-native")
+SLOWER = "**slower**"
+MISSED = "**MISSED**"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Lines:
+    """Markdown; numbers to the right, the first column to the left."""
+    body = [f"| {' | '.join(row)} |" for row in rows]
+    return [f"| {' | '.join(headings)} |", f"| --- |{' ---: |' * (len(headings) - 1)}", *body]
+
+
+def origin(record: Record) -> Lines:
+    """On what, with what, when and how a record came about."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return [
+        f"On {record['hardware']}; {versions}; commit {record['commit']}, {record['created'][:10]}; other work kept "
+        f"{record['others_cores']:.2f} cores busy.",
+        "",
+        f"    {record['command']}",
+        "",
+    ]
+
+
+def ratio_text(ratio: float | None) -> str:
+    """A time of ours as a share of another's; above 1 it is marked."""
+    if ratio is None:
+        return "-"
+    return f"{ratio:.2f} {SLOWER}" if ratio > 1.005 else f"{ratio:.2f}"
+
+
+def number(value: float | None, places: int = 2) -> str:
+    """A number, or a dash where there is none."""
+    return "-" if value is None else f"{round(value, places) + 0.0:,.{places}f}"  # + 0.0: no "-0.00"
+
+
+def share_of(value: float | None, whole: float) -> float | None:
+    """None where the whole is nothing that can be measured."""
+    return None if value is None or whole <= 0 else value / whole
+
+
+def kernels(record: Record) -> Lines:
+    """A line per list of gradients, pair of dtypes and call; cold, and the warm cache's time beside it."""
+    rows = record["rows"]
+    warm = {_kernel_key(row): row for row in rows if row["cache"] == "warm"}
+    first: list[list[str]] = []
+    rest: list[list[str]] = []
+    for row in rows:
+        if row["cache"] == "warm":
+            continue
+        base = NORMS if row["direction"] == "after" else OURS
+        ours = row["cases"][base]
+        theirs = {name: case for name, case in row["cases"].items() if name.startswith(TORCH_CASE)}
+        best = min(theirs, key=lambda name: theirs[name]["median_us"])
+        beside = warm.get(_kernel_key(row))
+        lost = theirs[best]["ratio"] < 0.995
+        cells = [
+            f"{row['direction']}, {row['model']}, {row['pair']}, {row['way']}"
+            + ("" if row["cache"] == "cold" else "*"),
+            f"{ours['median_us']:,.1f}",
+            f"{ours['p20_us']:,.1f} to {ours['p80_us']:,.1f}",
+            number(None if beside is None else beside["cases"][base]["median_us"], 1),
+            f"{ours['gbps']:,.1f}",
+            number(ours.get("share_copy")),
+            number(ours.get("share_cast")),
+            str(ours["launches"]),
+            best.removeprefix(TORCH_CASE),
+            str(theirs[best]["launches"]),
+            ratio_text(1 / theirs[best]["ratio"]),
+            f"{row['noise']:.3f}",
+        ]
+        (first if lost or row["pair"] in HEADLINE_PAIRS else rest).append(cells)
+    headings = ["call", "us", "p20 to p80", "warm us", "GB/s", "of copy", "of cast", "launches", "fastest of torch's"]
+    headings += ["its launches", "ours / it", "twice the same"]
+    lines = table(headings, first)
+    if any(row["cache"] == "not cold" for row in rows):
+        lines += ["", "\\* Too small to be rotated past the cache."]
+    if rest:
+        lines += ["", "<details><summary>Other pairs of dtypes, none of them lost</summary>", ""]
+        lines += [*table(headings, rest), "", "</details>"]
+    if record["copy_8gb_gbps"] is not None:
+        lines += ["", f"A copy of 8 GB moves {record['copy_8gb_gbps']:,.0f} GB/s there."]
+    return lines
+
+
+def _kernel_key(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return row["model"], row["pair"], row["way"], row["direction"]
+
+
+def step(record: Record) -> Lines:
+    """A table per model, and the memory of each variant."""
+    lines: Lines = []
+    for name, model in record["models"].items():
+        parts = [f"{record['ranks']} ranks, {record['backend']}", f"optimizer {record['optimizer']}"]
+        parts += [flag for flag, on in (("clipped", record["clip"]), ("scaled loss", record["amp"])) if on]
+        best, strongest = model["torch_best"], model["strongest_of_torch"]
+        strongest_ms = _strongest_ms(model)
+        lines += [
+            f"{name}: {model['parameters']:,} parameters, {model['elements']:,} elements; {', '.join(parts)}. The best "
+            f"of torch DDP's forms is {best!r}, the strongest of all of torch's {strongest!r}; the same twice: "
+            f"{number(model['aa_ratio'])}. Counts and memory are over no DDP's.",
+            "",
+        ]
+        rows = []
+        for variant, row in model["variants"].items():
+            ours = _is_ours(variant)
+            share = share_of(row.get("sync_ms"), strongest_ms)
+            held = [None if row[key] is None else row[key] / 1e6 for key in ("over_held_bytes", "over_peak_bytes")]
+            rows.append(
+                [
+                    variant,
+                    number(row["step_ms"]),
+                    f"{row['step_p20_ms']:,.2f} to {row['step_p80_ms']:,.2f}",
+                    number(row.get("sync_ms")),
+                    number(row.get("ratio")),
+                    ratio_text(share) if ours else number(share),
+                    *(number(row[f"over_{key}"], 0) for key in ("operators", "collectives", "launches")),
+                    number(row["over_gpu_ms"], 3),
+                    *(number(one, 1) for one in held),
+                ]
+            )
+        headings = ["variant", "step ms", "p20 to p80", "sync ms", "of the best DDP's", "of the strongest", "operators"]
+        lines += [*table([*headings, "collectives", "launches", "GPU ms", "held MB", "peak MB"], rows), ""]
+    held_rows = record["memory"]["variants"]
+    if held_rows:
+        lines += [f"Memory of a process over no DDP's, MB after {record['memory']['steps']} steps, "]
+        lines[-1] += f"{record['memory']['model']}:"
+        keys = ("over_end_bytes", "over_peak_bytes", "over_heap_bytes")
+        cells = [
+            [name, *(number(None if row[key] is None else row[key] / 1e6, 1) for key in keys)]
+            for name, row in held_rows.items()
+        ]
+        lines += ["", *table(["variant", "resident at the end", "its peak", "heap in use"], cells), ""]
+    return lines[:-1]
+
+
+def _strongest_ms(model: Record) -> float:
+    strongest_ms: float = model["variants"][model["strongest_of_torch"]]["sync_ms"]
+    return strongest_ms
+
+
+def hook(record: Record) -> Lines:
+    """A table per shape."""
+    lines: Lines = []
+    for shape, variants in record["shapes"].items():
+        strongest = min(row["sync_ms"] for name, row in variants.items() if name.startswith("torch"))
+        rows = [
+            [
+                name,
+                number(row["step_ms"]),
+                number(row["alone_ms"]),
+                number(row["sync_ms"]),
+                number(row["ratio"]),
+                (ratio_text if _is_ours(name) else number)(share_of(row["sync_ms"], strongest)),
+            ]
+            for name, row in variants.items()
+        ]
+        headings = ["variant", "step ms", "without exchange ms", "sync ms", "of torch DDP's", "of torch's least"]
+        lines += [f"{shape} parameters, {record['ranks']} ranks:", "", *table(headings, rows), ""]
+    return lines[:-1]
+
+
+def clip(record: Record) -> Lines:
+    """A table per part and shape."""
+    lines: Lines = []
+    for part, shapes in record["parts"].items():
+        for shape, cases in shapes.items():
+            base = next(iter(cases))
+            rivals = base.startswith("torch")
+            ranks = f"{record['ranks']} ranks" if part != "kernels" else "one process"
+            rows = [
+                [
+                    name,
+                    number(row["ms"]),
+                    f"{row['p20_ms']:,.2f} to {row['p80_ms']:,.2f}",
+                    ratio_text(row["ratio"]) if rivals and not name.startswith("torch") else number(row["ratio"]),
+                ]
+                for name, row in cases.items()
+            ]
+            lines += [f"{part}, {shape} parameters, {ranks}:", ""]
+            lines += [*table(["case", "ms", "p20 to p80", f"of {base!r}"], rows), ""]
+    return lines[:-1]
+
+
+def host(record: Record) -> Lines:
+    """Slopes per parameter and per bucket, points, and where ours spends it."""
+    lines: Lines = []
+    counted = "" if record["calls_of_all_threads"] else " Calls of autograd's threads are not counted there."
+    for sweep, variants in record["slopes"].items():
+        rows = [
+            [name, *(number(line[key][part]) for key in ("us", "calls") for part in ("slope", "intercept", "worst"))]
+            for name, line in variants.items()
+        ]
+        headings = ["variant", f"us per {sweep}", "us besides", "worst point off", f"calls per {sweep}"]
+        lines += [f"Host time of a step over no DDP's, against the number of {sweep}s:{counted}", ""]
+        lines += [*table([*headings, "calls besides", "worst point off"], rows), ""]
+    for point in record["points"]:
+        variants = point["variants"]
+        torchs = min(row["us"] for name, row in variants.items() if name.startswith("torch DDP"))
+        rows = [
+            [
+                name,
+                f"{row['us']:,.0f}",
+                f"{row['p20_us']:,.0f} to {row['p80_us']:,.0f}",
+                f"{row['calls']:,.0f}",
+                "-" if name == "no DDP" else (ratio_text if _is_ours(name) else number)(share_of(row["us"], torchs)),
+            ]
+            for name, row in variants.items()
+        ]
+        lines += [f"{point['parameters']:,} parameters in {point['buckets']:,} buckets:", ""]
+        lines += [*table(["variant", "us", "p20 to p80", "Python calls", "of torch's least"], rows), ""]
+    stages = record["stages"]
+    rows = [
+        [f"{name}: {stage}", f"{one['us']:,.0f}", f"{one['calls']:,.0f}"]
+        for name, found in stages["variants"].items()
+        for stage, one in found.items()
+    ]
+    lines += [f"Stages of ours, {stages['parameters']:,} parameters in {stages['buckets']:,} buckets:", ""]
+    return [*lines, *table(["stage", "us per step", "calls per step"], rows)]
+
+
+def _is_ours(name: str) -> bool:
+    return "ours" in name or "fused" in name
+
+
+def scale(record: Record) -> Lines:
+    """The lines, and the points that they go through."""
+    rows, points = [], []
+    for measured, axes in record["sweeps"].items():
+        for axis, sweep in axes.items():
+            line = sweep["line"]
+            rows.append(
+                [
+                    f"{measured} against {axis}",
+                    slope_text(axis, line["slope_s"]),
+                    f"{line['fixed_s'] * 1e6:,.1f} us",
+                    f"{line['worst_ratio']:.2f}",
+                    f"{line['growth']:.2f}",
+                    str(line["judged"]),
+                    f"{sweep['again']:.3f}",
+                    "linear" if line["holds"] else f"{MISSED}: {line['why_not']}",
+                ]
+            )
+            points += [_scale_point(measured, axis, line, one) for one in sweep["points"]]
+    headings = ["cost", "slope", "fixed", "worst of the slope", "growth", "points judged", "twice the same", "verdict"]
+    lines = [*table(headings, rows), "", "<details><summary>Every point</summary>", ""]
+    return [*lines, *table(["cost", "count", "median ms", "of the line"], points), "", "</details>"]
+
+
+def _scale_point(measured: str, axis: str, line: Record, point: Record) -> list[str]:
+    median_s = statistics.median(point["seconds"])
+    said_s = line["fixed_s"] + line["slope_s"] * point["count"]
+    return [f"{measured}, {axis}", f"{point['count']:,}", f"{median_s * 1e3:,.4f}", f"{median_s / said_s:.2f}"]
+
+
+def slope_text(axis: str, slope_s: float) -> str:
+    """With its unit."""
+    if axis != "bytes":
+        return f"{slope_s * 1e6:,.3f} us per {axis[:-1]}"
+    rate = f" ({1e-9 / slope_s:,.2f} GB/s of gradients)" if slope_s else ""
+    return f"{slope_s * 1e12:,.2f} us per MB{rate}"
+
+
+def schedule(record: Record) -> Lines:
+    """What plans gain and what looking costs."""
+    lines: Lines = []
+    if record["gains"]:
+        policies = list(next(iter(record["gains"].values()))["ratio_to_torch"])
+        rows = [
+            [
+                name,
+                number(row["torch_ms"]),
+                *(f"{ratio_text(row['ratio_to_torch'][one])} ({row['buckets'][one]})" for one in policies),
+            ]
+            for name, row in record["gains"].items()
+        ]
+        lines += ["Step, as a share of torch DDP's (buckets):", ""]
+        lines += [*table(["model", "torch DDP ms", *policies], rows), ""]
+    if record["costs"]:
+        rows = [
+            [shape, number(row["step_ms"])]
+            + [
+                f"{row[key]:.3%}{_over(row[key], record['allowed'][key])}"
+                for key in ("recording_share", "looking_share")
+            ]
+            + [number(row["look_ms"])]
+            for shape, row in record["costs"].items()
+        ]
+        lines += ["What recording and looking cost:", ""]
+        lines += [*table(["shape", "step ms", "recording, of a step", "looking, of training", "ms per look"], rows), ""]
+    return lines[:-1]
+
+
+def _over(value: float, allowed: float) -> str:
+    return "" if value < allowed else f" {MISSED}"
+
+
+def prediction(record: Record) -> Lines:
+    """Each model's error, and its points."""
+    required = record["required"]
+    rows, points = [], []
+    for name, model in record["models"].items():
+        low = model["judged"] and model["rank_correlation"] < required["rank_correlation"]
+        correlation = f"{model['rank_correlation']:.2f}{f' {MISSED}' if low else ''}"
+        rows.append([name, "yes" if model["judged"] else "no", correlation, f"{model['median_error']:.0%}"])
+        points += [
+            [
+                f"{name}: {key}",
+                str(one["buckets"]),
+                number(one["predicted_ms"]),
+                number(one["measured_ms"]),
+                f"{one['error']:.0%}",
+            ]
+            for key, one in sorted(model["points"].items(), key=lambda item: float(item[1]["predicted_ms"]))
+        ]
+    mark = f" {MISSED}" if record["median_error"] > required["median_error"] else ""
+    lines = table(["model", "judged", "rank correlation", "median error"], rows)
+    lines += ["", f"{record['points_judged']} points judged, median error {record['median_error']:.1%}{mark}.", ""]
+    lines += ["<details><summary>Every point</summary>", ""]
+    return [*lines, *table(["plan", "buckets", "predicted ms", "measured ms", "error"], points), "", "</details>"]
+
+
+def gpu_check(record: Record) -> Lines:
+    """Stages and what they found."""
+    stages = record["stages"]
+    rows = [[name, one["status"], number(one.get("seconds"), 0), _cell(one["reason"])] for name, one in stages.items()]
+    lines = table(["stage", "status", "s", "why"], rows)
+    findings = [
+        [
+            f"{name}: {_cell(one['what'])}",
+            _found(one),
+            f"{one['sign']} {one['bound']:.4g}{one['unit']}",
+            {True: "met", False: MISSED}.get(one["met"], "-"),
+        ]
+        for name, stage in stages.items()
+        for one in stage["findings"]
+    ]
+    if findings:
+        lines += ["", *table(["what", "measured", "demanded", ""], findings)]
+    skipped = [f"- {name}, {_cell(one)}" for name, stage in stages.items() for one in stage["skipped"]]
+    return lines + (["", "Left out:", "", *skipped] if skipped else [])
+
+
+def _found(finding: Record) -> str:
+    value = finding["value"]
+    return "nothing finite" if value is None else f"{value:.4g}{finding['unit']}"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "/")
+
+
+def missed(record: Record) -> Lines:
+    """What a record was to reach and did not, a bullet each."""
+    what = record["what"]
+    if family(what) == "kernels":
+        return [
+            f"{one['direction']} {one['model']} {one['pair']} {one['way']}: {one['what']} is {one['figure']:.3f}, "
+            + (f"at least {one['least']:.2f}" if "least" in one else f"at most {one['most']:.2f}")
+            for one in record["verdicts"]
+            if not one["met"]
+        ]
+    if what.startswith("step"):
+        return [_step_missed(one) for one in record["verdicts"] if not one["met"]]
+    if what == "scale":
+        return [
+            f"{measured} against {axis}: {sweep['line']['why_not']}"
+            for measured, axes in record["sweeps"].items()
+            for axis, sweep in axes.items()
+            if not sweep["line"]["holds"]
+        ]
+    if what == "gpu_check":
+        return [
+            f"{name}: {_cell(one['what'])} is {_found(one)}, {one['sign']} {one['bound']:.4g}{one['unit']} is demanded"
+            for name, stage in record["stages"].items()
+            for one in stage["findings"]
+            if one["met"] is False
+        ]
+    if what == "prediction":
+        required = record["required"]
+        found = [
+            f"{name}: rank correlation {one['rank_correlation']:.2f}, at least {required['rank_correlation']}"
+            for name, one in record["models"].items()
+            if one["judged"] and one["rank_correlation"] < required["rank_correlation"]
+        ]
+        error = record["median_error"]
+        over = (
+            [f"median error {error:.1%}, at most {required['median_error']:.0%}"]
+            if error > required["median_error"]
+            else []
+        )
+        return found + over
+    if what.startswith("schedule"):
+        return [
+            f"{shape}: {key.replace('_', ' ')} {row[key]:.3%}, less than {allowed:.1%}"
+            for shape, row in record["costs"].items()
+            for key, allowed in record["allowed"].items()
+            if row[key] >= allowed
+        ]
+    return []
+
+
+def _step_missed(verdict: Record) -> str:
+    if "required" not in verdict:
+        return str(verdict["what"])
+    return f"{verdict['what']}: {number(verdict['ratio'])} of {verdict['of']!r}, at most {verdict['required']:.2f}"
+
+
+def summary(record: Record) -> Lines:
+    """What a record comes to, in a few bullets; best and worst, so that what is lost is in it."""
+    what = record["what"]
+    if family(what) == "kernels":
+        cold = [row for row in record["rows"] if row["cache"] == "cold" and row["direction"] != "after"]
+        ratios = [
+            1 / min(case["ratio"] for name, case in row["cases"].items() if name.startswith(TORCH_CASE)) for row in cold
+        ]
+        shares = [row["cases"][OURS]["share_copy"] for row in cold if "share_copy" in row["cases"][OURS]]
+        if not cold:
+            return []
+        rate = f", at {_range(shares)} of the rate of a copy" if shares else ""
+        return [f"pack and unpack: {_range(ratios)} of the fastest of torch's ways in {len(cold)} cases{rate}"]
+    if family(what) == "step":
+        return [
+            f"{name}: synchronisation of the wrapper and the hook, as a share of {model['strongest_of_torch']!r}: "
+            + ", ".join(
+                f"{variant} {ratio_text(share_of(row['sync_ms'], _strongest_ms(model)))}"
+                for variant, row in model["variants"].items()
+                if _is_ours(variant)
+            )
+            for name, model in record["models"].items()
+        ]
+    if what == "clip":
+        return [
+            f"{part}, {shape}: a step is "
+            + _range([row["ratio"] for name, row in cases.items() if not name.startswith("torch")])
+            + f" of {next(iter(cases))!r}"
+            for part, shapes in record["parts"].items()
+            if part in ("clip", "scale")
+            for shape, cases in shapes.items()
+        ]
+    if what == "scale":
+        return [
+            f"{measured} against {axis}: {slope_text(axis, sweep['line']['slope_s'])}"
+            + ("" if sweep["line"]["holds"] else f", {MISSED}: not linear")
+            for measured, axes in record["sweeps"].items()
+            for axis, sweep in axes.items()
+        ]
+    return []
+
+
+def _range(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+TABLES: Mapping[str, Callable[[Record], Lines]] = {
+    "kernels": kernels,
+    "step": step,
+    "hook": hook,
+    "clip": clip,
+    "host": host,
+    "scale": scale,
+    "schedule": schedule,
+    "prediction": prediction,
+    "gpu_check": gpu_check,
+}
+
+
+def family(what: str) -> str | None:
+    """Which table a record has: "step-clip" that of step, gpu-check's headline that of kernels. None: none."""
+    if what == "headline":
+        return "kernels"
+    for name in TABLES:
+        if what == name or what.startswith((f"{name}-", f"{name}_")):
+            return name
+    return None

@@ -1,0 +1,145 @@
+"""What a step does beside taking time: operators, launches, collectives, GPU time by kind, memory held.
+
+All of it is read in passes of their own, under torch's profiler, which slows the host down and leaves the GPU's own
+durations as they are: on a GPU the sum of those, outside of collectives, tells variants apart where the time of a step
+does not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import harness
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+PROFILED_STEPS = {"cpu": 2, "cuda": 5}  # operators are the same in each; durations are not
+MALLINFO2_FIELDS = (
+    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Of one step, the mean over some; None: there is no GPU.
+
+    Args:
+        operators: of torch, those that another one calls left out.
+        collectives: issued to the process group, barriers left out.
+        launches: kernels, copies and fills on the GPU, collectives' own left out.
+        waits: of the host for the GPU, with the one that ends the step.
+        gpu_ms: how long those took.
+        collective_gpu_ms: how long the collectives' kernels took.
+    """
+
+    operators: float
+    collectives: float
+    launches: float | None
+    waits: float | None
+    gpu_ms: float | None
+    collective_gpu_ms: float | None
+
+    def as_dict(self) -> dict[str, float | None]:
+        """For a record."""
+        return asdict(self)
+
+
+def count(case: harness.Case, device: torch.device) -> Counts:
+    """Profiles some steps of a case; every rank at once."""
+    on_gpu, steps = device.type == "cuda", PROFILED_STEPS[device.type]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    operators = collectives = launches = waits = 0
+    gpu_us = collective_us = 0.0
+    for _ in range(steps):
+        case.prepare()
+        harness.wait_for(device)
+        with profile(activities=activities, acc_events=True) as profiled:
+            case.run()
+            harness.wait_for(device)
+        for event in profiled.events() or ():
+            if event.device_type == DeviceType.CUDA:
+                if getattr(event, "is_user_annotation", False):
+                    continue
+                if "nccl" in event.name.lower():
+                    collective_us += event.time_range.elapsed_us()
+                else:
+                    launches += 1
+                    gpu_us += event.time_range.elapsed_us()
+            elif event.name in HOST_WAITS:
+                waits += 1
+            elif event.name.startswith("c10d::"):
+                collectives += 1
+            elif event.name.startswith("aten::"):
+                parent = event.cpu_parent
+                operators += parent is None or not parent.name.startswith("aten::")
+    return Counts(
+        operators=operators / steps,
+        collectives=collectives / steps,
+        launches=launches / steps if on_gpu else None,
+        waits=waits / steps if on_gpu else None,
+        gpu_ms=gpu_us / 1e3 / steps if on_gpu else None,
+        collective_gpu_ms=collective_us / 1e3 / steps if on_gpu else None,
+    )
+
+
+class _Mallinfo2(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in MALLINFO2_FIELDS]
+
+
+def heap_bytes() -> int | None:
+    """Bytes that malloc has handed out and not got back, over all arenas; None without glibc 2.33."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return None
+    mallinfo2.restype = _Mallinfo2
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+def held_bytes(device: torch.device) -> int | None:
+    """What is in use on the device: of torch's allocator on a GPU, of the heap on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else heap_bytes()
+
+
+def resident_bytes(field: str) -> int:
+    """VmRSS (now) or VmHWM (peak) of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def free_bytes(device: torch.device) -> int:
+    """What could still be taken."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def memory_of(
+    build: Callable[[], harness.Case], steps: int, device: torch.device
+) -> tuple[harness.Case, dict[str, int | None]]:
+    """Builds a case and runs its first steps: what it then holds, and on a GPU the peak of its last step, in bytes."""
+    before = held_bytes(device)
+    case = build()
+    for number in range(steps):
+        if number == steps - 1 and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        case.prepare()
+        case.run()
+    harness.wait_for(device)
+    after, peak = held_bytes(device), None
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    return case, {
+        "held_bytes": None if before is None or after is None else after - before,
+        "peak_bytes": None if before is None or peak is None else peak - before,
+    }
