@@ -46,6 +46,7 @@ from . import measure, pack, scale, stats, support, unpack
 from .machine_code import parse_gcn, parse_sass
 from .machine_record import RECORD, BranchRow, Place, Row, Table, compare, dump, load
 from .machine_rules import BranchFigures, Violation, examine
+from .triton_versions import attributes_of_constexprs
 from .variants import TRITON_NAMES, WARP_SIZE, Variant, interpreted, tuning_for
 
 
@@ -78,7 +79,6 @@ TARGETS: Mapping[str, Target] = {
 _REGISTERS_PER_WARP = 256  # registers are handed out to warps in this many
 _RESERVED_SHARED_BYTES = 1024  # of each program, by the system
 _SIMDS = 4  # of a compute unit
-_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,10 @@ def dtypes_of(variant: Variant) -> frozenset[torch.dtype]:
 def compile_variant(variant: Variant, target: Target) -> Any:
     """Triton's CompiledKernel, from its cache where it has it: the same entry that a launch makes and uses."""
     constexprs = {name: None for name, kind in variant.signature.items() if kind == "constexpr"}
-    # No argument has attributes (alignment, range). From Triton 3.7 a launch writes that down for constexprs, and the
-    # keys of its cache hold it.
-    written_down = constexprs if _TRITON >= (3, 7) else ()
-    attributes: dict[tuple[int], list[Any]] = {
-        (place,): [] for place, name in enumerate(variant.signature) if name in written_down
-    }
+    # No argument has attributes (alignment, range), but a launch writes that down for constexprs.
+    attributes = attributes_of_constexprs(
+        {place: variant.constexprs.get(name) for place, name in enumerate(variant.signature) if name in constexprs}
+    )
     source = ASTSource(
         variant.kernel, dict(variant.signature), constexprs={**constexprs, **variant.constexprs}, attrs=attributes
     )

@@ -33,15 +33,16 @@ SOURCES = tl.constexpr(2)
 SUM_LOWEST = tl.constexpr(1e-27)
 SUM_HIGHEST = tl.constexpr(3e38)
 NOT_FOUND = tl.constexpr(0x7FFFFFFF)
+NO_HINT = tl.constexpr("")  # Triton 3.6 takes a bare string as a default for no constexpr
 
 
 @triton.jit
-def load_vector(pointer, mask, EVICTION: tl.constexpr = ""):
+def load_vector(pointer, mask, EVICTION: tl.constexpr = NO_HINT):
     return tl.load(pointer, mask=mask, other=0.0, eviction_policy=EVICTION)
 
 
 @triton.jit
-def store_vector(pointer, value, mask, EVICTION: tl.constexpr = ""):
+def store_vector(pointer, value, mask, EVICTION: tl.constexpr = NO_HINT):
     tl.store(pointer, value, mask=mask, eviction_policy=EVICTION)
 
 
@@ -109,7 +110,7 @@ def convert_chunk(
     WATCH: tl.constexpr,
     TILE_BYTES: tl.constexpr,
     LANES: tl.constexpr,
-    HINT: tl.constexpr = "",
+    HINT: tl.constexpr = NO_HINT,
 ):
     """Moves `count` elements; returns what `chunk_sum` or `chunk_faults` needs.
 

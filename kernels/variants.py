@@ -18,6 +18,7 @@ import torch
 import triton
 
 from .table import Partials
+from .triton_versions import mend_interpreter
 
 # Arguments of kernels that walk gradients, with Triton's names of their types.
 TABLES: Mapping[str, str] = {"addresses": "*i64", "rows": "*i64"}
@@ -79,6 +80,10 @@ WARP_SIZE: Mapping[str, int] = {"cuda": 32, "hip": 64, "interpreter": 32}
 def interpreted() -> bool:
     """Whether Triton was imported to run kernels in its interpreter, on CPU tensors."""
     return bool(triton.knobs.runtime.interpret)
+
+
+if interpreted():
+    mend_interpreter()
 
 
 def current_target(device: torch.device) -> tuple[str, int | str]:

@@ -548,9 +548,6 @@ def test_parameters_that_two_wrappers_reduce_are_refused(alone: None) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_an_optimizer_that_steps_in_backward_is_refused(alone: None) -> None:
-    # Not above: it warns when it is imported.
-    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
-
     ddp = fusedreduce.DistributedDataParallel(_model())
     scaler = FusedGradScaler(ddp)
     ddp._register_fused_optim(SGD, lr=0.1)
@@ -558,6 +555,16 @@ def test_an_optimizer_that_steps_in_backward_is_refused(alone: None) -> None:
         scaler.scale(_loss(ddp, 0))
     with pytest.raises(ValueError, match="steps within backward"):
         FusedGradScaler(ddp)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(
+    torch.backends.cuda.is_built() and not torch.cuda.is_available(), reason="torch makes a stream and finds no driver"
+)
+def test_an_optimizer_that_steps_in_backward_is_refused_once_it_is_found(alone: None) -> None:
+    # Not above: it warns when it is imported.
+    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+
     model = _model()
     _apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
     ddp = fusedreduce.DistributedDataParallel(model)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
+
+from fusedreduce.kernels import triton_versions
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
 
@@ -42,3 +47,29 @@ def test_the_other_casts_are_exact(destination: torch.dtype) -> None:
         if source is torch.float64 and destination is torch.float16:
             continue  # the kernels go through fp32 rounded to odd
         assert torch.equal(_cast(values, source, destination), given.to(destination))
+
+
+@triton.jit
+def _count_kernel(ends, counted):
+    turns = 0
+    for _ in tl.range(0, tl.load(ends), 2):
+        turns += 1
+    tl.store(counted, turns)
+
+
+def test_a_loop_ends_at_a_scalar_on_triton_3_6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the version here: numpy's refusal is put in, then mended."""
+    as_here = interpreter._patch_lang_tensor
+
+    def as_in_3_6(tensor: Any, scope: Any) -> None:
+        as_here(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.tolist())
+
+    ends, counted = torch.tensor([7]), torch.zeros(1, dtype=torch.int64)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", as_in_3_6)
+    with pytest.raises(triton.runtime.errors.InterpreterError):
+        _count_kernel[(1,)](ends, counted)
+    monkeypatch.setattr(triton_versions, "BEFORE_3_7", True)
+    triton_versions.mend_interpreter()
+    _count_kernel[(1,)](ends, counted)
+    assert counted.item() == 4

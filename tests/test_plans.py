@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from loopback import Loopback, ThreadWorld
 
 from fusedreduce import AgreementError, BucketCaps, ReduceConfig, Reducer
 from fusedreduce.comm.protocol import Communicator
+from fusedreduce.kernels import variants
 from fusedreduce.planning.plan import ParameterKind, Plan
 from fusedreduce.planning.policies import ready_plan, static_plan
 from fusedreduce.planning.readiness import Average, Readiness
@@ -24,6 +26,14 @@ from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.reductions import PackedReduction
 
 NAMES, NUMELS = ["a", "b", "c", "d"], [1, 2, 3, 4]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch_path() -> Iterator[None]:
+    """Hundreds of steps, some on ranks that are threads and wait for each other: interpreted, they time out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(variants, "interpreted", lambda: False)
+        yield
 
 
 def test_averages_are_exponential_and_know_what_is_missing() -> None:

@@ -1,8 +1,8 @@
 """Starts ranks with torch's own launcher (what torchrun runs), in this process, and says in one line what went wrong.
 
 The launcher puts every rank into a session of its own, so a terminal's Ctrl-C reaches this process alone. Here it
-becomes a SIGTERM to each rank; one that does not end within _GRACE_S is killed. What outlives even that ends with this
-process: see `demo_worker`.
+becomes a SIGTERM to each rank; one that does not end within _GRACE_S is killed (torch 2.11: within 30 s). What outlives
+even that ends with this process: see `demo_worker`.
 """
 
 from __future__ import annotations
@@ -89,9 +89,10 @@ def run_ranks(module: str, folder: Path, ranks: int, *, loopback: bool) -> None:
         local_addr=_LOOPBACK,
         max_restarts=0,
         signals_to_handle="SIGTERM",
-        shutdown_timeout=_GRACE_S,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.OUT),
     )
+    if hasattr(config, "shutdown_timeout"):  # later than torch 2.11, which waits 30 s and cannot be told otherwise
+        config.shutdown_timeout = _GRACE_S
     received: list[signal.Signals] = []
     with (
         _quiet("torch.distributed.elastic", "torch.distributed.launcher"),
