@@ -87,9 +87,8 @@ def _summary(found: Sequence[Record]) -> str:
             bullets += [f"- {line}" for line in lines]
             used += [record] if lines else []
         if used:
-            hardware = str(used[0]["hardware"]).split(",")[0]
             torchs = " and ".join(sorted({str(record["versions"]["torch"]) for record in used}))
-            paragraphs.append("\n".join([f"On {hardware}, torch {torchs}:", "", *bullets]))
+            paragraphs.append("\n".join([f"On {used[0]['hardware']}, torch {torchs}:", "", *bullets]))
     if all(record["device"] == "cpu" for record in found):
         paragraphs.append(NO_GPU)
     return "\n\n".join(paragraphs)
@@ -118,9 +117,7 @@ def _listed(found: Sequence[Record], of: Callable[[Record], Lines], otherwise: s
     lines: Lines = []
     for record in found:
         if bullets := _of(of, record):
-            where = (
-                f"**{record['what']}** on {str(record['hardware']).split(',')[0]}, torch {record['versions']['torch']}"
-            )
+            where = f"**{record['what']}** on {record['hardware']}, torch {record['versions']['torch']}"
             command = f"`{record['command']}`, commit {record['commit']}, {record['created'][:10]}"
             lines += [f"{where} ({command}):", "", *(f"- {bullet}" for bullet in bullets), ""]
     return "\n".join(lines).strip() or otherwise

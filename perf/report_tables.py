@@ -486,9 +486,10 @@ def _clip_summary(record: Record) -> Lines:
             if not is_torchs(name) and "not clipped" not in name
         ]
         if ratios:
-            slower = f" {SLOWER}" if max(ratios) > 1.005 else ""
-            words.append(f"a step that {does} takes {_range(ratios)}{slower}")
-    return [f"{', '.join(words)} of torch's"] if words else []
+            slower = sum(ratio > 1.005 for ratio in ratios)
+            lost = f" ({slower} of {len(ratios)} ways {SLOWER})" if slower else ""
+            words.append(f"a step that {does} takes {_range(ratios)} of torch's{lost}")
+    return ["; ".join(words)] if words else []
 
 
 def _range(ratios: Sequence[float]) -> str:
