@@ -154,6 +154,7 @@ def run_stage(stage: Stage, work: Path, log: Any, limit_s: float) -> dict[str, A
     log.flush()
     command = [*stage.command, "--out", str(out), "--deadline", f"{limit_s:.1f}"]
     began_s = time.monotonic()
+    before = Path(log.name).stat().st_size
     try:
         process = subprocess.Popen(
             command,
@@ -179,9 +180,17 @@ def run_stage(stage: Stage, work: Path, log: Any, limit_s: float) -> dict[str, A
         result |= {"status": "failed", "reason": f"exit status {status} after it said {result['status']}; see the log"}
     elif result["status"] == "running":
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
-        result |= {"status": "failed", "reason": f"ended with {how} before it was done; see the log"}
+        last = _last_line(Path(log.name), before)
+        result |= {"status": "failed", "reason": f"ended with {how} before it was done; see the log{last}"}
     result["seconds"] = round(time.monotonic() - began_s, 1)
     return result
+
+
+def _last_line(path: Path, begin: int) -> str:
+    """What a stage said last, behind a colon: most often why it ended."""
+    lines = path.read_bytes()[begin:].decode(errors="replace").split("\n")
+    said = [line.strip() for line in lines if line.strip()]
+    return f": {said[-1][:200]}" if said else ""
 
 
 def _environment(stage: Stage, work: Path) -> dict[str, str]:
@@ -197,6 +206,8 @@ def _environment(stage: Stage, work: Path) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(work / "triton"),
         "TMPDIR": str(work / "tmp"),
         "FUSEDREDUCE_GPU_CHECK_KEEP": str(work / "keep"),
+        # A stage's time runs from here: importing torch may take ten seconds of it.
+        "FUSEDREDUCE_GPU_CHECK_BEGAN": str(time.monotonic()),
     }
     # Else Gloo and NCCL look this machine's name and its network up, which some machines have not got.
     for name, value in (("GLOO_SOCKET_IFNAME", "lo"), ("NCCL_SOCKET_IFNAME", "lo"), ("NCCL_IB_DISABLE", "1")):
@@ -448,4 +459,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # Ended from outside, it ends its stage too, and leaves what the stages before had found out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     records.entry(main)

@@ -93,6 +93,7 @@ time.sleep(60)
         ('say("brilliant")', "failed", "no result of a stage"),
         ('say("skipped", reason="no such GPU")', "skipped", "no such GPU"),
         ("pass", "failed", "before it was done"),
+        ('print("lost"); print("error: no such driver"); sys.exit(1)', "failed", "see the log: error: no such driver"),
     ],
 )
 def test_how_a_stage_ends(tmp_path: Path, program: str, status: str, reason: str) -> None:
@@ -230,6 +231,33 @@ def test_a_stages_result_can_be_read_at_any_time(tmp_path: Path) -> None:
     assert result["skipped"] == ["graphs: needs a GPU"]
     one.end("ok")
     assert json.loads(out.read_text())["status"] == "ok"
+
+
+def test_a_part_that_fails_leaves_the_others_their_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: stage.Stage) -> None:
+        raise RuntimeError("no such kernel")
+
+    def pass_by(_: stage.Stage) -> None:
+        raise stage.Skipped("needs a GPU")
+
+    done: list[stage.Stage] = []
+    # Ten of its sixty seconds went into its start.
+    monkeypatch.setenv(stage.BEGAN, str(time.monotonic() - 10))
+    one = stage.Stage(tmp_path / "result.json", 60.0, rehearse=False)
+    assert 40 < one.left_s() < 50
+    parts = {
+        "first": (0.0, fail),
+        "second": (0.0, pass_by),
+        "third": (55.0, done.append),
+        "fourth": (40.0, done.append),
+    }
+    with pytest.raises(records.BenchError, match="^first: RuntimeError: no such kernel$"):
+        stage.run_parts(one, parts)
+    assert done == [one]
+    skipped = json.loads((tmp_path / "result.json").read_text())["skipped"]
+    assert skipped == ["second: needs a GPU", "third: no time left"]
+    one.end("failed", "x" * 1000 + " the rank's own error")
+    assert json.loads((tmp_path / "result.json").read_text())["reason"].endswith("the rank's own error")
 
 
 def test_the_exact_check_passes_what_is_right_and_catches_one_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import timing
 import workload
 from records import BenchError
 
-from fusedreduce.kernels import dispatch
+from fusedreduce.kernels import dispatch, pack, reference, variants
 
 assert perf_path.PERF.is_dir()
 
@@ -142,6 +142,35 @@ def test_the_sweep_runs_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "MOST_SETS", 2)
     rows: list[dict[str, Any]] = []
     assert not sweep.sweep(torch.device("cpu"), math.inf, rows.append, rounds=2, rehearse=True)
-    assert len(rows) == len(sweep.WORKLOADS) * 2 and sweep.best(rows)[1] >= 1
-    assert len(sweep.sweep(torch.device("cpu"), 0.0, rows.append, rehearse=True)) == 6
-    assert len(sweep.SHAPES) == len({shape.name for shape in sweep.SHAPES}) == 48
+    assert len(rows) == 2 * len(sweep.WORKLOADS) + len(sweep.SECOND_STAGE_LISTS)
+    assert rows[0]["rows"] == 8192 and len(rows[0]["shapes"]) == len(sweep.SECOND_STAGES)
+    (best, worst) = sweep.ranking(rows)
+    assert 1 <= best["slower"] <= worst["slower"] and best["rows"] == 2 * len(sweep.WORKLOADS)
+    assert len(sweep.sweep(torch.device("cpu"), 0.0, rows.append, rehearse=True)) == len(rows)
+    assert len({shape.name for shape in sweep.SHAPES}) == 48
+
+
+def test_a_wrong_shape_of_the_sweep_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "MOST_SETS", 2)
+    monkeypatch.setattr(reference, "unpack", lambda *arguments, **options: None)
+    monkeypatch.setattr(workload.Workload, "unpacked", lambda work: [one.memory + 1 for one in work.sets])
+    with pytest.raises(BenchError, match="in use is wrong"):
+        sweep.sweep(torch.device("cpu"), math.inf, lambda row: None, rounds=2, rehearse=True)
+
+
+def test_the_shape_that_is_nowhere_slow_is_the_best() -> None:
+    def row(direction: str, **slower: float) -> dict[str, Any]:
+        return {"direction": direction, "shapes": {name: {"slower": s, "ratio": s} for name, s in slower.items()}}
+
+    rows = [row("pack", a=1.0, b=1.1, c=1.0), row("unpack", a=1.3, b=1.0), row("second stage", a=1.0)]
+    assert [(one["shape"], one["slower"]) for one in sweep.ranking(rows)] == [("b", 1.1), ("a", 1.3)]
+    assert not sweep.ranking([])
+
+
+def test_what_the_sweep_launches_is_compiled_ahead() -> None:
+    ahead = {(one.label, one.num_warps, tuple(one.constexprs.items())) for one in sweep.variants(("cuda", 90))}
+    assert len(ahead) == len(sweep.variants(("cuda", 90))) == 23 * 2 + 4 * 2
+    for shape in sweep.SHAPES:
+        of_shape = pack.pack_variant(torch.bfloat16, False, False, shape.tuning, "cuda")
+        in_use = shape.tuning == variants.tuning_for(("cuda", 90))
+        assert ((of_shape.label, of_shape.num_warps, tuple(of_shape.constexprs.items())) in ahead) != in_use

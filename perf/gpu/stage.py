@@ -9,17 +9,23 @@ Its result is rewritten whenever something is known, so whoever kills it has all
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import records
 import torch
+import triton
 
 GIB = 2**30
+MOST_CHARACTERS = 500
+BEGAN = "FUSEDREDUCE_GPU_CHECK_BEGAN"
 
 
 class Skipped(Exception):
@@ -31,7 +37,7 @@ class Stage:
 
     Args:
         out: file for the result.
-        deadline_s: seconds from now on after which the process is killed.
+        deadline_s: seconds after which the process is killed, from when the runner started it.
         rehearse: on CPU at sizes that say nothing, to try the program out.
         chosen: options of this stage's own.
     """
@@ -41,7 +47,7 @@ class Stage:
         self.chosen = chosen or {}
         self.device = torch.device("cpu") if rehearse else torch.device("cuda", 0)
         self._out = out
-        self._ends_s = time.monotonic() + deadline_s
+        self._ends_s = _began_s() + deadline_s
         self._findings: list[dict[str, object]] = []
         self._skipped: list[str] = []
         self._content: dict[str, object] = {}
@@ -72,7 +78,10 @@ class Stage:
 
     def end(self, status: str, reason: str = "") -> None:
         """Says how the stage ended."""
-        self._status = {"status": status, "reason": " ".join(reason.split())[:500]}
+        said = " ".join(reason.split())
+        # What a rank's process ended with stands last.
+        said = said if len(said) <= MOST_CHARACTERS else f"{said[:180]} ... {said[-300:]}"
+        self._status = {"status": status, "reason": said}
         self._write()
 
     def _find(self, what: str, value: float, bound: float, sign: str, unit: str, met: bool) -> None:
@@ -104,7 +113,12 @@ def entry(body: Callable[[Stage], None], **choices: Sequence[str]) -> None:
         chosen = {name: str(getattr(arguments, name)) for name in choices}
         stage = Stage(arguments.out, arguments.deadline, arguments.rehearse, chosen)
         try:
-            body(stage)
+            with count_compilations() as hits:
+                try:
+                    body(stage)
+                finally:
+                    # Of stages after the first: what the first one did not compile ahead.
+                    stage.note(compiled_anew=hits.count(False))
         except Skipped as why:
             stage.end("skipped", str(why))
         except records.BenchError as error:
@@ -120,6 +134,68 @@ def entry(body: Callable[[Stage], None], **choices: Sequence[str]) -> None:
         return 0
 
     records.entry(main)
+
+
+def run_parts(stage: Stage, parts: Mapping[str, tuple[float, Callable[[Stage], None]]]) -> None:
+    """Runs parts that do not need one another: what is wrong with one leaves the others their say.
+
+    Args:
+        stage: whose they are.
+        parts: by name: seconds that must be left for it to begin, and what it does.
+
+    Raises:
+        BenchError: what was wrong, in the end.
+    """
+    faults: list[str] = []
+    for name, (least_s, part) in parts.items():
+        if stage.left_s() < least_s and not stage.rehearse:
+            stage.skip(name, "no time left")
+            continue
+        with tolerate(stage, name, faults):
+            part(stage)
+    if faults:
+        raise records.BenchError("; ".join(faults))
+
+
+@contextlib.contextmanager
+def tolerate(stage: Stage, name: str, faults: list[str]) -> Iterator[None]:
+    """Notes what goes wrong in here, and goes on behind it."""
+    try:
+        yield
+    except Skipped as why:
+        stage.skip(name, why)
+    except records.BenchError as error:
+        faults.append(f"{name}: {error}")
+    except Exception as error:  # a fault of the program under test, or of the stage: the log has where
+        traceback.print_exc()
+        faults.append(f"{name}: {type(error).__name__}: {error}")
+    stage.note(faults=faults)
+
+
+@contextlib.contextmanager
+def count_compilations() -> Iterator[list[bool]]:
+    """Kernels that Triton makes ready in this process while the context is open: whether its cache had them."""
+    hits: list[bool] = []
+
+    def note(*, cache_hit: bool, **_about: object) -> None:
+        hits.append(cache_hit)
+        if before is not None:
+            before(cache_hit=cache_hit, **_about)
+
+    before: Any = triton.knobs.compilation.listener
+    triton.knobs.compilation.listener = note
+    try:
+        yield hits
+    finally:
+        triton.knobs.compilation.listener = before
+
+
+def _began_s() -> float:
+    """Of time.monotonic(), which all processes share: when the runner started this one; else now."""
+    try:
+        return min(time.monotonic(), float(os.environ[BEGAN]))
+    except (KeyError, ValueError):
+        return time.monotonic()
 
 
 def free_bytes(device: torch.device) -> int:

@@ -31,7 +31,7 @@ import timing
 import torch
 import torch.distributed as dist
 from records import BenchError
-from stage import Stage, entry, synchronize
+from stage import Stage, entry, run_parts, synchronize
 from step_training import Task, Training, Truth
 from step_variants import BF16, FLOOR, HOOK_BF16, Variant
 from torch import nn
@@ -79,20 +79,22 @@ def run(stage: Stage) -> None:
         harness.begin(0, 1, folder, backend, stage.device.type)
         stage.note(backend=backend, batched_copies="torch's" if harness.has_batched_copies() else "rebuilt")
         try:
-            whole_steps(stage, sizes)
-            gc.collect()
-            if stage.left_s() > 15 or stage.rehearse:
-                many_tensors(stage, sizes)
-            else:
-                stage.skip("1,000 tensors", "no time left")
-            gc.collect()
-            if stage.left_s() > 10 or stage.rehearse:
-                bytes_alone(stage, sizes)
-            else:
-                stage.skip("the chain without a model", "no time left")
+            parts = {
+                "whole steps": (0.0, whole_steps),
+                "1,000 tensors": (15.0, many_tensors),
+                "the chain without a model": (10.0, bytes_alone),
+            }
+            run_parts(stage, {name: (s, functools.partial(_part, part, sizes)) for name, (s, part) in parts.items()})
         finally:
             synchronize(stage.device)
             dist.destroy_process_group()
+
+
+def _part(part: Callable[[Stage, Sizes], None], sizes: Sizes, stage: Stage) -> None:
+    try:
+        part(stage, sizes)
+    finally:
+        gc.collect()  # models hold themselves in circles
 
 
 # Whole steps
@@ -382,7 +384,9 @@ class Chain:
         self._weights = [nn.Parameter(torch.zeros_like(one)) for one in made]
         for weight, gradient in zip(self._weights, self._gradients, strict=True):
             weight.grad = gradient
-        self._optimizer: Any = torch.optim.AdamW(self._weights, lr=1e-6, fused=True)
+        # Else torch refuses to record its step into a graph.
+        capturable = device.type == "cuda"
+        self._optimizer: Any = torch.optim.AdamW(self._weights, lr=1e-6, fused=True, capturable=capturable)
         self._one = torch.ones(1, device=device)
         tables = [bucket.chunks for bucket in self._buckets]
         flats = [bucket.flat for bucket in self._buckets]

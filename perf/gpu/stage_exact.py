@@ -10,14 +10,15 @@ Large results are compared in blocks with torch's own arithmetic, so nothing of 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
 from exact_cases import Bucket, Guarded, buckets, differing, same
 from records import BenchError
-from stage import GIB, Skipped, Stage, entry, free_bytes, need_memory, synchronize
+from stage import GIB, Skipped, Stage, entry, free_bytes, need_memory, run_parts, synchronize
 
 from fusedreduce.kernels import dispatch, reference, reference_stats, variants
 from fusedreduce.kernels.table import ChunkTable, PointerTable, may_flush
@@ -34,17 +35,23 @@ ROOM_BYTES = 3 * GIB  # for blocks under comparison
 def run(stage: Stage) -> None:
     if variants.interpreted():
         _try_interpreter(stage)
-    random_buckets(stage)
-    synchronize(stage.device)
-    every_pattern(stage)
-    for part in (far_slots, far_sums):
-        if stage.left_s() < 8:
-            stage.skip(part.__name__.replace("_", " "), "no time left")
-            continue
-        try:
-            part(stage)
-        except Skipped as why:
-            stage.skip(part.__name__.replace("_", " "), why)
+    parts = {
+        "random buckets": (0.0, random_buckets),
+        "every pattern": (10.0, every_pattern),
+        "far slots": (8.0, far_slots),
+        "far sums": (8.0, far_sums),
+    }
+    run_parts(stage, {name: (least_s, functools.partial(_part, part)) for name, (least_s, part) in parts.items()})
+
+
+def _part(part: Callable[[Stage], None], stage: Stage) -> None:
+    """What is wrong on the GPU shows in the part that did it, and its memory is there for the next."""
+    try:
+        part(stage)
+        synchronize(stage.device)
+    finally:
+        if stage.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _try_interpreter(stage: Stage) -> None:

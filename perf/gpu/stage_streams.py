@@ -16,7 +16,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from exact_cases import same
 from host_sums import HostSums
 from records import CHECKOUT, BenchError
-from stage import Skipped, Stage, entry, synchronize
+from stage import Skipped, Stage, entry, run_parts, synchronize
 from torch import nn
 
 import fusedreduce
@@ -61,33 +60,20 @@ LEAST_PASSED = 5
 
 
 def run(stage: Stage) -> None:
-    faults = []
     with tempfile.TemporaryDirectory() as folder:
         conformance = Conformance(stage, Path(folder))
+        parts: Mapping[str, Callable[[Stage], None]] = {
+            "side streams": side_streams,
+            "graphs": graphs,
+            "graphs that upload": graphs_that_upload,
+            "two ranks": two_ranks,
+            "refusal of Gloo": refusal,
+            "conformance": conformance.judge,
+        }
         try:
-            parts: Mapping[str, Callable[[Stage], None]] = {
-                "side streams": side_streams,
-                "graphs": graphs,
-                "graphs that upload": graphs_that_upload,
-                "two ranks": two_ranks,
-                "refusal of Gloo": refusal,
-                "conformance": conformance.judge,
-            }
-            for name, part in parts.items():
-                try:
-                    part(stage)
-                except Skipped as why:
-                    stage.skip(name, why)
-                except BenchError as error:
-                    faults.append(f"{name}: {error}")
-                except Exception as error:  # the other parts have something to say all the same
-                    traceback.print_exc()
-                    faults.append(f"{name}: {type(error).__name__}: {error}")
-                stage.note(faults=faults)
+            run_parts(stage, {name: (0.0, part) for name, part in parts.items()})
         finally:
             conformance.end()
-    if faults:
-        raise BenchError("; ".join(faults))
 
 
 # Streams

@@ -1,7 +1,8 @@
 """Stage 1: what this machine is, and that kernels are compiled for it: all variants, in parallel, into Triton's cache.
 
 Then each is launched once, and what was launched must be a binary for this GPU, loaded by CUDA's driver. A launch that
-compiles once more means that the ahead-of-time check looks at other code than what runs; that is counted.
+compiles once more means that the ahead-of-time check looks at other code than what runs; that is counted. Meanwhile
+what only the sweep launches is compiled, as far as the time goes.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import multiprocessing
 import os
 import subprocess
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, wait
 from typing import Any
 
+import sweep
 import torch
 import triton
 from records import BenchError, provenance
-from stage import Stage, entry, synchronize
+from stage import Stage, count_compilations, entry, synchronize
 
 from fusedreduce.kernels import aot, dispatch, measure, pack, scale, stats, unpack, variants
 from fusedreduce.kernels.table import ChunkTable, PointerTable
@@ -25,6 +27,7 @@ CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,temperature.gpu,powe
 REHEARSED_VARIANTS = 2
 MOST_PROCESSES = 12  # each imports torch first
 BUSY_S = 0.5
+END_S = 6.0  # for what the pool is at when the time is over
 
 
 def run(stage: Stage) -> None:
@@ -41,8 +44,11 @@ def run(stage: Stage) -> None:
             capability=torch.cuda.get_device_capability(stage.device),
             count=torch.cuda.device_count(),
         )
-    target = target_of(stage)
-    compile_all(stage, target)
+    compile_all(stage, target_of(stage))
+
+
+def launch_and_look(stage: Stage) -> None:
+    """What only a GPU can say of the compiled kernels."""
     if stage.device.type != "cuda":
         stage.skip("launches", "needs a GPU")
         return
@@ -61,32 +67,59 @@ def target_of(stage: Stage) -> aot.Target:
 
 
 def compile_all(stage: Stage, target: aot.Target) -> None:
-    """Every variant that can be launched here, by several processes."""
-    count = REHEARSED_VARIANTS if stage.rehearse else len(aot.all_variants(target))
-    jobs = min(count, MOST_PROCESSES, len(os.sched_getaffinity(0)))
-    began_s = time.monotonic()
-    failed = []
-    # Spawned, not forked: CUDA is up in this process.
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        started = {pool.submit(compile_nth, target.key, index): index for index in range(count)}
-        done = 0
-        for future in as_completed(started):
-            error = future.exception()
-            if error is None:
-                done += 1
-            else:
-                label = aot.all_variants(target)[started[future]].label
-                failed.append(f"{label}: {type(error).__name__}: {str(error).splitlines()[:1]}")
-            stage.note(compiled=done, compile_failures=failed, compile_seconds=round(time.monotonic() - began_s, 1))
+    """Every variant that can be launched here, by several processes, and launches them; then what the sweep adds."""
+    every = all_variants(target)
+    needed = len(aot.all_variants(target))
+    indices = list(range(len(every)))
+    if stage.rehearse:
+        indices = [*indices[:REHEARSED_VARIANTS], indices[-1]]
+    jobs = min(len(indices), MOST_PROCESSES, len(os.sched_getaffinity(0)))
     stage.note(compile_processes=jobs, target=target.name)
-    if failed:
-        raise BenchError(f"{len(failed)} of {count} variants do not compile, the first: {failed[0]}")
+    began_s = time.monotonic()
+    # Spawned, not forked: CUDA is up in this process.
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        started = {index: pool.submit(compile_nth, target.key, index) for index in indices}
+        failed = [
+            _told(every[index], error)
+            for index, future in started.items()
+            if index < needed and (error := future.exception()) is not None
+        ]
+        count = sum(index < needed for index in indices)
+        took_s = round(time.monotonic() - began_s, 1)
+        stage.note(compiled=count - len(failed), compile_failures=failed, compile_seconds=took_s)
+        if failed:
+            raise BenchError(f"{len(failed)} of {count} variants do not compile, the first: {failed[0]}")
+        launch_and_look(stage)
+        swept = {index: future for index, future in started.items() if index >= needed}
+        done, late = wait(swept.values(), timeout=None if stage.rehearse else max(0.0, stage.left_s() - END_S))
+        # A shape that does not compile is the sweep's to stumble over.
+        wrong = [
+            _told(every[index], error)
+            for index, future in swept.items()
+            if future in done and (error := future.exception()) is not None
+        ]
+        took_s = round(time.monotonic() - began_s, 1)
+        stage.note(swept_compiled=len(done) - len(wrong), swept_failures=wrong, swept_seconds=took_s)
+        if late:
+            stage.skip(f"{len(late)} of {len(swept)} shapes of the sweep", "no time left to compile them ahead")
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _told(variant: variants.Variant, error: BaseException) -> str:
+    return f"{variant.label}: {type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"
+
+
+def all_variants(target: aot.Target) -> list[variants.Variant]:
+    """Everything that can be launched here, and behind it what only the sweep launches."""
+    return [*aot.all_variants(target), *sweep.variants(target.key)]
 
 
 def compile_nth(key: tuple[str, int | str], index: int) -> int:
     """In a process of the pool. Bytes of machine code."""
     target = next((one for one in aot.TARGETS.values() if one.key == key), aot.Target("here", key))
-    variant = aot.all_variants(target)[index]
+    variant = all_variants(target)[index]
     binary = aot.compile_variant(variant, target).asm["cubin" if key[0] == "cuda" else "hsaco"]
     if not binary:
         raise RuntimeError(f"{variant.label}: no machine code")
@@ -118,19 +151,11 @@ def busy(device: torch.device) -> None:
 
 def launch_all(stage: Stage) -> None:
     """Launches every variant once, and looks at what was launched."""
-    hits: list[bool] = []
-
-    def note_compilation(*, cache_hit: bool, **_about: Any) -> None:
-        hits.append(cache_hit)
-
-    triton.knobs.compilation.listener = note_compilation
-    try:
+    with count_compilations() as hits:
         for wire, fp64, _stats in variants.TRANSFERS:
             dispatch.warm_up(stage.device, wire, fp64=fp64, stats=True)
         _launch_stats(stage.device)
         synchronize(stage.device)
-    finally:
-        triton.knobs.compilation.listener = None
     index = stage.device.index or 0
     kernels: dict[str, dict[str, object]] = {}
     for module in (pack, unpack, measure, scale, stats):
