@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import subprocess
 import time
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed, wait
 from typing import Any
 
 import sweep
@@ -80,14 +80,14 @@ def compile_all(stage: Stage, target: aot.Target) -> None:
     pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
     try:
         started = {index: pool.submit(compile_nth, target.key, index) for index in indices}
-        failed = [
-            _told(every[index], error)
-            for index, future in started.items()
-            if index < needed and (error := future.exception()) is not None
-        ]
         count = sum(index < needed for index in indices)
-        took_s = round(time.monotonic() - began_s, 1)
-        stage.note(compiled=count - len(failed), compile_failures=failed, compile_seconds=took_s)
+        failed: list[str] = []
+        numbers = {future: index for index, future in started.items() if index < needed}
+        for done_count, future in enumerate(as_completed(numbers), 1):
+            if (error := future.exception()) is not None:
+                failed.append(_told(every[numbers[future]], error))
+            took_s = round(time.monotonic() - began_s, 1)
+            stage.note(compiled=done_count - len(failed), compile_failures=failed, compile_seconds=took_s)
         if failed:
             raise BenchError(f"{len(failed)} of {count} variants do not compile, the first: {failed[0]}")
         launch_and_look(stage)
