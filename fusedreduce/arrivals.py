@@ -111,6 +111,11 @@ class Arrivals:
 
     # A step
 
+    def begin_forward(self) -> None:
+        """A forward comes next; there may be no graph now."""
+        if self.tells:
+            self._hooks.renew_nodes()
+
     @property
     def counting(self) -> bool:
         """Whether this is a static graph's first step: gradients are counted, and none is final before its end."""

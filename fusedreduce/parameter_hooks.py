@@ -36,7 +36,8 @@ class ParameterHooks:
         self._parameters = parameters
         self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in parameters]
         self._devices = [parameter.device for parameter in parameters]
-        self.nodes: tuple[Node, ...] = tuple(_accumulator(parameter) for parameter in parameters)
+        self.nodes: list[Node] = [_accumulator(parameter) for parameter in parameters]
+        self._worn: dict[int, None] = {}  # as an ordered set
         self._owner = weakref.ref(owner)
         self._on_gradient = on_gradient
         self._handles: dict[int, RemovableHandle] = {}
@@ -53,8 +54,34 @@ class ParameterHooks:
         wanted = set(indices)
         for index in [index for index in self._handles if index not in wanted]:
             self._handles.pop(index).remove()
+            self._worn[index] = None
         for index in wanted.difference(self._handles):
             self._handles[index] = self.nodes[index].register_hook(_hook(self._owner, index, self._on_gradient))
+            self._worn.pop(index, None)
+
+    def renew_nodes(self) -> None:
+        """Between two graphs: takes new nodes where hooks were removed, and does nothing while old graphs live.
+
+        A node that has had a hook goes through Python in every backward from then on, hooked or not (1.4 us). It ends
+        with the last graph that it is part of: the loss of the step before keeps one, in some training loops.
+        """
+        if not self._worn or torch.is_inference_mode_enabled():
+            return
+        first = next(iter(self._worn))
+        if self._renew(first):
+            for index in self._worn:
+                self._renew(index)
+            self._worn.clear()
+        else:  # asked last the next time: a graph that is kept for long may hold it
+            del self._worn[first]
+            self._worn[first] = None
+
+    def _renew(self, index: int) -> bool:
+        """Lets a node go and takes what is the parameter's node then; whether that is another one."""
+        _notes(self.nodes[index])[_WORN] = True
+        self.nodes[index] = self.nodes[index - 1]  # any other, so that this one is held by graphs alone
+        self.nodes[index] = _accumulator(self._parameters[index])
+        return _WORN not in _notes(self.nodes[index])
 
     def users_hook_gradients(self) -> bool:
         """Whether a user's hook may take a gradient away before ours would see it (30 ns per parameter)."""
@@ -97,6 +124,13 @@ class ParameterHooks:
         self._finalizer()
 
 
+def _notes(node: Node) -> dict[str, object]:
+    """What is kept with a node for as long as it lives."""
+    notes: Any = node.metadata  # torch's stub takes the property for a method
+    found: dict[str, object] = notes
+    return found
+
+
 def _accumulator(parameter: torch.Tensor) -> Node:
     with torch.enable_grad():
         function = parameter.view_as(parameter).grad_fn
@@ -121,4 +155,5 @@ def _remove(handles: dict[int, RemovableHandle]) -> None:
     handles.clear()
 
 
+_WORN = "fusedreduce: has had a hook"
 _post_accumulate_grad_hooks = operator.attrgetter("_post_accumulate_grad_hooks")

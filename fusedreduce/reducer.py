@@ -199,6 +199,7 @@ class Reducer:
         with self._lock:
             self.check_finalized()
             self._check_still_hooked()
+            self._arrivals.begin_forward()
             self.times.forward_start = time.time_ns()
             self._forward_ns = time.perf_counter_ns()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import Loopback, ThreadWorld
+from loopback import Loopback, ThreadWorld, constant
 from torch import nn
 
 import fusedreduce
@@ -319,6 +319,66 @@ def test_wrapping_again_is_no_nesting(alone: None) -> None:
             ddp(torch.ones(2, 3)).sum().backward()
         assert not ddp._ours().shares_parameters and ddp._ours()._arrivals.tells
         del ddp
+
+
+def worn(reducer: Reducer) -> list[int]:
+    """Parameters whose nodes still call into Python for hooks that were removed."""
+    hooks = reducer._hooks
+    return [index for index, node in enumerate(hooks.nodes) if "fusedreduce: has had a hook" in node.metadata]  # type: ignore[operator]
+
+
+def means(reducer: Reducer, parameters: list[torch.Tensor]) -> None:
+    """A step in the way of a wrapper, whose gradients must be the averages (of this rank and zeros)."""
+    for parameter in parameters:
+        parameter.grad = None
+    reducer.prepare_for_forward()
+    loss = torch.stack([(parameter * (index + 1)).sum() for index, parameter in enumerate(parameters)]).sum()
+    reducer.prepare_for_backward(loss)
+    loss.backward()
+    for index, parameter in enumerate(parameters):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, torch.full_like(parameter, (index + 1) / 2)), index
+
+
+def test_nodes_that_have_had_hooks_are_given_up_when_their_graphs_are_gone() -> None:
+    parameters, world = leaves(4), Loopback([constant(0.0)])
+    reducer = with_few_hooks(parameters, world)
+    (teller,) = reducer._arrivals.tells
+    others = [index for index in range(4) if index != teller]
+    kept = parameters[others[0]].sum()  # a graph that lives on
+    for _ in range(2):  # the first is asked for the node that lives on
+        reducer.prepare_for_forward()
+    assert worn(reducer) == [others[0]]
+    for _ in range(3):
+        means(reducer, parameters)
+    reducer._arrivals.hook_all()
+    for _ in range(6):
+        means(reducer, parameters)
+    assert reducer._arrivals.tells
+    parameters[others[0]].grad = None
+    with reducer.no_sync():
+        reducer.prepare_for_backward(kept)
+        kept.backward()  # its node is the one that is hooked and unhooked
+    gradient = parameters[others[0]].grad
+    assert gradient is not None
+    assert torch.equal(gradient, torch.ones(4))
+
+
+def test_nodes_stay_while_the_last_loss_is_kept() -> None:
+    parameters = leaves(3)
+    reducer = with_few_hooks(parameters, Loopback([constant(0.0)]))
+    losses = [torch.stack([parameter.sum() for parameter in parameters]).sum()]
+    nodes = list(map(id, reducer._hooks.nodes))
+    with torch.inference_mode():
+        reducer.prepare_for_forward()
+    assert not worn(reducer) and list(map(id, reducer._hooks.nodes)) == nodes
+    reducer.prepare_for_forward()
+    assert worn(reducer)
+    means(reducer, parameters)
+    losses.clear()
+    means(reducer, parameters)
+    assert not worn(reducer)
+    means(reducer, parameters)
 
 
 @pytest.mark.parametrize("numel", [20_000, 300_000])
