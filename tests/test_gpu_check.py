@@ -24,8 +24,10 @@ import exact_cases
 import gpu_check
 import records
 import stage
+import stage_chain
 import stage_exact
 import stage_profile
+import step_variants
 import timing
 
 from fusedreduce.kernels import dispatch
@@ -260,6 +262,18 @@ def test_a_part_that_fails_leaves_the_others_their_say(tmp_path: Path, monkeypat
     assert done == [one]
     skipped = json.loads((tmp_path / "result.json").read_text())["skipped"]
     assert skipped == ["second: needs a GPU", "third: no time left"]
+    one.note(kept=1)
+
+    def wrong(given: stage.Stage) -> None:
+        given.note(us=7.0)
+        given.at_least("ratio", 3.0, 2.0, "x")
+        raise records.BenchError("a gradient is wrong")
+
+    with pytest.raises(records.BenchError, match="^fifth: a gradient is wrong$"):
+        stage.run_parts(one, {"fifth": (0.0, wrong)})
+    left = json.loads((tmp_path / "result.json").read_text())
+    # Numbers of a part whose check fails are gone, those from before are not.
+    assert left["kept"] == 1 and "us" not in left and not left["findings"]
     one.end("failed", "x" * 1000 + " the rank's own error")
     assert json.loads((tmp_path / "result.json").read_text())["reason"].endswith("the rank's own error")
 
@@ -410,6 +424,43 @@ def test_a_trace_is_summed_up_by_kind_outside_of_collectives() -> None:
     assert seen.by_kind == {"kernel": 2.0, "gpu_memcpy": 1.0}
     assert seen.waits == {"cudaStreamSynchronize": 1.0}
     assert seen.longest_us["_pack_kernel"] == 8.0
+
+
+class _Training:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def step(self) -> str:
+        return self.name
+
+    def rewind(self) -> None: ...
+
+    def check(self) -> None: ...
+
+
+def test_profiled_steps_take_turns_and_are_compared_within_a_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def watch(step: Callable[[], str], *_: object) -> device_trace.Seen:
+        done.append(step())
+        # Clocks fall from round to round by far more than the variants differ by.
+        slower = 1000.0 * (len(done) // 2 if len(done) % 2 == 0 else len(done) // 2 + 1)
+        gpu_us = slower + (7.0 if step() == stage_chain.TORCH else 0.0)
+        return device_trace.Seen(
+            gpu_us=gpu_us, collective_us=0.0, launches=2.0, by_kind={"kernel": 2.0}, waits={}, longest_us={}
+        )
+
+    monkeypatch.setattr(device_trace, "watch", watch)
+    monkeypatch.setattr(stage_chain, "count_waits", lambda: contextlib.nullcontext([]))
+    one = stage.Stage(tmp_path / "result.json", 1000.0, rehearse=True)
+    trainings: Any = {name: _Training(name) for name in (step_variants.FLOOR, stage_chain.TORCH)}
+    rows: dict[str, dict[str, Any]] = {name: {} for name in trainings}
+    stage_chain.profile_steps(one, trainings, rows)
+    assert len(set(zip(done[::2], done[1::2], strict=True))) == 2  # either is first in some round
+    assert rows[stage_chain.TORCH]["gpu_over_plain_us"] == 7.0
+    assert rows[stage_chain.TORCH]["by_kind"] == {"kernel": 2.0} and rows[step_variants.FLOOR]["gpu_over_plain_us"] == 0
 
 
 def test_ncus_table_is_read() -> None:

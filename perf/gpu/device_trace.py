@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -94,6 +95,26 @@ def read_trace(events: Iterable[Mapping[str, Any]], steps: int) -> Seen:
         by_kind={kind: count / steps for kind, count in kinds.items()},
         waits={name: count / steps for name, count in waits.items()},
         longest_us={name: us / steps for name, us in longest.most_common(MOST_NAMES)},
+    )
+
+
+def mean(seen: Sequence[Seen]) -> Seen:
+    """Of steps that were profiled one by one."""
+
+    def of(table: Callable[[Seen], Mapping[str, float]]) -> dict[str, float]:
+        total: dict[str, float] = {}
+        for one in seen:
+            for name, value in table(one).items():
+                total[name] = total.get(name, 0.0) + value / len(seen)
+        return total
+
+    return Seen(
+        gpu_us=fmean(one.gpu_us for one in seen),
+        collective_us=fmean(one.collective_us for one in seen),
+        launches=fmean(one.launches for one in seen),
+        by_kind=of(lambda one: one.by_kind),
+        waits=of(lambda one: one.waits),
+        longest_us=of(lambda one: one.longest_us),
     )
 
 

@@ -76,6 +76,16 @@ class Stage:
         """Notes a number that should be `bound` or less."""
         self._find(what, value, bound, "<=", unit, value <= bound)
 
+    def known(self) -> tuple[int, dict[str, object]]:
+        """What `withdraw` can go back to."""
+        return len(self._findings), dict(self._content)
+
+    def withdraw(self, before: tuple[int, dict[str, object]]) -> None:
+        """Takes back all numbers since then: a check has failed, so none of them is worth anything."""
+        count, self._content = before
+        del self._findings[count:]
+        self._write()
+
     def end(self, status: str, reason: str = "") -> None:
         """Says how the stage ended."""
         said = " ".join(reason.split())
@@ -159,12 +169,14 @@ def run_parts(stage: Stage, parts: Mapping[str, tuple[float, Callable[[Stage], N
 
 @contextlib.contextmanager
 def tolerate(stage: Stage, name: str, faults: list[str]) -> Iterator[None]:
-    """Notes what goes wrong in here, and goes on behind it."""
+    """Notes what goes wrong in here, and goes on behind it; where a check fails nothing of the part is kept."""
+    before = stage.known()
     try:
         yield
     except Skipped as why:
         stage.skip(name, why)
     except records.BenchError as error:
+        stage.withdraw(before)
         faults.append(f"{name}: {error}")
     except Exception as error:  # a fault of the program under test, or of the stage: the log has where
         traceback.print_exc()
