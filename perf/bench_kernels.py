@@ -21,7 +21,6 @@ CPU: at most 1.1 times the fastest of torch's ways. Exit status 1 if that is mis
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,11 @@ PAIRS = ("fp32-native", "fp32-bf16", "fp32-fp16", "bf16-native", "bf16-fp16", "f
 HEADLINE_PAIRS = ("fp32-bf16", "fp32-fp32", "bf16-bf16")
 # (model, way), the most telling first: a deadline may end the list early.
 HEADLINE = (("one", "whole"), ("gpt2", "bucket"), ("tiny", "whole"), ("gpt2", "buckets"))
-# What torch's users have; the others are in the full benchmark.
+# Of torch's ways those that are the fastest of some list; the others are in the full benchmark.
 HEADLINE_BASELINES = ("foreach", "cat")
+# Not of lists of more gradients: launches by the ten thousand in a graph, of what is never the fastest there.
+HEADLINE_SINGLY = ("per parameter", "per parameter, one pass")
+MOST_SINGLY = 200
 REHEARSED = {"one": "1x40000", "gpt2": "12x2000", "tiny": "50x1000"}
 REHEARSED_CAP_BYTES = 40_000
 CPU_MODELS = ("tiny", "2000x8", "200x50000", "resnet50", "gpt2")
@@ -54,6 +56,7 @@ DIRECTIONS: Mapping[str, Callable[..., Cases]] = {
     "after": kernel_cases.after,
 }
 LARGE_BYTES = 64 * 10**6
+JUDGED = (OURS, NORMS, COPY, COPY_KERNEL, CAST)
 WARM_UP_TO = 1.0  # of the cache: what is larger is cold whatever comes before it
 
 
@@ -75,7 +78,7 @@ def measure_row(
         names: only these of torch's ways.
 
     Raises:
-        BenchError: a case's result is wrong.
+        BenchError: a case's result is wrong; on a GPU also if one that is judged cannot be recorded into a graph.
     """
     cases = DIRECTIONS[direction](work, names)
     rows = []
@@ -85,6 +88,11 @@ def measure_row(
     for cache in caches:
         work.use(1 if cache == "warm" else work.count)
         times = timing.measure(cases.calls, work.device, rounds=rounds, warm=cache == "warm", checks=cases.checks)
+        for name in JUDGED:
+            if name in times.eager:
+                raise BenchError(
+                    f"{name} cannot be recorded into a graph, so its time has launches: {times.eager[name]}"
+                )
         rows.append(_row(work, direction, cache if work.cold or cache == "warm" else "not cold", times, cases))
     work.use(work.count)
     return rows
@@ -125,6 +133,11 @@ def _row(work: Workload, direction: str, cache: str, times: timing.Times, cases:
         "noise": ratio(times[AGAIN], times[base]),
         "cases": found,
     }
+
+
+def headline_baselines(work: Workload) -> tuple[str, ...]:
+    """Names of torch's ways that ours stands beside where there is no time for all."""
+    return HEADLINE_BASELINES + (HEADLINE_SINGLY if len(work.sizes) <= MOST_SINGLY else ())
 
 
 def ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
@@ -173,47 +186,6 @@ def verdict_line(verdict: Verdict) -> str:
     bound = f"at least {verdict['least']:.2f}" if "least" in verdict else f"at most {verdict['most']:.2f}"
     where = f"{verdict['direction']} {verdict['model']} {verdict['pair']} {verdict['way']}"
     return f"{'met' if verdict['met'] else 'MISSED'}: {where}: {verdict['what']} {verdict['figure']:.3f}, {bound}"
-
-
-def headline(
-    device: torch.device,
-    deadline_s: float,
-    emit: Callable[[Row], object],
-    *,
-    rounds: int = 30,
-    rehearse: bool = False,
-) -> list[str]:
-    """Three dtype pairs by HEADLINE, pack and unpack with and without norms, as far as the time goes.
-
-    Args:
-        device: where.
-        deadline_s: time.monotonic() at which nothing new is begun.
-        emit: takes each row as soon as it is there.
-        rounds: see timing.measure.
-        rehearse: tiny sizes, in the same places.
-
-    Returns:
-        What there was no time for.
-
-    Raises:
-        BenchError: a result is wrong, or too little memory.
-    """
-    kernel_cases.prove_path(device)
-    left = []
-    for model, way in HEADLINE:
-        for pair in HEADLINE_PAIRS:
-            if time.monotonic() >= deadline_s:
-                left.append(f"{model} {pair} {way}")
-                continue
-            options = {"cap_bytes": REHEARSED_CAP_BYTES} if rehearse else {}
-            work = Workload(REHEARSED[model] if rehearse else model, Pair.parse(pair), way, device, **options)
-            work.model = model
-            work.allocate()
-            for direction in ("pack", "unpack"):
-                for row in measure_row(work, direction, rounds=rounds, names=HEADLINE_BASELINES):
-                    emit(row)
-            work.release()
-    return left
 
 
 def show(row: Row) -> None:

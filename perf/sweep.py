@@ -141,6 +141,10 @@ def sweep(
         options: dict[str, Any] = {"cap_bytes": REHEARSED_CAP_BYTES} if rehearse else {}
         try:
             work = Workload(REHEARSED[model] if rehearse else model, Pair.parse(text), way, device, **options)
+        except BenchError as error:
+            faults.append(f"{model} {way} {text}: {error}")
+            continue
+        try:
             work.allocate()
             for direction in DIRECTIONS:
                 row = _row(work, direction, groups, clock, rounds, faults)
@@ -149,9 +153,10 @@ def sweep(
                     left.append(f"{model} {way} {text} {direction}: all but {found} shapes")
                 if row is not None:
                     emit({**row, "model": model})
-            work.release()
         except BenchError as error:
             faults.append(f"{model} {way} {text}: {error}")
+        finally:
+            work.release()  # or the next one finds less memory than there is
     if faults:
         raise BenchError("; ".join(faults))
     return left

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 # isort: split
+import baselines
 import bench_kernels
 import layers
 import sweep
@@ -87,6 +88,32 @@ def test_every_demand_is_judged() -> None:
     assert bench_kernels.verdict_line(on_cpu).startswith("MISSED: unpack one fp32-bf16 whole: ")
     of_bucket = {**row, "model": "gpt2", "way": "bucket"}
     assert [one["least"] for one in bench_kernels.verdicts([of_bucket], "cuda")] == [0.85, 0.85]
+
+
+@pytest.mark.parametrize(("model", "singly"), [("gpt2", True), ("one", True), ("tiny", False)])
+def test_the_headline_has_the_fastest_that_torch_can_do_singly(model: str, singly: bool) -> None:
+    work = workload.Workload(model, workload.Pair.parse("fp32-bf16"), "whole", torch.device("cpu"))
+    names = bench_kernels.headline_baselines(work)
+    assert ("per parameter, one pass" in names) == singly
+    tiny = workload.Workload("3x100", workload.Pair.parse("fp32-bf16"), "whole", torch.device("cpu")).allocate()
+    ways = baselines.Baselines(tiny, tiny.packed())
+    assert set(names) <= {*ways.packs(), *ways.unpacks()}
+
+
+def test_what_is_judged_must_be_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "MOST_SETS", 2)
+    monkeypatch.setattr(dispatch, "path_for", lambda *arguments: "torch")
+    measure = timing.measure
+
+    def eager(*arguments: Any, **options: Any) -> timing.Times:
+        times = measure(*arguments, **options)
+        times.eager["limit: copy"] = "not permitted"
+        return times
+
+    monkeypatch.setattr(timing, "measure", eager)
+    work = workload.Workload("3x100", workload.Pair.parse("fp32-bf16"), "whole", torch.device("cpu")).allocate()
+    with pytest.raises(BenchError, match="limit: copy cannot be recorded"):
+        bench_kernels.measure_row(work, "pack", rounds=2, names=("foreach",))
 
 
 def test_sets_are_used_in_turn_and_a_wrong_result_has_no_time() -> None:

@@ -25,11 +25,20 @@ END_S = 8.0  # kept for what has begun, and for writing
 def run(stage: Stage) -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
+    judged: list[bench_kernels.Verdict] = []
 
     def emit(row: dict[str, Any]) -> None:
         rows.append(row)
         bench_kernels.show(row)
         stage.note(rows=[_short(one) for one in rows])
+        # At once: this process may be killed before the next row is there.
+        for one in bench_kernels.verdicts([row], stage.device.type):
+            judged.append(one)
+            what = f"{one['what']}: {one['direction']} {one['model']} {one['pair']} {one['way']}"
+            if "least" in one:
+                stage.at_least(what, one["figure"], one["least"])
+            else:
+                stage.at_most(what, one["figure"], one["most"])
 
     kernel_cases.prove_path(stage.device)
     rounds = 3 if stage.rehearse else 30
@@ -41,13 +50,6 @@ def run(stage: Stage) -> None:
             continue
         with tolerate(stage, what, faults):
             measure(stage, model, way, pair, rounds, emit)
-    judged = bench_kernels.verdicts(rows, stage.device.type)
-    for one in judged:
-        what = f"{one['what']}: {one['direction']} {one['model']} {one['pair']} {one['way']}"
-        if "least" in one:
-            stage.at_least(what, one["figure"], one["least"])
-        else:
-            stage.at_most(what, one["figure"], one["most"])
     rate = None
     if stage.device.type == "cuda" and stage.left_s() > 4:
         rate = timing.copy_rate(stage.device, repeats=5) / 1e9
@@ -77,9 +79,8 @@ def measure(stage: Stage, model: str, way: str, pair: str, rounds: int, emit: Ca
     work.allocate()
     try:
         for direction in ("pack", "unpack"):
-            for row in bench_kernels.measure_row(
-                work, direction, rounds=rounds, names=bench_kernels.HEADLINE_BASELINES
-            ):
+            names = bench_kernels.headline_baselines(work)
+            for row in bench_kernels.measure_row(work, direction, rounds=rounds, names=names):
                 emit(row)
     finally:
         work.release()
