@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from rebuilt import CAP_BYTES, FIRST_BYTES, MIB, RebuiltBatchedCopies
-from records import BenchError
+from records import BenchError, line_of
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 from torch.nn.parallel import DistributedDataParallel
@@ -168,25 +168,28 @@ def take_turns(
     """
     names = list(cases)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for round_number in range(-WARMUP_ROUNDS, rounds):
-        if round_number == 0:
-            # The collector would else walk the objects of all cases together, which no training run holds.
-            gc.collect()
-            gc.freeze()
-        for name in (names[turn] for turn in turns(len(names), round_number)):
-            case = cases[name]
-            case.prepare()
-            dist.barrier()  # no case waits in its own time for what a rank did before
-            wait_for(device)
-            begin_s = time.perf_counter()
-            case.run()
-            if not host_only:
+    try:
+        for round_number in range(-WARMUP_ROUNDS, rounds):
+            if round_number == 0:
+                # The collector would else walk the objects of all cases together, which no training run holds.
+                gc.collect()
+                gc.freeze()
+            for name in (names[turn] for turn in turns(len(names), round_number)):
+                case = cases[name]
+                case.prepare()
+                dist.barrier()  # no case waits in its own time for what a rank did before
                 wait_for(device)
-            elapsed_s = time.perf_counter() - begin_s
-            if round_number >= 0:
-                seconds[name].append(elapsed_s)
-            if round_number < 0 or round_number == rounds - 1:
-                case.check()
+                begin_s = time.perf_counter()
+                case.run()
+                if not host_only:
+                    wait_for(device)
+                elapsed_s = time.perf_counter() - begin_s
+                if round_number >= 0:
+                    seconds[name].append(elapsed_s)
+                if round_number < 0 or round_number == rounds - 1:
+                    case.check()
+    finally:
+        gc.unfreeze()  # or what is let go of later is never collected
     return seconds
 
 
@@ -233,7 +236,7 @@ def run_ranks(worker: Callable[..., NoReturn], ranks: int, *arguments: object) -
     """Runs `worker(rank, ranks, folder, *arguments)` in a new process per rank; what each handed to `finish`.
 
     Raises:
-        BenchError: a rank raised one, or was killed.
+        BenchError: a rank raised one, had too little memory, or was killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -251,8 +254,9 @@ def run_ranks(worker: Callable[..., NoReturn], ranks: int, *arguments: object) -
 def _run_rank(rank: int, worker: Callable[..., NoReturn], ranks: int, folder: str, *arguments: object) -> None:
     try:
         worker(rank, ranks, folder, *arguments)
-    except BenchError as error:
-        Path(folder, f"{rank}.failed").write_text(str(error))
+    except BaseException as error:
+        if (line := line_of(error)) is not None:
+            Path(folder, f"{rank}.failed").write_text(line)
         raise
 
 

@@ -79,7 +79,7 @@ def entry(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(130)
     except BaseException as error:
-        line = _line_of(error)
+        line = line_of(error)
         if line is None:
             raise
         sys.stdout.flush()
@@ -88,7 +88,7 @@ def entry(main: Callable[[], int]) -> NoReturn:
     sys.exit(status)
 
 
-def _line_of(error: BaseException) -> str | None:
+def line_of(error: BaseException) -> str | None:
     """What to say of an error that is not a fault of the program; None: it is one."""
     if isinstance(error, BenchError):
         return " ".join(str(error).split())
