@@ -206,6 +206,7 @@ def _environment(stage: Stage, work: Path) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(work / "triton"),
         "TMPDIR": str(work / "tmp"),
         "FUSEDREDUCE_GPU_CHECK_KEEP": str(work / "keep"),
+        records.COMMAND: f"python perf/gpu_check.py --only {stage.name}",
         # A stage's time runs from here: importing torch may take ten seconds of it.
         "FUSEDREDUCE_GPU_CHECK_BEGAN": str(time.monotonic()),
     }

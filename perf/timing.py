@@ -8,6 +8,7 @@ calls are timed one by one. Cases take turns in the order of `harness.turns`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
@@ -169,10 +170,10 @@ def _recorded(
     cycles = math.ceil(launches / len(calls))
     while True:
         count = cycles * len(calls)
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         try:
             # thread_local: what other threads of the process do (pinned memory, events) does not end the capture.
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 for _ in range(cycles):
                     for call in calls:
                         call()
@@ -181,6 +182,10 @@ def _recorded(
         except RuntimeError as error:
             eager[name] = str(error).strip().splitlines()[0]
             torch.cuda.synchronize()
+            # A capture that did not end well may leave torch's allocator waiting for its end: then it gives no memory
+            # back, and no other capture begins. If it does not wait, this is an error that says so.
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(stream.device_index, pool)
             return functools.partial(_one_by_one, list(calls) * cycles), count
         graph.replay()
         _sleep(1e-4)

@@ -30,7 +30,7 @@ import stage_profile
 import step_variants
 import timing
 
-from fusedreduce.kernels import dispatch
+from fusedreduce.kernels import dispatch, measure, pack, scale, stats, unpack
 
 PRELUDE = """
 import json, os, pathlib, subprocess, sys, time
@@ -143,6 +143,9 @@ def test_stages_are_given_a_clean_environment_and_one_cache(tmp_path: Path, monk
     assert one["TRITON_CACHE_DIR"] == two["TRITON_CACHE_DIR"]
     assert one["PYTHONPATH"].split(os.pathsep)[-1] == "/somewhere"
     assert not Path(one["TRITON_CACHE_DIR"]).exists()
+    # What a record says can be typed: a stage by itself cannot be.
+    monkeypatch.setenv(records.COMMAND, one[records.COMMAND])
+    assert records.provenance("cpu")["command"] == "python perf/gpu_check.py --only one"
 
 
 def test_no_more_than_six_files_and_no_number_that_is_none(tmp_path: Path) -> None:
@@ -288,7 +291,7 @@ class _Graph:
 
     @classmethod
     @contextlib.contextmanager
-    def captured(cls, graph: _Graph, *, stream: object, capture_error_mode: str) -> Iterator[None]:
+    def captured(cls, graph: _Graph, *, stream: object, pool: object, capture_error_mode: str) -> Iterator[None]:
         cls.capturing = graph
         try:
             yield
@@ -305,6 +308,8 @@ class _Graph:
 
 
 class _Stream:
+    device_index = 0
+
     def __init__(self, device: torch.device) -> None: ...
 
     def wait_stream(self, other: object) -> None: ...
@@ -327,7 +332,9 @@ def test_what_a_graph_leaves_is_what_is_checked_and_timed(monkeypatch: pytest.Mo
 
     fakes: dict[str, Any] = {"CUDAGraph": _Graph, "graph": _Graph.captured, "Event": _Event, "Stream": _Stream}
     fakes["current_stream"] = _Stream
-    fakes |= dict.fromkeys(("device", "stream", "synchronize", "_sleep"), nothing)
+    fakes |= dict.fromkeys(("device", "stream", "synchronize", "_sleep", "graph_pool_handle"), nothing)
+    ended: list[object] = []
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *pool: ended.append(pool), raising=False)
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(timing, "WARMUP_S", 0.0)
@@ -356,7 +363,7 @@ def test_what_a_graph_leaves_is_what_is_checked_and_timed(monkeypatch: pytest.Mo
     made: dict[str, list[Callable[[], object]]] = {"good": good, "alone": [refuse]}
     times = timing._measure_graphs(made, torch.device("cpu"), 3, 5, {"good": check, "alone": check})
     assert [len(seconds) for seconds in times.values()] == [3, 3]
-    assert times.eager == {"alone": "operation not permitted"}
+    assert times.eager == {"alone": "operation not permitted"} and len(ended) == 1
     # Right when it is called, but not recorded: a replay does nothing.
     bad, check = cases(7.0, recorded=False)
     with pytest.raises(records.BenchError, match="wrong"):
@@ -370,10 +377,10 @@ def test_the_exact_check_passes_what_is_right_and_catches_one_bit(monkeypatch: p
     monkeypatch.setattr(dispatch, "path_for", lambda *_: "torch")
     for bucket in cases:
         stage_exact.check_bucket(bucket, cpu)
-    pack = dispatch.pack
+    right = dispatch.pack
 
     def off_by_a_bit(gradients: Any, chunks: Any, pointers: Any, wire: torch.Tensor, *rest: Any) -> None:
-        pack(gradients, chunks, pointers, wire, *rest)
+        right(gradients, chunks, pointers, wire, *rest)
         bits = wire.view(exact_cases.BITS[wire.element_size()])
         if bits.numel():
             bits[-1] ^= 1
@@ -424,6 +431,12 @@ def test_a_trace_is_summed_up_by_kind_outside_of_collectives() -> None:
     assert seen.by_kind == {"kernel": 2.0, "gpu_memcpy": 1.0}
     assert seen.waits == {"cudaStreamSynchronize": 1.0}
     assert seen.longest_us["_pack_kernel"] == 8.0
+
+
+def test_the_sanitizers_look_at_every_kernel() -> None:
+    modules = (pack, unpack, measure, scale, stats)
+    kernels = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+    assert kernels == set(stage_profile.KERNELS)  # substrings: "_pack_kernel" is none of "_unpack_kernel"
 
 
 class _Training:
