@@ -14,7 +14,8 @@ kernels  one process, no ranks: the ways from a reduced bf16 wire to clipped fp3
            late      sums over the wire; unpack times the coefficient; AdamW (14 bytes per element before AdamW)
 
 Cases take turns step by step, in an order that changes each round; medians over rounds and ranks; ratios to the first
-case of the same table. Every case's gradients are compared with what they must be before it may have a number.
+case of the same table, which takes part twice. Every case's gradients are compared with what they must be before it may
+have a number.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ LARGE = (200, 50_000)
 SMALL = (2_000, 8)
 PARTS = ("clip", "scale", "stats", "kernels")
 SCALE = 1024.0
+AGAIN = ", again"  # the first case once more: the ratio of the two is the noise
 Step = Callable[[], object]
 
 
@@ -87,6 +89,7 @@ def clip_cases(shape: harness.Shape, rows: torch.Tensor, max_norm: float) -> dic
 
     return {
         f"{torch_name}, clip_grad_norm_": torchs(clip=True),
+        f"{torch_name}, clip_grad_norm_{AGAIN}": torchs(clip=True),
         f"{torch_name}, not clipped": torchs(clip=False),
         "ours, not clipped": wrapped(clip=False),
         "ours, measured, multiplied": wrapped(reuse=False, fold=False),
@@ -135,6 +138,7 @@ def scale_cases(shape: harness.Shape, rows: torch.Tensor, max_norm: float) -> di
 
     return {
         f"{torch_name}, GradScaler": torchs(),
+        f"{torch_name}, GradScaler{AGAIN}": torchs(),
         "ours, FusedGradScaler, multiplied": wrapped(fold=False),
         "ours, FusedGradScaler, folded": wrapped(fold=True),
         "ours bf16, FusedGradScaler, folded": wrapped(fold=True, wire="bf16"),
@@ -158,6 +162,7 @@ def stats_cases(shape: harness.Shape, rows: torch.Tensor, max_norm: float) -> di
 
     return {
         "ours": wrapped(),
+        f"ours{AGAIN}": wrapped(),
         "ours, grad_stats, read every step": wrapped(grad_stats=True),
         "ours, check_finite=count": wrapped(check_finite="count"),
         "ours, check_finite=raise": wrapped(check_finite="raise"),
@@ -233,7 +238,7 @@ def measure_kernels(rank: int, world: int, folder: str, shape: harness.Shape, ro
             prepare=lambda: None, run=run, check=lambda: harness.check_gradients(kind, model, expected, "bf16")
         )
 
-    cases = {kind: way(kind) for kind in ("multiply", "fold", "late")}
+    cases = {kind: way(kind) for kind in ("multiply", "fold", "late")} | {f"multiply{AGAIN}": way("multiply")}
     harness.finish(rank, folder, harness.take_turns(cases, rounds))
 
 
