@@ -114,7 +114,8 @@ class Arrivals:
     def begin_forward(self) -> None:
         """A forward comes next; there may be no graph now."""
         if self.tells:
-            self._hooks.renew_nodes()
+            buckets = self._pipeline.buckets
+            self._hooks.renew_nodes(lambda index: buckets.streams.of_nodes(buckets.bucket_of[index]))
 
     @property
     def counting(self) -> bool:

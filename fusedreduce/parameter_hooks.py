@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from .errors import FusedReduceError
+
+_HooksOfNode: TypeAlias = Callable[[], Mapping[int, object] | None]
 
 
 class ParameterHooks:
@@ -37,7 +40,8 @@ class ParameterHooks:
         self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in parameters]
         self._devices = [parameter.device for parameter in parameters]
         self.nodes: list[Node] = [_accumulator(parameter) for parameter in parameters]
-        self._worn: dict[int, None] = {}  # as an ordered set
+        # Nodes whose hook was removed, in the order in which they are asked for; each with its post-hooks.
+        self._worn: dict[int, _HooksOfNode] = {}
         self._owner = weakref.ref(owner)
         self._on_gradient = on_gradient
         self._handles: dict[int, RemovableHandle] = {}
@@ -53,34 +57,45 @@ class ParameterHooks:
         """From now on these parameters have a hook, and no others; may be called while a backward runs."""
         wanted = set(indices)
         for index in [index for index in self._handles if index not in wanted]:
-            self._handles.pop(index).remove()
-            self._worn[index] = None
+            handle = self._handles.pop(index)
+            handle.remove()
+            self._worn[index] = handle.hooks_dict_ref
         for index in wanted.difference(self._handles):
             self._handles[index] = self.nodes[index].register_hook(_hook(self._owner, index, self._on_gradient))
             self._worn.pop(index, None)
 
-    def renew_nodes(self) -> None:
+    def renew_nodes(self, on_stream: Callable[[int], AbstractContextManager[object] | None]) -> None:
         """Between two graphs: takes new nodes where hooks were removed, and does nothing while old graphs live.
 
         A node that has had a hook goes through Python in every backward from then on, hooked or not (1.4 us). It ends
         with the last graph that it is part of: the loss of the step before keeps one, in some training loops.
+
+        Args:
+            on_stream: within it the current stream is the one that the parameter's node had, which a new one keeps for
+                life as well; None: not known.
         """
-        if not self._worn or torch.is_inference_mode_enabled():
+        if not self._worn or not _makes_nodes():
             return
         first = next(iter(self._worn))
-        if self._renew(first):
+        if self._renew(first, on_stream):
             for index in self._worn:
-                self._renew(index)
+                self._renew(index, on_stream)
             self._worn.clear()
         else:  # asked last the next time: a graph that is kept for long may hold it
-            del self._worn[first]
-            self._worn[first] = None
+            self._worn[first] = self._worn.pop(first)
 
-    def _renew(self, index: int) -> bool:
-        """Lets a node go and takes what is the parameter's node then; whether that is another one."""
+    def _renew(self, index: int, on_stream: Callable[[int], AbstractContextManager[object] | None]) -> bool:
+        """Lets a node go and takes what is the parameter's node then; whether that is another one.
+
+        A node stays with hooks of others, who may count on its being held here, and where the parameter is frozen.
+        """
+        parameter, within = self._parameters[index], on_stream(index)
+        if within is None or not parameter.requires_grad or self._worn[index]() or _has_prehooks(self.nodes[index]):
+            return False
         _notes(self.nodes[index])[_WORN] = True
         self.nodes[index] = self.nodes[index - 1]  # any other, so that this one is held by graphs alone
-        self.nodes[index] = _accumulator(self._parameters[index])
+        with within:
+            self.nodes[index] = _accumulator(parameter)
         return _WORN not in _notes(self.nodes[index])
 
     def users_hook_gradients(self) -> bool:
@@ -129,6 +144,26 @@ def _notes(node: Node) -> dict[str, object]:
     notes: Any = node.metadata  # torch's stub takes the property for a method
     found: dict[str, object] = notes
     return found
+
+
+def _makes_nodes() -> bool:
+    """Whether an operator called now makes a node of the ordinary graph, and nobody else sees it."""
+    return not (
+        torch.is_inference_mode_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _has_prehooks(node: Node) -> bool:
+    handle = node.register_prehook(_nothing)  # the only way to see the others
+    handle.remove()
+    return bool(handle.hooks_dict_ref())
+
+
+def _nothing(_gradients: object) -> None:
+    """A hook that changes nothing."""
 
 
 def _accumulator(parameter: torch.Tensor) -> Node:

@@ -1,8 +1,8 @@
 """CUDA streams of a reduction: pack after every stream that made a gradient, unpack beside the backward's stream.
 
 A bucket's gradients may come from several streams, when parts of the forward ran on others than the default. Which
-they are is recorded in the first step of a plan: an AccumulateGrad node keeps its stream for life. On CPU nothing is
-done here.
+they are is recorded in the first step of a plan: an AccumulateGrad node keeps its stream for life, and one that takes
+its place gets the same. On CPU nothing is done here.
 """
 
 from __future__ import annotations
@@ -32,6 +32,13 @@ class Streams:
         """Notes that a gradient of `bucket` was accumulated on the current stream."""
         stream = torch.cuda.current_stream(device)
         self._made[bucket].setdefault(stream.cuda_stream, stream)
+
+    def of_nodes(self, bucket: int) -> AbstractContextManager[object] | None:
+        """Within: the stream is current on which all of a bucket's gradients are accumulated; None if not on one."""
+        if not self.on_cuda:
+            return nullcontext()
+        made = self._made[bucket]
+        return torch.cuda.stream(next(iter(made.values()))) if len(made) == 1 and not self.records else None
 
     def settle(self) -> None:
         """The first step is done: every gradient's stream has been recorded."""

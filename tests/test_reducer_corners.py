@@ -381,6 +381,53 @@ def test_nodes_stay_while_the_last_loss_is_kept() -> None:
     means(reducer, parameters)
 
 
+def test_nodes_with_hooks_of_others_stay() -> None:
+    parameters = leaves(4)
+    reducer = with_few_hooks(parameters, Loopback([constant(0.0)]))
+    (teller,) = reducer._arrivals.tells
+    others = [index for index in range(4) if index != teller]
+    fired: list[int] = []
+    # As with torch's DDP, who registers them need not hold the nodes.
+    reducer._hooks.nodes[others[0]].register_hook(lambda *_: fired.append(others[0]))
+    reducer._hooks.nodes[others[1]].register_prehook(lambda _: fired.append(others[1]))
+    for _ in range(5):
+        means(reducer, parameters)
+    assert sorted(fired) == sorted(others[:2] * 5)
+    assert not worn(reducer) and not reducer._hooks._worn
+
+
+def test_a_parameter_that_is_frozen_when_nodes_are_given_up_keeps_its_own() -> None:
+    parameters = leaves(4)
+    reducer = with_few_hooks(parameters, Loopback([constant(0.0)]))
+    frozen = next(iter(reducer._hooks._worn))
+    parameters[frozen].requires_grad_(False)
+    for _ in range(4):
+        reducer.prepare_for_forward()
+    assert len(set(map(id, reducer._hooks.nodes))) == 4
+    parameters[frozen].requires_grad_(True)
+    reducer._arrivals.hook_all()
+    for _ in range(6):
+        means(reducer, parameters)
+
+
+def test_a_forward_under_torch_func_where_nodes_would_be_given_up(alone: None) -> None:
+    ddp = fusedreduce.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))
+    reducer = ddp._ours()
+    for _ in range(9):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 3)).sum().backward()
+        if reducer._hooks._worn:
+            break
+    assert reducer._hooks._worn
+    weights = torch.linalg.multi_dot([layer.weight for layer in reversed(ddp.module)]).detach()
+    gradient = torch.func.grad(lambda inputs: ddp(inputs).sum())(torch.ones(2, 3)).detach()
+    torch.testing.assert_close(gradient, weights.expand(2, 3))
+    for _ in range(4):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 3)).sum().backward()
+    assert not worn(reducer)
+
+
 @pytest.mark.parametrize("numel", [20_000, 300_000])
 @pytest.mark.parametrize("few", [False, True])
 def test_what_is_written_to_a_large_gradient_between_its_packing_and_its_buckets_launch(few: bool, numel: int) -> None:

@@ -94,3 +94,20 @@ def test_what_reads_all_packs_waits_for_those_on_other_streams_once(current: lis
     assert backward.waited_for == [other]
     streams.wait_for_packs()
     assert backward.waited_for == [other]
+
+
+def test_nodes_are_made_anew_on_the_one_stream_that_a_buckets_had(current: list[FakeStream]) -> None:
+    streams, other = Streams(3, DEVICE), FakeStream()
+    for bucket, stream in [(0, other), (0, other), (1, other), (1, current[0])]:
+        current.append(stream)
+        streams.record(bucket, DEVICE)
+        current.pop()
+    assert streams.of_nodes(0) is None, "some may be missing yet"
+    streams.settle()
+    within = streams.of_nodes(0)
+    assert within is not None
+    with within:
+        assert current[-1] is other
+    assert streams.of_nodes(1) is None and streams.of_nodes(2) is None
+    on_cpu = Streams(1, torch.device("cpu")).of_nodes(0)
+    assert on_cpu is not None
