@@ -46,6 +46,9 @@ BESIDE = frozenset(
     )
 )
 
+# Of the second process, after its last report; if only some tests of a file were asked for, it may have to run others.
+_END_TIMEOUT_S = 300.0
+
 
 class Reporter:
     """In the second process: writes each report, and a line without one when a test has ended."""
@@ -80,6 +83,7 @@ class Beside:
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: defaultdict[str, list[pytest.TestReport]] = defaultdict(list)
         self._ended: set[str] = set()
+        self._end = ""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -107,6 +111,26 @@ class Beside:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """A second process that does not end as pytest does, after its last report, fails this one."""
+        if self._process is None or session.shouldfail or session.shouldstop or session.testscollected == 0:
+            return
+        if session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            return  # interrupted: nobody waits
+        try:
+            status: object = self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            status = "none"
+        if status not in (0, 1):
+            self._end = f"the process beside this one ended with status {status}:\n{self._tail()}"
+            session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._end:
+            terminalreporter.section("second process", red=True)
+            terminalreporter.write_line(self._end)
 
     def pytest_unconfigure(self) -> None:
         if self._process is not None:
@@ -139,8 +163,11 @@ class Beside:
         self._waiting[nodeid].append(report)
 
     def _lost(self, item: pytest.Item) -> pytest.TestReport:
-        why = f"the process beside this one ended without a report:\n{self._log.read_text(errors='replace')[-4000:]}"
+        why = f"the process beside this one ended without a report:\n{self._tail()}"
         return pytest.TestReport(item.nodeid, item.location, {}, outcome="failed", longrepr=why, when="call")
+
+    def _tail(self) -> str:
+        return self._log.read_text(errors="replace")[-4000:]
 
 
 def _is_beside(item: pytest.Item) -> bool:

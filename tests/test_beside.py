@@ -41,12 +41,16 @@ def _pytest(folder: Path, *options: str, **files: str) -> str:
     """Standard output of a run on these files."""
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
-    environment = {**os.environ, "PYTHONPATH": str(HERE)}
     (folder / "conftest.py").write_text('pytest_plugins = ["beside"]\n')
     (folder / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", *options]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    done = _run(folder, *options)
     return done.stdout + done.stderr
+
+
+def _run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    command = [sys.executable, "-m", "pytest", *options]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def test_reports_of_the_second_process_are_the_firsts(tmp_path: Path) -> None:
@@ -67,3 +71,12 @@ def test_a_second_process_that_ends_early_fails_what_it_has_not_reported(tmp_pat
     out = _pytest(tmp_path, "--beside", test_other=FIRST, test_costs=dies)
     assert out.count("the process beside this one ended without a report") == 2
     assert "2 failed, 2 passed in" in out, out
+
+
+def test_a_second_process_that_dies_after_its_last_report_fails_the_first(tmp_path: Path) -> None:
+    dies = "import atexit, os\n\ndef test_first():\n    atexit.register(os._exit, 7)\n"
+    out = _pytest(tmp_path, "--beside", test_other=FIRST, test_costs=dies)
+    assert "2 passed in" in out and "the process beside this one ended with status 7" in out, out
+    for body, status in [("atexit.register(os._exit, 0)", 0), ("assert False", 1), ("atexit.register(os._exit, 7)", 3)]:
+        (tmp_path / "test_costs.py").write_text(f"import atexit, os\n\ndef test_first():\n    {body}\n")
+        assert _run(tmp_path, "--beside").returncode == status
