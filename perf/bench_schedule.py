@@ -28,13 +28,13 @@ from torch import nn
 import fusedreduce
 
 POLICIES = ("static", "ready", "planned")
-TORCH = "torch DDP"
+TORCH, TORCH_AGAIN = "torch DDP", "torch DDP, again"
 LEARNING_STEPS = 18
 LOOK_EVERY = 8
 RECORDING_ALLOWED = 0.01
 LOOKING_ALLOWED = 0.005
 SHAPES: tuple[harness.Shape, ...] = ((200, 50_000), (2_000, 8))
-PLAIN, RECORDED, LOOKED = "plain", "recorded", "looked at"
+PLAIN, PLAIN_AGAIN, RECORDED, LOOKED = "plain", "plain, again", "recorded", "looked at"
 
 
 def ours(**config: Any) -> Callable[[nn.Module], fusedreduce.DistributedDataParallel]:
@@ -47,7 +47,9 @@ def measure_gain(rank: int, world: int, folder: str, rounds: int) -> NoReturn:
     harness.begin(rank, world, folder)
     found: dict[str, Any] = {}
     for name, subject in bench_prediction.SUBJECTS.items():
-        variants: dict[str, nn.Module] = {TORCH: harness.torch_ddp()(bench_prediction.build(subject))}
+        variants: dict[str, nn.Module] = {
+            name: harness.torch_ddp()(bench_prediction.build(subject)) for name in (TORCH, TORCH_AGAIN)
+        }
         for policy in POLICIES:
             variants[policy] = ours(policy=policy, replan_every=0)(bench_prediction.build(subject))
         for ddp in variants.values():
@@ -68,10 +70,14 @@ def measure_gain(rank: int, world: int, folder: str, rounds: int) -> NoReturn:
 
 
 def check_ones(ddp: nn.Module) -> None:
-    """Every rank's gradients are ones, and so is their mean."""
+    """Every rank's gradients are ones, and so is their mean.
+
+    Raises:
+        BenchError: one is missing or something else.
+    """
     for name, parameter in ddp.named_parameters():
         if parameter.grad is None or not torch.equal(parameter.grad, torch.ones_like(parameter)):
-            raise RuntimeError(f"the gradient of {name} is wrong")
+            raise records.BenchError(f"the gradient of {name} is wrong")
 
 
 def measure_cost(rank: int, world: int, folder: str, shape: harness.Shape, rounds: int) -> NoReturn:
@@ -79,10 +85,10 @@ def measure_cost(rank: int, world: int, folder: str, shape: harness.Shape, round
     harness.begin(rank, world, folder)
     rows = harness.inputs(rank, shape)
     mean = harness.mean_of_ranks(rows)
-    plain, looked, recorded = (
-        ours(policy="ready", replan_every=every)(harness.Many(*shape)) for every in (0, LOOK_EVERY, 0)
+    plain, again, looked, recorded = (
+        ours(policy="ready", replan_every=every)(harness.Many(*shape)) for every in (0, 0, LOOK_EVERY, 0)
     )
-    for ddp in (plain, looked, recorded):
+    for ddp in (plain, again, looked, recorded):
         for _ in range(LEARNING_STEPS):
             ddp.zero_grad(set_to_none=True)
             ddp(rows).backward()
@@ -95,7 +101,7 @@ def measure_cost(rank: int, world: int, folder: str, shape: harness.Shape, round
         )
 
     with recorded.record_trace(Path(folder, "trace"), limit=10**9):
-        cases = {PLAIN: case(plain), RECORDED: case(recorded), LOOKED: case(looked)}
+        cases = {PLAIN: case(plain), PLAIN_AGAIN: case(again), RECORDED: case(recorded), LOOKED: case(looked)}
         seconds = harness.take_turns(cases, rounds)
     harness.finish(rank, folder, seconds)
 
@@ -109,12 +115,14 @@ def gains(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         )
         base = seconds[TORCH]
         ratios = {
-            policy: statistics.median(mine / theirs for mine, theirs in zip(seconds[policy], base, strict=True))
-            for policy in POLICIES
+            name: statistics.median(mine / theirs for mine, theirs in zip(seconds[name], base, strict=True))
+            for name in (*POLICIES, TORCH_AGAIN)
         }
+        noise = ratios.pop(TORCH_AGAIN)
         found[name] = {
             "torch_ms": round(statistics.median(base) * 1e3, 3),
             "ratio_to_torch": {policy: round(ratio, 4) for policy, ratio in ratios.items()},
+            "noise": round(noise, 4),
             "buckets": dict(zip(POLICIES, results[0][name]["buckets"], strict=True)),
         }
     return found
@@ -124,8 +132,10 @@ def costs(results: Sequence[Mapping[str, list[float]]]) -> dict[str, float]:
     """What recording costs of a step, and a look in ms and, at the default cadence, of training."""
     seconds = harness.pooled(results)
     plain_s = statistics.median(seconds[PLAIN])
-    pairs = list(zip(seconds[RECORDED], seconds[PLAIN], strict=True))
-    recording = statistics.median(mine - base for mine, base in pairs) / plain_s
+    recording, noise = (
+        statistics.median(mine - base for mine, base in zip(seconds[name], seconds[PLAIN], strict=True)) / plain_s
+        for name in (RECORDED, PLAIN_AGAIN)
+    )
     # Steps of a look are few, so the mean and not the median; trimmed, because this machine has other work.
     extra_s = sorted(mine - base for mine, base in zip(seconds[LOOKED], seconds[PLAIN], strict=True))
     trim = len(extra_s) // 50
@@ -134,6 +144,7 @@ def costs(results: Sequence[Mapping[str, list[float]]]) -> dict[str, float]:
     return {
         "step_ms": round(plain_s * 1e3, 3),
         "recording_share": round(recording, 4),
+        "noise_share": round(noise, 4),
         "look_ms": round(look_s * 1e3, 3),
         "looking_share": round(look_s / (every * plain_s), 5),
     }
@@ -153,7 +164,9 @@ def main() -> int:
         found_gains = gains(harness.run_ranks(measure_gain, arguments.ranks, arguments.rounds))
     for name, row in found_gains.items():
         shown = "  ".join(f"{policy} {ratio:.3f}" for policy, ratio in row["ratio_to_torch"].items())
-        print(f"{name:22} torch DDP {row['torch_ms']:8.2f} ms;  of it: {shown}   buckets {row['buckets']}")
+        print(
+            f"{name:22} torch DDP {row['torch_ms']:8.2f} ms;  of it: {shown}   buckets {row['buckets']}; the same twice {row['noise']:.3f}"
+        )
     found_costs = {}
     fine = True
     for shape in SHAPES if arguments.part != "gain" else ():
@@ -161,7 +174,7 @@ def main() -> int:
         found_costs[harness.shape_name(shape)] = one
         print(
             f"{harness.shape_name(shape)}: step {one['step_ms']:.2f} ms; recording {one['recording_share']:.2%} of it; "
-            f"a look {one['look_ms']:.2f} ms, {one['looking_share']:.3%} of training"
+            f"a look {one['look_ms']:.2f} ms, {one['looking_share']:.3%} of training; the same twice {one['noise_share']:+.2%}"
         )
         fine &= one["recording_share"] < RECORDING_ALLOWED and one["looking_share"] < LOOKING_ALLOWED
     cores = round(neighbours.cores(), 2)

@@ -440,7 +440,7 @@ def main() -> int:
         "others_cores": 0.0,
         "rehearsal": arguments.rehearse,
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    records.make_folder(arguments.out)
     path = arguments.out.resolve() / f"gpu_check_{record['device']}_{str(record['created'])[:10]}.json"
     chosen = [stage for stage in stages(arguments.rehearse) if arguments.only is None or stage.name in arguments.only]
     budget_s = BUDGET_S * (REHEARSED_PATIENCE if arguments.rehearse else 1)

@@ -150,7 +150,7 @@ def write(folder: Path, what: str, device: torch.device | str, *, rehearsal: boo
         content: what was measured. `others_cores`, see Neighbours, is of the whole process unless it is given.
 
     Raises:
-        BenchError: a rehearsal into `RESULTS`; a number that is not finite.
+        BenchError: a rehearsal into `RESULTS`; a number that is not finite; a folder that cannot be written to.
     """
     if rehearsal and folder.resolve().is_relative_to(RESULTS.resolve()):
         raise BenchError(f"a rehearsal leaves no record in {RESULTS.name}: name another folder")
@@ -164,16 +164,31 @@ def write(folder: Path, what: str, device: torch.device | str, *, rehearsal: boo
         text = json.dumps(record, indent=1, allow_nan=False)
     except ValueError as error:
         raise BenchError(f"{what}: a number is not finite, so there is no record ({error})") from error
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     name = f"{what}_{record['device']}_{str(record['created'])[:10]}"
     path, number = folder / f"{name}.json", 1
     while path.exists():
         number += 1
         path = folder / f"{name}-{number}.json"
     beside = path.with_suffix(f".{os.getpid()}.tmp")
-    beside.write_text(text + "\n")
-    beside.replace(path)
+    try:
+        beside.write_text(text + "\n")
+        beside.replace(path)
+    except OSError as error:
+        raise BenchError(f"{folder} cannot be written to: {error.strerror}") from error
     return path
+
+
+def make_folder(folder: Path) -> None:
+    """Makes it if it is not there.
+
+    Raises:
+        BenchError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchError(f"{folder} cannot be made: {error.strerror}") from error
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -276,11 +276,12 @@ def schedule(record: Record) -> Lines:
                 name,
                 number(row["torch_ms"]),
                 *(f"{ratio_text(row['ratio_to_torch'][one])} ({row['buckets'][one]})" for one in policies),
+                f"{row['noise']:.3f}",
             ]
             for name, row in record["gains"].items()
         ]
         lines += ["Step, as a share of torch DDP's (buckets):", ""]
-        lines += [*table(["model", "torch DDP ms", *policies], rows), ""]
+        lines += [*table(["model", "torch DDP ms", *policies, "twice the same"], rows), ""]
     if record["costs"]:
         rows = [
             [shape, number(row["step_ms"])]
@@ -288,11 +289,12 @@ def schedule(record: Record) -> Lines:
                 f"{row[key]:.3%}{_over(row[key], record['allowed'][key])}"
                 for key in ("recording_share", "looking_share")
             ]
-            + [number(row["look_ms"])]
+            + [number(row["look_ms"]), f"{row['noise_share']:+.2%}"]
             for shape, row in record["costs"].items()
         ]
         lines += ["What recording and looking cost:", ""]
-        lines += [*table(["shape", "step ms", "recording, of a step", "looking, of training", "ms per look"], rows), ""]
+        headings = ["shape", "step ms", "recording, of a step", "looking, of training", "ms per look", "twice the same"]
+        lines += [*table(headings, rows), ""]
     return lines[:-1]
 
 

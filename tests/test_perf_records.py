@@ -115,6 +115,13 @@ def test_a_rehearsal_is_kept_out_of_the_results(folder: Path) -> None:
     assert sorted(records.RESULTS.iterdir()) == before
 
 
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        with pytest.raises(records.BenchError, match="cannot be made"):
+            records.write(folder, "step", "cpu")
+
+
 def test_no_record_holds_a_number_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(records.BenchError, match="not finite"):
         records.write(tmp_path, "step", "cpu", ratio=float("nan"))

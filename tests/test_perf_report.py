@@ -121,7 +121,15 @@ CONTENT: dict[str, dict[str, Any]] = {
     "schedule_cost": {
         "gains": {},
         "allowed": {"recording_share": 0.01, "looking_share": 0.005},
-        "costs": {"2 x 8": {"step_ms": 3.0, "recording_share": 0.02, "look_ms": 1.0, "looking_share": 0.0001}},
+        "costs": {
+            "2 x 8": {
+                "step_ms": 3.0,
+                "recording_share": 0.02,
+                "look_ms": 1.0,
+                "looking_share": 0.0001,
+                "noise_share": 0.001,
+            }
+        },
     },
     "prediction": {
         "required": {"rank_correlation": 0.9, "median_error": 0.25},
