@@ -165,7 +165,8 @@ def main() -> int:
     for name, row in found_gains.items():
         shown = "  ".join(f"{policy} {ratio:.3f}" for policy, ratio in row["ratio_to_torch"].items())
         print(
-            f"{name:22} torch DDP {row['torch_ms']:8.2f} ms;  of it: {shown}   buckets {row['buckets']}; the same twice {row['noise']:.3f}"
+            f"{name:22} torch DDP {row['torch_ms']:8.2f} ms;  of it: {shown}   buckets {row['buckets']}; "
+            f"the same twice {row['noise']:.3f}"
         )
     found_costs = {}
     fine = True
@@ -174,7 +175,8 @@ def main() -> int:
         found_costs[harness.shape_name(shape)] = one
         print(
             f"{harness.shape_name(shape)}: step {one['step_ms']:.2f} ms; recording {one['recording_share']:.2%} of it; "
-            f"a look {one['look_ms']:.2f} ms, {one['looking_share']:.3%} of training; the same twice {one['noise_share']:+.2%}"
+            f"a look {one['look_ms']:.2f} ms, {one['looking_share']:.3%} of training; "
+            f"the same twice {one['noise_share']:+.2%}"
         )
         fine &= one["recording_share"] < RECORDING_ALLOWED and one["looking_share"] < LOOKING_ALLOWED
     cores = round(neighbours.cores(), 2)
