@@ -172,7 +172,9 @@ class Buffers:
         each = point.parameters // point.buckets
         layout = aligned_layout([point.numel] * each, wire_itemsize_bytes=2)
         assert layout.numel == point.numel * each  # gradients lie as the wire does
-        table = ChunkTable(layout.numels, layout.offsets, [torch.float32] * each, layout.numel)
+        # As a reducer has it: it knows the shapes, and answers for the gradients.
+        shapes = [((point.numel,), (1,))] * each
+        table = ChunkTable(layout.numels, layout.offsets, [torch.float32] * each, layout.numel, shapes=shapes)
         self._buckets = [
             (list(mine.split(point.numel)), table, PointerTable(), theirs)
             for mine, theirs in zip(self.gradients.split(layout.numel), self.wire.split(layout.numel), strict=True)
