@@ -169,6 +169,9 @@ class _Kept:
         if block is None or block.numel() < numel:
             block = torch.empty(max(numel, min(BLOCK_NUMEL, self.chunks.wire_numel)), dtype=dtype)
             self._blocks[dtype] = block
+            # Views of the smaller one would keep it: growing from run to run, as much memory as all of the wire.
+            self._staged.clear()
+            self._temporaries.clear()
         return block[:numel]
 
     def _view(self, block: torch.Tensor, slot: int, offset: int) -> torch.Tensor:

@@ -431,3 +431,20 @@ def test_blocks_of_any_number_give_the_same(dtype: torch.dtype, wire_dtype: torc
             assert_same(wire, expected)
         reference.unpack(gradients, chunks, pointers, wire, torch.tensor([by]), vouched=True)
         assert_same(torch.cat(gradients), (expected.float() * torch.tensor(by)).to(dtype))
+
+
+def test_runs_that_grow_share_one_block_of_memory() -> None:
+    numels = [12_000 + nth // 36 * 90 + nth % 2 for nth in range(10 * 36)]
+    offsets = [0, *np.cumsum(numels).tolist()]
+    # In no shape that torch.cat lays out.
+    shapes: list[Shape] = [((n,), (1,)) if slot % 2 else ((n, 1), (1, 1)) for slot, n in enumerate(numels)]
+    chunks = ChunkTable(numels, offsets[:-1], [torch.float32] * len(numels), offsets[-1], shapes=shapes)
+    gradients = [torch.full(size, 3.0) for size, _ in shapes]
+    wire, pointers, by = torch.empty(offsets[-1], dtype=torch.bfloat16), PointerTable(), torch.tensor([3.0])
+    for _ in range(2):
+        reference.pack(gradients, chunks, pointers, wire, by, vouched=True)
+        assert torch.equal(wire, torch.ones_like(wire))
+        reference.unpack(gradients, chunks, pointers, wire, by, vouched=True)
+        assert all(bool((gradient == 3.0).all()) for gradient in gradients)
+    staged = [block for block, _ in reference_quick._kept(pointers, chunks)._staged.values()]
+    assert len(staged) > 1 and len({block.untyped_storage().data_ptr() for block in staged}) <= 2  # bf16 and fp32
