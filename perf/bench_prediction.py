@@ -102,7 +102,7 @@ class Layer(nn.Module):
     def __init__(self, size_bytes: int, backward_s: float, *, cpu: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size_bytes // 4))
-        self.gradient = torch.ones(size_bytes // 4)
+        self.gradient = torch.full((size_bytes // 4,), 1.0 + dist.get_rank())  # other values on each rank
         self._backward_s = backward_s
         self._cpu = cpu
         self._square = torch.ones(96, 96)
@@ -149,6 +149,18 @@ def step(ddp: nn.Module) -> None:
     """Forward and backward."""
     ddp.zero_grad(set_to_none=True)
     ddp(torch.ones(2, requires_grad=True)).sum().backward()
+
+
+def check_mean(ddp: nn.Module) -> None:
+    """Every gradient must be the mean of all ranks'.
+
+    Raises:
+        BenchError: one is missing or something else.
+    """
+    mean = (1 + dist.get_world_size()) / 2
+    for name, parameter in ddp.named_parameters():
+        if parameter.grad is None or not torch.equal(parameter.grad, torch.full_like(parameter, mean)):
+            raise records.BenchError(f"the gradient of {name} is wrong")
 
 
 def last_collective_ms(ddp: nn.Module) -> float:
@@ -205,12 +217,15 @@ def measure(rank: int, world: int, folder: str, names: Sequence[str], rounds: in
             )
             for _ in range(harness.WARMUP_ROUNDS):
                 step(wrappers[key])
+                check_mean(wrappers[key])
         keys = list(wrappers)
         ended_ms: dict[str, list[float]] = {key: [] for key in keys}
         for round_number in range(rounds):
             for key in (keys[turn] for turn in harness.turns(len(keys), round_number)):
                 dist.barrier()
                 ended_ms[key].append(last_collective_ms(wrappers[key]))
+                if round_number == rounds - 1:
+                    check_mean(wrappers[key])
         found[name] = {
             key: {
                 "buckets": len(plans[key]),

@@ -61,23 +61,12 @@ def measure_gain(rank: int, world: int, folder: str, rounds: int) -> NoReturn:
             return harness.Case(
                 prepare=lambda: ddp.zero_grad(set_to_none=True),
                 run=lambda: ddp(rows).sum().backward(),
-                check=lambda: check_ones(ddp),
+                check=lambda: bench_prediction.check_mean(ddp),
             )
 
         found[name] = harness.take_turns({key: case(ddp) for key, ddp in variants.items()}, rounds)
         found[name]["buckets"] = [variants[policy].reduce_stats()["buckets"] for policy in POLICIES]  # type: ignore[operator]
     harness.finish(rank, folder, found)
-
-
-def check_ones(ddp: nn.Module) -> None:
-    """Every rank's gradients are ones, and so is their mean.
-
-    Raises:
-        BenchError: one is missing or something else.
-    """
-    for name, parameter in ddp.named_parameters():
-        if parameter.grad is None or not torch.equal(parameter.grad, torch.ones_like(parameter)):
-            raise records.BenchError(f"the gradient of {name} is wrong")
 
 
 def measure_cost(rank: int, world: int, folder: str, shape: harness.Shape, rounds: int) -> NoReturn:
