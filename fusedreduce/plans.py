@@ -32,6 +32,10 @@ from .trace import group_text
 
 _logger = logging.getLogger(__name__)
 
+# Beside so little on the wire what is measured is Python, which a bucket takes 0.1 ms of: plans that followed it cut
+# 2,000 gradients of 8 elements into five buckets, and each step took 6 ms longer. Who names a link gets a plan for it.
+_LEAST_PLANNED_BYTES = 2**20
+
 
 class Plans:
     """The plans of one reducer.
@@ -78,6 +82,7 @@ class Plans:
             share=config.policy != "static" and config.wire != "native",
             policy=config.policy,
             link=config.link,
+            least_bytes=0 if config.link else _LEAST_PLANNED_BYTES,
         )
         # Not where nothing overlaps. A comm hook may keep state by bucket: the reducer then says so.
         self._measures = config.policy != "static" and config.overlap

@@ -30,11 +30,19 @@ def model(
     groups: Sequence[int] = (),
     caps: BucketCaps | None = None,
     link: tuple[float, float] | None = None,
+    least_bytes: int = 0,
 ) -> Model:
     kinds = [ParameterKind(size, group, 0) for size, group in zip(sizes, groups or [0] * len(sizes), strict=True)]
     caps = caps or BucketCaps(first_bytes=100, cap_bytes=1000)
     return Model(
-        kinds=kinds, wire_bytes=list(sizes), caps=caps, cap_policy="c10d", share=False, policy=policy, link=link
+        kinds=kinds,
+        wire_bytes=list(sizes),
+        caps=caps,
+        cap_policy="c10d",
+        share=False,
+        policy=policy,
+        link=link,
+        least_bytes=least_bytes,
     )
 
 
@@ -148,6 +156,16 @@ def test_planned_moves_for_a_gain_of_more_than_one_percent_of_backward(percent: 
     schedule = Schedule(of, 0)
     decision = schedule.decide(schedule.numbers([0, end_ns], {}, 1), plan)
     assert decision.plan == (((0,), (1,)) if moves else plan), decision.why
+
+
+@pytest.mark.parametrize(("least", "moves"), [(1008, True), (1009, False)])
+def test_planned_keeps_its_plan_where_all_that_travels_is_less_than_buckets_cost(least: int, moves: bool) -> None:
+    of = model(sizes=[1000, 8], caps=BucketCaps(cap_bytes=10**6), link=(0.0, 8000 / 10**8), least_bytes=least)
+    schedule = Schedule(of, 0)
+    decision = schedule.decide(schedule.numbers([0, 10**9], {}, 1), ((0, 1),))
+    assert decision.plan == (((0,), (1,)) if moves else ((0, 1),))
+    assert decision.costs is not None
+    assert moves or decision.why.startswith("kept: 1008 bytes are less than a bucket costs")
 
 
 def test_a_link_that_is_given_is_taken_as_given() -> None:

@@ -57,6 +57,7 @@ class Model:
         share: buckets of mixed dtypes are allowed.
         policy: "ready" or "planned"; "static" has no schedule.
         link: (latency in us, Gbit/s), or None: measured.
+        least_bytes: with fewer on the wire in all, "planned" keeps the plan that it has.
     """
 
     kinds: Sequence[ParameterKind]
@@ -66,6 +67,7 @@ class Model:
     share: bool
     policy: Policy
     link: tuple[float, float] | None = None
+    least_bytes: int = 0
 
     def problem(self, ready_ns: Sequence[int], costs: Costs) -> Problem:
         """What the planner is asked."""
@@ -226,6 +228,9 @@ class Schedule:
             waits_ns = head_of_line_ns(plan, ready_ns)
             moves = 100 * min(stall_ns, waits_ns) > STALL_PERCENT * backward_ns
             return Decision(by_readiness if moves else plan, why, self.costs)
+        total_bytes = sum(model.wire_bytes)
+        if total_bytes < model.least_bytes:
+            return Decision(plan, f"kept: {total_bytes} bytes are less than a bucket costs; {text}", self.costs)
         problem = model.problem(ready_ns, self.costs)
         name, best = best_plan(problem, {"ready": by_readiness, "static": self.static(ready_ns)})
         now, then = timeline(plan, problem), timeline(best, problem)
