@@ -7,6 +7,7 @@ parameter, and nothing here holds the reducer.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from .errors import FusedReduceError
 
+# Nodes of which one is asked for in each forward until the old graphs are gone.
+_ASKED = 4
 _HooksOfNode: TypeAlias = Callable[[], Mapping[int, object] | None]
 
 
@@ -40,8 +43,9 @@ class ParameterHooks:
         self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in parameters]
         self._devices = [parameter.device for parameter in parameters]
         self.nodes: list[Node] = [_accumulator(parameter) for parameter in parameters]
-        # Nodes whose hook was removed, in the order in which they are asked for; each with its post-hooks.
+        # Nodes whose hook was removed, each with its post-hooks.
         self._worn: dict[int, _HooksOfNode] = {}
+        self._forwards = 0
         self._owner = weakref.ref(owner)
         self._on_gradient = on_gradient
         self._handles: dict[int, RemovableHandle] = {}
@@ -76,13 +80,13 @@ class ParameterHooks:
         """
         if not self._worn or not _makes_nodes():
             return
-        first = next(iter(self._worn))
-        if self._renew(first, on_stream):
+        # Some in turn, as a graph that is kept for long may hold one; not all, as asking leaves a trace as well.
+        asked = list(itertools.islice(self._worn, _ASKED))
+        self._forwards += 1
+        if self._renew(asked[self._forwards % len(asked)], on_stream):
             for index in self._worn:
                 self._renew(index, on_stream)
             self._worn.clear()
-        else:  # asked last the next time: a graph that is kept for long may hold it
-            self._worn[first] = self._worn.pop(first)
 
     def _renew(self, index: int, on_stream: Callable[[int], AbstractContextManager[object] | None]) -> bool:
         """Lets a node go and takes what is the parameter's node then; whether that is another one.
