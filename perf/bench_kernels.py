@@ -2,7 +2,7 @@
 
     python perf/bench_kernels.py                        # the GPU if there is one, else CPU; a JSON in perf/results
     python perf/bench_kernels.py --models gpt2 one --pairs fp32-bf16
-    python perf/bench_kernels.py --device cpu --quick --no-check --out /tmp/kernels
+    python perf/bench_kernels.py --device cpu --quick --no-check --out out/kernels
 
 A call packs (or unpacks) one bucket nearest to 25 MiB, all 25 MiB buckets of the layer list, or the list as one bucket.
 Three tables each: pack; unpack; unpack with what torch does afterwards (norm, clipping, loss scale taken back) against

@@ -36,6 +36,7 @@ import step_counts
 import step_memory
 import step_training
 import step_variants
+import timing
 import torch
 from step_training import Task
 from step_variants import BF16, FLOOR, HOOK_BF16, NATIVE, NATIVE_VIEWS, NOOP, TORCH_AGAIN, TORCH_DEFAULT
@@ -100,7 +101,7 @@ def _check_memory(run: Run, variants: int, world: int, template: torch.nn.Module
     model_bytes = sum(one.numel() * one.element_size() for one in template.parameters())
     each = 3 + {"none": 0, "sgd": 1, "adamw": 2}[run.task.optimizer]
     sharing = world if device.type == "cpu" else -(-world // torch.cuda.device_count())
-    needed, free = sharing * variants * each * model_bytes, step_counts.free_bytes(device)
+    needed, free = sharing * variants * each * model_bytes, timing.free_bytes(device)
     if needed > free:
         raise records.BenchError(
             f"{run.task.model} with {variants} variants needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are "

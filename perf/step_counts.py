@@ -116,14 +116,6 @@ def resident_bytes(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-def free_bytes(device: torch.device) -> int:
-    """What could still be taken."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-
-
 def memory_of(
     build: Callable[[], harness.Case], steps: int, device: torch.device
 ) -> tuple[harness.Case, dict[str, int | None]]:
