@@ -318,7 +318,7 @@ class Observed:
         """The largest of all ranks' numbers, none of which is negative: their bits are ordered as they are."""
         bits = numbers.abs().view(torch.int64)
         try:
-            self._communicator.all_reduce_max(bits).wait()
+            self._communicator.all_reduce(bits, "max").wait()
         except RuntimeError as error:
             raise collective_error("agreeing on a norm failed", self._communicator.rank, error) from error
         numbers.copy_(bits.view(torch.float64))

@@ -74,7 +74,7 @@ class Scheduler:
         if looked is not None:
             looked.probe_begins()
         try:
-            pending = self._communicator.all_reduce_max(tensor)
+            pending = self._communicator.all_reduce(tensor, "max")
         except RuntimeError as error:
             raise self._failed(error) from error
         if looked is not None:
@@ -177,7 +177,7 @@ class Scheduler:
         if self._device.type == "cuda":
             tensor = tensor.pin_memory().to(self._device, non_blocking=True)
         try:
-            self._under_way.append(self._communicator.all_reduce_max(tensor))
+            self._under_way.append(self._communicator.all_reduce(tensor, "max"))
         except RuntimeError as error:
             raise self._failed(error) from error
         return tensor

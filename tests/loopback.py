@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fusedreduce.comm.protocol import Communicator, Pending
+from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
 
 TIMEOUT_S = 10.0
 # What a peer adds to a sum, given what this rank contributes.
@@ -53,6 +53,9 @@ class LoopbackPending:
         else:
             self._told.append(done)
 
+    def ready(self) -> bool:
+        return self._finish is None
+
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
         self.wait()
         assert self._result is not None
@@ -83,6 +86,7 @@ class Loopback:
         self._rank = rank
         self.calls: list[Call] = []
         self.under_way = 0
+        self.may_wait = True
         self.fail_issue = -1
         self.fail_wait = -1
         self.aside: Callable[[str], list[str]] = lambda text: [text] * self.size
@@ -106,7 +110,16 @@ class Loopback:
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
         """Everything can be summed here."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def waits_in_backward(self, device: torch.device) -> bool:
+        return self.may_wait
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
+        """The maximum: peers have what `numbers` makes of this rank's."""
+        if op == "max":
+            self.calls.append(Call("max", tensor.dtype, tensor.numel()))
+            had = tensor.clone()
+            return LoopbackPending(lambda: tensor.copy_(torch.maximum(had, self.numbers(had))))
+        assert op == "sum", op
         number = self.count("all_reduce")
         self.calls.append(Call("all_reduce", tensor.dtype, tensor.numel()))
         self.wires.append(weakref.ref(tensor))
@@ -125,11 +138,14 @@ class Loopback:
 
         return LoopbackPending(finish)
 
-    def all_reduce_max(self, tensor: torch.Tensor) -> Pending:
-        """Peers have what `numbers` makes of this rank's."""
-        self.calls.append(Call("max", tensor.dtype, tensor.numel()))
-        mine = tensor.clone()
-        return LoopbackPending(lambda: tensor.copy_(torch.maximum(mine, self.numbers(mine))))
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> Pending:
+        return self.all_reduce(tensor, op)
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        """Every peer sends what this rank would send itself."""
+        self.calls.append(Call("all_to_all", input.dtype, input.numel()))
+        parts = input.clone().view(self.size, -1)
+        return LoopbackPending(lambda: output.view(self.size, -1).copy_(parts[self._rank].expand_as(parts)))
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> Pending:
         """Each peer adds twice what this rank has."""
@@ -200,12 +216,22 @@ class ThreadRank:
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
         """Everything can be summed here."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def waits_in_backward(self, device: torch.device) -> bool:
+        return True
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
+        if op == "max":
+            meet = self._meet("max", tensor)
+            return LoopbackPending(lambda: tensor.copy_(torch.stack(meet()).amax(dim=0)))
+        assert op == "sum", op
         return self._summed("all_reduce", tensor)
 
-    def all_reduce_max(self, tensor: torch.Tensor) -> Pending:
-        meet = self._meet("max", tensor)
-        return LoopbackPending(lambda: tensor.copy_(torch.stack(meet()).amax(dim=0)))
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> Pending:
+        return self.all_reduce(tensor, op)
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        meet = self._meet("all_to_all", input)
+        return LoopbackPending(lambda: output.copy_(torch.cat([one.view(self.size, -1)[self._rank] for one in meet()])))
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> Pending:
         meet = self._meet("sparse", tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import re
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import UnsupportedWireError
+from .protocol import ReduceOp
 
 _ALL_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 # What each backend can sum, by device type. A backend that is not listed is asked, once, with one element.
@@ -24,16 +25,22 @@ _SUMMABLE: dict[tuple[str, str], frozenset[torch.dtype]] = {
     ("nccl", "cuda"): _ALL_FLOATS,
     ("mpi", "cpu"): frozenset({torch.float32, torch.float64}),
 }
+_OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
 _built: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
 _REFUSAL = re.compile(r"type|dtype|support|implement", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A torch.distributed Work and the tensor that it reduces in place."""
+    """A torch.distributed Work and the tensors that it reads and writes."""
 
     work: dist.Work
-    tensor: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
         future: torch.futures.Future[list[torch.Tensor]] = self.work.get_future()
@@ -46,6 +53,10 @@ class _Work:
         """
         with contextlib.suppress(RuntimeError):
             self.work.get_future().add_done_callback(lambda _: done())
+
+    def ready(self) -> bool:
+        """Whether the collective has ended, well or not; on CUDA: on the device."""
+        return bool(self.work.is_completed())
 
     def wait(self) -> None:
         """Blocks until the tensor holds the result; on CUDA only orders the current stream behind it."""
@@ -101,17 +112,28 @@ class ProcessGroupCommunicator:
                 "choose another wire, or another backend for this device"
             )
 
-    def all_reduce(self, tensor: torch.Tensor) -> _Work:
-        """Starts the sum of `tensor` over all ranks, in place."""
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
-        assert work is not None
-        return _Work(work, tensor)
+    def waits_in_backward(self, device: torch.device) -> bool:
+        """Always: no other rank needs this process's autograd threads."""
+        return True
 
-    def all_reduce_max(self, tensor: torch.Tensor) -> _Work:
-        """Starts the elementwise maximum of `tensor` over all ranks, in place."""
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Work:
+        """Starts the reduction of `tensor` over all ranks, elementwise and in place."""
+        work = dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True)
         assert work is not None
-        return _Work(work, tensor)
+        return _Work(work, (tensor,))
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> _Work:
+        """As `all_reduce`, but only rank `root`'s tensor holds the result; the others' hold anything."""
+        source = dist.get_global_rank(self.group, root)
+        work = dist.reduce(tensor, dst=source, op=_OPS[op], group=self.group, async_op=True)
+        assert work is not None
+        return _Work(work, (tensor,))
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> _Work:
+        """Starts the exchange of equal parts: `output`, [ranks * n], gets part `rank` of each rank's `input`."""
+        work = dist.all_to_all_single(output, input, group=self.group, async_op=True)
+        assert work is not None
+        return _Work(work, (output, input))
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> _Work:
         """Starts the sum of a sparse COO tensor over all ranks; the future's value holds the result."""
@@ -123,7 +145,7 @@ class ProcessGroupCommunicator:
         # Rows of one tensor: torch renames what gathers into it, from version to version.
         work = dist.all_gather(list(gathered.unbind()), tensor, group=self.group, async_op=True)
         assert work is not None
-        return _Work(work, tensor), gathered
+        return _Work(work, (tensor, gathered)), gathered
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrites `tensor` on every rank with that of rank `source`; blocks."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
+
+ReduceOp = Literal["sum", "max", "min", "product"]
 
 
 class Pending(Protocol):
@@ -20,6 +22,10 @@ class Pending(Protocol):
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Done when the result may be used (on CUDA: by streams that wait as the future's callbacks do)."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether `wait` would return, or raise, at once: without blocking this thread."""
         ...
 
     def wait(self) -> None:
@@ -52,12 +58,23 @@ class Communicator(Protocol):
         """Raises UnsupportedWireError, on every rank alike, if `dtype` cannot be summed on `device`."""
         ...
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Starts the sum of `tensor` over all ranks, in place."""
+    def waits_in_backward(self, device: torch.device) -> bool:
+        """Whether `Pending.wait` may be called from autograd's hooks and callbacks.
+
+        Not where ranks share an autograd thread: what one of them waits for there, another could never issue.
+        """
         ...
 
-    def all_reduce_max(self, tensor: torch.Tensor) -> Pending:
-        """Starts the elementwise maximum of `tensor`, int64, over all ranks, in place."""
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
+        """Starts the reduction of `tensor` over all ranks, elementwise and in place."""
+        ...
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> Pending:
+        """As `all_reduce`, but only rank `root`'s tensor holds the result; the others' hold anything."""
+        ...
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        """Starts the exchange of equal parts: `output`, [ranks * n], gets part `rank` of each rank's `input`."""
         ...
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> Pending:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from fusedreduce.comm.distributed import ProcessGroupCommunicator
+from fusedreduce.comm.protocol import ReduceOp
 
 CPU = torch.device("cpu")
 
@@ -33,6 +34,9 @@ class _Done:
         self.wait()
         future.set_result([self._tensor])
         return future
+
+    def ready(self) -> bool:
+        return True
 
     def wait(self) -> None:
         if self._copied is not None:
@@ -60,18 +64,24 @@ class HostSums:
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
         self._group.check_wire(dtype, CPU)
 
-    def all_reduce(self, tensor: torch.Tensor) -> _Done:
-        self.sums += 1
+    def waits_in_backward(self, device: torch.device) -> bool:
+        return True
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Done:
+        self.sums += op == "sum"
         host = tensor.to(CPU, copy=True)
-        self._group.all_reduce(host).wait()
+        self._group.all_reduce(host, op).wait()
         tensor.copy_(host)
         return _Done(tensor)
 
-    def all_reduce_max(self, tensor: torch.Tensor) -> _Done:
-        host = tensor.to(CPU, copy=True)
-        self._group.all_reduce_max(host).wait()
-        tensor.copy_(host)
-        return _Done(tensor)
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> _Done:
+        return self.all_reduce(tensor, op)
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> _Done:
+        host = torch.empty_like(output, device=CPU)
+        self._group.all_to_all(host, input.to(CPU)).wait()
+        output.copy_(host)
+        return _Done(output)
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> _Done:
         raise NotImplementedError("no sparse gradients here")
