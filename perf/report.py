@@ -26,7 +26,7 @@ README = records.CHECKOUT / "README.md"
 # Benchmarks of a table, by the block of the page that it is in.
 BLOCKS = tuple(name.replace("_", "-") for name in report_tables.TABLES)
 MISSED, SUMMARY = "missed", "summary"
-ONLY_CPU = ("clip", "schedule", "prediction")
+ONLY_CPU = ("clip", "schedule", "prediction", "modes")
 _BEGIN = re.compile(r"<!-- begin (?P<name>[a-z-]+)\b[^>]*-->\n")
 NO_GPU = "No result on a GPU yet."
 NOTHING = "Not measured yet."

@@ -24,6 +24,8 @@ HEADLINE_PAIRS = ("fp32-bf16", "fp32-fp32", "bf16-bf16", "fp32-native", "bf16-na
 SLOWER = "**slower**"
 MORE = "**more**"
 MISSED = "**MISSED**"
+# Of perf/bench_modes.py: what it measures once and again; the scenarios that a reader decides by.
+_MODE_BASE, _MODE_SUMMARY = "synchronous", ("pauses of 4, in turns", "always")
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Lines:
@@ -327,6 +329,71 @@ def prediction(record: Record) -> Lines:
     return [*lines, *table(["plan", "buckets", "predicted ms", "measured ms", "error"], points), "", "</details>"]
 
 
+def modes(record: Record) -> Lines:
+    """Accuracy by mode, and each scenario's steps, rank by rank."""
+    lines: Lines = []
+    if record["accuracy"]:
+        lines += [
+            f"Accuracy on the held-out digits, {record['ranks']} ranks, {record['steps']} steps, in the mean over "
+            f"{record['seeds']} seeds; drift is the largest of all runs:",
+            "",
+        ]
+        rows = [
+            [
+                name,
+                f"{row['accuracy']:.2%}",
+                f"{row['lowest']:.2%} to {row['highest']:.2%}",
+                number(row["lost_points"]),
+                *(f"{row[key]:.2g}" if row[key] else "0" for key in ("drift", "relative_drift")),
+            ]
+            for name, row in record["accuracy"].items()
+        ]
+        headings = ["mode", "accuracy", "lowest to highest", "points lost", "drift", "relative drift"]
+        lines += [*table(headings, rows), ""]
+    for scenario, found in record["stragglers"].items():
+        ranks = range(len(next(iter(found.values()))["ms"]))
+        rows = [
+            [
+                name,
+                *(
+                    f"{row['ms'][rank]:,.2f} ({row['p20_ms'][rank]:,.2f} to {row['p80_ms'][rank]:,.2f})"
+                    for rank in ranks
+                ),
+                *(number(one) if name.startswith(_MODE_BASE) else ratio_text(one) for one in row["ratio"]),
+                *(number(one) for one in row.get("held_up_ms", [None] * len(ranks))),
+                *(number(one) for one in row["flush_ms"]),
+            ]
+            for name, row in found.items()
+        ]
+        named = [[f"{what}, rank {rank}" for rank in ranks] for what in ("ms", "ratio", "held up", "flush")]
+        lines += [
+            f"{scenario}; a sleep is {record['sleep_ms']:g} ms, a block {record['block_steps']} steps; ratios to "
+            f"{next(iter(found))!r}:",
+            "",
+            *table(["mode", *(heading for group in named for heading in group)], rows),
+            "",
+        ]
+    return lines[:-1]
+
+
+def data_parallel(record: Record) -> Lines:
+    """A table per model."""
+    lines: Lines = []
+    for name, ways in record["models"].items():
+        rows = [
+            [
+                way,
+                number(row["median_ms"]),
+                f"{row['p20_ms']:,.2f} to {row['p80_ms']:,.2f}",
+                *((ratio_text if _is_ours(way) else number)(row[key]) for key in ("ratio", "ratio_to_torch")),
+            ]
+            for way, row in ways.items()
+        ]
+        lines += [f"{name}, {record['replicas']} replicas, {record['threads']} threads:", ""]
+        lines += [*table(["way", "ms", "p20 to p80", "of one replica", "of torch.nn.DataParallel"], rows), ""]
+    return lines[:-1]
+
+
 def gpu_check(record: Record) -> Lines:
     """Stages and what they found."""
     stages = record["stages"]
@@ -364,6 +431,12 @@ def missed(record: Record) -> Lines:
         return [
             f"{one['direction']} {one['model']} {one['pair']} {one['way']}: {one['what']} is {one['figure']:.3f}, "
             + (f"at least {one['least']:.2f}" if "least" in one else f"at most {one['most']:.2f}")
+            for one in record["verdicts"]
+            if not one["met"]
+        ]
+    if family(what) in ("modes", "data_parallel"):
+        return [
+            f"{one['what']} {number(one['figure'])}, at most {one['most']:g}"
             for one in record["verdicts"]
             if not one["met"]
         ]
@@ -422,6 +495,10 @@ def summary(record: Record) -> Lines:
         return [*_step_summary(record), *_memory_summary(record)]
     if what == "clip":
         return _clip_summary(record)
+    if what == "modes":
+        return _modes_summary(record)
+    if what == "data_parallel":
+        return _data_parallel_summary(record)
     if what == "gpu_check":
         stages = record["stages"].values()
         judged = [one["met"] for stage in stages for one in stage["findings"] if one["met"] is not None]
@@ -494,6 +571,36 @@ def _clip_summary(record: Record) -> Lines:
     return ["; ".join(words)] if words else []
 
 
+def _modes_summary(record: Record) -> Lines:
+    """What modes cost in accuracy, and what they hide."""
+    lines = []
+    accuracy = {name: row for name, row in record["accuracy"].items() if not name.startswith(_MODE_BASE)}
+    if accuracy:
+        words = [f"{name} {number(row['lost_points'])}" for name, row in accuracy.items()]
+        lines.append(f"points of accuracy that a mode loses against synchronous, digits: {', '.join(words)}")
+    for scenario, found in record["stragglers"].items():
+        words = [
+            f"{name} {' and '.join(map(ratio_text, row['ratio']))}"
+            for name, row in found.items()
+            if not name.startswith(_MODE_BASE)
+        ]
+        if scenario.startswith(_MODE_SUMMARY):
+            lines.append(f"{scenario}: a step of each rank, as a share of synchronous's: {', '.join(words)}")
+    return lines
+
+
+def _data_parallel_summary(record: Record) -> Lines:
+    """One line: forward on the whole batch, of the strongest that it is measured beside."""
+    key = "ratio" if record["device"] == "cpu" else "ratio_to_torch"
+    words = [
+        f"{name} {ratio_text(ways['ours'][key])}"
+        for name, ways in record["models"].items()
+        if ways["ours"][key] is not None
+    ]
+    beside = "one replica with all threads" if key == "ratio" else "torch.nn.DataParallel"
+    return [f"DataParallel, {record['replicas']} replicas, as a share of {beside}: {', '.join(words)}"] if words else []
+
+
 def _range(ratios: Sequence[float]) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
@@ -506,6 +613,8 @@ TABLES: Mapping[str, Callable[[Record], Lines]] = {
     "scale": scale,
     "schedule": schedule,
     "prediction": prediction,
+    "modes": modes,
+    "data_parallel": data_parallel,
     "gpu_check": gpu_check,
 }
 

@@ -45,6 +45,8 @@ KERNELS = {
         "torch: foreach": {**SPREAD, "ratio": 2.5, "median_us": 25.0, "share_copy": 0.4, "share_cast": 0.4},
     },
 }
+MODE = {key: [5.0, 6.0] for key in ("ms", "p20_ms", "p80_ms", "flush_ms")} | {"ratio": [1.0, 1.0]}
+WAY = {"median_ms": 2.0, "p20_ms": 1.5, "p80_ms": 2.5, "ratio_to_torch": None}
 FINDING = {"what": "pack, one", "value": 0.5, "sign": ">=", "bound": 0.9, "unit": "x", "met": False}
 # By what, the least that its table wants.
 CONTENT: dict[str, dict[str, Any]] = {
@@ -144,6 +146,39 @@ CONTENT: dict[str, dict[str, Any]] = {
             }
         },
     },
+    "modes": {
+        "ranks": 2,
+        "seeds": 3,
+        "steps": 220,
+        "sleep_ms": 5.0,
+        "block_steps": 48,
+        "accuracy": {
+            name: {"accuracy": 0.97, "lowest": 0.96, "highest": 0.98, "lost_points": lost, "drift": drift}
+            | {"relative_drift": drift / 10}
+            for name, lost, drift in (("synchronous", 0.0, 0.0), ("asynchronous", 1.25, 0.002))
+        },
+        "stragglers": {
+            "even": {"synchronous": MODE, "asynchronous": {**MODE, "ratio": [1.5, 0.9]}},
+            "always 5 times slower": {
+                "synchronous": {**MODE, "held_up_ms": [4.0, 0.0]},
+                "synchronous, again": {**MODE, "ratio": [1.02, 1.03]},
+                "asynchronous": {**MODE, "ratio": [0.2, 1.125], "held_up_ms": [0.0, 0.0]},
+            },
+        },
+        "verdicts": [{"what": "asynchronous: points of accuracy lost", "figure": 1.25, "most": 1.0, "met": False}],
+    },
+    "data_parallel": {
+        "replicas": 2,
+        "threads": 4,
+        "models": {
+            "mlp": {
+                "one replica": {**WAY, "ratio": 1.0},
+                "one replica, again": {**WAY, "ratio": 1.01},
+                "ours": {**WAY, "ratio": 1.25},
+            }
+        },
+        "verdicts": [{"what": "mlp: ours, of one replica", "figure": 1.25, "most": 1.05, "met": False}],
+    },
     "gpu_check": {
         "stages": {
             "exact": {"status": "ok", "reason": "", "findings": [FINDING, {**FINDING, "met": None}], "skipped": []},
@@ -162,6 +197,8 @@ MISSED = {
     "scale": ["reduction against bytes: it bends"],
     "schedule_cost": ["recording share 2.000%, less than 1.0%"],
     "prediction": ["rank correlation 0.50, at least 0.9", "median error 30.0%, at most 25%"],
+    "modes": ["asynchronous: points of accuracy lost 1.25, at most 1"],
+    "data_parallel": ["mlp: ours, of one replica 1.25, at most 1.05"],
     "gpu_check": ["pack, one is 0.5x, >= 0.9x is demanded"],
 }
 # Where each table says that something is lost.
@@ -173,6 +210,8 @@ LOST = {
     "scale": "**MISSED**: it bends",
     "schedule_cost": "2.000% **MISSED**",
     "prediction": "0.50 **MISSED**",
+    "modes": "| 0.20 | 1.12 **slower** | 0.00 | 0.00 |",
+    "data_parallel": "| ours | 2.00 | 1.50 to 2.50 | 1.25 **slower** | - |",
     "gpu_check": "| exact: pack, one | 0.5x | >= 0.9x | **MISSED** |",
 }
 
@@ -235,9 +274,13 @@ def test_the_summary_is_a_dozen_lines_that_a_reader_decides_by(folder: Path) -> 
         f"On {found[0]['hardware']}, torch {found[0]['versions']['torch']}:",
         "",
         "- a step that clips takes 1.50 to 1.50 of torch's (1 of 1 ways **slower**)",
+        "- DataParallel, 2 replicas, as a share of one replica with all threads: mlp 1.25 **slower**",
         "- `make gpu-check`: 1 of 2 stages ok, 0 of 1 demands met",
         "- pack, 2 cases, 2 of them **slower**: 1.25 to 1.25 of the time of the fastest of torch's ways; "
         "0.93 to 0.93 of a copy's rate",
+        "- points of accuracy that a mode loses against synchronous, digits: asynchronous 1.25",
+        "- always 5 times slower: a step of each rank, as a share of synchronous's: "
+        "asynchronous 0.20 and 1.12 **slower**",
         "- synchronising Many, 2 ranks, as a share of 'torch hook': ours native 1.50 **slower**, "
         "ours native, views 1.50 **slower**, ours bf16 1.50 **slower**, fused_hook bf16, views 1.50 **slower**",
         "- peak of memory, MB above Many without DDP: torch DDP 45.0, torch DDP, views 20.0, ours bf16 28.0 **more**, "
