@@ -4,6 +4,7 @@ from .amp import FusedGradScaler
 from .clip import clip_grad_norm_
 from .config import ReduceConfig
 from .ddp import DistributedDataParallel
+from .environment import init_process_group
 from .errors import (
     AgreementError,
     CollectiveError,
@@ -32,4 +33,5 @@ __all__ = [
     "UnsupportedWireError",
     "clip_grad_norm_",
     "fused_hook",
+    "init_process_group",
 ]

@@ -56,17 +56,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trace",),
     ("planning",),
     ("config",),
+    ("environment", "modes"),
     ("errors",),
     ("kernels",),
 )
 KERNELS_MAY_IMPORT = {"torch", "triton", "numpy"}
 PLANNING_MAY_IMPORT = {"numpy"}
 PLANNING_MAY_IMPORT_OF_OURS = {"planning", "config", "errors"}
-# hook.py names the types of torch's hook interface; the command line starts process groups.
+# hook.py names the types of torch's hook interface; the command line and environment.py start process groups.
 MAY_NAME_TORCH_DISTRIBUTED = (
     "fusedreduce/comm/distributed.py",
     "fusedreduce/ddp.py",
     "fusedreduce/hook.py",
+    "fusedreduce/environment.py",
     "fusedreduce/cli/",
 )
 MAY_GUARD_TRITON = ("fusedreduce/kernels/dispatch.py",)

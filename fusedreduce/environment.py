@@ -1,0 +1,130 @@
+"""Starting torch.distributed from torchrun's environment, every value of which is looked at before anything starts.
+
+torchrun --nproc-per-node 2 train.py      # sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK, ...
+
+fusedreduce.init_process_group()          # in train.py: NCCL for CUDA tensors, Gloo for the others
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+
+import torch
+import torch.distributed as dist
+
+from .errors import FusedReduceError
+
+_CUDA_BACKEND = "nccl"
+_REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LARGEST_PORT = 65535
+# More digits than any of these has; Python refuses to read thousands of them.
+_NUMBER = re.compile(r"-?[0-9]{1,18}", re.ASCII)
+_HINT = "Start the processes with torchrun, which sets it: torchrun --nproc-per-node 2 SCRIPT"
+
+
+def init_process_group(backend: str = "auto", *, timeout: datetime.timedelta | None = None) -> None:
+    """Initialises torch.distributed's default group from the environment that torchrun sets.
+
+    Where the backend is one for CUDA, LOCAL_RANK becomes the current CUDA device.
+
+    Args:
+        backend: "auto": "cpu:gloo,cuda:nccl" where there is CUDA, else "gloo"; or what
+            `torch.distributed.init_process_group` takes, such as "gloo" or "cuda:nccl".
+        timeout: of the group's collectives; None: torch's default for the backend.
+
+    Raises:
+        ValueError: a variable is missing, not a number or out of range, or there is no such backend; nothing has been
+            started.
+        FusedReduceError: torch.distributed is initialised already.
+    """
+    if dist.is_initialized():
+        raise FusedReduceError(
+            "torch.distributed is initialised already: call init_process_group once per process, or "
+            "torch.distributed.destroy_process_group() before"
+        )
+    if timeout is not None and not (isinstance(timeout, datetime.timedelta) and timeout > datetime.timedelta()):
+        raise ValueError(f"timeout must be a positive datetime.timedelta or None, got {timeout!r}")
+    chosen = _backend(backend)
+    missing = [name for name in _REQUIRED if name not in os.environ]
+    if missing:
+        raise ValueError(f"not set in the environment: {', '.join(missing)}. {_HINT}")
+    size = _number("WORLD_SIZE", least=1)
+    rank = _number("RANK", most=size - 1, why="WORLD_SIZE - 1")
+    if not os.environ["MASTER_ADDR"].strip():
+        raise _wrong("MASTER_ADDR", "must be the name or address of rank 0's machine")
+    _number("MASTER_PORT", least=1, most=_LARGEST_PORT)
+    on_cuda = _CUDA_BACKEND in chosen
+    local_rank = _local_rank(size, needed=on_cuda and torch.cuda.device_count() > 1)
+    if on_cuda:
+        _set_device(local_rank)
+    dist.init_process_group(chosen, timeout=timeout, rank=rank, world_size=size)
+
+
+def _backend(asked: str) -> str:
+    """The backend's name as torch takes it.
+
+    Raises:
+        ValueError: torch has no such backend here.
+    """
+    if asked == "auto":
+        return f"cpu:gloo,cuda:{_CUDA_BACKEND}" if torch.cuda.is_available() else "gloo"
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    names = [part.rpartition(":")[2] for part in asked.lower().split(",")] if isinstance(asked, str) else [""]
+    if any(name not in known for name in names):
+        raise ValueError(f"unknown backend {asked!r}: use 'auto' or one of {', '.join(map(repr, known))}")
+    if _CUDA_BACKEND in names and not torch.cuda.is_available():
+        raise ValueError(f"backend {asked!r} needs CUDA, and there is none here: use 'gloo' or 'auto'")
+    return asked.lower()
+
+
+def _local_rank(world_size: int, *, needed: bool) -> int | None:
+    """LOCAL_RANK, checked; None where it is not set and nothing depends on it.
+
+    Args:
+        world_size: number of all processes.
+        needed: without it this process cannot tell its CUDA device.
+    """
+    if not needed and "LOCAL_RANK" not in os.environ and "LOCAL_WORLD_SIZE" not in os.environ:
+        return None
+    if "LOCAL_RANK" not in os.environ:
+        raise ValueError(f"not set in the environment: LOCAL_RANK. {_HINT}")
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        return _number("LOCAL_RANK", most=world_size - 1, why="WORLD_SIZE - 1")
+    local_size = _number("LOCAL_WORLD_SIZE", least=1, most=world_size, why="WORLD_SIZE")
+    return _number("LOCAL_RANK", most=local_size - 1, why="LOCAL_WORLD_SIZE - 1")
+
+
+def _set_device(local_rank: int | None) -> None:
+    devices = torch.cuda.device_count()
+    if local_rank is not None and local_rank >= devices:
+        raise _wrong("LOCAL_RANK", f"is the number of this process's CUDA device, and there are {devices} here")
+    torch.cuda.set_device(local_rank or 0)  # None: there is one device only
+
+
+def _number(name: str, *, least: int = 0, most: int | None = None, why: str = "") -> int:
+    """A variable as a number.
+
+    Args:
+        name: of the variable, which is set.
+        least: its smallest value.
+        most: its largest; None: any.
+        why: where `most` comes from.
+
+    Raises:
+        ValueError: it is no number, or out of range.
+    """
+    text = os.environ[name]
+    if not _NUMBER.fullmatch(text):
+        raise _wrong(name, "is not a whole number")
+    value = int(text)
+    if value < least:
+        raise _wrong(name, f"must be at least {least}")
+    if most is not None and value > most:
+        raise _wrong(name, f"must be at most {most}{f' ({why})' if why else ''}")
+    return value
+
+
+def _wrong(name: str, what: str) -> ValueError:
+    return ValueError(f"{name}={os.environ[name]!r}: {what}. {_HINT}")

@@ -1,0 +1,222 @@
+"""init_process_group: tables of environments, right and wrong; CUDA is pretended. Once with two real processes."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fusedreduce import FusedReduceError, init_process_group
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+GOOD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+class Torch:
+    """What was asked of torch, in order; nothing is started."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(dist, "init_process_group", self._init)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: self.calls.append(("device", device)))
+        self.have_cuda(0)
+
+    def have_cuda(self, devices: int) -> None:
+        self._monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+        self._monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+
+    def environment(self, *values: Mapping[str, str], without: str = "") -> None:
+        wanted = {name: value for part in values for name, value in part.items() if name != without}
+        for name in VARIABLES:
+            if name in wanted:
+                self._monkeypatch.setenv(name, wanted[name])
+            else:
+                self._monkeypatch.delenv(name, raising=False)
+
+    def _init(self, backend: str, *, timeout: datetime.timedelta | None, rank: int, world_size: int) -> None:
+        self.calls.append((backend, timeout, rank, world_size))
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Torch:
+    return Torch(monkeypatch)
+
+
+def test_without_cuda(fake: Torch) -> None:
+    fake.environment(GOOD, LOCAL)
+    init_process_group()
+    assert fake.calls == [("gloo", None, 3, 8)]
+
+
+def test_with_cuda_the_local_rank_is_the_device(fake: Torch) -> None:
+    fake.have_cuda(2)
+    fake.environment(GOOD, LOCAL)
+    init_process_group()
+    assert fake.calls == [("device", 1), ("cpu:gloo,cuda:nccl", None, 3, 8)]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "GLOO", "cpu:gloo", "mpi"])
+def test_a_backend_by_name_without_cuda(fake: Torch, backend: str) -> None:
+    fake.have_cuda(2)
+    fake.environment(GOOD, LOCAL)
+    init_process_group(backend, timeout=datetime.timedelta(seconds=7))
+    assert fake.calls == [(backend.lower(), datetime.timedelta(seconds=7), 3, 8)]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_a_backend_by_name_with_cuda(fake: Torch, backend: str) -> None:
+    fake.have_cuda(2)
+    fake.environment(GOOD, LOCAL)
+    init_process_group(backend)
+    assert fake.calls == [("device", 1), (backend, None, 3, 8)]
+
+
+def test_one_device_needs_no_local_rank(fake: Torch) -> None:
+    fake.have_cuda(1)
+    fake.environment(GOOD)
+    init_process_group()
+    assert fake.calls == [("device", 0), ("cpu:gloo,cuda:nccl", None, 3, 8)]
+
+
+def test_several_devices_need_one(fake: Torch) -> None:
+    fake.have_cuda(2)
+    fake.environment(GOOD)
+    with pytest.raises(ValueError, match="LOCAL_RANK.*torchrun"):
+        init_process_group()
+    assert fake.calls == []
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_missing(fake: Torch, name: str) -> None:
+    fake.environment(GOOD, LOCAL, without=name)
+    with pytest.raises(ValueError, match=f"not set in the environment: {name}. .*torchrun"):
+        init_process_group()
+    assert fake.calls == []
+
+
+def test_all_that_is_missing_is_named(fake: Torch) -> None:
+    fake.environment({})
+    with pytest.raises(ValueError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
+        init_process_group()
+
+
+def test_a_local_size_without_a_local_rank(fake: Torch) -> None:
+    fake.environment(GOOD, LOCAL, without="LOCAL_RANK")
+    with pytest.raises(ValueError, match="not set in the environment: LOCAL_RANK"):
+        init_process_group()
+
+
+NO_NUMBERS = ("", "two", "1.0", "1e1", " 1", "1 ", "+1", "1_0", "0x1", "٣", "1" * 5000, "--1", "1\n")
+WRONG = (
+    *((name, text) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", *LOCAL) for text in (*NO_NUMBERS, "-1")),
+    ("RANK", "8"),
+    ("RANK", "9" * 18),
+    ("WORLD_SIZE", "0"),
+    ("WORLD_SIZE", "3"),
+    ("MASTER_PORT", "0"),
+    ("MASTER_PORT", "65536"),
+    ("MASTER_ADDR", ""),
+    ("MASTER_ADDR", "  "),
+    ("LOCAL_RANK", "2"),
+    ("LOCAL_WORLD_SIZE", "0"),
+    ("LOCAL_WORLD_SIZE", "1"),
+    ("LOCAL_WORLD_SIZE", "9"),
+)
+
+
+@pytest.mark.parametrize(("name", "text"), WRONG, ids=lambda one: repr(one[:12]))
+def test_wrong(fake: Torch, name: str, text: str) -> None:
+    fake.have_cuda(2)
+    fake.environment(GOOD, LOCAL, {name: text})
+    with pytest.raises(ValueError, match="torchrun") as caught:
+        init_process_group()
+    blamed = {("WORLD_SIZE", "3"): "RANK='3'", ("LOCAL_WORLD_SIZE", "1"): "LOCAL_RANK='1'"}
+    assert str(caught.value).startswith(blamed.get((name, text), f"{name}={text!r}"))
+    assert fake.calls == []
+
+
+def test_a_local_rank_beyond_all_ranks(fake: Torch) -> None:
+    fake.environment(GOOD, {"LOCAL_RANK": "8"})
+    with pytest.raises(ValueError, match="LOCAL_RANK='8': must be at most 7"):
+        init_process_group()
+
+
+def test_more_local_ranks_than_devices(fake: Torch) -> None:
+    fake.have_cuda(1)
+    fake.environment(GOOD, LOCAL)
+    with pytest.raises(ValueError, match="LOCAL_RANK='1'.* there are 1 here"):
+        init_process_group()
+    assert fake.calls == []
+
+
+@pytest.mark.parametrize("backend", ["", "glooo", "cpu:", "cpu:gloo,cuda:nccll", None, 3, "undefined"])
+def test_an_unknown_backend(fake: Torch, backend: Any) -> None:
+    fake.environment(GOOD)
+    with pytest.raises(ValueError, match="unknown backend .*'auto'.*'gloo'"):
+        init_process_group(backend)
+    assert fake.calls == []
+
+
+def test_nccl_without_cuda(fake: Torch) -> None:
+    fake.environment(GOOD)
+    with pytest.raises(ValueError, match="needs CUDA"):
+        init_process_group("cpu:gloo,cuda:nccl")
+    assert fake.calls == []
+
+
+@pytest.mark.parametrize("timeout", [0, 5.0, "5", datetime.timedelta(), datetime.timedelta(seconds=-1)])
+def test_a_bad_timeout(fake: Torch, timeout: Any) -> None:
+    fake.environment(GOOD)
+    with pytest.raises(ValueError, match="timeout must be a positive"):
+        init_process_group(timeout=timeout)
+    assert fake.calls == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_twice(fake: Torch) -> None:
+    fake.environment(GOOD)
+    with pytest.raises(FusedReduceError, match="initialised already"):
+        init_process_group()
+    assert fake.calls == []
+
+
+RANK = """
+import fusedreduce, torch, torch.distributed as dist
+fusedreduce.init_process_group()
+value = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(value)
+assert value.item() == 3.0 and dist.get_backend() == "gloo" and dist.get_world_size() == 2, value
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks need two GPUs")
+def test_two_processes() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
+    environment = {**os.environ, **common, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=60)
+        assert rank.returncode == 0, errors
