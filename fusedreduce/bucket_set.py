@@ -52,7 +52,7 @@ class BucketMaker:
             splits = self.config.wire == "fp16" and torch.float16 not in {
                 real_dtype(one.dtype) for one in members.parameters
             }
-            split = fp16_split(self.communicator.size) if splits else 1.0
+            split = fp16_split(self.communicator.size, self.config.op) if splits else 1.0
             return PackedReduction(members, self.communicator, wire_dtype, as_views=self.as_views, split=split)
         timeout_s = self.communicator.timeout_s(members.device)
         rank = self.communicator.rank

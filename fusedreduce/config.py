@@ -20,6 +20,8 @@ LEAST_REPLAN_EVERY = 8
 _MOST_LATENCY_US = 1e9
 _LEAST_GBIT_PER_S = 1e-6
 _MOST_GBIT_PER_S = 1e6
+Op = Literal["mean", "sum"]
+OPS: tuple[Op, ...] = ("mean", "sum")
 Wire = Literal["native", "bf16", "fp16"]
 CheckFinite = Literal["off", "count", "raise"]
 CHECKS_FINITE: tuple[CheckFinite, ...] = ("off", "count", "raise")
@@ -34,6 +36,9 @@ class ReduceConfig:
         wire: dtype that travels. "native": the gradients' own (fp32 for a bucket of mixed dtypes); "bf16" or "fp16":
             divided by the world size in fp32, then rounded once. On fp16 the division is split: a power of two of
             about the root of the world size comes off after the sum, so that small values survive.
+        op: "mean": the average over all ranks; "sum": their sum. (On an fp16 wire a power of two of at least the world
+            size comes off ahead of that sum, which then cannot overflow there, and on again after it.) Reducer and
+            wrapper only.
         stall_report_s: log a bucket whose reduction has not finished after this many seconds; None: after 80 % of
             the process group's timeout. CUDA only: on CPU the timeout itself raises.
         overlap: start each bucket's reduction as soon as it is ready; False starts all of them when backward is done
@@ -60,6 +65,7 @@ class ReduceConfig:
     """
 
     wire: Wire = "native"
+    op: Op = "mean"
     stall_report_s: float | None = None
     overlap: bool = True
     policy: Policy = "planned"
@@ -78,6 +84,7 @@ class ReduceConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         choices: Mapping[str, tuple[str, ...]] = {
+            "op": OPS,
             "policy": POLICIES,
             "cap_policy": CAP_POLICIES,
             "check_finite": CHECKS_FINITE,
@@ -96,6 +103,10 @@ class ReduceConfig:
         _check_link(self.link)
         if not isinstance(self.plan, str | None):
             raise ValueError(f"plan must be the JSON text of a plan or None, got {type(self.plan).__name__}")
+
+    def divisor(self, ranks: int) -> float:
+        """What every rank divides its gradients by, unless a step has a divisor of its own."""
+        return float(ranks) if self.op == "mean" else 1.0
 
     def wire_dtype(self, gradient: torch.dtype) -> torch.dtype:
         """The dtype in which a bucket of `gradient`s travels."""

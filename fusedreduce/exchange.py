@@ -23,6 +23,7 @@ from torch.profiler import record_function
 
 from .bucket import Bucket, BucketState
 from .comm.protocol import Communicator, Pending
+from .config import Op
 from .errors import CollectiveError
 from .kernels import dispatch
 from .kernels.table import Partials, SourcePartials
@@ -138,13 +139,18 @@ def finish(
     return event
 
 
-def fp16_split(ranks: int) -> float:
-    """The power of two by which an fp16 wire holds more than the mean: about the root of the number of ranks.
+def fp16_split(ranks: int, op: Op = "mean") -> float:
+    """The power of two by which an fp16 wire holds more than the result; of a mean about the root of the ranks' number.
 
     Dividing by all ranks ahead of the sum flushes small values to zero, by none of them lets large ones overflow;
     and a power of two costs no rounding. 8 ranks: 4, so gradients are divided by 2 before and by 4 after the sum:
     gradients from 6e-8, means to 16,376. Two and three ranks: 1.
+
+    Of a sum it is below one: the inverse of the least power of two that is no less than the number of ranks. What each
+    rank can hold, the sum of all can then hold on the wire.
     """
+    if op == "sum":
+        return 0.5 ** (ranks - 1).bit_length()
     power = ranks.bit_length() - 1
     return 2.0 ** ((power + 1) // 2) if power > 1 else 1.0
 

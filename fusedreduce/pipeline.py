@@ -89,7 +89,7 @@ class Pipeline:
         self._skip_unused_buckets = skip_unused_buckets
         self._monitor = StallMonitor()
         self._rounds = 0
-        self._divisor: float | None = None
+        self._divisor = 1.0
         self._count_ranks: Any = None
         self._installed: list[torch.futures.Future[Any]] = []
         self._warned = False
@@ -157,24 +157,30 @@ class Pipeline:
     # A step
 
     def divide_by_ranks_counted(self, work: Any) -> None:
-        """The next step's divisor is what `work`, an all-reduce of ones, gives."""
+        """The next step's divisor is what `work`, an all-reduce of ones, gives; of a sum there is none."""
         self._count_ranks = work
 
     def wait_at_end(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
         """Has the next `finish` wait for these too."""
         self._installed.extend(futures)
 
-    def arm(self, *, closely: bool, forward_ns: int) -> None:
-        """A synchronised backward comes next; see `StepClock.arm`."""
+    def arm(self, *, closely: bool, forward_ns: int, divisor: float | None = None) -> None:
+        """A synchronised backward comes next; see `StepClock.arm`.
+
+        Args:
+            closely, forward_ns: as there.
+            divisor: this rank's own, in this step.
+        """
         self._clock.arm(len(self.buckets), closely=closely, forward_ns=forward_ns)
-        self._divisor = self._counted_ranks()
+        counted = self._counted_ranks()
+        self._divisor = divisor or counted or self.maker.config.divisor(self.maker.communicator.size)
 
     def take(self, step: Step, bucket: int, group: int) -> None:
         """Packs a group of a bucket ahead of its launch; on CPU."""
         if bucket >= step.next_bucket:  # else its wire is under way, and what comes too late is found in finish
             began_ns = time.perf_counter_ns()
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # 2 us, for every large gradient
-                self.buckets.reductions[bucket].take(group, self._divisor or float(self.maker.communicator.size))
+                self.buckets.reductions[bucket].take(group, self._divisor)
             self._clock.packed_part(bucket, began_ns)
 
     def launch(self, step: Step) -> None:
@@ -203,7 +209,7 @@ class Pipeline:
             self.buckets.streams.wait_for_gradients(members.index, members.device)
             with torch.no_grad(), self.buckets.streams.on(members.device):
                 self._clock.pack(members.index)
-                reduction.launch(self._divisor or float(self.maker.communicator.size))
+                reduction.launch(self._divisor)
                 self._clock.launched(members.index, *(reduction.under_way() or (None, None)))
                 self.buckets.streams.packed(members.device)
             step.launched += 1
@@ -351,7 +357,7 @@ class Pipeline:
         if work is None:
             return None
         work.wait()
-        return float(work.result()[0].item())
+        return float(work.result()[0].item()) if self.maker.config.op == "mean" else None
 
     def _report_after_s(self, device: torch.device) -> float:
         config = self.maker.config

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
+import math
 import os
 import threading
 import time
@@ -203,17 +204,22 @@ class Reducer:
             self.times.forward_start = time.time_ns()
             self._forward_ns = time.perf_counter_ns()
 
-    def prepare_for_backward(self, outputs: object = None) -> None:
+    def prepare_for_backward(self, outputs: object = None, *, divisor: float | None = None) -> None:
         """Arms the hooks: the next backward is reduced. Called after each forward, not under `no_sync`.
 
         Args:
             outputs: what the forward returned, or the loss: tensors in any pytree. Needed for static_graph, for
                 find_unused_parameters, and for reentrant checkpoints to be told from the backward around them.
+            divisor: what this rank's gradients are divided by in this step; None: the number of ranks, or 1 where
+                ReduceConfig(op="sum"). Ranks may have different ones: where rank i saw n_i of N samples and its loss
+                is their mean, N / n_i on each gives the mean over all N.
 
         Raises:
+            ValueError: a divisor that is not a positive number, or one beside a comm hook, which divides itself.
             FusedReduceError: the last step is not finished, with the names of what is missing, or has failed.
             AgreementError: ranks were given different models or settings; on every rank. First call only.
         """
+        divisor = self._checked_divisor(divisor)
         with self._lock:
             self.check_finalized()
             self.local_backward_expected = not self._sync
@@ -240,7 +246,8 @@ class Reducer:
             profiled = self._plans.profiles()
             if not self._backward_hooks.watch(tensors) or profiled:
                 arrivals.hook_all(once=profiled)
-            self._pipeline.arm(closely=profiled or self._recording.wants_step(), forward_ns=self._forward_ns)
+            closely = profiled or self._recording.wants_step()
+            self._pipeline.arm(closely=closely, forward_ns=self._forward_ns, divisor=divisor)
             self._forward_ns = MISSING_NS
             self.state = ReducerState.ARMED
             self.times.backward_start = time.time_ns()
@@ -433,7 +440,7 @@ class Reducer:
 
         Raises:
             RuntimeError: a hook is registered already.
-            ValueError: the wire is not "native": the hook would take its place.
+            ValueError: the wire is not "native", or op not "mean": the hook would take their place.
         """
         with self._lock:
             maker = self._pipeline.maker
@@ -443,6 +450,8 @@ class Reducer:
                 raise ValueError(
                     f"wire={self.config.wire!r} and a comm hook exclude each other: the hook decides what travels"
                 )
+            if self.config.op != "mean":
+                raise ValueError(f"op={self.config.op!r} and a comm hook exclude each other: the hook divides, or not")
             self._pipeline.maker = dataclasses.replace(maker, hook=(state, hook))
             self._plans.give_up_measuring()
             self._lay(self.plan)
@@ -686,6 +695,15 @@ class Reducer:
                 "through the same forward, or several forwards before one backward): it was added on this rank only, "
                 "so ranks now differ. Call forward before each backward, or use no_sync() where this is meant"
             )
+
+    def _checked_divisor(self, divisor: float | None) -> float | None:
+        if divisor is None:
+            return None
+        if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
+            raise ValueError(f"divisor must be a positive number or None, got {divisor!r}")
+        if self._pipeline.maker.hook is not None:
+            raise ValueError("a divisor and a comm hook exclude each other: the hook divides, or does not")
+        return float(divisor)
 
     def _check_still_hooked(self) -> None:
         if not self._arrivals.tells:  # else the end of backward looks at every `.grad`, and pack at its dtype

@@ -63,10 +63,11 @@ def step(
     *,
     scale: LossScale | None = None,
     ready: Sequence[int] | None = None,
+    divisor: float | None = None,
 ) -> None:
     """One forward and backward; of a scaled loss, as a loss scaler tells it."""
     loss = given(reducer.parameters, gradients, ready)
-    reducer.prepare_for_backward(loss)
+    reducer.prepare_for_backward(loss, divisor=divisor)
     backward(reducer, loss, scale)
 
 
