@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from . import reference, reference_stats
+from . import reference, reference_combine, reference_stats
+from .parts import Part
 from .support import unsupported
 from .table import ChunkTable, Partials, PointerTable, SourcePartials, SourceTotals, Spans, Totals
 
@@ -178,6 +179,13 @@ def scale(
     path = path_for(factor.device, chunks.dtypes)
     function = reference.scale if path == "torch" else _triton_scale.scale
     _call("scale", path, function, gradients, chunks, pointers, factor, partials, vouched=vouched)
+
+
+def combine(
+    tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], parts: Sequence[Part], scale: float = 1.0
+) -> None:
+    """Adds `tensors` up and writes the sum into each of `outputs`; see `kernels.combine.combine`."""
+    reference_combine.combine(tensors, outputs, parts, scale)
 
 
 def reduce_partials(partials: Partials, spans: Spans) -> Totals:

@@ -1,0 +1,388 @@
+"""LocalGroup: ranks that are threads of this process (or several that one thread drives), behind the Communicator.
+
+    group = LocalGroup(2)
+    results = group.run(lambda communicator: train(communicator))      # one thread per rank
+
+The n-th collectives of a channel's ranks meet; see `meeting`. A channel is what the n-th communicators of all ranks
+share, so several independent sequences of collectives can be under way. There is no thread of the group's own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+
+from ..errors import CollectiveError, UnsupportedWireError
+from .local_operations import COMPUTED_WIDE, Streams, perform
+from .meeting import Arrival, LocalPending, Meeting, ranks_text
+from .protocol import ReduceOp
+from .strategies import Centralized, Strategy
+
+T = TypeVar("T")
+_CENTRALIZED = Centralized()
+
+
+class _Siblings:
+    """Channels by number: the n-th that each rank asks for is the same one."""
+
+    def __init__(self, generation: _Generation, name: str) -> None:
+        self._generation = generation
+        self._name = name
+        self._asked: dict[int, int] = {}
+        self._waiting: dict[int, tuple[_Channel, set[int]]] = {}
+
+    def channel(self, rank: int) -> _Channel:
+        """The next one of `rank`; forgotten here when all ranks have it."""
+        with self._generation.group.lock:
+            number = self._asked[rank] = self._asked.get(rank, -1) + 1
+            if number not in self._waiting:
+                self._waiting[number] = (_Channel(self._generation, f"{self._name}{number}"), set())
+            channel, have = self._waiting[number]
+            have.add(rank)
+            if len(have) == self._generation.group.size:
+                del self._waiting[number]
+            return channel
+
+
+class _Generation:
+    """All channels from one abort of the group to the next."""
+
+    def __init__(self, group: LocalGroup) -> None:
+        self.group = group
+        self.problem = ""
+        self.cause: BaseException | None = None
+        self.channels: weakref.WeakSet[_Channel] = weakref.WeakSet()
+        self.roots = _Siblings(self, "")
+
+    def fail(self, problem: str, cause: BaseException | None) -> None:
+        """Everything of this generation raises from now on, but what is being performed."""
+        failed: list[Meeting] = []
+        with self.group.lock:
+            if self.problem:
+                return
+            self.problem, self.cause = problem, cause
+            for channel in list(self.channels):
+                failed += [one for one in channel.meetings() if one.fail(f"{one.name}: {problem}", cause)]
+        for meeting in failed:
+            meeting.tell()
+
+
+class _Channel:
+    """A sequence of collectives, and those that have a key instead of a place in it."""
+
+    def __init__(self, generation: _Generation, name: str) -> None:
+        self.generation = generation
+        self.name = name
+        self.siblings = _Siblings(generation, f"{name}.")
+        self.used_by: dict[int, int] = {}  # rank -> the thread that used its communicator last
+        self._meetings: dict[int | str, Meeting] = {}
+        generation.channels.add(self)
+
+    def meetings(self) -> list[Meeting]:
+        """Those that not all ranks have come to."""
+        return list(self._meetings.values())
+
+    def arrive(self, rank: int, place: int | str, arrival: Arrival) -> LocalPending:
+        """Never blocks, but performs the collective if this is the last rank to come.
+
+        Raises:
+            CollectiveError: the group is closed, or a rank has given up.
+        """
+        generation, group = self.generation, self.generation.group
+        with group.lock:
+            if generation.problem:
+                raise CollectiveError(f"rank {rank} cannot issue {arrival}: {generation.problem}") from generation.cause
+            meeting = self._meetings.get(place)
+            if meeting is None:
+                where = f"collective {place}" if isinstance(place, int) else f"exchange {place!r}"
+                name = f"{where} of channel {self.name} among {group.size} local ranks"
+                meeting = self._meetings[place] = Meeting(name, group.size, group.lock, group.timeout_s)
+            self.used_by[rank] = arrival.thread
+            last = meeting.arrive(rank, arrival)
+            if not meeting.missing():
+                del self._meetings[place]
+        pending = LocalPending(meeting, rank, arrival, lambda: self._alone(meeting))
+        if last:
+            meeting.perform(lambda arrivals: perform(arrivals, group.strategy, group.streams))
+        return pending
+
+    def _alone(self, meeting: Meeting) -> str:
+        """Why waiting here would be for ever: with one thread for all ranks, whoever is missing cannot come."""
+        me = threading.get_ident()
+        missing = meeting.missing()
+        if self.generation.group.one_thread and missing and all(self.used_by.get(rank) == me for rank in missing):
+            return f"{ranks_text(missing)} cannot come: this thread drives them too, and it waits"
+        return ""
+
+
+class LocalGroup:
+    """`world_size` ranks in this process.
+
+    Args:
+        world_size: how many.
+        strategy: the order of additions, and between devices their places.
+        timeout_s: how long a rank waits for the others in a collective.
+        one_thread: one thread drives all ranks, so none of them may wait for another inside backward.
+
+    Raises:
+        ValueError: a world size below 1, a timeout that is not above 0.
+        TypeError: something else than a strategy.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        strategy: Strategy = _CENTRALIZED,
+        timeout_s: float = 300.0,
+        one_thread: bool = False,
+    ) -> None:
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise ValueError(f"LocalGroup: world_size must be an integer of at least 1, not {world_size!r}")
+        if not isinstance(strategy, Strategy):
+            raise TypeError(f"LocalGroup: strategy must be Centralized(), Tree(arity) or Ring(), not {strategy!r}")
+        if not timeout_s > 0:
+            raise ValueError(f"LocalGroup: timeout_s must be above 0, not {timeout_s!r}")
+        self.size = world_size
+        self.strategy = strategy
+        self.timeout_s = float(timeout_s)
+        self.one_thread = one_thread
+        # Reentrant: the garbage collector may run someone's abort() inside.
+        self.lock = threading.RLock()
+        self.streams = Streams()
+        self._closed = False
+        self._runs = 0
+        self._generation = _Generation(self)
+
+    def communicator(self, rank: int) -> LocalCommunicator:
+        """A new one for `rank`; the n-th of each rank since the last abort are one channel.
+
+        Raises:
+            ValueError: there is no such rank.
+            CollectiveError: the group is closed.
+        """
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
+            raise ValueError(f"rank must be one of 0 to {self.size - 1}, not {rank!r}")
+        with self.lock:
+            self._refuse_closed()
+            return LocalCommunicator(self._generation.roots.channel(rank), rank)
+
+    def run(self, case: Callable[[LocalCommunicator], T]) -> list[T]:
+        """`case(communicator)` in one thread per rank, on a channel of their own; what each returned, in rank order.
+
+        Raises:
+            BaseException: the first that a rank raised, after all threads have ended: the others' collectives were
+                aborted then. What they raised of their own is added as notes.
+        """
+        with self.lock:
+            self._refuse_closed()
+            channel = _Channel(self._generation, f"run {self._runs}")
+            self._runs += 1
+        results: dict[int, T] = {}
+        errors: list[tuple[int, BaseException]] = []
+
+        def work(communicator: LocalCommunicator) -> None:
+            try:
+                results[communicator.rank] = case(communicator)
+            except BaseException as error:
+                errors.append((communicator.rank, error))
+                communicator.abort(error)
+
+        communicators = [LocalCommunicator(channel, rank) for rank in range(self.size)]
+        threads = [
+            threading.Thread(target=work, args=(one,), name=f"fusedreduce-rank-{one.rank}") for one in communicators
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException as error:
+            communicators[0].abort(error)
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+            raise
+        if errors:
+            _, first = errors[0]
+            for rank, other in errors[1:]:
+                if not isinstance(other, CollectiveError):
+                    first.add_note(f"rank {rank} raised {type(other).__name__}: {other}")
+            raise first
+        return [results[rank] for rank in range(self.size)]
+
+    def abort(self, communicator: LocalCommunicator, error: BaseException) -> None:
+        """As `communicator.abort(error)`."""
+        communicator.abort(error)
+
+    def close(self) -> None:
+        """Everything that is under way or comes later raises."""
+        with self.lock:
+            self._closed = True
+            generation = self._generation
+        generation.fail("the group is closed", None)
+
+    def __enter__(self) -> LocalGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _renew(self, generation: _Generation) -> None:
+        """`generation` is aborted: what is made from now on belongs to another one."""
+        with self.lock:
+            if self._generation is generation and not self._closed:
+                self._generation = _Generation(self)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise CollectiveError("the LocalGroup is closed")
+
+
+class LocalCommunicator:
+    """One rank of a LocalGroup (comm.protocol.Communicator). Several threads may use it, one at a time."""
+
+    def __init__(self, channel: _Channel, rank: int) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._issued = 0
+
+    @property
+    def group(self) -> LocalGroup:
+        """Whose it is."""
+        return self._channel.generation.group
+
+    @property
+    def rank(self) -> int:
+        """This peer's rank within the group."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self.group.size
+
+    def new_channel(self) -> LocalCommunicator:
+        """A communicator of the same rank with a sequence of its own; the n-th that each rank makes here meet."""
+        return LocalCommunicator(self._channel.siblings.channel(self._rank), self._rank)
+
+    def abort(self, error: BaseException) -> None:
+        """Gives up, for all: every collective of this generation, under way or later, raises on every rank.
+
+        Communicators that the group makes afterwards are of the next generation. Only the first abort of one counts.
+        """
+        generation = self._channel.generation
+        generation.group._renew(generation)
+        generation.fail(f"rank {self._rank} gave up: {type(error).__name__}: {error}", error)
+
+    def timeout_s(self, device: torch.device) -> float:
+        """How long a rank waits for the others."""
+        return self.group.timeout_s
+
+    def waits_in_backward(self, device: torch.device) -> bool:
+        """On CPU, where each rank's backward has a thread of its own."""
+        return device.type == "cpu" and not self.group.one_thread
+
+    def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises UnsupportedWireError, on every rank alike, if `dtype` cannot be summed on `device`."""
+        if device.type not in ("cpu", "cuda") or dtype not in COMPUTED_WIDE:
+            names = ", ".join(sorted(map(str, COMPUTED_WIDE)))
+            raise UnsupportedWireError(
+                f"a LocalGroup cannot all-reduce {dtype} on {device.type} (on cpu and cuda it sums {names}); choose "
+                "another wire"
+            )
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> LocalPending:
+        """Starts the reduction of `tensor` over all ranks, elementwise and in place.
+
+        A sum has one rounding: it is computed in fp32 (fp64 for fp64), in the order that the strategy says.
+        """
+        return self._issue("all_reduce", tensor, op=op, problem=_dense(tensor))
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> LocalPending:
+        """As `all_reduce`, but only rank `root`'s tensor holds the result; the others' hold anything."""
+        return self._issue("reduce", tensor, op=op, root=root, problem=_dense(tensor) or self._root(root))
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> LocalPending:
+        """Starts the exchange of equal parts: `output`, [ranks * n], gets part `rank` of each rank's `input`."""
+        problem = _dense(input) or _dense(output)
+        if not problem and (output.numel() != input.numel() or output.dtype is not input.dtype):
+            problem = f"output and input of an all_to_all differ: {output.numel()} {output.dtype}, {input.numel()} "
+            problem += str(input.dtype)
+        if not problem and input.numel() % self.size:
+            problem = f"{input.numel()} elements cannot be dealt out to {self.size} ranks"
+        return self._issue("all_to_all", input, output, problem=problem)
+
+    def all_reduce_sparse(self, tensor: torch.Tensor) -> LocalPending:
+        """Starts the sum of a sparse COO tensor over all ranks; the future's value holds the result."""
+        problem = "" if tensor.is_sparse else f"a tensor of layout {tensor.layout} is not sparse COO"
+        return self._issue("all_reduce_sparse", tensor, problem=problem)
+
+    def all_gather(self, tensor: torch.Tensor) -> tuple[LocalPending, torch.Tensor]:
+        """Starts gathering `tensor`, [n], from all ranks; the tensor that will hold it: [ranks, n]."""
+        gathered = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
+        return self._issue("all_gather", tensor, gathered, problem=_dense(tensor)), gathered
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrites `tensor` on every rank with that of rank `source`; blocks until all ranks have come."""
+        self._issue("broadcast", tensor, root=source, problem=_dense(tensor) or self._root(source)).wait()
+
+    def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
+        """Every rank's payload, in rank order; blocks. They go from host to host."""
+        if len(payload) > capacity_bytes:
+            raise ValueError(f"a payload of {len(payload)} bytes does not fit into {capacity_bytes}")
+        gathered = self._issue("all_gather_bytes", payload=payload).gathered()
+        return [one for one in gathered if isinstance(one, bytes)]
+
+    def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
+        """Every rank's `text`, in rank order; blocks. The ranks meet by `key`, whatever else they have issued."""
+        arrival = Arrival("compare_aside", payload=text, due_s=self._due_s(), thread=threading.get_ident())
+        gathered = self._channel.arrive(self._rank, key, arrival).gathered()
+        return [one for one in gathered if isinstance(one, str)]
+
+    def _issue(
+        self,
+        kind: str,
+        *tensors: torch.Tensor,
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        payload: bytes = b"",
+        problem: str = "",
+    ) -> LocalPending:
+        devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda)
+        arrival = Arrival(
+            kind,
+            tensors,
+            op,
+            root,
+            payload,
+            tuple(torch.cuda.current_stream(device).record_event() for device in devices),
+            problem,
+            self._due_s(),
+            threading.get_ident(),
+        )
+        place, self._issued = self._issued, self._issued + 1
+        return self._channel.arrive(self._rank, place, arrival)
+
+    def _due_s(self) -> float:
+        return time.monotonic() + self.group.timeout_s
+
+    def _root(self, root: int) -> str:
+        return "" if 0 <= root < self.size else f"there is no rank {root}"
+
+
+def _dense(tensor: torch.Tensor) -> str:
+    """Why a tensor cannot be reduced as it lies in memory; "" if it can."""
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout} is not dense"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"tensors on {tensor.device.type} cannot be used"
+    return "" if tensor.is_contiguous() else f"a tensor of strides {tensor.stride()} is not contiguous"

@@ -1,0 +1,136 @@
+"""What the last peer to arrive does for all: the collectives of a LocalGroup, as functions of what the peers brought.
+
+On CUDA the work goes to a stream of the group's own on each device that takes part, behind the events that the peers
+left there; nothing waits on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ..kernels import dispatch
+from .meeting import Arrival, Outcome
+from .protocol import ReduceOp
+from .strategies import Strategy
+
+_PAIRWISE: Mapping[ReduceOp, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
+COMPUTED_WIDE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+
+
+class Streams:
+    """The streams of a group, one per CUDA device, made on first need."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def of(self, device: torch.device) -> torch.cuda.Stream:
+        """The one of a device. Two threads that need it first at once may get two: either serves."""
+        if device not in self._streams:
+            self._streams.setdefault(device, torch.cuda.Stream(device))
+        return self._streams[device]
+
+
+def perform(arrivals: Sequence[Arrival], strategy: Strategy, streams: Streams) -> Outcome:
+    """Carries out what all peers agree on.
+
+    Args:
+        arrivals: in rank order, with equal signatures.
+        strategy: of sums.
+        streams: of the group.
+    """
+    kind = arrivals[0].kind
+    if not arrivals[0].tensors:
+        return Outcome(gathered=tuple(one.payload for one in arrivals))
+    devices = list(dict.fromkeys(tensor.device for one in arrivals for tensor in one.tensors if tensor.is_cuda))
+    ours = tuple(streams.of(device) for device in devices)
+    inference = any(tensor.is_inference() for one in arrivals for tensor in one.tensors)
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(torch.inference_mode() if inference else torch.no_grad())
+        for stream in ours:
+            for one in arrivals:
+                for event in one.events:
+                    stream.wait_event(event)
+            contexts.enter_context(torch.cuda.stream(stream))
+        results = _OPERATIONS[kind](arrivals, strategy)
+    return Outcome(events=tuple(stream.record_event() for stream in ours), streams=ours, results=results)
+
+
+def _all_reduce(arrivals: Sequence[Arrival], strategy: Strategy) -> None:
+    tensors = [one.tensors[0] for one in arrivals]
+    _reduce_into(tensors, tensors, arrivals[0].op, strategy)
+
+
+def _reduce(arrivals: Sequence[Arrival], strategy: Strategy) -> None:
+    root = arrivals[0].root
+    assert root is not None
+    tensors = [one.tensors[0] for one in arrivals]
+    _reduce_into(tensors, [tensors[root]], arrivals[0].op, strategy)
+
+
+def _reduce_into(
+    tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], op: ReduceOp | None, strategy: Strategy
+) -> None:
+    first = tensors[0]
+    assert op is not None
+    if op == "sum" and first.dtype in COMPUTED_WIDE:
+        dispatch.combine(tensors, outputs, strategy.parts(len(tensors), first.numel()))
+        return
+    # Nothing here rounds but products, whose order is that of the ranks.
+    total = first.to(torch.float32) if first.dtype in (torch.float16, torch.bfloat16) else first.clone()
+    for one in tensors[1:]:
+        _PAIRWISE[op](total, one.to(total.device, non_blocking=True), out=total)
+    for output in outputs:
+        output.copy_(total, non_blocking=True)
+
+
+def _all_reduce_sparse(arrivals: Sequence[Arrival], strategy: Strategy) -> list[torch.Tensor]:
+    """Sums in rank order; two entries of an index meet at a time, so it does not matter how they were sorted."""
+    tensors = [one.tensors[0] for one in arrivals]
+    dtype, device = tensors[0].dtype, tensors[0].device
+    compute = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = tensors[0].coalesce().to(compute)
+    for one in tensors[1:]:
+        total = (total + one.to(device).coalesce().to(compute)).coalesce()
+    total = total.to(dtype)
+    return [total.to(one.device, copy=True) for one in tensors]
+
+
+def _all_gather(arrivals: Sequence[Arrival], strategy: Strategy) -> None:
+    for one in arrivals:
+        for row, other in zip(one.tensors[1].unbind(), arrivals, strict=True):
+            row.copy_(other.tensors[0].view(-1), non_blocking=True)
+
+
+def _all_to_all(arrivals: Sequence[Arrival], strategy: Strategy) -> None:
+    size = len(arrivals)
+    parts = [one.tensors[0].view(size, -1) for one in arrivals]
+    for rank, one in enumerate(arrivals):
+        for row, sent in zip(one.tensors[1].view(size, -1).unbind(), parts, strict=True):
+            row.copy_(sent[rank], non_blocking=True)
+
+
+def _broadcast(arrivals: Sequence[Arrival], strategy: Strategy) -> None:
+    root = arrivals[0].root
+    assert root is not None
+    source = arrivals[root].tensors[0]
+    for one in arrivals:
+        if one.tensors[0] is not source and one.tensors[0].data_ptr() != source.data_ptr():
+            one.tensors[0].copy_(source.view_as(one.tensors[0]), non_blocking=True)
+
+
+_OPERATIONS: Mapping[str, Callable[[Sequence[Arrival], Strategy], list[torch.Tensor] | None]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "all_reduce_sparse": _all_reduce_sparse,
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+}
