@@ -1,0 +1,350 @@
+"""Contributions: the asynchronous mode. A rank uses its own gradients now, and is told later what the others had.
+
+At the end of a rank's backward, `end_of_step`:
+
+    1. the gradients, as this rank uses them now, are added to its next contribution
+    2. of every contribution whose sum is there by now, in the order they were issued: `.grad += average - own`
+    3. fewer than `max_in_flight` under way: the next contribution is issued; else it waits, and grows with each step
+
+Nothing waits for a peer. The n-th contributions of all ranks meet, whatever steps they are made of: so they need a
+sequence of collectives of their own, in which nothing else is issued. What holds, on each rank, and for any speeds:
+
+    sum over steps of what `.grad` was given, and of what `drain` gives  ==  sum over n of average n,   to rounding
+
+So without momentum and the like every rank's parameters end alike; with them, ranks drift apart (see resync.py).
+
+Example: W = 2, one number, gradients 3, 1 here and 5, 7 there. Step 0 uses 3 and issues contribution 0. By step 1 the
+peer's has come: average 4, so step 1 uses 1 + (4 - 3) = 2, and issues 1. Draining gives (1 + 7) / 2 - 1 = 3. Given: 3 +
+2 + 3 = 8 = 4 + 4. The other rank: 5, then 7 + (4 - 5) = 6, then 4 - 7 = -3: 8 too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .comm.protocol import Communicator
+from .errors import CollectiveError, FusedReduceError
+from .exchange import InFlight
+from .ledger import Ledger, Strip
+
+_STATE_VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class _Contribution:
+    """One that is under way.
+
+    Args:
+        strips: per bucket what this rank has given.
+        in_flight: per bucket its collective.
+        used: numbers of the parameters that this rank had a gradient for.
+    """
+
+    strips: list[Strip]
+    in_flight: list[InFlight]
+    used: frozenset[int]
+
+    def ready(self) -> bool:
+        """Whether nobody would have to wait for it."""
+        return all(one.pending.ready() for one in self.in_flight)
+
+
+@dataclass(frozen=True)
+class Drained:
+    """What `drain` has done.
+
+    Args:
+        landed: contributions that were under way, or had to be issued.
+        gives: whether any gradient was left.
+    """
+
+    landed: int
+    gives: bool
+
+
+class Contributions:
+    """What one rank gives and is owed. Called under a lock, by one thread at a time.
+
+    Args:
+        ledgers: one per bucket, in the order of their collectives; the same on every rank.
+        communicator: the ranks; nothing else issues collectives on it while a contribution may be under way.
+        max_in_flight: contributions that may be under way at once, at least 1.
+
+    Attributes:
+        issued: contributions so far, on this rank.
+        landed: those whose average has come.
+        steps: calls of `end_of_step`.
+        merged: of those, steps whose gradients went into a contribution with an earlier step's.
+        failure: what went wrong with a collective; nothing else can be done then.
+    """
+
+    def __init__(self, ledgers: Sequence[Ledger], communicator: Communicator, max_in_flight: int) -> None:
+        self.ledgers = tuple(ledgers)
+        self.max_in_flight = max_in_flight
+        self._communicator = communicator
+        self._device = self.ledgers[0].members.device
+        self.issued = self.landed = self.steps = self.merged = 0
+        self.failure = ""
+        self._comparisons = 0
+        self._under_way: deque[_Contribution] = deque()
+        self._open: list[Strip] | None = None  # what the next contribution is made of so far
+        self._open_used: set[int] = set()
+        self._owed: list[Strip] | None = None  # surplus that comes off the next gradients
+        self._owed_to: set[int] = set()
+        self._touched: torch.cuda.Event | None = None
+
+    @property
+    def under_way(self) -> int:
+        """Contributions whose average has not come."""
+        return len(self._under_way)
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients wait to be issued, because as many contributions as may be are under way."""
+        return self._open is not None
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is under way, waits or is owed."""
+        return not self._under_way and self._open is None and self._owed is None
+
+    # A step
+
+    def end_of_step(self) -> None:
+        """Takes the gradients, corrects them by what has come, and issues what may be. Waits for no peer.
+
+        Raises:
+            TypeError: a gradient is sparse or of another dtype; nothing has been done.
+            CollectiveError: a contribution has failed, or could not be issued; what had landed before is in `.grad`.
+        """
+        for ledger in self.ledgers:
+            ledger.check()
+        with self._working():
+            self.steps += 1
+            self._gather()
+            self._take_off_owed()
+            self._land_ready()
+            if len(self._under_way) < self.max_in_flight:
+                self._issue()
+                self._land_ready()
+
+    # All that is left
+
+    def drain(self) -> Drained:
+        """Waits until everybody's contributions have landed everywhere; `.grad` becomes what is still owed.
+
+        Every rank calls it after the same step of its own or another: those that have issued fewer contributions take
+        part in the others' with zeros. A parameter that no rank is owed anything for gets `.grad` None.
+
+        Raises:
+            CollectiveError: a contribution has failed, or a rank did not come within the timeout.
+        """
+        landed = self._settle()
+        gives = bool(self._owed_to)
+        with self._working():
+            for ledger in self.ledgers:
+                for parameter in ledger.members.parameters:
+                    parameter.grad = None
+            self._take_off_owed()
+        return Drained(landed, gives)
+
+    def state(self) -> dict[str, Any]:
+        """What this rank is owed, once everybody's contributions have landed everywhere: every rank calls it.
+
+        It is left to be given with the next step, here as where it is loaded.
+
+        Raises:
+            CollectiveError: as `drain`.
+        """
+        self._settle()
+        owed = {}
+        for ledger, strip in zip(self.ledgers, self._owed or (), strict=False):
+            for slot, (number, name) in enumerate(zip(ledger.members.numbers, ledger.members.names, strict=True)):
+                if number in self._owed_to:
+                    owed[name] = ledger.correction(strip, slot)
+        return {
+            "version": _STATE_VERSION,
+            "mode": "asynchronous",
+            "rank": self._communicator.rank,
+            "ranks": self._communicator.size,
+            "owed": owed,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state` returned on the same rank of as many ranks, whatever the buckets were.
+
+        Raises:
+            ValueError: of another rank or number of ranks, or for other parameters; nothing has been taken.
+            FusedReduceError: contributions are under way here.
+        """
+        if not self.empty:
+            raise FusedReduceError("contributions are under way: call flush() before a state is loaded")
+        here = {"version": _STATE_VERSION, "mode": "asynchronous"}
+        here |= {"rank": self._communicator.rank, "ranks": self._communicator.size}
+        for key, expected in here.items():
+            if state.get(key) != expected:
+                raise ValueError(
+                    f"this state is of {key} {state.get(key)!r}, here it is {expected!r}: what a rank is owed, only "
+                    "that rank can be given. Call flush() before a checkpoint that others are to load"
+                )
+        given = dict(state["owed"])
+        for ledger in self.ledgers:
+            for name, parameter in zip(ledger.members.names, ledger.members.parameters, strict=True):
+                one = given.pop(name, None)
+                if one is not None and tuple(one.shape) != tuple(parameter.shape):
+                    raise ValueError(
+                        f"the state holds {tuple(one.shape)} for {name}, here it is {tuple(parameter.shape)}"
+                    )
+        if given:
+            raise ValueError(f"the state holds {', '.join(sorted(given)[:8])}, which no parameter here is called")
+        if not state["owed"]:
+            return
+        with torch.no_grad():
+            self._owed = self._zeros()
+            for ledger, strip in zip(self.ledgers, self._owed, strict=True):
+                slots = zip(ledger.members.numbers, ledger.members.names, strip.views, strict=True)
+                for number, name, view in slots:
+                    one = state["owed"].get(name)
+                    if one is not None:
+                        view.copy_(torch.view_as_real(one) if one.is_complex() else one).neg_()
+                        self._owed_to.add(number)
+
+    def give_up(self) -> None:
+        """Forgets everything. To be followed by new ledgers: collectives may still write into the wires of these."""
+        self._under_way.clear()
+        self._open, self._owed = None, None
+        self._open_used, self._owed_to = set(), set()
+
+    # The parts of `_settle`, for a caller that drives several ranks
+
+    def standing(self) -> int:
+        """How many contributions this rank will have issued once what waits here is."""
+        return self.issued + self.waits
+
+    def catch_up(self, target: int) -> None:
+        """Issues what waits here, then zeros, until `target` have been issued; waits for the oldest where it must."""
+        with self._working():
+            while self.issued < target:
+                if len(self._under_way) >= self.max_in_flight:
+                    self._land_owed()
+                if self._open is None:
+                    self._open = self._zeros()
+                self._issue()
+
+    def collect(self) -> None:
+        """Waits for everything under way; what it gives is owed from then on."""
+        with self._working():
+            while self._under_way:
+                self._land_owed()
+
+    # Within
+
+    def _settle(self) -> int:
+        """Everything lands; the number of contributions that had not."""
+        before = self.landed
+        self._comparisons += 1
+        try:
+            held = self._communicator.compare_aside(
+                f"contributions {self._comparisons}", json.dumps(self.standing()), self._device
+            )
+        except RuntimeError as error:
+            self.failure = (
+                f"rank {self._communicator.rank}: not every rank came to the end of the asynchronous steps in time "
+                f"(flush, state_dict): {error}"
+            )
+            raise CollectiveError(self.failure) from error
+        self.catch_up(max(int(json.loads(one)) for one in held))
+        self.collect()
+        return self.landed - before
+
+    def _gather(self) -> None:
+        anew = self._open is None
+        strips = [ledger.strip() for ledger in self.ledgers] if self._open is None else self._open
+        self._open = strips
+        for ledger, strip in zip(self.ledgers, strips, strict=True):
+            self._open_used.update(ledger.gather(strip, add=not anew))
+        self.merged += not anew
+
+    def _issue(self) -> None:
+        strips, self._open = self._open, None
+        used, self._open_used = frozenset(self._open_used), set()
+        assert strips is not None
+        in_flight = [ledger.send(strip) for ledger, strip in zip(self.ledgers, strips, strict=True)]
+        self._under_way.append(_Contribution(strips, in_flight, used))
+        self.issued += 1
+
+    def _land_ready(self) -> None:
+        while self._under_way and self._under_way[0].ready():
+            missing = [number for number, parameter in self._numbered() if parameter.grad is None]
+            one, numbers = self._landed(missing)
+            for ledger, strip, in_flight in zip(self.ledgers, one.strips, one.in_flight, strict=True):
+                ledger.land(strip, in_flight, numbers)
+                ledger.put_strip(strip)
+
+    def _land_owed(self) -> None:
+        one, numbers = self._landed([number for number, _ in self._numbered() if number not in self._owed_to])
+        if self._owed is None:
+            self._owed = self._zeros()
+        self._owed_to |= numbers
+        for ledger, total, strip, in_flight in zip(self.ledgers, self._owed, one.strips, one.in_flight, strict=True):
+            ledger.land_in(total, strip, in_flight)
+            ledger.put_strip(strip)
+
+    def _landed(self, asked: Sequence[int]) -> tuple[_Contribution, set[int]]:
+        """The oldest, which is done then; and the numbers of the parameters that this rank had a gradient for.
+
+        With them those of `asked` that another rank had one for.
+        """
+        one = self._under_way[0]
+        for ledger, in_flight in zip(self.ledgers, one.in_flight, strict=True):
+            ledger.wait(in_flight)
+        numbers = set(one.used)
+        others = set(asked) - numbers
+        for ledger, in_flight in zip(self.ledgers, one.in_flight, strict=True):
+            numbers.update(ledger.anywhere(in_flight, others))
+        self._under_way.popleft()
+        self.landed += 1
+        return one, numbers
+
+    def _numbered(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for ledger in self.ledgers:
+            yield from zip(ledger.members.numbers, ledger.members.parameters, strict=True)
+
+    def _take_off_owed(self) -> None:
+        owed, self._owed = self._owed, None
+        owed_to, self._owed_to = self._owed_to, set()
+        for ledger, strip in zip(self.ledgers, owed or (), strict=False):
+            ledger.take_off(strip, owed_to)
+            ledger.put_strip(strip)
+
+    def _zeros(self) -> list[Strip]:
+        strips = [ledger.strip() for ledger in self.ledgers]
+        for strip in strips:
+            strip.flat.zero_()
+        return strips
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Around what touches strips and wires; a collective that fails in it is the last one here."""
+        if self.failure:
+            raise FusedReduceError(f"these contributions cannot go on: {self.failure}")
+        if self._touched is not None:
+            # Strips are free once the stream of the last call is through with them.
+            torch.cuda.current_stream(self._device).wait_event(self._touched)
+        try:
+            with torch.no_grad():
+                yield
+        except CollectiveError as error:
+            self.failure = str(error)
+            raise
+        finally:
+            if self._device.type == "cuda":
+                self._touched = torch.cuda.Event()
+                self._touched.record(torch.cuda.current_stream(self._device))

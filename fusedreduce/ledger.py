@@ -1,0 +1,293 @@
+"""Ledger: one bucket in the asynchronous mode: what this rank gives, and what it has given beyond the average.
+
+    gather(strip)            strip = gradients, or strip + gradients, in fp32 (fp64 for fp64)
+    send(strip)              strip / divisor -> wire, rounded once; all-reduce, asynchronous
+    land(strip, in_flight)   strip = strip - average, then gradient = round(gradient - strip): once
+
+A strip is flat, laid out as the wire is, and so far a sum of this rank's own gradients: what `.grad` has been given in
+their place. When the average is there it becomes the surplus, and that is taken off whatever the gradients are by then.
+Example: gradients 3 and 5 on two ranks, average 4. The first rank has used 3: surplus -1, so 1 is added; the second 5:
+1 is taken away. Where they land on gradients of 10 and 20, those become 11 and 19.
+
+On CPU `land` goes through wire, strip and gradients block by block, so that a block stays in the cache: 4 bytes of fp32
+gradient, 4 of strip and the wire are read, 8 written, per element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from . import exchange
+from .bucket import Bucket, BucketState
+from .comm.protocol import Communicator
+from .exchange import InFlight
+from .gradients import real_dtype, real_numel
+from .planning.layout import Layout, aligned_layout, flat_layout
+from .reductions.members import Members, as_real, dense_shape, wait
+
+# Elements of a block on CPU: 256 KiB of fp32, three of which fit into a core's second cache.
+_BLOCK_NUMEL = 65536
+
+
+@dataclass(frozen=True, eq=False)
+class Strip:
+    """What lies off the wire of one bucket.
+
+    Args:
+        flat: fp32 or fp64, laid out as the wire; zeros between the slots.
+        views: per slot its part, real and shaped as the gradient.
+    """
+
+    flat: torch.Tensor
+    views: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Elements [begin, end) of a strip, and which gradients are there: `slots`, all of each, or a part of `part`."""
+
+    begin: int
+    end: int
+    slots: range
+    part: int | None = None
+
+
+class Ledger:
+    """What one bucket's parameters have been given. Its buffers are pooled: a wire and a strip for every contribution
+    that is under way, and one strip more.
+
+    Args:
+        members: dense parameters.
+        communicator: the ranks.
+        wire_dtype: what travels.
+        divisor: what each rank's part is divided by.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        communicator: Communicator,
+        wire_dtype: torch.dtype,
+        *,
+        divisor: float,
+    ) -> None:
+        self.members = members
+        self._communicator = communicator
+        self._wire_dtype = wire_dtype
+        self._divisor = divisor
+        self._shapes = [dense_shape(parameter) for parameter in members.parameters]
+        numels = [real_numel(parameter) for parameter in members.parameters]
+        self._layout = aligned_layout(numels, wire_itemsize_bytes=wire_dtype.itemsize)
+        fp64 = any(real_dtype(parameter.dtype) is torch.float64 for parameter in members.parameters)
+        self._dtype = torch.float64 if fp64 else torch.float32
+        self._blocks = _blocks(self._layout, _BLOCK_NUMEL if members.device.type == "cpu" else None)
+        self._strips: list[Strip] = []
+        self._wires: list[Bucket] = []
+        self.wires_made = 0
+        self.put_bucket(self.bucket())  # a kernel is compiled now, not within backward
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """What travels."""
+        return self._wire_dtype
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one contribution hands to the collective, padding included."""
+        return self._layout.numel * self._wire_dtype.itemsize
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of those that belong to no parameter."""
+        return self._layout.padding_numel * self._wire_dtype.itemsize
+
+    # Buffers
+
+    def strip(self) -> Strip:
+        """One that nobody uses; what it holds is undefined, but for the zeros between its slots."""
+        if self._strips:
+            return self._strips.pop()
+        flat = torch.zeros(self._layout.numel, dtype=self._dtype, device=self.members.device)
+        slots = zip(self._shapes, self._layout.offsets, strict=True)
+        return Strip(flat, [flat.as_strided(size, strides, offset) for (size, strides), offset in slots])
+
+    def put_strip(self, strip: Strip) -> None:
+        """It is free again. (On CUDA: for what the same stream does next.)"""
+        self._strips.append(strip)
+
+    def bucket(self) -> Bucket:
+        """A wire that nobody uses."""
+        if self._wires:
+            return self._wires.pop()
+        layout = flat_layout(self._layout.numel)
+        made = Bucket(layout, [self._dtype], self._wire_dtype, self.members.device, self.members.label)
+        exchange.prepare(made, self._communicator.size)
+        self.wires_made += 1
+        return made
+
+    def put_bucket(self, bucket: Bucket) -> None:
+        """It is free again."""
+        self._wires.append(bucket)
+
+    # The data path
+
+    def check(self) -> None:
+        """Raises if a gradient cannot be taken; nothing has been written by then.
+
+        Raises:
+            TypeError: it is sparse, or has another dtype than its parameter.
+        """
+        for parameter, name in zip(self.members.parameters, self.members.names, strict=True):
+            gradient = parameter.grad
+            if gradient is not None and (gradient.layout is not torch.strided or gradient.dtype is not parameter.dtype):
+                raise TypeError(
+                    f"the gradient of {name} is {gradient.dtype}, {gradient.layout}, but a dense one of "
+                    f"{parameter.dtype} was expected: the asynchronous mode takes no other"
+                )
+
+    def gather(self, strip: Strip, *, add: bool) -> list[int]:
+        """Copies the gradients into `strip`, or adds them; returns the numbers of the parameters that have one."""
+        views: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        numbers: list[int] = []
+        for number, parameter, view in zip(self.members.numbers, self.members.parameters, strip.views, strict=True):
+            if parameter.grad is not None:
+                views.append(view)
+                gradients.append(as_real(_plain(parameter)))
+                numbers.append(number)
+            elif not add:
+                view.zero_()
+        if views and add:
+            torch._foreach_add_(views, gradients)
+        elif views:
+            torch._foreach_copy_(views, gradients)
+        return numbers
+
+    def send(self, strip: Strip) -> InFlight:
+        """Packs `strip` and starts its sum over all ranks. Raises CollectiveError if it cannot be started."""
+        return exchange.start(self.bucket(), [strip.flat], self._communicator, divisor=self._divisor, vouched=True)
+
+    def wait(self, in_flight: InFlight) -> None:
+        """Waits for the sum; CollectiveError names the bucket."""
+        wait(in_flight.pending, self.members, self._communicator.rank)
+
+    def anywhere(self, in_flight: InFlight, numbers: Collection[int]) -> list[int]:
+        """Those of `numbers`, which had no gradient here, that some rank had one for that was not all zeros.
+
+        The host looks at the sum, and on CUDA waits for it.
+        """
+        slots = [slot for slot, number in enumerate(self.members.numbers) if number in numbers]
+        if not slots:
+            return []
+        parts = [self._layout.slots[slot] for slot in slots]
+        found = torch.stack([in_flight.wire[one.offset : one.offset + one.numel].any() for one in parts]).tolist()
+        return [self.members.numbers[slot] for slot, there in zip(slots, found, strict=True) if there]
+
+    def land(self, strip: Strip, in_flight: InFlight, numbers: Collection[int]) -> None:
+        """`strip` becomes the surplus, which comes off the gradients; those of `numbers` are made where missing."""
+        gradients = self._gradients(numbers)
+        for block in self._blocks:
+            self._subtract(strip, in_flight.wire, block.begin, block.end)
+            self._take_off(strip, gradients, block)
+        self._release(in_flight)
+
+    def land_in(self, total: Strip, strip: Strip, in_flight: InFlight) -> None:
+        """`strip` becomes the surplus, which is added to `total`."""
+        for block in self._blocks:
+            self._subtract(strip, in_flight.wire, block.begin, block.end)
+            total.flat[block.begin : block.end].add_(strip.flat[block.begin : block.end])
+        self._release(in_flight)
+
+    def take_off(self, strip: Strip, numbers: Collection[int]) -> None:
+        """A surplus comes off the gradients; those of `numbers` are made where missing."""
+        gradients = self._gradients(numbers)
+        for block in self._blocks:
+            self._take_off(strip, gradients, block)
+
+    def correction(self, strip: Strip, slot: int) -> torch.Tensor:
+        """What a surplus adds to one gradient: fp32 or fp64, complex for a complex parameter."""
+        added = strip.views[slot].neg()
+        return torch.view_as_complex(added) if self.members.parameters[slot].is_complex() else added
+
+    # Within
+
+    def _subtract(self, strip: Strip, wire: torch.Tensor, begin: int, end: int) -> None:
+        into = strip.flat[begin:end]
+        torch.sub(into, wire[begin:end], out=into)
+
+    def _release(self, in_flight: InFlight) -> None:
+        in_flight.bucket.unpacked()
+        in_flight.bucket.state = BucketState.IDLE
+        self.put_bucket(in_flight.bucket)
+
+    def _gradients(self, numbers: Collection[int]) -> list[torch.Tensor | None]:
+        """As real tensors that can be written to."""
+        for number, parameter, (_, strides) in zip(
+            self.members.numbers, self.members.parameters, self._shapes, strict=True
+        ):
+            if parameter.grad is None and number in numbers:
+                strides = tuple(one // 2 for one in strides[:-1]) if parameter.is_complex() else strides
+                made = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)
+                parameter.grad = made.zero_()
+        return [None if one.grad is None else as_real(_plain(one)) for one in self.members.parameters]
+
+    def _take_off(self, strip: Strip, gradients: Sequence[torch.Tensor | None], block: _Block) -> None:
+        if block.part is not None:
+            gradient = gradients[block.part]
+            if gradient is None:
+                return
+            whole = self._layout.slots[block.part]
+            if gradient.stride() == strip.views[block.part].stride():
+                begin, numel = block.begin - whole.offset, block.end - block.begin
+                part = gradient.as_strided((numel,), (1,), gradient.storage_offset() + begin)
+                part.sub_(strip.flat[block.begin : block.end])
+            elif block.end == whole.offset + whole.numel:
+                gradient.sub_(strip.views[block.part])
+            return
+        # torch computes in the wider dtype, and rounds what it stores once.
+        into: list[torch.Tensor] = []
+        surplus: list[torch.Tensor] = []
+        for slot in block.slots:
+            gradient = gradients[slot]
+            if gradient is not None:
+                into.append(gradient)
+                surplus.append(strip.views[slot])
+        if into:
+            torch._foreach_sub_(into, surplus)
+
+
+def _plain(parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient; one that is conjugated or negated lazily is replaced by one that is not."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_conj() or gradient.is_neg():
+        parameter.grad = gradient = gradient.resolve_conj().resolve_neg()
+    return gradient.detach()
+
+
+def _blocks(layout: Layout, most: int | None) -> list[_Block]:
+    """Cuts a layout into blocks of at most `most` elements (None: one block), whole slots where they fit."""
+    if most is None:
+        return [_Block(0, layout.numel, range(len(layout.slots)))]
+    blocks: list[_Block] = []
+    begin, first = 0, 0  # of the block that is open
+
+    def close(end: int, slot: int) -> None:
+        nonlocal begin, first
+        if slot > first:
+            blocks.append(_Block(begin, end, range(first, slot)))
+        begin, first = end, slot
+
+    for index, slot in enumerate(layout.slots):
+        end = slot.offset + slot.numel
+        if end - begin > most:
+            close(slot.offset, index)
+        if slot.numel > most:
+            for at in range(slot.offset, end, most):
+                blocks.append(_Block(at, min(at + most, end), range(0), index))
+            begin, first = end, index + 1
+    close(layout.numel, len(layout.slots))
+    return blocks
