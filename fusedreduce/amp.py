@@ -194,6 +194,8 @@ class FusedGradScaler(torch.amp.GradScaler):
         """Called by torch's unscale_. One flag, exactly 0. or 1.: a fused step skips for nothing else, and torch adds
         up one per device."""
         reducers = self._reducers()
+        for reducer in reducers:
+            reducer.observed.before_reading()
         known = [_numbers_of(reducer) for reducer in reducers]
         owned: list[list[int]] = [[] for _ in reducers]
         others: list[torch.Tensor] = []

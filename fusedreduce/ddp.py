@@ -35,7 +35,7 @@ from .grad_bucket import GradBucket
 from .gradients import GradientTable
 from .planning.assignment import MIB, BucketCaps
 from .planning.saved import load as load_plan
-from .reducer import Reducer
+from .reducer import Reducer, ReducerState
 from .unused import tensors_in
 
 # What this class hands to torch's constructor or honours itself. An argument that a later torch adds is refused unless
@@ -171,6 +171,8 @@ class DistributedDataParallel(TorchDDP):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `Module.zero_grad`; with `set_to_none=False` gradients that are views stay views, zeroed per bucket."""
+        if hasattr(self, "reducer") and self._ours().state is ReducerState.LAUNCHED:
+            self._ours().finalize()
         if set_to_none or not self.gradient_as_bucket_view or not hasattr(self, "reducer"):
             super().zero_grad(set_to_none)
             return

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,8 @@ class Observed:
         raises = config.check_finite == "raise"
         self._finite = FiniteCheck(Named(names, complex_), communicator, raises=raises)
         self._shadows: list[Shadow] = []
+        # Where a step may be launched and not completed: completes it.
+        self.before_reading: Callable[[], None] = _nothing
 
     # What users ask
 
@@ -91,6 +93,7 @@ class Observed:
 
     def measured_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """As `grad_norm`, of the gradients as they are now; one launch."""
+        self.before_reading()
         totals = self.table.measure()
         return norm_of(totals.total[0], totals.total[1], norm_type)
 
@@ -113,6 +116,7 @@ class Observed:
 
     def finite_check(self) -> FiniteCheck:
         """Reports of gradients that were not finite; those known by now have been made."""
+        self.before_reading()
         self._finite.settle(all_of_them=True)
         return self._finite
 
@@ -304,6 +308,7 @@ class Observed:
         return Totals(nothing, nothing, first, torch.stack([count, count, count]))
 
     def _latest(self) -> Totals:
+        self.before_reading()
         collected = self._collected and self._config.grad_stats
         return self._by_products.totals() if collected else self.table.measure()
 
@@ -322,6 +327,10 @@ class Observed:
         except RuntimeError as error:
             raise collective_error("agreeing on a norm failed", self._communicator.rank, error) from error
         numbers.copy_(bits.view(torch.float64))
+
+
+def _nothing() -> None:
+    """Nothing is to be completed."""
 
 
 def plain_numbers(

@@ -12,6 +12,9 @@ launched, strictly in plan order, so that all ranks issue the same collectives i
 readiness was -> when backward is done a callback of the autograd engine finishes the buckets in that order. Which
 parameters' hooks tell is up to arrivals.py, what is issued to pipeline.py.
 
+Where ranks share an autograd thread (Communicator.waits_in_backward) that callback leaves the step launched, and the
+calling thread finishes it: in `finalize`, or when it next needs a gradient (launched.py).
+
 The first step uses one bucket per dtype and device. Then rank 0's order of readiness is broadcast and every rank cuts
 it into buckets by the same pure function. With find_unused_parameters (and no static graph) nothing is learned:
 buckets of limited size, in reverse order of registration, from the start.
@@ -27,6 +30,7 @@ import os
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -35,7 +39,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from . import admission
+from . import admission, launched
 from .arrivals import Arrivals
 from .backward_hooks import BackwardHooks
 from .bucket_set import BucketMaker
@@ -67,6 +71,7 @@ class ReducerState(enum.Enum):
 
     IDLE = "idle"  # no synchronised backward is expected, or the last one is done: gradients stay local
     ARMED = "armed"  # the next backward is reduced
+    LAUNCHED = "launched"  # all buckets are under way; finalize() completes the step
     FAILED = "failed"  # a hook, kernel or collective raised: reset() is needed
     LOST = "lost"  # reset, but the group of ranks cannot be used any more: set_communicator() is needed
     CLOSED = "closed"  # for good
@@ -140,6 +145,8 @@ class Reducer:
         self.unused_always_same = True
         self.buckets_reduced = 0
         self.on_error: Callable[[str], None] | None = None
+        # Called within the callback that has launched a step and cannot wait for it.
+        self.on_launched: Callable[[Reducer], None] | None = None
         self.shares_parameters = admission.enter(self, self.parameters, self.names, exclusive=exclusive)
         self._agreed = agreed is not None
         self.observed = Observed(self.parameters, self.names, self.config, communicator)
@@ -147,9 +154,10 @@ class Reducer:
         self._sync = True
         self._lock = threading.RLock()  # autograd has a thread per device
         self._device = self.parameters[0].device
+        self._devices = {parameter.device for parameter in self.parameters}
+        self._waits_in_backward = self._may_wait_in_backward()
         self._ready_ns = [0] * count
-        one_device = len({parameter.device for parameter in self.parameters}) == 1
-        self._clock = StepClock(count, self._device if one_device else None)
+        self._clock = StepClock(count, self._device if len(self._devices) == 1 else None)
         self._forward_ns = MISSING_NS
         self._recording = Recording(self._plans, "reducer" if exclusive else "wrapper")
         self._failure = ""
@@ -181,6 +189,7 @@ class Reducer:
         self._arrivals = Arrivals(
             self._hooks, self._pipeline, self._clock, self.observed.units, static_graph=static_graph
         )
+        self.observed.before_reading = _weakly(self)
 
     # Lifecycle of a step
 
@@ -255,7 +264,8 @@ class Reducer:
     def on_gradient(self, index: int) -> None:
         """A parameter's gradient has been accumulated; called by its hook, on an autograd thread."""
         if self.state is not ReducerState.ARMED:
-            self._local_gradient(index)
+            if self.state is not ReducerState.LAUNCHED:  # else it has changed what is under way, and `finish` says so
+                self._local_gradient(index)
             return
         with self._lock:
             self._clock.enter()
@@ -284,15 +294,26 @@ class Reducer:
                     self._backward_ends(step)
 
     def finalize(self) -> None:
-        """Ends a step of a plain loop: raises if not every gradient has been reduced. Waits for nothing."""
+        """Ends a step: waits for one that is launched, if it is, and writes the gradients. See also `check_finalized`.
+
+        Raises:
+            FusedReduceError: not every gradient has been reduced; or one was changed while it was under way.
+            CollectiveError: a peer died, left, or did not answer.
+            NonFiniteGradientError: see ReduceConfig.check_finite.
+        """
+        self._complete()
         self.check_finalized()
 
     def check_finalized(self) -> None:
         """Raises if a backward has begun but not every bucket has been reduced, or if the last one failed.
 
+        A step that is launched is completed.
+
         Raises:
             FusedReduceError: with the names of all parameters that are missing.
         """
+        if self.state is ReducerState.LAUNCHED:
+            self._complete_outside()
         if self.state is ReducerState.CLOSED:
             raise FusedReduceError("this reducer is closed")
         if self.state is ReducerState.LOST or self._collective_failed:
@@ -372,6 +393,7 @@ class Reducer:
             if self.state is ReducerState.CLOSED:
                 raise FusedReduceError("this reducer is closed")
             self.state = ReducerState.IDLE
+            launched.forget(self)
             self._failure, self._collective_failed = "", False
             self._agreed = False
             self._plans.restart()
@@ -388,6 +410,7 @@ class Reducer:
         """
         with self._lock:
             self.communicator = communicator
+            self._waits_in_backward = self._may_wait_in_backward()
             self._pipeline.use(communicator)
             self._resets = 0
             self._plans.use(communicator)
@@ -403,7 +426,7 @@ class Reducer:
         """
         if self.static_graph:
             return
-        if self.steps or self.state is ReducerState.ARMED:
+        if self.steps or self.state in (ReducerState.ARMED, ReducerState.LAUNCHED):
             raise RuntimeError("set_static_graph() should be called before training loop starts")
         self.static_graph = self._arrivals.static_graph = True
         self._plans.learns = True
@@ -414,6 +437,7 @@ class Reducer:
         """Removes the hooks and gives the buffers up; gradients that are views keep theirs. May be called twice."""
         with self._lock:
             self.state = ReducerState.CLOSED
+            launched.forget(self)
             self.remove_hooks()
             self._pipeline.close()
             admission.leave(self, self.parameters)
@@ -443,6 +467,7 @@ class Reducer:
             ValueError: the wire is not "native", or op not "mean": the hook would take their place.
         """
         with self._lock:
+            self._complete_outside()
             maker = self._pipeline.maker
             if maker.hook is not None:
                 raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
@@ -468,6 +493,7 @@ class Reducer:
 
     def zero_grad(self) -> None:
         """Zeroes all gradients in place, one operator per bucket where they are views of it."""
+        self._complete_outside()
         for reduction in self._pipeline.buckets.reductions:
             if not reduction.zero_views():
                 for parameter in reduction.members.parameters:
@@ -637,7 +663,7 @@ class Reducer:
                     self._backward_hooks.queue_end(self._arrivals.step)
 
     def _backward_ends(self, step: Step) -> None:
-        """Finishes the step if all is launched; does nothing after one of several partial backwards."""
+        """Ends the step if all is launched; does nothing after one of several partial backwards."""
         with self._lock:
             if self.state is not ReducerState.ARMED or self._arrivals.step is not step:
                 return
@@ -648,10 +674,40 @@ class Reducer:
             self._clock.backward_ended()
             try:
                 self._pipeline.launch(step)
-                self._finish(step)
+                if self._waits_in_backward:
+                    self._finish(step)
+                    return
+                self.state = ReducerState.LAUNCHED
+                launched.note(self)
             except BaseException as error:
                 self._note_failure(error)
                 raise
+        if self.on_launched is not None:
+            self.on_launched(self)
+
+    def _complete(self) -> None:
+        """Waits for a step that is launched, and writes its gradients."""
+        with self._lock:
+            if self.state is ReducerState.LAUNCHED:
+                launched.forget(self)
+                try:
+                    self._finish(self._arrivals.step)
+                except BaseException as error:
+                    self._note_failure(error)
+                    raise
+
+    def _complete_outside(self) -> None:
+        """As `_complete`, for a caller that does not know whether it runs within a backward."""
+        if self.state is ReducerState.LAUNCHED:
+            if in_backward():
+                raise FusedReduceError(
+                    f"rank {self.communicator.rank}: gradients that are still under way were asked for within another "
+                    "backward, where nothing may wait for a peer: call finalize() after backward()"
+                )
+            self._complete()
+
+    def _may_wait_in_backward(self) -> bool:
+        return all(map(self.communicator.waits_in_backward, self._devices))
 
     def _finish(self, step: Step) -> None:
         """All buckets are launched: the step is done then."""
@@ -739,7 +795,7 @@ class Reducer:
             warnings.warn(text, stacklevel=2)
 
     def _note_failure(self, error: BaseException) -> None:
-        if self.state is ReducerState.ARMED:
+        if self.state in (ReducerState.ARMED, ReducerState.LAUNCHED):
             self.state = ReducerState.FAILED
             self._failure = f"{type(error).__name__}: {error}"
             self._collective_failed = isinstance(error, CollectiveError)
@@ -761,6 +817,18 @@ class Reducer:
         """Builds the buckets of `plan`, between two steps."""
         self._pipeline.lay(plan)
         self._arrivals.lay()
+
+
+def _weakly(reducer: Reducer) -> Callable[[], None]:
+    """What completes a launched step before its gradients are read; keeps nothing alive."""
+    alive = weakref.ref(reducer)
+
+    def complete() -> None:
+        held = alive()
+        if held is not None:
+            held._complete_outside()
+
+    return complete
 
 
 def _where(held: Sequence[str], is_so: Callable[[str], bool]) -> str:
