@@ -11,7 +11,7 @@ sequence of collectives of their own, in which nothing else is issued. What hold
 
     sum over steps of what `.grad` was given, and of what `drain` gives  ==  sum over n of average n,   to rounding
 
-So without momentum and the like every rank's parameters end alike; with them, ranks drift apart (see resync.py).
+Without momentum and the like every rank's parameters end alike; with them, ranks drift apart (see resync.py).
 
 Example: W = 2, one number, gradients 3, 1 here and 5, 7 there. Step 0 uses 3 and issues contribution 0. By step 1 the
 peer's has come: average 4, so step 1 uses 1 + (4 - 3) = 2, and issues 1. Draining gives (1 + 7) / 2 - 1 = 3. Given: 3 +
@@ -138,10 +138,10 @@ class Contributions:
     # All that is left
 
     def drain(self) -> Drained:
-        """Waits until everybody's contributions have landed everywhere; `.grad` becomes what is still owed.
+        """Waits until everybody's contributions have landed everywhere, and adds what is owed to `.grad`.
 
         Every rank calls it after the same step of its own or another: those that have issued fewer contributions take
-        part in the others' with zeros. A parameter that no rank is owed anything for gets `.grad` None.
+        part in the others' with zeros. The gradient of a parameter that nobody has used is left as it is.
 
         Raises:
             CollectiveError: a contribution has failed, or a rank did not come within the timeout.
@@ -149,9 +149,6 @@ class Contributions:
         landed = self._settle()
         gives = bool(self._owed_to)
         with self._working():
-            for ledger in self.ledgers:
-                for parameter in ledger.members.parameters:
-                    parameter.grad = None
             self._take_off_owed()
         return Drained(landed, gives)
 

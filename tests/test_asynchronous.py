@@ -166,6 +166,8 @@ def play(stage: Stage, ranks: list[Rank], script: Script, seed: int, integer_of:
     generator = torch.Generator().manual_seed(seed)
 
     def drain(number: int) -> int:
+        for parameter in ranks[number].parameters:
+            parameter.grad = None
         landed = ranks[number].contributions.drain().landed
         ranks[number].count()
         return landed
@@ -273,9 +275,23 @@ def test_the_example_of_the_module() -> None:
     full(here, 1.0)
     full(there, 7.0)
     assert here.parameters[0].grad.unique().tolist() == [2.0] and there.parameters[0].grad.unique().tolist() == [6.0]
+    for parameter in [*here.parameters, *there.parameters]:
+        parameter.grad = None
     drained = stage.together(lambda number: (here, there)[number].contributions.drain())
     assert [one.landed for one in drained] == [1, 1] and all(one.gives for one in drained)
-    assert here.parameters[0].grad.unique().tolist() == [3.0] and there.parameters[0].grad.unique().tolist() == [-3.0]
+    for rank, owed in ((here, 3.0), (there, -3.0)):
+        gradient = rank.parameters[0].grad
+        assert gradient is not None and gradient.unique().tolist() == [owed]
+
+
+def test_draining_adds_to_gradients_that_wait_for_a_step() -> None:
+    stage = Stage(2)
+    here, there = build(stage, 2)
+    full(here, 3.0)
+    full(there, 5.0)
+    before = here.parameters[0].grad
+    stage.together(lambda number: (here, there)[number].contributions.drain())
+    assert before is not None and here.parameters[0].grad is before and before.unique().tolist() == [4.0]
 
 
 def test_a_fast_rank_merges_what_it_may_not_issue_and_waits_for_nobody() -> None:
@@ -332,7 +348,7 @@ def test_one_rank_is_given_its_own_gradients() -> None:
         stage.show(0, 3)
     (drained,) = stage.together(lambda _: rank.contributions.drain())
     assert drained.landed == 1
-    assert all(float(one.grad.abs().sum()) == 0.0 for one in rank.parameters if one.grad is not None)
+    assert rank.parameters[0].grad is not None and rank.parameters[0].grad.unique().tolist() == [3.0], "nothing is owed"
 
 
 def test_draining_again_gives_nothing_and_no_gradient() -> None:
@@ -340,6 +356,8 @@ def test_draining_again_gives_nothing_and_no_gradient() -> None:
     ranks = build(stage, 1)
     full(ranks[0], 1.0)
     stage.together(lambda number: ranks[number].contributions.drain())
+    for parameter in [*ranks[0].parameters, *ranks[1].parameters]:
+        parameter.grad = None
     again = stage.together(lambda number: ranks[number].contributions.drain())
     assert [(one.landed, one.gives) for one in again] == [(0, False)] * 2
     assert all(parameter.grad is None for rank in ranks for parameter in rank.parameters)
@@ -428,6 +446,8 @@ def test_blocks_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in (0, 1, 2, 0, 1, 0, 2):
             step(ranks[number], generator, range(len(NAMES)))
             stage.show(number, 4)
+        for parameter in [parameter for rank in ranks for parameter in rank.parameters]:
+            parameter.grad = None
         stage.together(lambda number, ranks=ranks: ranks[number].contributions.drain())  # type: ignore[misc]
         for rank in ranks:
             rank.count()

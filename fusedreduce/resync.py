@@ -1,0 +1,276 @@
+"""resync: parameters, optimizer states and buffers are made equal on all ranks again, and how far they were apart.
+
+    parameters, states of floats   mean over ranks, in fp32 (fp64 for fp64), rounded once
+    0-dim states, counts           the largest (numbers of steps)
+    buffers                        rank 0's
+
+The mean is taken as `reference + mean(value - reference)`, where the reference is rank 0's value: what is equal on all
+ranks stays as it is to the last bit, and differences of numbers that are nearly equal are exact. All ranks compute the
+same numbers from the same bytes, so they end with the same bytes.
+
+Example: 1.0 on rank 0 and 1.5 on rank 1: reference 1.0, differences 0 and 0.5, mean difference 0.25: both get 1.25.
+
+Optimizer states are compared first: what is in them must be the same kind of thing on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .comm.agreement import CAPACITY_BYTES
+from .comm.protocol import Communicator
+from .errors import AgreementError
+from .exchange import collective_error
+from .gradients import real_dtype
+
+# Elements that are averaged at a time: 16 MiB in fp32, of which five are alive.
+_PIECE_NUMEL = 1 << 22
+_TEXT_BYTES = 512
+_HASH_BYTES = 16
+_COUNTS = frozenset((torch.int16, torch.int32, torch.int64, torch.bool))
+_FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far the ranks' parameters were apart.
+
+    Args:
+        largest: |own - mean|, the largest over parameters and ranks.
+        relative: root of the sum of squares of own - mean, over that of the mean; of the rank where it is largest.
+    """
+
+    largest: float = 0.0
+    relative: float = 0.0
+
+
+def equalize(
+    parameters: Sequence[torch.Tensor],
+    names: Sequence[str],
+    optimizers: Sequence[Optimizer],
+    buffers: Sequence[torch.Tensor],
+    communicator: Communicator,
+) -> Drift:
+    """Makes parameters, the states that `optimizers` keep of them, and buffers the same on all ranks. Collectives.
+
+    Args:
+        parameters: as they are on this rank, in the same order everywhere; written in place.
+        names: theirs.
+        optimizers: in the same order everywhere; states of other parameters stay as they are.
+        buffers: become rank 0's.
+        communicator: the ranks, of which each calls this.
+
+    Raises:
+        AgreementError: states differ in kind (an optimizer that has not stepped on every rank), or hold something that
+            has no mean; on every rank, and nothing has been changed.
+        CollectiveError: a collective failed.
+    """
+    device = parameters[0].device
+    states = list(_states(parameters, names, optimizers))
+    try:
+        _compare(states, communicator, device)
+        with torch.no_grad():
+            drift = _average([parameter.detach() for parameter in parameters], communicator)
+            _average([one.value for one in states if one.is_averaged], communicator)
+            _largest([one for one in states if not one.is_averaged], communicator, device)
+            broadcast(buffers, communicator)
+    except AgreementError:
+        raise
+    except RuntimeError as error:
+        what = "parameters and optimizer states could not be made equal on all ranks"
+        raise collective_error(what, communicator.rank, error) from error
+    return drift
+
+
+def broadcast(tensors: Sequence[torch.Tensor], communicator: Communicator) -> None:
+    """Overwrites `tensors` with rank 0's, whatever their dtypes; one collective per device."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_device.setdefault(tensor.device, []).append(tensor.detach())
+    for group in by_device.values():
+        plain = [one.contiguous() for one in group]
+        flat = torch.cat([_bytes(one) for one in plain])
+        communicator.broadcast(flat, 0)
+        for tensor, copy, part in zip(group, plain, flat.split([_bytes(one).numel() for one in plain]), strict=True):
+            _bytes(copy).copy_(part)
+            if copy is not tensor:
+                tensor.copy_(copy)
+
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    """One entry of an optimizer's state of one parameter: `holder[key]`."""
+
+    holder: dict[Any, Any]
+    key: Any
+    text: str
+
+    @property
+    def value(self) -> Any:
+        return self.holder[self.key]
+
+    @property
+    def is_averaged(self) -> bool:
+        value = self.value
+        return isinstance(value, torch.Tensor) and value.dim() > 0 and real_dtype(value.dtype) in _FLOATS
+
+    @property
+    def is_counted(self) -> bool:
+        value = self.value
+        if isinstance(value, torch.Tensor):
+            return value.dtype in _COUNTS or (value.dim() == 0 and value.dtype in _FLOATS)
+        return isinstance(value, bool | int | float)
+
+
+def _states(
+    parameters: Sequence[torch.Tensor], names: Sequence[str], optimizers: Sequence[Optimizer]
+) -> Iterator[_State]:
+    for number, optimizer in enumerate(optimizers):
+        for parameter, name in zip(parameters, names, strict=True):
+            held = optimizer.state.get(parameter, {})
+            for key in sorted(held, key=str):
+                if held[key] is not None:
+                    yield _State(held, key, f"{key} of {name} in optimizer {number} ({type(optimizer).__name__})")
+
+
+def _compare(states: Iterable[_State], communicator: Communicator, device: torch.device) -> None:
+    texts, problem = [], ""
+    for one in states:
+        value = one.value
+        tensor = isinstance(value, torch.Tensor)
+        kind = f"{value.dtype} {tuple(value.shape)}" if tensor else type(value).__name__
+        texts.append(f"{one.text}: {kind}")
+        if not problem and (not (one.is_averaged or one.is_counted) or (tensor and value.layout is not torch.strided)):
+            problem = f"{one.text} is {kind}, which has no mean: flush() without this optimizer"
+    hashes = [hashlib.blake2b(text.encode(), digest_size=_HASH_BYTES).digest() for text in texts]
+    digest = hashlib.blake2b(b"".join(hashes)).hexdigest()
+    mine = json.dumps({"entries": len(texts), "digest": digest, "problem": problem[:_TEXT_BYTES]}).encode()
+    held = [json.loads(raw) for raw in communicator.all_gather_bytes(mine, CAPACITY_BYTES, device)]
+    problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(held) if one["problem"]]
+    if problems:
+        raise AgreementError(f"nothing has been made equal. {' | '.join(problems)}")
+    if len({one["digest"] for one in held}) > 1:
+        counts = [int(one["entries"]) for one in held]
+        listed = communicator.all_gather_bytes(b"".join(hashes), _HASH_BYTES * max(counts), device)
+        parts = [[raw[at : at + _HASH_BYTES] for at in range(0, len(raw), _HASH_BYTES)] for raw in listed]
+        first = next(index for index, ones in enumerate(zip_longest(*parts)) if len(set(ones)) > 1)
+        text = texts[first] if first < len(texts) else "nothing more"
+        shown = communicator.all_gather_bytes(text.encode()[:_TEXT_BYTES], _TEXT_BYTES, device)
+        by_rank = "; ".join(f"rank {rank}: {raw.decode(errors='replace')}" for rank, raw in enumerate(shown))
+        raise AgreementError(
+            f"optimizer states are not of the same kind on all ranks, so nothing has been made equal. Entries by rank: "
+            f"{counts}; the first that differs: {by_rank}. Before flush() every rank must have stepped each optimizer"
+        )
+
+
+def _average(tensors: Sequence[torch.Tensor], communicator: Communicator) -> Drift:
+    """In place; how far they were apart."""
+    if not sum(tensor.numel() for tensor in tensors):
+        return Drift()
+    device = tensors[0].device
+    found: list[torch.Tensor] = []
+    for piece in _pieces(tensors):
+        flat = piece.read()
+        reference = flat.clone()
+        communicator.broadcast(reference, 0)
+        # Where both are the same infinity there is no difference either.
+        apart = torch.where(flat == reference, torch.zeros_like(flat), flat - reference)
+        mean = apart.clone()
+        communicator.all_reduce(mean).wait()
+        mean.div_(communicator.size)
+        apart.sub_(mean)
+        reference = torch.where(mean == 0, reference, reference + mean)  # a negative zero stays one
+        piece.write(reference)
+        found.append(
+            torch.stack([apart.abs().amax().double(), apart.double().square().sum(), reference.double().square().sum()])
+        )
+    together = torch.stack([one.to(device) for one in found])
+    largest = float(together[:, 0].amax())
+    squares, of_mean = (float(one) for one in together[:, 1:].sum(dim=0))
+    own = torch.tensor([largest, (squares / of_mean) ** 0.5 if of_mean else squares**0.5], dtype=torch.float64)
+    worst = _gathered(own, communicator, device).amax(dim=0)
+    return Drift(float(worst[0]), float(worst[1]))
+
+
+def _largest(states: Sequence[_State], communicator: Communicator, device: torch.device) -> None:
+    """0-dim numbers and counts, in place."""
+    for kinds, dtype in ((False, torch.int64), (True, torch.float64)):
+        mine = [one for one in states if _is_float(one.value) is kinds]
+        if not mine:
+            continue
+        values = [torch.as_tensor(one.value).reshape(-1).to(device, dtype) for one in mine]
+        most = _gathered(torch.cat(values), communicator, device).amax(dim=0)
+        for one, part in zip(mine, most.split([value.numel() for value in values]), strict=True):
+            held = one.value
+            if isinstance(held, torch.Tensor):
+                held.copy_(part.reshape(held.shape))
+            else:
+                one.holder[one.key] = type(held)(part.item())
+
+
+def _gathered(mine: torch.Tensor, communicator: Communicator, device: torch.device) -> torch.Tensor:
+    pending, gathered = communicator.all_gather(mine.to(device))
+    pending.wait()
+    return gathered
+
+
+def _is_float(value: torch.Tensor | float) -> bool:
+    return value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, float)
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Some tensors, or a part of a large one, brought together in fp32 or fp64."""
+
+    tensors: list[torch.Tensor]
+    dtype: torch.dtype
+    begin: int = 0
+    end: int | None = None
+
+    def read(self) -> torch.Tensor:
+        return torch.cat([one.reshape(-1)[self.begin : self.end].to(self.dtype) for one in self.tensors])
+
+    def write(self, values: torch.Tensor) -> None:
+        if self.end is not None:
+            self.tensors[0].view(-1)[self.begin : self.end].copy_(values)
+            return
+        for tensor, part in zip(self.tensors, values.split([one.numel() for one in self.tensors]), strict=True):
+            tensor.copy_(part.reshape(tensor.shape))
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[_Piece]:
+    """Everything, by device and precision, at most `_PIECE_NUMEL` elements at a time; the same on every rank."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        dtype = torch.float64 if real.dtype is torch.float64 else torch.float32
+        if real.numel():
+            kinds.setdefault((real.device, dtype), []).append(real)
+    for (_, dtype), group in kinds.items():
+        held: list[torch.Tensor] = []
+        room = _PIECE_NUMEL
+        for tensor in group:
+            if tensor.numel() > _PIECE_NUMEL and tensor.is_contiguous():
+                for begin in range(0, tensor.numel(), _PIECE_NUMEL):
+                    yield _Piece([tensor], dtype, begin, min(begin + _PIECE_NUMEL, tensor.numel()))
+                continue
+            if held and tensor.numel() > room:
+                yield _Piece(held, dtype)
+                held, room = [], _PIECE_NUMEL
+            held.append(tensor)
+            room -= tensor.numel()
+        if held:
+            yield _Piece(held, dtype)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
