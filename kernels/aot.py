@@ -42,7 +42,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import measure, pack, scale, stats, support, unpack
+from . import combine, measure, pack, scale, stats, support, unpack
 from .machine_code import parse_gcn, parse_sass
 from .machine_record import RECORD, BranchRow, Place, Row, Table, compare, dump, load
 from .machine_rules import BranchFigures, Violation, examine
@@ -101,7 +101,7 @@ class Report:
 def all_variants(target: Target) -> tuple[Variant, ...]:
     """Everything that can be launched on an architecture."""
     launch = tuning_for(target.key), target.key[0]
-    walks = [variant for module in (pack, unpack, measure, scale) for variant in module.variants(*launch)]
+    walks = [variant for module in (pack, unpack, measure, scale, combine) for variant in module.variants(*launch)]
     return (*walks, *stats.variants())
 
 

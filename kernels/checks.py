@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .table import WIRE_DTYPES, ChunkTable, Partials, PointerTable, SourcePartials
+from .parts import Part
+from .table import DTYPE_CODES, WIRE_DTYPES, ChunkTable, Partials, PointerTable, SourcePartials
 
 
 def check_transfer(
@@ -57,6 +58,30 @@ def check_walk(
     _check_gradients(gradients, chunks, pointers, device)
     if not pointers.holds(gradients, chunks):
         _check_overlap(gradients, chunks)
+
+
+def check_combine(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
+    """Raises if these arguments of combine do not fit together. That memory overlaps is the caller's to know.
+
+    Raises:
+        ValueError: nothing to add, other sizes or layout, parts that do not cover every element once.
+        TypeError: another dtype.
+    """
+    if not tensors or not outputs:
+        raise ValueError("combine needs at least one tensor and one output")
+    first = tensors[0]
+    if first.dtype not in DTYPE_CODES:
+        raise TypeError(f"tensors of {first.dtype} cannot be combined; accepted: {', '.join(map(str, DTYPE_CODES))}")
+    for one in (*tensors, *outputs):
+        if one.dtype is not first.dtype:
+            raise TypeError(f"combine adds tensors of one dtype, not {first.dtype} and {one.dtype}")
+        if one.numel() != first.numel():
+            raise ValueError(f"combine adds tensors of one size, not {first.numel()} and {one.numel()} elements")
+        if not one.is_contiguous():
+            raise ValueError(f"combine takes contiguous tensors, not strides {one.stride()}")
+    ends = [0, *(part.end for part in parts)]
+    if [part.begin for part in parts] != ends[:-1] or ends[-1] != first.numel():
+        raise ValueError(f"the parts end at {ends[1:]} and do not cover {first.numel()} elements once, in order")
 
 
 def _check_count(gradients: Sequence[torch.Tensor | None], chunks: ChunkTable) -> None:

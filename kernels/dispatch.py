@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -28,10 +28,14 @@ from .parts import Part
 from .support import unsupported
 from .table import ChunkTable, Partials, PointerTable, SourcePartials, SourceTotals, Spans, Totals
 
+if TYPE_CHECKING:
+    from .combine import CombineTables
+
 _triton_pack: ModuleType | None
 try:
     from triton import __version__ as _triton_version
 
+    from . import combine as _triton_combine
     from . import measure as _triton_measure
     from . import pack as _triton_pack
     from . import scale as _triton_scale
@@ -53,7 +57,7 @@ class UnsupportedPairError(TypeError):
 class Launch:
     """One call that was counted: which function, which path, and how many kernels or torch operators it ran."""
 
-    function: Literal["pack", "unpack", "measure", "scale", "reduce_partials", "reduce_source_partials"]
+    function: Literal["pack", "unpack", "measure", "scale", "combine", "reduce_partials", "reduce_source_partials"]
     path: Path
     launches: int
 
@@ -181,11 +185,30 @@ def scale(
     _call("scale", path, function, gradients, chunks, pointers, factor, partials, vouched=vouched)
 
 
+def new_combine_tables() -> CombineTables | None:
+    """What `combine` keeps between its launches on one stream; None where the torch path serves every device."""
+    return None if _triton_pack is None else _triton_combine.CombineTables()
+
+
 def combine(
-    tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], parts: Sequence[Part], scale: float = 1.0
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    parts: tuple[Part, ...],
+    scale: float = 1.0,
+    tables: CombineTables | None = None,
 ) -> None:
-    """Adds `tensors` up and writes the sum into each of `outputs`; see `kernels.combine.combine`."""
-    reference_combine.combine(tensors, outputs, parts, scale)
+    """Adds `tensors` up and writes the sum into each of `outputs`; see `kernels.combine.combine`.
+
+    Tensors on several devices take the torch path: partial sums travel as the parts say.
+    """
+    first = tensors[0]
+    path = path_for(first.device, (first.dtype,))
+    if any(one.device != first.device for one in (*tensors, *outputs)):
+        path = "torch"
+    if path != "torch" and _triton_combine.serves(parts):
+        _call("combine", path, _triton_combine.combine, tensors, outputs, parts, scale, tables)
+    else:
+        _call("combine", "torch", reference_combine.combine, tensors, outputs, parts, scale)
 
 
 def reduce_partials(partials: Partials, spans: Spans) -> Totals:

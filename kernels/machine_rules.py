@@ -3,12 +3,13 @@
 Rules, by the names that a violation carries:
     vector width   In every block, what load_vector and store_vector move per thread is what the tile calls for, or a
                    whole multiple (unrolling): TILE_BYTES / (16 x threads) accesses a side, of 16 bytes on the wider
-                   side, of as many elements (8 or 4 bytes) or more on the narrower one.
+                   side, of as many elements (8 or 4 bytes) or more on the narrower one. (SPREAD: in all blocks
+                   together.)
     narrow piece   What load_single and store_single move is one element per access, at most UNROLL_LIMIT of them in
                    a block: one head-or-tail piece, whose loop the compiler may unroll.
     branch         Every dtype branch is there, with vector and narrow accesses on each of its sides, and no other.
     placement      Gradients and wire are touched through those four functions alone; tables and partials by the
-                   kernel itself, outside its loops.
+                   kernel itself, outside its loops. (LOOKING_UP: by what walks the tile, in loops over the table too.)
     exchange       No shared memory, barrier or shuffle, but for the reductions and debug_barrier of REDUCERS.
     memory         No atomics, generic addresses or other ways to memory.
     stack          No stack, no spills.
@@ -32,6 +33,10 @@ from .variants import Variant
 REDUCERS = ("chunk_sum", "chunk_faults", "careful_sum")
 # Kernels that fill missing gradients with zeros: one branch more, which writes only.
 ZEROING = ("pack",)
+# Kernels whose addresses come from a table in a loop: AMD's compiler makes a block of every such access.
+SPREAD = ("combine",)
+# What walks a tile once for each entry of a table.
+LOOKING_UP = ("combine_tile",)
 UNROLL_LIMIT = 4
 ITEMSIZES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
@@ -119,6 +124,8 @@ def examine(
                     data[_Key(branch, writer)].setdefault(index, []).append(access.width)
             elif access.space == "scalar" and (not frames or frames[0].line == 0):
                 continue  # kernel arguments, for all the code that needs them
+            elif writer in LOOKING_UP and not access.store:
+                continue
             elif writer != variant.kernel.__name__:
                 faults[where, "placement", f"{opcode} goes round {', '.join(VECTOR_FUNCTIONS)}, ...:{_at(frames)}"] += 1
             elif variant.branches and in_loop(blocks, index):
@@ -126,8 +133,11 @@ def examine(
     faults.update(("", "stack", f"{name} is {value}") for name, value in must_be_zero.items() if value)
     if variant.branches:
         vectors = max(1, variant.constexprs["TILE_BYTES"] // (16 * threads))
+        spread = variant.label.partition("[")[0] in SPREAD
         for key, by_block in data.items():
-            faults.update((str(key.branch), *fault) for fault in _width_faults(key, by_block, vectors))
+            judged = {0: [width for widths in by_block.values() for width in widths]} if spread else by_block
+            judged = judged if key.function in VECTOR_FUNCTIONS else by_block
+            faults.update((str(key.branch), *fault) for fault in _width_faults(key, judged, vectors))
         faults.update(_missing(variant, data))
     return Findings(
         violations=tuple(

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 
 import torch
 
+from .checks import check_combine
 from .parts import ADD, FOLD, PUSH, Part, Step, steps
 
-# Elements of a block: 128 KiB of fp32, of which a block of every tensor and the sums fit into a core's cache.
-BLOCK_NUMEL = 32768
+# Elements of a block, 512 KiB of fp32: two tensors of 25 MiB in 3.4 ms, in a quarter of it 5 ms (each costs 10 us), in
+# one piece 4.0 ms.
+BLOCK_NUMEL = 131072
 
 
 def combine(
@@ -29,6 +31,7 @@ def combine(
     No two tensors overlap; an output is one of them or overlaps none. They may be on several CUDA devices: partial sums
     travel to where the parts say, and the sum to all.
     """
+    check_combine(tensors, outputs, parts)
     flat, written = [one.view(-1) for one in tensors], [one.view(-1) for one in outputs]
     on_cpu = all(one.device.type == "cpu" for one in (*flat, *written))
     for part in parts:
@@ -46,9 +49,8 @@ def _combine_blocks(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Ten
     plain = scale == 1.0 and len(order) > 1 and (FOLD, 0) not in program and (wide or len(order) == 2)
     first = _free(tensors, order, outputs) if plain else None
     ordered = [outputs[first], *outputs[:first], *outputs[first + 1 :]] if first is not None else outputs
-    block_numel = BLOCK_NUMEL * torch.get_num_threads()
-    for begin in range(part.begin, part.end, block_numel):
-        end = min(begin + block_numel, part.end)
+    for begin in range(part.begin, part.end, BLOCK_NUMEL):
+        end = min(begin + BLOCK_NUMEL, part.end)
         total, *others = (one[begin:end] for one in ordered)
         if first is not None:
             torch.add(tensors[order[0]][begin:end], tensors[order[1]][begin:end], out=total)

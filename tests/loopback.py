@@ -169,6 +169,12 @@ class Loopback:
         self.calls.append(Call("gather", torch.uint8, capacity_bytes))
         return [payload if rank == self._rank else self.payload(rank, payload) for rank in range(self.size)]
 
+    def apart(self) -> Loopback:
+        return self
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
         self.calls.append(Call(f"aside {key}", torch.uint8, len(text)))
         return self.aside(text)
@@ -248,6 +254,12 @@ class ThreadRank:
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
         assert len(payload) <= capacity_bytes
         return [bytes(one) for one in self._world.meet(self._next("gather"), self._rank, payload)()]
+
+    def apart(self) -> ThreadRank:
+        return self
+
+    def close(self) -> None:
+        """Nothing to give back."""
 
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
         return [str(one) for one in self._world.meet(f"aside {key}", self._rank, text)()]

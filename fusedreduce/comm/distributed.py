@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import re
-from collections.abc import Callable, Mapping, MutableMapping
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,6 @@ _OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
-_built: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
 _REFUSAL = re.compile(r"type|dtype|support|implement", re.IGNORECASE)
 
 
@@ -80,8 +80,13 @@ class ProcessGroupCommunicator:
         if self._rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the process group it was given")
         self._size = dist.get_world_size(self.group)
-        # Ranks build their communicators in the same order, so the n-th of a group is the same one everywhere.
-        self._serial = _built[self.group] = _built.get(self.group, 0) + 1
+        # Ranks build their communicators in the same order, so the n-th of a store is the same one everywhere. A group
+        # that is made anew may have the store of the one before, and what was written there.
+        self._serial = 0
+        if self._size > 1:
+            self._serial = self._store().add(f"fusedreduce/communicators/{self._rank}", 1)
+        self._own = False
+        self._parted = 0
         self._refusals: dict[tuple[torch.dtype, torch.device], str | None] = {}
 
     @property
@@ -166,15 +171,46 @@ class ProcessGroupCommunicator:
             received.append(raw[8 : 8 + length])
         return received
 
+    def apart(self) -> ProcessGroupCommunicator:
+        """A communicator on a new group of the same ranks and backends, with this one's timeout.
+
+        Not `dist.new_group`: it names a group by its ranks and by what else this process has, and so fails where ranks
+        have other groups than their peers, or where a group of that name has been destroyed.
+        """
+        self._parted += 1
+        key = f"fusedreduce/apart/{self._serial}/{self._parted}"
+        name = "fusedreduce " + self._store().compare_set(key, "", uuid.uuid4().hex).decode()
+        members = dist.get_process_group_ranks(self.group)
+        timeout = datetime.timedelta(seconds=self.timeout_s(self._device()))
+        backend, store, make = c10d._world.pg_map[self.group][0], self._store(), c10d._new_process_group_helper
+        group, _ = make(self._size, self._rank, members, backend, store, c10d.GroupName(name), timeout=timeout)
+        c10d._world.pg_group_ranks[group] = {member: rank for rank, member in enumerate(members)}
+        communicator = ProcessGroupCommunicator(group)
+        communicator._own = True
+        return communicator
+
+    def close(self) -> None:
+        """Destroys the group that `apart` made; nothing where the group is the user's."""
+        if self._own and dist.is_initialized():
+            self._own = False
+            dist.destroy_process_group(self.group)
+
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
         """Every rank's `text`, in rank order, through the group's key-value store."""
         if self._size == 1:
             return [text]
-        store = c10d._get_process_group_store(self.group)
+        store = self._store()
         keys = [f"fusedreduce/{self._serial}/{key}/{rank}" for rank in range(self._size)]
         store.set(keys[self._rank], text)
         store.wait(keys, datetime.timedelta(seconds=self.timeout_s(device)))
         return [store.get(one).decode() for one in keys]
+
+    def _store(self) -> Any:
+        return c10d._get_process_group_store(self.group)
+
+    def _device(self) -> torch.device:
+        """One that the group has a backend for."""
+        return next(iter(self.group._device_types))
 
     def _backend_name(self, device: torch.device) -> str:
         # "cpu:gloo,cuda:nccl" for a group of several backends, else one name.

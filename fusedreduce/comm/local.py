@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 
 from ..errors import CollectiveError, UnsupportedWireError
-from .local_operations import COMPUTED_WIDE, Streams, perform
+from .local_operations import COMPUTED_WIDE, Workshop, perform
 from .meeting import Arrival, LocalPending, Meeting, ranks_text
 from .protocol import ReduceOp
 from .strategies import Centralized, Strategy
@@ -39,13 +39,16 @@ class _Siblings:
 
     def channel(self, rank: int) -> _Channel:
         """The next one of `rank`; forgotten here when all ranks have it."""
-        with self._generation.group.lock:
+        generation = self._generation
+        with generation.group.lock:
+            generation.check(f"rank {rank} cannot make a communicator", rank)
             number = self._asked[rank] = self._asked.get(rank, -1) + 1
             if number not in self._waiting:
-                self._waiting[number] = (_Channel(self._generation, f"{self._name}{number}"), set())
+                self._waiting[number] = (_Channel(generation, f"{self._name}{number}"), set())
             channel, have = self._waiting[number]
             have.add(rank)
-            if len(have) == self._generation.group.size:
+            generation.ranks.add(rank)
+            if len(have) == generation.group.size:
                 del self._waiting[number]
             return channel
 
@@ -58,7 +61,14 @@ class _Generation:
         self.problem = ""
         self.cause: BaseException | None = None
         self.channels: weakref.WeakSet[_Channel] = weakref.WeakSet()
+        self.ranks: set[int] = set()  # that have a communicator of it
         self.roots = _Siblings(self, "")
+
+    def check(self, what: str, rank: int) -> None:
+        """Raises if somebody has given up; `rank` knows then. The lock is held."""
+        if self.problem:
+            self.group.unaware.pop(rank, None)
+            raise CollectiveError(f"{what}: {self.problem}") from self.cause
 
     def fail(self, problem: str, cause: BaseException | None) -> None:
         """Everything of this generation raises from now on, but what is being performed."""
@@ -68,7 +78,7 @@ class _Generation:
                 return
             self.problem, self.cause = problem, cause
             for channel in list(self.channels):
-                failed += [one for one in channel.meetings() if one.fail(f"{one.name}: {problem}", cause)]
+                failed += [one for one in channel.forget() if one.abort(f"{one.name}: {problem}", cause)]
         for meeting in failed:
             meeting.tell()
 
@@ -80,13 +90,16 @@ class _Channel:
         self.generation = generation
         self.name = name
         self.siblings = _Siblings(generation, f"{name}.")
-        self.used_by: dict[int, int] = {}  # rank -> the thread that used its communicator last
+        # By rank, the thread that used its communicator last. None: nobody has, and there is one thread for each.
+        self.used_by: dict[int, int | None] = {}
         self._meetings: dict[int | str, Meeting] = {}
         generation.channels.add(self)
 
-    def meetings(self) -> list[Meeting]:
-        """Those that not all ranks have come to."""
-        return list(self._meetings.values())
+    def forget(self) -> list[Meeting]:
+        """Those that not all ranks have come to; the channel has none any more."""
+        meetings = list(self._meetings.values())
+        self._meetings.clear()
+        return meetings
 
     def arrive(self, rank: int, place: int | str, arrival: Arrival) -> LocalPending:
         """Never blocks, but performs the collective if this is the last rank to come.
@@ -96,8 +109,7 @@ class _Channel:
         """
         generation, group = self.generation, self.generation.group
         with group.lock:
-            if generation.problem:
-                raise CollectiveError(f"rank {rank} cannot issue {arrival}: {generation.problem}") from generation.cause
+            generation.check(f"rank {rank} cannot issue {arrival}", rank)
             meeting = self._meetings.get(place)
             if meeting is None:
                 where = f"collective {place}" if isinstance(place, int) else f"exchange {place!r}"
@@ -107,16 +119,16 @@ class _Channel:
             last = meeting.arrive(rank, arrival)
             if not meeting.missing():
                 del self._meetings[place]
-        pending = LocalPending(meeting, rank, arrival, lambda: self._alone(meeting))
+        pending = LocalPending(meeting, rank, arrival, lambda: self._alone(meeting), lambda: group.rejoin(rank))
         if last:
-            meeting.perform(lambda arrivals: perform(arrivals, group.strategy, group.streams))
+            meeting.perform(lambda arrivals: perform(arrivals, group.workshop))
         return pending
 
     def _alone(self, meeting: Meeting) -> str:
         """Why waiting here would be for ever: with one thread for all ranks, whoever is missing cannot come."""
         me = threading.get_ident()
         missing = meeting.missing()
-        if self.generation.group.one_thread and missing and all(self.used_by.get(rank) == me for rank in missing):
+        if self.generation.group.one_thread and missing and all(self.used_by.get(rank, me) == me for rank in missing):
             return f"{ranks_text(missing)} cannot come: this thread drives them too, and it waits"
         return ""
 
@@ -155,23 +167,35 @@ class LocalGroup:
         self.one_thread = one_thread
         # Reentrant: the garbage collector may run someone's abort() inside.
         self.lock = threading.RLock()
-        self.streams = Streams()
+        self.workshop = Workshop(strategy)
+        self.unaware: dict[int, _Generation] = {}  # ranks that do not know yet that theirs has ended
         self._closed = False
         self._runs = 0
         self._generation = _Generation(self)
 
     def communicator(self, rank: int) -> LocalCommunicator:
-        """A new one for `rank`; the n-th of each rank since the last abort are one channel.
+        """A new one for `rank`; the n-th of each rank in a generation are one channel.
+
+        A generation ends with an abort. A rank that had a communicator then and has not been told yet (by an error of
+        its own, or `rejoin`) is told here, once: what it is about to begin belongs to what the others have given up.
 
         Raises:
             ValueError: there is no such rank.
-            CollectiveError: the group is closed.
+            CollectiveError: the group is closed, or a peer has given up and this rank did not know.
         """
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
             raise ValueError(f"rank must be one of 0 to {self.size - 1}, not {rank!r}")
         with self.lock:
             self._refuse_closed()
+            if rank in self.unaware:
+                self.unaware[rank].check(f"rank {rank} cannot make a communicator", rank)
             return LocalCommunicator(self._generation.roots.channel(rank), rank)
+
+    def rejoin(self, *ranks: int) -> None:
+        """These ranks know of all aborts so far: the communicators that they make next are of the new generation."""
+        with self.lock:
+            for rank in ranks:
+                self.unaware.pop(rank, None)
 
     def run(self, case: Callable[[LocalCommunicator], T]) -> list[T]:
         """`case(communicator)` in one thread per rank, on a channel of their own; what each returned, in rank order.
@@ -183,6 +207,8 @@ class LocalGroup:
         with self.lock:
             self._refuse_closed()
             channel = _Channel(self._generation, f"run {self._runs}")
+            channel.used_by = dict.fromkeys(range(self.size))
+            self._generation.ranks.update(range(self.size))
             self._runs += 1
         results: dict[int, T] = {}
         errors: list[tuple[int, BaseException]] = []
@@ -209,6 +235,8 @@ class LocalGroup:
                 if thread.ident is not None:
                     thread.join()
             raise
+        finally:
+            self.rejoin(*range(self.size))
         if errors:
             _, first = errors[0]
             for rank, other in errors[1:]:
@@ -236,11 +264,14 @@ class LocalGroup:
     ) -> None:
         self.close()
 
-    def _renew(self, generation: _Generation) -> None:
-        """`generation` is aborted: what is made from now on belongs to another one."""
+    def _renew(self, generation: _Generation, rank: int) -> None:
+        """`rank` aborts `generation`: what is made from now on belongs to another one."""
         with self.lock:
             if self._generation is generation and not self._closed:
                 self._generation = _Generation(self)
+                self.unaware.update(dict.fromkeys(generation.ranks, generation))
+            if self.unaware.get(rank) is generation:
+                del self.unaware[rank]
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -270,9 +301,12 @@ class LocalCommunicator:
         """Ranks in the group."""
         return self.group.size
 
-    def new_channel(self) -> LocalCommunicator:
-        """A communicator of the same rank with a sequence of its own; the n-th that each rank makes here meet."""
+    def apart(self) -> LocalCommunicator:
+        """A communicator of the same ranks with a sequence of its own; the n-th that each rank makes here meet."""
         return LocalCommunicator(self._channel.siblings.channel(self._rank), self._rank)
+
+    def close(self) -> None:
+        """Nothing: a channel is forgotten with its communicators."""
 
     def abort(self, error: BaseException) -> None:
         """Gives up, for all: every collective of this generation, under way or later, raises on every rank.
@@ -280,7 +314,7 @@ class LocalCommunicator:
         Communicators that the group makes afterwards are of the next generation. Only the first abort of one counts.
         """
         generation = self._channel.generation
-        generation.group._renew(generation)
+        generation.group._renew(generation, self._rank)
         generation.fail(f"rank {self._rank} gave up: {type(error).__name__}: {error}", error)
 
     def timeout_s(self, device: torch.device) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from ..kernels import dispatch
 from .meeting import Arrival, Outcome
 from .protocol import ReduceOp
 from .strategies import Strategy
+
+if TYPE_CHECKING:
+    from ..kernels.combine import CombineTables
 
 _PAIRWISE: Mapping[ReduceOp, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -25,32 +29,39 @@ _PAIRWISE: Mapping[ReduceOp, Callable[..., torch.Tensor]] = {
 COMPUTED_WIDE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 
 
-class Streams:
-    """The streams of a group, one per CUDA device, made on first need."""
+class Workshop:
+    """What a group keeps for its work: a stream and the sums' tables per CUDA device, made on first need."""
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._tables: dict[torch.device, CombineTables | None] = {}
 
-    def of(self, device: torch.device) -> torch.cuda.Stream:
-        """The one of a device. Two threads that need it first at once may get two: either serves."""
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The one of a device. (Of two threads that need it first at once, one makes it in vain.)"""
         if device not in self._streams:
             self._streams.setdefault(device, torch.cuda.Stream(device))
         return self._streams[device]
 
+    def tables(self, device: torch.device) -> CombineTables | None:
+        """Those of a CUDA device, all of whose launches are on its stream."""
+        if device.type == "cuda" and device not in self._tables:
+            self._tables.setdefault(device, dispatch.new_combine_tables())
+        return self._tables.get(device)
 
-def perform(arrivals: Sequence[Arrival], strategy: Strategy, streams: Streams) -> Outcome:
+
+def perform(arrivals: Sequence[Arrival], workshop: Workshop) -> Outcome:
     """Carries out what all peers agree on.
 
     Args:
         arrivals: in rank order, with equal signatures.
-        strategy: of sums.
-        streams: of the group.
+        workshop: the group's.
     """
     kind = arrivals[0].kind
     if not arrivals[0].tensors:
         return Outcome(gathered=tuple(one.payload for one in arrivals))
     devices = list(dict.fromkeys(tensor.device for one in arrivals for tensor in one.tensors if tensor.is_cuda))
-    ours = tuple(streams.of(device) for device in devices)
+    ours = tuple(workshop.stream(device) for device in devices)
     inference = any(tensor.is_inference() for one in arrivals for tensor in one.tensors)
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(torch.inference_mode() if inference else torch.no_grad())
@@ -59,29 +70,30 @@ def perform(arrivals: Sequence[Arrival], strategy: Strategy, streams: Streams) -
                 for event in one.events:
                     stream.wait_event(event)
             contexts.enter_context(torch.cuda.stream(stream))
-        results = _OPERATIONS[kind](arrivals, strategy)
+        results = _OPERATIONS[kind](arrivals, workshop)
     return Outcome(events=tuple(stream.record_event() for stream in ours), streams=ours, results=results)
 
 
-def _all_reduce(arrivals: Sequence[Arrival], strategy: Strategy) -> None:
+def _all_reduce(arrivals: Sequence[Arrival], workshop: Workshop) -> None:
     tensors = [one.tensors[0] for one in arrivals]
-    _reduce_into(tensors, tensors, arrivals[0].op, strategy)
+    _reduce_into(tensors, tensors, arrivals[0].op, workshop)
 
 
-def _reduce(arrivals: Sequence[Arrival], strategy: Strategy) -> None:
+def _reduce(arrivals: Sequence[Arrival], workshop: Workshop) -> None:
     root = arrivals[0].root
     assert root is not None
     tensors = [one.tensors[0] for one in arrivals]
-    _reduce_into(tensors, [tensors[root]], arrivals[0].op, strategy)
+    _reduce_into(tensors, [tensors[root]], arrivals[0].op, workshop)
 
 
 def _reduce_into(
-    tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], op: ReduceOp | None, strategy: Strategy
+    tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], op: ReduceOp | None, workshop: Workshop
 ) -> None:
     first = tensors[0]
     assert op is not None
     if op == "sum" and first.dtype in COMPUTED_WIDE:
-        dispatch.combine(tensors, outputs, strategy.parts(len(tensors), first.numel()))
+        parts = workshop.strategy.parts(len(tensors), first.numel())
+        dispatch.combine(tensors, outputs, parts, tables=workshop.tables(first.device))
         return
     # Nothing here rounds but products, whose order is that of the ranks.
     total = first.to(torch.float32) if first.dtype in (torch.float16, torch.bfloat16) else first.clone()
@@ -91,7 +103,7 @@ def _reduce_into(
         output.copy_(total, non_blocking=True)
 
 
-def _all_reduce_sparse(arrivals: Sequence[Arrival], strategy: Strategy) -> list[torch.Tensor]:
+def _all_reduce_sparse(arrivals: Sequence[Arrival], workshop: Workshop) -> list[torch.Tensor]:
     """Sums in rank order; two entries of an index meet at a time, so it does not matter how they were sorted."""
     tensors = [one.tensors[0] for one in arrivals]
     dtype, device = tensors[0].dtype, tensors[0].device
@@ -103,13 +115,13 @@ def _all_reduce_sparse(arrivals: Sequence[Arrival], strategy: Strategy) -> list[
     return [total.to(one.device, copy=True) for one in tensors]
 
 
-def _all_gather(arrivals: Sequence[Arrival], strategy: Strategy) -> None:
+def _all_gather(arrivals: Sequence[Arrival], workshop: Workshop) -> None:
     for one in arrivals:
         for row, other in zip(one.tensors[1].unbind(), arrivals, strict=True):
             row.copy_(other.tensors[0].view(-1), non_blocking=True)
 
 
-def _all_to_all(arrivals: Sequence[Arrival], strategy: Strategy) -> None:
+def _all_to_all(arrivals: Sequence[Arrival], workshop: Workshop) -> None:
     size = len(arrivals)
     parts = [one.tensors[0].view(size, -1) for one in arrivals]
     for rank, one in enumerate(arrivals):
@@ -117,7 +129,7 @@ def _all_to_all(arrivals: Sequence[Arrival], strategy: Strategy) -> None:
             row.copy_(sent[rank], non_blocking=True)
 
 
-def _broadcast(arrivals: Sequence[Arrival], strategy: Strategy) -> None:
+def _broadcast(arrivals: Sequence[Arrival], workshop: Workshop) -> None:
     root = arrivals[0].root
     assert root is not None
     source = arrivals[root].tensors[0]
@@ -126,7 +138,7 @@ def _broadcast(arrivals: Sequence[Arrival], strategy: Strategy) -> None:
             one.tensors[0].copy_(source.view_as(one.tensors[0]), non_blocking=True)
 
 
-_OPERATIONS: Mapping[str, Callable[[Sequence[Arrival], Strategy], list[torch.Tensor] | None]] = {
+_OPERATIONS: Mapping[str, Callable[[Sequence[Arrival], Workshop], list[torch.Tensor] | None]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "all_reduce_sparse": _all_reduce_sparse,

@@ -108,6 +108,7 @@ class Meeting:
     outcome: Outcome | None = None
     problem: str = ""
     cause: BaseException | None = None
+    aborted: bool = False
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
@@ -115,7 +116,9 @@ class Meeting:
 
     def arrive(self, rank: int, arrival: Arrival) -> bool:
         """Takes a peer's arrival; whether it must `perform` now. The lock is held."""
-        assert rank not in self.came, f"rank {rank} is in {self.name} already"
+        if rank in self.came:  # of an exchange with a key: a place in the sequence is there once
+            self.verdict()
+            raise CollectiveError(f"{self.name}: rank {rank} has come before; every exchange needs a key of its own")
         self.came.add(rank)
         if self.state is State.FAILED:
             return False
@@ -146,6 +149,11 @@ class Meeting:
         self._settle(State.FAILED, problem, cause)
         self.arrivals.clear()
         return True
+
+    def abort(self, problem: str, cause: BaseException | None) -> bool:
+        """As `fail`, for all collectives at once."""
+        self.aborted = self.fail(problem, cause)
+        return self.aborted
 
     def finish(self, outcome: Outcome | None, problem: str = "", cause: BaseException | None = None) -> None:
         """It has been performed, or could not be."""
@@ -184,28 +192,22 @@ class Meeting:
         """Who has not come."""
         return [rank for rank in range(self.size) if rank not in self.came]
 
-    def verdict(self) -> Outcome:
-        """The outcome, or the error."""
+    def verdict(self) -> Outcome | None:
+        """The outcome, or the error; None if there is none yet."""
         if self.state is State.FAILED:
             raise CollectiveError(self.problem) from self.cause
-        assert self.outcome is not None
         return self.outcome
 
     def time_out(self) -> bool:
-        """A peer's time is over; whether that settled it. The lock is held, and `tell` called after it."""
-        missing = self.missing()
-        if self.state is State.GATHERING:
-            what = "; ".join(_by_text(self.arrivals))
-            return self.fail(
-                f"{self.name}: {ranks_text(missing)} did not come within {self.timeout_s:g} s ({what}). A peer has "
-                "died, hangs, or issues other collectives than its peers"
-            )
-        if self.state is State.WORKING:
-            self._settle(
-                State.FAILED, f"{self.name}: all peers came, but it was not through after {self.timeout_s:g} s", None
-            )
-            return True
-        return False
+        """A peer's time is over: fails for all, unless the last one has come. The lock is held, `tell` called after it.
+
+        What is being performed writes into every peer's tensor: its end is waited for.
+        """
+        what = "; ".join(_by_text(self.arrivals))
+        return self.fail(
+            f"{self.name}: {ranks_text(self.missing())} did not come within {self.timeout_s:g} s ({what}). A peer has "
+            "died, hangs, or issues other collectives than its peers"
+        )
 
     def _settle(self, state: State, problem: str, cause: BaseException | None) -> None:
         self.state, self.problem, self.cause = state, problem, cause
@@ -225,12 +227,15 @@ class Meeting:
 class LocalPending:
     """A collective of a LocalGroup, as one peer holds it (comm.protocol.Pending)."""
 
-    def __init__(self, meeting: Meeting, rank: int, arrival: Arrival, alone: Callable[[], str]) -> None:
+    def __init__(
+        self, meeting: Meeting, rank: int, arrival: Arrival, alone: Callable[[], str], told: Callable[[], None]
+    ) -> None:
         self._meeting = meeting
         self._rank = rank
         self._tensors = arrival.tensors
         self._due_s = arrival.due_s
         self._alone = alone
+        self._told = told
 
     def notify(self, done: Callable[[], None]) -> None:
         """Has `done()` called once when the collective ends, or at once if it has, by the thread that ended it."""
@@ -238,7 +243,8 @@ class LocalPending:
 
     def ready(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        return self._meeting.ended or time.monotonic() >= self._due_s
+        meeting = self._meeting
+        return meeting.ended or (meeting.state is State.GATHERING and time.monotonic() >= self._due_s)
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Completed at the end, by the thread that brought it about; nobody need wait."""
@@ -278,15 +284,19 @@ class LocalPending:
                     settled = meeting.fail(f"{meeting.name}: {stuck}")
             while not meeting.ended:
                 left_s = self._due_s - time.monotonic()
-                if left_s > 0:
+                if meeting.state is State.WORKING:
+                    meeting.changed.wait()
+                elif left_s > 0:
                     meeting.changed.wait(left_s)
-                elif meeting.state is State.WORKING and left_s > -meeting.timeout_s:
-                    meeting.changed.wait(meeting.timeout_s + left_s)  # the last one came in time, and writes here
                 else:
                     settled = meeting.time_out()
         if settled:
             meeting.tell()
-        return meeting.verdict()
+        if meeting.aborted:
+            self._told()
+        outcome = meeting.verdict()
+        assert outcome is not None
+        return outcome
 
     def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         try:
@@ -294,6 +304,7 @@ class LocalPending:
         except CollectiveError as error:
             future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
             return
+        assert outcome is not None
         result = list(self._tensors[-1:]) if outcome.results is None else [outcome.results[self._rank]]
         with contextlib.ExitStack() as streams:
             for stream in outcome.streams:  # the future's own events are recorded there

@@ -93,6 +93,17 @@ class Communicator(Protocol):
         """Every rank's payload, in rank order; blocks. Payloads are at most `capacity_bytes` long."""
         ...
 
+    def apart(self) -> Communicator:
+        """A communicator of the same ranks whose collectives keep no place relative to this one's.
+
+        Every rank calls this at the same place, and `close` on what it got.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives back what `apart` made; nothing on other communicators."""
+        ...
+
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
         """Every rank's `text`, in rank order, without a collective: for ranks that may be out of step.
 

@@ -100,5 +100,11 @@ class HostSums:
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
         return self._group.all_gather_bytes(payload, capacity_bytes, CPU)
 
+    def apart(self) -> HostSums:
+        return self
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
         return self._group.compare_aside(key, text, CPU)
