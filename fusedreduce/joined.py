@@ -1,0 +1,147 @@
+"""Joined: one autograd node around all replicas, so that the graph outside sees one module with its real parameters.
+
+    forward      the replicas' outputs, gathered; each replica keeps a graph of its own, from leaves of its own
+    backward     its part of the gradient goes to each replica, whose graph is run; what the sum of their parameters'
+                 gradients is becomes that of the real parameters
+
+Everything outside is autograd's as usual: accumulation, hooks on parameters, several forwards in one loss or several
+losses of one forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .scatter import joined, parts_of
+from .team import Roots, Team
+
+
+@dataclass(frozen=True)
+class Output:
+    """One tensor that the graph outside sees.
+
+    Args:
+        replicas: whose outputs it is made of.
+        tensors: those.
+        device: where it is.
+    """
+
+    replicas: Sequence[int]
+    tensors: list[torch.Tensor]
+    device: torch.device
+
+
+class Call:
+    """One forward of all replicas, until it is run backward.
+
+    Args:
+        team: the replicas.
+        outputs: those that require a gradient.
+        leaves: per replica, copies of its inputs that require one.
+        dim: along which outputs are joined.
+        weights: per replica, the share of its samples in the loss; None: the loss is of joined outputs.
+        reduce: see `Team.backward`.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        outputs: list[Output],
+        leaves: Sequence[Sequence[torch.Tensor]],
+        dim: int,
+        weights: Sequence[float] | None,
+        *,
+        reduce: bool,
+    ) -> None:
+        self.team = team
+        self.outputs = outputs
+        self._leaves = leaves
+        self._dim = dim
+        self._weights = weights
+        self._reduce = reduce
+        self._count = len(leaves)
+        self._freed = [False] * self._count
+
+    def gathered(self) -> list[torch.Tensor]:
+        """The outputs as the graph outside sees them."""
+        tensors = []
+        for one in self.outputs:
+            # A copy, or another tensor on the same memory: the replica's graph must not be part of it.
+            tensors.append(joined([tensor.detach() for tensor in one.tensors], self._dim, one.device))
+        return tensors
+
+    def backward(
+        self, gradients: Sequence[torch.Tensor | None], *, keep_graph: bool
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Gradients of the real parameters and of the inputs.
+
+        Raises:
+            RuntimeError: a replica's graph has been freed by an earlier backward.
+        """
+        roots = [Roots([], []) for _ in range(self._count)]
+        for one, gradient in zip(self.outputs, gradients, strict=True):
+            if gradient is not None:
+                parts = parts_of(gradient, one.tensors, self._dim)
+                for replica, tensor, part in zip(one.replicas, one.tensors, parts, strict=True):
+                    self._add(roots[replica], replica, tensor, part)
+        used = [bool(one.tensors) for one in roots]
+        if any(map(_and, used, self._freed)):
+            raise RuntimeError(
+                "Trying to backward through the graph of a DataParallel module a second time (or to directly access "
+                "saved tensors after they have already been freed). Specify retain_graph=True if you need to backward "
+                "through it a second time"
+            )
+        try:
+            summed = self.team.backward(roots, keep_graph=keep_graph, reduce=self._reduce)
+            found = [leaf.grad for leaves in self._leaves for leaf in leaves]
+        finally:
+            for leaves in self._leaves:
+                for leaf in leaves:
+                    leaf.grad = None
+        if not keep_graph:
+            self._freed = [before or now for before, now in zip(self._freed, used, strict=True)]
+        return summed, found
+
+    def _add(self, roots: Roots, replica: int, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+        if not tensor.requires_grad:
+            return
+        gradient = gradient.to(tensor.device, non_blocking=True)
+        if self._weights is not None and self._weights[replica] != 1.0:
+            gradient = gradient * self._weights[replica]
+        roots.tensors.append(tensor)
+        roots.gradients.append(gradient)
+
+
+class Joined(torch.autograd.Function):
+    """See this file's head. Its inputs are a Call, the real parameters, and the inputs that require a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The outputs."""
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(call.gathered())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Runs the replicas' own graphs.
+
+        Raises:
+            RuntimeError: gradients of gradients are wanted; or as Call.backward.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True goes through a DataParallel module: its replicas' gradients are summed outside of "
+                "autograd, and have no gradients themselves. Use .module for this loss"
+            )
+        keep_graph = bool(torch._C._autograd._get_current_graph_task_keep_graph())
+        summed, of_inputs = ctx.call.backward(gradients, keep_graph=keep_graph)
+        return (None, *summed, *of_inputs)
+
+
+def _and(one: bool, other: bool) -> bool:
+    return one and other

@@ -1,0 +1,275 @@
+"""Replicas: shells of a module that compute with its parameters, each on a device.
+
+A shell is a module with the attributes of the user's, as it has them when a forward begins, and parameters of its own:
+on the module's device other Parameter objects on the same memory, with the same version counter, so that what an
+optimizer writes is there at once, and a gradient goes to the replica. On other devices they are copied in place before
+each forward. So are buffers, but for replica 0, whose buffers are the module's own. What else a forward changes of its
+module is lost with the next one; hooks on modules are shared, and run once per replica. All of that is as
+torch.nn.DataParallel has it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from . import admission
+from .errors import FusedReduceError
+
+_NAMES_SHOWN = 8
+_CONTAINERS = (list, tuple)
+
+
+@dataclass
+class _Layer:
+    """A module within the model, and its shells.
+
+    Args:
+        real: the user's.
+        shells: of it, by replica.
+        parameters: as the shells' were made of.
+        modules: those below.
+        buffers: their names.
+    """
+
+    real: nn.Module
+    shells: list[nn.Module] = field(default_factory=list)
+    parameters: list[nn.Parameter | None] = field(default_factory=list)
+    modules: list[nn.Module | None] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.parameters = list(self.real._parameters.values())
+        self.modules = list(self.real._modules.values())
+        self.buffers = list(self.real._buffers)
+
+    def is_as_it_was(self) -> bool:
+        """Whether the module has the parameters, modules and buffers that it had."""
+        real = self.real
+        return (
+            type(real) is type(self.shells[0])
+            and _same(real._parameters.values(), self.parameters)
+            and _same(real._modules.values(), self.modules)
+            and list(real._buffers) == self.buffers
+        )
+
+
+class Replicas:
+    """One replica of `module` per device.
+
+    Args:
+        module: all of it on the first device.
+        devices: of one type.
+
+    Raises:
+        ValueError: see `check_module`.
+        TypeError: a TorchScript module.
+
+    Attributes:
+        modules: the replicas.
+        trained: the module's parameters that require a gradient, each once.
+        names: theirs.
+        sparse: whether their gradients are sparse.
+        trained_by: per replica, its own of them.
+    """
+
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
+        check_module(module, devices[0])
+        self._devices = tuple(devices)
+        named = dict(module.named_parameters())
+        self._parameters = list(named.values())
+        self._names = list(named)
+        self._kinds = [_kind(one) for one in self._parameters]
+        self._shared = [device == devices[0] for device in devices]
+        self._layers = [_Layer(one) for one in module.modules()]
+        self._own: list[list[nn.Parameter]] = []
+        # Per replica: what it has in place of the user's parameters and modules, by the id of those.
+        self._mine: list[dict[int, Any]] = []
+        for device in devices:
+            own = [_own_parameter(one, device) for one in self._parameters]
+            mine: dict[int, Any] = {id(one): other for one, other in zip(self._parameters, own, strict=True)}
+            for layer in self._layers:
+                shell = type(layer.real).__new__(type(layer.real))
+                layer.shells.append(shell)
+                mine[id(layer.real)] = shell
+                vars(shell).update(_buffers={})
+            self._own.append(own)
+            self._mine.append(mine)
+        self.modules = list(self._layers[0].shells)
+        trained = [number for number, one in enumerate(self._parameters) if one.requires_grad]
+        self.trained = tuple(self._parameters[number] for number in trained)
+        self.names = tuple(self._names[number] for number in trained)
+        sparse = _sparse(module)
+        self.sparse = tuple(id(one) in sparse for one in self.trained)
+        self.trained_by = [tuple(own[number] for number in trained) for own in self._own]
+
+    def follow(self, *, broadcast_buffers: bool) -> bool:
+        """Before a forward: brings the replicas into line with the module.
+
+        Args:
+            broadcast_buffers: those of all replicas become the module's.
+
+        Returns:
+            Whether that could be done: False where the module has become another one (parameters replaced, frozen or
+            of another dtype, modules added), which takes new replicas.
+        """
+        if [_kind(one) for one in self._parameters] != self._kinds:
+            return False
+        if not all(layer.is_as_it_was() for layer in self._layers):
+            return False
+        self._follow_parameters()
+        self._follow_buffers(broadcast_buffers=broadcast_buffers)
+        for replica, mine in enumerate(self._mine):
+            for layer in self._layers:
+                _fill(layer.shells[replica], layer.real, mine)
+        return True
+
+    def keep_buffers(self) -> None:
+        """After a forward: a buffer that replica 0 has replaced is the module's from now on."""
+        for layer in self._layers:
+            for name in layer.buffers:
+                made = layer.shells[0]._buffers.get(name)
+                if made is not layer.real._buffers[name]:
+                    layer.real._buffers[name] = made
+
+    def verify(self) -> None:
+        """Compares every replica's parameters with the module's, byte for byte.
+
+        Raises:
+            FusedReduceError: some differ, with their names and replicas.
+        """
+        wrong = [
+            f"{name} on replica {replica} ({self._devices[replica]})"
+            for replica, own in enumerate(self._own)
+            for name, real, other in zip(self._names, self._parameters, own, strict=True)
+            if not _same_bytes(real, other)
+        ]
+        if wrong:
+            more = len(wrong) - _NAMES_SHOWN
+            raise FusedReduceError(
+                f"replicas differ from the module: {', '.join(wrong[:_NAMES_SHOWN])}"
+                f"{f' and {more} more' if more > 0 else ''}"
+            )
+
+    def _follow_parameters(self) -> None:
+        real = list(map(torch.Tensor.data_ptr, self._parameters))
+        for own, shared in zip(self._own, self._shared, strict=True):
+            if not shared:
+                with torch.no_grad():
+                    # In memory alone: a graph that is still to be run backward has saved them, with the same values.
+                    torch._foreach_copy_([one.data for one in own], list(self._parameters))
+            elif list(map(torch.Tensor.data_ptr, own)) != real:
+                for one, parameter in zip(own, self._parameters, strict=True):
+                    if one.data_ptr() != parameter.data_ptr():
+                        one.data = parameter.detach()
+
+    def _follow_buffers(self, *, broadcast_buffers: bool) -> None:
+        into: list[torch.Tensor] = []
+        source: list[torch.Tensor] = []
+        for layer in self._layers:
+            for name in layer.buffers:
+                buffer = layer.real._buffers[name]
+                for replica, shell in enumerate(layer.shells):
+                    held, device = shell._buffers, self._devices[replica]
+                    known = held.get(name)
+                    if replica == 0 or buffer is None:
+                        held[name] = buffer
+                    elif known is None or not _alike(known, buffer):
+                        held[name] = buffer.detach().to(device, copy=True)
+                    elif broadcast_buffers:
+                        # As parameters above. Batch norm's backward checks the version of what it has saved.
+                        into.append(known.data)
+                        source.append(buffer)
+        if into:
+            with torch.no_grad():
+                torch._foreach_copy_(into, source)
+
+
+def check_module(module: nn.Module, device: torch.device) -> None:
+    """Refuses what cannot be replicated.
+
+    Raises:
+        ValueError: something that is not initialised, or sharded, or not on `device` (as what is on "meta").
+        TypeError: TorchScript.
+    """
+    for name, one in module.named_modules():
+        if isinstance(one, torch.jit.ScriptModule):
+            raise TypeError(f"{name or 'the module'} is a TorchScript module, which cannot be replicated")
+    named: Iterator[tuple[str, torch.Tensor]]
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    for name, tensor in named:
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise ValueError(f"{name} is not initialised yet, it has no shape: run a dummy forward first")
+        sharded = admission.sharded_kind(tensor)
+        if sharded is not None:
+            raise ValueError(f"{name} is a {sharded} and sharded already: it cannot be replicated")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, not on the first device, {device}")
+
+
+def _fill(shell: nn.Module, real: nn.Module, mine: dict[int, Any]) -> None:
+    """Gives a shell the attributes that the module has now, with the replica's own in place of the user's."""
+    buffers = shell._buffers
+    for name in buffers.keys() - real._buffers.keys():
+        del buffers[name]
+    attributes = vars(shell)
+    attributes.clear()
+    attributes.update(vars(real))
+    for name, value in vars(real).items():
+        if id(value) in mine:
+            attributes[name] = mine[id(value)]
+        elif type(value) in _CONTAINERS and any(id(one) in mine for one in value):
+            attributes[name] = type(value)(mine.get(id(one), one) for one in value)
+    attributes["_parameters"] = {name: _of(one, mine) for name, one in real._parameters.items()}
+    attributes["_modules"] = {name: _of(one, mine) for name, one in real._modules.items()}
+    attributes["_buffers"] = buffers
+
+
+def _of(one: object, mine: dict[int, Any]) -> Any:
+    return None if one is None else mine[id(one)]
+
+
+def _own_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    # Of a detached tensor: it shares the version counter too.
+    data = parameter.detach()
+    made = nn.Parameter(data if data.device == device else data.to(device), requires_grad=parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        setattr(made, name, value)
+    return made
+
+
+def _same(values: Any, known: Any) -> bool:
+    return len(values) == len(known) and all(map(operator.is_, values, known))
+
+
+def _kind(parameter: torch.Tensor) -> tuple[object, ...]:
+    return parameter.dtype, parameter.device, parameter.requires_grad, parameter.shape, parameter.stride()
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype is other.dtype
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    first, second = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(first, second)
+
+
+def _sparse(module: nn.Module) -> set[int]:
+    """Parameters of embeddings with sparse gradients, by id; torch's rule."""
+    return {id(parameter) for one in _sparse_embeddings(module) for parameter in one.parameters(recurse=False)}
+
+
+def _sparse_embeddings(module: nn.Module) -> Iterator[nn.Module]:
+    for one in module.modules():
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse:
+            yield one

@@ -1,0 +1,243 @@
+"""Scatter and gather: arguments in parts, one per replica, and outputs in one piece. Pure.
+
+Arguments and outputs are nested as they like: any pytree, and dataclasses.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+@dataclass(frozen=True)
+class Nested:
+    """The leaves of something nested, and how it is built again.
+
+    Args:
+        leaves: tensors and others, in order.
+        rebuild: the same from other leaves.
+        shape: what must be alike in two of them for their leaves to correspond.
+    """
+
+    leaves: list[Any]
+    rebuild: Callable[[Sequence[Any]], Any]
+    shape: object
+
+
+def flatten(value: object) -> Nested:
+    """Takes `value` apart."""
+    outer, spec = tree_flatten(value)
+    parts = [_fields(leaf) for leaf in outer]
+    if all(part is None for part in parts):
+        return Nested(outer, lambda leaves: tree_unflatten(list(leaves), spec), spec)
+    leaves: list[Any] = []
+    for leaf, part in zip(outer, parts, strict=True):
+        leaves += [leaf] if part is None else part.leaves
+
+    def rebuild(new: Sequence[Any]) -> Any:
+        left = list(new)
+        built = []
+        for part in parts:
+            count = 1 if part is None else len(part.leaves)
+            mine, left[:count] = left[:count], []
+            built.append(mine[0] if part is None else part.rebuild(mine))
+        return tree_unflatten(built, spec)
+
+    return Nested(leaves, rebuild, (spec, tuple(None if part is None else part.shape for part in parts)))
+
+
+def balanced(count: int, parts: int) -> list[int]:
+    """Sizes of `parts` parts of `count`, the larger ones first, none of them more than one larger than another."""
+    least, more = divmod(count, parts)
+    return [least + (part < more) for part in range(parts)]
+
+
+def is_batched(leaf: object) -> bool:
+    """Whether an argument has samples in it: a tensor with dimensions."""
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def samples_of(leaves: Sequence[object], names: Sequence[str], dim: int) -> int:
+    """How many samples the batched ones among `leaves` have along `dim`; 0: none is batched.
+
+    Raises:
+        ValueError: they differ, or one does not have that many dimensions.
+        TypeError: a packed sequence.
+    """
+    found: dict[int, str] = {}
+    for leaf, name in zip(leaves, names, strict=True):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            if not -leaf.dim() <= dim < leaf.dim():
+                raise ValueError(f"{name} has shape {tuple(leaf.shape)} and so no dimension {dim} to scatter along")
+            found.setdefault(leaf.shape[dim], name)
+    if len(found) > 1:
+        shown = ", ".join(f"{name} has {samples}" for samples, name in found.items())
+        raise ValueError(
+            f"inputs have different numbers of samples along dimension {dim}: {shown}. Every tensor with dimensions "
+            "is scattered; hand others over as 0-dim tensors, in attributes of the module, or use forward_parallel"
+        )
+    return next(iter(found), 0)
+
+
+def refuse_packed(values: object) -> None:
+    """A packed sequence is a tuple of tensors whose first dimension is no batch.
+
+    Raises:
+        TypeError: there is one.
+    """
+    leaves, _ = tree_flatten(values, is_leaf=_is_packed)
+    if any(map(_is_packed, leaves)):
+        raise TypeError("a PackedSequence cannot be scattered: pack within the module's forward")
+
+
+def scattered(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, dim: int) -> list[tuple[Nested, list[Any]]]:
+    """Per part, the arguments' structure and its leaves: slices of the batched tensors, everything else as it is.
+
+    Raises:
+        ValueError: fewer samples than parts, or what `samples_of` refuses.
+    """
+    refuse_packed((args, kwargs))
+    nested = flatten((args, kwargs))
+    samples = samples_of(nested.leaves, [f"tensor {number}" for number in range(len(nested.leaves))], dim)
+    if not any(map(is_batched, nested.leaves)):
+        if parts == 1:
+            return [(nested, list(nested.leaves))]
+        raise ValueError("forward was given no tensor with dimensions, so there is no batch to scatter")
+    if samples < parts:
+        raise ValueError(f"a batch of {samples} samples cannot be divided among {parts} devices: every one needs some")
+    sizes = balanced(samples, parts)
+    columns = [
+        list(leaf.split(sizes, dim)) if is_batched(leaf) and parts > 1 else [leaf] * parts for leaf in nested.leaves
+    ]
+    return [(nested, [column[part] for column in columns]) for part in range(parts)]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One leaf of the gathered output.
+
+    Args:
+        leaves: one per replica.
+        path: for messages.
+    """
+
+    leaves: list[Any]
+    path: str
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether there are tensors to concatenate."""
+        return isinstance(self.leaves[0], torch.Tensor)
+
+
+def pieces(outputs: Sequence[Nested], dim: int) -> list[Piece]:
+    """The replicas' outputs, leaf by leaf.
+
+    Raises:
+        ValueError: they are nested differently, or tensors here are something else there, or do not fit together.
+    """
+    for replica, one in enumerate(outputs):
+        if one.shape != outputs[0].shape or len(one.leaves) != len(outputs[0].leaves):
+            raise ValueError(
+                f"replica {replica}'s output is not nested as replica 0's: {one.shape} instead of {outputs[0].shape}. "
+                "forward_parallel leaves outputs apart"
+            )
+    found = [Piece([one.leaves[at] for one in outputs], f"output {at}") for at in range(len(outputs[0].leaves))]
+    for piece in found:
+        kinds = {isinstance(leaf, torch.Tensor) for leaf in piece.leaves}
+        if len(kinds) > 1:
+            raise ValueError(f"{piece.path} is a tensor on some replicas and none on others")
+        if piece.is_tensor and len({_beside(tensor.shape, dim) for tensor in piece.leaves}) > 1:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in piece.leaves)
+            raise ValueError(
+                f"{piece.path} cannot be concatenated along dimension {dim}: replicas returned shapes {shapes}. "
+                "forward_parallel leaves outputs apart"
+            )
+    return found
+
+
+def same_on_all(piece: Piece) -> Any:
+    """The value of a leaf that is no tensor.
+
+    Raises:
+        ValueError: replicas have different ones.
+    """
+    first = piece.leaves[0]
+    for replica, leaf in enumerate(piece.leaves):
+        if leaf is not first and not (type(leaf) is type(first) and _equal(leaf, first)):
+            raise ValueError(
+                f"{piece.path} is no tensor and differs between replicas ({first!r} on replica 0, {leaf!r} on replica "
+                f"{replica}): return a tensor, or use forward_parallel, which leaves outputs apart"
+            )
+    return first
+
+
+def joined(tensors: Sequence[torch.Tensor], dim: int, device: torch.device) -> torch.Tensor:
+    """The replicas' tensors along `dim`, on `device`; of 0-dim ones a vector."""
+    here = [tensor.to(device, non_blocking=True) for tensor in tensors]
+    if here[0].dim() == 0:
+        return torch.stack(here)
+    return torch.cat(here, dim) if len(here) > 1 else here[0]
+
+
+def parts_of(gradient: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int) -> list[torch.Tensor]:
+    """What `joined` made one, apart again."""
+    if tensors[0].dim() == 0:
+        return list(gradient.unbind())
+    return list(gradient.split([tensor.shape[dim] for tensor in tensors], dim)) if len(tensors) > 1 else [gradient]
+
+
+def warn_of_scalars(found: Sequence[Piece]) -> None:
+    """As torch.nn.DataParallel does."""
+    if any(piece.is_tensor and piece.leaves[0].dim() == 0 for piece in found):
+        warnings.warn(
+            "the module returned a scalar (0-dim tensor) on each replica; they are gathered into a vector with one "
+            "element per device. A mean of means is not the batch's mean where shards are uneven",
+            stacklevel=4,
+        )
+
+
+def _fields(leaf: object) -> Nested | None:
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return None
+    instance: Any = leaf
+    names = [field.name for field in dataclasses.fields(instance)]
+    inner = flatten([getattr(instance, name) for name in names])
+
+    def rebuild(leaves: Sequence[Any]) -> Any:
+        made = copy.copy(instance)
+        for name, value in zip(names, inner.rebuild(leaves), strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+    return Nested(inner.leaves, rebuild, (type(instance), inner.shape))
+
+
+def _beside(shape: Sequence[int], dim: int) -> tuple[int, ...] | None:
+    """The sizes in which tensors that are concatenated along `dim` must agree; None: there is no such dimension."""
+    if not shape:
+        return ()
+    if not -len(shape) <= dim < len(shape):
+        return None
+    sizes = list(shape)
+    sizes[dim] = -1
+    return tuple(sizes)
+
+
+def _is_packed(value: object) -> bool:
+    return isinstance(value, PackedSequence)
+
+
+def _equal(one: object, other: object) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # arrays, say: they have no one truth value
+        return False

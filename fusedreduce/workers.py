@@ -1,0 +1,214 @@
+"""Workers: persistent threads that run one job each, with the caller's settings of autograd and autocast.
+
+Each has its share of the intra-op threads that the caller has. Threads wait for jobs without holding whoever gives
+them, and end when the Workers object goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+T = TypeVar("T")
+_Queue: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+_default_lock = threading.Lock()
+
+
+class Workers:
+    """`count` threads, of which the n-th runs the n-th job.
+
+    Args:
+        count: how many.
+        label: of the threads, for debuggers.
+    """
+
+    def __init__(self, count: int, label: str) -> None:
+        self._queues: list[_Queue] = [queue.SimpleQueue() for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=_work, args=(one,), name=f"fusedreduce-{label}-{number}", daemon=True)
+            for number, one in enumerate(self._queues)
+        ]
+        self._lock = threading.Lock()
+        self._intra_op = 0
+        self.closed = False
+        for thread in self._threads:
+            thread.start()
+        self._finalizer = weakref.finalize(self, _end, self._queues)
+
+    def run(
+        self, jobs: Sequence[Callable[[], T]], on_error: Callable[[int, BaseException], None] | None = None
+    ) -> list[T]:
+        """Runs each job in its own thread, with this thread's settings; what they returned, in order.
+
+        Args:
+            jobs: at most one per thread.
+            on_error: called in the thread of a job that has raised, with its number and the error.
+
+        Raises:
+            BaseException: the first that a job has raised, when all of them have ended.
+        """
+        settings = Settings()
+        with self._lock:
+            self._share(torch.get_num_threads())
+            round_ = _Round(len(jobs), on_error)
+            for number, (job, one) in enumerate(zip(jobs, self._queues, strict=False)):
+                one.put(round_.wrapped(number, settings.wrapped(job)))
+            try:
+                round_.ended.acquire()
+            except BaseException as error:  # of a signal
+                if on_error is not None:
+                    on_error(0, error)
+                round_.ended.acquire()
+                raise
+        return round_.results()
+
+    def close(self) -> None:
+        """Ends the threads, and waits for it."""
+        self.closed = True
+        self._finalizer()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _share(self, total: int) -> None:
+        """Divides `total` intra-op threads among the workers."""
+        if total == self._intra_op:
+            return
+        self._intra_op = total
+        least, more = divmod(total, len(self._queues))
+        shares = [max(1, least + (number < more)) for number in range(len(self._queues))]
+        with _default_lock:
+            # What a thread sets holds for itself, and for all threads that are started later.
+            default = _in_new_thread(torch.get_num_threads)
+            round_ = _Round(len(shares), None)
+            for number, (share, one) in enumerate(zip(shares, self._queues, strict=True)):
+                one.put(round_.wrapped(number, _Setting(share)))
+            round_.ended.acquire()
+            _in_new_thread(_Setting(default))
+
+
+class Settings:
+    """What a thread has set for itself: autograd's modes, autocast, context variables."""
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICES if torch.is_autocast_enabled(kind)
+        ]
+        self._cache = torch.is_autocast_cache_enabled()
+        self._context = contextvars.copy_context()
+
+    def wrapped(self, job: Callable[[], T]) -> Callable[[], T]:
+        """`job` with these settings."""
+        context = self._context.copy()
+
+        def within() -> T:
+            with self._applied():
+                return context.run(job)
+
+        return within
+
+    @contextlib.contextmanager
+    def _applied(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._cache))
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            yield
+
+
+def modes_are_active() -> bool:
+    """Whether this thread has a mode that no other thread could take over: what it runs is to be run here."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    )
+
+
+class _Round:
+    """The jobs that are under way together."""
+
+    def __init__(self, count: int, on_error: Callable[[int, BaseException], None] | None) -> None:
+        self._left = count
+        self._lock = threading.Lock()
+        self._results: dict[int, Any] = {}
+        self._errors: list[BaseException] = []
+        self._on_error = on_error
+        self.ended = threading.Lock()
+        self.ended.acquire()
+
+    def wrapped(self, number: int, job: Callable[[], Any]) -> Callable[[], None]:
+        """Runs `job` and keeps what comes of it."""
+
+        def run() -> None:
+            try:
+                self._results[number] = job()
+            except BaseException as error:
+                with self._lock:
+                    self._errors.append(error)
+                if self._on_error is not None:
+                    self._on_error(number, error)
+            finally:
+                with self._lock:
+                    self._left -= 1
+                    last = self._left == 0
+                if last:
+                    self.ended.release()
+
+        return run
+
+    def results(self) -> list[Any]:
+        """In order; raises what was raised first."""
+        errors, self._errors = self._errors, []
+        if not errors:
+            return [self._results[number] for number in range(len(self._results))]
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # its traceback holds this frame
+
+
+class _Setting:
+    """Sets the number of intra-op threads."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __call__(self) -> None:
+        torch.get_num_threads()  # a thread's first call takes the default over, whatever was set before
+        torch.set_num_threads(self._count)
+
+
+def _in_new_thread(call: Callable[[], T]) -> T:
+    found: list[T] = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _work(jobs: _Queue) -> None:
+    while True:
+        job = jobs.get()
+        if job is None:
+            return
+        job()
+        del job  # it holds tensors
+
+
+def _end(queues: Sequence[_Queue]) -> None:
+    for one in queues:
+        one.put(None)
