@@ -1,0 +1,337 @@
+"""Lobby: where peers register, once per group; the last one to come opens their room.
+
+A registration is an operation like the others, with one verdict that those who come late get too. Among nodes it goes
+through the store before anything else is made, so that disagreement leaves no half-made group behind.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..comm.local import LocalGroup
+from ..comm.store import (
+    KeyValueStore,
+    Wide,
+    default_group,
+    is_group,
+    listen_or_connect,
+    own_gloo,
+    rank_and_size,
+    store_of,
+)
+from ..errors import CollectiveError
+from .aside import Exchange
+from .config import CollectiveConfig
+from .errors import CollectiveSessionError, InvalidConfig, MultipleRegister, PeerLost
+from .operations import Description, Verdict, decode_descriptions, decode_verdict, encode, failed, judge, lost
+from .room import Place, Room
+
+_lobbies: MutableMapping[Any, Lobby] = WeakKeyDictionary()
+_alone: dict[tuple[str, int], Lobby] = {}  # one peer per node and no group: by address and node
+_lock = threading.Lock()
+_NUMBER = "fusedreduce/session/number"  # of the next registration, in a session's own store
+
+
+@dataclass
+class _Registration:
+    """One attempt; the lobby's lock guards every field."""
+
+    until_s: float
+    calls: int = 0
+    wants: list[Description] = field(default_factory=list)
+    configs: dict[int, CollectiveConfig] = field(default_factory=dict)
+    devices: dict[int, torch.device] = field(default_factory=dict)
+    deciding: bool = False
+    verdict: Verdict | None = None
+    room: Room | None = None
+
+
+class Lobby:
+    """Of one group in this process.
+
+    Args:
+        group: the LocalGroup; None where this node has one peer.
+        shared: the torch.distributed group that joins the nodes; None if there is none, or the config has an address.
+    """
+
+    def __init__(self, group: LocalGroup | None, shared: Any | None) -> None:
+        self._group = None if group is None else weakref.ref(group)
+        self._shared = shared
+        self._changed = threading.Condition()
+        self._current: _Registration | None = None
+        self._room: Room | None = None
+        self._connection: tuple[str, KeyValueStore] | None = None
+
+    def register(self, want: Description, config: CollectiveConfig, device: torch.device, place: Place) -> Room:
+        """Waits for all peers; see `session.register`."""
+        peer = want.peer
+        with self._changed:
+            if self._room is not None and self._room.closed is None:
+                raise MultipleRegister(f"peer {peer} is registered already: finish() that session first")
+            attempt = self._current
+            came = set() if attempt is None else {one.peer for one in attempt.wants}
+            ended = attempt is not None and attempt.verdict is not None
+            if attempt is None or (ended and (peer in came or attempt.calls >= place.local)):
+                attempt = self._current = _Registration(time.monotonic() + config.timeout_s)
+                ended = False
+            attempt.calls += 1
+            attempt.wants.append(want)
+            attempt.configs.setdefault(peer, config)
+            attempt.devices.setdefault(peer, device)
+            decides = not ended and not attempt.deciding and attempt.calls == place.local
+            attempt.deciding = attempt.deciding or decides
+            if not decides:
+                self._wait(attempt)
+                decides = attempt.verdict is None
+        if decides:
+            self._decide(attempt, place, config.timeout_s)
+        assert attempt.verdict is not None
+        if attempt.verdict.error is not None:
+            raise attempt.verdict.raised()
+        assert attempt.room is not None
+        return attempt.room
+
+    def forget(self, room: Room) -> None:
+        """`room` is of no use any more."""
+        with self._changed:
+            if self._room is room:
+                self._room = self._current = None
+
+    def _wait(self, attempt: _Registration) -> None:
+        """Until there is a verdict, or this caller must give one; the lock is held."""
+        while attempt.verdict is None:
+            left_s = attempt.until_s - time.monotonic()
+            if attempt.deciding:
+                self._changed.wait(1.0)
+            elif left_s <= 0:
+                attempt.deciding = True
+                return
+            else:
+                self._changed.wait(left_s)
+
+    def _decide(self, attempt: _Registration, place: Place, timeout_s: float) -> None:
+        with self._changed:
+            wants = list(attempt.wants)
+            complete = attempt.calls >= place.local
+        local = judge(wants, "register") if complete or _doubled(wants) else None
+        config = next((one for _, one in sorted(attempt.configs.items()) if one.is_global), None)
+        verdict, room = local, None
+        try:
+            if place.nodes > 1 and (self._shared is not None or config is not None):
+                verdict, room = self._decide_among_nodes(attempt, place, wants, config, local)
+            elif local is None:
+                verdict = lost(wants, place.peers, "register", timeout_s)
+            elif local.error is None:
+                room = Room(attempt.configs[place.peers[0]], place, attempt.devices)
+            if room is not None:
+                self._watch(room, place)
+        except (RuntimeError, ValueError) as error:
+            kind = type(error).__name__ if isinstance(error, InvalidConfig) else PeerLost.__name__
+            verdict, room = failed(kind, f"register: {type(error).__name__}: {error}"), None
+        except BaseException as error:
+            verdict, room = failed(PeerLost, f"register: a peer gave up ({type(error).__name__}: {error})"), None
+            raise
+        finally:
+            with self._changed:
+                attempt.verdict, attempt.room = verdict or failed(PeerLost, "register: it failed"), room
+                self._room = room
+                self._changed.notify_all()
+
+    def _decide_among_nodes(
+        self,
+        attempt: _Registration,
+        place: Place,
+        wants: Sequence[Description],
+        config: CollectiveConfig | None,
+        local: Verdict | None,
+    ) -> tuple[Verdict, Room | None]:
+        chosen = config or next(iter(attempt.configs.values()))
+        while True:
+            try:
+                store, number, own = self._store(chosen, attempt.until_s)
+                prefix = f"fusedreduce/session/{number}"
+                exchange = Exchange(store, f"{prefix}/register", place.node, place.nodes)
+                verdict = self._agree(exchange, place, wants, local, attempt.until_s, chosen.timeout_s)
+                if own:
+                    store.compare_set(_NUMBER, str(number) if number else "", str(number + 1))
+                break
+            except CollectiveSessionError:
+                raise
+            except RuntimeError:
+                # The host of a session that was finished a moment ago may have closed its store under us.
+                with self._changed:
+                    self._connection = None
+                if self._shared is not None or place.node == 0 or time.monotonic() >= attempt.until_s:
+                    raise
+                time.sleep(0.01)
+        if verdict.error is not None:
+            return verdict, None
+        if own:
+            left_s = max(attempt.until_s - time.monotonic(), 1.0)
+            backend = own_gloo(store, f"{prefix}/gloo", place.node, place.nodes, left_s)
+        else:
+            backend = self._shared
+        wide = Wide(backend, own, chosen.timeout_s)
+        exchange = Exchange(store, f"{prefix}/operation", place.node, place.nodes)
+        room = Room(attempt.configs[place.peers[0]], place, attempt.devices, exchange, wide)
+        if own:
+            room.at_end.append(self._hang_up)
+        return verdict, room
+
+    def _agree(
+        self,
+        exchange: Exchange,
+        place: Place,
+        wants: Sequence[Description],
+        local: Verdict | None,
+        until_s: float,
+        timeout_s: float,
+    ) -> Verdict:
+        if local is None:
+            present = {one.peer: one for one in [*_descriptions(exchange.present(0)), *wants]}
+            verdict = lost(list(present.values()), range(place.total), "register", timeout_s)
+            text: str | None = exchange.propose(0, encode(verdict))
+        elif _doubled(wants):
+            text = exchange.propose(0, encode(local))
+        else:
+            text = exchange.post(
+                0, encode(wants), False, lambda held: encode(judge(list(_descriptions(held)), "register"))
+            )
+            text = text or exchange.wait(0, until_s)
+        if text is None:
+            present = {one.peer: one for one in _descriptions(exchange.present(0))}
+            verdict = lost(list(present.values()), range(place.total), "register", timeout_s)
+            text = exchange.propose(0, encode(verdict))
+        exchange.take(0)
+        return decode_verdict(text)
+
+    def _store(self, config: CollectiveConfig, until_s: float) -> tuple[KeyValueStore, int, bool]:
+        """The nodes' store, the number of this registration on it, and whether it is the session's own."""
+        if self._shared is not None:
+            store, number = store_of(self._shared)
+            return store, number, False
+        address = str(config.global_address)
+        if self._connection is None or self._connection[0] != address:
+            self._connection = None  # frees its port
+            host, port = config.host_and_port()
+            left_s = max(until_s - time.monotonic(), 0.1)
+            listens = config.global_rank == 0
+            try:
+                self._connection = address, listen_or_connect(host, port, listens, left_s)
+            except RuntimeError as error:
+                what = "listen at" if listens else "reach node 0 at"
+                raise (InvalidConfig if listens else PeerLost)(
+                    f"node {config.global_rank} cannot {what} global_address {address!r}: {error}"
+                ) from error
+        # Not counted but kept in the store: a node that could not reach it has no count.
+        store = self._connection[1]
+        return store, int(store.get(_NUMBER)) if store.check([_NUMBER]) else 0, True
+
+    def _hang_up(self) -> None:
+        with self._changed:
+            self._connection = None
+        with _lock:
+            for key in [key for key, lobby in _alone.items() if lobby is self]:
+                del _alone[key]
+
+    def _watch(self, room: Room, place: Place) -> None:
+        """Has the room end when a peer's thread gives up (LocalGroup.run, abort) or the group is closed.
+
+        By a collective that is complete when the session is finished, and fails when the group does.
+        """
+        group = None if self._group is None else self._group()
+        if group is None or place.local == 1:
+            return
+        ranks = [group.communicator(rank) for rank in range(place.local)]
+        pending = ranks[0].all_reduce(torch.zeros(1))
+        held = weakref.ref(room)
+
+        def ended() -> None:
+            watched = held()
+            if watched is None or watched.closed is not None:
+                return
+            try:
+                pending.wait()
+            except CollectiveError as error:
+                watched.end(failed(PeerLost, f"the session is over, its group has ended: {error}"))
+
+        def finish() -> None:
+            try:
+                for rank in ranks[1:]:
+                    rank.all_reduce(torch.zeros(1))
+            except CollectiveError:
+                pass  # closed in the same moment
+
+        pending.notify(ended)
+        room.at_end.append(finish)
+
+
+def lobby_and_place(group: object, config: CollectiveConfig) -> tuple[Lobby, Place, tuple[str, str] | None]:
+    """Where the peers of `group` and `config` meet, this node's place, and what is wrong with that, for all to hear.
+
+    Raises:
+        InvalidConfig: there is no such place.
+    """
+    shared = config.global_group
+    if group is not None and not isinstance(group, LocalGroup) and not is_group(group):
+        raise InvalidConfig(f"group must be a LocalGroup, a torch.distributed group or None, got {group!r}")
+    if group is None and not config.is_global and config.world_size > 1:
+        group = default_group()
+        if group is None:
+            raise InvalidConfig(
+                f"world_size is {config.world_size} and there is no group: give a LocalGroup that the peers share, or "
+                "initialise torch.distributed"
+            )
+    if group is not None and not isinstance(group, LocalGroup):
+        if config.is_global:
+            raise InvalidConfig("group is one of torch.distributed: global options are for local groups")
+        rank, size = rank_and_size(group)
+        return _lobby(group, None, group), Place(1, rank, size), _size_problem(config, size)
+    size = 1 if group is None else group.size
+    node, nodes = 0, 1
+    if shared is not None:
+        node, nodes = rank_and_size(shared)
+    elif config.global_rank is not None and config.global_world_size is not None:
+        node, nodes = config.global_rank, config.global_world_size
+    if node < 0:
+        raise InvalidConfig("this process is no member of global_group")
+    place, problem = Place(size, node, nodes), _size_problem(config, size)
+    if group is not None:
+        return _lobby(group, group, shared), place, problem
+    if shared is not None:
+        return _lobby(shared, None, shared), place, problem
+    if config.global_address is None:
+        return Lobby(None, None), place, problem
+    with _lock:
+        # Each entry is for a node of one peer, so that it notices if it registers twice.
+        return _alone.setdefault((config.global_address, node), Lobby(None, None)), place, problem
+
+
+def _size_problem(config: CollectiveConfig, size: int) -> tuple[str, str] | None:
+    if config.world_size == size:
+        return None
+    return "InvalidConfig", f"world_size is {config.world_size}, but the group has {size} peers"
+
+
+def _lobby(key: Any, group: LocalGroup | None, shared: Any | None) -> Lobby:
+    with _lock:
+        lobby = _lobbies.get(key)
+        if lobby is None or lobby._shared is not shared:
+            lobby = _lobbies[key] = Lobby(group, shared)
+        return lobby
+
+
+def _doubled(wants: Sequence[Description]) -> bool:
+    return len({one.peer for one in wants}) < len(wants)
+
+
+def _descriptions(held: Mapping[int, str]) -> list[Description]:
+    return [one for node in sorted(held) for one in decode_descriptions(held[node])]

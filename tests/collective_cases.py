@@ -1,0 +1,272 @@
+"""Peers of collective sessions: threads of this process, alone or as nodes that find each other at an address."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedreduce.collective import (
+    Centralized,
+    CollectiveConfig,
+    CollectiveSessionError,
+    LocalGroup,
+    Ring,
+    Session,
+    Tree,
+    register,
+)
+
+TIMEOUT_S = 10.0
+JOIN_S = 60.0
+
+
+def run_threads(cases: list[Callable[[], Any]]) -> list[Any]:
+    """What each returned or raised."""
+    results: list[Any] = [None] * len(cases)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = cases[index]()
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+        assert not thread.is_alive(), "a peer hangs"
+    return results
+
+
+def free_port() -> int:
+    """One that nobody listens at just now."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port: int = held.getsockname()[1]
+        return port
+
+
+@dataclass
+class Peers:
+    """`nodes` nodes of `local` threads each; one node has no address."""
+
+    local: int
+    nodes: int = 1
+    groups: list[LocalGroup | None] = field(default_factory=list)
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        # A node of one peer needs no group.
+        self.groups = [LocalGroup(self.local) if self.local > 1 else None for _ in range(self.nodes)]
+        self.address = f"127.0.0.1:{free_port()}" if self.nodes > 1 else None
+
+    @property
+    def total(self) -> int:
+        return self.local * self.nodes
+
+    def config(self, peer: int, **options: Any) -> CollectiveConfig:
+        """Of one peer."""
+        node = peer // self.local
+        where: dict[str, Any] = {}
+        if self.address is not None:
+            where = {"global_address": self.address, "global_rank": node, "global_world_size": self.nodes}
+        return CollectiveConfig(**{"world_size": self.local, "timeout_s": TIMEOUT_S, **where, **options})
+
+    def register(self, peer: int, **options: Any) -> Session:
+        return register(peer, "cpu", self.config(peer, **options), self.groups[peer // self.local])
+
+    def run(self, case: Callable[[Session], Any], **options: Any) -> list[Any]:
+        """`case(session)` on every peer; what each returned or raised."""
+
+        def peer(number: int) -> Any:
+            session = self.register(number, **options)
+            try:
+                result = case(session)
+            except BaseException:
+                session.reset()
+                raise
+            session.finish()
+            return result
+
+        return run_threads([lambda number=number: peer(number) for number in range(self.total)])  # type: ignore[misc]
+
+
+def caught(call: Callable[[], Any]) -> CollectiveSessionError:
+    """The session's error that `call` raises."""
+    try:
+        result = call()
+    except CollectiveSessionError as error:
+        return error
+    raise AssertionError(f"nothing was raised, but {result!r} returned")
+
+
+def good(session: Session, times: int = 3) -> None:
+    """The session works."""
+    peers = session.size
+    for turn in range(times):
+        total = session.all_reduce(torch.full((2, 3), float(session.peer + turn)))
+        assert torch.equal(total, torch.full((2, 3), float(sum(range(peers)) + turn * peers)))
+
+
+def same(errors: list[Any], kind: type[CollectiveSessionError]) -> str:
+    """All are the same error, of that class; its text."""
+    for error in errors:
+        assert type(error) is kind, errors
+    [text] = {str(error) for error in errors}
+    return text
+
+
+def values(peer: int, shape: tuple[int, ...] = (4,)) -> torch.Tensor:
+    """Different on every peer; sums of a few of them are exact."""
+    numel = torch.Size(shape).numel()
+    return (torch.arange(numel, dtype=torch.float32) * (peer + 1) - 3.0 * peer).view(shape)
+
+
+def tasks() -> int:
+    """Threads of this process, the backends' own too."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def settles(look: Callable[[], bool], within_s: float = 5.0) -> bool:
+    """Whether `look()` becomes true."""
+    until = time.monotonic() + within_s
+    while not look() and time.monotonic() < until:
+        time.sleep(0.01)
+    return look()
+
+
+# Processes with several peers each.
+
+PAIRS: dict[str, dict[str, Any]] = {
+    "tree, tree": {"strategy": Tree(2), "reduce_strategy": Tree(2), "broadcast_strategy": Tree(2)},
+    "tree, ring": {"strategy": Tree(2), "reduce_strategy": Ring(), "broadcast_strategy": Ring()},
+    "centralized": {
+        "strategy": Centralized(),
+        "reduce_strategy": Centralized(),
+        "broadcast_strategy": Centralized(),
+    },
+}
+SHAPE = (4, 64, 512)
+
+
+def peer_values(peer: int) -> torch.Tensor:
+    """Of the launcher's shape."""
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(peer))
+
+
+def nodes_of_four(rank: int, world: int) -> list[str]:
+    """Four peers in each process, joined by the processes' default group; what went wrong."""
+    import torch.distributed as dist
+
+    faults = []
+    group = LocalGroup(4)
+    expected = torch.stack([peer_values(peer).double() for peer in range(4 * world)]).mean(0)
+    for name, options in PAIRS.items():
+
+        def case(local: int, options: dict[str, Any] = options) -> bytes:
+            config = CollectiveConfig(
+                world_size=4, timeout_s=30, global_group=dist.distributed_c10d._get_default_group(), **options
+            )
+            peer = rank * 4 + local
+            with register(peer, "cpu", config, group) as session:
+                mean = session.all_reduce(peer_values(peer), "mean")
+                assert torch.allclose(mean.double(), expected, rtol=0, atol=1e-6)
+                total = session.reduce(torch.full((3,), float(peer)), "sum", root=5)
+                assert (total is not None) == (peer == 5)
+                assert total is None or torch.equal(total, torch.full((3,), 120.0))
+                sent = session.broadcast(torch.arange(3.0) if peer == 6 else None)
+                assert torch.equal(sent, torch.arange(3.0))
+                error = caught(lambda: session.all_reduce(torch.ones(2 if peer == 9 else 3)))
+                assert "(2,) on peer 9" in str(error), error
+                good(session, 2)
+                return mean.numpy().tobytes()
+
+        results = run_threads([lambda local=local, case=case: case(local) for local in range(4)])  # type: ignore[misc]
+        faults += [f"{name}: {one!r}" for one in results if not isinstance(one, bytes)]
+        bits: list[Any] = [None] * world
+        dist.all_gather_object(bits, sorted(set(filter(lambda one: isinstance(one, bytes), results))))
+        if any(one != bits[0] for one in bits) or len(bits[0]) != 1:
+            faults.append(f"{name}: peers have different bits")
+    return faults
+
+
+def a_group_of_processes(rank: int, world: int, times: int) -> list[str]:
+    """One peer per process, over the default group; what went wrong."""
+    import torch.distributed as dist
+
+    default: Any = dist.group.WORLD
+    store: Any = dist.distributed_c10d._get_process_group_store(default)
+    dist.barrier()
+    before = _session_keys(store)
+    dist.barrier()
+    config = CollectiveConfig(world_size=world, timeout_s=20)
+    texts = []
+    session = register(rank, "cpu", config, default)
+    for turn in range(times):
+        total = session.all_reduce(torch.full((3,), float(rank + turn)))
+        assert torch.equal(total, torch.full((3,), float(sum(range(world)) + turn * world))), turn
+    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64):
+        total = session.all_reduce(torch.full((3,), rank + 1, dtype=dtype))
+        assert torch.equal(total, torch.full((3,), sum(range(1, world + 1)), dtype=dtype))
+    handles = [session.all_reduce_async(torch.full((2,), float(rank + turn))) for turn in range(4)]
+    order = [3, 0, 2, 1] if rank == 0 else [0, 1, 2, 3]
+    for turn in order:
+        total = handles[turn].wait()  # type: ignore[assignment]
+        assert torch.equal(total, torch.full((2,), float(sum(range(world)) + turn * world)))
+    texts.append(str(caught(lambda: session.all_reduce(torch.ones(2 + rank)))))
+    texts.append(str(caught(lambda: session.all_reduce(torch.ones(2, dtype=torch.int32 if rank else torch.float32)))))
+    good(session)
+    session.finish()
+    # Too late, twice: once the registration, once an operation.
+    short = CollectiveConfig(world_size=world, timeout_s=0.2)
+    if rank == 1:
+        time.sleep(0.5)
+    texts.append(str(caught(lambda: register(rank, "cpu", short))))
+    dist.barrier()
+    session = register(rank, "cpu", short)
+    if rank == 1:
+        time.sleep(0.5)
+    texts.append(str(caught(lambda: session.all_reduce(torch.ones(1)))))
+    dist.barrier()
+    good(session)
+    session.finish()
+    dist.barrier()
+    after = _session_keys(store)
+    return [*texts, f"{after - before} keys stayed"]
+
+
+def _session_keys(store: Any) -> int:
+    """How many keys there are; a FileStore counts some of its own, always the same."""
+    return int(store.num_keys())
+
+
+def ends_in_between(rank: int, world: int, port: int, path: str, dies: bool) -> None:
+    """Rank 1 agrees to an operation and does not come to its collective; what rank 0 is told goes into a file."""
+    config = CollectiveConfig(
+        timeout_s=1.0, global_address=f"127.0.0.1:{port}", global_rank=rank, global_world_size=world
+    )
+    session = register(rank, "cpu", config)
+    good(session)
+    handle = session.all_reduce_async(torch.ones(3))
+    if rank == 1:
+        if dies:
+            os._exit(1)
+        time.sleep(1.5)
+        session.reset()
+        return
+    began = time.monotonic()
+    first = caught(handle.wait)
+    took = time.monotonic() - began
+    again = caught(lambda: session.all_reduce(torch.ones(3)))
+    session.reset()
+    assert took < 5 and str(first) == str(again)
+    Path(path).write_text(f"{type(first).__name__}: {first}\n{type(again).__name__}")
