@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Protocol
 from weakref import WeakSet
 
@@ -16,6 +16,7 @@ from .config import ReduceConfig
 from .errors import AgreementError
 from .exchange import collective_error
 from .kernels import dispatch
+from .modes import SyncMode, is_synchronous
 from .planning.assignment import BucketCaps
 
 
@@ -86,6 +87,24 @@ def check_one(parameter: object, name: str) -> None:
         raise ValueError(f"{name} is not a leaf that requires a gradient, so it will never get one")
     if parameter.layout is not torch.strided or parameter.dtype not in _ACCEPTED:
         raise TypeError(f"{name} is {parameter.dtype} with layout {parameter.layout}; gradients must be dense floats")
+
+
+def check_mode(mode: SyncMode, present: Mapping[str, bool]) -> None:
+    """Refuses what needs every step to end with its own averages, in a mode where it does not.
+
+    Args:
+        mode: the mode.
+        present: what there is of that, by name.
+
+    Raises:
+        ValueError: with those that there are.
+    """
+    found = [name for name, there in present.items() if there]
+    if found and not is_synchronous(mode):
+        raise ValueError(
+            f"sync_mode={mode!r} and {', '.join(found)} exclude each other: gradients would be read, written or taken "
+            "for reduced ahead of the step that their averages come in. Use Synchronous()"
+        )
 
 
 def sharded_kind(parameter: torch.Tensor) -> str | None:

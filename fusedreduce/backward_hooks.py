@@ -34,18 +34,30 @@ class BackwardHooks:
 
     def watch(self, outputs: Sequence[torch.Tensor]) -> bool:
         """Has us told when a backward begins at one of `outputs`, and at no earlier ones; says whether one can."""
-        alive, on_begin = self._owner, self._on_begin
+        begin = self._told(self._on_begin)
+        for handle in self._watched:
+            handle.remove()
+        functions = {output.grad_fn for output in outputs if output.grad_fn is not None}
+        self._watched = [function.register_prehook(begin) for function in functions]
+        return bool(functions)
+
+    def watch_also(self, outputs: Sequence[torch.Tensor], on_begin: Callable[[Any], None]) -> bool:
+        """Has on_begin(owner) called when a backward begins at one of `outputs`, besides; says whether one can."""
+        functions = {output.grad_fn for output in outputs if output.grad_fn is not None}
+        begin = self._told(on_begin)
+        for function in functions:
+            function.register_prehook(begin)
+        return bool(functions)
+
+    def _told(self, on_begin: Callable[[Any], None]) -> Callable[[object], None]:
+        alive = self._owner
 
         def begin(_: object) -> None:
             owner = alive()
             if owner is not None:
                 on_begin(owner)
 
-        for handle in self._watched:
-            handle.remove()
-        functions = {output.grad_fn for output in outputs if output.grad_fn is not None}
-        self._watched = [function.register_prehook(begin) for function in functions]
-        return bool(functions)
+        return begin
 
     def queue_end(self, step: Step) -> None:
         """Has us told when the backward ends that this thread runs; once, however often it is called in one."""

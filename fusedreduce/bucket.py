@@ -35,6 +35,7 @@ class Bucket:
         device: where gradients and wire live.
         label: for messages, logs and profiler ranges.
         shapes: size and strides of each slot's gradient, where they are always the same.
+        chunks: the layout's table, where there is one already.
     """
 
     def __init__(
@@ -45,18 +46,24 @@ class Bucket:
         device: torch.device,
         label: str,
         shapes: Sequence[Shape] | None = None,
+        chunks: ChunkTable | None = None,
     ) -> None:
         self.layout = layout
+        self._dtypes = dtypes
         self.wire_dtype = wire_dtype
         self.device = device
         self.label = label
-        self.chunks = ChunkTable(layout.numels, layout.offsets, dtypes, layout.numel, shapes=shapes)
+        self.chunks = chunks or ChunkTable(layout.numels, layout.offsets, dtypes, layout.numel, shapes=shapes)
         self.pointers = PointerTable()
         self.state = BucketState.IDLE
         self.allocations = 0
         self.uses = 0
         self._wire: torch.Tensor | None = None
         self._unpacked: torch.cuda.Event | None = None
+
+    def twin(self) -> Bucket:
+        """Another one for the same gradients, with a wire and addresses of its own."""
+        return Bucket(self.layout, self._dtypes, self.wire_dtype, self.device, self.label, chunks=self.chunks)
 
     @property
     def compute_dtype(self) -> torch.dtype:

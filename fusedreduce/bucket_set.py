@@ -124,7 +124,13 @@ class BucketSet:
 
     def wire_allocations(self) -> int:
         """Wire buffers allocated so far."""
-        return sum(one.bucket.allocations for one in self.packed())
+        return sum(one.allocations for one in self.packed())
+
+    def parting(self) -> list[PackedReduction | SparseReduction]:
+        """All of them, where none is a comm hook's: what they have started can end later than its step."""
+        parting = [one for one in self.reductions if isinstance(one, PackedReduction | SparseReduction)]
+        assert len(parting) == len(self.reductions), "refused before"
+        return parting
 
     def stats(self) -> dict[str, int | str]:
         """The part of `Reducer.stats` that the buckets know."""

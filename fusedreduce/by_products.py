@@ -50,6 +50,10 @@ class ByProducts:
         """The rows are about to be written anew."""
         self._totals = self._source_totals = None
 
+    def begin_landing(self) -> None:
+        """Rows of what is unpacked are about to be written anew."""
+        self._totals = None
+
     def end_step(self, left: Collection[int]) -> None:
         """All rows are written. `left`: numbers of parameters whose gradients were left as they are."""
         self._left = [number for number in left if self._parameters[number].grad is not None]

@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from .modes import Synchronous, SyncMode
+
 CapPolicy = Literal["c10d", "strict"]
 CAP_POLICIES: tuple[CapPolicy, ...] = ("c10d", "strict")
 Policy = Literal["planned", "ready", "static"]
@@ -59,6 +61,8 @@ class ReduceConfig:
             CUDA waits for the GPU. (With FusedGradScaler, whose scale is found by overflows, nothing is raised.)
         cap_policy: "c10d": a bucket is closed once it has reached its limit; "strict": before it would exceed it.
             Reducer and wrapper only.
+        sync_mode: of which step the averages are that `.grad` holds after a backward: Synchronous(),
+            BoundedStaleness(k) or Asynchronous(). See docs/modes.md. Reducer and wrapper only.
 
     Raises:
         ValueError: a value that is not accepted, with those that are.
@@ -75,6 +79,7 @@ class ReduceConfig:
     plan: str | None = None
     grad_stats: bool = False
     check_finite: CheckFinite = "off"
+    sync_mode: SyncMode = Synchronous()
 
     def __post_init__(self) -> None:
         if not isinstance(self.wire, str) or self.wire not in WIRES:
@@ -101,6 +106,11 @@ class ReduceConfig:
         if type(every) is not int or not (every == 0 or every >= LEAST_REPLAN_EVERY):
             raise ValueError(f"replan_every must be 0 or at least {LEAST_REPLAN_EVERY} steps, got {every!r}")
         _check_link(self.link)
+        if not isinstance(self.sync_mode, SyncMode):
+            raise ValueError(
+                "sync_mode must be Synchronous(), BoundedStaleness(max_staleness) or Asynchronous(), got "
+                f"{self.sync_mode!r}"
+            )
         if not isinstance(self.plan, str | None):
             raise ValueError(f"plan must be the JSON text of a plan or None, got {type(self.plan).__name__}")
 
@@ -122,7 +132,7 @@ class ReduceConfig:
     def to_dict(self) -> dict[str, object]:
         """Plain values, as compared across ranks and logged; of a plan, a digest."""
         digest = None if self.plan is None else hashlib.blake2b(self.plan.encode(), digest_size=8).hexdigest()
-        return {**dataclasses.asdict(self), "plan": digest}
+        return {**dataclasses.asdict(self), "plan": digest, "sync_mode": repr(self.sync_mode)}
 
 
 def _check_link(link: object) -> None:

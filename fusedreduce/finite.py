@@ -164,6 +164,11 @@ class FiniteCheck:
             except RuntimeError as error:
                 raise self._failed(error) from error
 
+    def taken(self) -> Started | None:
+        """What `tell` has started, for a step that ends later; to be given to `wait`."""
+        under_way, self._under_way = self._under_way, None
+        return under_way
+
     def close(self, step: int, totals: Totals, *, excused: bool = False, places: Places | None = None) -> None:
         """The step is done.
 

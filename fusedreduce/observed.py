@@ -21,7 +21,7 @@ from .by_products import ByProducts
 from .comm.protocol import Communicator, Pending
 from .config import ReduceConfig, Wire
 from .exchange import collective_error
-from .finite import FiniteCheck, Named
+from .finite import FiniteCheck, Named, Started
 from .grad_bucket import GradBucket
 from .gradients import GradientTable, index_of, real_dtype, real_numel
 from .kernels.table import Totals
@@ -213,9 +213,29 @@ class Observed:
         self._finite.tell(self._by_products.source_totals().first)
         return 1
 
-    def wait(self) -> None:
-        """With the buckets: what `tell` has started."""
-        self._finite.wait()
+    def wait(self, told: Started | None = None) -> None:
+        """With the buckets: what `tell` has started, or what was `taken` of an earlier step."""
+        self._finite.wait(told)
+
+    def taken(self) -> Started | None:
+        """The step that is launched ends later: what `tell` has started for it."""
+        return self._finite.taken()
+
+    def begin_landing(self) -> None:
+        """An earlier step's gradients are about to be written."""
+        self._by_products.begin_landing()
+        self._collected = False
+
+    def withhold(self) -> None:
+        """The step is done, and there are no gradients."""
+        self.units.reduced()
+        self._stamp = None
+
+    def close_measured(self, step: int) -> None:
+        """As `close`, where by-products of the gradients were not collected: in buckets of another plan."""
+        self.withhold()
+        if self._config.check_finite != "off":
+            self._finite.close(step, self.table.measure(), excused=self.units.attached)
 
     def close(self, step: int, left: Collection[int]) -> int:
         """The step is done; returns how many collectives this issued.

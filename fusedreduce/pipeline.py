@@ -14,18 +14,20 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from . import averages
 from .bucket_set import BucketMaker, BucketSet
 from .comm.monitor import StallMonitor
 from .comm.protocol import Communicator, Pending
 from .errors import FusedReduceError
 from .grad_bucket import GradBucket
+from .modes import SyncMode, staleness
 from .observed import Observed
 from .planning.plan import Plan
 from .planning.timeline import MISSING_NS
@@ -34,7 +36,9 @@ from .recording import Recording
 from .reductions import HookedReduction, Members, Reduction
 from .step import Step
 from .step_clock import Looked, StepClock
-from .unused import UsedMap
+from .under_way import StepsUnderWay, StepUnderWay, untouched_of
+from .units import LossScale, Unscaling
+from .unused import UsedMap, UsedSum
 
 _STALL_SHARE_OF_TIMEOUT = 0.8
 
@@ -48,6 +52,22 @@ class StepTimes:
     backward_end: int = 0
     comm_start: int = 0
     comm_end: int = 0
+
+
+class Ended(NamedTuple):
+    """How a step has ended.
+
+    Args:
+        number: of the step whose averages the gradients are; None: there are none.
+        left: numbers of the parameters whose gradients are as they were.
+        elsewhere: it was launched in other buckets than those in use.
+        scale: its loss scale, which has come off.
+    """
+
+    number: int | None
+    left: Sequence[int] = ()
+    elsewhere: bool = False
+    scale: LossScale | None = None
 
 
 class Pipeline:
@@ -64,6 +84,7 @@ class Pipeline:
 
     Attributes:
         buckets: of the plan in use.
+        under_way: steps that end later than with their own backward.
         issued: collectives since the communicator was set.
     """
 
@@ -96,6 +117,8 @@ class Pipeline:
         self._checked_wires = False
         self._allocations = 0
         self._restrided = 0
+        self.under_way = StepsUnderWay(maker.parameters)
+        self._staleness = staleness(maker.config.sync_mode)
         self.buckets = BucketSet((), maker)
         self.lay(plans.first())
 
@@ -132,8 +155,13 @@ class Pipeline:
         self.used.use(communicator)
         self.issued = 0
 
+    def follow(self, mode: SyncMode) -> None:
+        """Steps end as `mode` says from now on; none is under way."""
+        self._staleness = staleness(mode)
+
     def give_up(self) -> None:
         """Abandons what is under way. To be followed by `lay`: collectives may still write into these wire buffers."""
+        self.under_way.give_up()
         self._installed = []
         self._count_ranks = None
         self._observed.give_up()
@@ -143,12 +171,15 @@ class Pipeline:
 
     def close(self) -> None:
         """Gives the buffers up; gradients that are views keep theirs."""
+        self.under_way.give_up()
         self.buckets = BucketSet((), self.maker)
 
     def stats(self) -> dict[str, int | str]:
         """The part of `Reducer.stats` that is counted here."""
         return {
             "collectives": self.issued,
+            "steps_under_way": len(self.under_way),
+            "steps_given_up": self.under_way.given_up,
             "wire_allocations": self._allocations + self.buckets.wire_allocations(),
             **(found := self.buckets.stats()),
             "restrided": self._restrided + int(found["restrided"]),
@@ -223,28 +254,21 @@ class Pipeline:
             self.buckets.streams.wait_for_packs()
             self.issued += self._observed.tell()
 
-    def finish(self, step: Step, *, shared: bool) -> list[int]:
-        """Finishes every launched bucket in launch order; returns the parameters whose gradients it has not written.
+    def finish(self, step: Step, *, shared: bool) -> Ended:
+        """Ends the step: finishes every launched bucket in launch order, or those of an earlier step, as the mode says.
 
         Args:
             step: all of whose buckets are launched.
             shared: another reducer, of a nested wrapper, writes the same gradients.
         """
         launched = [one for one in self.buckets.reductions if not self._passes_over(step, one.members)]
-        left: list[int] = []
         with torch.no_grad():
             if not shared:
                 # All before the first is overwritten: gradients that share memory share their version.
                 for reduction in launched:
                     reduction.check_unchanged()
-            for reduction in launched:
-                self._finish_one(reduction)
-            if self.used.kept or self.maker.keeps_gradients:
-                left = self._left_alone(() if self.maker.keeps_gradients else launched)
-            if self.used.asks():
-                self.used.finish()
+            ended = self._end_later() if self._staleness else Ended(self._rounds + 1, self._end_now(launched))
             self._plans.scheduler.wait()
-            self._observed.wait()
             installed, self._installed = self._installed, []
             for future in installed:
                 future.wait()
@@ -252,18 +276,61 @@ class Pipeline:
         # First of all: what raised below, or in `end_step`, would leave this rank's rounds behind those of its peers.
         self._close_round(self._clock.taken())
         self.buckets.streams.settle()
-        return left
+        return ended
 
-    def end_step(self, left: Sequence[int]) -> None:
-        """Behind `finish`: completes what is observed of the step's gradients. `observed.check` then raises for it.
+    def end_step(self, ended: Ended) -> None:
+        """Behind `finish`: completes what is observed of the gradients. `observed.check` then raises for it.
 
         Args:
-            left: what `finish` returned.
+            ended: what `finish` returned.
         """
         if self.used.always:
             self.used.forget()
         with torch.no_grad():
-            self.issued += self._observed.close(self._rounds, left)
+            self._observe(ended)
+
+    def land(self) -> Ended:
+        """The oldest step under way lands, between two steps. `observed.check` then raises for it."""
+        with torch.no_grad():
+            ended = self._land()
+            self._observe(ended)
+        return ended
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is under way, by parameter name; waits for it."""
+        if not self._staleness:
+            return {}
+        maker = self.maker
+        with torch.no_grad():
+            self.under_way.settle(self._averaged)
+        for one in self.buckets.parting():
+            one.ready()
+        return averages.dump(self.under_way, maker.names, world_size=maker.communicator.size, rounds=self._rounds)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what `state_dict` has given; see `averages.load`."""
+        maker = self.maker
+        steps, rounds = averages.load(
+            state,
+            maker.parameters,
+            maker.names,
+            world_size=maker.communicator.size,
+            most=self._staleness,
+            tells=maker.config.check_finite != "off",
+        )
+        self._rounds = rounds
+        for step in steps:
+            self.under_way.add(step)
+
+    def _averaged(self, step: StepUnderWay) -> Any:
+        """A step's averages, in new tensors."""
+        for parameter in self.maker.parameters:
+            parameter.grad = None
+        if step.told is not None:
+            step.told[0].wait()
+        self.under_way.write(step, self._write)
+        found = [parameter.grad for parameter in self.maker.parameters]
+        return averages.flights(self.maker.parameters, self.maker.names, found)
 
     # Join: what a rank without inputs does in place of all that
 
@@ -306,19 +373,75 @@ class Pipeline:
         if looked is not None:
             self._recording.keep(self._rounds, self.plan, looked)
 
-    def _finish_one(self, reduction: Reduction) -> None:
+    def _end_now(self, launched: Sequence[Reduction]) -> list[int]:
+        """Finishes what was launched; returns the parameters whose gradients it has not written."""
+        left: list[int] = []
+        used, unscaling = self.used.held(), self._observed.units.unscaling()
+        for reduction in launched:
+            self._finish_one(reduction, used, unscaling)
+        if self.used.kept or self.maker.keeps_gradients:
+            left = self._left_alone(() if self.maker.keeps_gradients else launched, used)
+        if self.used.asks():
+            self.used.finish()
+        self._observed.wait()
+        return left
+
+    def _end_later(self) -> Ended:
+        """Takes along what was launched; an earlier step lands in its place, if there are as many as there may be."""
+        parting = self.buckets.parting()
+        step = StepUnderWay(
+            number=self._rounds + 1,
+            flights=[(one, one.part()) for one in parting],
+            unscaling=self._observed.units.unscaling(),
+            used=self.used.taken(),
+            told=self._observed.taken(),
+            buckets=self.buckets,
+        )
+        self.under_way.add(step)
+        if len(self.under_way) > self._staleness:
+            ended = self._land()
+        else:
+            self.under_way.withhold()
+            ended = Ended(None)
+        for one in parting:
+            one.ready()
+        return ended
+
+    def _land(self) -> Ended:
+        self._observed.begin_landing()
+        step = self.under_way.land(self._write, self._observed.wait)
+        return Ended(step.number, elsewhere=step.buckets is not self.buckets, scale=step.unscaling.scale)
+
+    def _observe(self, ended: Ended) -> None:
+        if ended.number is None:
+            self._observed.withhold()
+        elif ended.elsewhere:
+            self._observed.close_measured(ended.number)
+        else:
+            self.issued += self._observed.close(ended.number, ended.left)
+
+    def _finish_one(self, reduction: Reduction, used: UsedSum | None, unscaling: Unscaling) -> None:
         members = reduction.members
-        untouched = self._untouched(members)
+        untouched = untouched_of(members, used)
         self._clock.unpack(members.index)
-        if isinstance(reduction, HookedReduction) or not self.buckets.streams.on_cuda:
-            # A hook's future makes the current stream wait for whatever the hook did.
-            reduction.finish(untouched, self._observed.units)
+
+        def finish() -> None:
+            reduction.finish(untouched, unscaling)
             self._clock.unpacked(members.index)
+
+        if isinstance(reduction, HookedReduction):
+            finish()  # a hook's future makes the current stream wait for whatever the hook did
+        else:
+            self._write(members, finish)
+
+    def _write(self, members: Members, write: Callable[[], None]) -> None:
+        """Calls what writes a bucket's gradients; on CUDA on a side stream, and watched."""
+        if not self.buckets.streams.on_cuda:
+            write()
             return
         done = torch.cuda.Event()
         with self.buckets.streams.beside(members.device):
-            reduction.finish(untouched, self._observed.units)
-            self._clock.unpacked(members.index)
+            write()
             done.record()
         if torch.cuda.is_current_stream_capturing():
             self._monitor.forget_all()  # events must not be queried while a graph is being captured
@@ -326,22 +449,14 @@ class Pipeline:
             what = f"rank {self.maker.communicator.rank}: the reduction of {members.label}"
             self._monitor.watch(members, what, done.query, self._report_after_s(members.device))
 
-    def _untouched(self, members: Members) -> frozenset[int]:
-        """Parameters of a bucket that no rank has a gradient for: theirs stay as they are."""
-        if not self.used.kept:
-            return frozenset()
-        if all(self.used.used(number) for number in members.numbers):
-            return frozenset()
-        return frozenset(number for number in members.numbers if not self.used.used_anywhere(number))
-
     def _passes_over(self, step: Step, members: Members) -> bool:
         return self._skip_unused_buckets and step.skipped.issuperset(members.numbers)
 
-    def _left_alone(self, launched: Sequence[Reduction]) -> list[int]:
+    def _left_alone(self, launched: Sequence[Reduction], used: UsedSum | None) -> list[int]:
         """Parameters whose gradients this step has not written; `launched`: the buckets that it may have."""
         written: set[int] = set()
         for reduction in launched:
-            written |= set(reduction.members.numbers) - self._untouched(reduction.members)
+            written |= set(reduction.members.numbers) - untouched_of(reduction.members, used)
         return [number for number in range(len(self.maker.parameters)) if number not in written]
 
     def _check_left_out(self, members: Members) -> None:

@@ -22,6 +22,7 @@ from .bucket_set import kind_of
 from .comm.protocol import Communicator
 from .config import ReduceConfig
 from .exchange import collective_error
+from .modes import SyncMode, is_synchronous
 from .planning.assignment import BucketCaps
 from .planning.plan import Plan, check_groups, first_plan
 from .planning.policies import ready_plan, static_plan
@@ -86,6 +87,7 @@ class Plans:
         )
         # Not where nothing overlaps. A comm hook may keep state by bucket: the reducer then says so.
         self._measures = config.policy != "static" and config.overlap
+        self._in_step = is_synchronous(config.sync_mode)
         self.use(communicator)
 
     def use(self, communicator: Communicator) -> None:
@@ -95,6 +97,10 @@ class Plans:
         self._given = self._loaded()
         self.rebuilt = False
         self._order = ()
+
+    def follow(self, mode: SyncMode) -> None:
+        """Steps end as `mode` says from now on: what does not end within them is not measured."""
+        self._in_step = is_synchronous(mode)
 
     def give_up_measuring(self) -> None:
         """After the first step's order nothing is to change any more."""
@@ -131,6 +137,7 @@ class Plans:
         return (
             self.rebuilt
             and self._measures
+            and self._in_step
             and self._communicator.size > 1
             and not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         )

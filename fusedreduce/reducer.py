@@ -31,12 +31,13 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from . import admission, launched
@@ -48,9 +49,10 @@ from .config import ReduceConfig
 from .deferred import in_backward
 from .errors import CollectiveError, FusedReduceError
 from .grad_bucket import GradBucket
+from .modes import FlushReport, SyncMode, is_synchronous
 from .observed import Observed
 from .parameter_hooks import ParameterHooks
-from .pipeline import Pipeline
+from .pipeline import Ended, Pipeline
 from .planning.assignment import BucketCaps
 from .planning.plan import Plan
 from .planning.saved import plan_hash
@@ -58,6 +60,7 @@ from .planning.timeline import MISSING_NS
 from .plans import Plans
 from .recording import Recording
 from .reductions import CommHook
+from .set_aside import SetAside
 from .step import Step, unfinished_text
 from .step_clock import StepClock
 from .units import LossScale
@@ -122,6 +125,13 @@ class Reducer:
         self.names = tuple(names) if names is not None else tuple(f"parameter {index}" for index in range(count))
         self.sparse = tuple(sparse) if sparse is not None else (False,) * count
         admission.check_parameters(self.parameters, self.names, self.sparse, self.config, gradient_as_bucket_view)
+        admission.check_mode(
+            self.config.sync_mode,
+            {
+                "gradient_as_bucket_view": gradient_as_bucket_view,
+                "skip_unused_buckets (skip_all_reduce_unused_params)": skip_unused_buckets,
+            },
+        )
         self.caps = caps or BucketCaps()
         self.communicator = communicator
         self.find_unused_parameters = find_unused_parameters
@@ -142,10 +152,16 @@ class Reducer:
         self.steps = 0
         self.last_order: tuple[int, ...] = ()
         self.last_unused: tuple[int, ...] = ()
+        self.unused_now: tuple[int, ...] = ()  # what the search has found in the outputs of the step that is armed
         self.unused_always_same = True
         self.buckets_reduced = 0
+        self.withheld = False  # the latest step has left no gradients: averages come later (BoundedStaleness)
+        self.landed_scale: LossScale | None = None  # of the step whose averages came last, where they come later
+        self.flushed = 0  # landings in `flush`
+        self._aside = None if is_synchronous(self.config.sync_mode) else SetAside(self.parameters)
         self.on_error: Callable[[str], None] | None = None
-        # Called within the callback that has launched a step and cannot wait for it.
+        # Called within the callback that has launched a step and cannot wait for it, or has failed (state FAILED): it
+        # then answers for raising what `finalize` raises, once all reducers of that backward have been heard of.
         self.on_launched: Callable[[Reducer], None] | None = None
         self.shares_parameters = admission.enter(self, self.parameters, self.names, exclusive=exclusive)
         self._agreed = agreed is not None
@@ -155,7 +171,7 @@ class Reducer:
         self._lock = threading.RLock()  # autograd has a thread per device
         self._device = self.parameters[0].device
         self._devices = {parameter.device for parameter in self.parameters}
-        self._waits_in_backward = self._may_wait_in_backward()
+        self._waits_in_backward = True
         self._ready_ns = [0] * count
         self._clock = StepClock(count, self._device if len(self._devices) == 1 else None)
         self._forward_ns = MISSING_NS
@@ -190,6 +206,7 @@ class Reducer:
             self._hooks, self._pipeline, self._clock, self.observed.units, static_graph=static_graph
         )
         self.observed.before_reading = _weakly(self)
+        self._follow_communicator()
 
     # Lifecycle of a step
 
@@ -235,6 +252,7 @@ class Reducer:
             self.observed.units.arm()
             if not self._sync:
                 self.state = ReducerState.IDLE
+                self.watch_local_forward(outputs)
                 return
             self._check_still_hooked()
             self.agree()
@@ -242,6 +260,7 @@ class Reducer:
             arrivals = self._arrivals
             if self.shares_parameters:
                 self.shares_parameters = admission.shared(self, self.parameters)
+                admission.check_mode(self.config.sync_mode, {"parameters of two wrappers": self.shares_parameters})
                 arrivals.hook_all()  # another reducer writes the same gradients: versions prove nothing
             if arrivals.tells and self.state is ReducerState.ARMED and arrivals.has_gradients():
                 arrivals.hook_all()
@@ -251,10 +270,15 @@ class Reducer:
                 )
             self.observed.begin_forward(self._pipeline.buckets.reductions)
             tensors = tensors_in(outputs)
-            arrivals.begin_step(self._unused(tensors))
+            unused = self._unused(tensors)
+            self.unused_now = tuple(unused)
+            arrivals.begin_step(unused)
             profiled = self._plans.profiles()
-            if not self._backward_hooks.watch(tensors) or profiled:
+            watched = self._backward_hooks.watch(tensors)
+            if not watched or profiled:
                 arrivals.hook_all(once=profiled)
+            if self._aside is not None and not watched:
+                self._aside.take()
             closely = profiled or self._recording.wants_step()
             self._pipeline.arm(closely=closely, forward_ns=self._forward_ns, divisor=divisor)
             self._forward_ns = MISSING_NS
@@ -301,8 +325,28 @@ class Reducer:
             CollectiveError: a peer died, left, or did not answer.
             NonFiniteGradientError: see ReduceConfig.check_finite.
         """
-        self._complete()
+        self._complete_outside()
         self.check_finalized()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """`loss.backward()` and `finalize`: the step is complete when this returns, wherever its end had to be."""
+        loss.backward()
+        self.finalize()
+
+    def end_without_backward(self) -> None:
+        """Takes part in the step that is armed with no gradient of this rank: its outputs reach no parameter.
+
+        Raises:
+            FusedReduceError: no step is armed, a backward of it has begun, or a gradient is expected here.
+        """
+        with self._lock:
+            step = self._arrivals.step
+            if self.state is not ReducerState.ARMED or not step.begin_without_gradients():
+                raise FusedReduceError(
+                    f"rank {self.communicator.rank}: end_without_backward() is for a step that is armed, with "
+                    "find_unused_parameters=True and outputs that reach no parameter: a gradient is expected here"
+                )
+            self._backward_ends(step)
 
     def check_finalized(self) -> None:
         """Raises if a backward has begun but not every bucket has been reduced, or if the last one failed.
@@ -355,6 +399,126 @@ class Reducer:
                 self._arrivals.hook_all()
             self.observed.units.begin(scale, stays=self.local_backward_expected)
 
+    def watch_local_forward(self, outputs: object) -> None:
+        """A backward from `outputs` will not be reduced: where averages come later, it is kept apart from them."""
+        if self._aside is not None and not self._backward_hooks.watch_also(tensors_in(outputs), Reducer._takes_aside):
+            self._aside.take()
+
+    # Steps that end later than with their own backward
+
+    def set_sync_mode(self, mode: SyncMode) -> None:
+        """Goes on in another mode, from the next step on; every rank at the same place, after `flush`.
+
+        Args:
+            mode: see ReduceConfig.
+
+        Raises:
+            ValueError: something excludes it, or it is no mode.
+            FusedReduceError: steps are under way, or one is not finished.
+        """
+        with self._lock:
+            self.check_finalized()
+            config = dataclasses.replace(self.config, sync_mode=mode)
+            maker = self._pipeline.maker
+            present = {
+                "gradient_as_bucket_view": self.gradient_as_bucket_view,
+                "skip_unused_buckets (skip_all_reduce_unused_params)": self.skip_unused_buckets,
+                "a comm hook": maker.hook is not None,
+                "an optimizer in backward": self.steps_in_backward,
+                "a trace that is being recorded": self._recording.wants_step(),
+            }
+            admission.check_mode(mode, present)
+            if len(self._pipeline.under_way):
+                raise FusedReduceError(
+                    f"{len(self._pipeline.under_way)} steps are under way: flush() on every rank, then set_sync_mode"
+                )
+            if self._aside is not None:
+                self._aside.put_back()
+            self.config = config
+            self._agreed = False
+            self._plans.follow(mode)
+            self._pipeline.follow(mode)
+            self._aside = None if is_synchronous(mode) else SetAside(self.parameters)
+            self.withheld = False
+
+    def flush(self, *optimizers: Optimizer, step: Callable[[], None] | None = None) -> FlushReport:
+        """Lands every step that is under way, in order. Every rank calls it at the same place.
+
+        It adds to what is in `.grad`: zero that first, where an optimizer has stepped with it already.
+
+        Args:
+            optimizers: to step after each landing; their gradients are None then.
+            step: in their place: called after each landing, to clip, step, update a scaler, and zero gradients. With
+                neither, `.grad` holds the sum of the averages that were under way.
+
+        Returns:
+            How many steps have landed.
+
+        Raises:
+            FusedReduceError: gradients of backwards under no_sync() wait to be reduced, or a step is not finished.
+            ValueError: optimizers beside `step`, or with a loss scaler, which must decide on each of their steps.
+            TypeError: an optimizer that is none.
+            CollectiveError: a peer died, left, or did not answer.
+        """
+        step = launched.flush_step(optimizers, step, scaled=self.observed.units.attached)
+        self._complete_outside()
+        with self._lock:
+            self.check_finalized()
+            aside, landed = self._aside, 0
+            if aside is not None and aside.local():
+                raise FusedReduceError(
+                    "flush() while gradients of backwards under no_sync() wait here: first run the synchronised "
+                    "backward that they belong to, or zero_grad(set_to_none=True)"
+                )
+            while len(self._pipeline.under_way):
+                assert aside is not None
+                aside.take()
+                try:
+                    ended = self._pipeline.land()
+                except BaseException as error:
+                    self._fail(error)
+                    raise
+                aside.put_back()
+                self._ended(ended)
+                self.flushed += 1
+                landed += 1
+                self.observed.check()
+                if step is not None:
+                    step()
+            return FlushReport(steps=landed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is under way, to keep in a checkpoint: plain tensors by parameter name, and numbers. Waits for it.
+
+        The same on every rank. Empty in the synchronous mode.
+
+        Raises:
+            FusedReduceError: a step is not finished.
+        """
+        self._complete_outside()
+        with self._lock:
+            self.check_finalized()
+            try:
+                return self._pipeline.state_dict()
+            except BaseException as error:
+                self._fail(error)
+                raise
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what `state_dict` has given, of any plan.
+
+        Raises:
+            ValueError: it is damaged, or of another model, number of ranks or mode.
+            FusedReduceError: steps are under way here, or one is not finished.
+        """
+        self._complete_outside()
+        with self._lock:
+            self.check_finalized()
+            if len(self._pipeline.under_way):
+                raise FusedReduceError("steps are under way: flush(), or reset(), before load_state_dict")
+            if state:
+                self._pipeline.load_state_dict(state)
+
     # Failures, changes, the end
 
     def reset(self) -> None:
@@ -394,6 +558,9 @@ class Reducer:
                 raise FusedReduceError("this reducer is closed")
             self.state = ReducerState.IDLE
             launched.forget(self)
+            if self._aside is not None:
+                self._aside.drop()
+            self.withheld = False
             self._failure, self._collective_failed = "", False
             self._agreed = False
             self._plans.restart()
@@ -410,7 +577,7 @@ class Reducer:
         """
         with self._lock:
             self.communicator = communicator
-            self._waits_in_backward = self._may_wait_in_backward()
+            self._follow_communicator()
             self._pipeline.use(communicator)
             self._resets = 0
             self._plans.use(communicator)
@@ -437,7 +604,7 @@ class Reducer:
         """Removes the hooks and gives the buffers up; gradients that are views keep theirs. May be called twice."""
         with self._lock:
             self.state = ReducerState.CLOSED
-            launched.forget(self)
+            launched.leave(self)
             self.remove_hooks()
             self._pipeline.close()
             admission.leave(self, self.parameters)
@@ -475,6 +642,7 @@ class Reducer:
                 raise ValueError(
                     f"wire={self.config.wire!r} and a comm hook exclude each other: the hook decides what travels"
                 )
+            admission.check_mode(self.config.sync_mode, {"a comm hook": True})
             if self.config.op != "mean":
                 raise ValueError(f"op={self.config.op!r} and a comm hook exclude each other: the hook divides, or not")
             self._pipeline.maker = dataclasses.replace(maker, hook=(state, hook))
@@ -483,6 +651,7 @@ class Reducer:
 
     def leave_gradients_to_hook(self) -> None:
         """The comm hook writes `.grad` itself, or steps the optimizer: nothing is copied out of its buckets."""
+        admission.check_mode(self.config.sync_mode, {"an optimizer in backward": True})
         self.steps_in_backward = True
         self._pipeline.maker = dataclasses.replace(self._pipeline.maker, keeps_gradients=True)
         self._lay(self.plan)
@@ -588,7 +757,9 @@ class Reducer:
 
         Raises:
             FusedReduceError: one is being recorded already.
+            ValueError: steps do not end with their own backward (sync_mode): there is no such thing to show.
         """
+        admission.check_mode(self.config.sync_mode, {"a trace": True})
         return self._recording.record(folder, limit)
 
     def stats(self) -> dict[str, int | str]:
@@ -658,9 +829,16 @@ class Reducer:
         """A backward has reached an output of forward: has its end finish the step."""
         if self.state is ReducerState.ARMED:
             with self._lock:
+                if self._aside is not None:
+                    self._aside.take()
                 if self._arrivals.begin_backward():
                     self.observed.additions += 1  # should it not come to its end
                     self._backward_hooks.queue_end(self._arrivals.step)
+
+    def _takes_aside(self) -> None:
+        """A backward that is not reduced has reached an output of its forward."""
+        if self._aside is not None:
+            self._aside.take()
 
     def _backward_ends(self, step: Step) -> None:
         """Ends the step if all is launched; does nothing after one of several partial backwards."""
@@ -681,9 +859,10 @@ class Reducer:
                 launched.note(self)
             except BaseException as error:
                 self._note_failure(error)
-                raise
+                if self._waits_in_backward or self.on_launched is None:
+                    raise
         if self.on_launched is not None:
-            self.on_launched(self)
+            self.on_launched(self)  # also of a failure: a callback that raises keeps those behind it from running
 
     def _complete(self) -> None:
         """Waits for a step that is launched, and writes its gradients."""
@@ -706,15 +885,19 @@ class Reducer:
                 )
             self._complete()
 
-    def _may_wait_in_backward(self) -> bool:
-        return all(map(self.communicator.waits_in_backward, self._devices))
+    def _follow_communicator(self) -> None:
+        self._waits_in_backward = all(map(self.communicator.waits_in_backward, self._devices))
+        self._clock.watches = self._waits_in_backward
+        if not self._waits_in_backward:
+            launched.enter(self)
 
     def _finish(self, step: Step) -> None:
         """All buckets are launched: the step is done then."""
         arrivals = self._arrivals
         if not arrivals.tells:
             step.whole = all(parameter.grad is not None for parameter in self.parameters)
-        left = self._pipeline.finish(step, shared=self.shares_parameters)
+        ended = self._pipeline.finish(step, shared=self.shares_parameters)
+        self._ended(ended)
         self.steps += 1
         self.buckets_reduced = step.launched
         if step.order:
@@ -726,13 +909,18 @@ class Reducer:
             self._ready_ns = list(self._clock.arrived_ns)
             if not self._needs_all_hooks():
                 arrivals.hook_few()
-        self._pipeline.end_step(left)
+        self._pipeline.end_step(ended)
+        if self._aside is not None:
+            self._aside.put_back()
         self.state = ReducerState.IDLE
         if in_backward():
             # Behind the callbacks of other reducers: where one raises, the engine runs no further one.
             torch.autograd.Variable._execution_engine.queue_callback(self.observed.check)
         else:
             self.observed.check()
+
+    def _ended(self, ended: Ended) -> None:
+        self.withheld, self.landed_scale = ended.number is None, ended.scale
 
     def _needs_all_hooks(self) -> bool:
         """Whether every parameter has to tell in the next step, whatever this one was like."""
@@ -796,11 +984,14 @@ class Reducer:
 
     def _note_failure(self, error: BaseException) -> None:
         if self.state in (ReducerState.ARMED, ReducerState.LAUNCHED):
-            self.state = ReducerState.FAILED
-            self._failure = f"{type(error).__name__}: {error}"
-            self._collective_failed = isinstance(error, CollectiveError)
-            if self.on_error is not None:
-                self.on_error(str(error))
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.state = ReducerState.FAILED
+        self._failure = f"{type(error).__name__}: {error}"
+        self._collective_failed = isinstance(error, CollectiveError)
+        if self.on_error is not None:
+            self.on_error(str(error))
 
     def _lost_text(self) -> str:
         return (

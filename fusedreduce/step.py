@@ -112,6 +112,15 @@ class Step:
         """Whether every parameter is ready."""
         return not any(self._pending)
 
+    def begin_without_gradients(self) -> bool:
+        """Makes all ready, if every parameter is unused and no backward has begun; says whether it has."""
+        if self.begun or len(self._unused) < len(self._names):
+            return False
+        self.begun = True
+        self.skipped, self._unused = frozenset(self._unused), []
+        self.make_all_ready()
+        return True
+
     def make_all_ready(self) -> None:
         """The end of a static graph's first step."""
         self._pending = [0] * len(self._pending)

@@ -39,6 +39,7 @@ class Looked:
     ready_ns: list[int]
     packing_ns: list[int]
     device: DeviceClock | None = None
+    watches: bool = True  # see StepClock
     probe_ns: list[int] = field(default_factory=list)  # when a small collective began, and when it ended
 
     def finest(self) -> StepMarks:
@@ -69,7 +70,8 @@ class Looked:
     def probe_began(self, pending: Pending) -> None:
         """It has been issued."""
         if self.device is not None:
-            self.device.watch("probe", pending)
+            if self.watches:
+                self.device.watch("probe", pending)
         else:
             times_ns = self.probe_ns
             pending.notify(lambda: times_ns.append(time.perf_counter_ns()))
@@ -85,6 +87,9 @@ class StepClock:
     Args:
         parameters: how many.
         device: where they live; None: on several.
+
+    `watches`: the end of a collective may be waited for on a stream of its own (CUDA). Not where ranks share an
+    autograd thread: with no peer there yet that stops the thread.
     """
 
     def __init__(self, parameters: int, device: torch.device | None) -> None:
@@ -95,6 +100,7 @@ class StepClock:
         self._entered_ns = 0
         self._own_ns = 0
         self._look: Looked | None = None
+        self.watches = True
         self.arrived_ns = [0] * parameters  # since forward ended, as torch counts; the latest step
         self.ready_ns: list[int] = []  # by bucket, since backward began
         self.launched_ns: list[int] = []
@@ -119,7 +125,7 @@ class StepClock:
             device = DeviceClock(self._device) if self._device is not None and on_cuda else None
             if device is not None:
                 device.begin()
-            self._look = Looked(marks, [MISSING_NS] * self._count, [0] * buckets, device)
+            self._look = Looked(marks, [MISSING_NS] * self._count, [0] * buckets, device, self.watches)
 
     def begin(self) -> None:
         """Backward begins. (Without this call: when forward ended.)"""
@@ -188,7 +194,7 @@ class StepClock:
         look.packing_ns[bucket] += returned_ns - now_ns
         if look.device is not None:
             look.device.mark((bucket, "launch_ns"))
-            if watched is not None:
+            if watched is not None and self.watches:
                 look.device.watch(bucket, watched)
         elif watched is not None:
             _tell(watched, look.marks, bucket, self._base_ns)

@@ -40,6 +40,27 @@ class LossScale:
     inverse: torch.Tensor
 
 
+class Unscaling:
+    """What takes one step's loss scale off in unpack.
+
+    Args:
+        scale: that is on it; None: none.
+    """
+
+    def __init__(self, scale: LossScale | None) -> None:
+        self.scale = scale
+        self._factors: dict[tuple[torch.dtype, torch.device, float], torch.Tensor] = {}
+
+    def factor(self, dtype: torch.dtype, device: torch.device, split: float) -> torch.Tensor | None:
+        """The scale's inverse divided by `split`, one element of `dtype`; None: nothing is to come off."""
+        if self.scale is None:
+            return None if split == 1.0 else scalar(1.0 / split, dtype, device)
+        key = (dtype, device, split)
+        if key not in self._factors:
+            self._factors[key] = self.scale.inverse.reshape(1).to(device, dtype) / split
+        return self._factors[key]
+
+
 class _Unit(enum.Enum):
     UNSCALED = "unscaled"  # as a reduction has left them, or of a scale that nobody told us
     LOCAL = "local"  # unscaled, and this rank's own
@@ -65,7 +86,6 @@ class LossUnits:
         # Of what was there when it began: that it was local, and else, if unscaled, the largest absolute value.
         self._local = False
         self._largest: torch.Tensor | None = None
-        self._factors: dict[tuple[torch.dtype, torch.device, float], torch.Tensor] = {}
 
     @property
     def attached(self) -> bool:
@@ -166,14 +186,9 @@ class LossUnits:
         else:
             self._held = _Unit.LOCAL
 
-    def factor(self, dtype: torch.dtype, device: torch.device, split: float) -> torch.Tensor | None:
-        """What takes the scale off in unpack, divided by `split`, one element of `dtype`; None: nothing is to be."""
-        if not isinstance(self._coming, LossScale):
-            return None if split == 1.0 else scalar(1.0 / split, dtype, device)
-        key = (dtype, device, split)
-        if key not in self._factors:
-            self._factors[key] = self._coming.inverse.reshape(1).to(device, dtype) / split
-        return self._factors[key]
+    def unscaling(self) -> Unscaling:
+        """What takes the scale off the synchronised step under way."""
+        return Unscaling(self._coming if isinstance(self._coming, LossScale) else None)
 
     def scaled_step(self) -> bool:
         """Whether the synchronised step under way is of a scaled loss."""
@@ -182,7 +197,6 @@ class LossUnits:
     def reduced(self) -> None:
         """A synchronised backward is done, or was given up on the way: what is there is unscaled, in part at least."""
         self._held = _Unit.UNSCALED
-        self._factors = {}
 
     def unscaled_now(self) -> bool:
         """Whether no gradient waits here with its scale on."""

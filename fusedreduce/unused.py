@@ -52,6 +52,41 @@ def unreachable(outputs: Iterable[torch.Tensor], nodes: Sequence[Node]) -> list[
     return sorted(missing)
 
 
+class UsedSum:
+    """Which parameters got a gradient in one step.
+
+    Args:
+        here: per parameter whether this rank has one.
+        reduced: int32 per parameter: on how many ranks, once `pending` is done.
+        pending: the sum over all ranks.
+    """
+
+    def __init__(self, here: bytearray, reduced: torch.Tensor, pending: Pending) -> None:
+        self._here = here
+        self.reduced = reduced
+        self._pending = pending
+        self._globally: list[bool] | None = None
+
+    def here(self, index: int) -> bool:
+        """Whether this rank has one."""
+        return bool(self._here[index])
+
+    def anywhere(self, index: int) -> bool:
+        """Whether any rank has one. Waits for the sum, and only where this rank has none."""
+        return bool(self._here[index]) or self.globally()[index]
+
+    def globally(self) -> list[bool]:
+        """Per parameter whether any rank has one; waits for the sum."""
+        if self._globally is None:
+            self._pending.wait()
+            self._globally = [count > 0 for count in self.reduced.tolist()]
+        return self._globally
+
+    def wait(self) -> None:
+        """Has the sum done, so that its buffer may go."""
+        self._pending.wait()
+
+
 class UsedMap:
     """Which parameters got a gradient since the last reduction: here, and on any rank.
 
@@ -76,9 +111,7 @@ class UsedMap:
     def restart(self) -> None:
         """A step was given up on all ranks: nobody has been asked anything."""
         self._used = bytearray(self._count)
-        self._reduced: torch.Tensor | None = None
-        self._pending: Pending | None = None
-        self._globally: list[bool] | None = None
+        self._sum: UsedSum | None = None
         self._settled = False
         self.last: torch.Tensor | None = None  # per parameter on how many ranks it was used in the latest step
 
@@ -99,10 +132,6 @@ class UsedMap:
         """Notes a gradient; also under no_sync, whose gradients the next reduction will contain."""
         self._used[index] = 1
 
-    def used(self, index: int) -> bool:
-        """Whether this rank has one."""
-        return bool(self._used[index])
-
     def local(self) -> torch.Tensor:
         """int32 [count] on the device, 1 where this rank has a gradient."""
         host = torch.tensor(list(self._used), dtype=torch.int32)
@@ -112,32 +141,29 @@ class UsedMap:
 
     def start(self) -> None:
         """Starts the sum over all ranks; every rank calls this at the same place."""
-        self._reduced = self.local()
-        self._pending = self._communicator.all_reduce(self._reduced)
-        self._globally = None
+        reduced = self.local()
+        self._sum = UsedSum(self._used, reduced, self._communicator.all_reduce(reduced))
 
-    def used_anywhere(self, index: int) -> bool:
-        """Whether any rank has a gradient. Waits for the sum, and only where this rank has none."""
-        if self._used[index]:
-            return True
-        return self.globally()[index]
+    def held(self) -> UsedSum | None:
+        """What is known of the step that is launched; None: every parameter is in use."""
+        if not self.kept:
+            return None
+        assert self._sum is not None, "the sum was not started"
+        return self._sum
 
-    def globally(self) -> list[bool]:
-        """Per parameter whether any rank has a gradient; waits for the sum."""
-        if self._globally is None:
-            assert self._pending is not None and self._reduced is not None, "the sum was not started"
-            self._pending.wait()
-            self._globally = [count > 0 for count in self._reduced.tolist()]
-        return self._globally
+    def taken(self) -> UsedSum | None:
+        """As `held`, for a step that ends later."""
+        self._settled = True
+        return self.held()
 
     def finish(self) -> None:
         """Has the sum done, so that its buffer may go."""
-        if self._pending is not None:
-            self._pending.wait()
-            self.last = self._reduced
+        if self._sum is not None:
+            self._sum.wait()
+            self.last = self._sum.reduced
         self._settled = True
 
     def forget(self) -> None:
         """A new step: nothing is used yet."""
         self._used = bytearray(self._count)
-        self._reduced, self._pending, self._globally = None, None, None
+        self._sum = None

@@ -15,7 +15,7 @@ from ..grad_bucket import GradBucket
 from ..gradients import real_dtype, real_numel
 from ..kernels import dispatch
 from ..kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
-from ..units import LossUnits
+from ..units import Unscaling
 from .members import (
     Members,
     TakenAtOnce,
@@ -134,13 +134,13 @@ class HookedReduction(TakenAtOnce):
         if source is not None:
             self._unused = self._table().new_partials(self.members.device)
 
-    def finish(self, untouched: Collection[int], units: LossUnits) -> None:
+    def finish(self, untouched: Collection[int], unscaling: Unscaling) -> None:
         """Copies the future's value into the gradients."""
         future, self._future = self._future, None
         assert future is not None
         value = wait_future(future, self.members, self._rank, self._timeout_s)
         compute = torch.float64 if self._dtype is torch.float64 else torch.float32
-        inverse = units.factor(compute, self.members.device, 1.0)
+        inverse = unscaling.factor(compute, self.members.device, 1.0)
         if self._keeps_gradients:
             if inverse is not None:
                 raise FusedReduceError(

@@ -15,7 +15,7 @@ from ..exchange import collective_error
 from ..grad_bucket import GradBucket
 from ..kernels.checks import is_dense
 from ..kernels.table import ChunkTable, Partials, Shape, SourcePartials
-from ..units import LossUnits
+from ..units import Unscaling
 
 _NAMES_SHOWN = 50
 
@@ -91,10 +91,10 @@ class Reduction(Protocol):
         """Raises if a gradient is not what it was when it was taken."""
         ...
 
-    def finish(self, untouched: Collection[int], units: LossUnits) -> None:
+    def finish(self, untouched: Collection[int], unscaling: Unscaling) -> None:
         """Waits for the reduction, and writes every gradient whose parameter's number is not in `untouched`.
 
-        The loss scale that `units` knows comes off on the way.
+        The loss scale comes off on the way.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Collection, Sequence
 
@@ -16,7 +17,7 @@ from ..gradients import real_dtype, real_numel
 from ..kernels import dispatch
 from ..kernels.table import Partials, PointerTable, SourcePartials
 from ..planning.layout import aligned_layout, flat_layout
-from ..units import LossUnits
+from ..units import Unscaling
 from .members import (
     Collecting,
     Members,
@@ -79,6 +80,8 @@ class PackedReduction(Collecting):
         self._views: GradientViews | None = None
         self._flat: Bucket | None = None
         self._in_flight: InFlight | None = None
+        # With steps under way: other wires of the same layout, each with views of it.
+        self._others: list[tuple[Bucket, GradientViews | None]] = []
         self._packed: list[torch.Tensor | None] = []
         self._versions: list[int] = []
         self._staged: dict[int, torch.Tensor] = {}
@@ -190,12 +193,12 @@ class PackedReduction(Collecting):
             if self._as_views:
                 self._unused = self.bucket.chunks.new_partials(self.members.device)
 
-    def finish(self, untouched: Collection[int], units: LossUnits) -> None:
+    def finish(self, untouched: Collection[int], unscaling: Unscaling) -> None:
         """Unpacks into the tensors that were packed, or makes the views the gradients."""
         in_flight, self._in_flight = self._in_flight, None
         assert in_flight is not None
         wait(in_flight.pending, self.members, self._communicator.rank)
-        scale = units.factor(self.bucket.compute_dtype, self.bucket.device, self._split)
+        scale = unscaling.factor(self.bucket.compute_dtype, self.bucket.device, self._split)
         if self._as_views:
             self._look_at_views(scale, untouched)
             self._install_views(untouched)
@@ -222,6 +225,62 @@ class PackedReduction(Collecting):
         for slot, gradient in fresh.items():
             self.members.parameters[slot].grad = gradient
         self._packed = []
+
+    def part(self) -> InFlight:
+        """Hands over what `launch` has started, with its wire; `ready` then makes ready for another step."""
+        in_flight, self._in_flight = self._in_flight, None
+        assert in_flight is not None and not self._as_views
+        self._packed, self._staged = [], {}
+        return dataclasses.replace(in_flight, gradients=())
+
+    def ready(self) -> None:
+        """The next step's wire is a free one: another, while that of the latest step is under way."""
+        if self.bucket.state is BucketState.IDLE:
+            return
+        mine = self.bucket, self._views
+        for place, (bucket, views) in enumerate(self._others):
+            if bucket.state is BucketState.IDLE:
+                self._others[place] = mine
+                self.bucket, self._views = bucket, views
+                return
+        self._others.append(mine)
+        self.bucket, self._views = self.bucket.twin(), None
+
+    def land(self, flight: InFlight, untouched: Collection[int], unscaling: Unscaling) -> None:
+        """Unpacks the sum that was parted with into the gradients that are there by now, and new ones."""
+        wait(flight.pending, self.members, self._communicator.rank)
+        scale = unscaling.factor(self.bucket.compute_dtype, self.bucket.device, self._split)
+        parameters = self.members.parameters
+        gradients: list[torch.Tensor | None] = [parameter.grad for parameter in parameters]
+        self._staged = {}
+        into, fresh = gradients, {}
+        if untouched or not (self._real and self._all_fit(gradients)):
+            into = [None] * len(gradients)
+            for slot, (number, gradient) in enumerate(zip(self.members.numbers, gradients, strict=True)):
+                if number in untouched:
+                    continue
+                if gradient is None:
+                    gradient = fresh[slot] = _new_gradient(parameters[slot], self._strides[slot])
+                if gradient.numel() and not self._fits(slot, gradient):
+                    size, strides = self._shapes[slot]
+                    dtype = real_dtype(gradient.dtype)
+                    into[slot] = self._staged[slot] = torch.empty_strided(
+                        size, strides, dtype=dtype, device=gradient.device
+                    )
+                else:
+                    into[slot] = as_real(gradient)
+        exchange.finish(flight, into, scale=scale, partials=self.result, vouched=True)
+        for slot, staged in self._staged.items():
+            gradient = gradients[slot]
+            assert gradient is not None
+            gradient.copy_(torch.view_as_complex(staged) if gradient.is_complex() else staged)
+        for slot, gradient in fresh.items():
+            parameters[slot].grad = gradient
+
+    @property
+    def allocations(self) -> int:
+        """Wire buffers allocated so far."""
+        return self.bucket.allocations + sum(bucket.allocations for bucket, _ in self._others)
 
     def shadow(self) -> GradBucket:
         """A wire of zeros."""

@@ -10,7 +10,7 @@ import torch
 from ..comm.protocol import Communicator, Pending
 from ..grad_bucket import GradBucket
 from ..gradients import real_dtype, summary, values_of
-from ..units import LossUnits
+from ..units import Unscaling
 from .hooked import CommHook, call_hook, wait_future
 from .members import Members, TakenAtOnce, UnderWay, as_real, changed_error
 
@@ -68,17 +68,29 @@ class SparseReduction(TakenAtOnce):
         if now is not gradient or written:
             raise changed_error(self.members, 0, now is not gradient, self._communicator.rank)
 
-    def finish(self, untouched: Collection[int], units: LossUnits) -> None:
+    def finish(self, untouched: Collection[int], unscaling: Unscaling) -> None:
         """Makes the sum the gradient."""
+        self.land(self.part(), untouched, unscaling)
+
+    def part(self) -> torch.futures.Future[Any]:
+        """Hands over what `launch` has started: another step may be launched before it is done."""
         future, self._future = self._future, None
         assert future is not None
+        self._taken = (None, -1)
+        return future
+
+    def ready(self) -> None:
+        """There is nothing to make ready for a step behind one that was parted with."""
+
+    def land(self, future: torch.futures.Future[Any], untouched: Collection[int], unscaling: Unscaling) -> None:
+        """Makes the sum that was parted with the gradient."""
         timeout_s = self._communicator.timeout_s(self.members.device)
         value = wait_future(future, self.members, self._communicator.rank, timeout_s)
         if self.members.numbers[0] in untouched:
             self.pass_over()
             return
         compute = torch.float64 if real_dtype(value.dtype) is torch.float64 else torch.float32
-        inverse = units.factor(compute, value.device, 1.0)
+        inverse = unscaling.factor(compute, value.device, 1.0)
         if inverse is not None:
             value = value * inverse[0]
         self.members.parameters[0].grad = value

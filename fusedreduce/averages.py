@@ -1,0 +1,175 @@
+"""Averages of steps under way as plain tensors: what a checkpoint of BoundedStaleness holds.
+
+    {"version": 1, "world_size": 2, "rounds": 7, "steps": [{"step": 6, "loss_scale": 1024.0, "told": [[-1, -1], ...],
+                                                              "averages": {"weight": tensor, "bias": None}}, ...]}
+
+By parameter name, unscaled, in the gradients' dtype: a landing that copies them gives the bits that unpacking would
+have given, under any plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .reductions import Members
+from .under_way import StepUnderWay
+from .units import LossScale, Unscaling
+
+_VERSION = 1
+
+
+class Averaged:
+    """Lands averages that are known already.
+
+    Args:
+        members: parameters of one device.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self.members = members
+
+    def land(self, flight: Sequence[torch.Tensor | None], untouched: frozenset[int], unscaling: Unscaling) -> None:
+        """Copies them into the gradients; None where no rank used a parameter. They stay as they are."""
+        for parameter, average in zip(self.members.parameters, flight, strict=True):
+            now = parameter.grad
+            if average is None:
+                parameter.grad = None
+            elif now is None or now.layout is not torch.strided or average.layout is not torch.strided:
+                parameter.grad = average.clone()
+            else:
+                now.copy_(average)
+
+
+class Done:
+    """A collective that has ended long ago."""
+
+    def wait(self) -> None:
+        """Nothing is to be waited for."""
+
+    def ready(self) -> bool:
+        """Yes."""
+        return True
+
+    def notify(self, done: Any) -> None:
+        """At once."""
+        done()
+
+    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Done."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result([])
+        return future
+
+
+def flights(
+    parameters: Sequence[torch.Tensor], names: Sequence[str], averages: Sequence[torch.Tensor | None]
+) -> list[tuple[Averaged, list[torch.Tensor | None]]]:
+    """What `Averaged` lands, by device; `averages` in order of registration."""
+    devices: dict[torch.device, list[int]] = {}
+    for number, parameter in enumerate(parameters):
+        devices.setdefault(parameter.device, []).append(number)
+    found = []
+    for index, numbers in enumerate(devices.values()):
+        members = Members(
+            index,
+            tuple(numbers),
+            tuple(parameters[number] for number in numbers),
+            tuple(names[number] for number in numbers),
+            index == len(devices) - 1,
+        )
+        found.append((Averaged(members), [averages[number] for number in numbers]))
+    return found
+
+
+def dump(steps: Iterable[StepUnderWay], names: Sequence[str], *, world_size: int, rounds: int) -> dict[str, Any]:
+    """What is to be kept of `steps`, all of which hold averages."""
+    kept = []
+    for step in steps:
+        averages: list[torch.Tensor | None] = [None] * len(names)
+        for reduction, flight in step.flights:
+            for number, average in zip(reduction.members.numbers, flight, strict=True):
+                averages[number] = average
+        scale = step.unscaling.scale
+        kept.append(
+            {
+                "step": step.number,
+                "loss_scale": None if scale is None else float(scale.scale.item()),
+                "told": None if step.told is None else step.told[1].tolist(),
+                "averages": dict(zip(names, averages, strict=True)),
+            }
+        )
+    return {"version": _VERSION, "world_size": world_size, "rounds": rounds, "steps": kept}
+
+
+def load(
+    state: Mapping[str, Any],
+    parameters: Sequence[torch.Tensor],
+    names: Sequence[str],
+    *,
+    world_size: int,
+    most: int,
+    tells: bool,
+) -> tuple[list[StepUnderWay], int]:
+    """Steps under way, from what `dump` has kept.
+
+    Args:
+        state: that.
+        parameters: all of them.
+        names: theirs.
+        world_size: ranks now.
+        most: steps that may be under way in the mode now.
+        tells: whether it is looked for what is not finite.
+
+    Returns:
+        The steps, and how many rounds there have been.
+
+    Raises:
+        ValueError: it is damaged, or of another model, number of ranks or mode.
+    """
+    version = state.get("version")
+    if version != _VERSION:
+        raise ValueError(f"not a state of steps under way: version {version!r}, expected {_VERSION}")
+    if state["world_size"] != world_size:
+        raise ValueError(
+            f"the state is of {state['world_size']} ranks, there are {world_size} now: averages over other ranks are "
+            "no use here. flush() before saving, where the number of ranks may change"
+        )
+    if len(state["steps"]) > most:
+        raise ValueError(
+            f"the state holds {len(state['steps'])} steps under way, but sync_mode allows {most} now: use the mode "
+            "that it was saved in, or flush() before saving"
+        )
+    steps = []
+    for kept in state["steps"]:
+        averages = [_checked(kept["averages"], *one) for one in zip(names, parameters, strict=True)]
+        if len(kept["averages"]) != len(names):
+            foreign = sorted(set(kept["averages"]) - set(names))
+            raise ValueError(f"the state is of another model: {', '.join(foreign[:8])} not among the parameters")
+        told = None
+        if tells:
+            rows = kept["told"] or [[-1, -1]] * world_size
+            told = Done(), torch.tensor(rows, dtype=torch.int64, device=parameters[0].device)
+        scale = None
+        if kept["loss_scale"] is not None:
+            value = torch.tensor([kept["loss_scale"]], dtype=torch.float32, device=parameters[0].device)
+            scale = LossScale(value, value.double().reciprocal().float())
+        held = flights(parameters, names, averages)
+        steps.append(StepUnderWay(int(kept["step"]), held, Unscaling(scale), None, told, None))
+    return steps, int(state["rounds"])
+
+
+def _checked(averages: Mapping[str, torch.Tensor | None], name: str, parameter: torch.Tensor) -> torch.Tensor | None:
+    if name not in averages:
+        raise ValueError(f"the state is of another model: it has nothing of {name}")
+    average = averages[name]
+    if average is None:
+        return None
+    if average.shape != parameter.shape or average.dtype is not parameter.dtype:
+        raise ValueError(
+            f"the state is of another model: {name} is {tuple(average.shape)}, {average.dtype} there and "
+            f"{tuple(parameter.shape)}, {parameter.dtype} here"
+        )
+    return average.detach().to(parameter.device)

@@ -1,0 +1,77 @@
+"""What `.grad` holds and no backward of this step has made: kept apart, in modes where averages come later.
+
+A landing writes averages of an earlier step into `.grad`. Where they are still there when the next backward begins
+(gradients accumulate over several steps), they are all ranks' already, and must not be sent again:
+
+    first backward since a step has ended    take: `.grad` is set aside, and None
+    end of the synchronised backward         what the backwards made is sent; put back: `.grad` = aside + what landed
+
+Zeroed gradients are None, or zeros that are added: nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .deferred import in_backward
+
+
+class SetAside:
+    """The gradients of one reducer that are set aside.
+
+    Args:
+        parameters: all of them.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._held: list[torch.Tensor | None] | None = None
+        self._taken = False
+
+    def take(self) -> None:
+        """A backward begins: unless it is not the first since a step has ended, sets aside what is there.
+
+        If it makes no gradient (an autograd.grad), that is undone when it ends.
+        """
+        if self._taken:
+            if not self._any():
+                self._held = None  # the user has zeroed, and meant all of it
+            return
+        self._taken = True
+        if self._any():
+            self._held = [parameter.grad for parameter in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
+        if in_backward():
+            torch.autograd.Variable._execution_engine.queue_callback(self._settle)
+
+    def put_back(self) -> None:
+        """A step has ended, or an earlier one has landed: adds what was set aside to what is there by now."""
+        held, self._held, self._taken = self._held, None, False
+        for parameter, aside in zip(self._parameters, held or (), strict=False):
+            landed = parameter.grad
+            if aside is None:
+                continue
+            if landed is None:
+                parameter.grad = aside
+            elif aside.layout is torch.strided:
+                parameter.grad = aside.add_(landed)
+            else:
+                parameter.grad = aside + landed
+
+    def drop(self) -> None:
+        """A step was given up."""
+        self._held, self._taken = None, False
+
+    def local(self) -> bool:
+        """Whether backwards have made gradients since a step has ended."""
+        return self._taken and self._any()
+
+    def _any(self) -> bool:
+        return {type(parameter.grad) for parameter in self._parameters} != {type(None)}
+
+    def _settle(self) -> None:
+        if self._taken and not self._any():
+            self.put_back()
