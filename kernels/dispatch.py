@@ -199,14 +199,13 @@ def combine(
 ) -> None:
     """Adds `tensors` up and writes the sum into each of `outputs`; see `kernels.combine.combine`.
 
-    Tensors on several devices take the torch path: partial sums travel as the parts say.
+    Tensors on several devices take the torch path: partial sums travel as the parts say. So do CPU tensors in the
+    interpreter: peers in one process would wait for it at every collective.
     """
     first = tensors[0]
-    path = path_for(first.device, (first.dtype,))
-    if any(one.device != first.device for one in (*tensors, *outputs)):
-        path = "torch"
-    if path != "torch" and _triton_combine.serves(parts):
-        _call("combine", path, _triton_combine.combine, tensors, outputs, parts, scale, tables)
+    one_device = all(one.device == first.device for one in (*tensors, *outputs))
+    if one_device and path_for(first.device, (first.dtype,)) == "triton" and _triton_combine.serves(parts):
+        _call("combine", "triton", _triton_combine.combine, tensors, outputs, parts, scale, tables)
     else:
         _call("combine", "torch", reference_combine.combine, tensors, outputs, parts, scale)
 

@@ -174,7 +174,7 @@ def test_tables_are_made_once_for_each_set_of_addresses() -> None:
     assert tensors[1].eq(4).all() and others[1].eq(2).all()
 
 
-def test_dispatch_takes_the_torch_path_where_the_interpreter_rounds_wrongly() -> None:
+def test_dispatch_takes_the_torch_path_on_cpu() -> None:
     tensors = [torch.tensor([256.0], dtype=torch.bfloat16), *[torch.ones(1, dtype=torch.bfloat16) for _ in range(2)]]
     with dispatch.count_launches() as counted:
         dispatch.combine(tensors, tensors, Centralized().parts(3, 1))

@@ -1,0 +1,673 @@
+"""LocalGroup: peers that are threads of this process, or several that one thread drives."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from fusedreduce.comm import local, local_operations
+from fusedreduce.comm.agreement import agree
+from fusedreduce.comm.local import LocalCommunicator, LocalGroup
+from fusedreduce.comm.meeting import LocalPending
+from fusedreduce.comm.protocol import Communicator, ReduceOp
+from fusedreduce.comm.strategies import Centralized, Ring, Strategy, Tree
+from fusedreduce.errors import AgreementError, CollectiveError, UnsupportedWireError
+
+CPU = torch.device("cpu")
+STRATEGIES: tuple[Strategy, ...] = (Centralized(), Tree(2), Tree(3), Ring())
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def drawn(rank: int, numel: int = 1003) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def errors_of(group: LocalGroup, case: Callable[[LocalCommunicator], Any]) -> list[str]:
+    """What each rank raised; each must raise a CollectiveError."""
+
+    def caught(communicator: LocalCommunicator) -> str:
+        with pytest.raises(CollectiveError) as found:
+            case(communicator)
+        return str(found.value)
+
+    return group.run(caught)
+
+
+# What comes out
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_sums_are_rounded_once_and_the_same_on_all(strategy: Strategy, size: int) -> None:
+    def case(communicator: LocalCommunicator) -> list[torch.Tensor]:
+        tensors = [drawn(communicator.rank).to(dtype) for dtype in DTYPES]
+        started = [communicator.all_reduce(one) for one in tensors]
+        for one in started:
+            one.wait()
+        return tensors
+
+    results = LocalGroup(size, strategy=strategy, timeout_s=10).run(case)
+    for index, dtype in enumerate(DTYPES):
+        exact = torch.stack([drawn(rank).to(dtype).double() for rank in range(size)]).sum(0)
+        for one in results:
+            assert torch.equal(one[index].view(torch.uint8), results[0][index].view(torch.uint8))
+        # Additions in fp32 (fp64), then half a unit of what it is rounded to.
+        peak = exact.abs().max().item() * (size + 1)
+        compute = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
+        bound = exact.abs() * torch.finfo(dtype).eps / 2 + peak * compute
+        assert (results[0][index].double() - exact).abs().le(bound).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_other_collective(size: int) -> None:
+    folds: dict[ReduceOp, float] = {"max": size, "min": 1.0, "product": float(torch.arange(1, size + 1).prod())}
+
+    def case(communicator: LocalCommunicator) -> None:
+        rank = communicator.rank
+        for op, wanted in folds.items():
+            for dtype in (torch.int64, torch.float32, torch.bfloat16):
+                one = torch.full((3,), rank + 1, dtype=dtype)
+                communicator.all_reduce(one, op).wait()
+                assert one.tolist() == [wanted] * 3
+        numbers = torch.full((2,), rank + 1)
+        communicator.all_reduce(numbers).wait()
+        assert numbers.tolist() == [size * (size + 1) // 2] * 2
+        for op in ("sum", "max"):
+            one = torch.full((5,), float(rank + 1))
+            communicator.reduce(one, size - 1, op).wait()
+            assert rank != size - 1 or one.tolist() == [size * (size + 1) / 2 if op == "sum" else float(size)] * 5
+        pending, rows = communicator.all_gather(torch.tensor([rank, 10 * rank]))
+        pending.wait()
+        assert rows.tolist() == [[one, 10 * one] for one in range(size)]
+        source = torch.arange(2 * size) + 100 * rank
+        output = torch.empty_like(source)
+        communicator.all_to_all(output, source).wait()
+        assert output.tolist() == [100 * one + 2 * rank + half for one in range(size) for half in (0, 1)]
+        sent = torch.tensor([[float(rank)]])
+        communicator.broadcast(sent, size - 1)
+        assert sent.tolist() == [[size - 1.0]]
+        assert communicator.all_gather_bytes(b"x" * rank, size, CPU) == [b"x" * one for one in range(size)]
+        assert communicator.compare_aside("key", f"text {rank}", CPU) == [f"text {one}" for one in range(size)]
+        sparse = torch.sparse_coo_tensor(
+            torch.tensor([[rank, size, rank]]), torch.tensor([1.0, 2.0, 4.0]), (size + 1,), check_invariants=True
+        )
+        under_way = communicator.all_reduce_sparse(sparse)
+        under_way.wait()
+        (total,) = under_way.future().wait()
+        assert total.is_coalesced() and total.to_dense().tolist() == [5.0] * size + [2.0 * size]
+
+    LocalGroup(size, timeout_s=10).run(case)
+
+
+def test_of_sparse_16_bit_tensors_the_sum_is_rounded_once() -> None:
+    def case(communicator: LocalCommunicator) -> float:
+        value = 256.0 if communicator.rank == 0 else 1.0
+        one = torch.sparse_coo_tensor(
+            torch.tensor([[0]]), torch.tensor([value], dtype=torch.bfloat16), (1,), check_invariants=True
+        )
+        return float(communicator.all_reduce_sparse(one).future().wait()[0].to_dense())
+
+    assert LocalGroup(3, timeout_s=10).run(case) == [258.0] * 3
+
+
+def test_tensors_of_inference_mode_and_those_that_require_a_gradient() -> None:
+    def case(communicator: LocalCommunicator) -> list[float]:
+        with torch.inference_mode():
+            one = torch.ones(2)
+        other = torch.ones(2)
+        communicator.all_reduce(one if communicator.rank else other).wait()
+        parameter = torch.full((1,), float(communicator.rank), requires_grad=True)
+        communicator.broadcast(parameter, 1)
+        assert parameter.grad_fn is None
+        return [float((one if communicator.rank else other)[0]), float(parameter.detach())]
+
+    assert LocalGroup(2, timeout_s=10).run(case) == [[2.0, 1.0]] * 2
+
+
+def test_what_can_be_summed_is_said_before() -> None:
+    communicator = LocalGroup(1).communicator(0)
+    for dtype in DTYPES:
+        communicator.check_wire(dtype, CPU)
+    for dtype, device in ((torch.float8_e4m3fn, CPU), (torch.int32, CPU), (torch.float32, torch.device("meta"))):
+        with pytest.raises(UnsupportedWireError, match="LocalGroup cannot all-reduce"):
+            communicator.check_wire(dtype, device)
+
+
+# Arriving, waiting, being told
+
+
+def test_arriving_never_blocks_and_nobody_need_wait() -> None:
+    group = LocalGroup(3, timeout_s=10)
+    ranks = [group.communicator(rank) for rank in range(3)]
+    tensors = [torch.full((2,), float(rank)) for rank in range(3)]
+    told: list[int] = []
+    pendings = []
+    for rank in range(3):
+        pendings.append(ranks[rank].all_reduce(tensors[rank]))
+        pendings[-1].notify(lambda rank=rank: told.append(rank))  # type: ignore[misc]
+        assert pendings[0].ready() == (rank == 2)
+        future = pendings[0].future()
+        assert future.done() == (rank == 2)
+    assert sorted(told) == [0, 1, 2] and future.value()[0] is tensors[0]
+    assert [one.tolist() for one in tensors] == [[3.0, 3.0]] * 3
+    for one in pendings:
+        one.wait()
+        one.wait()
+
+
+def test_a_callback_that_raises_takes_nothing_from_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    group = LocalGroup(2, timeout_s=10)
+    first, second = group.communicator(0), group.communicator(1)
+    told: list[str] = []
+    pending = first.all_reduce(torch.ones(1))
+    pending.notify(lambda: told.append("before"))
+    pending.notify(lambda: 1 // 0)  # type: ignore[arg-type]
+    pending.notify(lambda: told.append("after"))
+    second.all_reduce(torch.ones(1)).wait()
+    assert told == ["before", "after"] and "a callback at the end of collective 0" in caplog.text
+
+
+def test_a_callback_may_issue_the_next_collective() -> None:
+    """So no lock is held while callbacks run, nor while a collective is performed."""
+    group = LocalGroup(2, timeout_s=10)
+    first, second = group.communicator(0), group.communicator(1)
+    held: list[LocalPending] = []
+    one, other = torch.ones(1), torch.ones(1)
+    first.all_reduce(torch.ones(1)).notify(lambda: held.append(first.all_reduce(one)))
+    second.all_reduce(torch.ones(1)).wait()
+    second.all_reduce(other).wait()
+    held[0].wait()
+    assert one.item() == other.item() == 2.0
+
+
+def test_the_group_can_be_used_while_a_sum_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = LocalGroup(2, timeout_s=10)
+    seen: list[bool] = []
+    known = local_operations.perform
+
+    def take() -> None:
+        seen.append(group.lock.acquire(timeout=5))
+        group.lock.release()
+
+    def perform(*arguments: Any) -> Any:
+        free = threading.Thread(target=take)
+        free.start()
+        free.join()
+        return known(*arguments)
+
+    monkeypatch.setattr(local, "perform", perform)
+    group.run(lambda communicator: communicator.all_reduce(torch.ones(1)).wait())
+    assert seen == [True]
+
+
+def test_what_takes_longer_than_the_timeout_is_waited_for_once_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one writes into every peer's tensor: nobody may use it before."""
+    known = local_operations.perform
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.2)
+        return known(*arguments)
+
+    monkeypatch.setattr(local, "perform", slowly)
+
+    def case(communicator: LocalCommunicator) -> float:
+        one = torch.ones(1)
+        communicator.all_reduce(one).wait()
+        return one.item()
+
+    assert LocalGroup(2, timeout_s=0.05).run(case) == [2.0, 2.0]
+
+
+def test_an_error_of_the_work_itself_is_every_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Any:
+        raise MemoryError("no memory left")
+
+    group = LocalGroup(3, timeout_s=10)
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "perform", failing)
+        errors = errors_of(group, lambda communicator: communicator.all_reduce(torch.ones(1)).wait())
+    assert len(set(errors)) == 1 and "MemoryError: no memory left" in errors[0]
+    group.run(lambda communicator: communicator.all_reduce(torch.ones(1)).wait())
+
+
+def test_channels_are_independent() -> None:
+    group = LocalGroup(2, timeout_s=10)
+    first, second = group.communicator(0), group.communicator(1)
+    apart = first.apart(), second.apart()
+    waiting = first.all_reduce(torch.ones(1))
+    mine, theirs = torch.ones(1), torch.ones(1)
+    pending = apart[0].all_reduce(mine)
+    apart[1].all_reduce(theirs).wait()
+    pending.wait()
+    assert mine.item() == 2.0 and not waiting.ready()
+    second.all_reduce(torch.ones(1)).wait()
+    assert waiting.ready()
+
+
+# Peers that disagree, come late, or not at all
+
+
+@pytest.mark.parametrize(
+    ("issue", "words"),
+    [
+        (
+            lambda c: c.all_reduce(torch.ones(3)) if c.rank else c.reduce(torch.ones(3), 0),
+            (
+                "reduce op sum, root 0, float32[3] on cpu from rank 0",
+                "all_reduce op sum, float32[3] on cpu from ranks 1",
+            ),
+        ),
+        (lambda c: c.all_reduce(torch.ones(3), "max" if c.rank else "sum"), ("op sum", "op max")),
+        (lambda c: c.all_reduce(torch.ones(3 + c.rank // 2)), ("float32[3] on cpu from ranks 0, 1", "float32[4]")),
+        (
+            lambda c: c.all_reduce(torch.ones(3, dtype=torch.float64 if c.rank == 1 else torch.float32)),
+            ("float32[3] on cpu from ranks 0, 2", "float64[3] on cpu from rank 1"),
+        ),
+        (lambda c: c.reduce(torch.ones(3), c.rank), ("root 0", "root 1", "root 2")),
+        (lambda c: c.all_gather(torch.ones(3 + c.rank))[0], ("all_gather float32[3]", "float32[5]")),
+        (lambda c: c.all_reduce(torch.ones(6)[:: 1 + (c.rank == 1)]), ("rank 1: a tensor of strides (2,)",)),
+        (lambda c: c.reduce(torch.ones(1), 3), ("rank 0: there is no rank 3", "rank 2: there is no rank 3")),
+        (lambda c: c.all_to_all(torch.ones(4), torch.ones(4)), ("4 elements cannot be dealt out to 3 ranks",)),
+        (lambda c: c.all_to_all(torch.ones(3), torch.ones(6)), ("output and input of an all_to_all differ",)),
+        (lambda c: c.all_reduce_sparse(torch.ones(3)), ("is not sparse COO",)),
+    ],
+)
+def test_peers_that_disagree_all_raise_who_brought_what(
+    issue: Callable[[LocalCommunicator], LocalPending], words: tuple[str, ...]
+) -> None:
+    group = LocalGroup(3, timeout_s=10)
+
+    def case(communicator: LocalCommunicator) -> str:
+        communicator.all_reduce(torch.ones(1)).wait()
+        with pytest.raises(CollectiveError) as found:
+            issue(communicator).wait()
+        after = torch.ones(1)
+        communicator.all_reduce(after).wait()
+        assert after.item() == 3.0, "the channel goes on"
+        return str(found.value)
+
+    first, *others = group.run(case)
+    assert others == [first, first] and "collective 1 of channel run 0 among 3 local ranks" in first
+    for one in words:
+        assert one in first
+
+
+def test_memory_that_two_ranks_share_is_refused_but_for_a_broadcast() -> None:
+    shared = torch.arange(6.0)
+
+    def overlapping(communicator: LocalCommunicator) -> None:
+        communicator.all_reduce(shared[communicator.rank :][:5]).wait()
+
+    group = LocalGroup(2, timeout_s=10)
+    errors = errors_of(group, overlapping)
+    assert errors[0] == errors[1] and "ranks 0, 1 brought overlapping memory" in errors[0]
+    assert shared.tolist() == list(range(6)), "nothing was done"
+    group.run(lambda communicator: communicator.broadcast(shared, 1))
+
+
+def test_who_did_not_come_is_named_and_who_comes_late_reads_the_same_at_once() -> None:
+    group = LocalGroup(3, timeout_s=0.1)
+    ranks = [group.communicator(rank) for rank in range(3)]
+    first, second = (ranks[rank].all_reduce(torch.ones(2)) for rank in (0, 2))
+    began = time.monotonic()
+    with pytest.raises(CollectiveError, match=r"rank 1 did not come within 0\.1 s .*float32\[2\].* from ranks 0, 2"):
+        first.wait()
+    assert 0.05 < time.monotonic() - began < 5
+    told: list[int] = []
+    second.notify(lambda: told.append(2))
+    mine = torch.ones(2)
+    began = time.monotonic()
+    late = ranks[1].all_reduce(mine)
+    assert late.ready() and told == [2]
+    texts = set()
+    for one in (first, second, late):
+        with pytest.raises(CollectiveError) as found:
+            one.wait()
+        texts.add(str(found.value))
+        with pytest.raises(RuntimeError, match="did not come"):
+            one.future().wait()
+    assert len(texts) == 1 and time.monotonic() - began < 5 and mine.eq(1).all()
+    after = [torch.ones(1) for _ in range(3)]
+    for one in [ranks[rank].all_reduce(after[rank]) for rank in range(3)]:
+        one.wait()
+    assert [one.item() for one in after] == [3.0] * 3
+
+
+def test_of_what_has_timed_out_a_look_says_so() -> None:
+    group = LocalGroup(2, timeout_s=0.02)
+    pending = group.communicator(0).all_reduce(torch.ones(1))
+    assert not pending.ready()
+    time.sleep(0.03)
+    assert pending.ready()
+
+
+def test_an_exchange_aside_meets_by_key_whatever_else_is_issued() -> None:
+    group = LocalGroup(2, timeout_s=5)
+
+    def case(communicator: LocalCommunicator) -> list[str]:
+        for _ in range(communicator.rank * 3):
+            communicator.all_reduce(torch.ones(1))
+        return communicator.compare_aside("reset", f"{communicator.rank * 3} issued", CPU)
+
+    assert group.run(case) == [["0 issued", "3 issued"]] * 2
+    quick = LocalGroup(2, timeout_s=0.05)
+    first, second = quick.communicator(0), quick.communicator(1)
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match=r"exchange 'key' .* rank 1 did not come"):
+            first.compare_aside("key", "", CPU)
+    with pytest.raises(CollectiveError, match="rank 1 did not come"):
+        second.compare_aside("key", "", CPU)
+    assert not first._channel._meetings
+
+
+def test_ranks_agree_on_settings_here_too() -> None:
+    def case(communicator: Communicator) -> str:
+        agree(communicator, "options", {"wire": "bf16"}, CPU)
+        with pytest.raises(AgreementError) as found:
+            agree(communicator, "options", {"wire": "bf16" if communicator.rank else "fp16"}, CPU)
+        return str(found.value)
+
+    first, *others = LocalGroup(3, timeout_s=10).run(case)
+    assert others == [first, first] and 'wire: "fp16" on rank 0; "bf16" on ranks 1, 2' in first
+
+
+# Giving up
+
+
+def test_an_abort_ends_everything_under_way_and_later_of_its_generation() -> None:
+    group = LocalGroup(3, timeout_s=30)
+    ranks = [group.communicator(rank) for rank in range(3)]
+    apart = [one.apart() for one in ranks]
+    under_way = [ranks[0].all_reduce(torch.ones(1)), apart[1].all_reduce(torch.ones(1))]
+    told: list[str] = []
+    under_way[0].notify(lambda: told.append("told"))
+    error = KeyError("the cause")
+    ranks[2].abort(error)
+    ranks[1].abort(ValueError("too late"))
+    assert told == ["told"]
+    for one in under_way:
+        with pytest.raises(CollectiveError, match="rank 2 gave up: KeyError: 'the cause'") as found:
+            one.wait()
+        assert found.value.__cause__ is error
+    for issue in (
+        lambda: ranks[0].all_reduce(torch.ones(1)),
+        lambda: apart[2].all_gather_bytes(b"", 1, CPU),
+        lambda: ranks[1].compare_aside("key", "", CPU),
+        lambda: ranks[0].apart(),
+    ):
+        with pytest.raises(CollectiveError, match="rank 2 gave up"):
+            issue()
+    again = [group.communicator(rank) for rank in range(3)]
+    for pending in [one.all_reduce(torch.ones(1)) for one in again]:
+        pending.wait()
+    ranks[0].abort(ValueError("of the old generation"))
+    assert again[0].all_reduce(torch.ones(1)).ready() is False
+
+
+def test_who_does_not_know_of_an_abort_does_not_stray_into_the_next_generation() -> None:
+    """Rank 1 makes its second communicator of the old life when rank 0 has begun a new one."""
+    group = LocalGroup(2, timeout_s=5)
+    first, _ = group.communicator(0), group.communicator(1)
+    group.abort(first, RuntimeError("stopped"))
+    new = group.communicator(0)
+    with pytest.raises(CollectiveError, match=r"rank 1 cannot make a communicator: rank 0 gave up"):
+        group.communicator(1)
+    peer = group.communicator(1)
+    pending = new.all_reduce(torch.ones(1))
+    peer.all_reduce(torch.ones(1)).wait()
+    pending.wait()
+    group.abort(new, RuntimeError("again"))
+    group.rejoin(1)
+    group.communicator(1)
+
+
+def test_run_raises_what_was_raised_first_and_the_next_run_works() -> None:
+    group = LocalGroup(3, timeout_s=30)
+    before = threading.active_count()
+
+    def case(communicator: LocalCommunicator) -> None:
+        if communicator.rank == 1:
+            time.sleep(0.02)
+            raise KeyError("mine")
+        try:
+            communicator.all_reduce(torch.ones(1)).wait()
+        except CollectiveError as error:
+            if communicator.rank == 2:
+                raise ValueError("of its own") from error
+            raise
+
+    began = time.monotonic()
+    with pytest.raises(KeyError, match="mine") as found:
+        group.run(case)
+    assert found.value.__notes__ == ["rank 2 raised ValueError: of its own"]
+    assert time.monotonic() - began < 10 and threading.active_count() == before
+    assert group.run(lambda communicator: communicator.all_gather_bytes(b"x", 1, CPU)) == [[b"x"] * 3] * 3
+    with pytest.raises(SystemExit):
+        group.run(lambda communicator: sys.exit(3) if communicator.rank else communicator.broadcast(torch.ones(1), 0))
+
+
+def test_a_closed_group_refuses_everything() -> None:
+    with LocalGroup(2, timeout_s=30) as group:
+        communicator = group.communicator(0)
+        pending = communicator.all_reduce(torch.ones(1))
+    group.close()
+    for issue in (
+        pending.wait,
+        lambda: communicator.all_reduce(torch.ones(1)),
+        lambda: group.communicator(1),
+        lambda: group.run(lambda one: None),
+    ):
+        with pytest.raises(CollectiveError, match="closed"):
+            issue()
+
+
+# One thread for all
+
+
+def test_where_one_thread_drives_all_ranks_waiting_for_another_is_an_error_at_once() -> None:
+    group = LocalGroup(3, one_thread=True)
+    ranks = [group.communicator(rank) for rank in range(3)]
+    assert not ranks[0].waits_in_backward(CPU)
+    began = time.monotonic()
+    with pytest.raises(CollectiveError, match="ranks 1, 2 cannot come: this thread drives them too"):
+        ranks[0].all_gather_bytes(b"", 1, CPU)
+    assert time.monotonic() - began < 5
+    for one in ranks[1:]:
+        with pytest.raises(CollectiveError, match="cannot come"):
+            one.all_gather_bytes(b"", 1, CPU)
+    pendings = [one.all_reduce(torch.ones(1)) for one in ranks]
+    for pending in pendings:
+        pending.wait()
+
+
+def test_threads_of_a_group_for_one_thread_wait_for_each_other() -> None:
+    group = LocalGroup(2, timeout_s=10, one_thread=True)
+
+    def case(communicator: LocalCommunicator) -> None:
+        time.sleep(0.02 * communicator.rank)
+        communicator.all_reduce(torch.ones(1)).wait()
+
+    group.run(case)
+    waits = LocalGroup(2).communicator(0).waits_in_backward
+    assert waits(CPU) and not waits(torch.device("cuda", 0)), "backwards of one CUDA device share a thread"
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind"),
+    [
+        ((0,), {}, ValueError),
+        ((True,), {}, ValueError),
+        ((2.0,), {}, ValueError),
+        ((2,), {"timeout_s": 0}, ValueError),
+        ((2,), {"timeout_s": float("nan")}, ValueError),
+        ((2,), {"strategy": "ring"}, TypeError),
+        ((2,), {"strategy": Ring}, TypeError),
+    ],
+)
+def test_groups_that_cannot_be(arguments: Any, options: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="LocalGroup"):
+        LocalGroup(*arguments, **options)
+
+
+def test_ranks_and_payloads_that_cannot_be() -> None:
+    group = LocalGroup(2)
+    wrong: list[Any] = [2, -1, 0.0, True]
+    for rank in wrong:
+        with pytest.raises(ValueError, match="rank must be one of 0 to 1"):
+            group.communicator(rank)
+    with pytest.raises(ValueError, match="does not fit"):
+        group.communicator(0).all_gather_bytes(b"xx", 1, CPU)
+
+
+# What is left behind
+
+
+def test_nothing_is_left_of_hundreds_of_collectives() -> None:
+    group = LocalGroup(3, timeout_s=10)
+    threads, held = threading.active_count(), []
+
+    def case(communicator: LocalCommunicator) -> None:
+        draw = torch.Generator().manual_seed(communicator.rank)
+        kept = torch.ones(16)
+        for number in range(600):
+            if torch.rand(1, generator=draw) < 0.02:
+                time.sleep(0.0005)
+            pending = communicator.all_reduce(kept)
+            if number % 3:
+                pending.wait()  # else dropped: those that follow are waited for
+            if number % 50 == 0:
+                dropped = torch.ones(3)
+                held.append(weakref.ref(dropped))
+                communicator.all_reduce(dropped).notify(lambda: None)
+            kept = torch.ones(16)
+        communicator.all_gather_bytes(b"", 1, CPU)
+        assert not communicator._channel._meetings
+
+    group.run(case)
+    gc.collect()
+    assert threading.active_count() == threads
+    assert len(held) == 36 and all(one() is None for one in held)
+    assert not len(group._generation.channels), "channels go with their communicators"
+    tensor = torch.ones(2)
+    abandoned, alone = weakref.ref(tensor), group.communicator(0)
+    alone.all_reduce(tensor)
+    del tensor
+    assert abandoned() is not None, "a peer may still come and need it"
+    group.close()
+    assert abandoned() is None
+
+
+@pytest.mark.parametrize("failure", ["timeout", "abort", "mismatch"])
+def test_failures_keep_nothing(failure: str) -> None:
+    group = LocalGroup(2, timeout_s=0.02)
+    first, second = group.communicator(0), group.communicator(1)
+    tensor = torch.ones(3)
+    held = weakref.ref(tensor)
+    pending = first.all_reduce(tensor)
+    if failure == "abort":
+        second.abort(RuntimeError("stop"))
+    elif failure == "mismatch":
+        second.all_reduce(torch.ones(4))
+    with pytest.raises(CollectiveError):
+        pending.wait()
+    del tensor, pending
+    gc.collect()
+    assert held() is None
+
+
+# Interleavings
+
+
+class Interleavings(RuleBasedStateMachine):
+    """One channel driven by one thread in any order; the model knows what every meeting must come to."""
+
+    SIZE = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.group = LocalGroup(self.SIZE, timeout_s=0.004)
+        self.begin()
+
+    def begin(self) -> None:
+        self.group.rejoin(*range(self.SIZE))
+        self.ranks = [self.group.communicator(rank) for rank in range(self.SIZE)]
+        self.issued = [0] * self.SIZE
+        self.brought: list[dict[int, int]] = []  # by meeting: rank -> number of elements
+        self.timed_out: set[int] = set()
+        self.held: list[tuple[int, int, torch.Tensor, LocalPending, list[int]]] = []
+
+    @initialize()
+    def first(self) -> None:
+        assert not self.ranks[0]._channel._meetings
+
+    @rule(rank=st.integers(0, SIZE - 1), numel=st.sampled_from((2, 2, 2, 2, 3)))
+    def arrive(self, rank: int, numel: int) -> None:
+        number, self.issued[rank] = self.issued[rank], self.issued[rank] + 1
+        if number == len(self.brought):
+            self.brought.append({})
+        tensor, told = torch.full((numel,), float(rank + 1)), [0]
+        pending = self.ranks[rank].all_reduce(tensor)
+        self.brought[number][rank] = numel
+        pending.notify(lambda: told.__setitem__(0, told[0] + 1))
+        self.held.append((number, rank, tensor, pending, told))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def wait(self, data: st.DataObject) -> None:
+        number, rank, tensor, pending, told = data.draw(st.sampled_from(self.held))
+        brought = self.brought[number]
+        if number in self.timed_out or len(brought) < self.SIZE:
+            with pytest.raises(CollectiveError, match="did not come within"):
+                pending.wait()
+            self.timed_out.add(number)
+            assert tensor.eq(rank + 1).all(), "written by nobody"
+        elif len(set(brought.values())) > 1:
+            with pytest.raises(CollectiveError, match="different collectives"):
+                pending.wait()
+        else:
+            pending.wait()
+            assert tensor.eq(6).all()
+        assert told == [1] and pending.ready()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+
+    @rule(rank=st.integers(0, SIZE - 1))
+    def abort(self, rank: int) -> None:
+        self.ranks[rank].abort(RuntimeError("stop"))
+        for number, _, _, pending, told in self.held:
+            open_ = len(self.brought[number]) < self.SIZE and number not in self.timed_out
+            assert told == [1] and pending.ready()
+            if open_:
+                with pytest.raises(CollectiveError, match=f"rank {rank} gave up"):
+                    pending.wait()
+        with pytest.raises(CollectiveError, match="gave up"):
+            self.ranks[0].all_reduce(torch.ones(1))
+        self.begin()
+
+    @invariant()
+    def only_what_somebody_may_come_to_is_kept(self) -> None:
+        wanted = {number for number, brought in enumerate(self.brought) if len(brought) < self.SIZE}
+        assert set(self.ranks[0]._channel._meetings) == wanted
+        for number, _, _, _, told in self.held:
+            assert told[0] == (len(self.brought[number]) == self.SIZE or number in self.timed_out)
+
+
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
