@@ -1,0 +1,104 @@
+"""What rank processes do for test_local_parity: the collectives of a LocalGroup's ranks, over torch.distributed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from fusedreduce.comm.distributed import ProcessGroupCommunicator
+from fusedreduce.comm.protocol import Communicator, ReduceOp
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+NUMELS = (1, 7, 64, 1000, 40_001)
+OPS: tuple[ReduceOp, ...] = ("sum", "max", "min", "product")
+
+
+def contribution(rank: int, numel: int, dtype: torch.dtype, whole: bool) -> torch.Tensor:
+    """What a rank brings, wherever it runs; `whole`: small integers, whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(rank * 7919 + numel)
+    if whole:
+        return torch.randint(-8, 9, (numel,), generator=generator).to(dtype)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def everything(communicator: Communicator, whole: bool) -> list[torch.Tensor]:
+    """The results of every collective that a reduction or a session needs."""
+    rank, size, results = communicator.rank, communicator.size, []
+    for dtype in DTYPES:
+        for numel in NUMELS:
+            one = contribution(rank, numel, dtype, whole)
+            communicator.all_reduce(one).wait()
+            results.append(one)
+        for op in OPS[1:]:
+            one = contribution(rank, 100, dtype, True)
+            communicator.all_reduce(one, op).wait()
+            results.append(one)
+        one = contribution(rank, 100, dtype, whole)
+        communicator.reduce(one, size - 1).wait()
+        results.append(one if rank == size - 1 else torch.zeros(0))
+        one = contribution(rank, 100, dtype, whole)
+        communicator.broadcast(one, size - 1)
+        results.append(one)
+        pending, rows = communicator.all_gather(contribution(rank, 100, dtype, whole))
+        pending.wait()
+        results.append(rows)
+        source = contribution(rank, 12 * size, dtype, whole)
+        output = torch.empty_like(source)
+        communicator.all_to_all(output, source).wait()
+        results.append(output)
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[rank, 2, 5, rank]]), contribution(rank, 4, torch.float32, True), (8,), check_invariants=True
+    )
+    under_way = communicator.all_reduce_sparse(sparse)
+    under_way.wait()
+    results.append(under_way.future().value()[0].to_dense())
+    payload = communicator.all_gather_bytes(bytes([rank] * rank), 8, torch.device("cpu"))
+    results.append(torch.tensor([len(one) for one in payload]))
+    return results
+
+
+def over_torch(rank: int, world: int, whole: bool) -> list[torch.Tensor]:
+    communicator = ProcessGroupCommunicator()
+    assert communicator.waits_in_backward(torch.device("cpu"))
+    pending = communicator.all_reduce(torch.ones(1))
+    pending.wait()
+    assert pending.ready()
+    return everything(communicator, whole)
+
+
+def groups_apart(rank: int, world: int) -> Sequence[int]:
+    """Three in a row, though one rank has made and destroyed groups of its own; threads are back in the end."""
+    cpu, threads = torch.device("cpu"), []
+    communicator = ProcessGroupCommunicator()
+    communicator.all_reduce(torch.ones(1)).wait()
+    threads.append(len(os.listdir("/proc/self/task")))
+    for number in range(3):
+        if rank == 1 and number < 2:
+            torch.distributed.destroy_process_group(torch.distributed.new_group([rank], use_local_synchronization=True))
+        one, apart = torch.tensor([float(rank)]), communicator.apart()
+        assert apart.rank == rank and apart.size == world and apart.timeout_s(cpu) == communicator.timeout_s(cpu)
+        # Its collectives keep no place relative to the other's.
+        other = communicator.all_reduce(torch.ones(1)) if rank == 0 else None
+        apart.all_reduce(one).wait()
+        other = other or communicator.all_reduce(torch.ones(1))
+        other.wait()
+        assert one.item() == world * (world - 1) / 2
+        assert apart.compare_aside("key", f"{number} {rank}", cpu) == [f"{number} {one}" for one in range(world)]
+        apart.close()
+        apart.close()
+        del apart
+    communicator.close()
+    communicator.all_reduce(torch.ones(1)).wait()
+    threads.append(len(os.listdir("/proc/self/task")))
+    return threads
+
+
+def groups_made_anew(rank: int, world: int) -> None:
+    """A group that has the store of one before: what was written there is not read again."""
+    cpu = torch.device("cpu")
+    for number in range(3):
+        first, second = ProcessGroupCommunicator(), ProcessGroupCommunicator()
+        for one in (second, first):
+            assert one.compare_aside("key", f"{number} {rank}", cpu) == [f"{number} {peer}" for peer in range(world)]
