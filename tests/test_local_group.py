@@ -411,7 +411,9 @@ def test_an_abort_ends_everything_under_way_and_later_of_its_generation() -> Non
     again = [group.communicator(rank) for rank in range(3)]
     for pending in [one.all_reduce(torch.ones(1)) for one in again]:
         pending.wait()
+    assert group.endings == 1
     ranks[0].abort(ValueError("of the old generation"))
+    assert group.endings == 1
     assert again[0].all_reduce(torch.ones(1)).ready() is False
 
 
@@ -462,6 +464,7 @@ def test_a_closed_group_refuses_everything() -> None:
         communicator = group.communicator(0)
         pending = communicator.all_reduce(torch.ones(1))
     group.close()
+    assert group.endings == 1
     for issue in (
         pending.wait,
         lambda: communicator.all_reduce(torch.ones(1)),

@@ -170,8 +170,14 @@ class LocalGroup:
         self.workshop = Workshop(strategy)
         self.unaware: dict[int, _Generation] = {}  # ranks that do not know yet that theirs has ended
         self._closed = False
+        self._endings = 0
         self._runs = 0
         self._generation = _Generation(self)
+
+    @property
+    def endings(self) -> int:
+        """How many generations have ended, by an abort or by `close`: for whoever waits for peers by other means."""
+        return self._endings
 
     def communicator(self, rank: int) -> LocalCommunicator:
         """A new one for `rank`; the n-th of each rank in a generation are one channel.
@@ -252,6 +258,7 @@ class LocalGroup:
     def close(self) -> None:
         """Everything that is under way or comes later raises."""
         with self.lock:
+            self._endings += not self._closed
             self._closed = True
             generation = self._generation
         generation.fail("the group is closed", None)
@@ -269,6 +276,7 @@ class LocalGroup:
         with self.lock:
             if self._generation is generation and not self._closed:
                 self._generation = _Generation(self)
+                self._endings += 1
                 self.unaware.update(dict.fromkeys(generation.ranks, generation))
             if self.unaware.get(rank) is generation:
                 del self.unaware[rank]
