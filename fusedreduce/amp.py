@@ -159,6 +159,9 @@ class FusedGradScaler(torch.amp.GradScaler):
         if self._scale is not None and state["stage"] is OptState.READY and "closure" not in kwargs:
             # For a fused optimizer torch's step would leave unscaling to its kernel.
             self.unscale_(optimizer)
+        if state["stage"] is OptState.UNSCALED and self._withheld() and not _has_gradients(optimizer):
+            state["stage"] = OptState.STEPPED
+            return None
         if state["stage"] is OptState.UNSCALED and _begins_momentum(optimizer):
             returned = self._maybe_opt_step(optimizer, state, *args, **kwargs)
             state["stage"] = OptState.STEPPED
@@ -176,9 +179,34 @@ class FusedGradScaler(torch.amp.GradScaler):
             raise
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """As torch's."""
+        """As torch's. What a step shows that was scaled before the scale has last been lowered does not count.
+
+        (BoundedStaleness: k more steps were under way then, and would each lower it again. Nor does a step that has no
+        gradients yet.)
+        """
+        kept = None if new_scale is not None or not self._enabled else self._kept()
         super().update(new_scale)
+        if kept is not None:
+            old, scale, tracker = kept
+            assert self._scale is not None and self._growth_tracker is not None
+            self._scale.copy_(torch.where(old, scale, self._scale))
+            self._growth_tracker.copy_(torch.where(old, tracker, self._growth_tracker))
         self._loss_scale = None
+
+    def _kept(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Whether scale and tracker are to stay as they are, and what they are; None: they are not. On the device."""
+        reducers = list(map(reducer_of, self._wrappers))
+        landed = [one.landed_scale for one in reducers if one.landed_scale is not None]
+        if self._scale is None or self._growth_tracker is None or not (landed or self._withheld()):
+            return None
+        old = torch.full_like(self._scale, self._withheld(), dtype=torch.bool)
+        for one in landed:
+            old |= one.scale.reshape(self._scale.shape).to(self._scale.device) > self._scale
+        return old, self._scale.clone(), self._growth_tracker.clone()
+
+    def _withheld(self) -> bool:
+        """Whether the latest step has left no gradients, as averages come later."""
+        return any(reducer_of(one).withheld for one in self._wrappers)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, and torch's dictionaries."""
@@ -225,7 +253,8 @@ class FusedGradScaler(torch.amp.GradScaler):
         if others:
             # Their gradients are this rank's own, yet all ranks skip or none does.
             found_inf = reducers[0].observed.on_any_rank(found_inf).to(found_inf.device)
-        return {found_inf.device: found_inf} if flags else {}
+        # torch's update() wants to be told of every step, also of one that has no gradients yet.
+        return {found_inf.device: found_inf} if flags or self._withheld() else {}
 
     def _reducers(self) -> list[Reducer]:
         """The wrappers', as they are now: one that is copied or loaded builds another."""
@@ -351,6 +380,10 @@ def _refuse_unscalable(reducer: Reducer) -> None:
             "FusedGradScaler cannot take this wrapper: it shares parameters with another one (nested, or not dropped "
             "yet), and the loss scale would be taken off gradients that are reduced twice. Use torch.amp.GradScaler"
         )
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(one.grad is not None for group in optimizer.param_groups for one in group["params"])
 
 
 def _begins_momentum(optimizer: Optimizer) -> bool:

@@ -29,6 +29,7 @@ class SetAside:
         self._parameters = parameters
         self._held: list[torch.Tensor | None] | None = None
         self._taken = False
+        self.stepped = False  # an optimizer has, with what has landed last
 
     def take(self) -> None:
         """A backward begins: unless it is not the first since a step has ended, sets aside what is there.
@@ -47,9 +48,16 @@ class SetAside:
         if in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self._settle)
 
+    def take_unused(self) -> None:
+        """As `take`, between two steps: what an optimizer has stepped with is not wanted again."""
+        if self.stepped:
+            for parameter in self._parameters:
+                parameter.grad = None
+        self.take()
+
     def put_back(self) -> None:
         """A step has ended, or an earlier one has landed: adds what was set aside to what is there by now."""
-        held, self._held, self._taken = self._held, None, False
+        held, self._held, self._taken, self.stepped = self._held, None, False, False
         for parameter, aside in zip(self._parameters, held or (), strict=False):
             landed = parameter.grad
             if aside is None:

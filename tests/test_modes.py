@@ -584,6 +584,22 @@ def test_flush_adds_to_what_is_there_and_refuses_what_waits_for_its_reduction() 
     assert reducer.flush().steps == 1
 
 
+@pytest.mark.parametrize("zeroed_after", [False, True])
+def test_flush_gives_nothing_again_that_an_optimizer_has_stepped_with(zeroed_after: bool) -> None:
+    """zero_grad, backward, step: what has landed last is still there when the loop ends."""
+    parameters = [torch.zeros(3, requires_grad=True)]
+    reducer = Reducer(parameters, Loopback([lambda mine: mine.clone()]), _stale(2))
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    for number in range(5):
+        optimizer.zero_grad()
+        step(reducer, [torch.full((3,), 2.0**number)])
+        optimizer.step()
+        if zeroed_after:
+            optimizer.zero_grad()
+    assert reducer.flush(optimizer).steps == 2
+    assert torch.equal(parameters[0].detach(), torch.full((3,), -31.0))
+
+
 def test_a_synchronous_reducer_has_nothing_to_flush_or_to_keep() -> None:
     for mode in (Synchronous(), BoundedStaleness(0)):
         parameters = [torch.zeros(3, requires_grad=True)]
