@@ -93,6 +93,7 @@ class Contributions:
         self.issued = self.landed = self.steps = self.merged = 0
         self.failure = ""
         self._comparisons = 0
+        self._settled_steps = 0
         self._under_way: deque[_Contribution] = deque()
         self._open: list[Strip] | None = None  # what the next contribution is made of so far
         self._open_used: set[int] = set()
@@ -114,6 +115,11 @@ class Contributions:
     def empty(self) -> bool:
         """Whether nothing is under way, waits or is owed."""
         return not self._under_way and self._open is None and self._owed is None
+
+    @property
+    def settled(self) -> bool:
+        """Whether there has been no step since the last `drain`, and nothing is owed: as on the other ranks."""
+        return self.steps == self._settled_steps and self.empty
 
     # A step
 
@@ -259,6 +265,7 @@ class Contributions:
             raise CollectiveError(self.failure) from error
         self.catch_up(max(int(json.loads(one)) for one in held))
         self.collect()
+        self._settled_steps = self.steps
         return self.landed - before
 
     def _gather(self) -> None:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim import Optimizer
 
 from . import admission
 from .comm.distributed import ProcessGroupCommunicator
@@ -33,6 +34,7 @@ from .errors import AgreementError
 from .finite import NonFiniteReport
 from .grad_bucket import GradBucket
 from .gradients import GradientTable
+from .modes import Asynchronous, FlushReport, SyncMode
 from .planning.assignment import MIB, BucketCaps
 from .planning.saved import load as load_plan
 from .reducer import Reducer, ReducerState
@@ -80,7 +82,8 @@ class DistributedDataParallel(TorchDDP):
         AgreementError: ranks were given different models or settings; on every rank. (With init_sync=False by the
             first synchronised forward.)
         TypeError: an argument of torch's that this version does not know; a parameter of DTensor or FSDP.
-        ValueError: gradient_as_bucket_view with a 16-bit wire, a bucket cap below one byte, or what torch refuses.
+        ValueError: gradient_as_bucket_view with a 16-bit wire, a bucket cap below one byte, something that excludes the
+            sync_mode, or what torch refuses.
         RuntimeError: torch's own, and the experimental "python_reducer" mode of torch.compile.
     """
 
@@ -98,6 +101,7 @@ class DistributedDataParallel(TorchDDP):
         problem = None
         try:
             self._reduce_caps = _caps(given)
+            admission.check_mode(self._reduce_config.sync_mode, _excluded(module, given))
         except ValueError as error:
             problem = error
         if given["init_sync"]:
@@ -110,6 +114,46 @@ class DistributedDataParallel(TorchDDP):
     def reduce_config(self) -> ReduceConfig:
         """How gradients travel."""
         return self._reduce_config
+
+    @property
+    def sync_mode(self) -> SyncMode:
+        """Of which step the averages are that gradients hold after a backward."""
+        return self._reduce_config.sync_mode
+
+    def set_sync_mode(self, mode: SyncMode) -> None:
+        """Goes on in another mode, every rank at the same place, after `flush`; see `Reducer.set_sync_mode`."""
+        given = {
+            "mixed_precision": self.mixed_precision,
+            "delay_all_reduce_named_params": getattr(self, "_delay_all_reduce_params", None),
+        }
+        admission.check_mode(mode, _excluded(self.module, given))
+        self._ours().set_sync_mode(mode)
+        self._reduce_config = self._ours().config
+
+    def flush(self, *optimizers: Optimizer, step: Callable[[], None] | None = None) -> FlushReport:
+        """Lands every step that is under way; see `Reducer.flush`. Every rank calls it at the same place.
+
+        Asynchronously buffers become rank 0's too, unless broadcast_buffers=False.
+        """
+        buffers = self.modules_buffers if self.broadcast_buffers else ()
+        return self._ours().flush(*optimizers, step=step, buffers=list(buffers))
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether forward broadcasts buffers, as torch asks; not where ranks are in different steps: `flush` does."""
+        return not isinstance(self.sync_mode, Asynchronous) and bool(super().will_sync_module_buffers())
+
+    def reduce_state_dict(self) -> dict[str, Any]:
+        """What is under way, to keep in a checkpoint beside the model's state; see `Reducer.state_dict`."""
+        return self._ours().state_dict()
+
+    def load_reduce_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what `reduce_state_dict` has given; see `Reducer.load_state_dict`."""
+        self._ours().load_state_dict(state)
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """As torch's, which `join` calls too; in the synchronous mode, even where it is not enabled."""
+        admission.check_mode(self.sync_mode, {"join": True})
+        return super().join_hook(**kwargs)
 
     def reduce_stats(self) -> dict[str, int | str]:
         """Counters of the reducer; see `Reducer.stats`."""
@@ -192,6 +236,7 @@ class DistributedDataParallel(TorchDDP):
         self._comm_hooks.append((hook, state))
 
     def _register_fused_optim(self, optim: type, *args: Any, **kwargs: Any) -> None:
+        admission.check_mode(self.sync_mode, {"an optimizer in backward": True})
         super()._register_fused_optim(optim, *args, **kwargs)
         self._ours().steps_in_backward = True
 
@@ -320,10 +365,13 @@ class DistributedDataParallel(TorchDDP):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _post_forward(self, output: Any) -> Any:
-        if hasattr(self, "reducer") and torch.is_grad_enabled() and self.require_backward_grad_sync:
-            # torch hands them on for find_unused_parameters only, and looks into few kinds of containers.
+        if hasattr(self, "reducer") and torch.is_grad_enabled():
             reducer: Any = self.reducer
-            reducer.outputs = tensors_in(output)
+            if self.require_backward_grad_sync:
+                # torch hands them on for find_unused_parameters only, and looks into few kinds of containers.
+                reducer.outputs = tensors_in(output)
+            else:
+                reducer.reducer.watch_local_forward(output)
         return super()._post_forward(output)
 
 
@@ -514,6 +562,14 @@ def _caps(given: Mapping[str, Any]) -> BucketCaps:
     if listed:
         return BucketCaps(first_bytes=max(listed), cap_bytes=max(listed), listed_bytes=listed)
     return BucketCaps()
+
+
+def _excluded(module: nn.Module, given: Mapping[str, Any]) -> dict[str, bool]:
+    """What a mode whose averages come later excludes, and whether this wrapper has it."""
+    names = ("gradient_as_bucket_view", "skip_all_reduce_unused_params", "mixed_precision")
+    present = {name: bool(given.get(name)) for name in (*names, "delay_all_reduce_named_params")}
+    steps = any(hasattr(one, "_in_backward_optimizers") for one in module.parameters())
+    return {**present, "an optimizer in backward": steps}
 
 
 def _is_sliced(mesh: Any) -> bool:

@@ -52,6 +52,7 @@ class Observed:
         communicator: Communicator,
     ) -> None:
         self.alike = True  # every rank's sums have the same last bits
+        self.alone = False  # ranks are in different steps (Asynchronous), and tell each other nothing
         self.table = GradientTable(parameters)
         self.units = LossUnits(parameters, self.table)
         self._parameters = parameters
@@ -164,6 +165,8 @@ class Observed:
 
     def on_any_rank(self, found: torch.Tensor) -> torch.Tensor:
         """The largest `found`, fp32 and not negative, of all ranks: a collective that every rank calls."""
+        if self.alone:
+            return found
         shared = found.reshape(1).to(torch.float64)
         self._share(shared)
         return shared.reshape(()).to(torch.float32)
@@ -175,7 +178,7 @@ class Observed:
 
     def shared_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """`norm`, fp64, as all ranks must use it where it changes weights; a collective where ranks are not alike."""
-        if self.alike:
+        if self.alike or self.alone:
             return norm
         shared = norm.reshape(1).clone()
         self._share(shared)
@@ -337,7 +340,7 @@ class Observed:
         return [(None, -1) if one is None else (weakref.ref(one), one._version) for one in gradients]
 
     def _shares(self) -> bool:
-        return self._config.grad_stats and not self.alike
+        return self._config.grad_stats and not self.alike and not self.alone
 
     def _share(self, numbers: torch.Tensor) -> None:
         """The largest of all ranks' numbers, none of which is negative: their bits are ordered as they are."""

@@ -27,8 +27,9 @@ from .comm.monitor import StallMonitor
 from .comm.protocol import Communicator, Pending
 from .errors import FusedReduceError
 from .grad_bucket import GradBucket
-from .modes import SyncMode, staleness
+from .modes import Asynchronous, SyncMode, staleness
 from .observed import Observed
+from .own_pace import OwnPace
 from .planning.plan import Plan
 from .planning.timeline import MISSING_NS
 from .plans import Plans
@@ -85,6 +86,7 @@ class Pipeline:
     Attributes:
         buckets: of the plan in use.
         under_way: steps that end later than with their own backward.
+        own: in the asynchronous mode, what takes the place of launching and finishing.
         issued: collectives since the communicator was set.
     """
 
@@ -118,8 +120,9 @@ class Pipeline:
         self._allocations = 0
         self._restrided = 0
         self.under_way = StepsUnderWay(maker.parameters)
-        self._staleness = staleness(maker.config.sync_mode)
+        self.own: OwnPace | None = None
         self.buckets = BucketSet((), maker)
+        self.follow(maker.config.sync_mode)
         self.lay(plans.first())
 
     # Between steps
@@ -135,6 +138,8 @@ class Pipeline:
         self._restrided += int(self.buckets.stats()["restrided"])
         self.buckets = BucketSet(plan, self.maker)
         self._observed.lay(self.buckets.reductions)
+        if self.own is not None:
+            self.own.lay([one.members for one in self.buckets.reductions])
         self._checked_wires = False
         self._clock.arm(len(plan), closely=False, forward_ns=MISSING_NS)
 
@@ -153,11 +158,20 @@ class Pipeline:
         """Goes on with other ranks. To be followed by `give_up` and `lay`."""
         self.maker = dataclasses.replace(self.maker, communicator=communicator)
         self.used.use(communicator)
+        if self.own is not None:
+            self.own.use(communicator)
         self.issued = 0
 
     def follow(self, mode: SyncMode) -> None:
         """Steps end as `mode` says from now on; none is under way."""
         self._staleness = staleness(mode)
+        if self.own is not None:
+            self.own.close()
+            self.own = None
+        if isinstance(mode, Asynchronous):
+            self.own = OwnPace(self.maker, mode.max_in_flight)
+            self.own.lay([one.members for one in self.buckets.reductions])
+        self.used.alone = self._observed.alone = self.own is not None
 
     def give_up(self) -> None:
         """Abandons what is under way. To be followed by `lay`: collectives may still write into these wire buffers."""
@@ -172,6 +186,8 @@ class Pipeline:
     def close(self) -> None:
         """Gives the buffers up; gradients that are views keep theirs."""
         self.under_way.give_up()
+        if self.own is not None:
+            self.own.close()
         self.buckets = BucketSet((), self.maker)
 
     def stats(self) -> dict[str, int | str]:
@@ -183,6 +199,7 @@ class Pipeline:
             "wire_allocations": self._allocations + self.buckets.wire_allocations(),
             **(found := self.buckets.stats()),
             "restrided": self._restrided + int(found["restrided"]),
+            **({} if self.own is None else self.own.stats()),
         }
 
     # A step
@@ -208,14 +225,18 @@ class Pipeline:
 
     def take(self, step: Step, bucket: int, group: int) -> None:
         """Packs a group of a bucket ahead of its launch; on CPU."""
-        if bucket >= step.next_bucket:  # else its wire is under way, and what comes too late is found in finish
+        if (
+            bucket >= step.next_bucket and self.own is None
+        ):  # else its wire is under way, and what comes too late is found in finish
             began_ns = time.perf_counter_ns()
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # 2 us, for every large gradient
                 self.buckets.reductions[bucket].take(group, self._divisor)
             self._clock.packed_part(bucket, began_ns)
 
     def launch(self, step: Step) -> None:
-        """Starts every bucket that is next and ready."""
+        """Starts every bucket that is next and ready. In the asynchronous mode nothing, until `finish`."""
+        if self.own is not None:
+            return
         if step.next_bucket == 0:
             self._observed.begin_reduction()
             self.times.comm_start = time.time_ns()
@@ -261,6 +282,8 @@ class Pipeline:
             step: all of whose buckets are launched.
             shared: another reducer, of a nested wrapper, writes the same gradients.
         """
+        if self.own is not None:
+            return self._contribute(step, self.own)
         launched = [one for one in self.buckets.reductions if not self._passes_over(step, one.members)]
         with torch.no_grad():
             if not shared:
@@ -412,8 +435,21 @@ class Pipeline:
         step = self.under_way.land(self._write, self._observed.wait)
         return Ended(step.number, elsewhere=step.buckets is not self.buckets, scale=step.unscaling.scale)
 
+    def _contribute(self, step: Step, own: OwnPace) -> Ended:
+        """In place of launching and finishing: waits for nobody."""
+        self._observed.begin_reduction()
+        self.times.comm_start = time.time_ns()
+        own.end_step(self._observed, self.buckets.streams)
+        for bucket in self.buckets.packed():
+            bucket.let_go()
+        step.next_bucket = step.launched = len(self.buckets)
+        self.times.comm_end = time.time_ns()
+        self._close_round(self._clock.taken())
+        self.buckets.streams.settle()
+        return Ended(self._rounds)
+
     def _observe(self, ended: Ended) -> None:
-        if ended.number is None:
+        if ended.number is None or self.own is not None:
             self._observed.withhold()
         elif ended.elsewhere:
             self._observed.close_measured(ended.number)

@@ -22,7 +22,7 @@ from .bucket_set import kind_of
 from .comm.protocol import Communicator
 from .config import ReduceConfig
 from .exchange import collective_error
-from .modes import SyncMode, is_synchronous
+from .modes import Asynchronous, SyncMode, is_synchronous
 from .planning.assignment import BucketCaps
 from .planning.plan import Plan, check_groups, first_plan
 from .planning.policies import ready_plan, static_plan
@@ -87,7 +87,7 @@ class Plans:
         )
         # Not where nothing overlaps. A comm hook may keep state by bucket: the reducer then says so.
         self._measures = config.policy != "static" and config.overlap
-        self._in_step = is_synchronous(config.sync_mode)
+        self.follow(config.sync_mode)
         self.use(communicator)
 
     def use(self, communicator: Communicator) -> None:
@@ -99,8 +99,9 @@ class Plans:
         self._order = ()
 
     def follow(self, mode: SyncMode) -> None:
-        """Steps end as `mode` says from now on: what does not end within them is not measured."""
+        """Steps end as `mode` says: what ends later is not measured, and ranks in different steps learn no plan."""
         self._in_step = is_synchronous(mode)
+        self._together = not isinstance(mode, Asynchronous)
 
     def give_up_measuring(self) -> None:
         """After the first step's order nothing is to change any more."""
@@ -124,7 +125,7 @@ class Plans:
 
     def wants_order(self) -> bool:
         """Whether an order of arrival is still to be learned or adopted."""
-        return self.learns and not self.rebuilt and self._given is None
+        return self.learns and self._together and not self.rebuilt and self._given is None
 
     def note_order(self, order: Sequence[int] = ()) -> None:
         """What the first step has shown on this rank; a rank that only took part in it (join) has seen nothing."""

@@ -13,7 +13,7 @@ readiness was -> when backward is done a callback of the autograd engine finishe
 parameters' hooks tell is up to arrivals.py, what is issued to pipeline.py.
 
 Where ranks share an autograd thread (Communicator.waits_in_backward) that callback leaves the step launched, and the
-calling thread finishes it: in `finalize`, or when it next needs a gradient (launched.py).
+calling thread finishes it: in `finalize`, or when it next needs a gradient (optimizer_steps.py).
 
 The first step uses one bucket per dtype and device. Then rank 0's order of readiness is broadcast and every rank cuts
 it into buckets by the same pure function. With find_unused_parameters (and no static graph) nothing is learned:
@@ -40,7 +40,7 @@ import torch
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from . import admission, launched
+from . import admission, optimizer_steps, own_pace
 from .arrivals import Arrivals
 from .backward_hooks import BackwardHooks
 from .bucket_set import BucketMaker
@@ -48,9 +48,11 @@ from .comm.protocol import Communicator, Pending
 from .config import ReduceConfig
 from .deferred import in_backward
 from .errors import CollectiveError, FusedReduceError
+from .exchange import collective_error
 from .grad_bucket import GradBucket
 from .modes import FlushReport, SyncMode, is_synchronous
 from .observed import Observed
+from .own_pace import OwnPace
 from .parameter_hooks import ParameterHooks
 from .pipeline import Ended, Pipeline
 from .planning.assignment import BucketCaps
@@ -60,6 +62,7 @@ from .planning.timeline import MISSING_NS
 from .plans import Plans
 from .recording import Recording
 from .reductions import CommHook
+from .resync import equalize
 from .set_aside import SetAside
 from .step import Step, unfinished_text
 from .step_clock import StepClock
@@ -132,6 +135,7 @@ class Reducer:
                 "skip_unused_buckets (skip_all_reduce_unused_params)": skip_unused_buckets,
             },
         )
+        own_pace.check(self.config, self.names, self.sparse)
         self.caps = caps or BucketCaps()
         self.communicator = communicator
         self.find_unused_parameters = find_unused_parameters
@@ -207,6 +211,8 @@ class Reducer:
         )
         self.observed.before_reading = _weakly(self)
         self._follow_communicator()
+        if self._agreed:
+            self._open()
 
     # Lifecycle of a step
 
@@ -305,13 +311,13 @@ class Reducer:
                         return
                 if not arrivals.tell(index):
                     return
-                if self.config.overlap and step.head_is_ready():
+                if self._overlaps and step.head_is_ready():
                     self._pipeline.launch(step)
             except BaseException as error:
                 self._note_failure(error)
                 raise
             self._clock.leave()
-            if step.callbacks == 0 and (step.all_launched() or not self.config.overlap and step.all_ready()):
+            if step.callbacks == 0 and (step.all_launched() or not self._overlaps and step.all_ready()):
                 if in_backward():
                     self._backward_hooks.queue_end(step)
                 else:
@@ -346,7 +352,8 @@ class Reducer:
                     f"rank {self.communicator.rank}: end_without_backward() is for a step that is armed, with "
                     "find_unused_parameters=True and outputs that reach no parameter: a gradient is expected here"
                 )
-            self._backward_ends(step)
+            with torch.no_grad():  # as a backward runs
+                self._backward_ends(step)
 
     def check_finalized(self) -> None:
         """Raises if a backward has begun but not every bucket has been reduced, or if the last one failed.
@@ -419,6 +426,7 @@ class Reducer:
         with self._lock:
             self.check_finalized()
             config = dataclasses.replace(self.config, sync_mode=mode)
+            own_pace.check(config, self.names, self.sparse)
             maker = self._pipeline.maker
             present = {
                 "gradient_as_bucket_view": self.gradient_as_bucket_view,
@@ -432,27 +440,41 @@ class Reducer:
                 raise FusedReduceError(
                     f"{len(self._pipeline.under_way)} steps are under way: flush() on every rank, then set_sync_mode"
                 )
+            if self._pipeline.own is not None and not self._pipeline.own.settled:
+                raise FusedReduceError("there were steps since the last flush(): call it on every rank first")
             if self._aside is not None:
                 self._aside.put_back()
             self.config = config
             self._agreed = False
             self._plans.follow(mode)
+            self._pipeline.maker = dataclasses.replace(maker, config=config)
             self._pipeline.follow(mode)
             self._aside = None if is_synchronous(mode) else SetAside(self.parameters)
+            self._attend_optimizers()
             self.withheld = False
 
-    def flush(self, *optimizers: Optimizer, step: Callable[[], None] | None = None) -> FlushReport:
+    def flush(
+        self,
+        *optimizers: Optimizer,
+        step: Callable[[], None] | None = None,
+        buffers: Sequence[torch.Tensor] = (),
+    ) -> FlushReport:
         """Lands every step that is under way, in order. Every rank calls it at the same place.
 
-        It adds to what is in `.grad`: zero that first, where an optimizer has stepped with it already.
+        It adds to what is in `.grad`, where no optimizer of torch's has stepped with that yet. (Others: zero it first.)
 
         Args:
             optimizers: to step after each landing; their gradients are None then.
             step: in their place: called after each landing, to clip, step, update a scaler, and zero gradients. With
                 neither, `.grad` holds the sum of the averages that were under way.
+            buffers: become rank 0's (Asynchronous only).
+
+        In the asynchronous mode everything lands at once, and what this rank is owed is added to `.grad`; then
+        parameters, and the states that `optimizers` keep of them, become the same on all ranks (see resync.py).
+        `optimizers` and `step` go together there: the latter is called in place of stepping the former.
 
         Returns:
-            How many steps have landed.
+            How many steps have landed, and how far parameters were apart.
 
         Raises:
             FusedReduceError: gradients of backwards under no_sync() wait to be reduced, or a step is not finished.
@@ -460,7 +482,9 @@ class Reducer:
             TypeError: an optimizer that is none.
             CollectiveError: a peer died, left, or did not answer.
         """
-        step = launched.flush_step(optimizers, step, scaled=self.observed.units.attached)
+        own = self._pipeline.own
+        if own is None or step is None:
+            step = optimizer_steps.flush_step(optimizers, step, scaled=self.observed.units.attached)
         self._complete_outside()
         with self._lock:
             self.check_finalized()
@@ -470,9 +494,11 @@ class Reducer:
                     "flush() while gradients of backwards under no_sync() wait here: first run the synchronised "
                     "backward that they belong to, or zero_grad(set_to_none=True)"
                 )
+            if own is not None:
+                return self._flush_contributions(own, optimizers, step, buffers)
             while len(self._pipeline.under_way):
                 assert aside is not None
-                aside.take()
+                aside.take_unused()
                 try:
                     ended = self._pipeline.land()
                 except BaseException as error:
@@ -490,7 +516,8 @@ class Reducer:
     def state_dict(self) -> dict[str, Any]:
         """What is under way, to keep in a checkpoint: plain tensors by parameter name, and numbers. Waits for it.
 
-        The same on every rank. Empty in the synchronous mode.
+        The same on every rank. Empty in the synchronous mode. In the asynchronous one every rank calls it at the same
+        place, and it is what this rank is owed: call flush() first where only one rank saves.
 
         Raises:
             FusedReduceError: a step is not finished.
@@ -499,6 +526,9 @@ class Reducer:
         with self._lock:
             self.check_finalized()
             try:
+                if self._pipeline.own is not None:
+                    self.agree()
+                    return self._pipeline.own.state()
                 return self._pipeline.state_dict()
             except BaseException as error:
                 self._fail(error)
@@ -516,7 +546,10 @@ class Reducer:
             self.check_finalized()
             if len(self._pipeline.under_way):
                 raise FusedReduceError("steps are under way: flush(), or reset(), before load_state_dict")
-            if state:
+            if self._pipeline.own is not None:
+                self.agree()
+                self._pipeline.own.load_state(state)
+            elif state:
                 self._pipeline.load_state_dict(state)
 
     # Failures, changes, the end
@@ -557,7 +590,6 @@ class Reducer:
             if self.state is ReducerState.CLOSED:
                 raise FusedReduceError("this reducer is closed")
             self.state = ReducerState.IDLE
-            launched.forget(self)
             if self._aside is not None:
                 self._aside.drop()
             self.withheld = False
@@ -604,7 +636,7 @@ class Reducer:
         """Removes the hooks and gives the buffers up; gradients that are views keep theirs. May be called twice."""
         with self._lock:
             self.state = ReducerState.CLOSED
-            launched.leave(self)
+            optimizer_steps.leave(self)
             self.remove_hooks()
             self._pipeline.close()
             admission.leave(self, self.parameters)
@@ -695,6 +727,7 @@ class Reducer:
             self.observed.alike = admission.agree(self.communicator, descriptions, settings, self._device)
             self._agreed = True
         self._pipeline.check_wires()
+        self._open()
 
     def rebuild(self) -> bool:
         """Lays out what ranks have agreed on; says whether that was new. A plan changes only here, between steps.
@@ -852,14 +885,13 @@ class Reducer:
             self._clock.backward_ended()
             try:
                 self._pipeline.launch(step)
-                if self._waits_in_backward:
+                if self._waits_in_backward or self._pipeline.own is not None:
                     self._finish(step)
                     return
                 self.state = ReducerState.LAUNCHED
-                launched.note(self)
             except BaseException as error:
                 self._note_failure(error)
-                if self._waits_in_backward or self.on_launched is None:
+                if self._waits_in_backward or self._pipeline.own is not None or self.on_launched is None:
                     raise
         if self.on_launched is not None:
             self.on_launched(self)  # also of a failure: a callback that raises keeps those behind it from running
@@ -868,7 +900,6 @@ class Reducer:
         """Waits for a step that is launched, and writes its gradients."""
         with self._lock:
             if self.state is ReducerState.LAUNCHED:
-                launched.forget(self)
                 try:
                     self._finish(self._arrivals.step)
                 except BaseException as error:
@@ -888,8 +919,26 @@ class Reducer:
     def _follow_communicator(self) -> None:
         self._waits_in_backward = all(map(self.communicator.waits_in_backward, self._devices))
         self._clock.watches = self._waits_in_backward
+        self._attend_optimizers()
+
+    def _attend_optimizers(self) -> None:
+        if self._waits_in_backward and self._aside is None:
+            optimizer_steps.leave(self)
+        else:
+            optimizer_steps.enter(self)
+
+    def before_optimizer_step(self, *, closure: bool) -> None:
+        """An optimizer of ours is about to step; called where gradients may be under way, or averages come later."""
         if not self._waits_in_backward:
-            launched.enter(self)
+            if closure:
+                raise FusedReduceError(
+                    "step(closure): the closure's backward ends before its gradients are reduced, as ranks share an "
+                    "autograd thread here, and the optimizer would read this rank's own. Call reducer.backward(loss), "
+                    "and step() without a closure; or have a thread per rank, on CPU"
+                )
+            self._complete_outside()
+        if self._aside is not None:
+            self._aside.stepped = True
 
     def _finish(self, step: Step) -> None:
         """All buckets are launched: the step is done then."""
@@ -922,6 +971,38 @@ class Reducer:
     def _ended(self, ended: Ended) -> None:
         self.withheld, self.landed_scale = ended.number is None, ended.scale
 
+    def _open(self) -> None:
+        """The ranks have agreed: in the asynchronous mode the channel that it takes is made."""
+        if self._pipeline.own is not None:
+            try:
+                self._pipeline.own.open()
+            except RuntimeError as error:
+                what = "the asynchronous mode's own group could not be made"
+                raise collective_error(what, self.communicator.rank, error) from error
+
+    def _flush_contributions(
+        self,
+        own: OwnPace,
+        optimizers: Sequence[Optimizer],
+        step: Callable[[], None] | None,
+        buffers: Sequence[torch.Tensor],
+    ) -> FlushReport:
+        self.agree()
+        try:
+            landed = own.drain().landed
+            if step is not None and any(parameter.grad is not None for parameter in self.parameters):
+                step()
+            drift = equalize(self.parameters, self.names, optimizers, buffers, self.communicator)
+        except CollectiveError as error:
+            self._fail(error)
+            raise
+        self.flushed += 1
+        return FlushReport(landed, drift.largest, drift.relative)
+
+    @property
+    def _overlaps(self) -> bool:
+        return self.config.overlap and self._pipeline.own is None
+
     def _needs_all_hooks(self) -> bool:
         """Whether every parameter has to tell in the next step, whatever this one was like."""
         never = self.find_unused_parameters or self.shares_parameters or self._pipeline.maker.keeps_gradients
@@ -945,6 +1026,8 @@ class Reducer:
             return None
         if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
             raise ValueError(f"divisor must be a positive number or None, got {divisor!r}")
+        if self._pipeline.own is not None:
+            raise ValueError("a step's own divisor and Asynchronous exclude each other: contributions hold many steps")
         if self._pipeline.maker.hook is not None:
             raise ValueError("a divisor and a comm hook exclude each other: the hook divides, or does not")
         return float(divisor)

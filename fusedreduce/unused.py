@@ -106,6 +106,7 @@ class UsedMap:
         self._communicator = communicator
         self.always = always
         self.first = first
+        self.alone = False  # ranks are in different steps: none asks the others
         self.restart()
 
     def restart(self) -> None:
@@ -122,11 +123,11 @@ class UsedMap:
     @property
     def kept(self) -> bool:
         """Whether gradients are to be noted at all."""
-        return self.always or self.first
+        return (self.always or self.first) and not self.alone
 
     def asks(self) -> bool:
         """Whether this step sums it over all ranks."""
-        return self.always or (self.first and not self._settled)
+        return not self.alone and (self.always or (self.first and not self._settled))
 
     def mark(self, index: int) -> None:
         """Notes a gradient; also under no_sync, whose gradients the next reduction will contain."""

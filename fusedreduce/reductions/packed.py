@@ -134,6 +134,10 @@ class PackedReduction(Collecting):
         self._gathered = gathered if there else None
         return there
 
+    def let_go(self) -> None:
+        """Nothing is launched after `whole`: the gradients are others'."""
+        self._gathered = None
+
     def launch(self, divisor: float) -> None:
         """Packs and starts the all-reduce; remembers which tensors at which version."""
         divisor /= self._split
