@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from leaf_steps import clear, given, loss_scale, scaled
-from loopback import Call, Loopback, LoopbackPending
+from leaf_steps import clear, given, loss_scale, scaled, step
+from loopback import Call, Loopback, LoopbackPending, ThreadWorld
 from torch import nn
+from torch.optim import optimizer as optimizers
 
 from fusedreduce import (
     BucketCaps,
@@ -23,7 +24,7 @@ from fusedreduce import (
     Reducer,
     clip_grad_norm_,
 )
-from fusedreduce.comm.protocol import Pending, ReduceOp
+from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
 from fusedreduce.deferred import in_backward
 from fusedreduce.kernels import dispatch
 from fusedreduce.reducer import ReducerState
@@ -417,3 +418,101 @@ def test_where_ranks_may_wait_nothing_is_launched_only() -> None:
     reducer.prepare_for_backward(loss)
     loss.backward()
     assert reducer.state is ReducerState.IDLE and reducer.steps == 1
+
+
+def test_a_closure_is_refused_where_its_backward_cannot_end_with_reduced_gradients() -> None:
+    reducer, communicator = _launched()
+    optimizer = torch.optim.LBFGS(reducer.parameters)
+    reducer.finalize()
+    with pytest.raises(FusedReduceError, match=r"step\(closure\).*reducer.backward"):
+        optimizer.step(lambda: torch.zeros(()))
+    reducer.close()
+    optimizer.step(lambda: torch.zeros(()))
+
+
+def test_backward_of_the_reducer_completes_the_step() -> None:
+    reducer, communicator = _launched()
+    reducer.finalize()
+    clear(reducer.parameters)
+    loss = given(reducer.parameters, _gradients(7))
+    reducer.prepare_for_backward(loss)
+    reducer.backward(loss)
+    assert reducer.steps == 2 and _mean_of(reducer, communicator, 7)
+
+
+def test_a_launch_that_fails_is_told_and_raised_by_who_was_told() -> None:
+    """A callback that raises would keep those of the other reducers from running."""
+    reducers = _world(3, ReduceConfig(overlap=False))
+    told: list[Reducer] = []
+    for reducer in reducers:
+        reducer.on_launched = told.append
+    losses = []
+    for rank, reducer in enumerate(reducers):
+        loss = given(reducer.parameters, _gradients(rank))
+        reducer.prepare_for_backward(loss)
+        losses.append(loss)
+    failing: Any = reducers[1].communicator
+    failing.all_reduce = _refuse
+    torch.stack(losses).sum().backward()
+    assert set(map(id, told)) == set(map(id, reducers))
+    assert [one.state.value for one in reducers] == ["launched", "failed", "launched"]
+    with pytest.raises(FusedReduceError, match="Connection refused"):
+        reducers[1].finalize()
+
+
+def _refuse(*_: object) -> None:
+    raise RuntimeError("Connection refused by peer")
+
+
+def test_nobody_looks_at_optimizers_when_no_reducer_needs_it() -> None:
+    hooks = optimizers._global_optimizer_pre_hooks
+    gc.collect()
+    before = len(hooks)
+    first, _ = _launched()
+    second, _ = _launched()
+    assert len(hooks) <= before + 1
+    first.close()
+    assert hooks
+    second.close()
+    assert not hooks
+    Reducer([torch.zeros(1, requires_grad=True)], Loopback())
+    assert not hooks
+
+
+# A rank without a gradient
+
+
+def test_a_rank_whose_outputs_reach_no_parameter_takes_part_with_zeros() -> None:
+    def case(communicator: Communicator) -> list[torch.Tensor | None]:
+        parameters = [torch.zeros(shape, requires_grad=True) for shape in SHAPES]
+        with Reducer(parameters, communicator, caps=CAPS, find_unused_parameters=True) as reducer:
+            for number in range(4):
+                clear(parameters)
+                if (communicator.rank + number) % 2:
+                    reducer.prepare_for_backward(torch.zeros((), requires_grad=True) * 2)
+                    assert reducer.unused_now == tuple(range(len(SHAPES)))
+                    reducer.end_without_backward()
+                else:
+                    step(reducer, [*_gradients(number)[:-1], None])
+                    assert reducer.unused_now == (len(SHAPES) - 1,)
+                assert reducer.steps == number + 1
+        return [one.grad for one in parameters]
+
+    for held in ThreadWorld(2).run(case):
+        assert not isinstance(held, BaseException), held
+        assert held[-1] is None
+        for gradient, own in zip(held[:-1], _gradients(3), strict=False):
+            assert torch.equal(gradient, own / 2)
+
+
+def test_it_is_refused_where_a_gradient_is_expected() -> None:
+    parameters = [torch.zeros(3, requires_grad=True), torch.zeros(2, requires_grad=True)]
+    reducer = Reducer(parameters, Loopback(), find_unused_parameters=True)
+    with pytest.raises(FusedReduceError, match="a step that is armed"):
+        reducer.end_without_backward()
+    loss = given(parameters, [torch.ones(3), None])
+    reducer.prepare_for_backward(loss)
+    with pytest.raises(FusedReduceError, match="a gradient is expected"):
+        reducer.end_without_backward()
+    loss.backward()
+    assert reducer.steps == 1
