@@ -113,7 +113,7 @@ def load(
     most: int,
     tells: bool,
 ) -> tuple[list[StepUnderWay], int]:
-    """Steps under way, from what `dump` has kept.
+    """Steps under way, from what `dump` has kept. Nothing of it is changed.
 
     Args:
         state: that.
@@ -129,6 +129,20 @@ def load(
     Raises:
         ValueError: it is damaged, or of another model, number of ranks or mode.
     """
+    try:
+        return _loaded(state, parameters, names, world_size, most, tells)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"a damaged state of steps under way: {type(error).__name__}: {error}") from error
+
+
+def _loaded(
+    state: Mapping[str, Any],
+    parameters: Sequence[torch.Tensor],
+    names: Sequence[str],
+    world_size: int,
+    most: int,
+    tells: bool,
+) -> tuple[list[StepUnderWay], int]:
     version = state.get("version")
     if version != _VERSION:
         raise ValueError(f"not a state of steps under way: version {version!r}, expected {_VERSION}")

@@ -737,6 +737,8 @@ def test_a_checkpoint_of_something_else_is_refused_and_nothing_is_loaded() -> No
     for bad, text in (
         ({**state, "world_size": 4}, "of 4 ranks, there are 3 now"),
         ({**state, "version": 9}, "version 9"),
+        ({"version": 1, "world_size": 3}, "damaged.*steps"),
+        ({**state, "steps": [{**state["steps"][0], "averages": None}]}, "damaged"),
         (missing, "nothing of parameter 1"),
         (foreign, "other not among"),
         (shaped, r"parameter 0 is \(4,\)"),
