@@ -5,7 +5,6 @@ What is under way is poisoned with NaN until it is waited for, so nobody reads i
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fusedreduce.comm.local import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
 
 TIMEOUT_S = 10.0
@@ -199,131 +199,126 @@ class Loopback:
         return torch.view_as_complex(mean) if gradient.is_complex() else mean
 
 
-class ThreadRank:
-    """One of several ranks that are threads of this process; collectives meet by their number, and are summed."""
+class ThreadPending:
+    """One rank's part of a collective of a LocalGroup, whose result appears when it is waited for, not before."""
 
-    def __init__(self, world: ThreadWorld, rank: int) -> None:
-        self._world = world
-        self._rank = rank
-        self._issued = 0
+    def __init__(
+        self, pending: Pending, written: torch.Tensor | None = None, result: torch.Tensor | None = None
+    ) -> None:
+        self._pending = pending
+        self._written = written
+        self._result = result
+
+    def notify(self, done: Callable[[], None]) -> None:
+        self._pending.notify(done)
+
+    def ready(self) -> bool:
+        return self._pending.ready()
+
+    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        if self._written is None:
+            return self._pending.future()
+        self.wait()
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result([self._written])
+        return future
+
+    def wait(self) -> None:
+        self._pending.wait()
+        if self._written is not None and self._result is not None:
+            self._written.copy_(self._result)
+            self._result = None
+
+
+class ThreadRank:
+    """A LocalCommunicator that records, and poisons what is under way."""
+
+    def __init__(self, communicator: LocalCommunicator) -> None:
+        self._communicator = communicator
         self.calls: list[Call] = []
 
     @property
     def rank(self) -> int:
-        return self._rank
+        return self._communicator.rank
 
     @property
     def size(self) -> int:
-        return self._world.size
+        return self._communicator.size
 
     def timeout_s(self, device: torch.device) -> float:
-        return TIMEOUT_S
+        return self._communicator.timeout_s(device)
 
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Everything can be summed here."""
+        self._communicator.check_wire(dtype, device)
 
     def waits_in_backward(self, device: torch.device) -> bool:
-        return True
+        return self._communicator.waits_in_backward(device)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
-        if op == "max":
-            meet = self._meet("max", tensor)
-            return LoopbackPending(lambda: tensor.copy_(torch.stack(meet()).amax(dim=0)))
-        assert op == "sum", op
-        return self._summed("all_reduce", tensor)
+        self._record("all_reduce" if op == "sum" else op, tensor)
+        return self._poisoned(tensor, lambda one: self._communicator.all_reduce(one, op))
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> Pending:
-        return self.all_reduce(tensor, op)
+        self._record("reduce", tensor)
+        return self._poisoned(tensor, lambda one: self._communicator.reduce(one, root, op))
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        meet = self._meet("all_to_all", input)
-        return LoopbackPending(lambda: output.copy_(torch.cat([one.view(self.size, -1)[self._rank] for one in meet()])))
+        self._record("all_to_all", input)
+        return self._communicator.all_to_all(output, input)
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> Pending:
-        meet = self._meet("sparse", tensor)
-        return LoopbackPending(lambda: sum(meet()[1:], start=meet()[0]).coalesce())
+        self._record("sparse", tensor)
+        return self._communicator.all_reduce_sparse(tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> tuple[Pending, torch.Tensor]:
-        meet = self._meet("all_gather", tensor)
-        result = torch.full((self.size, tensor.numel()), -9, dtype=tensor.dtype)
-        return LoopbackPending(lambda: result.copy_(torch.stack(meet()))), result
+        self._record("all_gather", tensor)
+        pending, gathered = self._communicator.all_gather(tensor)
+        shown = torch.full_like(gathered, -9)
+        return ThreadPending(pending, shown, gathered), shown
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        tensor.copy_(self._meet("broadcast", tensor)()[source])
+        self._record("broadcast", tensor)
+        self._communicator.broadcast(tensor, source)
 
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
-        assert len(payload) <= capacity_bytes
-        return [bytes(one) for one in self._world.meet(self._next("gather"), self._rank, payload)()]
+        return self._communicator.all_gather_bytes(payload, capacity_bytes, device)
 
     def apart(self) -> ThreadRank:
-        return self
+        return ThreadRank(self._communicator.apart())
 
     def close(self) -> None:
-        """Nothing to give back."""
+        self._communicator.close()
 
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
-        return [str(one) for one in self._world.meet(f"aside {key}", self._rank, text)()]
+        return self._communicator.compare_aside(key, text, device)
 
-    def _summed(self, kind: str, tensor: torch.Tensor) -> Pending:
-        meet = self._meet(kind, tensor)
-        if tensor.is_floating_point():
-            tensor.fill_(float("nan"))
-
-        def finish() -> torch.Tensor:
-            total = meet()[0].clone()
-            for one in meet()[1:]:
-                total += one
-            return tensor.copy_(total)
-
-        return LoopbackPending(finish)
-
-    def _meet(self, kind: str, tensor: torch.Tensor) -> Callable[[], list[Any]]:
+    def _record(self, kind: str, tensor: torch.Tensor) -> None:
         self.calls.append(Call(kind, tensor.dtype, tensor.numel()))
-        held = self._world.meet(self._next(f"{kind} {tensor.dtype} {tensor.numel()}"), self._rank, tensor.clone())
-        return held
 
-    def _next(self, what: str) -> str:
-        self._issued += 1
-        return f"{self._issued} {what}"
+    def _poisoned(self, tensor: torch.Tensor, issue: Callable[[torch.Tensor], Pending]) -> Pending:
+        hidden = tensor.detach().clone()
+        if tensor.is_floating_point():
+            tensor.detach().fill_(float("nan"))
+        return ThreadPending(issue(hidden), tensor.detach(), hidden)
 
 
 class ThreadWorld:
-    """`size` ranks. Ranks that issue different collectives at the same place find nobody there, and time out."""
+    """`size` ranks that are threads of a LocalGroup."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._held: dict[str, dict[int, object]] = {}
-        self._changed = threading.Condition()
-
-    def meet(self, key: str, rank: int, value: object) -> Callable[[], list[Any]]:
-        """Leaves `value` at `key`; what is returned waits for every rank's."""
-        with self._changed:
-            self._held.setdefault(key, {})[rank] = value
-            self._changed.notify_all()
-
-        def wait() -> list[Any]:
-            with self._changed:
-                held = self._held[key]
-                if not self._changed.wait_for(lambda: len(held) == self.size, TIMEOUT_S):
-                    raise RuntimeError(f"rank {rank} waited for {key!r}, but only ranks {sorted(held)} came")
-                return [held[one] for one in range(self.size)]
-
-        return wait
 
     def run(self, case: Callable[[Communicator], Any]) -> list[Any]:
-        """`case(communicator)` on every rank at once; what each returned or raised, in rank order."""
-        results: list[Any] = [None] * self.size
+        """`case(communicator)` on every rank at once; what each returned or raised, in rank order.
 
-        def rank(number: int) -> None:
+        A rank that raises does not abort the others: most of these cases are about errors that all ranks find.
+        """
+
+        def rank(communicator: LocalCommunicator) -> Any:
             try:
-                results[number] = case(ThreadRank(self, number))
+                return case(ThreadRank(communicator))
             except BaseException as error:
-                results[number] = error
+                return error
 
-        threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(3 * TIMEOUT_S)
-            assert not thread.is_alive(), "a rank hangs"
-        return results
+        with LocalGroup(self.size, timeout_s=TIMEOUT_S) as group:
+            return group.run(rank)
