@@ -485,6 +485,8 @@ class Reducer:
         own = self._pipeline.own
         if own is None or step is None:
             step = optimizer_steps.flush_step(optimizers, step, scaled=self.observed.units.attached)
+        else:
+            optimizer_steps.flush_step(optimizers, None, scaled=False)  # of the right type
         self._complete_outside()
         with self._lock:
             self.check_finalized()
@@ -495,7 +497,8 @@ class Reducer:
                     "backward that they belong to, or zero_grad(set_to_none=True)"
                 )
             if own is not None:
-                return self._flush_contributions(own, optimizers, step, buffers)
+                assert aside is not None
+                return self._flush_contributions(own, aside, optimizers, step, buffers)
             while len(self._pipeline.under_way):
                 assert aside is not None
                 aside.take_unused()
@@ -983,13 +986,16 @@ class Reducer:
     def _flush_contributions(
         self,
         own: OwnPace,
+        aside: SetAside,
         optimizers: Sequence[Optimizer],
         step: Callable[[], None] | None,
         buffers: Sequence[torch.Tensor],
     ) -> FlushReport:
         self.agree()
         try:
+            aside.take_unused()
             landed = own.drain().landed
+            aside.put_back()
             if step is not None and any(parameter.grad is not None for parameter in self.parameters):
                 step()
             drift = equalize(self.parameters, self.names, optimizers, buffers, self.communicator)

@@ -274,10 +274,15 @@ def scales(rank: int, world: int) -> tuple[int, float]:
         time.sleep(0.002 * rank)
 
     def last() -> None:
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
 
-    report = ddp.flush(step=last)
+    with pytest.raises(ValueError, match="FusedGradScaler"):
+        ddp.flush(optimizer)
+    with pytest.raises(TypeError, match="Optimizer"):
+        ddp.flush(ddp, step=last)  # type: ignore[arg-type]
+    report = ddp.flush(optimizer, step=last)
     assert report.relative_drift < 1e-5
     assert_same_on_all_ranks([one.detach() for one in ddp.parameters()])
     assert all(bool(one.isfinite().all()) for one in ddp.parameters())
@@ -418,6 +423,18 @@ def late_for_flush(rank: int, world: int) -> None:
         with pytest.raises(fusedreduce.FusedReduceError, match="_update_process_group"):
             ddp(batch(rank, 0))
     dist.barrier()
+
+
+def stepped_already(rank: int, world: int) -> None:
+    """Gradients that an optimizer has stepped with, and that nobody has zeroed, are not stepped with again by flush."""
+    ddp = wrapped(mlp())
+    optimizer = SGD(ddp.parameters(), lr=0.01)
+    for number in range(3 + rank):
+        optimizer.zero_grad()
+        loss_of(ddp(batch(rank, number))).backward()
+        optimizer.step()
+    report = flushed(ddp, optimizer)
+    assert report.relative_drift < 1e-5
 
 
 def refusals(rank: int, world: int) -> None:
