@@ -1,0 +1,222 @@
+"""A Reducer in asynchronous mode on ranks that are threads of this process, or that one thread drives."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from fusedreduce import ReduceConfig, Reducer
+from fusedreduce.comm.local import LocalGroup
+from fusedreduce.comm.protocol import Communicator
+from fusedreduce.errors import AgreementError, CollectiveError, FusedReduceError
+from fusedreduce.modes import Asynchronous, BoundedStaleness
+
+
+def model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def loss_of(module: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    inputs = torch.randn(4, 8, generator=generator)
+    loss: torch.Tensor = module(inputs).square().mean()
+    return loss
+
+
+def config(max_in_flight: int = 2, **options: Any) -> ReduceConfig:
+    return ReduceConfig(sync_mode=Asynchronous(max_in_flight), **options)
+
+
+@pytest.mark.parametrize(("world", "overlap"), [(1, True), (3, True), (3, False), (8, True)])
+def test_ranks_that_sleep_at_random_end_alike(world: int, overlap: bool) -> None:
+    template = model()
+
+    def train(communicator: Communicator) -> tuple[list[torch.Tensor], float, dict[str, int | str]]:
+        module = copy.deepcopy(template)
+        optimizer = SGD(module.parameters(), lr=0.02)
+        chance = random.Random(communicator.rank)
+        generator = torch.Generator().manual_seed(communicator.rank)
+        with Reducer(module.parameters(), communicator, config(overlap=overlap)) as reducer:
+            drift = 0.0
+            for turn in range(3):
+                for _ in range(chance.randrange(4, 12)):
+                    loss = loss_of(module, generator)
+                    if chance.random() < 0.2:
+                        with reducer.no_sync():
+                            reducer.prepare_for_backward(loss)
+                            loss.backward()
+                        loss = loss_of(module, generator)
+                    reducer.prepare_for_backward(loss)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=turn != 1)
+                    if chance.random() < 0.1:
+                        time.sleep(0.003)
+                drift = max(drift, reducer.flush(optimizer).relative_drift)
+            return [one.detach() for one in module.parameters()], drift, reducer.stats()
+
+    with LocalGroup(world, timeout_s=10.0) as group:
+        found = group.run(train)
+    for parameters, drift, stats in found:
+        assert all(map(torch.equal, parameters, found[0][0])) and drift < 1e-5
+        assert stats["contributions"] == found[0][2]["contributions"] and stats["contributions_under_way"] == 0
+        assert int(stats["collectives"]) == 0, "none but the contributions'"
+        assert int(stats["wire_allocations"]) <= 2 * int(stats["buckets"])
+
+
+def test_with_one_thread_for_all_ranks_no_backward_waits() -> None:
+    modules = [model(), model()]
+    with LocalGroup(2, timeout_s=5.0, one_thread=True) as group:
+        reducers = [
+            Reducer(module.parameters(), group.communicator(rank), config(1), agreed=True)
+            for rank, module in enumerate(modules)
+        ]
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            for module, reducer in zip(modules, reducers, strict=True):
+                loss = loss_of(module, generator)
+                reducer.prepare_for_backward(loss)
+                loss.backward()
+                assert reducer.state.value == "idle"
+        # The second rank's contribution meets the first's at once; the first hears of it in its next step.
+        assert [one.stats()["contributions"] for one in reducers] == [4, 4]
+        assert [one.stats()["contributions_under_way"] for one in reducers] == [1, 0]
+        began = time.monotonic()
+        with pytest.raises(CollectiveError, match="not every rank came"):
+            reducers[0].flush()
+        assert time.monotonic() - began < 2.0
+        for reducer in reducers:
+            reducer.close()
+
+
+def test_a_step_with_nothing_of_this_rank_takes_part() -> None:
+    template = model()
+
+    def case(communicator: Communicator) -> list[torch.Tensor]:
+        module = copy.deepcopy(template)
+        options: Any = {"find_unused_parameters": True}
+        with Reducer(module.parameters(), communicator, config(), **options) as reducer:
+            if communicator.rank == 0:
+                loss = loss_of(module, torch.Generator().manual_seed(1))
+                reducer.prepare_for_backward(loss)
+                loss.backward()
+            else:
+                reducer.prepare_for_backward(torch.zeros(()))
+                reducer.end_without_backward()
+            for parameter in module.parameters():
+                parameter.grad = None
+            reducer.flush()
+            return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+    alone = copy.deepcopy(template)
+    loss_of(alone, torch.Generator().manual_seed(1)).backward()
+    with LocalGroup(2, timeout_s=5.0) as group:
+        given, owed = group.run(case)
+    for parameter, mine in zip(alone.parameters(), owed, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(mine, parameter.grad / 2)
+    # The other rank has used all of its own gradient, and is owed minus a half, if that has not come at once.
+    for parameter, mine in zip(alone.parameters(), given, strict=False):
+        assert parameter.grad is not None
+        torch.testing.assert_close(mine, -parameter.grad / 2)
+
+
+def test_modes_that_differ_are_refused_on_every_rank_before_any_channel_is_made() -> None:
+    template = model()
+
+    def case(communicator: Communicator) -> str:
+        mode = Asynchronous(1 + communicator.rank)
+        with Reducer(copy.deepcopy(template).parameters(), communicator, ReduceConfig(sync_mode=mode)) as reducer:
+            with pytest.raises(AgreementError) as caught:
+                reducer.prepare_for_backward()
+            return str(caught.value)
+
+    with LocalGroup(2, timeout_s=5.0) as group:
+        texts = group.run(case)
+    assert len(set(texts)) == 1 and "Asynchronous(max_in_flight=2)" in texts[0]
+
+
+def test_what_it_does_not_go_with_is_refused() -> None:
+    with LocalGroup(1) as group:
+        parameters = list(model().parameters())
+        communicator = group.communicator(0)
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({"wire": "fp16"}, "fp16"),
+            ({"check_finite": "raise"}, "check_finite"),
+        ]
+        for options, text in cases:
+            with pytest.raises(ValueError, match=text):
+                Reducer(parameters, communicator, config(**options))
+        with pytest.raises(ValueError, match="parameter 1 are sparse"):
+            Reducer(parameters, communicator, config(), sparse=[False, True, False, False])
+        with Reducer(parameters, communicator, config()) as reducer:
+            with pytest.raises(ValueError, match="divisor"):
+                reducer.prepare_for_backward(divisor=3.0)
+            with pytest.raises(ValueError, match="max_in_flight"):
+                Asynchronous(0)
+            reducer.set_sync_mode(BoundedStaleness(1))
+            reducer.set_sync_mode(Asynchronous())
+            with pytest.raises(TypeError, match="Optimizer"):
+                reducer.flush(model())  # type: ignore[arg-type]
+        with pytest.raises(FusedReduceError, match="closed"):
+            reducer.flush()
+
+
+def test_a_sum_is_a_sum() -> None:
+    template = model()
+
+    def case(communicator: Communicator) -> list[torch.Tensor]:
+        module = copy.deepcopy(template)
+        with Reducer(module.parameters(), communicator, config(op="sum")) as reducer:
+            loss = loss_of(module, torch.Generator().manual_seed(communicator.rank))
+            reducer.prepare_for_backward(loss)
+            loss.backward()
+            reducer.flush()
+            return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+    sums = [torch.zeros_like(one) for one in template.parameters()]
+    for rank in range(3):
+        alone = copy.deepcopy(template)
+        loss_of(alone, torch.Generator().manual_seed(rank)).backward()
+        for total, parameter in zip(sums, alone.parameters(), strict=True):
+            assert parameter.grad is not None
+            total += parameter.grad
+    with LocalGroup(3, timeout_s=5.0) as group:
+        for given in group.run(case):
+            for mine, total in zip(given, sums, strict=True):
+                torch.testing.assert_close(mine, total)
+
+
+def test_an_error_of_the_users_keeps_what_is_under_way() -> None:
+    template = model()
+
+    def case(communicator: Communicator) -> float:
+        module = copy.deepcopy(template)
+        optimizer = SGD(module.parameters(), lr=0.02)
+        generator = torch.Generator().manual_seed(communicator.rank)
+        with Reducer(module.parameters(), communicator, config()) as reducer:
+            for number in range(8):
+                loss = loss_of(module, generator)
+                if number == 4:
+                    loss.register_hook(lambda gradient: 1 / 0)
+                reducer.prepare_for_backward(loss)
+                if number == 4:
+                    with pytest.raises(ZeroDivisionError):
+                        loss.backward()
+                    reducer.reset()
+                    optimizer.zero_grad()
+                    continue
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return reducer.flush(optimizer).relative_drift
+
+    with LocalGroup(2, timeout_s=10.0) as group:
+        assert max(group.run(case)) < 1e-5
