@@ -55,19 +55,43 @@ def free_port() -> int:
         return port
 
 
+_stores: dict[int, Any] = {}
+
+
+def listen_or_connect(host: str, port: int, listens: bool, timeout_s: float) -> Any:
+    """As the session's, but at the host "here" the store is one of this process.
+
+    For each socket's name torch may ask a name server, which takes seconds where there is none.
+    """
+    import torch.distributed as dist
+
+    from fusedreduce.comm import store
+
+    if host != "here":
+        return store.listen_or_connect(host, port, listens, timeout_s)
+    if listens:
+        stores: Any = dist
+        return _stores.setdefault(port, stores.HashStore())
+    if not settles(lambda: port in _stores, timeout_s):
+        raise RuntimeError(f"nobody listens at {port}")
+    return _stores[port]
+
+
 @dataclass
 class Peers:
-    """`nodes` nodes of `local` threads each; one node has no address."""
+    """`nodes` nodes of `local` threads each; one node has no address. `real`: they find each other by TCP."""
 
     local: int
     nodes: int = 1
+    real: bool = False
     groups: list[LocalGroup | None] = field(default_factory=list)
     address: str | None = None
 
     def __post_init__(self) -> None:
         # A node of one peer needs no group.
         self.groups = [LocalGroup(self.local) if self.local > 1 else None for _ in range(self.nodes)]
-        self.address = f"127.0.0.1:{free_port()}" if self.nodes > 1 else None
+        host = "127.0.0.1" if self.real else "here"
+        self.address = f"{host}:{free_port()}" if self.nodes > 1 else None
 
     @property
     def total(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from collective_cases import Peers, caught, free_port, good, run_threads, same, values
+from collective_cases import Peers, caught, free_port, good, listen_or_connect, run_threads, same, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,6 +63,11 @@ PLACES = {"threads": (3, 1), "nodes": (1, 3), "both": (2, 2)}
 @pytest.fixture(params=PLACES, name="peers")
 def _peers(request: pytest.FixtureRequest) -> Peers:
     return Peers(*PLACES[request.param])
+
+
+@pytest.fixture(autouse=True)
+def _stores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusedreduce.collective.lobby.listen_or_connect", listen_or_connect)
 
 
 # The verdict, as a function.
@@ -402,6 +407,24 @@ def test_a_thread_that_dies_ends_the_session_for_the_others_at_once() -> None:
     group.run(again)
 
 
+def test_a_thread_that_dies_before_it_registers_is_not_waited_for() -> None:
+    group = LocalGroup(3)
+    told: list[str] = []
+
+    def case(communicator: Any) -> None:
+        if communicator.rank == 1:
+            time.sleep(0.1)
+            raise ArithmeticError("before")
+        config = CollectiveConfig(world_size=3, timeout_s=60)
+        told.append(str(caught(lambda: register(communicator.rank, "cpu", config, group))))
+
+    began = time.monotonic()
+    with pytest.raises(ArithmeticError):
+        group.run(case)
+    assert time.monotonic() - began < 10
+    assert told == ["register: a peer gave up, or the group was closed; peer 1 had not come"] * 2
+
+
 def test_closing_the_group_ends_the_session() -> None:
     peers = Peers(2)
     group: Any = peers.groups[0]
@@ -613,8 +636,10 @@ def test_an_address_where_nobody_listens() -> None:
     config = CollectiveConfig(
         timeout_s=0.3, global_address=f"127.0.0.1:{free_port()}", global_rank=1, global_world_size=2
     )
-    with pytest.raises(PeerLost, match="node 1 cannot reach node 0 at global_address"):
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="node 1 cannot reach node 0 at global_address .*: nobody answers"):
         register(1, "cpu", config)
+    assert time.monotonic() - began < 0.6
 
 
 # All together.

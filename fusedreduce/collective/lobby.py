@@ -29,15 +29,29 @@ from ..comm.store import (
 )
 from ..errors import CollectiveError
 from .aside import Exchange
+from .carry import Place
 from .config import CollectiveConfig
 from .errors import CollectiveSessionError, InvalidConfig, MultipleRegister, PeerLost
-from .operations import Description, Verdict, decode_descriptions, decode_verdict, encode, failed, judge, lost
-from .room import Place, Room
+from .operations import (
+    Description,
+    Verdict,
+    decode_descriptions,
+    decode_verdict,
+    encode,
+    failed,
+    judge,
+    lost,
+    peers_text,
+)
+from .room import Room
 
 _lobbies: MutableMapping[Any, Lobby] = WeakKeyDictionary()
 _alone: dict[tuple[str, int], Lobby] = {}  # one peer per node and no group: by address and node
 _lock = threading.Lock()
-_NUMBER = "fusedreduce/session/number"  # of the next registration, in a session's own store
+_PREFIX = "fusedreduce/session"
+_NUMBER = f"{_PREFIX}/number"  # of the next registration, in a session's own store
+# While a caller waits for others, how often it looks whether their group has ended.
+_LOOK_EVERY_S = 0.05
 
 
 @dataclass
@@ -50,6 +64,7 @@ class _Registration:
     configs: dict[int, CollectiveConfig] = field(default_factory=dict)
     devices: dict[int, torch.device] = field(default_factory=dict)
     deciding: bool = False
+    ended: bool = False  # the group was closed, or one of its peers gave up
     verdict: Verdict | None = None
     room: Room | None = None
 
@@ -69,6 +84,7 @@ class Lobby:
         self._current: _Registration | None = None
         self._room: Room | None = None
         self._connection: tuple[str, KeyValueStore] | None = None
+        self._told: int | None = 0  # of registrations in that store, how many this node knows the end of; None: all
 
     def register(self, want: Description, config: CollectiveConfig, device: torch.device, place: Place) -> Room:
         """Waits for all peers; see `session.register`."""
@@ -107,21 +123,26 @@ class Lobby:
 
     def _wait(self, attempt: _Registration) -> None:
         """Until there is a verdict, or this caller must give one; the lock is held."""
+        group = None if self._group is None else self._group()
+        began = 0 if group is None else group.endings
         while attempt.verdict is None:
             left_s = attempt.until_s - time.monotonic()
             if attempt.deciding:
                 self._changed.wait(1.0)
-            elif left_s <= 0:
+            elif left_s <= 0 or (group is not None and group.endings != began):
                 attempt.deciding = True
+                attempt.ended = left_s > 0
                 return
             else:
-                self._changed.wait(left_s)
+                self._changed.wait(min(left_s, _LOOK_EVERY_S))
 
     def _decide(self, attempt: _Registration, place: Place, timeout_s: float) -> None:
         with self._changed:
             wants = list(attempt.wants)
             complete = attempt.calls >= place.local
         local = judge(wants, "register") if complete or _doubled(wants) else None
+        if attempt.ended:
+            local = failed(PeerLost, f"register: a peer gave up, or the group was closed; {_who(wants, place)}")
         config = next((one for _, one in sorted(attempt.configs.items()) if one.is_global), None)
         verdict, room = local, None
         try:
@@ -135,7 +156,10 @@ class Lobby:
                 self._watch(room, place)
         except (RuntimeError, ValueError) as error:
             kind = type(error).__name__ if isinstance(error, InvalidConfig) else PeerLost.__name__
-            verdict, room = failed(kind, f"register: {type(error).__name__}: {error}"), None
+            verdict = failed(kind, f"register: {type(error).__name__}: {error}")
+            if room is not None:
+                room.end(verdict)
+            room = None
         except BaseException as error:
             verdict, room = failed(PeerLost, f"register: a peer gave up ({type(error).__name__}: {error})"), None
             raise
@@ -156,24 +180,25 @@ class Lobby:
         chosen = config or next(iter(attempt.configs.values()))
         while True:
             try:
-                store, number, own = self._store(chosen, attempt.until_s)
-                prefix = f"fusedreduce/session/{number}"
-                exchange = Exchange(store, f"{prefix}/register", place.node, place.nodes)
+                store, number, own = self._store(chosen, place, attempt.until_s)
+                exchange = _registration(store, number, place)
                 verdict = self._agree(exchange, place, wants, local, attempt.until_s, chosen.timeout_s)
                 if own:
                     store.compare_set(_NUMBER, str(number) if number else "", str(number + 1))
+                    self._told = number + 1
                 break
             except CollectiveSessionError:
                 raise
             except RuntimeError:
                 # The host of a session that was finished a moment ago may have closed its store under us.
                 with self._changed:
-                    self._connection = None
+                    self._connection, self._told = None, 0
                 if self._shared is not None or place.node == 0 or time.monotonic() >= attempt.until_s:
                     raise
                 time.sleep(0.01)
         if verdict.error is not None:
             return verdict, None
+        prefix = f"{_PREFIX}/{number}"
         if own:
             left_s = max(attempt.until_s - time.monotonic(), 1.0)
             backend = own_gloo(store, f"{prefix}/gloo", place.node, place.nodes, left_s)
@@ -195,11 +220,11 @@ class Lobby:
         until_s: float,
         timeout_s: float,
     ) -> Verdict:
-        if local is None:
+        if local is None:  # some did not come
             present = {one.peer: one for one in [*_descriptions(exchange.present(0)), *wants]}
             verdict = lost(list(present.values()), range(place.total), "register", timeout_s)
             text: str | None = exchange.propose(0, encode(verdict))
-        elif _doubled(wants):
+        elif len(wants) < place.local or _doubled(wants):
             text = exchange.propose(0, encode(local))
         else:
             text = exchange.post(
@@ -213,7 +238,7 @@ class Lobby:
         exchange.take(0)
         return decode_verdict(text)
 
-    def _store(self, config: CollectiveConfig, until_s: float) -> tuple[KeyValueStore, int, bool]:
+    def _store(self, config: CollectiveConfig, place: Place, until_s: float) -> tuple[KeyValueStore, int, bool]:
         """The nodes' store, the number of this registration on it, and whether it is the session's own."""
         if self._shared is not None:
             store, number = store_of(self._shared)
@@ -227,17 +252,22 @@ class Lobby:
             try:
                 self._connection = address, listen_or_connect(host, port, listens, left_s)
             except RuntimeError as error:
+                self._told = None
                 what = "listen at" if listens else "reach node 0 at"
                 raise (InvalidConfig if listens else PeerLost)(
                     f"node {config.global_rank} cannot {what} global_address {address!r}: {error}"
                 ) from error
-        # Not counted but kept in the store: a node that could not reach it has no count.
+        # A node that comes late is told how the registration that it missed has ended, unless it could not even reach
+        # the store, and was told that.
         store = self._connection[1]
-        return store, int(store.get(_NUMBER)) if store.check([_NUMBER]) else 0, True
+        now = int(store.get(_NUMBER)) if store.check([_NUMBER]) else 0
+        missed = range(now if self._told is None else self._told, now)
+        ended = (one for one in missed if _registration(store, one, place).look(0) is not None)
+        return store, next(ended, now), True
 
     def _hang_up(self) -> None:
         with self._changed:
-            self._connection = None
+            self._connection, self._told = None, 0
         with _lock:
             for key in [key for key, lobby in _alone.items() if lobby is self]:
                 del _alone[key]
@@ -250,6 +280,7 @@ class Lobby:
         group = None if self._group is None else self._group()
         if group is None or place.local == 1:
             return
+        group.rejoin(*range(place.local))  # all of them begin anew here, whatever they had heard
         ranks = [group.communicator(rank) for rank in range(place.local)]
         pending = ranks[0].all_reduce(torch.zeros(1))
         held = weakref.ref(room)
@@ -327,6 +358,15 @@ def _lobby(key: Any, group: LocalGroup | None, shared: Any | None) -> Lobby:
         if lobby is None or lobby._shared is not shared:
             lobby = _lobbies[key] = Lobby(group, shared)
         return lobby
+
+
+def _who(wants: Sequence[Description], place: Place) -> str:
+    came = {one.peer for one in wants}
+    return f"{peers_text([peer for peer in place.peers if peer not in came])} had not come"
+
+
+def _registration(store: KeyValueStore, number: int, place: Place) -> Exchange:
+    return Exchange(store, f"{_PREFIX}/{number}/register", place.node, place.nodes)
 
 
 def _doubled(wants: Sequence[Description]) -> bool:

@@ -10,6 +10,7 @@ Who holds what: the room holds an operation until all local peers have called it
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -18,37 +19,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..comm.local import LocalCommunicator, LocalGroup
-from ..comm.protocol import Pending
-from ..comm.store import Wide, WidePending
-from ..comm.strategies import Strategy
+from ..comm.store import Wide
 from .aside import Exchange
+from .carry import Carried, Carrier, Place
 from .config import CollectiveConfig
-from .errors import CollectiveSessionError, PeerLost
+from .errors import PeerLost
 from .operations import Description, Verdict, decode_descriptions, decode_verdict, encode, failed, judge, lost
-from .tensors import copies, empty_bytes, wire_op
 
 # How often a node that waits for a peer of its own looks whether the others have given up.
 _LOOK_EVERY_S = 0.02
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a node's peers stand among all: this `node` of `nodes`, with `local` peers each."""
-
-    local: int
-    node: int = 0
-    nodes: int = 1
-
-    @property
-    def peers(self) -> range:
-        """This node's."""
-        return range(self.node * self.local, (self.node + 1) * self.local)
-
-    @property
-    def total(self) -> int:
-        """Peers of all nodes."""
-        return self.nodes * self.local
 
 
 @dataclass
@@ -62,7 +41,7 @@ class Operation:
         deciding: somebody has begun to find the verdict.
         known: the verdict as text, where posting gave it.
         settled: the verdict has been acted upon.
-        pendings: of a local collective, by peer; `wide` of one among nodes or of a broadcast, whose result is shared.
+        carried: the data on its way.
     """
 
     number: int
@@ -75,11 +54,8 @@ class Operation:
     known: str | None = None
     verdict: Verdict | None = None
     settled: bool = False
-    pendings: dict[int, Pending] = field(default_factory=dict)
-    wide: WidePending | None = None
-    shared: torch.Tensor | None = None
-    spread: dict[torch.device, tuple[torch.Tensor, torch.cuda.Event | None]] | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    carried: Carried | None = None
+    failing: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def name(self) -> str:
@@ -110,9 +86,8 @@ class Room:
         self.place = place
         self.closed: Verdict | None = None  # why there can be no more operations; set once
         self.at_end: list[Callable[[], None]] = []  # when all peers have finished
-        self._devices = dict(devices)
         self._exchange = exchange
-        self._wide = wide
+        self._carrier = Carrier(config, place, devices, wide)
         self._changed = threading.Condition()
         self._issuing = threading.Lock()
         self._operations: dict[int, Operation] = {}
@@ -121,7 +96,6 @@ class Room:
         self._driving = False
         self._ending = False
         self._finished: int | None = None
-        self._communicators: dict[Strategy, list[LocalCommunicator]] = {}
 
     def enter(self, description: Description, tensor: torch.Tensor | None) -> Operation:
         """A peer's next call; blocks for nobody.
@@ -181,25 +155,19 @@ class Room:
         assert operation.settled and operation.verdict is not None
         if operation.verdict.error is not None:
             raise operation.verdict.raised()
-        with operation.lock:
-            if operation.verdict.error is not None:
-                raise operation.verdict.raised()
-            try:
-                return self._collect(operation, peer)
-            except CollectiveSessionError:
-                raise
-            except RuntimeError as error:
+        assert operation.carried is not None
+        try:
+            return self._carrier.result(operation.carried, peer)
+        except RuntimeError as error:
+            with operation.failing:  # all local peers say the same
                 self._break(operation, error)
-                raise operation.verdict.raised() from error
+            raise operation.verdict.raised() from error
 
     def ready(self, operation: Operation, peer: int) -> bool:
         """Whether `result` of a settled operation would come without waiting."""
         if operation.verdict is None or operation.verdict.error is not None:
             return True
-        if operation.wide is not None:
-            return operation.wide.ready()
-        pending = operation.pendings.get(peer)
-        return pending is None or pending.ready()
+        return operation.carried is None or operation.carried.ready(peer)
 
     def end(self, why: Verdict) -> None:
         """Closes the room for all: operations under way fail with `why`, on other nodes too, and so do later ones."""
@@ -211,23 +179,27 @@ class Room:
             first, upto = self._next, min(self._called.values())
             self._changed.notify_all()
         if self._exchange is not None:
-            try:
+            # Where the store is gone, so are the others.
+            with contextlib.suppress(RuntimeError, ValueError):
                 for number in range(first, upto + 1):
                     self._exchange.propose(number, encode(why))
-                # Those that were under way already are started, or the other nodes would wait in them.
-                with self._changed:
-                    self._changed.wait_for(lambda: not self._driving, self.config.timeout_s)
-                    self._driving = True
-                try:
-                    self._drive(upto, block=False)
-                    for number in range(self._next, upto + 1):
-                        self._exchange.take(number)
-                finally:
-                    with self._changed:
-                        self._driving = False
-            except (RuntimeError, ValueError):
-                pass  # the store is gone; so are the others
+                self._start_what_was_agreed(upto)
         self._give_up(why)
+
+    def _start_what_was_agreed(self, upto: int) -> None:
+        """Before the room closes: other nodes would wait in those collectives for this one."""
+        assert self._exchange is not None
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._driving, self.config.timeout_s):
+                return
+            self._driving = True
+        try:
+            self._drive(upto, block=False)
+            for number in range(self._next, upto + 1):
+                self._exchange.take(number)
+        finally:
+            with self._changed:
+                self._driving = False
 
     def finish(self) -> None:
         """All peers have finished, on every node, and nobody waits for anything. Every local peer calls it."""
@@ -240,10 +212,9 @@ class Room:
         if self._exchange is not None and self._finished is not None and self.place.node == 0:
             # Node 0 may be the store's host.
             self._exchange.wait_until_taken(self._finished, time.monotonic() + min(self.config.timeout_s, 10.0))
-        if self._wide is not None:
-            self._wide.close()
+        self._carrier.close()
         self._close(gone, gone)
-        self._exchange = self._wide = None  # sessions may be kept, but not the store's port
+        self._exchange = None  # sessions may be kept, but not the store's port
         for call in self.at_end:
             call()
 
@@ -375,7 +346,9 @@ class Room:
         try:
             if verdict.error is None:
                 with self._issuing, torch.no_grad():
-                    self._start(operation, verdict)
+                    operation.carried = self._carrier.start(
+                        operation.wants, operation.tensors, operation.events, verdict
+                    )
         except BaseException as error:
             text = f"{operation.name} failed: {type(error).__name__}: {error}"
             operation.verdict = failed("CollectiveSessionError", text)
@@ -391,100 +364,12 @@ class Room:
                 self._forget(operation)
                 self._changed.notify_all()
 
-    def _start(self, operation: Operation, verdict: Verdict) -> None:
-        """Starts what all agree on; every local peer has called."""
-        for peer, event in operation.events.items():
-            torch.cuda.current_stream(self._devices[peer]).wait_event(event)
-        want = next(iter(operation.wants.values()))
-        if want.kind == "broadcast":
-            assert verdict.source is not None
-            self._start_broadcast(operation, verdict.source)
-        elif want.kind in ("all_reduce", "reduce"):
-            self._start_reduction(operation, want)
-
-    def _start_broadcast(self, operation: Operation, source: Description) -> None:
-        tensor = operation.tensors.get(source.peer)
-        if tensor is None:
-            tensor = empty_bytes(source, self._devices[self.place.peers[0]])
-        if self._wide is not None and tensor.numel():
-            operation.wide = self._wide.broadcast(tensor, source.peer // self.place.local)
-        operation.shared = tensor
-
-    def _start_reduction(self, operation: Operation, want: Description) -> None:
-        assert want.op is not None
-        op, place = wire_op(want.op), self.place
-        tensors = [operation.tensors[peer] for peer in place.peers]
-        root_node, root = divmod(want.root or 0, place.local)
-        root = root if root_node == place.node else 0
-        if not tensors[0].numel() or place.total == 1:
-            operation.shared = tensors[root]
-            return
-        if self._wide is None and want.kind == "all_reduce":
-            ranks = self._ranks(self.config.strategy)
-            operation.pendings = {
-                peer: rank.all_reduce(tensor, op)
-                for peer, rank, tensor in zip(place.peers, ranks, tensors, strict=True)
-            }
-            return
-        if place.local > 1:
-            ranks = self._ranks(self.config.reduce_strategy)
-            pendings = [rank.reduce(tensor, root, op) for rank, tensor in zip(ranks, tensors, strict=True)]
-            if self._wide is None:
-                operation.pendings = dict(zip(place.peers, pendings, strict=True))
-                return
-            pendings[root].wait()
-        assert self._wide is not None
-        operation.shared = tensors[root]
-        if want.kind == "all_reduce":
-            operation.wide = self._wide.all_reduce(tensors[root], op)
-        else:
-            operation.wide = self._wide.reduce(tensors[root], root_node, op)
-
-    def _ranks(self, strategy: Strategy) -> list[LocalCommunicator]:
-        """One communicator per local peer; whoever carries an operation out uses them all."""
-        if strategy not in self._communicators:
-            group = LocalGroup(self.place.local, strategy=strategy, timeout_s=self.config.timeout_s)
-            self._communicators[strategy] = [group.communicator(rank) for rank in range(self.place.local)]
-        return self._communicators[strategy]
-
-    def _collect(self, operation: Operation, peer: int) -> torch.Tensor | None:
-        if peer in operation.pendings:
-            operation.pendings[peer].wait()
-            return operation.tensors[peer]
-        if operation.shared is None:
-            return None
-        if operation.spread is None:
-            operation.spread = self._spread(operation)
-        tensor, event = operation.spread[self._devices[peer]]
-        if event is not None:
-            current = torch.cuda.current_stream(tensor.device)
-            current.wait_event(event)
-            tensor.record_stream(current)  # another thread's stream made it, and may free it
-        return tensor
-
-    def _spread(self, operation: Operation) -> dict[torch.device, tuple[torch.Tensor, torch.cuda.Event | None]]:
-        """The shared result on every device of this node, copied along the strategy."""
-        tensor = operation.shared if operation.wide is None else operation.wide.wait()
-        assert tensor is not None
-        devices = list(dict.fromkeys(self._devices.values()))
-        source = devices.index(tensor.device)
-        held = {source: tensor}
-        if len(devices) > 1:
-            for giver, taker in copies(self.config.broadcast_strategy, len(devices), source):
-                held[taker] = held[giver].to(devices[taker], non_blocking=True)
-        events = {
-            index: torch.cuda.current_stream(one.device).record_event() if one.is_cuda else None
-            for index, one in held.items()
-        }
-        return {devices[index]: (one, events[index]) for index, one in held.items()}
-
     def _break(self, operation: Operation, error: BaseException) -> None:
         """A node died, or the store: nothing can be agreed on any more."""
         text = (
             f"{operation.name}: a node died, left or did not come ({type(error).__name__}: {error}). This session "
             "cannot be used any more: reset() it and register again"
         )
-        assert self._exchange is not None or self._wide is None
         if self._exchange is not None:
             text = self._exchange.first_failure(text)
         verdict = failed(PeerLost, text)
@@ -494,8 +379,7 @@ class Room:
 
     def _give_up(self, why: Verdict) -> None:
         self._close(why, _afterwards(why))
-        if self._wide is not None:
-            self._wide.abandon()
+        self._carrier.abandon()
 
     def _close(self, why: Verdict, later: Verdict) -> None:
         with self._changed:

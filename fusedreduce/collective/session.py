@@ -59,7 +59,7 @@ class Handle:
         return room.settle(self._operation, block=False) and room.ready(self._operation, self._want.peer)
 
     def wait(self) -> torch.Tensor | None:
-        """The result; blocks until all peers have called the operation, on CUDA not until the device has done it.
+        """The result, on CUDA on the current stream; blocks the host until all peers have called the operation.
 
         Raises:
             CollectiveSessionError: the verdict on this operation, the same on every peer.
@@ -207,13 +207,16 @@ class Session:
     ) -> Handle:
         want = Description(self.peer, kind, op, root)
         work = None
-        if problem is not None:
-            want = Description(self.peer, kind, problem=problem)
-        elif tensor is not None:
+        if problem is None and tensor is not None:
             shape, stride = tuple(tensor.shape), tuple(tensor.stride())
             want = Description(self.peer, kind, op, root, shape, stride, dtype_name(tensor.dtype))
-            with torch.no_grad():
-                work = (flat_bytes if kind == "broadcast" else flat)(tensor, self.device)
+            try:
+                with torch.no_grad():
+                    work = (flat_bytes if kind == "broadcast" else flat)(tensor, self.device)
+            except RuntimeError as error:  # no memory, say: the others must not wait for this operation
+                problem = "InvalidArgument", f"the tensor cannot be copied: {type(error).__name__}: {error}"
+        if problem is not None:
+            want = Description(self.peer, kind, problem=problem)
         with self._calls:
             operation = self._room.enter(want, work)
             if kind != "finish":

@@ -6,6 +6,8 @@ The backend is called directly, since a session's own Gloo group is none of torc
 from __future__ import annotations
 
 import datetime
+import socket
+import time
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -23,6 +25,7 @@ _OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
     "product": dist.ReduceOp.PRODUCT,
 }
 _untyped: Any = dist  # names that torch does not say it exports
+_ASK_EVERY_S = 0.01
 _registrations: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
 # Gloo's threads may end the process if a group is destroyed while they work: such groups stay.
 _abandoned: list[object] = []
@@ -66,9 +69,27 @@ def listen_or_connect(host: str, port: int, listens: bool, timeout_s: float) -> 
     Raises:
         RuntimeError: the port is taken, or nobody listens within the timeout.
     """
-    timeout = datetime.timedelta(seconds=timeout_s)
+    until_s = time.monotonic() + timeout_s
+    if not listens:
+        _wait_for_listener(host, port, until_s)
+    timeout = datetime.timedelta(seconds=max(until_s - time.monotonic(), 1.0))
     store: KeyValueStore = _untyped.TCPStore(host, port, None, listens, timeout, wait_for_workers=False)
     return store
+
+
+def _wait_for_listener(host: str, port: int, until_s: float) -> None:
+    """TCPStore's own waiting takes up to three times its timeout, and logs each attempt with a stack trace."""
+    problem = "nobody listens"
+    while True:
+        try:
+            with socket.create_connection((host, port), max(until_s - time.monotonic(), 0.05)) as held:
+                if held.getsockname() != held.getpeername():  # a free port may be given to this very socket
+                    return
+        except OSError as error:
+            problem = str(error)
+        if time.monotonic() >= until_s:
+            raise RuntimeError(f"nobody answers at {host}:{port} ({problem})")
+        time.sleep(_ASK_EVERY_S)
 
 
 class WidePending:
