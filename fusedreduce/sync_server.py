@@ -105,7 +105,7 @@ class SyncServer:
         self._lock = threading.RLock()
         self._group = LocalGroup(world_size, timeout_s=timeout_s)
         self._devices: dict[int, SyncDevice] = {}
-        self._departed: set[int] = set()  # closed, and not started again
+        self._departed: dict[int, int] = {}  # closed and not started again: rank -> its last epoch
         self._last_epoch = 0  # of any device
         self._failures: dict[int, _Failure] = {}  # of epochs that were given up, and not every device has come to
         self._closed = False
@@ -144,7 +144,7 @@ class SyncServer:
             if rank in self._departed:
                 self._generation = self._new_generation()  # the others join it with their next epoch
             device = SyncDevice(self, rank, [one for one, _ in kept], [name for _, name in kept])
-            self._departed.discard(rank)
+            self._departed.pop(rank, None)
             self._devices[rank] = device
             return device
 
@@ -239,12 +239,12 @@ class SyncServer:
         if epoch in self._failures:
             device.epoch = epoch
             self._raise_failure(device)
-        if self._departed:
+        missing = [rank for rank, last in sorted(self._departed.items()) if last < epoch]
+        if missing:
             raise CollectiveError(
-                f"device {device.rank}: {_devices_text(sorted(self._departed))} closed, so no epoch could be finished: "
+                f"device {device.rank}: {_devices_text(missing)} closed, so no epoch could be finished: "
                 "start again with SyncServer.device, or close this device too"
             )
-        assert epoch >= self._generation.first, "this device has missed an epoch that was not given up"
         device.epoch = epoch
         self._last_epoch = max(self._last_epoch, epoch)
         if self._failures:
@@ -266,10 +266,13 @@ class SyncServer:
             why = f"{f'{missing}. ' if missing else ''}{error}"
         self._failures[epoch] = failure = _Failure(f"epoch {epoch} was given up: {why}", error)
         self._last_epoch = max(self._last_epoch, epoch)
+        # Of its epochs, a device may have one to end still that others have done their part in, also after a later one
+        # was given up.
+        generation = self._generation if epoch >= self._generation.first else device.generation
         if any(one is not device and one.epoch >= epoch for one in self._devices.values()):
-            # Whoever is in it has all of the epoch before. Else some may still be in that, and shall end it.
-            self._generation.communicators[device.rank].abort(CollectiveError(failure.text))
-        if not self._closed:
+            # Whoever is in it has all of the epoch before. If nobody is, some may be in that, and shall end it.
+            generation.communicators[device.rank].abort(CollectiveError(failure.text))
+        if generation is self._generation and not self._closed:
             self._generation = self._new_generation()
 
     def _missing(self, epoch: int) -> str:
@@ -302,11 +305,14 @@ class SyncServer:
         with self._lock:
             if self._devices.get(device.rank) is not device:
                 return
-            epoch = max(device.epoch + device.has_given, self._generation.first)
-            if any(one is not device and one.epoch >= epoch for one in self._devices.values()) or not device.has_given:
-                self._give_up(epoch, device, FusedReduceError("the device was closed"))
+            epoch = device.epoch + device.has_given
+            lost = {one.epoch for one in self._devices.values() if one is not device and one.epoch >= epoch}
+            if not device.has_given:
+                lost.add(epoch)
+            for one in sorted(lost):
+                self._give_up(one, device, FusedReduceError("the device was closed"))
             del self._devices[device.rank]
-            self._departed.add(device.rank)
+            self._departed[device.rank] = device.epoch
 
 
 class SyncDevice:
@@ -325,8 +331,8 @@ class SyncDevice:
         self.rank = rank
         self.state = DeviceState.IDLE
         self._server = server
-        self._generation = server._generation
-        self.epoch = self._generation.first - 1
+        self.generation = server._generation
+        self.epoch = self.generation.first - 1
         self._local = False  # under no_sync
         self._announced: frozenset[int] = frozenset()
         self._arrived: set[int] = set()
@@ -334,7 +340,7 @@ class SyncDevice:
         self._syncs = False  # sync() has been called where nothing was announced
         self.reducer = Reducer(
             parameters,
-            self._generation.communicators[rank],
+            self.generation.communicators[rank],
             server.config,
             names=names,
             caps=server._caps,
@@ -368,14 +374,15 @@ class SyncDevice:
             self._check_open()
             self._recover()
             server._begin(self)
-            moved = self._generation is not server._generation
-            self._generation = server._generation
+            moved = self.generation is not server._generation and self.epoch >= server._generation.first
+            if moved:
+                self.generation = server._generation
             self._announced, self._arrived = frozenset(), set()
             self._prepared = self._syncs = False
             self.state = DeviceState.ANNOUNCED
         try:
             if moved:
-                self.reducer.set_communicator(self._generation.communicators[self.rank])
+                self.reducer.set_communicator(self.generation.communicators[self.rank])
             # Without a tensor nothing would be searched, and everything expected.
             self.reducer.prepare_for_backward(tensors or [torch.zeros(())])
             self._announced = frozenset(range(len(self._nodes))).difference(self.reducer.unused_now)
@@ -530,8 +537,10 @@ class SyncDevice:
     @property
     def has_given(self) -> bool:
         """Whether the others need nothing more of it for its latest epoch."""
+        if self.state is not DeviceState.ANNOUNCED:
+            return True
         waits = (ReducerState.ARMED, ReducerState.FAILED)
-        return self.state is not DeviceState.ANNOUNCED or self._prepared and self.reducer.state not in waits
+        return self._prepared and self.reducer.state not in waits and self.epoch not in self._server._failures
 
     def _recover(self) -> None:
         """An epoch may only begin after the last one was synced, or was given up and this device has said so."""

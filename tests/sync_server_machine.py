@@ -247,15 +247,15 @@ class Sleeps:
             time.sleep(own.random() * 2e-4)
 
 
-def random_round(source: random.Random, *, troubled: bool) -> Round:
-    """One round; `troubled`: not all devices do all of it."""
+def random_round(source: random.Random, *, troubled: bool, several: bool = True) -> Round:
+    """One round; `troubled`: not all devices do all of it; `several`: maybe two of them."""
     attempts = [random_attempt(source) for _ in range(WORLD)]
     if troubled:
         rank = source.randrange(WORLD)
         if source.random() < 0.3:
             attempts[rank] = Attempt(Kind.CLOSES, attempts[rank].announces, attempts[rank].value)
         else:
-            for one in {rank, source.randrange(WORLD)}:
+            for one in {rank, source.randrange(WORLD) if several else rank}:
                 attempts[one] = Attempt(source.choice(RAISES), attempts[one].announces, attempts[one].value)
     return tuple(attempts)
 

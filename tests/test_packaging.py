@@ -59,7 +59,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("deferred", "gradients", "backward_hooks"),
     ("bucket", "grad_bucket"),
     ("parameter_hooks", "step", "step_clock", "streams"),
-    ("scatter", "workers"),
+    ("scatter", "summed", "workers"),
     ("device_clock", "unused"),
     ("comm",),
     ("traces",),

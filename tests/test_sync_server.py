@@ -40,6 +40,7 @@ from fusedreduce import (
     Reducer,
     SyncServer,
 )
+from fusedreduce.comm.local import LocalCommunicator
 from fusedreduce.kernels import dispatch
 from fusedreduce.sync_server import DeviceState, SyncDevice
 
@@ -627,11 +628,13 @@ def test_row_0_38_who_never_announces_is_named_in_time_and_may_come_back(
         ]
         for future in waiting:
             text = caught(future)
-            assert f"epoch {epoch} was given up: device 2 has not announced epoch {epoch}" in text
+            assert f"epoch {epoch} was given up: " in text and f"device 2 has not announced epoch {epoch}" in text
             assert "w cannot be averaged" in text or first
-        assert time.monotonic() - began_s < HANGS_S + 2.0
+        assert time.monotonic() - began_s < HANGS_S + 5.0
         group.server._group.timeout_s = 20.0
-        with pytest.raises(CollectiveError, match=f"device 2: epoch {epoch} was given up: device 2 has not announced"):
+        with pytest.raises(
+            CollectiveError, match=f"device 2: epoch {epoch} was given up: .*device 2 has not announced"
+        ):
             group.devices[2].announce(None)
         group.works()
 
@@ -873,3 +876,48 @@ def test_ten_thousand_random_steps_with_threads_that_sleep() -> None:
         done += sum(map(len, programs(rounds, spare)))
     machine.close()
     assert threading.active_count() == threads
+
+
+def test_random_steps_where_no_backward_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: backward ends with everything under way, and sync() waits."""
+    monkeypatch.setattr(LocalCommunicator, "waits_in_backward", lambda self, device: False)
+    source, machine = random.Random(11), Machine(Sleeps(11))
+    loss = loss_of(machine.parameters[0][0], 3.0)
+    with ThreadPoolExecutor(WORLD) as pool:
+        for future in [pool.submit(device.announce, loss if device.rank == 0 else None) for device in machine.devices]:
+            future.result(20)
+    loss.backward()  # in this thread, and nobody else has come
+    assert machine.parameters[0][0].grad is not None
+    with pytest.raises(FusedReduceError, match="a second backward before sync"):
+        loss_of(machine.parameters[0][0], 1.0).backward()
+    assert values(machine.parameters[0])[0] == 3.0
+    machine.server.run(lambda device: device.sync())
+    assert [values(one)[0] for one in machine.parameters] == [1.0] * WORLD
+    for _ in range(4):
+        spare = [random_attempt(source) for _ in range(WORLD)]
+        # Of two that give up, one that has launched does not hear of the other, and gives up the next epoch as well.
+        rounds = [random_round(source, troubled=source.random() < 0.2, several=False) for _ in range(50)]
+        machine.run(rounds, spare)
+    machine.close()
+
+
+@pytest.mark.gpu
+def test_eight_devices_on_one_gpu() -> None:
+    """Their backwards share one thread of autograd."""
+    world, parameters = 8, [[one.to("cuda").detach().requires_grad_() for one in leaves(5, 3)] for _ in range(8)]
+    with SyncServer(world, op="sum", timeout_s=20) as server:
+        for rank in range(world):
+            server.device(rank, parameters[rank])
+
+        def case(device: SyncDevice) -> None:
+            own = parameters[device.rank]
+            for step in range(20):
+                for one in own:
+                    one.grad = None
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    device.backward(None if device.rank == step % 8 else loss_of(own[step % 2], device.rank + step))
+                    torch.cuda.current_stream().synchronize()
+                expected = float(sum(rank + step for rank in range(world) if rank != step % 8))
+                assert values(own) == ([expected, None] if step % 2 == 0 else [None, expected])
+
+        server.run(case)

@@ -1,0 +1,135 @@
+"""What burn and cubecl test of their reductions (rows 0.50 to 0.52), with several devices and to the last bit."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import pytest
+import torch
+
+from fusedreduce import LocalGroup, SyncServer
+from fusedreduce.comm.protocol import Communicator
+from fusedreduce.kernels import dispatch
+from fusedreduce.sync_server import SyncDevice
+
+DEVICES = 3
+ITERATIONS = 100
+SIZE = 6
+Model = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the interpreter, which takes tens of milliseconds for each bucket."""
+    monkeypatch.setattr(dispatch, "_triton_pack", None)
+
+
+def matmul(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    return x @ weights[0] @ weights[1]
+
+
+def residual(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    hidden = x @ weights[0]
+    return hidden + hidden @ weights[1]
+
+
+def residual_relu(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    hidden = torch.relu(x @ weights[0])
+    return hidden + torch.relu(hidden @ weights[1])
+
+
+def diamond(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One weight on both ways, which meet again."""
+    hidden = x @ weights[0]
+    return (hidden @ weights[1]) * torch.relu(hidden @ weights[1].t())
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("model", [matmul, residual, residual_relu, diamond], ids=lambda model: model.__name__)
+def test_row_0_50_synced_gradients_are_the_local_ones_reduced(op: Literal["sum", "mean"], model: Model) -> None:
+    """A thread per device. What each computes by itself comes from the same graph, without hooks."""
+    torch.manual_seed(0)
+    start = [torch.randn(SIZE, SIZE) for _ in range(2)]
+    weights = [[one.clone().requires_grad_() for one in start] for _ in range(DEVICES)]
+    local: list[Sequence[torch.Tensor]] = [()] * DEVICES
+    meet = threading.Barrier(DEVICES)
+    divisor = DEVICES if op == "mean" else 1
+
+    def case(device: SyncDevice) -> None:
+        mine = weights[device.rank]
+        inputs = torch.Generator().manual_seed(device.rank)
+        optimizer = torch.optim.SGD(mine, lr=1e-4)
+        for _ in range(ITERATIONS):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, SIZE, generator=inputs), mine).square().mean()
+            local[device.rank] = torch.autograd.grad(loss, mine, retain_graph=True)
+            device.backward(loss)
+            meet.wait(20)
+            for index, weight in enumerate(mine):
+                expected = functools.reduce(torch.add, [one[index] / divisor for one in local])
+                assert weight.grad is not None and torch.equal(weight.grad, expected)
+            meet.wait(20)
+            optimizer.step()
+
+    with SyncServer(DEVICES, op=op, timeout_s=20) as server:
+        for rank in range(DEVICES):
+            server.device(rank, weights[rank])
+        server.run(case)
+    assert all(torch.equal(mine[0], weights[0][0]) and not torch.equal(mine[0], start[0]) for mine in weights)
+
+
+def _random(rank: int) -> list[torch.Tensor]:
+    source = torch.Generator().manual_seed(rank)
+    return [torch.rand(20, 20, generator=source) * 10 for _ in range(ITERATIONS)]
+
+
+def _check(mine: Sequence[torch.Tensor]) -> None:
+    given = [_random(rank) for rank in range(DEVICES)]
+    for index, one in enumerate(mine):
+        assert torch.equal(one, functools.reduce(torch.add, [values[index] for values in given]))
+
+
+def test_row_0_51_all_reduce_from_one_thread() -> None:
+    with LocalGroup(DEVICES, one_thread=True) as group:
+        ranks = [group.communicator(rank) for rank in range(DEVICES)]
+        tensors = [_random(rank) for rank in range(DEVICES)]
+        for index in range(ITERATIONS):
+            pending = [one.all_reduce(mine[index]) for one, mine in zip(ranks, tensors, strict=True)]
+            for one in pending:
+                one.wait()
+        for mine in tensors:
+            _check(mine)
+
+
+def test_row_0_51_all_reduce_from_a_thread_per_device() -> None:
+    def case(communicator: Communicator) -> None:
+        mine = _random(communicator.rank)
+        for one in mine:
+            communicator.all_reduce(one).wait()
+        _check(mine)
+
+    with LocalGroup(DEVICES, timeout_s=20) as group:
+        group.run(case)
+
+
+@pytest.mark.parametrize("iteration", range(5))
+def test_row_0_52_eight_buffers_and_one_wait_at_the_end(iteration: int) -> None:
+    numel, buffers = 100, 8
+
+    def make(rank: int) -> list[torch.Tensor]:
+        source = torch.Generator().manual_seed(10 * iteration + rank)
+        return [torch.randn(numel, generator=source) for _ in range(buffers)]
+
+    def case(communicator: Communicator) -> None:
+        mine = make(communicator.rank)
+        pending = [communicator.all_reduce(one) for one in mine]
+        for one in reversed(pending):
+            one.wait()
+        for index, tensor in enumerate(mine):
+            assert torch.equal(tensor, functools.reduce(torch.add, [make(rank)[index] for rank in range(DEVICES)]))
+
+    with LocalGroup(DEVICES, timeout_s=20) as group:
+        group.run(case)
