@@ -43,6 +43,8 @@ SUBSET = (
     "unpack[fp64, wire bf16, stats]",
     "measure[mixed]",
     "scale[mixed]",
+    "combine[fp32]",
+    "combine[bf16, stacked]",
     "parameter_totals",
     "first_source",
 )

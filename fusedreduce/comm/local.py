@@ -167,7 +167,7 @@ class LocalGroup:
         self.one_thread = one_thread
         # Reentrant: the garbage collector may run someone's abort() inside.
         self.lock = threading.RLock()
-        self.workshop = Workshop(strategy)
+        self.workshop = Workshop(strategy, world_size)
         self.unaware: dict[int, _Generation] = {}  # ranks that do not know yet that theirs has ended
         self._closed = False
         self._endings = 0
@@ -334,13 +334,17 @@ class LocalCommunicator:
         return device.type == "cpu" and not self.group.one_thread
 
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises UnsupportedWireError, on every rank alike, if `dtype` cannot be summed on `device`."""
+        """Raises UnsupportedWireError, on every rank alike, if `dtype` cannot be summed on `device`.
+
+        On CUDA the kernel is compiled here, ahead of the first step.
+        """
         if device.type not in ("cpu", "cuda") or dtype not in COMPUTED_WIDE:
             names = ", ".join(sorted(map(str, COMPUTED_WIDE)))
             raise UnsupportedWireError(
                 f"a LocalGroup cannot all-reduce {dtype} on {device.type} (on cpu and cuda it sums {names}); choose "
                 "another wire"
             )
+        self.group.workshop.prepare(dtype, device)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> LocalPending:
         """Starts the reduction of `tensor` over all ranks, elementwise and in place.

@@ -30,10 +30,17 @@ COMPUTED_WIDE = frozenset({torch.float32, torch.float64, torch.float16, torch.bf
 
 
 class Workshop:
-    """What a group keeps for its work: a stream and the sums' tables per CUDA device, made on first need."""
+    """What a group keeps for its work: a stream and the sums' tables per CUDA device, made on first need.
 
-    def __init__(self, strategy: Strategy) -> None:
+    Args:
+        strategy: of sums.
+        size: ranks.
+    """
+
+    def __init__(self, strategy: Strategy, size: int) -> None:
         self.strategy = strategy
+        self._size = size
+        self._prepared: set[tuple[torch.dtype, torch.device]] = set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._tables: dict[torch.device, CombineTables | None] = {}
 
@@ -48,6 +55,14 @@ class Workshop:
         if device.type == "cuda" and device not in self._tables:
             self._tables.setdefault(device, dispatch.new_combine_tables())
         return self._tables.get(device)
+
+    def prepare(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Has the sum's kernel compiled before a step needs it, by adding one element up."""
+        if device.type == "cuda" and (dtype, device) not in self._prepared:
+            self._prepared.add((dtype, device))
+            with torch.no_grad(), torch.cuda.stream(self.stream(device)):
+                ones = [torch.ones(1, dtype=dtype, device=device) for _ in range(self._size)]
+                dispatch.combine(ones, ones, self.strategy.parts(self._size, 1))
 
 
 def perform(arrivals: Sequence[Arrival], workshop: Workshop) -> Outcome:

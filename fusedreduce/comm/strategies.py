@@ -26,7 +26,7 @@ class Centralized:
 
     def parts(self, size: int, numel: int) -> tuple[Part, ...]:
         """The parts of a tensor of `numel` elements among `size` peers; empty ones are left out."""
-        return (Part(0, numel, tuple((0, peer) for peer in range(1, size)), 0),) if numel else ()
+        return (Part(0, numel, _in_order(size), 0),) if numel else ()
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,7 @@ class Ring:
 
     def parts(self, size: int, numel: int) -> tuple[Part, ...]:
         """As `Centralized.parts`."""
-        parts = []
-        for owner, (begin, end) in enumerate(balanced(numel, size)):
-            way = [(owner + 1 + hop) % size for hop in range(size)]
-            if end > begin:
-                parts.append(Part(begin, end, tuple(zip(way[1:], way, strict=False)), owner))
-        return tuple(parts)
+        return _ring(size, numel)
 
 
 Strategy = Centralized | Tree | Ring
@@ -81,3 +76,18 @@ def _tree(arity: int, size: int) -> tuple[tuple[int, int], ...]:
         first = arity * parent + 1
         adds += [(parent, child) for child in range(first, min(first + arity, size))]
     return tuple(adds)
+
+
+@functools.cache
+def _in_order(size: int) -> tuple[tuple[int, int], ...]:
+    return tuple((0, peer) for peer in range(1, size))
+
+
+@functools.lru_cache(maxsize=4096)
+def _ring(size: int, numel: int) -> tuple[Part, ...]:
+    parts = []
+    for owner, (begin, end) in enumerate(balanced(numel, size)):
+        way = [(owner + 1 + hop) % size for hop in range(size)]
+        if end > begin:
+            parts.append(Part(begin, end, tuple(zip(way[1:], way, strict=False)), owner))
+    return tuple(parts)
