@@ -255,14 +255,15 @@ def clips(rank: int, world: int) -> None:
 def scales(rank: int, world: int) -> tuple[int, float]:
     """An overflow skips this rank's step and reaches nobody; scales may differ; nothing else is lost."""
     ddp = wrapped(mlp())
-    optimizer = SGD(ddp.parameters(), lr=0.01)
+    extra = nn.Parameter(torch.zeros(2))  # that nobody reduces: whether its gradient is finite, no other rank is told
+    optimizer = SGD([*ddp.parameters(), extra], lr=0.01)
     scaler = FusedGradScaler(ddp, init_scale=2.0 ** (8 + rank), growth_interval=1000)
     skipped = 0
     for number in range(8 + 3 * rank):
         loss = loss_of(ddp(batch(rank, number)))
         if rank == 0 and number == 3:
             loss = loss * float("inf")
-        scaler.scale(loss).backward()
+        scaler.scale(loss + extra.sum()).backward()
         scaler.unscale_(optimizer)
         finite = all(bool(one.grad.isfinite().all()) for one in ddp.parameters() if one.grad is not None)
         skipped += not finite
