@@ -12,7 +12,7 @@ What torch.nn.DataParallel does, with the reducer and kernels of this package in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -20,10 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from .config import ReduceConfig
 from .errors import FusedReduceError
 from .joined import Call, Joined, Output
+from .modes import FlushReport, SyncMode
 from .reducer import Reducer
 from .replicas import check_module
 from .scatter import (
@@ -60,7 +62,8 @@ class DataParallel(nn.Module):
             numbers are reproducible without threads only.
 
     Raises:
-        ValueError: no devices, of several types, or a kind that is neither CPU nor CUDA; a module that is not
+        ValueError: no devices, of several types, or a kind that is neither CPU nor CUDA; threads on CUDA; the mode
+            Asynchronous without threads; a module that is not
             initialised, on "meta", sharded, or parallel already.
         TypeError: something that is no module; TorchScript.
     """
@@ -91,6 +94,11 @@ class DataParallel(nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self._timeout_s = timeout_s
         self._threads = self._devices[0].type == "cpu" if threads is None else bool(threads)
+        if self._threads and self._devices[0].type == "cuda":
+            raise ValueError(
+                "threads=True is for CPUs: all backwards of a CUDA device run on one thread of autograd's, which would "
+                "wait for itself"
+            )
         self._sync = True
         self._closed = False
         self._workers: Workers | None = None
@@ -119,14 +127,19 @@ class DataParallel(nn.Module):
         return self._config
 
     @property
-    def sync_mode(self) -> Any:
+    def sync_mode(self) -> SyncMode:
         """When gradients are synchronised; see ReduceConfig."""
         return self._config.sync_mode
 
     @property
     def reducers(self) -> tuple[Reducer, ...]:
-        """One per replica, of that replica's parameters; none where no parameter requires a gradient."""
-        return tuple(self._current().reducers)
+        """One per replica, of that replica's parameters; none where there are none to reduce, or no need for them.
+
+        With all replicas on one device, wire "native", the synchronous mode and nothing to observe, gradients are added
+        up where they lie.
+        """
+        team = self._current()
+        return () if team.adds_up else tuple(team.reducers)
 
     def extra_repr(self) -> str:
         """Shown by `print`."""
@@ -235,6 +248,40 @@ class DataParallel(nn.Module):
         if self._team is not None:
             self._team.drop_gradients()
 
+    def set_sync_mode(self, mode: SyncMode) -> None:
+        """Goes on in another mode, from the next backward on; after `flush`.
+
+        Raises:
+            ValueError: something excludes it, or it is no mode.
+            FusedReduceError: steps are under way.
+        """
+        self._check_open()
+        config = dataclasses.replace(self._config, sync_mode=mode)
+        self._current().set_sync_mode(config)
+        self._config = config
+
+    def flush(self, *optimizers: Optimizer, step: Callable[[], None] | None = None) -> FlushReport:
+        """Lands what is under way in the modes whose averages come late; see `Reducer.flush`.
+
+        Args:
+            optimizers: to step after each landing; their gradients are None then.
+            step: in their place: called after each landing. With neither, `.grad` holds the sum of them all.
+
+        Raises:
+            ValueError: optimizers beside `step`.
+            FusedReduceError: gradients of backwards under no_sync() wait.
+        """
+        self._check_open()
+        if optimizers and step is not None:
+            raise ValueError("flush takes optimizers, or what steps them, not both")
+
+        def step_all() -> None:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+
+        return self._current().flush(step_all if optimizers else step)
+
     def verify_replicas(self) -> None:
         """Compares all replicas' parameters with the module's, byte for byte.
 
@@ -290,6 +337,12 @@ class DataParallel(nn.Module):
         self._check_open()
         team = self._current()
         if not team.replicas.follow(broadcast_buffers=self.broadcast_buffers):
+            if team.steps_under_way():
+                raise FusedReduceError(
+                    "the module's parameters have changed (replaced, frozen, converted) while steps are under way: "
+                    "flush() before such a change"
+                )
+            team.close()
             team = self._make_team()
             if not team.replicas.follow(broadcast_buffers=self.broadcast_buffers):
                 raise FusedReduceError("the module changes while it is being replicated")

@@ -77,6 +77,7 @@ class Replicas:
         trained: the module's parameters that require a gradient, each once.
         names: theirs.
         sparse: whether their gradients are sparse.
+        numel: elements of those.
         trained_by: per replica, its own of them.
     """
 
@@ -105,6 +106,7 @@ class Replicas:
         self.modules = list(self._layers[0].shells)
         trained = [number for number, one in enumerate(self._parameters) if one.requires_grad]
         self.trained = tuple(self._parameters[number] for number in trained)
+        self.numel = sum(one.numel() for one in self.trained)
         self.names = tuple(self._names[number] for number in trained)
         sparse = _sparse(module)
         self.sparse = tuple(id(one) in sparse for one in self.trained)

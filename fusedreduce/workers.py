@@ -20,6 +20,8 @@ T = TypeVar("T")
 _Queue: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+# An elementwise operator of so many elements takes two threads.
+_PARALLEL_NUMEL = 1 << 17
 _default_lock = threading.Lock()
 
 
@@ -63,11 +65,11 @@ class Workers:
             for number, (job, one) in enumerate(zip(jobs, self._queues, strict=False)):
                 one.put(round_.wrapped(number, settings.wrapped(job)))
             try:
-                round_.ended.acquire()
+                round_.ended.wait()
             except BaseException as error:  # of a signal
                 if on_error is not None:
                     on_error(0, error)
-                round_.ended.acquire()
+                round_.ended.wait()
                 raise
         return round_.results()
 
@@ -91,9 +93,9 @@ class Workers:
             default = _in_new_thread(torch.get_num_threads)
             round_ = _Round(len(shares), None)
             for number, (share, one) in enumerate(zip(shares, self._queues, strict=True)):
-                one.put(round_.wrapped(number, _Setting(share)))
-            round_.ended.acquire()
-            _in_new_thread(_Setting(default))
+                one.put(round_.wrapped(number, _Setting(share, counted=total > 1)))
+            round_.ended.wait()
+            _in_new_thread(_Setting(default, counted=False))
 
 
 class Settings:
@@ -147,8 +149,7 @@ class _Round:
         self._results: dict[int, Any] = {}
         self._errors: list[BaseException] = []
         self._on_error = on_error
-        self.ended = threading.Lock()
-        self.ended.acquire()
+        self.ended = threading.Event()
 
     def wrapped(self, number: int, job: Callable[[], Any]) -> Callable[[], None]:
         """Runs `job` and keeps what comes of it."""
@@ -166,7 +167,7 @@ class _Round:
                     self._left -= 1
                     last = self._left == 0
                 if last:
-                    self.ended.release()
+                    self.ended.set()
 
         return run
 
@@ -182,13 +183,24 @@ class _Round:
 
 
 class _Setting:
-    """Sets the number of intra-op threads."""
+    """Sets the number of intra-op threads of the thread that calls it.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        count: how many.
+        counted: OpenMP is to know of this thread, even where it has no other beside it. After an operator of the main
+            thread, OpenMP's own threads keep spinning for some ms, unless it knows of more threads than there are
+            cores: else a worker per core had half a core.
+    """
+
+    def __init__(self, count: int, *, counted: bool) -> None:
         self._count = count
+        self._counted = counted
 
     def __call__(self) -> None:
         torch.get_num_threads()  # a thread's first call takes the default over, whatever was set before
+        if self._counted and self._count == 1:
+            torch.set_num_threads(2)
+            torch.empty(_PARALLEL_NUMEL).zero_().add_(1)
         torch.set_num_threads(self._count)
 
 

@@ -5,10 +5,12 @@ fp64, so that what is compared differs by the order of a few additions: TOLERANC
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
 import random
+import signal
 import threading
 import time
 import warnings
@@ -26,15 +28,27 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fusedreduce import FusedReduceError, ReduceConfig
+from fusedreduce.comm.local import LocalGroup
 from fusedreduce.data_parallel import DataParallel
 from fusedreduce.kernels import dispatch
+from fusedreduce.modes import Asynchronous, BoundedStaleness, Synchronous
 from fusedreduce.reducer import Reducer
+from fusedreduce.replicas import Replicas
 from fusedreduce.scatter import balanced, flatten
+from fusedreduce.summed import add_up, totals
 
 TOLERANCE = 1e-13
 TIMEOUT_S = 20.0
 BOTH_WAYS = pytest.mark.parametrize("threads", [True, False], ids=["threads", "one_thread"])
+# On one device gradients are added up where they lie, unless something is to be observed, or a wire rounds.
+BY_REDUCERS = ReduceConfig(check_finite="count")
+BOTH_SUMS = pytest.mark.parametrize("reduce", [None, BY_REDUCERS], ids=["in_place", "reducers"])
 Build = Callable[..., DataParallel]
+
+
+def _replicas(dp: DataParallel) -> Replicas:
+    assert dp._team is not None
+    return dp._team.replicas
 
 
 @pytest.fixture(autouse=True)
@@ -84,10 +98,13 @@ def _mse(module: Callable[..., Any], inputs: torch.Tensor, targets: torch.Tensor
 
 
 @BOTH_WAYS
+@BOTH_SUMS
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_gradients_are_those_of_the_whole_batch(build: Build, world: int, threads: bool) -> None:
+def test_gradients_are_those_of_the_whole_batch(
+    build: Build, world: int, threads: bool, reduce: ReduceConfig | None
+) -> None:
     module, one = mlp(), mlp()
-    dp = build(module, world, threads=threads)
+    dp = build(module, world, threads=threads, reduce=reduce)
     for samples in (8, 11, 24):
         inputs, targets = batch(samples, seed=samples)
         _mse(dp, inputs, targets).backward()
@@ -98,9 +115,12 @@ def test_gradients_are_those_of_the_whole_batch(build: Build, world: int, thread
 
 
 @BOTH_WAYS
-def test_forward_parallel_weighs_replicas_by_their_samples(build: Build, threads: bool) -> None:
+@BOTH_SUMS
+def test_forward_parallel_weighs_replicas_by_their_samples(
+    build: Build, threads: bool, reduce: ReduceConfig | None
+) -> None:
     module, one = mlp(), mlp()
-    dp = build(module, 3, threads=threads)
+    dp = build(module, 3, threads=threads, reduce=reduce)
     parts = [batch(samples, seed=samples) for samples in (5, 1, 3)]
     outputs = dp.forward_parallel([inputs for inputs, _ in parts])
     torch.stack([F.mse_loss(out, targets) for out, (_, targets) in zip(outputs, parts, strict=True)]).sum().backward()
@@ -109,9 +129,12 @@ def test_forward_parallel_weighs_replicas_by_their_samples(build: Build, threads
 
 
 @BOTH_WAYS
-def test_losses_of_forward_parallel_may_be_run_backward_one_by_one(build: Build, threads: bool) -> None:
+@BOTH_SUMS
+def test_losses_of_forward_parallel_may_be_run_backward_one_by_one(
+    build: Build, threads: bool, reduce: ReduceConfig | None
+) -> None:
     module, one = mlp(), mlp()
-    dp = build(module, threads=threads)
+    dp = build(module, threads=threads, reduce=reduce)
     parts = [batch(5, seed=1), batch(3, seed=2)]
     for out, (_, targets) in zip(dp.forward_parallel([inputs for inputs, _ in parts]), parts, strict=True):
         F.mse_loss(out, targets).backward()
@@ -150,6 +173,52 @@ def test_both_ways_give_the_same_bytes(build: Build, wire: Any) -> None:
         assert one is not None and other is not None and torch.equal(one, other)
 
 
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_adding_up_gives_what_reducers_give(data: st.DataObject) -> None:
+    """Every element in exactly one share; the same bytes as through the reducers' wire."""
+    world = data.draw(st.integers(1, 4))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+    shapes = data.draw(st.lists(st.sampled_from([(), (0,), (3,), (5, 7), (40,), (2, 3, 4)]), min_size=1, max_size=5))
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    gradients = [
+        [
+            None if data.draw(st.booleans()) and data.draw(st.booleans()) else torch.randn(shape).to(dtype)
+            for shape in shapes
+        ]
+        for _ in range(world)
+    ]
+    transposed = [[one.mT.contiguous().mT if one is not None and one.dim() > 1 else one for one in gradients[0]]]
+    parameters = [[torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes] for _ in range(world)]
+    for own, each in zip(parameters, gradients, strict=True):
+        for parameter, gradient in zip(own, each, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+
+    def reduce(communicator: Any) -> None:
+        reducer = Reducer(
+            parameters[communicator.rank],
+            communicator,
+            ReduceConfig(op="sum"),
+            find_unused_parameters=True,
+            agreed=True,
+        )
+        reducer.remove_hooks()
+        reducer.prepare_for_backward()
+        with torch.no_grad():
+            for index in range(len(shapes)):
+                reducer.on_gradient(index)
+
+    with LocalGroup(world, timeout_s=TIMEOUT_S) as group:
+        group.run(reduce)
+    shares = data.draw(st.integers(1, 4))
+    several = transposed + gradients[1:]
+    for share in range(shares):
+        add_up(several, share, shares)
+    for total, parameter in zip(totals(several), parameters[0], strict=True):
+        assert (total is None) == (parameter.grad is None)
+        assert total is None or parameter.grad is None or torch.equal(total, parameter.grad)
+
+
 def test_a_16_bit_wire_rounds_once(build: Build) -> None:
     module, one = mlp(torch.float32), mlp(torch.float32)
     dp = build(module, reduce=ReduceConfig(wire="bf16", op="mean"))  # op is a sum all the same
@@ -166,9 +235,10 @@ def test_a_16_bit_wire_rounds_once(build: Build) -> None:
 
 
 @BOTH_WAYS
-def test_two_forwards_in_one_loss(build: Build, threads: bool) -> None:
+@BOTH_SUMS
+def test_two_forwards_in_one_loss(build: Build, threads: bool, reduce: ReduceConfig | None) -> None:
     module, one = mlp(), mlp()
-    dp = build(module, threads=threads)
+    dp = build(module, threads=threads, reduce=reduce)
     real, fake = batch(6, seed=1)[0], batch(7, seed=2)[0]
     for each in (dp, one):
         (each(real).square().sum() - each(fake).sum() * each(real[:4]).mean()).backward()
@@ -176,9 +246,10 @@ def test_two_forwards_in_one_loss(build: Build, threads: bool) -> None:
 
 
 @BOTH_WAYS
-def test_backward_twice(build: Build, threads: bool) -> None:
+@BOTH_SUMS
+def test_backward_twice(build: Build, threads: bool, reduce: ReduceConfig | None) -> None:
     module, one = mlp(), mlp()
-    dp = build(module, threads=threads)
+    dp = build(module, threads=threads, reduce=reduce)
     inputs, targets = batch(6)
     for each in (dp, one):
         loss = _mse(each, inputs, targets)
@@ -190,9 +261,10 @@ def test_backward_twice(build: Build, threads: bool) -> None:
 
 
 @BOTH_WAYS
-def test_gradients_accumulate(build: Build, threads: bool) -> None:
+@BOTH_SUMS
+def test_gradients_accumulate(build: Build, threads: bool, reduce: ReduceConfig | None) -> None:
     module, one = mlp(), mlp()
-    dp = build(module, threads=threads)
+    dp = build(module, threads=threads, reduce=reduce)
     for step in range(6):
         inputs, targets = batch(5 + step, seed=step)
         local = step % 3 == 1
@@ -319,7 +391,7 @@ def _through_checkpoint(reentrant: bool) -> Callable[..., Any]:
 
 def test_forward_without_gradients_does_not_touch_the_reducers(build: Build) -> None:
     module = mlp()
-    dp = build(module)
+    dp = build(module, reduce=BY_REDUCERS)
     inputs, targets = batch(6)
     with torch.no_grad():
         assert not dp(inputs).requires_grad
@@ -331,14 +403,128 @@ def test_forward_without_gradients_does_not_touch_the_reducers(build: Build) -> 
     assert all(own.grad is None for one in dp.reducers for own in one.parameters), "replicas keep no gradients"
 
 
+# Modes
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_bounded_staleness(build: Build, threads: bool, late: int) -> None:
+    module: Any = mlp()
+    one = mlp()
+    dp = build(module, 3, threads=threads, reduce=ReduceConfig(sync_mode=BoundedStaleness(late)))
+    wanted: list[list[torch.Tensor | None]] = []
+
+    def compare(expected: list[torch.Tensor | None]) -> None:
+        for mine, other in zip(module.parameters(), expected, strict=True):
+            _close(mine.grad, other)
+
+    for step in range(6):
+        module.zero_grad()
+        one.zero_grad()
+        for part in range(3):  # two of them are no step of the reducers
+            inputs, targets = batch(7, seed=10 * step + part)
+            with contextlib.nullcontext() if part == 2 else dp.no_sync():
+                loss = _mse(dp, inputs, targets)
+            loss.backward()
+            _mse(one, inputs, targets).backward()
+        wanted.append(_gradients(one))
+        if step < late:
+            assert all(parameter.grad is None for parameter in module.parameters()), "withheld"
+        else:
+            compare(wanted[step - late])
+    if late:
+        with pytest.raises(FusedReduceError, match="under way"):
+            dp.set_sync_mode(Synchronous())
+        module[0].weight.requires_grad_(False)
+        with pytest.raises(FusedReduceError, match=r"under way: flush\(\)"):
+            dp(batch(6)[0])
+        module[0].weight.requires_grad_(True)
+    landed: list[int] = []
+
+    def step_with() -> None:
+        compare(wanted[6 - late + len(landed)])
+        landed.append(1)
+        module.zero_grad()
+
+    module.zero_grad()
+    assert dp.flush(step=step_with).steps == late == len(landed)
+    dp.set_sync_mode(Synchronous())
+    assert dp.sync_mode == Synchronous() and dp.reducers == ()
+    one.zero_grad()
+    for each in (dp, one):
+        _mse(each, *batch(9)).backward()
+    _same(module, one)
+
+
+def test_flush_steps_optimizers_after_each_landing(build: Build) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module, reduce=ReduceConfig(sync_mode=BoundedStaleness(2)))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (module, one)]
+    for step in range(2):
+        _mse(dp, *batch(7, seed=step)).backward()
+        optimizers[0].step()  # nothing has come yet
+    with pytest.raises(ValueError, match="not both"):
+        dp.flush(optimizers[0], step=optimizers[0].zero_grad)
+    assert dp.flush(optimizers[0]).steps == 2
+    fixed = mlp()  # both gradients were of the first parameters
+    for step in range(2):
+        fixed.zero_grad()
+        _mse(fixed, *batch(7, seed=step)).backward()
+        for into, other in zip(one.parameters(), fixed.parameters(), strict=True):
+            into.grad = other.grad
+        optimizers[1].step()
+    for mine, other in zip(module.parameters(), one.parameters(), strict=True):
+        _close(mine, other)
+
+
+def test_held_gradients_and_flush(build: Build) -> None:
+    dp = build(mlp(), reduce=ReduceConfig(sync_mode=BoundedStaleness(1)))
+    with dp.no_sync():
+        _mse(dp, *batch(6)).backward()
+    with pytest.raises(FusedReduceError, match="no_sync"):
+        dp.flush()
+    dp.zero_grad()
+    assert dp.flush().steps == 0
+
+
+def test_asynchronous_gives_what_it_owes(build: Build) -> None:
+    """What it gave, and what flush gives, is the sum of all sums; parameters stay as they are."""
+    module, one = mlp(), mlp()
+    dp = build(module, 3, reduce=ReduceConfig(sync_mode=Asynchronous(2)))
+    given = [torch.zeros_like(parameter) for parameter in module.parameters()]
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+
+    def take() -> None:
+        for total, parameter in zip(given, module.parameters(), strict=True):
+            if parameter.grad is not None:
+                total.add_(parameter.grad)
+        module.zero_grad()
+
+    for step in range(20):
+        for each in (dp, one):
+            _mse(each, *batch(7, seed=step)).backward()
+        take()
+    dp.flush()
+    take()
+    for total, other in zip(given, one.parameters(), strict=True):
+        _close(total, other.grad)
+    for parameter, value in zip(module.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+    with pytest.raises(ValueError, match="a thread per replica"):
+        build(mlp(), threads=False, reduce=ReduceConfig(sync_mode=Asynchronous()))
+
+
 # Which parameters
 
 
 @BOTH_WAYS
+@BOTH_SUMS
 @pytest.mark.parametrize("zeros", [(0, 0), (0, 1), (1, 1)])
-def test_replicas_use_different_parameters(build: Build, zeros: tuple[int, int], threads: bool) -> None:
+def test_replicas_use_different_parameters(
+    build: Build, zeros: tuple[int, int], threads: bool, reduce: ReduceConfig | None
+) -> None:
     module, one = Experts(), Experts()
-    dp = build(module, threads=threads)
+    dp = build(module, threads=threads, reduce=reduce)
     first, second = (torch.tensor([[float(zero), 2.0], [float(zero), 3.0]], dtype=torch.float64) for zero in zeros)
     dp(torch.cat([first, second])).sum().backward()
     (one(first).sum() + one(second).sum()).backward()
@@ -347,9 +533,10 @@ def test_replicas_use_different_parameters(build: Build, zeros: tuple[int, int],
 
 
 @BOTH_WAYS
-def test_tied_frozen_and_listed_parameters(build: Build, threads: bool) -> None:
+@BOTH_SUMS
+def test_tied_frozen_and_listed_parameters(build: Build, threads: bool, reduce: ReduceConfig | None) -> None:
     module, one = Tied(), Tied()
-    dp = build(module, threads=threads)
+    dp = build(module, threads=threads, reduce=reduce)
     inputs = torch.randn(5, 4, dtype=torch.float64)
     for each in (dp, one):
         each(inputs).square().sum().backward()
@@ -396,7 +583,8 @@ def test_nothing_to_train(build: Build) -> None:
     dp = build(module)
     inputs = batch(5)[0].requires_grad_()
     dp(inputs).sum().backward()
-    assert inputs.grad is not None and dp.reducers == ()
+    assert inputs.grad is not None
+    assert build(mlp().requires_grad_(False), reduce=BY_REDUCERS).reducers == ()
 
 
 # The module changes
@@ -476,9 +664,8 @@ def test_buffers_follow_replica_0(build: Build) -> None:
     _close(module.running_mean, one.running_mean)
     assert int(module.num_batches_tracked) == 2
     dp(inputs)
-    first, second = dp.reducers[0], dp.reducers[1]
-    assert first.parameters[0] is not second.parameters[0]
-    assert first.parameters[0].data_ptr() == module.weight.data_ptr()
+    first, second = (own[0] for own in _replicas(dp).trained_by)
+    assert first is not second and first.data_ptr() == second.data_ptr() == module.weight.data_ptr()
 
 
 def test_a_buffer_that_is_replaced_stays_so(build: Build) -> None:
@@ -689,7 +876,7 @@ def test_verify_finds_a_planted_difference(build: Build) -> None:
     module = mlp()
     dp = build(module, 3)
     dp.verify_replicas()
-    planted = dp.reducers[2].parameters[2]
+    planted = _replicas(dp).trained_by[2][2]
     planted.data = planted.detach().clone()
     planted.data[0, 0] += 1e-9
     with pytest.raises(FusedReduceError, match=r"2\.weight on replica 2"):
@@ -748,7 +935,7 @@ def test_an_error_in_a_backward(build: Build, threads: bool) -> None:
 @BOTH_WAYS
 def test_an_error_in_the_reduction(build: Build, threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module, one = mlp(), mlp()
-    dp = build(module, 3, threads=threads)
+    dp = build(module, 3, threads=threads, reduce=BY_REDUCERS)
     original = Reducer.prepare_for_backward
 
     def prepare(self: Reducer, *args: Any, **kwargs: Any) -> None:
@@ -767,6 +954,38 @@ def test_an_error_in_the_reduction(build: Build, threads: bool, monkeypatch: pyt
     for each in (dp, one):
         _mse(each, *batch(7, seed=1)).backward()
     _same(module, one)
+
+
+def test_an_interrupt_waits_for_the_workers(build: Build) -> None:
+    """Nobody writes gradients afterwards."""
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            started.set()
+            time.sleep(0.3)
+            ended.append(1)
+            return gradient
+
+    started, ended = threading.Event(), list[int]()
+    module = Calls(lambda module, x: Slow.apply(x * module.weight))
+    dp = build(module)
+    out = dp(torch.ones(4, dtype=torch.float64)).sum()
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        started.wait()
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        out.backward()
+    assert len(ended) == 2 and module.weight.grad is None
+    dp(torch.ones(4, dtype=torch.float64)).sum().backward()
 
 
 # What threads take over
@@ -902,10 +1121,10 @@ def test_it_goes_without_the_garbage_collector() -> None:
     gc.disable()
     try:
         module = mlp()
-        dp = DataParallel(module, ["cpu", "cpu"])
+        dp = DataParallel(module, ["cpu", "cpu"], reduce=BY_REDUCERS)
         loss = _mse(dp, *batch(6))
         loss.backward()
-        replica = weakref.ref(dp.reducers[0].parameters[0])
+        replica = weakref.ref(_replicas(dp).trained_by[0][0])
         reducer = weakref.ref(dp.reducers[0])
         alive = weakref.ref(dp)
         del dp, loss
