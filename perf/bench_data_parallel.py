@@ -1,0 +1,383 @@
+"""DataParallel, replicas in one process, beside one replica that computes the whole batch with all threads.
+
+    python perf/bench_data_parallel.py                 # two replicas on CPU; a JSON into perf/results
+    python perf/bench_data_parallel.py --device cuda   # a replica per GPU, and torch.nn.DataParallel beside them
+
+A step: gradients set to None, forward, the loss on the concatenated output, backward; `forward_parallel` is the same
+with a loss per replica. No optimizer: it does the same work whoever made the gradients. Models:
+
+    mlp      four layers on 256 images of 28 x 28
+    digits   the demo's convolutions on 256 images of 8 x 8
+    resnet   He et al., ResNet-18, on 8 images of 64 x 64
+    gpt2     4 layers of width 128 on 8 sequences of 64 words
+    narrow   100 layers of width 16 on 64 rows: nothing but calls, which threads of one interpreter make in turn
+
+Cases take turns step by step, in an order that changes each round; ratios are medians of those within a round; one
+replica takes part twice. Before anything is timed outputs and gradients are compared with one plain backward over the
+shards (a batch norm sees its shard alone, in every kind of data parallel). On CPU a step of DataParallel is to take no
+longer than one replica's, on a GPU no longer than torch.nn.DataParallel's, each within 5 %: exit status 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+import models
+import records
+import torch
+from records import BenchError, Spread
+from torch import nn
+
+import fusedreduce
+from fusedreduce.cli import digits
+
+ONE, AGAIN, OURS, PARALLEL = "one replica", "one replica, again", "ours", "ours, forward_parallel"
+TORCHS = "torch.nn.DataParallel"
+ALLOWED = 1.05
+WARMUP_ROUNDS = 3
+TOLERANCE = 1e-4  # of the largest gradient or output: sums in another order, through some layers
+NO_TORCH = "torch.nn.DataParallel: not measured: it needs GPUs"
+
+
+class Narrow(nn.Sequential):
+    """Many small layers, each beside its input."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(16, 16) for _ in range(100)))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            rows = rows + torch.tanh(layer(rows))
+        return rows
+
+
+class Logits(nn.Module):
+    """perf/models.py's GPT-2 up to its loss."""
+
+    def __init__(self, gpt2: models.Gpt2) -> None:
+        super().__init__()
+        self.gpt2 = gpt2
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        gpt2 = self.gpt2
+        hidden = gpt2.blocks(gpt2.words(words) + gpt2.places.weight[: words.shape[1]])
+        return nn.functional.linear(gpt2.norm(hidden), gpt2.words.weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A model on the CPU, and a batch of its inputs."""
+
+    module: nn.Module
+    batch: torch.Tensor
+
+
+def _resnet() -> nn.Module:
+    whole = models.build("resnet18")
+    assert isinstance(whole, models.ResNet18)
+    return nn.Sequential(whole.body, whole.head)
+
+
+def task(name: str, per_device: int) -> Task:
+    """By name; batches are for two devices, and larger for more.
+
+    Raises:
+        BenchError: no such model.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(images: int, *shape: int) -> torch.Tensor:
+        return torch.randn(images * per_device // 2, *shape, generator=generator)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if name == "mlp":
+            layers = models.Mlp().layers
+            return Task(module=layers, batch=normal(256, 784))
+        if name == "digits":
+            return Task(module=digits.build_model(0), batch=normal(256, 1, 8, 8))
+        if name == "resnet":
+            return Task(module=_resnet(), batch=normal(8, 3, 64, 64))
+        if name == "gpt2":
+            words = torch.randint(1024, (8 * per_device // 2, 64), generator=generator)
+            built = models.build("gpt2-tiny")
+            assert isinstance(built, models.Gpt2)
+            return Task(module=Logits(built), batch=words)
+        if name == "narrow":
+            return Task(module=Narrow(), batch=normal(64, 16))
+    raise BenchError(f"unknown model {name!r}: use one of {', '.join(NAMES)}")
+
+
+NAMES = ("mlp", "digits", "resnet", "gpt2", "narrow")
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    """The mean over all samples, so that the mean of the shards' means, by their samples, is that of the batch."""
+    return output.square().mean()
+
+
+class Truth:
+    """What a step must leave, by one replica that goes through the shards one after the other.
+
+    Args:
+        module: on the device.
+        shards: of the batch; one of them: the whole of it.
+    """
+
+    def __init__(self, module: nn.Module, shards: Sequence[torch.Tensor]) -> None:
+        replica = copy.deepcopy(module)
+        self.output = torch.cat([replica(shard) for shard in shards])
+        loss_of(self.output).backward()
+        self.output = self.output.detach()
+        self._gradients = {name: one.grad for name, one in replica.named_parameters()}
+
+    def check(self, what: str, module: nn.Module, output: torch.Tensor) -> None:
+        """Compares by the worst element.
+
+        Raises:
+            BenchError: an output or a gradient is missing or wrong.
+        """
+        _refuse(f"{what}: the output", output, self.output)
+        for name, parameter in module.named_parameters():
+            wanted = self._gradients[name]
+            assert wanted is not None
+            if parameter.grad is None:
+                raise BenchError(f"{what} is wrong: {name} has no gradient")
+            _refuse(f"{what}: the gradient of {name}", parameter.grad, wanted)
+
+
+def _refuse(what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
+    if found.shape != wanted.shape:
+        raise BenchError(f"{what} is wrong: its shape is {tuple(found.shape)}, not {tuple(wanted.shape)}")
+    worst, allowed = float((found - wanted).abs().max()), TOLERANCE * float(wanted.abs().max())
+    if not worst <= allowed:
+        raise BenchError(f"{what} is wrong: off by {worst:.3g}, {allowed:.3g} is allowed")
+
+
+class Case:
+    """One way to do the step.
+
+    Args:
+        what: its name.
+        module: whose gradients count.
+        step: forward and backward; the whole output.
+        truth: what that must leave.
+    """
+
+    def __init__(self, what: str, module: nn.Module, step: Callable[[], torch.Tensor], truth: Truth) -> None:
+        self._what, self._module, self._step, self._truth = what, module, step, truth
+
+    def run(self) -> torch.Tensor:
+        """One step."""
+        self._module.zero_grad(set_to_none=True)
+        return self._step()
+
+    def check(self) -> None:
+        """Runs one more, and compares.
+
+        Raises:
+            BenchError: it is wrong.
+        """
+        self._truth.check(self._what, self._module, self.run().detach())
+
+
+def plain(wrapped: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A step whose loss is on the whole output."""
+
+    def step() -> torch.Tensor:
+        output = wrapped(batch)
+        loss_of(output).backward()
+        return output
+
+    return step
+
+
+def parallel(ours: Any, shards: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """A step with a loss for each replica."""
+
+    def step() -> torch.Tensor:
+        outputs = ours.forward_parallel(shards)
+        losses = [loss_of(output) for output in outputs]
+        torch.autograd.backward(losses)
+        return torch.cat([output.to(outputs[0].device) for output in outputs])
+
+    return step
+
+
+def cases(
+    made: Task, devices: Sequence[torch.device], stack: contextlib.ExitStack, *, with_torch: bool
+) -> dict[str, Case]:
+    """All ways to do a task's step; `stack` closes what they own."""
+    first = devices[0]
+    module = made.module.to(first)
+    batch = made.batch.to(first)
+    shards = batch.chunk(len(devices))
+    whole, sharded = Truth(module, [batch]), Truth(module, shards)
+    found: dict[str, Case] = {}
+
+    def copied() -> nn.Module:
+        return copy.deepcopy(module)
+
+    for name in (ONE, AGAIN):
+        replica = copied()
+        found[name] = Case(name, replica, plain(replica, batch), whole)
+    for name in (OURS, PARALLEL):
+        replica = copied()
+        ours = stack.enter_context(fusedreduce.DataParallel(replica, devices))
+        placed = [shard.to(device) for shard, device in zip(shards, devices, strict=True)]
+        step = plain(ours, batch) if name == OURS else parallel(ours, placed)
+        found[name] = Case(name, replica, step, sharded)
+    if with_torch:
+        replica = copied()
+        found[TORCHS] = Case(
+            TORCHS, replica, plain(nn.DataParallel(replica, [one.index for one in devices]), batch), sharded
+        )
+    return found
+
+
+def seconds_of(
+    ways: Mapping[str, Case], rounds: int, device: torch.device, warmup_rounds: int = WARMUP_ROUNDS
+) -> dict[str, list[float]]:
+    """Seconds of every step of each case, in turns; each is checked before and after.
+
+    Raises:
+        BenchError: one is wrong.
+    """
+    names = list(ways)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for case in ways.values():
+        case.check()
+    gc.collect()
+    gc.freeze()
+    try:
+        for round_number in range(-warmup_rounds, rounds):
+            for name in (names[turn] for turn in harness.turns(len(names), round_number)):
+                harness.wait_for(device)
+                begin_s = time.perf_counter()
+                ways[name].run()
+                harness.wait_for(device)
+                if round_number >= 0:
+                    found[name].append(time.perf_counter() - begin_s)
+    finally:
+        gc.unfreeze()
+    for case in ways.values():
+        case.check()
+    return found
+
+
+def summed_up(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float | None]]:
+    """Milliseconds of each case, and ratios to one replica and to torch's."""
+    return {
+        name: {
+            **{key: getattr(Spread.of(mine), key) for key in ("median_ms", "p20_ms", "p80_ms")},
+            "ratio": _ratio(mine, seconds[ONE]),
+            "ratio_to_torch": _ratio(mine, seconds[TORCHS]) if TORCHS in seconds else None,
+        }
+        for name, mine in seconds.items()
+    }
+
+
+def _ratio(mine: Sequence[float], base: Sequence[float]) -> float:
+    return statistics.median(one / other for one, other in zip(mine, base, strict=True))
+
+
+def judge(results: Mapping[str, Mapping[str, Mapping[str, Any]]], *, against_torch: bool) -> list[dict[str, Any]]:
+    """What is demanded of each model, a line each."""
+    key, other = ("ratio_to_torch", TORCHS) if against_torch else ("ratio", ONE)
+    return [
+        {"what": f"{name}: {OURS}, of {other}", "figure": rows[OURS][key], "most": ALLOWED}
+        | {"met": rows[OURS][key] <= ALLOWED}
+        for name, rows in results.items()
+    ]
+
+
+def show(name: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """One line per case."""
+    print(f"\n{name}\n{'case':28} {'ms':>9} {'p20':>9} {'p80':>9} {'ratio':>7}")
+    for case, row in rows.items():
+        beside = row["ratio_to_torch"]
+        print(
+            f"{case:28} {row['median_ms']:9.3f} {row['p20_ms']:9.3f} {row['p80_ms']:9.3f} {row['ratio']:7.3f}"
+            + ("" if beside is None else f", of torch's {beside:.3f}")
+        )
+
+
+def pick_devices(asked: argparse.Namespace) -> list[torch.device]:
+    """As many as there are to be replicas.
+
+    Raises:
+        BenchError: there are none such.
+    """
+    device = records.pick_device(asked.device)
+    if device.type == "cpu":
+        return [device] * (asked.replicas or 2)
+    there = torch.cuda.device_count()
+    return [torch.device("cuda", index % there) for index in range(asked.replicas or max(2, there))]
+
+
+def main() -> int:
+    """Runs every model, prints tables and verdict, writes one JSON."""
+    parser = records.Parser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME", help="default: all")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu")
+    parser.add_argument("--replicas", type=int, help="default: 2 on CPU, one per GPU but at least 2")
+    parser.add_argument("--threads", type=int, help="of one replica; DataParallel divides them (default: the cores)")
+    parser.add_argument("--rounds", type=int, default=40, help="timed steps of each case (default: 40)")
+    parser.add_argument(
+        "--against-torch", action="store_true", help=f"{TORCHS} takes part: GPUs only, and there always"
+    )
+    parser.add_argument("--out", type=Path, default=records.RESULTS, help="folder for the JSON")
+    parser.add_argument("--rehearse", action="store_true", help="too few rounds for numbers: the record says so")
+    parser.add_argument("--no-check", action="store_true", help="exit status 0 whatever is missed")
+    asked = parser.parse_args()
+    cores = len(os.sched_getaffinity(0))
+    threads = cores if asked.threads is None else asked.threads
+    if asked.rounds < 2 or threads < 1 or (asked.replicas is not None and asked.replicas < 2):
+        parser.error("at least 2 rounds, 2 replicas and 1 thread")
+    devices = pick_devices(asked)
+    on_gpu = devices[0].type == "cuda"
+    if asked.against_torch and not on_gpu:
+        raise BenchError(NO_TORCH)
+    # torch.nn.DataParallel copies to each device once.
+    with_torch = on_gpu and len(set(devices)) == len(devices)
+    rounds, warmup_rounds = (2, 0) if asked.rehearse else (asked.rounds, WARMUP_ROUNDS)
+    torch.set_num_threads(threads)
+    results = {}
+    for name in asked.models:
+        with contextlib.ExitStack() as stack:
+            ways = cases(task(name, len(devices)), devices, stack, with_torch=with_torch)
+            results[name] = summed_up(seconds_of(ways, rounds, devices[0], warmup_rounds))
+        show(name, results[name])
+    if not with_torch:
+        print(f"\n{NO_TORCH}" if not on_gpu else f"\n{TORCHS}: not measured: it wants a GPU for each replica")
+    verdicts = judge(results, against_torch=with_torch) if with_torch or not on_gpu else []
+    for one in verdicts:
+        print(f"{one['what']}: {one['figure']:.3f}, at most {one['most']:g}: {'met' if one['met'] else 'MISSED'}")
+    path = records.write(
+        asked.out,
+        "data_parallel",
+        devices[0],
+        rehearsal=asked.rehearse,
+        replicas=len(devices),
+        threads=threads,
+        rounds=rounds,
+        models=results,
+        verdicts=verdicts,
+    )
+    print(path)
+    return 0 if asked.rehearse or asked.no_check or all(one["met"] for one in verdicts) else 1
+
+
+if __name__ == "__main__":
+    records.entry(main)

@@ -1,0 +1,542 @@
+"""What the synchronisation modes do to training, and to the time of a step where ranks are not equally fast.
+
+    python perf/bench_modes.py                      # 2 Gloo ranks of this machine; a JSON into perf/results
+    python perf/bench_modes.py --part convergence   # or stragglers
+
+convergence  the demo's digits, trained by each mode from the same seeds on the same batches, every run flushed at its
+             end (one of the asynchronous runs after every epoch as well): accuracy on the held-out fifth, how far it is
+             from Synchronous of the same seed, and how far ranks had drifted apart. After the last flush all ranks must
+             hold the same bytes, and BoundedStaleness(0) those of Synchronous, or there is no number.
+stragglers   milliseconds per step of each rank. Work is a sleep, in place of a GPU, before a forward and backward that
+             cost little; what ranks do differs by scenario:
+
+    even                     all ranks work for one sleep a step
+    pauses of K, in turns    every eighth step one rank, another one each time, pauses for K sleeps
+    pauses of K, one rank    every sixteenth step the last rank pauses for K sleeps
+    always 5 times slower    the last rank works for five sleeps a step
+    no sleep, COUNT x NUMEL  nothing but gradients of that shape: what a mode costs
+
+         A case is a block of steps, timed from a step at which the wires are under way until the last backward has
+         returned; flush is timed beside it. Blocks of all modes and scenarios (of one shape) take turns; Synchronous
+         takes part twice. "held up" is what a step takes beyond the same mode's in `even` in that round, and beyond the
+         rank's own sleeps: what it waited for others.
+         Nothing hides a rank's own sleeps, and over a long time no rank of a bounded mode is faster than the slowest.
+         Before a block is timed every step's gradients are compared: the mean of step t - k; asynchronously, that all
+         that was given sums to all the means.
+
+Demanded: BoundedStaleness(k) is held up by pauses of k steps in turns for at most a quarter of what Synchronous is;
+Asynchronous's fast rank takes at most 1.25 of its time in `even` beside a rank that is always 5 times slower; a mode's
+mean accuracy is at most so many points below Synchronous's as LOST_POINTS says. Exit status 1 where one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import harness
+import records
+import torch
+import torch.distributed as dist
+from records import BenchError, Spread
+from torch import nn
+
+import fusedreduce
+from fusedreduce import Asynchronous, BoundedStaleness, Synchronous
+from fusedreduce.cli import digits
+
+SyncMode = Synchronous | BoundedStaleness | Asynchronous
+PARTS = ("convergence", "stragglers")
+SYNCHRONOUS, AGAIN, EXACT, ASYNCHRONOUS = "synchronous", "synchronous, again", "staleness 0", "asynchronous"
+FLUSHED = "asynchronous, flushed every epoch"
+# Points of accuracy, in the mean over seeds, that a mode may lose.
+LOST_POINTS: Mapping[str, float] = {"staleness 1": 1.0, "staleness 4": 2.0, ASYNCHRONOUS: 1.0, FLUSHED: 1.0}
+HELD_UP_ALLOWED = 0.25
+PASSING_ALLOWED = 1.25
+SLOWER = 5.0
+PAUSE_EVERY = 8  # steps
+FIRST_STEPS = 8  # of a block, untimed: more than are ever under way
+TOLERANCE = 1e-6  # of the largest mean, and of the largest sum of means: a few roundings of each step
+SCALES = 7  # the loss of step t is multiplied by 1 + t % 7: another step's mean is another mean
+
+
+def staleness(steps: int) -> str:
+    """How tables and records call BoundedStaleness."""
+    return f"staleness {steps}"
+
+
+def modes(part: str) -> dict[str, SyncMode]:
+    """By name, those of a part; the first is what ratios refer to."""
+    bounded = {staleness(steps): BoundedStaleness(steps) for steps in (1, 4)}
+    if part == "convergence":
+        first: dict[str, SyncMode] = {SYNCHRONOUS: Synchronous(), EXACT: BoundedStaleness(0)}
+        return first | bounded | {ASYNCHRONOUS: Asynchronous(), FLUSHED: Asynchronous()}
+    return {SYNCHRONOUS: Synchronous(), AGAIN: Synchronous()} | bounded | {ASYNCHRONOUS: Asynchronous()}
+
+
+def wrapped(model: nn.Module, mode: SyncMode) -> fusedreduce.DistributedDataParallel:
+    """A wrapper of that mode; its buffers stay each rank's own."""
+    return fusedreduce.DistributedDataParallel(
+        model, reduce=fusedreduce.ReduceConfig(sync_mode=mode), **harness.OWN_BUFFERS
+    )
+
+
+# Convergence
+
+
+def train(
+    mode: SyncMode, seed: int, steps: int, data: tuple[digits.Digits, digits.Digits], *, flush_every: int = 0
+) -> tuple[dict[str, float], torch.Tensor]:
+    """One run of this rank: what it came to, and the weights that it ended with.
+
+    Raises:
+        BenchError: ranks do not hold the same bytes after the last flush.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    training, held_out = data
+    ddp = wrapped(digits.build_model(seed), mode)
+    optimizer, schedule = digits.build_optimizer(ddp, steps)
+    drifts = []
+    for step in range(steps):
+        batch = training.take(digits.batch_rows(step, len(training), rank, world, seed))
+        nn.functional.cross_entropy(ddp(batch.images), batch.labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()  # before a flush, which takes what is there for a gradient that is still to be used
+        schedule.step()
+        if flush_every and step % flush_every == flush_every - 1:
+            drifts.append(ddp.flush(optimizer))
+    drifts.append(ddp.flush(optimizer))
+    weights = torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
+    check_same(mode, weights)
+    with torch.no_grad():
+        right = ddp.module(held_out.images).argmax(dim=1) == held_out.labels
+    return {
+        "accuracy": round(float(right.float().mean()), 6),
+        "drift": max(one.drift for one in drifts),
+        "relative_drift": max(one.relative_drift for one in drifts),
+    }, weights
+
+
+def check_same(mode: SyncMode, weights: torch.Tensor) -> None:
+    """Raises BenchError unless all ranks hold these bytes."""
+    mine = weights.view(torch.uint8)
+    least, most = mine.clone(), mine.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    if not torch.equal(least, most):
+        raise BenchError(f"{mode} is wrong: ranks hold different weights after flush")
+
+
+def convergence(steps: int, seeds: int) -> dict[str, list[dict[str, float]]]:
+    """Runs of this rank, by mode, in the order of seeds.
+
+    Raises:
+        BenchError: see `train`; or staleness 0 did not end with the weights of Synchronous.
+    """
+    data = digits.load()
+    epoch = max(1, min(steps // 2, digits.batches_per_epoch(len(data[0]), dist.get_world_size())))
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in modes("convergence")}
+    for seed in range(seeds):
+        weights = {}
+        for name, mode in modes("convergence").items():
+            run, weights[name] = train(mode, seed, steps, data, flush_every=epoch if name == FLUSHED else 0)
+            found[name].append(run)
+        if not torch.equal(weights[SYNCHRONOUS], weights[EXACT]):
+            raise BenchError(f"{EXACT} is wrong: its weights are not those of {SYNCHRONOUS}")
+    return found
+
+
+def measure_convergence(rank: int, world: int, folder: str, steps: int, seeds: int) -> NoReturn:
+    """One rank."""
+    harness.begin(rank, world, folder)
+    harness.finish(rank, folder, convergence(steps, seeds))
+
+
+def accuracies(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """Per mode: mean and ends over seeds, points lost against Synchronous of the same seed, the largest drift."""
+    found = {}
+    base = [run["accuracy"] for run in runs[SYNCHRONOUS]]
+    for name, mine in runs.items():
+        accuracy = [run["accuracy"] for run in mine]
+        found[name] = {
+            "accuracy": statistics.fmean(accuracy),
+            "lowest": min(accuracy),
+            "highest": max(accuracy),
+            "lost_points": 100 * statistics.fmean(one - other for one, other in zip(base, accuracy, strict=True)),
+            "drift": max(run["drift"] for run in mine),
+            "relative_drift": max(run["relative_drift"] for run in mine),
+        }
+    return found
+
+
+# Stragglers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What ranks do beside their gradients.
+
+    Args:
+        shape: of the gradients.
+        sleeps: whether a step begins with any.
+        pause: additional sleeps of a pause.
+        in_turns: every eighth step another rank pauses; else every sixteenth step the last one.
+        slower: sleeps in each step of the last rank.
+    """
+
+    shape: harness.Shape = (20, 20_000)
+    sleeps: bool = True
+    pause: int = 0
+    in_turns: bool = True
+    slower: float = 1.0
+
+    def units(self, rank: int, world: int, step: int) -> float:
+        """How many sleeps a rank's step begins with."""
+        if not self.sleeps:
+            return 0.0
+        turn, into = divmod(step, PAUSE_EVERY)
+        pausing = turn % world if self.in_turns else world - 1 if turn % world == world - 1 else -1
+        return (self.slower if rank == world - 1 else 1.0) + (self.pause if into == 0 and pausing == rank else 0)
+
+
+EVEN, CONSTANT = "even", f"always {SLOWER:g} times slower"
+SCENARIOS: Mapping[str, Scenario] = {
+    EVEN: Scenario(),
+    "pauses of 1, in turns": Scenario(pause=1),
+    "pauses of 4, in turns": Scenario(pause=4),
+    "pauses of 4, one rank": Scenario(pause=4, in_turns=False),
+    CONSTANT: Scenario(slower=SLOWER),
+    "no sleep, 200 x 50,000": Scenario(sleeps=False, shape=(200, 50_000)),
+    "no sleep, 2,000 x 8": Scenario(sleeps=False, shape=(2_000, 8)),
+}
+
+
+class Block:
+    """Steps of one wrapper in one scenario.
+
+    Args:
+        ddp: around harness.Many.
+        mode: the wrapper's.
+        scenario: what this rank does.
+        sleep_s: how long a sleep is.
+        rows: this rank's inputs.
+        mean: of all ranks'.
+    """
+
+    def __init__(
+        self,
+        ddp: Any,
+        mode: SyncMode,
+        scenario: Scenario,
+        sleep_s: float,
+        rows: torch.Tensor,
+        mean: torch.Tensor,
+    ) -> None:
+        self._ddp, self._mode, self._scenario, self._sleep_s = ddp, mode, scenario, sleep_s
+        self._rows, self._mean = rows, mean
+
+    def _step(self, step: int, look: Callable[[], object] | None = None) -> None:
+        units = self._scenario.units(dist.get_rank(), dist.get_world_size(), step)
+        if units:
+            time.sleep(units * self._sleep_s)
+        (self._ddp(self._rows) * scale(step)).backward()
+        if look is not None:
+            look()
+        self._ddp.zero_grad(set_to_none=True)
+
+    def seconds(self, steps: int) -> tuple[float, float]:
+        """Of a step, in the mean over `steps`, and of the flush."""
+        dist.barrier()
+        for step in range(FIRST_STEPS):
+            self._step(step)
+        begin_s = time.perf_counter()
+        for step in range(FIRST_STEPS, FIRST_STEPS + steps):
+            self._step(step)
+        end_s = time.perf_counter()
+        self._ddp.flush()
+        flush_s = time.perf_counter() - end_s
+        self._ddp.zero_grad(set_to_none=True)
+        return (end_s - begin_s) / steps, flush_s
+
+    def check(self, name: str, steps: int) -> None:
+        """Looks at the gradients of so many steps and of the flush.
+
+        Raises:
+            BenchError: they are not what the mode promises.
+        """
+        dist.barrier()
+        given = torch.zeros_like(self._mean)
+        late = self._mode.max_staleness if isinstance(self._mode, BoundedStaleness) else 0
+        asynchronous = isinstance(self._mode, Asynchronous)
+
+        def look(step: int) -> None:
+            if asynchronous:
+                given.add_(gradients(self._ddp, self._mean))
+            else:
+                expected = None if step < late else self._mean * scale(step - late)
+                check_gradients(f"{name}, step {step}", self._ddp, expected)
+
+        for step in range(steps):
+            self._step(step, functools.partial(look, step))
+        self._ddp.flush()
+        if asynchronous:
+            given.add_(gradients(self._ddp, self._mean))
+            total = self._mean * sum(map(scale, range(steps)))
+            if not float((given - total).abs().max()) <= steps * TOLERANCE * float(total.abs().max()):
+                raise BenchError(f"{name} is wrong: what its steps and flush gave does not sum to the means")
+        elif late:
+            under_way = sum(map(scale, range(max(0, steps - late), steps)))
+            check_gradients(f"{name}, flush", self._ddp, self._mean * under_way)
+        self._ddp.zero_grad(set_to_none=True)
+
+
+def scale(step: int) -> float:
+    """What the loss of a step is multiplied by."""
+    return 1.0 + step % SCALES
+
+
+def gradients(model: nn.Module, like: torch.Tensor) -> torch.Tensor:
+    """All gradients, a row each; zeros where there is none."""
+    rows = [torch.zeros_like(row) for row in like]
+    return torch.stack(
+        [row if one.grad is None else one.grad for one, row in zip(model.parameters(), rows, strict=True)]
+    )
+
+
+def check_gradients(name: str, model: nn.Module, expected: torch.Tensor | None) -> None:
+    """As harness.check_gradients; with None there must be no gradient.
+
+    Raises:
+        BenchError: one is missing, wrong or left over.
+    """
+    if expected is not None:
+        harness.check_gradients(name, model, expected)
+        return
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            raise BenchError(f"{name} is wrong: {parameter_name} has a gradient, which was to be withheld")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """How much is measured."""
+
+    rounds: int = 10
+    steps: int = 48
+    sleep_s: float = 5e-3
+    shrink: int = 1  # divides the shapes
+
+
+Seconds = dict[str, dict[str, list[tuple[float, float]]]]  # by scenario and mode, per round: of a step, of the flush
+
+
+def stragglers(names: Sequence[str], lengths: Lengths) -> Seconds:
+    """Measures scenarios of one shape, block by block in turns, on this rank; all with the same wrappers.
+
+    Raises:
+        BenchError: gradients are wrong.
+    """
+    [shape] = {SCENARIOS[name].shape for name in names}
+    count, numel = (max(1, size // lengths.shrink) for size in shape)
+    rows = harness.inputs(dist.get_rank(), (count, numel))
+    mean = harness.mean_of_ranks(rows)
+    wrappers = {mode_name: wrapped(harness.Many(count, numel), mode) for mode_name, mode in modes("stragglers").items()}
+    blocks = {
+        (name, mode_name): Block(ddp, modes("stragglers")[mode_name], SCENARIOS[name], lengths.sleep_s, rows, mean)
+        for name in names
+        for mode_name, ddp in wrappers.items()
+    }
+    found: Seconds = {name: {mode_name: [] for mode_name in wrappers} for name in names}
+    keys = list(blocks)
+    _check_all(blocks)
+    gc.collect()
+    gc.freeze()
+    try:
+        for round_number in range(lengths.rounds):
+            for name, mode_name in (keys[turn] for turn in harness.turns(len(keys), round_number)):
+                found[name][mode_name].append(blocks[name, mode_name].seconds(lengths.steps))
+    finally:
+        gc.unfreeze()
+    _check_all(blocks)
+    return found
+
+
+def _check_all(blocks: Mapping[tuple[str, str], Block]) -> None:
+    for (name, mode_name), block in blocks.items():
+        block.check(f"{mode_name}, {name}", 2 * PAUSE_EVERY)
+
+
+def measure_stragglers(rank: int, world: int, folder: str, names: Sequence[str], lengths: Lengths) -> NoReturn:
+    """One rank."""
+    harness.begin(rank, world, folder)
+    harness.finish(rank, folder, stragglers(names, lengths))
+
+
+def runs(names: Sequence[str]) -> list[list[str]]:
+    """What is measured in one run: scenarios of one shape."""
+    shapes = dict.fromkeys(SCENARIOS[name].shape for name in names)
+    return [[name for name in names if SCENARIOS[name].shape == shape] for shape in shapes]
+
+
+def own_units(scenario: Scenario, rank: int, world: int) -> float:
+    """Sleeps per step of a rank, in the mean over a cycle of pauses, beyond those of `even`."""
+    cycle = PAUSE_EVERY * world
+    return statistics.fmean(scenario.units(rank, world, step) for step in range(cycle)) - float(scenario.sleeps)
+
+
+def summed_up(per_rank: Sequence[Seconds], sleep_s: float) -> dict[str, dict[str, Any]]:
+    """Per scenario and mode, a number for each rank: milliseconds per step and of the flush; and, as medians of those
+    within a round, the ratio to Synchronous and what a step was held up."""
+    return {name: {mode: _row(per_rank, name, mode, sleep_s) for mode in per_rank[0][name]} for name in per_rank[0]}
+
+
+def _row(per_rank: Sequence[Seconds], name: str, mode: str, sleep_s: float) -> dict[str, list[float]]:
+    mine_s = [[step_s for step_s, _ in result[name][mode]] for result in per_rank]
+    spreads = [Spread.of(seconds) for seconds in mine_s]
+    row = {
+        "ms": [spread.median_ms for spread in spreads],
+        "p20_ms": [spread.p20_ms for spread in spreads],
+        "p80_ms": [spread.p80_ms for spread in spreads],
+        "flush_ms": [1e3 * statistics.median(flush_s for _, flush_s in result[name][mode]) for result in per_rank],
+        "ratio": [
+            statistics.median(one / base for one, (base, _) in zip(seconds, result[name][SYNCHRONOUS], strict=True))
+            for seconds, result in zip(mine_s, per_rank, strict=True)
+        ],
+    }
+    if name != EVEN and EVEN in per_rank[0]:
+        row["held_up_ms"] = [
+            1e3 * statistics.median(one - even for one, (even, _) in zip(seconds, result[EVEN][mode], strict=True))
+            - 1e3 * sleep_s * own_units(SCENARIOS[name], rank, len(per_rank))
+            for rank, (seconds, result) in enumerate(zip(mine_s, per_rank, strict=True))
+        ]
+    return row
+
+
+# Verdict
+
+
+def judge(
+    accuracy: Mapping[str, Mapping[str, float]], results: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """What is demanded of what was measured, a line each."""
+    found = []
+    for name, most in LOST_POINTS.items():
+        if name in accuracy:
+            lost = accuracy[name]["lost_points"]
+            found.append(_line(f"{name}: points of accuracy lost", lost, most))
+    for steps in (1, 4):
+        rows = results.get(f"pauses of {steps}, in turns")
+        if rows is not None and "held_up_ms" in rows[SYNCHRONOUS]:
+            held_ms, base_ms = (statistics.fmean(rows[one]["held_up_ms"]) for one in (staleness(steps), SYNCHRONOUS))
+            share = held_ms / base_ms if base_ms > 0 else float("inf")
+            found.append(
+                _line(
+                    f"{staleness(steps)}, pauses of {steps} in turns: held up, of Synchronous", share, HELD_UP_ALLOWED
+                )
+            )
+    if EVEN in results and CONSTANT in results:
+        ratio = results[CONSTANT][ASYNCHRONOUS]["ms"][0] / results[EVEN][ASYNCHRONOUS]["ms"][0]
+        found.append(_line(f"{ASYNCHRONOUS}, {CONSTANT}: the fast rank, of its time in even", ratio, PASSING_ALLOWED))
+    return found
+
+
+def _line(what: str, figure: float, most: float) -> dict[str, Any]:
+    return {"what": what, "figure": round(min(figure, 1e9), 4), "most": most, "met": figure <= most}
+
+
+# Command line
+
+
+def show_accuracies(rows: Mapping[str, Mapping[str, float]], steps: int, seeds: int) -> None:
+    """Prints them."""
+    print(f"\ndigits, {steps} steps, {seeds} seeds: accuracy on what is held out")
+    for name, row in rows.items():
+        print(
+            f"{name:36} {row['accuracy']:.2%} ({row['lowest']:.2%} to {row['highest']:.2%}), {row['lost_points']:+.2f} "
+            f"points lost; drift {row['drift']:.3g}, relative {row['relative_drift']:.3g}"
+        )
+
+
+def show_stragglers(results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Prints them."""
+    for name, found in results.items():
+        print(f"\n{name}: ms per step of each rank; ratio to {SYNCHRONOUS!r}; held up; flush")
+        for mode_name, row in found.items():
+            held = row.get("held_up_ms")
+            print(
+                f"{mode_name:22}"
+                + "".join(f" {one:8.2f}" for one in row["ms"])
+                + "".join(f" {one:7.3f}" for one in row["ratio"])
+                + ("".join(f" {one:8.2f}" for one in held) if held else "")
+                + "".join(f" {one:8.2f}" for one in row["flush_ms"])
+            )
+
+
+def main() -> int:
+    """Runs the parts, prints tables and verdict, writes one JSON."""
+    parser = records.Parser(description=__doc__)
+    parser.add_argument("--part", choices=PARTS, action="append", help="default: both")
+    parser.add_argument("--scenario", choices=tuple(SCENARIOS), action="append", help="default: all")
+    parser.add_argument("--ranks", type=int, default=2, help="processes of one thread each (default: 2)")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each mode (default: 5)")
+    parser.add_argument("--steps", type=int, default=220, help="of a run (default: 220, ten epochs on 2 ranks)")
+    parser.add_argument("--rounds", type=int, default=Lengths.rounds, help="blocks of each mode in a scenario")
+    parser.add_argument("--out", type=Path, default=records.RESULTS, help="folder for the JSON")
+    parser.add_argument("--rehearse", action="store_true", help="too small for numbers: the record says so")
+    parser.add_argument("--no-check", action="store_true", help="exit status 0 whatever is missed")
+    asked = parser.parse_args()
+    if asked.ranks < 2 or asked.seeds < 1 or asked.steps < 8 or asked.rounds < 2:
+        parser.error("at least 2 ranks, 1 seed, 8 steps and 2 rounds")
+    return run(asked)
+
+
+def run(asked: argparse.Namespace) -> int:
+    """What was asked for."""
+    parts = asked.part or PARTS
+    lengths, steps, seeds = Lengths(rounds=asked.rounds), asked.steps, asked.seeds
+    if asked.rehearse:
+        lengths, steps, seeds = Lengths(rounds=2, steps=8, sleep_s=2e-4, shrink=10), 8, 1
+    neighbours = records.Neighbours()
+    accuracy: dict[str, dict[str, float]] = {}
+    if "convergence" in parts:
+        # Every rank has the same accuracy and drift: see check_same, and FlushReport.
+        accuracy = accuracies(harness.run_ranks(measure_convergence, asked.ranks, steps, seeds)[0])
+        show_accuracies(accuracy, steps, seeds)
+    results: dict[str, dict[str, Any]] = {}
+    for names in runs(asked.scenario or list(SCENARIOS)) if "stragglers" in parts else ():
+        results |= summed_up(harness.run_ranks(measure_stragglers, asked.ranks, names, lengths), lengths.sleep_s)
+    show_stragglers(results)
+    cores = round(neighbours.cores(), 2)
+    print(f"\nother work kept {cores} cores busy meanwhile")
+    verdicts = judge(accuracy, results)
+    for one in verdicts:
+        print(f"{one['what']}: {one['figure']:.3f}, at most {one['most']:g}: {'met' if one['met'] else 'MISSED'}")
+    path = records.write(
+        asked.out,
+        "modes" if len(parts) == len(PARTS) else f"modes-{parts[0]}",
+        "cpu",
+        rehearsal=asked.rehearse,
+        others_cores=cores,
+        ranks=asked.ranks,
+        seeds=seeds,
+        steps=steps,
+        rounds=lengths.rounds,
+        block_steps=lengths.steps,
+        sleep_ms=lengths.sleep_s * 1e3,
+        accuracy=accuracy,
+        stragglers=results,
+        verdicts=verdicts,
+    )
+    print(path)
+    return 0 if asked.rehearse or asked.no_check or all(one["met"] for one in verdicts) else 1
+
+
+if __name__ == "__main__":
+    records.entry(main)
