@@ -388,10 +388,15 @@ class Reducer:
     def no_sync(self) -> Iterator[None]:
         """Forwards within it do not arm the hooks: gradients accumulate here, and the next step reduces their sum."""
         before, self._sync = self._sync, False
+        aside = self._aside
+        if aside is not None:
+            aside.take()  # a backward may come of which nobody tells: without prepare_for_backward
         try:
             yield
         finally:
             self._sync = before
+            if aside is not None and not aside.local():
+                aside.put_back()
 
     def expect_local_backward(self) -> None:
         """The next backward is not reduced on purpose (no_sync of a wrapper)."""

@@ -29,6 +29,7 @@ class SetAside:
         self._parameters = parameters
         self._held: list[torch.Tensor | None] | None = None
         self._taken = False
+        self._made = False  # a backward has made gradients since, as far as is known
         self.stepped = False  # an optimizer has, with what has landed last
 
     def take(self) -> None:
@@ -37,14 +38,16 @@ class SetAside:
         If it makes no gradient (an autograd.grad), that is undone when it ends.
         """
         if self._taken:
-            if not self._any():
+            if self._any():
+                self._made = True
+            elif self._made:
                 self._held = None  # the user has zeroed, and meant all of it
-            return
-        self._taken = True
-        if self._any():
-            self._held = [parameter.grad for parameter in self._parameters]
-            for parameter in self._parameters:
-                parameter.grad = None
+        else:
+            self._taken = True
+            if self._any():
+                self._held = [parameter.grad for parameter in self._parameters]
+                for parameter in self._parameters:
+                    parameter.grad = None
         if in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self._settle)
 
@@ -58,6 +61,7 @@ class SetAside:
     def put_back(self) -> None:
         """A step has ended, or an earlier one has landed: adds what was set aside to what is there by now."""
         held, self._held, self._taken, self.stepped = self._held, None, False, False
+        self._made = False
         for parameter, aside in zip(self._parameters, held or (), strict=False):
             landed = parameter.grad
             if aside is None:
@@ -71,7 +75,7 @@ class SetAside:
 
     def drop(self) -> None:
         """A step was given up."""
-        self._held, self._taken = None, False
+        self._held, self._taken, self._made = None, False, False
 
     def local(self) -> bool:
         """Whether backwards have made gradients since a step has ended."""
@@ -81,5 +85,7 @@ class SetAside:
         return {type(parameter.grad) for parameter in self._parameters} != {type(None)}
 
     def _settle(self) -> None:
-        if self._taken and not self._any():
+        if self._taken and self._any():
+            self._made = True
+        elif self._taken and not self._made:
             self.put_back()

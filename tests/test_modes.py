@@ -352,6 +352,25 @@ def test_a_forward_or_an_autograd_grad_between_takes_no_gradient_away() -> None:
     _same(_copies(parameters), [communicator.mean(one) for one in _drawn(3)])
 
 
+@pytest.mark.filterwarnings("ignore:.* got a gradient after")
+def test_backwards_under_no_sync_need_not_be_prepared() -> None:
+    parameters, communicator = _parameters(), Loopback([lambda mine: mine.clone()])
+    reducer = Reducer(parameters, communicator, _stale(1), caps=CAPS)
+    held = waiting = [torch.zeros(shape) for shape in SHAPES]
+    for number in range(8):  # never zeroed: what has landed stays, and is not sent again
+        local, own = ([one.mul(8).round() for one in _drawn(number + seed)] for seed in (100, 200))
+        with reducer.no_sync():
+            for _ in range(number % 3):
+                loss_of(parameters, local).backward()
+        if number % 3 == 0 and number:
+            _same(_copies(parameters), held, "nothing came, and nothing is gone")
+        step(reducer, own)
+        if number:
+            held = [one + other for one, other in zip(held, waiting, strict=True)]
+            _same(_copies(parameters), held, number)
+        waiting = [one + other * (number % 3) for one, other in zip(own, local, strict=True)]
+
+
 def test_plans_change_while_steps_are_under_way() -> None:
     def case(communicator: Communicator) -> None:
         parameters, hashes = _parameters(), set()
