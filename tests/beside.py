@@ -25,6 +25,7 @@ BESIDE = frozenset(
     for name in (
         "aot",
         "assignment",
+        "asynchronous",
         "combine",
         "costs",
         "dispatch",
@@ -39,6 +40,7 @@ BESIDE = frozenset(
         "planner",
         "reducer",
         "reference",
+        "resync",
         "simulate",
         "sources",
         "stats",

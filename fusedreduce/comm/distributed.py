@@ -6,9 +6,10 @@ import contextlib
 import datetime
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ _OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
+_built: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
 _REFUSAL = re.compile(r"type|dtype|support|implement", re.IGNORECASE)
 
 
@@ -80,11 +82,9 @@ class ProcessGroupCommunicator:
         if self._rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the process group it was given")
         self._size = dist.get_world_size(self.group)
-        # Ranks build their communicators in the same order, so the n-th of a store is the same one everywhere. A group
-        # that is made anew may have the store of the one before, and what was written there.
-        self._serial = 0
-        if self._size > 1:
-            self._serial = self._store().add(f"fusedreduce/communicators/{self._rank}", 1)
+        # Ranks build their communicators in the same order, so the n-th of a group is the same one everywhere.
+        self._serial = _built[self.group] = _built.get(self.group, 0) + 1
+        self._prefix = ""
         self._own = False
         self._parted = 0
         self._refusals: dict[tuple[torch.dtype, torch.device], str | None] = {}
@@ -178,7 +178,7 @@ class ProcessGroupCommunicator:
         have other groups than their peers, or where a group of that name has been destroyed.
         """
         self._parted += 1
-        key = f"fusedreduce/apart/{self._serial}/{self._parted}"
+        key = f"{self._keys()}/apart/{self._parted}"
         name = "fusedreduce " + self._store().compare_set(key, "", uuid.uuid4().hex).decode()
         members = dist.get_process_group_ranks(self.group)
         timeout = datetime.timedelta(seconds=self.timeout_s(self._device()))
@@ -200,13 +200,24 @@ class ProcessGroupCommunicator:
         if self._size == 1:
             return [text]
         store = self._store()
-        keys = [f"fusedreduce/{self._serial}/{key}/{rank}" for rank in range(self._size)]
+        keys = [f"{self._keys()}/{key}/{rank}" for rank in range(self._size)]
         store.set(keys[self._rank], text)
         store.wait(keys, datetime.timedelta(seconds=self.timeout_s(device)))
         return [store.get(one).decode() for one in keys]
 
     def _store(self) -> Any:
         return c10d._get_process_group_store(self.group)
+
+    def _keys(self) -> str:
+        """What this communicator's keys in the store begin with.
+
+        A group that is made anew may have the store of one before it, and what was written there: so each rank counts
+        there how often it has had a communicator of this number.
+        """
+        if not self._prefix:
+            times = self._store().add(f"fusedreduce/{self._serial}/{self._rank}", 1)
+            self._prefix = f"fusedreduce/{self._serial}/{times}"
+        return self._prefix
 
     def _device(self) -> torch.device:
         """One that the group has a backend for."""

@@ -116,10 +116,10 @@ class _Channel:
                 name = f"{where} of channel {self.name} among {group.size} local ranks"
                 meeting = self._meetings[place] = Meeting(name, group.size, group.lock, group.timeout_s)
             self.used_by[rank] = arrival.thread
+            pending = LocalPending(meeting, rank, arrival, lambda: self._alone(meeting), lambda: group.rejoin(rank))
             last = meeting.arrive(rank, arrival)
             if not meeting.missing():
                 del self._meetings[place]
-        pending = LocalPending(meeting, rank, arrival, lambda: self._alone(meeting), lambda: group.rejoin(rank))
         if last:
             meeting.perform(lambda arrivals: perform(arrivals, group.workshop))
         return pending

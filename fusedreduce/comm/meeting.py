@@ -130,15 +130,15 @@ class Meeting:
 
     def perform(self, work: Callable[[Sequence[Arrival]], Outcome]) -> None:
         """All have come: checks that they want the same and does it. The lock is not held."""
-        arrivals = [self.arrivals[rank] for rank in range(self.size)]
         try:
+            arrivals = [self.arrivals[rank] for rank in range(self.size)]
             problem = disagreement(arrivals)
             if problem:
                 self.finish(None, f"{self.name}: {problem}")
             else:
                 self.finish(work(arrivals))
         except BaseException as error:
-            self.finish(None, f"{self.name} ({arrivals[0]}) failed: {type(error).__name__}: {error}", error)
+            self.finish(None, f"{self.name} failed: {type(error).__name__}: {error}", error)
             if not isinstance(error, Exception):
                 raise
 
