@@ -57,7 +57,7 @@ class _Block:
 
 class Ledger:
     """What one bucket's parameters have been given. Its buffers are pooled: a wire and a strip for every contribution
-    that is under way, and one strip more.
+    that is under way, a strip for the next one, and one for what is owed while everything lands.
 
     Args:
         members: dense parameters.
