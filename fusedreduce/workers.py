@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import queue
 import threading
 import weakref
@@ -61,12 +62,11 @@ class Workers:
         settings = Settings()
         with self._lock:
             self._share(torch.get_num_threads())
-            round_ = _Round(len(jobs), on_error)
-            for number, (job, one) in enumerate(zip(jobs, self._queues, strict=False)):
-                one.put(round_.wrapped(number, settings.wrapped(job)))
+            round_ = _Round([settings.wrapped(job) for job in jobs], on_error)
             try:
-                round_.ended.wait()
+                self._start(round_)
             except BaseException as error:  # of a signal
+                round_.cancel()
                 if on_error is not None:
                     on_error(0, error)
                 round_.ended.wait()
@@ -81,6 +81,11 @@ class Workers:
             if thread is not threading.current_thread():
                 thread.join()
 
+    def _start(self, round_: _Round) -> None:
+        for task, one in zip(round_.tasks(), self._queues, strict=False):
+            one.put(task)
+        round_.ended.wait()
+
     def _share(self, total: int) -> None:
         """Divides `total` intra-op threads among the workers."""
         if total == self._intra_op:
@@ -91,10 +96,7 @@ class Workers:
         with _default_lock:
             # What a thread sets holds for itself, and for all threads that are started later.
             default = _in_new_thread(torch.get_num_threads)
-            round_ = _Round(len(shares), None)
-            for number, (share, one) in enumerate(zip(shares, self._queues, strict=True)):
-                one.put(round_.wrapped(number, _Setting(share, counted=total > 1)))
-            round_.ended.wait()
+            self._start(_Round([_Setting(share, counted=total > 1) for share in shares], None))
             _in_new_thread(_Setting(default, counted=False))
 
 
@@ -141,41 +143,66 @@ def modes_are_active() -> bool:
 
 
 class _Round:
-    """The jobs that are under way together."""
+    """Jobs that are under way together. What is left of one in a queue after an interrupt does nothing.
 
-    def __init__(self, count: int, on_error: Callable[[int, BaseException], None] | None) -> None:
-        self._left = count
+    Args:
+        jobs: what the tasks run.
+        on_error: see `Workers.run`.
+
+    Attributes:
+        ended: set when none runs and none will; threads then hold nothing of theirs.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Callable[[], Any]], on_error: Callable[[int, BaseException], None] | None
+    ) -> None:
+        self._jobs: list[Callable[[], Any] | None] = list(jobs)
+        self.ended = threading.Event()
         self._lock = threading.Lock()
+        self._waiting = set(range(len(jobs)))
+        self._running = 0
         self._results: dict[int, Any] = {}
         self._errors: list[BaseException] = []
         self._on_error = on_error
-        self.ended = threading.Event()
 
-    def wrapped(self, number: int, job: Callable[[], Any]) -> Callable[[], None]:
-        """Runs `job` and keeps what comes of it."""
+    def tasks(self) -> list[Callable[[], None]]:
+        """One per job, each to be called by a thread."""
+        return [functools.partial(self._run, number) for number in range(len(self._jobs))]
 
-        def run() -> None:
-            try:
-                self._results[number] = job()
-            except BaseException as error:
-                with self._lock:
-                    self._errors.append(error)
-                if self._on_error is not None:
-                    self._on_error(number, error)
-            finally:
-                with self._lock:
-                    self._left -= 1
-                    last = self._left == 0
-                if last:
+    def cancel(self) -> None:
+        """Those that have not begun never will."""
+        with self._lock:
+            self._waiting.clear()
+            if self._running == 0:
+                self.ended.set()
+
+    def _run(self, number: int) -> None:
+        with self._lock:
+            if number not in self._waiting:
+                return
+            self._waiting.discard(number)
+            self._running += 1
+            job, self._jobs[number] = self._jobs[number], None
+        assert job is not None
+        try:
+            self._results[number] = job()
+        except BaseException as error:
+            with self._lock:
+                self._errors.append(error)
+            if self._on_error is not None:
+                self._on_error(number, error)
+        finally:
+            del job
+            with self._lock:
+                self._running -= 1
+                if self._running == 0 and not self._waiting:
                     self.ended.set()
-
-        return run
 
     def results(self) -> list[Any]:
         """In order; raises what was raised first."""
         errors, self._errors = self._errors, []
         if not errors:
-            return [self._results[number] for number in range(len(self._results))]
+            return [self._results.pop(number) for number in range(len(self._results))]
         try:
             raise errors[0]
         finally:

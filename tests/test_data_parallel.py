@@ -967,11 +967,12 @@ def test_an_interrupt_waits_for_the_workers(build: Build) -> None:
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             started.set()
-            time.sleep(0.3)
+            sent.wait(TIMEOUT_S)
+            time.sleep(0.2)
             ended.append(1)
             return gradient
 
-    started, ended = threading.Event(), list[int]()
+    started, sent, ended = threading.Event(), threading.Event(), list[int]()
     module = Calls(lambda module, x: Slow.apply(x * module.weight))
     dp = build(module)
     out = dp(torch.ones(4, dtype=torch.float64)).sum()
@@ -980,6 +981,7 @@ def test_an_interrupt_waits_for_the_workers(build: Build) -> None:
     def interrupt() -> None:
         started.wait()
         signal.pthread_kill(main, signal.SIGINT)
+        sent.set()
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
