@@ -243,7 +243,7 @@ class Sleeps:
 
     def __call__(self, rank: int) -> None:
         own = self._random[rank]
-        if own.random() < 0.5:
+        if own.random() < 0.25:
             time.sleep(own.random() * 2e-4)
 
 

@@ -55,7 +55,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hook_trace", "scheduler", "units", "finite", "admission"),
     ("exchange",),
     ("bucket_rows",),
-    ("launched", "optimizer_steps", "set_aside"),
+    ("optimizer_steps", "set_aside"),
     ("deferred", "gradients", "backward_hooks"),
     ("bucket", "grad_bucket"),
     ("parameter_hooks", "step", "step_clock", "streams"),
