@@ -12,10 +12,12 @@ with a loss per replica. No optimizer: it does the same work whoever made the gr
     gpt2     4 layers of width 128 on 8 sequences of 64 words
     narrow   100 layers of width 16 on 64 rows: nothing but calls, which threads of one interpreter make in turn
 
-Cases take turns step by step, in an order that changes each round; ratios are medians of those within a round; one
-replica takes part twice. Before anything is timed outputs and gradients are compared with one plain backward over the
-shards (a batch norm sees its shard alone, in every kind of data parallel). On CPU a step of DataParallel is to take no
-longer than one replica's, on a GPU no longer than torch.nn.DataParallel's, each within 5 %: exit status 1 otherwise.
+Each way has a process of its own, since OpenMP's threads wait for each other in another way where there are more of
+them than cores, as beside those of DataParallel. Only one process works at a time: they take turns, a few steps each,
+in an order that changes each round; ratios are medians of those within a round; one replica takes part twice. Before
+anything is timed outputs and gradients are compared with one plain backward over the shards (a batch norm sees its
+shard alone, in every kind of data parallel). On CPU a step of DataParallel is to take no longer than one replica's, on
+a GPU no longer than torch.nn.DataParallel's, each within 5 %: exit status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ import argparse
 import contextlib
 import copy
 import gc
+import multiprocessing
 import os
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +50,9 @@ from fusedreduce.cli import digits
 ONE, AGAIN, OURS, PARALLEL = "one replica", "one replica, again", "ours", "ours, forward_parallel"
 TORCHS = "torch.nn.DataParallel"
 ALLOWED = 1.05
-WARMUP_ROUNDS = 3
+WARMUP_ROUNDS = 2
+TURN_STEPS = 3  # of which the median counts, behind one that brings data back into the caches
+QUIET_S = 0.02  # between turns: until the threads of the process before have ceased to spin
 TOLERANCE = 1e-4  # of the largest gradient or output: sums in another order, through some layers
 NO_TORCH = "torch.nn.DataParallel: not measured: it needs GPUs"
 
@@ -179,7 +186,7 @@ class Case:
         self._what, self._module, self._step, self._truth = what, module, step, truth
 
     def run(self) -> torch.Tensor:
-        """One step."""
+        """One step, gradients set to None first."""
         self._module.zero_grad(set_to_none=True)
         return self._step()
 
@@ -215,64 +222,123 @@ def parallel(ours: Any, shards: Sequence[torch.Tensor]) -> Callable[[], torch.Te
     return step
 
 
-def cases(
-    made: Task, devices: Sequence[torch.device], stack: contextlib.ExitStack, *, with_torch: bool
-) -> dict[str, Case]:
-    """All ways to do a task's step; `stack` closes what they own."""
+def case(name: str, made: Task, devices: Sequence[torch.device], stack: contextlib.ExitStack) -> Case:
+    """A way to do a task's step; `stack` closes what it owns."""
     first = devices[0]
-    module = made.module.to(first)
-    batch = made.batch.to(first)
+    module, batch = made.module.to(first), made.batch.to(first)
     shards = batch.chunk(len(devices))
-    whole, sharded = Truth(module, [batch]), Truth(module, shards)
-    found: dict[str, Case] = {}
+    truth = Truth(module, [batch] if name in (ONE, AGAIN) else shards)
+    if name in (ONE, AGAIN):
+        return Case(name, module, plain(module, batch), truth)
+    if name == TORCHS:
+        theirs = nn.DataParallel(module, [one.index for one in devices])
+        return Case(name, module, plain(theirs, batch), truth)
+    ours = stack.enter_context(fusedreduce.DataParallel(module, devices))
+    if name == OURS:
+        return Case(name, module, plain(ours, batch), truth)
+    placed = [shard.to(device) for shard, device in zip(shards, devices, strict=True)]
+    return Case(name, module, parallel(ours, placed), truth)
 
-    def copied() -> nn.Module:
-        return copy.deepcopy(module)
 
-    for name in (ONE, AGAIN):
-        replica = copied()
-        found[name] = Case(name, replica, plain(replica, batch), whole)
-    for name in (OURS, PARALLEL):
-        replica = copied()
-        ours = stack.enter_context(fusedreduce.DataParallel(replica, devices))
-        placed = [shard.to(device) for shard, device in zip(shards, devices, strict=True)]
-        step = plain(ours, batch) if name == OURS else parallel(ours, placed)
-        found[name] = Case(name, replica, step, sharded)
-    if with_torch:
-        replica = copied()
-        found[TORCHS] = Case(
-            TORCHS, replica, plain(nn.DataParallel(replica, [one.index for one in devices]), batch), sharded
-        )
-    return found
+def turn(way: Case, device: torch.device) -> float:
+    """Seconds of a step."""
+    way.run()
+    found = []
+    for _ in range(TURN_STEPS):
+        harness.wait_for(device)
+        begin_s = time.perf_counter()
+        way.run()
+        harness.wait_for(device)
+        found.append(time.perf_counter() - begin_s)
+    return statistics.median(found)
+
+
+def serve(pipe: Connection, name: str, model: str, devices: Sequence[torch.device], threads: int) -> None:
+    """A process: tells that its way is right, then takes a turn whenever it is asked to, and is checked once more."""
+    try:
+        torch.set_num_threads(threads)
+        with contextlib.ExitStack() as stack:
+            way = case(name, task(model, len(devices)), devices, stack)
+            way.check()
+            gc.collect()
+            gc.freeze()
+            pipe.send(0.0)
+            while pipe.recv():
+                pipe.send(turn(way, devices[0]))
+            way.check()
+            pipe.send(0.0)
+    except Exception as error:
+        line = records.line_of(error)
+        pipe.send(line or f"{name}: {traceback.format_exc()}")
+    finally:
+        gc.unfreeze()
+
+
+class Player:
+    """A way, in a process of its own.
+
+    Args:
+        arguments: those of `serve` behind the pipe.
+    """
+
+    def __init__(self, *arguments: object) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def answer(self) -> float:
+        """What it says next.
+
+        Raises:
+            BenchError: it is wrong, or gone.
+        """
+        try:
+            said = self._pipe.recv()
+        except (EOFError, OSError):
+            raise BenchError("a process is gone: too little memory, or what it has printed") from None
+        if isinstance(said, str):
+            raise BenchError(said)
+        return float(said)
+
+    def ask(self, *, more: bool) -> float:
+        """A turn; or, without more of them, the last check."""
+        self._pipe.send(more)
+        return self.answer()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.terminate()
+        self._process.join()
+        self._pipe.close()
 
 
 def seconds_of(
-    ways: Mapping[str, Case], rounds: int, device: torch.device, warmup_rounds: int = WARMUP_ROUNDS
+    names: Sequence[str], model: str, devices: Sequence[torch.device], threads: int, rounds: int, warmup_rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of every step of each case, in turns; each is checked before and after.
+    """Seconds of a step of each way, in turns; each is checked before and after.
 
     Raises:
         BenchError: one is wrong.
     """
-    names = list(ways)
+    players: dict[str, Player] = {}
     found: dict[str, list[float]] = {name: [] for name in names}
-    for case in ways.values():
-        case.check()
-    gc.collect()
-    gc.freeze()
     try:
+        for name in names:
+            players[name] = Player(name, model, devices, threads)
+            players[name].answer()
         for round_number in range(-warmup_rounds, rounds):
-            for name in (names[turn] for turn in harness.turns(len(names), round_number)):
-                harness.wait_for(device)
-                begin_s = time.perf_counter()
-                ways[name].run()
-                harness.wait_for(device)
+            for name in (names[place] for place in harness.turns(len(names), round_number)):
+                time.sleep(QUIET_S)
+                seconds = players[name].ask(more=True)
                 if round_number >= 0:
-                    found[name].append(time.perf_counter() - begin_s)
+                    found[name].append(seconds)
+        for player in players.values():
+            player.ask(more=False)
     finally:
-        gc.unfreeze()
-    for case in ways.values():
-        case.check()
+        for player in players.values():
+            player.close()
     return found
 
 
@@ -333,7 +399,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu")
     parser.add_argument("--replicas", type=int, help="default: 2 on CPU, one per GPU but at least 2")
     parser.add_argument("--threads", type=int, help="of one replica; DataParallel divides them (default: the cores)")
-    parser.add_argument("--rounds", type=int, default=40, help="timed steps of each case (default: 40)")
+    parser.add_argument("--rounds", type=int, default=40, help="turns of each way (default: 40)")
     parser.add_argument(
         "--against-torch", action="store_true", help=f"{TORCHS} takes part: GPUs only, and there always"
     )
@@ -352,12 +418,10 @@ def main() -> int:
     # torch.nn.DataParallel copies to each device once.
     with_torch = on_gpu and len(set(devices)) == len(devices)
     rounds, warmup_rounds = (2, 0) if asked.rehearse else (asked.rounds, WARMUP_ROUNDS)
-    torch.set_num_threads(threads)
+    ways = [ONE, AGAIN, OURS, PARALLEL, *([TORCHS] if with_torch else [])]
     results = {}
     for name in asked.models:
-        with contextlib.ExitStack() as stack:
-            ways = cases(task(name, len(devices)), devices, stack, with_torch=with_torch)
-            results[name] = summed_up(seconds_of(ways, rounds, devices[0], warmup_rounds))
+        results[name] = summed_up(seconds_of(ways, name, devices, threads, rounds, warmup_rounds))
         show(name, results[name])
     if not with_torch:
         print(f"\n{NO_TORCH}" if not on_gpu else f"\n{TORCHS}: not measured: it wants a GPU for each replica")
