@@ -21,15 +21,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import averages
+from .asynchronous.own_pace import OwnPace
 from .bucket_set import BucketMaker, BucketSet
 from .comm.monitor import StallMonitor
 from .comm.protocol import Communicator, Pending
 from .errors import FusedReduceError
 from .grad_bucket import GradBucket
+from .later import averages
+from .later.under_way import StepsUnderWay, StepUnderWay, untouched_of
 from .modes import Asynchronous, SyncMode, staleness
 from .observed import Observed
-from .own_pace import OwnPace
 from .planning.plan import Plan
 from .planning.timeline import MISSING_NS
 from .plans import Plans
@@ -37,7 +38,6 @@ from .recording import Recording
 from .reductions import HookedReduction, Members, Reduction
 from .step import Step
 from .step_clock import Looked, StepClock
-from .under_way import StepsUnderWay, StepUnderWay, untouched_of
 from .units import LossScale, Unscaling
 from .unused import UsedMap, UsedSum
 

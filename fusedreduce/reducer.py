@@ -40,8 +40,11 @@ import torch
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from . import admission, optimizer_steps, own_pace
+from . import admission
 from .arrivals import Arrivals
+from .asynchronous import own_pace
+from .asynchronous.own_pace import OwnPace
+from .asynchronous.resync import equalize
 from .backward_hooks import BackwardHooks
 from .bucket_set import BucketMaker
 from .comm.protocol import Communicator, Pending
@@ -50,9 +53,10 @@ from .deferred import in_backward
 from .errors import CollectiveError, FusedReduceError
 from .exchange import collective_error
 from .grad_bucket import GradBucket
+from .later import optimizer_steps
+from .later.set_aside import SetAside
 from .modes import FlushReport, SyncMode, is_synchronous
 from .observed import Observed
-from .own_pace import OwnPace
 from .parameter_hooks import ParameterHooks
 from .pipeline import Ended, Pipeline
 from .planning.assignment import BucketCaps
@@ -62,8 +66,6 @@ from .planning.timeline import MISSING_NS
 from .plans import Plans
 from .recording import Recording
 from .reductions import CommHook
-from .resync import equalize
-from .set_aside import SetAside
 from .step import Step, unfinished_text
 from .step_clock import StepClock
 from .units import LossScale

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stage import Stage
 
-from fusedreduce import ledger as ledger_module
-from fusedreduce.asynchronous import Contributions
+from fusedreduce.asynchronous import ledger as ledger_module
+from fusedreduce.asynchronous.contributions import Contributions
+from fusedreduce.asynchronous.ledger import Ledger, _blocks
 from fusedreduce.errors import CollectiveError, FusedReduceError
-from fusedreduce.ledger import Ledger, _blocks
 from fusedreduce.planning.layout import aligned_layout
 from fusedreduce.reductions import Members
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from .reductions import Members
+from ..reductions import Members
+from ..units import LossScale, Unscaling
 from .under_way import StepUnderWay
-from .units import LossScale, Unscaling
 
 _VERSION = 1
 

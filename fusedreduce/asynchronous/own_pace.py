@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from .asynchronous import Contributions, Drained
-from .bucket_set import BucketMaker
-from .comm.protocol import Communicator
-from .config import ReduceConfig
-from .gradients import real_dtype
+from ..bucket_set import BucketMaker
+from ..comm.protocol import Communicator
+from ..config import ReduceConfig
+from ..gradients import real_dtype
+from ..modes import Asynchronous
+from ..observed import Observed
+from ..reductions import Members
+from ..streams import Streams
+from .contributions import Contributions, Drained
 from .ledger import Ledger
-from .modes import Asynchronous
-from .observed import Observed
-from .reductions import Members
-from .streams import Streams
 
 
 class OwnPace:

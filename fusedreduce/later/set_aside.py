@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .deferred import in_backward
+from ..deferred import in_backward
 
 
 class SetAside:

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 import torch
 
-from .bucket_set import BucketSet
-from .finite import Started
-from .reductions import Members
-from .units import Unscaling
-from .unused import UsedSum
+from ..bucket_set import BucketSet
+from ..finite import Started
+from ..reductions import Members
+from ..units import Unscaling
+from ..unused import UsedSum
 
 
 class Lands(Protocol):
