@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from collective_cases import Peers, caught, good, listen_or_connect, run_threads, settles, tasks, values
+from collective_cases import TIMEOUT_S, Peers, caught, good, listen_or_connect, run_threads, settles, tasks, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +18,7 @@ from fusedreduce.collective import (
     Centralized,
     CollectiveConfig,
     InvalidConfig,
+    LocalGroup,
     MultipleUnregister,
     RegisterNotFirstOperation,
     Ring,
@@ -440,6 +441,27 @@ def test_500_operations_leave_nothing_behind(peers: Peers) -> None:
     assert rooms[0]() is None
     assert all(count <= 3 + peers.nodes for count in keys)
     assert settles(lambda: tasks() <= before), (before, tasks())
+
+
+@pytest.mark.parametrize("end", ["finish", "reset", "close", "nothing", "refused"])
+def test_a_group_is_not_kept_by_those_that_registered_with_it(end: str) -> None:
+    def used() -> list[weakref.ref[Any]]:
+        group, world = LocalGroup(2), torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1)  # type: ignore[attr-defined]
+        config = CollectiveConfig(world_size=3 if end == "refused" else 2, timeout_s=TIMEOUT_S, global_group=world)
+
+        def peer(number: int) -> None:
+            session = register(number, "cpu", config, group)
+            {"finish": session.finish, "reset": session.reset}.get(end, lambda: None)()
+
+        for one in run_threads([lambda: peer(0), lambda: peer(1)]):
+            assert isinstance(one, InvalidConfig if end == "refused" else type(None))
+        if end == "close":
+            group.close()
+        return [weakref.ref(group), weakref.ref(world)]
+
+    alive = used()
+    gc.collect()
+    assert [one() for one in alive] == [None, None]
 
 
 @settings(max_examples=25)

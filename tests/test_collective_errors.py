@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from collective_cases import Peers, caught, free_port, good, listen_or_connect, run_threads, same, values
+from collective_cases import TIMEOUT_S, Peers, caught, free_port, good, listen_or_connect, run_threads, same, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -376,7 +376,68 @@ def test_handles_of_a_peer_that_never_comes_become_ready() -> None:
         return str(caught(handle.wait))
 
     results = peers.run(case, timeout_s=0.15)
-    assert "peer 1 did not come" in str(results[0]) or "finish" in str(results)
+    # Peer 1 calls finish where peer 0 is in an operation already, and reads its verdict.
+    assert "peer 1 did not come" in str(results[0])
+
+
+def test_who_is_interrupted_while_it_decides_keeps_nobody_beyond_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers, sessions = Peers(2), {}
+    for number, one in enumerate(run_threads([lambda n=n: peers.register(n, timeout_s=0.2) for n in range(2)])):  # type: ignore[misc]
+        sessions[number] = one
+    handle = sessions[0].all_reduce_async(torch.ones(1))
+    with monkeypatch.context() as patched:
+        patched.setattr("fusedreduce.collective.room.judge", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sessions[1].all_reduce_async(torch.ones(1))
+    [error] = run_threads([lambda: caught(handle.wait)])
+    assert type(error) is PeerLost and "the peers came, but not to a verdict within 0.2 s" in str(error)
+    run_threads([lambda one=one: good(one) for one in sessions.values()])  # type: ignore[misc]
+
+
+def test_who_is_interrupted_between_verdict_and_collective_loses_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = Peers(1, 2)
+    with monkeypatch.context() as patched:
+        taken = Exchange.take
+
+        def take(self: Exchange, number: int) -> None:
+            taken(self, number)
+            if threading.current_thread() is interrupted[0] and self._prefix.endswith("operation"):
+                interrupted.clear()
+                interrupted.append(None)
+                raise KeyboardInterrupt
+
+        interrupted: list[Any] = [None]
+        patched.setattr(Exchange, "take", take)
+
+        def case(session: Session) -> torch.Tensor | None:
+            handle = session.all_reduce_async(torch.ones(1))
+            if session.peer == 1:
+                interrupted[0] = threading.current_thread()
+                with pytest.raises(KeyboardInterrupt):
+                    handle.wait()
+            total = handle.wait()
+            good(session)
+            return total
+
+        assert peers.run(case) == [torch.full((1,), 2.0)] * 2
+
+
+def _interrupted(*_: object) -> Verdict:
+    raise KeyboardInterrupt
+
+
+def test_ready_and_wait_of_one_handle_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    with register(0) as session:
+        handle = session.all_reduce_async(torch.ones(1))
+        settle = session._room.settle
+
+        def meanwhile(operation: Any, block: bool) -> bool:
+            monkeypatch.setattr(session._room, "settle", settle)
+            run_threads([handle.wait])
+            return settle(operation, block)
+
+        monkeypatch.setattr(session._room, "settle", meanwhile)
+        assert handle.ready()
 
 
 def test_a_thread_that_dies_ends_the_session_for_the_others_at_once() -> None:
@@ -535,6 +596,31 @@ def test_options_that_differ_are_named_on_every_peer(peers: Peers) -> None:
     others = ", ".join(str(n) for n in range(peers.total) if n != 1)
     assert f"timeout_s: 8.0 on peers {others}; 7.5 on peer 1" in text
     assert f'strategy: "Tree(arity=2)" on peers {others}; "Ring()" on peer 1' in text and "world_size" not in text
+
+
+@pytest.mark.parametrize("option", ["global_rank", "global_world_size", "global_group"])
+def test_local_peers_that_disagree_in_where_their_node_stands(option: str) -> None:
+    """Found before anything is reached out to: nobody listens there."""
+    group, address = LocalGroup(2), f"here:{free_port()}"
+    world: Any = torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1)  # type: ignore[attr-defined]
+
+    def peer(number: int) -> CollectiveSessionError:
+        place: dict[str, Any] = {"global_address": address, "global_rank": 0, "global_world_size": 2}
+        place[option] = place.get(option, 0) + number
+        if option == "global_group":
+            place = {"global_group": world} if number else {}
+        config = CollectiveConfig(world_size=2, timeout_s=TIMEOUT_S, **place)
+        claimed = number + 2 * (config.global_rank or 0)
+        return caught(lambda: register(claimed, "cpu", config, group))
+
+    began = time.monotonic()
+    text = same(run_threads([lambda: peer(0), lambda: peer(1)]), RegisterParamsMismatch)
+    assert f"{option}: " in text and " on peer 0; " in text and time.monotonic() - began < TIMEOUT_S / 2
+
+
+def test_an_option_that_reads_like_two_values_is_one() -> None:
+    held = [Description(peer, "register", settings=(("global_address", "a; b:1"),)) for peer in range(2)]
+    assert judge(held, "register").error is None
 
 
 def test_a_peer_that_registers_late_is_told_too(peers: Peers) -> None:

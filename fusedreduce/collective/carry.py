@@ -141,11 +141,6 @@ class Carrier:
             self._wide.close()
         self._wide = None
 
-    def abandon(self) -> None:
-        """Something may be under way for ever."""
-        if self._wide is not None:
-            self._wide.abandon()
-
     def _broadcast(self, carried: Carried, source: Description) -> None:
         tensor = carried.tensors.get(source.peer)
         if tensor is None:

@@ -6,6 +6,7 @@ through the store before anything else is made, so that disagreement leaves no h
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 import weakref
@@ -54,6 +55,23 @@ _NUMBER = f"{_PREFIX}/number"  # of the next registration, in a session's own st
 _LOOK_EVERY_S = 0.05
 
 
+@dataclass(frozen=True)
+class Caller:
+    """One who registers.
+
+    Attributes:
+        config: its options.
+        device: where its results are computed.
+        place: where its config puts this node.
+        shared: the torch.distributed group that joins the nodes; None if there is none, or the config has an address.
+    """
+
+    config: CollectiveConfig
+    device: torch.device
+    place: Place
+    shared: Any | None
+
+
 @dataclass
 class _Registration:
     """One attempt; the lobby's lock guards every field."""
@@ -61,8 +79,7 @@ class _Registration:
     until_s: float
     calls: int = 0
     wants: list[Description] = field(default_factory=list)
-    configs: dict[int, CollectiveConfig] = field(default_factory=dict)
-    devices: dict[int, torch.device] = field(default_factory=dict)
+    callers: dict[int, Caller] = field(default_factory=dict)
     deciding: bool = False
     ended: bool = False  # the group was closed, or one of its peers gave up
     verdict: Verdict | None = None
@@ -70,45 +87,44 @@ class _Registration:
 
 
 class Lobby:
-    """Of one group in this process.
+    """Of one group in this process, which it does not keep: it is found by it.
 
     Args:
         group: the LocalGroup; None where this node has one peer.
-        shared: the torch.distributed group that joins the nodes; None if there is none, or the config has an address.
     """
 
-    def __init__(self, group: LocalGroup | None, shared: Any | None) -> None:
+    def __init__(self, group: LocalGroup | None) -> None:
         self._group = None if group is None else weakref.ref(group)
-        self._shared = shared
         self._changed = threading.Condition()
         self._current: _Registration | None = None
-        self._room: Room | None = None
+        self._room: weakref.ref[Room] | None = None  # sessions hold it
         self._connection: tuple[str, KeyValueStore] | None = None
         self._told: int | None = 0  # of registrations in that store, how many this node knows the end of; None: all
 
-    def register(self, want: Description, config: CollectiveConfig, device: torch.device, place: Place) -> Room:
+    def register(self, want: Description, caller: Caller) -> Room:
         """Waits for all peers; see `session.register`."""
-        peer = want.peer
+        peer, place, timeout_s = want.peer, caller.place, caller.config.timeout_s
         with self._changed:
-            if self._room is not None and self._room.closed is None:
+            room = None if self._room is None else self._room()
+            if room is not None and room.closed is None:
                 raise MultipleRegister(f"peer {peer} is registered already: finish() that session first")
             attempt = self._current
             came = set() if attempt is None else {one.peer for one in attempt.wants}
             ended = attempt is not None and attempt.verdict is not None
             if attempt is None or (ended and (peer in came or attempt.calls >= place.local)):
-                attempt = self._current = _Registration(time.monotonic() + config.timeout_s)
+                attempt = self._current = _Registration(time.monotonic() + timeout_s)
                 ended = False
             attempt.calls += 1
             attempt.wants.append(want)
-            attempt.configs.setdefault(peer, config)
-            attempt.devices.setdefault(peer, device)
+            if not ended:
+                attempt.callers.setdefault(peer, caller)
             decides = not ended and not attempt.deciding and attempt.calls == place.local
             attempt.deciding = attempt.deciding or decides
             if not decides:
                 self._wait(attempt)
                 decides = attempt.verdict is None
         if decides:
-            self._decide(attempt, place, config.timeout_s)
+            self._decide(attempt, caller)
         assert attempt.verdict is not None
         if attempt.verdict.error is not None:
             raise attempt.verdict.raised()
@@ -118,8 +134,8 @@ class Lobby:
     def forget(self, room: Room) -> None:
         """`room` is of no use any more."""
         with self._changed:
-            if self._room is room:
-                self._room = self._current = None
+            if self._room is not None and self._room() is room:
+                self._room = None
 
     def _wait(self, attempt: _Registration) -> None:
         """Until there is a verdict, or this caller must give one; the lock is held."""
@@ -136,27 +152,32 @@ class Lobby:
             else:
                 self._changed.wait(min(left_s, _LOOK_EVERY_S))
 
-    def _decide(self, attempt: _Registration, place: Place, timeout_s: float) -> None:
-        with self._changed:
-            wants = list(attempt.wants)
-            complete = attempt.calls >= place.local
-        local = judge(wants, "register") if complete or _doubled(wants) else None
-        if attempt.ended:
-            local = failed(PeerLost, f"register: a peer gave up, or the group was closed; {_who(wants, place)}")
-        config = next((one for _, one in sorted(attempt.configs.items()) if one.is_global), None)
-        verdict, room = local, None
+    def _decide(self, attempt: _Registration, caller: Caller) -> None:
+        verdict: Verdict | None = None
+        room: Room | None = None
+        wants: list[Description] = []
+        place = caller.place
         try:
-            if place.nodes > 1 and (self._shared is not None or config is not None):
-                verdict, room = self._decide_among_nodes(attempt, place, wants, config, local)
-            elif local is None:
-                verdict = lost(wants, place.peers, "register", timeout_s)
-            elif local.error is None:
-                room = Room(attempt.configs[place.peers[0]], place, attempt.devices)
+            with self._changed:
+                wants, callers = list(attempt.wants), dict(attempt.callers)
+                complete = attempt.calls >= place.local
+            verdict = _judge_here(wants, callers, complete)
+            if attempt.ended:
+                verdict = failed(PeerLost, f"register: a peer gave up, or the group was closed; {_who(wants, place)}")
+            one_way = len({(one.place, id(one.shared)) for one in callers.values()}) == 1
+            if place.nodes > 1 and one_way:
+                verdict, room = self._decide_among_nodes(attempt, caller, wants, callers, verdict)
+            elif verdict is None:
+                verdict = lost(wants, place.peers, "register", caller.config.timeout_s)
+            elif verdict.error is None:
+                room = Room(caller.config, place, {peer: one.device for peer, one in callers.items()})
             if room is not None:
                 self._watch(room, place)
         except (RuntimeError, ValueError) as error:
-            kind = type(error).__name__ if isinstance(error, InvalidConfig) else PeerLost.__name__
-            verdict = failed(kind, f"register: {type(error).__name__}: {error}")
+            if verdict is None or verdict.error is None:
+                kind = type(error) if isinstance(error, CollectiveSessionError) else PeerLost
+                named = "" if kind is type(error) else f"{type(error).__name__}: "
+                verdict = failed(kind, f"register: {named}{error}")
             if room is not None:
                 room.end(verdict)
             room = None
@@ -166,23 +187,25 @@ class Lobby:
         finally:
             with self._changed:
                 attempt.verdict, attempt.room = verdict or failed(PeerLost, "register: it failed"), room
-                self._room = room
+                attempt.callers.clear()
+                if room is not None:  # else who comes late is told
+                    self._current, self._room = None, weakref.ref(room)
                 self._changed.notify_all()
 
     def _decide_among_nodes(
         self,
         attempt: _Registration,
-        place: Place,
+        caller: Caller,
         wants: Sequence[Description],
-        config: CollectiveConfig | None,
+        callers: Mapping[int, Caller],
         local: Verdict | None,
     ) -> tuple[Verdict, Room | None]:
-        chosen = config or next(iter(attempt.configs.values()))
+        config, place, shared = caller.config, caller.place, caller.shared
         while True:
             try:
-                store, number, own = self._store(chosen, place, attempt.until_s)
+                store, number, own = self._store(caller, attempt.until_s)
                 exchange = _registration(store, number, place)
-                verdict = self._agree(exchange, place, wants, local, attempt.until_s, chosen.timeout_s)
+                verdict = self._agree(exchange, place, wants, local, attempt.until_s, config.timeout_s)
                 if own:
                     store.compare_set(_NUMBER, str(number) if number else "", str(number + 1))
                     self._told = number + 1
@@ -193,7 +216,7 @@ class Lobby:
                 # The host of a session that was finished a moment ago may have closed its store under us.
                 with self._changed:
                     self._connection, self._told = None, 0
-                if self._shared is not None or place.node == 0 or time.monotonic() >= attempt.until_s:
+                if shared is not None or place.node == 0 or time.monotonic() >= attempt.until_s:
                     raise
                 time.sleep(0.01)
         if verdict.error is not None:
@@ -203,10 +226,10 @@ class Lobby:
             left_s = max(attempt.until_s - time.monotonic(), 1.0)
             backend = own_gloo(store, f"{prefix}/gloo", place.node, place.nodes, left_s)
         else:
-            backend = self._shared
-        wide = Wide(backend, own, chosen.timeout_s)
+            backend = shared
+        wide = Wide(backend, own, config.timeout_s)
         exchange = Exchange(store, f"{prefix}/operation", place.node, place.nodes)
-        room = Room(attempt.configs[place.peers[0]], place, attempt.devices, exchange, wide)
+        room = Room(config, place, {peer: one.device for peer, one in callers.items()}, exchange, wide)
         if own:
             room.at_end.append(self._hang_up)
         return verdict, room
@@ -238,10 +261,11 @@ class Lobby:
         exchange.take(0)
         return decode_verdict(text)
 
-    def _store(self, config: CollectiveConfig, place: Place, until_s: float) -> tuple[KeyValueStore, int, bool]:
+    def _store(self, caller: Caller, until_s: float) -> tuple[KeyValueStore, int, bool]:
         """The nodes' store, the number of this registration on it, and whether it is the session's own."""
-        if self._shared is not None:
-            store, number = store_of(self._shared)
+        config, place = caller.config, caller.place
+        if caller.shared is not None:
+            store, number = store_of(caller.shared)
             return store, number, False
         address = str(config.global_address)
         if self._connection is None or self._connection[0] != address:
@@ -305,8 +329,10 @@ class Lobby:
         room.at_end.append(finish)
 
 
-def lobby_and_place(group: object, config: CollectiveConfig) -> tuple[Lobby, Place, tuple[str, str] | None]:
-    """Where the peers of `group` and `config` meet, this node's place, and what is wrong with that, for all to hear.
+def lobby_and_caller(
+    group: object, config: CollectiveConfig, device: torch.device
+) -> tuple[Lobby, Caller, tuple[str, str] | None]:
+    """Where the peers of `group` and `config` meet, who this one is, and what is wrong with that, for all to hear.
 
     Raises:
         InvalidConfig: there is no such place.
@@ -325,7 +351,7 @@ def lobby_and_place(group: object, config: CollectiveConfig) -> tuple[Lobby, Pla
         if config.is_global:
             raise InvalidConfig("group is one of torch.distributed: global options are for local groups")
         rank, size = rank_and_size(group)
-        return _lobby(group, None, group), Place(1, rank, size), _size_problem(config, size)
+        return _lobby(group, None), Caller(config, device, Place(1, rank, size), group), _size_problem(config, size)
     size = 1 if group is None else group.size
     node, nodes = 0, 1
     if shared is not None:
@@ -334,16 +360,16 @@ def lobby_and_place(group: object, config: CollectiveConfig) -> tuple[Lobby, Pla
         node, nodes = config.global_rank, config.global_world_size
     if node < 0:
         raise InvalidConfig("this process is no member of global_group")
-    place, problem = Place(size, node, nodes), _size_problem(config, size)
+    caller, problem = Caller(config, device, Place(size, node, nodes), shared), _size_problem(config, size)
     if group is not None:
-        return _lobby(group, group, shared), place, problem
+        return _lobby(group, group), caller, problem
     if shared is not None:
-        return _lobby(shared, None, shared), place, problem
+        return _lobby(shared, None), caller, problem
     if config.global_address is None:
-        return Lobby(None, None), place, problem
+        return Lobby(None), caller, problem
     with _lock:
         # Each entry is for a node of one peer, so that it notices if it registers twice.
-        return _alone.setdefault((config.global_address, node), Lobby(None, None)), place, problem
+        return _alone.setdefault((config.global_address, node), Lobby(None)), caller, problem
 
 
 def _size_problem(config: CollectiveConfig, size: int) -> tuple[str, str] | None:
@@ -352,12 +378,22 @@ def _size_problem(config: CollectiveConfig, size: int) -> tuple[str, str] | None
     return "InvalidConfig", f"world_size is {config.world_size}, but the group has {size} peers"
 
 
-def _lobby(key: Any, group: LocalGroup | None, shared: Any | None) -> Lobby:
+def _lobby(key: Any, group: LocalGroup | None) -> Lobby:
     with _lock:
-        lobby = _lobbies.get(key)
-        if lobby is None or lobby._shared is not shared:
-            lobby = _lobbies[key] = Lobby(group, shared)
-        return lobby
+        return _lobbies.setdefault(key, Lobby(group))
+
+
+def _judge_here(wants: Sequence[Description], callers: Mapping[int, Caller], complete: bool) -> Verdict | None:
+    """On what the peers of this node want; None where some did not come. On a node they must agree in more."""
+    if not complete and not _doubled(wants):
+        return None
+    here = []
+    for one in wants:
+        caller = callers[one.peer]
+        group = None if caller.shared is None else repr(caller.shared)
+        settings = {**dict(one.settings), "global_rank": caller.config.global_rank, "global_group": group}
+        here.append(dataclasses.replace(one, settings=tuple(settings.items())))
+    return judge(here, "register")
 
 
 def _who(wants: Sequence[Description], place: Place) -> str:

@@ -164,9 +164,9 @@ def _judge_registration(held: Sequence[Description], place: str) -> Verdict:
         return failed("MultipleRegister", f"{place}: {len(peers)} callers, of which several are {peers_text(doubled)}")
     differing = []
     for name, _ in held[0].settings:
-        values = _by_value(held, lambda one, name=name: json.dumps(dict(one.settings).get(name)))  # type: ignore[misc]
-        if "; " in values:
-            differing.append(f"{name}: {values}")
+        values = {one.peer: json.dumps(dict(one.settings).get(name)) for one in held}
+        if len(set(values.values())) > 1:
+            differing.append(f"{name}: {_by_value(held, lambda one, values=values: values[one.peer])}")  # type: ignore[misc]
     if differing:
         text = " | ".join(differing)
         return failed("RegisterParamsMismatch", f"{place}: peers disagree. {text}. Give every peer the same")

@@ -178,13 +178,15 @@ class Room:
             self._ending = True
             first, upto = self._next, min(self._called.values())
             self._changed.notify_all()
-        if self._exchange is not None:
-            # Where the store is gone, so are the others.
-            with contextlib.suppress(RuntimeError, ValueError):
-                for number in range(first, upto + 1):
-                    self._exchange.propose(number, encode(why))
-                self._start_what_was_agreed(upto)
-        self._give_up(why)
+        try:
+            if self._exchange is not None:
+                # Where the store is gone, so are the others.
+                with contextlib.suppress(RuntimeError, ValueError):
+                    for number in range(first, upto + 1):
+                        self._exchange.propose(number, encode(why))
+                    self._start_what_was_agreed(upto)
+        finally:
+            self._give_up(why)
 
     def _start_what_was_agreed(self, upto: int) -> None:
         """Before the room closes: other nodes would wait in those collectives for this one."""
@@ -245,18 +247,14 @@ class Room:
         with self._changed:
             while not operation.settled:
                 left_s = operation.until_s - time.monotonic()
-                if operation.deciding:  # by a peer that has all it needs
-                    if not block:
-                        return
-                    self._changed.wait(1.0)
-                elif left_s <= 0:
+                if left_s <= 0 and operation.verdict is None:  # whoever was to decide may have been interrupted
                     operation.deciding = True
                     verdict = lost(
                         list(operation.wants.values()), self.place.peers, operation.name, self.config.timeout_s
                     )
                     break
                 elif block:
-                    self._changed.wait(left_s)
+                    self._changed.wait(left_s if left_s > 0 else 1.0)
                 else:
                     return
         if verdict is not None:
@@ -307,8 +305,10 @@ class Room:
             self._next += 1
             if verdict.error is None and next(iter(operation.wants.values())).kind == "finish":
                 self._finished = number
-            self._exchange.take(number)
-            self._conclude(operation, verdict)
+            try:
+                self._exchange.take(number)
+            finally:
+                self._conclude(operation, verdict)
             if verdict.closes:
                 self._give_up(verdict)
 
@@ -379,7 +379,6 @@ class Room:
 
     def _give_up(self, why: Verdict) -> None:
         self._close(why, _afterwards(why))
-        self._carrier.abandon()
 
     def _close(self, why: Verdict, later: Verdict) -> None:
         with self._changed:

@@ -18,7 +18,7 @@ import torch
 
 from .config import CollectiveConfig
 from .errors import InvalidConfig, MultipleUnregister
-from .lobby import Lobby, lobby_and_place
+from .lobby import Lobby, lobby_and_caller
 from .operations import Description, Kind
 from .room import Operation, Room, reset_verdict
 from .tensors import (
@@ -53,10 +53,10 @@ class Handle:
 
     def ready(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        if self._operation is None:
+        room, operation = self._session._room, self._operation  # once: another thread's `wait` takes it away
+        if operation is None:
             return True
-        room = self._session._room
-        return room.settle(self._operation, block=False) and room.ready(self._operation, self._want.peer)
+        return room.settle(operation, block=False) and room.ready(operation, self._want.peer)
 
     def wait(self) -> torch.Tensor | None:
         """The result, on CUDA on the current stream; blocks the host until all peers have called the operation.
@@ -269,13 +269,14 @@ def register(
         raise InvalidConfig(f"device must be on cpu or cuda, got {str(where)!r}")
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
-    lobby, place, problem = lobby_and_place(group, config)
+    lobby, caller, problem = lobby_and_caller(group, config, where)
+    place = caller.place
     if isinstance(peer, bool) or not isinstance(peer, int) or peer not in place.peers:
         first, last = place.peers[0], place.peers[-1]
         raise InvalidConfig(f"there is no peer {peer!r} here: the group's are {first} to {last}")
     settings = (*config.agreed().items(), ("device", where.type))
     want = Description(peer, "register", settings=settings, problem=problem)
-    return Session(lobby.register(want, config, where, place), lobby, peer, where, config)
+    return Session(lobby.register(want, caller), lobby, peer, where, config)
 
 
 def _present(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -27,8 +27,8 @@ _OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
 _untyped: Any = dist  # names that torch does not say it exports
 _ASK_EVERY_S = 0.01
 _registrations: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
-# Gloo's threads may end the process if a group is destroyed while they work: such groups stay.
-_abandoned: list[object] = []
+# Gloo's threads may end the process if a group is destroyed while they work: own groups stay here until `close`.
+_open: set[object] = set()
 
 
 class KeyValueStore(Protocol):
@@ -138,6 +138,8 @@ class Wide:
         self._backend = backend
         self._own = own
         self._timeout_s = timeout_s
+        if own:
+            _open.add(backend)
         # Gloo's collectives on CUDA are not ordered with streams.
         self._takes_cuda = not own and any(
             part.partition(":")[::2] == ("cuda", "nccl") for part in str(dist.get_backend_config(backend)).split(",")
@@ -166,13 +168,8 @@ class Wide:
         return self._pending(self._backend.broadcast([sent], options), sent, tensor, False)
 
     def close(self) -> None:
-        """Every collective has ended on every node: an own group can go."""
-        self._backend = None
-
-    def abandon(self) -> None:
-        """Collectives may be under way for ever: an own group must stay."""
-        if self._own and self._backend is not None:
-            _abandoned.append(self._backend)
+        """Every collective has ended on every node: an own group can go. Without this it stays."""
+        _open.discard(self._backend)
         self._backend = None
 
     def _sent(self, tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, bool]:
