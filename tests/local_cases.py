@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from fusedreduce.comm.distributed import ProcessGroupCommunicator
 from fusedreduce.comm.protocol import Communicator, ReduceOp
+from fusedreduce.errors import CollectiveError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUMELS = (1, 7, 64, 1000, 40_001)
@@ -93,6 +96,36 @@ def groups_apart(rank: int, world: int) -> Sequence[int]:
     communicator.all_reduce(torch.ones(1)).wait()
     threads.append(len(os.listdir("/proc/self/task")))
     return threads
+
+
+def exchanges_aside(rank: int, world: int) -> list[str]:
+    """Two threads of a rank at once; nothing stays in the store; who comes late reads what the others were told."""
+    cpu, communicator = torch.device("cpu"), ProcessGroupCommunicator()
+    one, other = communicator.apart(), communicator.apart()
+    # torch.distributed has no group without a store.
+    store = torch.distributed.distributed_c10d._get_process_group_store(one.group)
+    kept = []
+    for turn in range(20):
+        order = [one, other] if rank % 2 else [other, one]
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(order[0].compare_aside, f"turn {turn}", f"{rank} of {turn}", cpu)
+            time.sleep(0.01)
+            second = order[1].compare_aside(f"turn {turn}", f"{rank} of {turn}", cpu)
+            assert first.result() == second == [f"{peer} of {turn}" for peer in range(world)]
+        communicator.all_reduce(torch.ones(1)).wait()
+        kept.append(store.num_keys())
+        communicator.all_reduce(torch.ones(1)).wait()
+    assert len(set(kept)) == 1, kept
+    told = []
+    one.timeout_s = lambda device: 0.1  # type: ignore[method-assign]
+    time.sleep(0.4 * rank)
+    try:
+        one.compare_aside("late", "", cpu)
+    except CollectiveError as error:
+        told.append(str(error))
+    for each in (one, other):
+        each.close()
+    return told
 
 
 def groups_made_anew(rank: int, world: int) -> None:

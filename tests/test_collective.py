@@ -446,7 +446,8 @@ def test_500_operations_leave_nothing_behind(peers: Peers) -> None:
 @pytest.mark.parametrize("end", ["finish", "reset", "close", "nothing", "refused"])
 def test_a_group_is_not_kept_by_those_that_registered_with_it(end: str) -> None:
     def used() -> list[weakref.ref[Any]]:
-        group, world = LocalGroup(2), torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1)  # type: ignore[attr-defined]
+        store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        group, world = LocalGroup(2), torch.distributed.ProcessGroup(store, 0, 1)
         config = CollectiveConfig(world_size=3 if end == "refused" else 2, timeout_s=TIMEOUT_S, global_group=world)
 
         def peer(number: int) -> None:
@@ -457,6 +458,9 @@ def test_a_group_is_not_kept_by_those_that_registered_with_it(end: str) -> None:
             assert isinstance(one, InvalidConfig if end == "refused" else type(None))
         if end == "close":
             group.close()
+        elif end == "finish":
+            for alone in (world, None):
+                register(0, "cpu", CollectiveConfig(global_group=None if alone else world), alone).finish()
         return [weakref.ref(group), weakref.ref(world)]
 
     alive = used()

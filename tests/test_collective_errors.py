@@ -44,7 +44,6 @@ from fusedreduce.collective import (
     UnsupportedDType,
     register,
 )
-from fusedreduce.collective.aside import Exchange
 from fusedreduce.collective.errors import BY_NAME
 from fusedreduce.collective.operations import (
     Description,
@@ -55,6 +54,7 @@ from fusedreduce.collective.operations import (
     judge,
     lost,
 )
+from fusedreduce.comm.aside import Exchange
 from fusedreduce.errors import CollectiveError, FusedReduceError
 
 PLACES = {"threads": (3, 1), "nodes": (1, 3), "both": (2, 2)}

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ..comm.aside import Exchange, KeyValueStore
 from ..comm.local import LocalGroup
 from ..comm.store import (
-    KeyValueStore,
     Wide,
     default_group,
     is_group,
@@ -29,7 +29,6 @@ from ..comm.store import (
     store_of,
 )
 from ..errors import CollectiveError
-from .aside import Exchange
 from .carry import Place
 from .config import CollectiveConfig
 from .errors import CollectiveSessionError, InvalidConfig, MultipleRegister, PeerLost

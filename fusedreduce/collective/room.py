@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..comm.aside import Exchange
 from ..comm.store import Wide
-from .aside import Exchange
 from .carry import Carried, Carrier, Place
 from .config import CollectiveConfig
 from .errors import PeerLost

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import re
+import time
 import uuid
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ..errors import UnsupportedWireError
+from ..errors import CollectiveError, UnsupportedWireError
+from .aside import Exchange
 from .protocol import ReduceOp
 
 _ALL_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
@@ -27,7 +30,7 @@ _SUMMABLE: dict[tuple[str, str], frozenset[torch.dtype]] = {
     ("nccl", "cuda"): _ALL_FLOATS,
     ("mpi", "cpu"): frozenset({torch.float32, torch.float64}),
 }
-_OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
+REDUCE_OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
@@ -123,14 +126,14 @@ class ProcessGroupCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Work:
         """Starts the reduction of `tensor` over all ranks, elementwise and in place."""
-        work = dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True)
+        work = dist.all_reduce(tensor, op=REDUCE_OPS[op], group=self.group, async_op=True)
         assert work is not None
         return _Work(work, (tensor,))
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> _Work:
         """As `all_reduce`, but only rank `root`'s tensor holds the result; the others' hold anything."""
         source = dist.get_global_rank(self.group, root)
-        work = dist.reduce(tensor, dst=source, op=_OPS[op], group=self.group, async_op=True)
+        work = dist.reduce(tensor, dst=source, op=REDUCE_OPS[op], group=self.group, async_op=True)
         assert work is not None
         return _Work(work, (tensor,))
 
@@ -178,8 +181,8 @@ class ProcessGroupCommunicator:
         have other groups than their peers, or where a group of that name has been destroyed.
         """
         self._parted += 1
-        key = f"{self._keys()}/apart/{self._parted}"
-        name = "fusedreduce " + self._store().compare_set(key, "", uuid.uuid4().hex).decode()
+        mine = uuid.uuid4().hex
+        name = "fusedreduce " + self.compare_aside(f"apart {self._parted}", mine, self._device())[0]
         members = dist.get_process_group_ranks(self.group)
         timeout = datetime.timedelta(seconds=self.timeout_s(self._device()))
         backend, store, make = c10d._world.pg_map[self.group][0], self._store(), c10d._new_process_group_helper
@@ -196,14 +199,25 @@ class ProcessGroupCommunicator:
             dist.destroy_process_group(self.group)
 
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
-        """Every rank's `text`, in rank order, through the group's key-value store."""
+        """Every rank's `text`, in rank order, through the group's key-value store.
+
+        Raises:
+            CollectiveError: not all came in time; on those that come late too.
+        """
         if self._size == 1:
             return [text]
-        store = self._store()
-        keys = [f"{self._keys()}/{key}/{rank}" for rank in range(self._size)]
-        store.set(keys[self._rank], text)
-        store.wait(keys, datetime.timedelta(seconds=self.timeout_s(device)))
-        return [store.get(one).decode() for one in keys]
+        exchange = Exchange(self._store(), f"{self._keys()}/aside", self._rank, self._size)
+        timeout_s = self.timeout_s(device)
+        until_s = time.monotonic() + timeout_s
+        verdict = exchange.post(key, text, False, _in_rank_order) or exchange.wait(key, until_s)
+        if verdict is None:
+            missing = sorted(set(range(self._size)).difference(exchange.present(key)))
+            verdict = exchange.propose(key, json.dumps(f"ranks {missing} did not come within {timeout_s:g} s"))
+        exchange.take(key)
+        held = json.loads(verdict)
+        if isinstance(held, str):
+            raise CollectiveError(f"exchange {key!r} among {self._size} ranks: {held}")
+        return [str(one) for one in held]
 
     def _store(self) -> Any:
         return c10d._get_process_group_store(self.group)
@@ -245,3 +259,7 @@ class ProcessGroupCommunicator:
                 raise  # a peer that died, not a dtype
             return f"{type(error).__name__}: {error}"
         return None
+
+
+def _in_rank_order(held: Mapping[int, str]) -> str:
+    return json.dumps([held[rank] for rank in sorted(held)])

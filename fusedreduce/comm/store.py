@@ -8,38 +8,23 @@ from __future__ import annotations
 import datetime
 import socket
 import time
-from collections.abc import Mapping, MutableMapping
-from typing import Any, Protocol
+from collections.abc import MutableMapping
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from .aside import KeyValueStore
+from .distributed import REDUCE_OPS
 from .protocol import ReduceOp
 
-_OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
 _untyped: Any = dist  # names that torch does not say it exports
 _ASK_EVERY_S = 0.01
 _registrations: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
 # Gloo's threads may end the process if a group is destroyed while they work: own groups stay here until `close`.
 _open: set[object] = set()
-
-
-class KeyValueStore(Protocol):
-    """The part of torch.distributed.Store that is used: nothing that blocks."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-    def delete_key(self, key: str, /) -> bool: ...
 
 
 def is_group(value: object) -> bool:
@@ -148,14 +133,14 @@ class Wide:
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> WidePending:
         """Starts the reduction of a contiguous `tensor`; only what `wait` returns holds the result."""
         options = c10d.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(_OPS[op])
+        options.reduceOp = dist.ReduceOp(REDUCE_OPS[op])
         sent, key = self._sent(tensor, op)
         return self._pending(self._backend.allreduce([sent], options), sent, tensor, key)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> WidePending:
         """As `all_reduce`; only node `root` has the result."""
         options = c10d.ReduceOptions()
-        options.reduceOp = dist.ReduceOp(_OPS[op])
+        options.reduceOp = dist.ReduceOp(REDUCE_OPS[op])
         options.rootRank, options.rootTensor = root, 0
         sent, key = self._sent(tensor, op)
         return self._pending(self._backend.reduce([sent], options), sent, tensor, key)

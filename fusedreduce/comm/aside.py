@@ -1,7 +1,7 @@
 """Exchange: nodes compare what they want through a key-value store, beside their collectives, with one verdict each.
 
-Per operation n, under the session's prefix:
-    d/n/node   what that node's peers want
+A node is a process; of ranks, each is one. Per exchange n, under the prefix:
+    d/n/node   what that node wants
     c/n        how many nodes have said so, and (from bit 32 on) how many of those want to finish
     v/n        the verdict, set once by compare_set: by the last node to come, or by one whose patience is over. Who
                comes later reads it, so that a node is never in a collective whose peers have given up
@@ -16,20 +16,30 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-
-from ..comm.store import KeyValueStore
+from typing import Protocol
 
 _FINISHING = 1 << 32
 _LEAST_PAUSE_S = 30e-6
 _MOST_PAUSE_S = 0.02
 
 
+class KeyValueStore(Protocol):
+    """The part of torch.distributed.Store that is used: nothing that blocks."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+    def delete_key(self, key: str, /) -> bool: ...
+
+
 class Exchange:
-    """One node's end.
+    """One node's end. Every exchange has a number, or name, that none had before.
 
     Args:
         store: of all nodes.
-        prefix: of this session's keys; nobody else's.
+        prefix: of these exchanges' keys; nobody else's.
         node: this one's number.
         nodes: how many there are.
     """
@@ -40,11 +50,13 @@ class Exchange:
         self._node = node
         self._nodes = nodes
 
-    def post(self, number: int, text: str, finishing: bool, decide: Callable[[Mapping[int, str]], str]) -> str | None:
+    def post(
+        self, number: int | str, text: str, finishing: bool, decide: Callable[[Mapping[int, str]], str]
+    ) -> str | None:
         """Says what this node wants; the verdict, if that can be found now.
 
         Args:
-            number: of the operation.
+            number: of the exchange.
             text: what it wants.
             finishing: whether that is to finish; with others that do not, the verdict need not wait for the rest.
             decide: makes a verdict of what nodes want.
@@ -56,21 +68,21 @@ class Exchange:
             return self.propose(number, decide(self.present(number)))
         return None
 
-    def present(self, number: int) -> dict[int, str]:
+    def present(self, number: int | str) -> dict[int, str]:
         """What the nodes that have come want. Only before `take`."""
         keys = {node: self._key("d", number, node) for node in range(self._nodes)}
         return {node: self._store.get(key).decode() for node, key in keys.items() if self._store.check([key])}
 
-    def propose(self, number: int, verdict: str) -> str:
+    def propose(self, number: int | str, verdict: str) -> str:
         """Makes this the verdict, unless there is one; the verdict."""
         return self._store.compare_set(self._key("v", number), "", verdict).decode()
 
-    def look(self, number: int) -> str | None:
+    def look(self, number: int | str) -> str | None:
         """The verdict, if it is there. Only before `take`."""
         key = self._key("v", number)
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def wait(self, number: int, until_s: float) -> str | None:
+    def wait(self, number: int | str, until_s: float) -> str | None:
         """The verdict, or None if there is none by `until_s`, time.monotonic()."""
         began_s = time.monotonic()
         while True:
@@ -81,7 +93,7 @@ class Exchange:
             pause_s = min(max((now_s - began_s) / 10, _LEAST_PAUSE_S), _MOST_PAUSE_S)
             time.sleep(min(pause_s, max(until_s - now_s, 0.0)))
 
-    def take(self, number: int) -> None:
+    def take(self, number: int | str) -> None:
         """This node has read the verdict. Each calls it once."""
         with contextlib.suppress(RuntimeError):  # the host has gone; whatever comes next will say so
             if self._store.add(self._key("t", number), 1) == self._nodes:
@@ -89,8 +101,8 @@ class Exchange:
                 for key in [*keys, self._key("c", number), self._key("v", number), self._key("t", number)]:
                     self._store.delete_key(key)
 
-    def wait_until_taken(self, number: int, until_s: float) -> None:
-        """Returns when every node has read the verdict of an operation that this one took, or at `until_s`."""
+    def wait_until_taken(self, number: int | str, until_s: float) -> None:
+        """Returns when every node has read the verdict of an exchange that this one took, or at `until_s`."""
         with contextlib.suppress(RuntimeError):
             while self._store.check([self._key("t", number)]) and time.monotonic() < until_s:
                 time.sleep(0.001)
@@ -101,5 +113,5 @@ class Exchange:
             return self._store.compare_set(f"{self._prefix}/failed", "", text).decode()
         return text
 
-    def _key(self, what: str, number: int, node: int | None = None) -> str:
+    def _key(self, what: str, number: int | str, node: int | None = None) -> str:
         return f"{self._prefix}/{what}/{number}" + ("" if node is None else f"/{node}")
