@@ -196,7 +196,7 @@ class FusedGradScaler(torch.amp.GradScaler):
     def _kept(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Whether scale and tracker are to stay as they are, and what they are; None: they are not. On the device."""
         reducers = list(map(reducer_of, self._wrappers))
-        landed = [one.landed_scale for one in reducers if one.landed_scale is not None]
+        landed = [one.late.landed_scale for one in reducers if one.late.landed_scale is not None]
         if self._scale is None or self._growth_tracker is None or not (landed or self._withheld()):
             return None
         old = torch.full_like(self._scale, self._withheld(), dtype=torch.bool)
@@ -206,7 +206,7 @@ class FusedGradScaler(torch.amp.GradScaler):
 
     def _withheld(self) -> bool:
         """Whether the latest step has left no gradients, as averages come later."""
-        return any(reducer_of(one).withheld for one in self._wrappers)
+        return any(reducer_of(one).late.withheld for one in self._wrappers)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, and torch's dictionaries."""

@@ -243,7 +243,7 @@ def _clipped(reducer: Reducer | None) -> Clipped:
     if known is None or not known.is_current():
         alive = weakref.ref(reducer)
         known = _records[reducer] = Clipped(
-            lambda: None if (one := alive()) is None else (one.steps, one.flushed),
+            lambda: None if (one := alive()) is None else (one.steps, one.late.flushed),
             lambda: None if (one := alive()) is None else one.observed.additions,
         )
     return known

@@ -140,7 +140,8 @@ class DistributedDataParallel(TorchDDP):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether forward broadcasts buffers, as torch asks; not where ranks are in different steps: `flush` does."""
-        return not isinstance(self.sync_mode, Asynchronous) and bool(super().will_sync_module_buffers())
+        late = isinstance(self._reduce_config.sync_mode, Asynchronous)
+        return not late and bool(super().will_sync_module_buffers())
 
     def reduce_state_dict(self) -> dict[str, Any]:
         """What is under way, to keep in a checkpoint beside the model's state; see `Reducer.state_dict`."""
@@ -460,18 +461,19 @@ class TorchReducer:
 
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
         self._joined = True
-        return self.reducer.shadows()
+        self.reducer.rebuild()
+        return self.reducer.shadows.begin()
 
     def _run_comm_hook(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor]:
-        return self.reducer.run_shadow(bucket)
+        return self.reducer.shadows.run(bucket)
 
     def _push_all_rebuilt_params(self) -> None:
         self._joined = False
-        self.reducer.shadow_used_map()
-        self.reducer.end_shadow_step()
+        self.reducer.shadows.share_used_map()
+        self.reducer.shadows.end()
 
     def _get_local_used_map(self) -> torch.Tensor:
-        return self.reducer.used_map(joined=self._joined)
+        return self.reducer.shadows.used_map(joined=self._joined)
 
     # Settings
 

@@ -5,8 +5,9 @@
     once          behind the last bucket: the used map, the scheduler's report, what is observed
     per bucket    finish, in the same order: check that nothing has changed since, wait, unpack
 
-When a step begins and when a bucket is ready others say (reducer.py, arrivals.py). A rank without inputs (join) issues
-the same from here, with zeros. Called under the reducer's lock.
+When a step begins and when a bucket is ready others say (reducer.py, arrivals.py); how it ends in modes where its
+averages come later, ends.py. A rank without inputs issues the same with zeros (shadows.py). Called under the reducer's
+lock.
 """
 
 from __future__ import annotations
@@ -17,19 +18,17 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .asynchronous.own_pace import OwnPace
 from .bucket_set import BucketMaker, BucketSet
 from .comm.monitor import StallMonitor
-from .comm.protocol import Communicator, Pending
+from .comm.protocol import Communicator
+from .config import ReduceConfig
+from .ends import Ended, Ends
 from .errors import FusedReduceError
-from .grad_bucket import GradBucket
-from .later import averages
-from .later.under_way import StepsUnderWay, StepUnderWay, untouched_of
-from .modes import Asynchronous, SyncMode, staleness
+from .later.under_way import untouched_of
 from .observed import Observed
 from .planning.plan import Plan
 from .planning.timeline import MISSING_NS
@@ -38,7 +37,7 @@ from .recording import Recording
 from .reductions import HookedReduction, Members, Reduction
 from .step import Step
 from .step_clock import Looked, StepClock
-from .units import LossScale, Unscaling
+from .units import Unscaling
 from .unused import UsedMap, UsedSum
 
 _STALL_SHARE_OF_TIMEOUT = 0.8
@@ -55,22 +54,6 @@ class StepTimes:
     comm_end: int = 0
 
 
-class Ended(NamedTuple):
-    """How a step has ended.
-
-    Args:
-        number: of the step whose averages the gradients are; None: there are none.
-        left: numbers of the parameters whose gradients are as they were.
-        elsewhere: it was launched in other buckets than those in use.
-        scale: its loss scale, which has come off.
-    """
-
-    number: int | None
-    left: Sequence[int] = ()
-    elsewhere: bool = False
-    scale: LossScale | None = None
-
-
 class Pipeline:
     """The buckets of a reducer, and what is under way of them.
 
@@ -84,9 +67,9 @@ class Pipeline:
         skip_unused_buckets: leave a bucket out whose parameters are all unused.
 
     Attributes:
+        rounds: synchronised steps, of all ranks.
         buckets: of the plan in use.
-        under_way: steps that end later than with their own backward.
-        own: in the asynchronous mode, what takes the place of launching and finishing.
+        ends: how steps end.
         issued: collectives since the communicator was set.
     """
 
@@ -111,7 +94,6 @@ class Pipeline:
         self._recording = recording
         self._skip_unused_buckets = skip_unused_buckets
         self._monitor = StallMonitor()
-        self._rounds = 0
         self._divisor = 1.0
         self._count_ranks: Any = None
         self._installed: list[torch.futures.Future[Any]] = []
@@ -119,10 +101,9 @@ class Pipeline:
         self._checked_wires = False
         self._allocations = 0
         self._restrided = 0
-        self.under_way = StepsUnderWay(maker.parameters)
-        self.own: OwnPace | None = None
+        self.rounds = 0
         self.buckets = BucketSet((), maker)
-        self.follow(maker.config.sync_mode)
+        self.ends = Ends(maker, observed, used)
         self.lay(plans.first())
 
     # Between steps
@@ -138,8 +119,7 @@ class Pipeline:
         self._restrided += int(self.buckets.stats()["restrided"])
         self.buckets = BucketSet(plan, self.maker)
         self._observed.lay(self.buckets.reductions)
-        if self.own is not None:
-            self.own.lay([one.members for one in self.buckets.reductions])
+        self.ends.lay(self.buckets)
         self._checked_wires = False
         self._clock.arm(len(plan), closely=False, forward_ns=MISSING_NS)
 
@@ -158,24 +138,17 @@ class Pipeline:
         """Goes on with other ranks. To be followed by `give_up` and `lay`."""
         self.maker = dataclasses.replace(self.maker, communicator=communicator)
         self.used.use(communicator)
-        if self.own is not None:
-            self.own.use(communicator)
+        self.ends.use(communicator)
         self.issued = 0
 
-    def follow(self, mode: SyncMode) -> None:
-        """Steps end as `mode` says from now on; none is under way."""
-        self._staleness = staleness(mode)
-        if self.own is not None:
-            self.own.close()
-            self.own = None
-        if isinstance(mode, Asynchronous):
-            self.own = OwnPace(self.maker, mode.max_in_flight)
-            self.own.lay([one.members for one in self.buckets.reductions])
-        self.used.alone = self._observed.alone = self.own is not None
+    def follow(self, config: ReduceConfig) -> None:
+        """Steps end as `config.sync_mode` says from now on; none is under way."""
+        self.maker = dataclasses.replace(self.maker, config=config)
+        self.ends.follow(self.maker, self.buckets)
 
     def give_up(self) -> None:
         """Abandons what is under way. To be followed by `lay`: collectives may still write into these wire buffers."""
-        self.under_way.give_up()
+        self.ends.give_up()
         self._installed = []
         self._count_ranks = None
         self._observed.give_up()
@@ -185,21 +158,17 @@ class Pipeline:
 
     def close(self) -> None:
         """Gives the buffers up; gradients that are views keep theirs."""
-        self.under_way.give_up()
-        if self.own is not None:
-            self.own.close()
+        self.ends.close()
         self.buckets = BucketSet((), self.maker)
 
     def stats(self) -> dict[str, int | str]:
         """The part of `Reducer.stats` that is counted here."""
         return {
             "collectives": self.issued,
-            "steps_under_way": len(self.under_way),
-            "steps_given_up": self.under_way.given_up,
             "wire_allocations": self._allocations + self.buckets.wire_allocations(),
             **(found := self.buckets.stats()),
             "restrided": self._restrided + int(found["restrided"]),
-            **({} if self.own is None else self.own.stats()),
+            **self.ends.stats(),
         }
 
     # A step
@@ -225,9 +194,8 @@ class Pipeline:
 
     def take(self, step: Step, bucket: int, group: int) -> None:
         """Packs a group of a bucket ahead of its launch; on CPU."""
-        if (
-            bucket >= step.next_bucket and self.own is None
-        ):  # else its wire is under way, and what comes too late is found in finish
+        # Else its wire is under way, and what comes too late is found in finish.
+        if bucket >= step.next_bucket and self.ends.own is None:
             began_ns = time.perf_counter_ns()
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # 2 us, for every large gradient
                 self.buckets.reductions[bucket].take(group, self._divisor)
@@ -235,7 +203,7 @@ class Pipeline:
 
     def launch(self, step: Step) -> None:
         """Starts every bucket that is next and ready. In the asynchronous mode nothing, until `finish`."""
-        if self.own is not None:
+        if self.ends.own is not None:
             return
         if step.next_bucket == 0:
             self._observed.begin_reduction()
@@ -282,22 +250,25 @@ class Pipeline:
             step: all of whose buckets are launched.
             shared: another reducer, of a nested wrapper, writes the same gradients.
         """
-        if self.own is not None:
-            return self._contribute(step, self.own)
+        if self.ends.own is not None:
+            return self._contribute(step)
         launched = [one for one in self.buckets.reductions if not self._passes_over(step, one.members)]
         with torch.no_grad():
             if not shared:
                 # All before the first is overwritten: gradients that share memory share their version.
                 for reduction in launched:
                     reduction.check_unchanged()
-            ended = self._end_later() if self._staleness else Ended(self._rounds + 1, self._end_now(launched))
+            if self.ends.staleness:
+                ended = self.ends.end_later(self.buckets, self.rounds + 1, self._write)
+            else:
+                ended = Ended(self.rounds + 1, self._end_now(launched))
             self._plans.scheduler.wait()
             installed, self._installed = self._installed, []
             for future in installed:
                 future.wait()
         self.times.comm_end = time.time_ns()
         # First of all: what raised below, or in `end_step`, would leave this rank's rounds behind those of its peers.
-        self._close_round(self._clock.taken())
+        self.close_round(self._clock.taken())
         self.buckets.streams.settle()
         return ended
 
@@ -310,91 +281,33 @@ class Pipeline:
         if self.used.always:
             self.used.forget()
         with torch.no_grad():
-            self._observe(ended)
+            self.issued += self.ends.observe(ended)
 
     def land(self) -> Ended:
         """The oldest step under way lands, between two steps. `observed.check` then raises for it."""
         with torch.no_grad():
-            ended = self._land()
-            self._observe(ended)
+            ended = self.ends.land(self.buckets, self._write)
+            self.issued += self.ends.observe(ended)
         return ended
 
     def state_dict(self) -> dict[str, Any]:
         """What is under way, by parameter name; waits for it."""
-        if not self._staleness:
-            return {}
-        maker = self.maker
         with torch.no_grad():
-            self.under_way.settle(self._averaged)
-        for one in self.buckets.parting():
-            one.ready()
-        return averages.dump(self.under_way, maker.names, world_size=maker.communicator.size, rounds=self._rounds)
+            return self.ends.state_dict(self.maker, self.buckets, self.rounds, self._write)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with what `state_dict` has given; see `averages.load`."""
-        maker = self.maker
-        steps, rounds = averages.load(
-            state,
-            maker.parameters,
-            maker.names,
-            world_size=maker.communicator.size,
-            most=self._staleness,
-            tells=maker.config.check_finite != "off",
-        )
-        self._rounds = rounds
-        for step in steps:
-            self.under_way.add(step)
+        self.rounds = self.ends.load_state_dict(self.maker, state)
 
-    def _averaged(self, step: StepUnderWay) -> Any:
-        """A step's averages, in new tensors."""
-        for parameter in self.maker.parameters:
-            parameter.grad = None
-        if step.told is not None:
-            step.told[0].wait()
-        self.under_way.write(step, self._write)
-        found = [parameter.grad for parameter in self.maker.parameters]
-        return averages.flights(self.maker.parameters, self.maker.names, found)
-
-    # Join: what a rank without inputs does in place of all that
-
-    def shadows(self) -> list[GradBucket]:
-        """Zeros for every bucket, in launch order, for a step that begins with this."""
-        if self._plans.measured():
-            self.issued += self._plans.scheduler.open_round(None)
-        self._observed.begin_shadow()
-        return [reduction.shadow() for reduction in self.buckets.reductions]
-
-    def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor]:
-        """Takes part in one bucket's collective with nothing."""
-        self.issued += 1
-        under_way = self.buckets.reductions[bucket.index()].run_shadow(bucket)
-        self._observed.add_shadow(bucket, under_way)
-        return under_way
-
-    def shadow_used_map(self) -> None:
-        """Takes part in the sum of the used map that ends a static graph's first step."""
-        if not self.used.always and self.used.asks():
-            self.used.start()
-            self.used.finish()
-
-    def end_shadow_step(self) -> None:
-        """The others' step is done: takes part in agreeing on a plan too. `observed.check` then raises for it."""
-        self._plans.note_order()
-        if self._plans.measured():
-            self.issued += self._plans.scheduler.report(self.plan)
-            self._plans.scheduler.wait()
-        self._close_round(None)
-        self.issued += self._observed.close_shadow(self._rounds)
-
-    # Within
-
-    def _close_round(self, looked: Looked | None) -> None:
+    def close_round(self, looked: Looked | None) -> None:
         """A synchronised step has ended, here or (join) without this rank's inputs: all ranks count it."""
         if self._plans.measured():
             self._plans.scheduler.close_round(looked)
-        self._rounds += 1
+        self.rounds += 1
         if looked is not None:
-            self._recording.keep(self._rounds, self.plan, looked)
+            self._recording.keep(self.rounds, self.plan, looked)
+
+    # Within
 
     def _end_now(self, launched: Sequence[Reduction]) -> list[int]:
         """Finishes what was launched; returns the parameters whose gradients it has not written."""
@@ -409,52 +322,16 @@ class Pipeline:
         self._observed.wait()
         return left
 
-    def _end_later(self) -> Ended:
-        """Takes along what was launched; an earlier step lands in its place, if there are as many as there may be."""
-        parting = self.buckets.parting()
-        step = StepUnderWay(
-            number=self._rounds + 1,
-            flights=[(one, one.part()) for one in parting],
-            unscaling=self._observed.units.unscaling(),
-            used=self.used.taken(),
-            told=self._observed.taken(),
-            buckets=self.buckets,
-        )
-        self.under_way.add(step)
-        if len(self.under_way) > self._staleness:
-            ended = self._land()
-        else:
-            self.under_way.withhold()
-            ended = Ended(None)
-        for one in parting:
-            one.ready()
-        return ended
-
-    def _land(self) -> Ended:
-        self._observed.begin_landing()
-        step = self.under_way.land(self._write, self._observed.wait)
-        return Ended(step.number, elsewhere=step.buckets is not self.buckets, scale=step.unscaling.scale)
-
-    def _contribute(self, step: Step, own: OwnPace) -> Ended:
+    def _contribute(self, step: Step) -> Ended:
         """In place of launching and finishing: waits for nobody."""
         self._observed.begin_reduction()
         self.times.comm_start = time.time_ns()
-        own.end_step(self._observed, self.buckets.streams)
-        for bucket in self.buckets.packed():
-            bucket.let_go()
+        self.ends.contribute(self.buckets)
         step.next_bucket = step.launched = len(self.buckets)
         self.times.comm_end = time.time_ns()
-        self._close_round(self._clock.taken())
+        self.close_round(self._clock.taken())
         self.buckets.streams.settle()
-        return Ended(self._rounds)
-
-    def _observe(self, ended: Ended) -> None:
-        if ended.number is None or self.own is not None:
-            self._observed.withhold()
-        elif ended.elsewhere:
-            self._observed.close_measured(ended.number)
-        else:
-            self.issued += self._observed.close(ended.number, ended.left)
+        return Ended(self.rounds)
 
     def _finish_one(self, reduction: Reduction, used: UsedSum | None, unscaling: Unscaling) -> None:
         members = reduction.members
@@ -465,10 +342,12 @@ class Pipeline:
             reduction.finish(untouched, unscaling)
             self._clock.unpacked(members.index)
 
-        if isinstance(reduction, HookedReduction):
-            finish()  # a hook's future makes the current stream wait for whatever the hook did
-        else:
+        # A hook's future makes the current stream wait for whatever the hook did.
+        if self.buckets.streams.on_cuda and not isinstance(reduction, HookedReduction):
             self._write(members, finish)
+        else:
+            reduction.finish(untouched, unscaling)
+            self._clock.unpacked(members.index)
 
     def _write(self, members: Members, write: Callable[[], None]) -> None:
         """Calls what writes a bucket's gradients; on CUDA on a side stream, and watched."""

@@ -43,22 +43,20 @@ from torch.profiler import record_function
 from . import admission
 from .arrivals import Arrivals
 from .asynchronous import own_pace
-from .asynchronous.own_pace import OwnPace
-from .asynchronous.resync import equalize
 from .backward_hooks import BackwardHooks
 from .bucket_set import BucketMaker
-from .comm.protocol import Communicator, Pending
+from .comm.protocol import Communicator
 from .config import ReduceConfig
 from .deferred import in_backward
 from .errors import CollectiveError, FusedReduceError
 from .exchange import collective_error
-from .grad_bucket import GradBucket
+from .failures import Failures
+from .late_averages import LateAverages
 from .later import optimizer_steps
-from .later.set_aside import SetAside
-from .modes import FlushReport, SyncMode, is_synchronous
+from .modes import FlushReport, SyncMode
 from .observed import Observed
 from .parameter_hooks import ParameterHooks
-from .pipeline import Ended, Pipeline
+from .pipeline import Pipeline
 from .planning.assignment import BucketCaps
 from .planning.plan import Plan
 from .planning.saved import plan_hash
@@ -66,6 +64,7 @@ from .planning.timeline import MISSING_NS
 from .plans import Plans
 from .recording import Recording
 from .reductions import CommHook
+from .shadows import Shadows
 from .step import Step, unfinished_text
 from .step_clock import StepClock
 from .units import LossScale
@@ -161,10 +160,6 @@ class Reducer:
         self.unused_now: tuple[int, ...] = ()  # what the search has found in the outputs of the step that is armed
         self.unused_always_same = True
         self.buckets_reduced = 0
-        self.withheld = False  # the latest step has left no gradients: averages come later (BoundedStaleness)
-        self.landed_scale: LossScale | None = None  # of the step whose averages came last, where they come later
-        self.flushed = 0  # landings in `flush`
-        self._aside = None if is_synchronous(self.config.sync_mode) else SetAside(self.parameters)
         self.on_error: Callable[[str], None] | None = None
         # Called within the callback that has launched a step and cannot wait for it, or has failed (state FAILED): it
         # then answers for raising what `finalize` raises, once all reducers of that backward have been heard of.
@@ -182,9 +177,7 @@ class Reducer:
         self._clock = StepClock(count, self._device if len(self._devices) == 1 else None)
         self._forward_ns = MISSING_NS
         self._recording = Recording(self._plans, "reducer" if exclusive else "wrapper")
-        self._failure = ""
-        self._collective_failed = False
-        self._resets = 0
+        self._failures = Failures()
         self.local_backward_expected = False
         self.steps_in_backward = False  # the optimizer does, or the comm hook writes gradients itself
         self._warned: set[str] = set()
@@ -206,6 +199,8 @@ class Reducer:
             skip_unused_buckets=skip_unused_buckets,
         )
         self.times = self._pipeline.times
+        self.late = LateAverages(self._pipeline, self.observed)
+        self.shadows = Shadows(self._pipeline, self._plans, self.observed)
         self._hooks = ParameterHooks(self, self.parameters, Reducer.on_gradient)
         self._backward_hooks = BackwardHooks(self, Reducer._backward_begins, Reducer._backward_ends)
         self._arrivals = Arrivals(
@@ -213,7 +208,8 @@ class Reducer:
         )
         self.observed.before_reading = _weakly(self)
         self._follow_communicator()
-        if self._agreed:
+        self._overlaps = self.config.overlap and self._pipeline.ends.own is None
+        if self._agreed and self._pipeline.ends.own is not None:
             self._open()
 
     # Lifecycle of a step
@@ -285,8 +281,8 @@ class Reducer:
             watched = self._backward_hooks.watch(tensors)
             if not watched or profiled:
                 arrivals.hook_all(once=profiled)
-            if self._aside is not None and not watched:
-                self._aside.take()
+            if self.late.aside is not None and not watched:
+                self.late.aside.take()
             closely = profiled or self._recording.wants_step()
             self._pipeline.arm(closely=closely, forward_ns=self._forward_ns, divisor=divisor)
             self._forward_ns = MISSING_NS
@@ -369,8 +365,8 @@ class Reducer:
             self._complete_outside()
         if self.state is ReducerState.CLOSED:
             raise FusedReduceError("this reducer is closed")
-        if self.state is ReducerState.LOST or self._collective_failed:
-            raise FusedReduceError(self._lost_text())
+        if self.state is ReducerState.LOST or self._failures.of_collective:
+            raise FusedReduceError(self._failures.lost_text(self.communicator.rank))
         # A backward whose queued end never came has raised, maybe before any parameter told.
         step = self._arrivals.step
         broken = step.callbacks > 0 and not in_backward()
@@ -381,7 +377,7 @@ class Reducer:
                 self.communicator.rank,
                 find_unused=self.find_unused_parameters,
                 static_graph=self.static_graph,
-                failure=self._failure,
+                failure=self._failures.text,
                 debug_hint=os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "OFF",
             )
             raise FusedReduceError(text)
@@ -390,7 +386,7 @@ class Reducer:
     def no_sync(self) -> Iterator[None]:
         """Forwards within it do not arm the hooks: gradients accumulate here, and the next step reduces their sum."""
         before, self._sync = self._sync, False
-        aside = self._aside
+        aside = self.late.aside
         if aside is not None:
             aside.take()  # a backward may come of which nobody tells: without prepare_for_backward
         try:
@@ -415,8 +411,10 @@ class Reducer:
 
     def watch_local_forward(self, outputs: object) -> None:
         """A backward from `outputs` will not be reduced: where averages come later, it is kept apart from them."""
-        if self._aside is not None and not self._backward_hooks.watch_also(tensors_in(outputs), Reducer._takes_aside):
-            self._aside.take()
+        if self.late.aside is not None and not self._backward_hooks.watch_also(
+            tensors_in(outputs), Reducer._takes_aside
+        ):
+            self.late.aside.take()
 
     # Steps that end later than with their own backward
 
@@ -434,31 +432,22 @@ class Reducer:
             self.check_finalized()
             config = dataclasses.replace(self.config, sync_mode=mode)
             own_pace.check(config, self.names, self.sparse)
-            maker = self._pipeline.maker
             present = {
                 "gradient_as_bucket_view": self.gradient_as_bucket_view,
                 "skip_unused_buckets (skip_all_reduce_unused_params)": self.skip_unused_buckets,
-                "a comm hook": maker.hook is not None,
+                "a comm hook": self._pipeline.maker.hook is not None,
                 "an optimizer in backward": self.steps_in_backward,
                 "a trace that is being recorded": self._recording.wants_step(),
             }
             admission.check_mode(mode, present)
-            if len(self._pipeline.under_way):
-                raise FusedReduceError(
-                    f"{len(self._pipeline.under_way)} steps are under way: flush() on every rank, then set_sync_mode"
-                )
-            if self._pipeline.own is not None and not self._pipeline.own.settled:
-                raise FusedReduceError("there were steps since the last flush(): call it on every rank first")
-            if self._aside is not None:
-                self._aside.put_back()
+            self.late.check_settled()
             self.config = config
             self._agreed = False
             self._plans.follow(mode)
-            self._pipeline.maker = dataclasses.replace(maker, config=config)
-            self._pipeline.follow(mode)
-            self._aside = None if is_synchronous(mode) else SetAside(self.parameters)
+            self._pipeline.follow(config)
+            self._overlaps = config.overlap and self._pipeline.ends.own is None
+            self.late.follow(mode)
             self._attend_optimizers()
-            self.withheld = False
 
     def flush(
         self,
@@ -489,7 +478,7 @@ class Reducer:
             TypeError: an optimizer that is none.
             CollectiveError: a peer died, left, or did not answer.
         """
-        own = self._pipeline.own
+        own = self._pipeline.ends.own
         if own is None or step is None:
             step = optimizer_steps.flush_step(optimizers, step, scaled=self.observed.units.attached)
         else:
@@ -497,31 +486,9 @@ class Reducer:
         self._complete_outside()
         with self._lock:
             self.check_finalized()
-            aside, landed = self._aside, 0
-            if aside is not None and aside.local():
-                raise FusedReduceError(
-                    "flush() while gradients of backwards under no_sync() wait here: first run the synchronised "
-                    "backward that they belong to, or zero_grad(set_to_none=True)"
-                )
             if own is not None:
-                assert aside is not None
-                return self._flush_contributions(own, aside, optimizers, step, buffers)
-            while len(self._pipeline.under_way):
-                assert aside is not None
-                aside.take_unused()
-                try:
-                    ended = self._pipeline.land()
-                except BaseException as error:
-                    self._fail(error)
-                    raise
-                aside.put_back()
-                self._ended(ended)
-                self.flushed += 1
-                landed += 1
-                self.observed.check()
-                if step is not None:
-                    step()
-            return FlushReport(steps=landed)
+                self.agree()
+            return self.late.flush(optimizers, step, buffers, self._fail)
 
     def state_dict(self) -> dict[str, Any]:
         """What is under way, to keep in a checkpoint: plain tensors by parameter name, and numbers. Waits for it.
@@ -535,14 +502,9 @@ class Reducer:
         self._complete_outside()
         with self._lock:
             self.check_finalized()
-            try:
-                if self._pipeline.own is not None:
-                    self.agree()
-                    return self._pipeline.own.state()
-                return self._pipeline.state_dict()
-            except BaseException as error:
-                self._fail(error)
-                raise
+            if self._pipeline.ends.own is not None:
+                self.agree()
+            return self.late.state_dict(self._fail)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with what `state_dict` has given, of any plan.
@@ -554,13 +516,9 @@ class Reducer:
         self._complete_outside()
         with self._lock:
             self.check_finalized()
-            if len(self._pipeline.under_way):
-                raise FusedReduceError("steps are under way: flush(), or reset(), before load_state_dict")
-            if self._pipeline.own is not None:
+            if self._pipeline.ends.own is not None:
                 self.agree()
-                self._pipeline.own.load_state(state)
-            elif state:
-                self._pipeline.load_state_dict(state)
+            self.late.load_state_dict(state)
 
     # Failures, changes, the end
 
@@ -576,20 +534,15 @@ class Reducer:
                 `set_communicator`.
         """
         with self._lock:
-            how = "failed" if self._collective_failed else "whole"
-            mine = f"{self._pipeline.issued} {plan_hash(self.plan):016x} {self.rebuilt} {how}"
+            issued, stand = self._pipeline.issued, f"{plan_hash(self.plan):016x} {self.rebuilt}"
+            failed = self._failures.of_collective
             self.give_up_step()
-            self._resets += 1
             try:
-                held = self.communicator.compare_aside(f"reset {self._resets}", mine, self._device)
-            except RuntimeError as error:
-                self._lose(f"not every rank called reset() in time: {error}")
-            if any(one.endswith("failed") for one in held):
-                self._lose("a collective failed, on ranks " + _where(held, lambda one: one.endswith("failed")))
-            issued = [one.split()[0] for one in held]
-            if len(set(issued)) > 1:
-                self._lose(f"ranks have issued different numbers of collectives, by rank: {issued}")
-            if len(set(held)) > 1:
+                same = self._failures.compare(self.communicator, self._device, issued, stand, failed)
+            except FusedReduceError:
+                self.state = ReducerState.LOST
+                raise
+            if not same:
                 # Some had gone on to the next plan, or had learned an order, when others failed.
                 self._plans.forget()
                 self._lay(self._plans.first())
@@ -600,10 +553,8 @@ class Reducer:
             if self.state is ReducerState.CLOSED:
                 raise FusedReduceError("this reducer is closed")
             self.state = ReducerState.IDLE
-            if self._aside is not None:
-                self._aside.drop()
-            self.withheld = False
-            self._failure, self._collective_failed = "", False
+            self.late.give_up()
+            self._failures.forget()
             self._agreed = False
             self._plans.restart()
             self._pipeline.give_up()
@@ -621,7 +572,7 @@ class Reducer:
             self.communicator = communicator
             self._follow_communicator()
             self._pipeline.use(communicator)
-            self._resets = 0
+            self._failures.use_other_ranks()
             self._plans.use(communicator)
             self.observed.use(communicator)
             self.give_up_step()
@@ -737,7 +688,8 @@ class Reducer:
             self.observed.alike = admission.agree(self.communicator, descriptions, settings, self._device)
             self._agreed = True
         self._pipeline.check_wires()
-        self._open()
+        if self._pipeline.ends.own is not None:
+            self._open()
 
     def rebuild(self) -> bool:
         """Lays out what ranks have agreed on; says whether that was new. A plan changes only here, between steps.
@@ -753,7 +705,7 @@ class Reducer:
             try:
                 plan, issued = self._plans.next(self.plan)
             except CollectiveError:
-                self._collective_failed = True
+                self._failures.of_collective = True
                 raise
             self._pipeline.issued += issued
             # Also where the order leaves the buckets as they are: hooks and streams are those of a first step.
@@ -770,11 +722,6 @@ class Reducer:
     def rebuilt(self) -> bool:
         """Whether the buckets have been laid out by an order of readiness."""
         return self._plans.rebuilt
-
-    def end_shadow_step(self) -> None:
-        """A rank without inputs (join) has taken part in a step: it takes part in agreeing on a plan too."""
-        self._pipeline.end_shadow_step()
-        self.observed.check()
 
     def get_backward_stats(self) -> list[int]:
         """Per parameter, ns from the end of forward until its gradient was ready, host clock.
@@ -832,25 +779,7 @@ class Reducer:
         """Bytes of gradients in each bucket, in launch order."""
         return [sum(self._plans.kinds[index].size_bytes for index in members) for members in self.plan]
 
-    # Join: what a rank without inputs does in place of forward and backward
-
-    def shadows(self) -> list[GradBucket]:
-        """Zeros for every bucket, in launch order, for a step that begins with this."""
-        self.rebuild()
-        return self._pipeline.shadows()
-
-    def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor]:
-        """Takes part in one bucket's collective with nothing."""
-        return self._pipeline.run_shadow(bucket)
-
-    def used_map(self, *, joined: bool) -> torch.Tensor:
-        """int32 per parameter: on how many ranks it was used in the latest step; `joined`: zeros to take part with."""
-        used = self._pipeline.used
-        return used.local() if joined or used.last is None else used.last
-
-    def shadow_used_map(self) -> None:
-        """Takes part in the sum of the used map that ends a static graph's first step."""
-        self._pipeline.shadow_used_map()
+    # Join: what a rank without inputs does is `shadows`
 
     def divide_by_ranks_counted(self, work: Any) -> None:
         """The next step's divisor is what `work`, an all-reduce of ones, gives: the ranks that still have inputs."""
@@ -872,16 +801,16 @@ class Reducer:
         """A backward has reached an output of forward: has its end finish the step."""
         if self.state is ReducerState.ARMED:
             with self._lock:
-                if self._aside is not None:
-                    self._aside.take()
+                if self.late.aside is not None:
+                    self.late.aside.take()
                 if self._arrivals.begin_backward():
                     self.observed.additions += 1  # should it not come to its end
                     self._backward_hooks.queue_end(self._arrivals.step)
 
     def _takes_aside(self) -> None:
         """A backward that is not reduced has reached an output of its forward."""
-        if self._aside is not None:
-            self._aside.take()
+        if self.late.aside is not None:
+            self.late.aside.take()
 
     def _backward_ends(self, step: Step) -> None:
         """Ends the step if all is launched; does nothing after one of several partial backwards."""
@@ -895,13 +824,13 @@ class Reducer:
             self._clock.backward_ended()
             try:
                 self._pipeline.launch(step)
-                if self._waits_in_backward or self._pipeline.own is not None:
+                if self._waits_in_backward or self._pipeline.ends.own is not None:
                     self._finish(step)
                     return
                 self.state = ReducerState.LAUNCHED
             except BaseException as error:
                 self._note_failure(error)
-                if self._waits_in_backward or self._pipeline.own is not None or self.on_launched is None:
+                if self._waits_in_backward or self._pipeline.ends.own is not None or self.on_launched is None:
                     raise
         if self.on_launched is not None:
             self.on_launched(self)  # also of a failure: a callback that raises keeps those behind it from running
@@ -932,7 +861,7 @@ class Reducer:
         self._attend_optimizers()
 
     def _attend_optimizers(self) -> None:
-        if self._waits_in_backward and self._aside is None:
+        if self._waits_in_backward and self.late.aside is None:
             optimizer_steps.leave(self)
         else:
             optimizer_steps.enter(self)
@@ -947,8 +876,8 @@ class Reducer:
                     "and step() without a closure; or have a thread per rank, on CPU"
                 )
             self._complete_outside()
-        if self._aside is not None:
-            self._aside.stepped = True
+        if self.late.aside is not None:
+            self.late.aside.stepped = True
 
     def _finish(self, step: Step) -> None:
         """All buckets are launched: the step is done then."""
@@ -956,7 +885,7 @@ class Reducer:
         if not arrivals.tells:
             step.whole = all(parameter.grad is not None for parameter in self.parameters)
         ended = self._pipeline.finish(step, shared=self.shares_parameters)
-        self._ended(ended)
+        self.late.ended(ended)
         self.steps += 1
         self.buckets_reduced = step.launched
         if step.order:
@@ -969,8 +898,8 @@ class Reducer:
             if not self._needs_all_hooks():
                 arrivals.hook_few()
         self._pipeline.end_step(ended)
-        if self._aside is not None:
-            self._aside.put_back()
+        if self.late.aside is not None:
+            self.late.aside.put_back()
         self.state = ReducerState.IDLE
         if in_backward():
             # Behind the callbacks of other reducers: where one raises, the engine runs no further one.
@@ -978,43 +907,15 @@ class Reducer:
         else:
             self.observed.check()
 
-    def _ended(self, ended: Ended) -> None:
-        self.withheld, self.landed_scale = ended.number is None, ended.scale
-
     def _open(self) -> None:
         """The ranks have agreed: in the asynchronous mode the channel that it takes is made."""
-        if self._pipeline.own is not None:
-            try:
-                self._pipeline.own.open()
-            except RuntimeError as error:
-                what = "the asynchronous mode's own group could not be made"
-                raise collective_error(what, self.communicator.rank, error) from error
-
-    def _flush_contributions(
-        self,
-        own: OwnPace,
-        aside: SetAside,
-        optimizers: Sequence[Optimizer],
-        step: Callable[[], None] | None,
-        buffers: Sequence[torch.Tensor],
-    ) -> FlushReport:
-        self.agree()
+        own = self._pipeline.ends.own
+        assert own is not None
         try:
-            aside.take_unused()
-            landed = own.drain().landed
-            aside.put_back()
-            if step is not None and any(parameter.grad is not None for parameter in self.parameters):
-                step()
-            drift = equalize(self.parameters, self.names, optimizers, buffers, self.communicator)
-        except CollectiveError as error:
-            self._fail(error)
-            raise
-        self.flushed += 1
-        return FlushReport(landed, drift.largest, drift.relative)
-
-    @property
-    def _overlaps(self) -> bool:
-        return self.config.overlap and self._pipeline.own is None
+            own.open()
+        except RuntimeError as error:
+            what = "the asynchronous mode's own group could not be made"
+            raise collective_error(what, self.communicator.rank, error) from error
 
     def _needs_all_hooks(self) -> bool:
         """Whether every parameter has to tell in the next step, whatever this one was like."""
@@ -1039,7 +940,7 @@ class Reducer:
             return None
         if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
             raise ValueError(f"divisor must be a positive number or None, got {divisor!r}")
-        if self._pipeline.own is not None:
+        if self._pipeline.ends.own is not None:
             raise ValueError("a step's own divisor and Asynchronous exclude each other: contributions hold many steps")
         if self._pipeline.maker.hook is not None:
             raise ValueError("a divisor and a comm hook exclude each other: the hook divides, or does not")
@@ -1084,21 +985,9 @@ class Reducer:
 
     def _fail(self, error: BaseException) -> None:
         self.state = ReducerState.FAILED
-        self._failure = f"{type(error).__name__}: {error}"
-        self._collective_failed = isinstance(error, CollectiveError)
+        self._failures.note(error)
         if self.on_error is not None:
             self.on_error(str(error))
-
-    def _lost_text(self) -> str:
-        return (
-            f"rank {self.communicator.rank}: the process group cannot be used any more; give every rank a new one "
-            f"(set_communicator, or a wrapper's _update_process_group). {self._failure}"
-        )
-
-    def _lose(self, why: str) -> None:
-        self.state = ReducerState.LOST
-        self._failure = why
-        raise FusedReduceError(self._lost_text())
 
     def _lay(self, plan: Plan) -> None:
         """Builds the buckets of `plan`, between two steps."""
@@ -1116,7 +1005,3 @@ def _weakly(reducer: Reducer) -> Callable[[], None]:
             held._complete_outside()
 
     return complete
-
-
-def _where(held: Sequence[str], is_so: Callable[[str], bool]) -> str:
-    return ", ".join(str(rank) for rank, one in enumerate(held) if is_so(one))

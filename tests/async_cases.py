@@ -389,7 +389,7 @@ def dead_peer(rank: int, world: int) -> None:
     optimizer = SGD(ddp.parameters(), lr=0.01)
     step(ddp, optimizer, rank, 0)
     if rank == world - 1:
-        own = ddp._ours()._pipeline.own
+        own = ddp._ours()._pipeline.ends.own
         assert own is not None and own._channel is not None
         time.sleep(0.2)
         own._channel.close()

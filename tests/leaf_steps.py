@@ -95,13 +95,15 @@ def shadow_step(reducer: Reducer) -> None:
     """What torch's join does in place of a step of a rank that has no inputs any more."""
     reducer.check_finalized()
     reducer.agree()
-    under_way = [reducer.run_shadow(bucket) for bucket in reducer.shadows()]
+    reducer.rebuild()
+    shadows = reducer.shadows
+    under_way = [shadows.run(bucket) for bucket in shadows.begin()]
     for one in under_way:
         one.wait()
     if reducer.find_unused_parameters:
-        reducer.communicator.all_reduce(reducer.used_map(joined=True)).wait()
-    reducer.shadow_used_map()
-    reducer.end_shadow_step()
+        reducer.communicator.all_reduce(shadows.used_map(joined=True)).wait()
+    shadows.share_used_map()
+    shadows.end()
 
 
 def clear(parameters: Sequence[torch.Tensor]) -> None:

@@ -156,7 +156,7 @@ class Run:
             waiting.append(self.averages[number].values)
             landed = waiting.pop(0) if len(waiting) > k else None
             _same(_copies(self.parameters), landed or [None] * len(SHAPES), f"step {number}")
-            assert self.reducer.withheld == (landed is None)
+            assert self.reducer.late.withheld == (landed is None)
             assert self.reducer.stats()["steps_under_way"] == len(waiting)
             self.norm()
             clear(self.parameters)
@@ -792,4 +792,4 @@ def test_what_was_told_and_scaled_goes_with_a_checkpoint() -> None:
     assert other.flush().steps == 2
     (report,) = other.observed.finite_check().reports
     assert report.step == 2 and report.reduced == ("weight",) and report.culprits[0].index == 1
-    assert other.landed_scale is not None and other.landed_scale.scale.item() == 2.0
+    assert other.late.landed_scale is not None and other.late.landed_scale.scale.item() == 2.0

@@ -36,14 +36,14 @@ def _gradients(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tens
 
 
 def _reduced(local: Sequence[torch.Tensor], divisors: Sequence[float], wire: Wire, split: float) -> torch.Tensor:
-    """In fp64 where it is exact: one rounding to the wire per rank, the sum as the wire adds it, and back."""
+    """One rounding to the wire per rank, one of their sum (LocalGroup adds in fp32, in order of rank), and back."""
     dtype = WIRE_DTYPES[wire] or local[0].dtype
     compute = torch.float64 if local[0].dtype is torch.float64 else torch.float32
     packed = [(one.to(compute) / (by / split)).to(dtype) for one, by in zip(local, divisors, strict=True)]
-    total = packed[0].clone()
+    total = packed[0].to(compute)
     for one in packed[1:]:
-        total += one
-    return (total.to(compute) / split).to(local[0].dtype)
+        total = total + one.to(compute)
+    return (total.to(dtype).to(compute) / split).to(local[0].dtype)
 
 
 @pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])

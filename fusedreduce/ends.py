@@ -1,0 +1,185 @@
+"""Ends: how synchronised steps end, where not with their own averages.
+
+    BoundedStaleness    what was launched is taken along, and an earlier step lands in its place (later/)
+    Asynchronous        gradients are contributed and corrected, at this rank's own pace (asynchronous/)
+
+In both something outlives its step: buckets may be laid out anew meanwhile. Called under the reducer's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .asynchronous.own_pace import OwnPace
+from .bucket_set import BucketMaker, BucketSet
+from .comm.protocol import Communicator
+from .later import averages
+from .later.under_way import StepsUnderWay, StepUnderWay
+from .modes import Asynchronous, staleness
+from .observed import Observed
+from .reductions import Members
+from .units import LossScale
+from .unused import UsedMap
+
+# Calls what writes a bucket's gradients, on the stream where that belongs.
+Write = Callable[[Members, Callable[[], None]], None]
+
+
+class Ended(NamedTuple):
+    """How a step has ended.
+
+    Args:
+        number: of the step whose averages the gradients are; None: there are none.
+        left: numbers of the parameters whose gradients are as they were.
+        elsewhere: it was launched in other buckets than those in use.
+        scale: its loss scale, which has come off.
+    """
+
+    number: int | None
+    left: Sequence[int] = ()
+    elsewhere: bool = False
+    scale: LossScale | None = None
+
+
+class Ends:
+    """How the steps of one reducer end.
+
+    Args:
+        maker: has the parameters and the mode.
+        observed: is told what happens to the gradients.
+        used: parameters that have a gradient.
+
+    Attributes:
+        staleness: by how many steps averages come later than their own.
+        under_way: steps that end later than with their own backward.
+        own: in the asynchronous mode, what takes the place of launching and finishing.
+    """
+
+    def __init__(self, maker: BucketMaker, observed: Observed, used: UsedMap) -> None:
+        self._parameters = maker.parameters
+        self._observed = observed
+        self._used = used
+        self.under_way = StepsUnderWay(maker.parameters)
+        self.own: OwnPace | None = None
+        self.staleness = 0
+        self.follow(maker, BucketSet((), maker))
+
+    # Between steps
+
+    def follow(self, maker: BucketMaker, buckets: BucketSet) -> None:
+        """Steps end as the mode of `maker` says from now on; none is under way."""
+        mode = maker.config.sync_mode
+        self.staleness = staleness(mode)
+        if self.own is not None:
+            self.own.close()
+            self.own = None
+        if isinstance(mode, Asynchronous):
+            self.own = OwnPace(maker, mode.max_in_flight)
+            self.lay(buckets)
+        self._used.alone = self._observed.alone = self.own is not None
+
+    def lay(self, buckets: BucketSet) -> None:
+        """The buckets are new."""
+        if self.own is not None:
+            self.own.lay([one.members for one in buckets.reductions])
+
+    def use(self, communicator: Communicator) -> None:
+        """Goes on with other ranks. To be followed by `give_up`."""
+        if self.own is not None:
+            self.own.use(communicator)
+
+    def give_up(self) -> None:
+        """Nothing that is under way lands any more."""
+        self.under_way.give_up()
+
+    def close(self) -> None:
+        """As `give_up`, for good."""
+        self.under_way.give_up()
+        if self.own is not None:
+            self.own.close()
+
+    def stats(self) -> dict[str, int | str]:
+        """The part of `Reducer.stats` that is counted here."""
+        counted = {"steps_under_way": len(self.under_way), "steps_given_up": self.under_way.given_up}
+        return {**counted, **({} if self.own is None else self.own.stats())}
+
+    # A step
+
+    def end_later(self, buckets: BucketSet, number: int, write: Write) -> Ended:
+        """Takes along what was launched; an earlier step lands in its place, if there are as many as there may be."""
+        parting = buckets.parting()
+        step = StepUnderWay(
+            number=number,
+            flights=[(one, one.part()) for one in parting],
+            unscaling=self._observed.units.unscaling(),
+            used=self._used.taken(),
+            told=self._observed.taken(),
+            buckets=buckets,
+        )
+        self.under_way.add(step)
+        if len(self.under_way) > self.staleness:
+            ended = self.land(buckets, write)
+        else:
+            self.under_way.withhold()
+            ended = Ended(None)
+        for one in parting:
+            one.ready()
+        return ended
+
+    def land(self, buckets: BucketSet, write: Write) -> Ended:
+        """The oldest step under way lands."""
+        self._observed.begin_landing()
+        step = self.under_way.land(write, self._observed.wait)
+        return Ended(step.number, elsewhere=step.buckets is not buckets, scale=step.unscaling.scale)
+
+    def contribute(self, buckets: BucketSet) -> None:
+        """The end of a step in the asynchronous mode."""
+        assert self.own is not None
+        self.own.end_step(self._observed, buckets.streams)
+        for bucket in buckets.packed():
+            bucket.let_go()
+
+    def observe(self, ended: Ended) -> int:
+        """Completes what is observed of the gradients; returns the number of collectives that this has issued."""
+        if ended.number is None or self.own is not None:
+            self._observed.withhold()
+        elif ended.elsewhere:
+            self._observed.close_measured(ended.number)
+        else:
+            return self._observed.close(ended.number, ended.left)
+        return 0
+
+    # Checkpoints of what is under way
+
+    def state_dict(self, maker: BucketMaker, buckets: BucketSet, rounds: int, write: Write) -> dict[str, Any]:
+        """What is under way, by parameter name; waits for it."""
+        if not self.staleness:
+            return {}
+
+        def averaged(step: StepUnderWay) -> Any:
+            for parameter in self._parameters:
+                parameter.grad = None
+            if step.told is not None:
+                step.told[0].wait()
+            self.under_way.write(step, write)
+            return averages.flights(maker.parameters, maker.names, [one.grad for one in maker.parameters])
+
+        self.under_way.settle(averaged)
+        for one in buckets.parting():
+            one.ready()
+        return averages.dump(self.under_way, maker.names, world_size=maker.communicator.size, rounds=rounds)
+
+    def load_state_dict(self, maker: BucketMaker, state: Mapping[str, Any]) -> int:
+        """Goes on with what `state_dict` has given; returns how many rounds there had been. See `averages.load`."""
+        steps, rounds = averages.load(
+            state,
+            maker.parameters,
+            maker.names,
+            world_size=maker.communicator.size,
+            most=self.staleness,
+            tells=maker.config.check_finite != "off",
+        )
+        for step in steps:
+            self.under_way.add(step)
+        return rounds

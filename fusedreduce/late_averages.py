@@ -1,0 +1,175 @@
+"""LateAverages: what a reducer keeps and does in modes where averages come later than their own step.
+
+What `.grad` holds of earlier steps is kept apart from what backwards make (set_aside.py); what is under way lands in
+`flush`, or goes into a checkpoint. In the synchronous mode there is nothing to do. Called under the reducer's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .asynchronous.own_pace import OwnPace
+from .asynchronous.resync import equalize
+from .ends import Ended
+from .errors import CollectiveError, FusedReduceError
+from .later.set_aside import SetAside
+from .modes import FlushReport, SyncMode, is_synchronous
+from .observed import Observed
+from .pipeline import Pipeline
+from .units import LossScale
+
+_NO_SYNC_WAITS = (
+    "gradients of backwards under no_sync() wait here: first run the synchronised backward that they belong to, or "
+    "zero_grad(set_to_none=True)"
+)
+
+
+class LateAverages:
+    """The part of a reducer that is there for modes other than Synchronous.
+
+    Args:
+        pipeline: has what is under way.
+        observed: what is known of the gradients.
+
+    Attributes:
+        aside: gradients that no backward of this step has made; None in the synchronous mode.
+        withheld: the latest step has left no gradients: averages come later.
+        landed_scale: of the step whose averages came last.
+        flushed: landings in `flush`.
+    """
+
+    def __init__(self, pipeline: Pipeline, observed: Observed) -> None:
+        self._pipeline = pipeline
+        self._observed = observed
+        self._parameters = pipeline.maker.parameters
+        self.withheld = False
+        self.landed_scale: LossScale | None = None
+        self.flushed = 0
+        self.aside = self._made(pipeline.maker.config.sync_mode)
+
+    # A step
+
+    def ended(self, ended: Ended) -> None:
+        """A step has ended, or an earlier one has landed."""
+        self.withheld, self.landed_scale = ended.number is None, ended.scale
+
+    def give_up(self) -> None:
+        """A step was given up."""
+        if self.aside is not None:
+            self.aside.drop()
+        self.withheld = False
+
+    # Between steps
+
+    def check_settled(self) -> None:
+        """Raises unless another mode may follow.
+
+        Raises:
+            FusedReduceError: steps are under way, or not everything has landed everywhere.
+        """
+        ends = self._pipeline.ends
+        if len(ends.under_way):
+            raise FusedReduceError(
+                f"{len(ends.under_way)} steps are under way: flush() on every rank, then set_sync_mode"
+            )
+        if ends.own is not None and not ends.own.settled:
+            raise FusedReduceError("there were steps since the last flush(): call it on every rank first")
+
+    def follow(self, mode: SyncMode) -> None:
+        """Goes on in another mode."""
+        if self.aside is not None:
+            self.aside.put_back()
+        self.aside = self._made(mode)
+        self.withheld = False
+
+    def flush(
+        self,
+        optimizers: Sequence[Optimizer],
+        step: Callable[[], None] | None,
+        buffers: Sequence[torch.Tensor],
+        failed: Callable[[BaseException], None],
+    ) -> FlushReport:
+        """See `Reducer.flush`.
+
+        Args:
+            optimizers: whose states become the same on all ranks; asynchronous mode.
+            step: called after each landing.
+            buffers: become rank 0's; asynchronous mode.
+            failed: is told where what went wrong was no fault of `step`.
+        """
+        aside, own = self.aside, self._pipeline.ends.own
+        if aside is None:
+            return FlushReport()
+        if own is not None:
+            return self._flush_contributions(own, aside, optimizers, step, buffers, failed)
+        if aside.local():
+            raise FusedReduceError(f"flush() while {_NO_SYNC_WAITS}")
+        landed = 0
+        while len(self._pipeline.ends.under_way):
+            aside.take_unused()
+            try:
+                ended = self._pipeline.land()
+            except BaseException as error:
+                failed(error)
+                raise
+            aside.put_back()
+            self.ended(ended)
+            self.flushed += 1
+            landed += 1
+            self._observed.check()
+            if step is not None:
+                step()
+        return FlushReport(steps=landed)
+
+    def state_dict(self, failed: Callable[[BaseException], None]) -> dict[str, Any]:
+        """See `Reducer.state_dict`; `failed` as in `flush`."""
+        own = self._pipeline.ends.own
+        try:
+            return self._pipeline.state_dict() if own is None else own.state()
+        except BaseException as error:
+            failed(error)
+            raise
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Reducer.load_state_dict`."""
+        ends = self._pipeline.ends
+        if len(ends.under_way):
+            raise FusedReduceError("steps are under way: flush(), or reset(), before load_state_dict")
+        if ends.own is not None:
+            ends.own.load_state(state)
+        elif state:
+            self._pipeline.load_state_dict(state)
+
+    # Within
+
+    def _made(self, mode: SyncMode) -> SetAside | None:
+        return None if is_synchronous(mode) else SetAside(self._parameters)
+
+    def _flush_contributions(
+        self,
+        own: OwnPace,
+        aside: SetAside,
+        optimizers: Sequence[Optimizer],
+        step: Callable[[], None] | None,
+        buffers: Sequence[torch.Tensor],
+        failed: Callable[[BaseException], None],
+    ) -> FlushReport:
+        if aside.local():
+            raise FusedReduceError(f"flush() while {_NO_SYNC_WAITS}")
+        maker = self._pipeline.maker
+        try:
+            aside.take_unused()
+            landed = own.drain().landed
+            aside.put_back()
+            if step is not None and any(parameter.grad is not None for parameter in self._parameters):
+                step()
+            drift = equalize(self._parameters, maker.names, optimizers, buffers, maker.communicator)
+        except CollectiveError as error:
+            failed(error)
+            raise
+        self.flushed += 1
+        return FlushReport(landed, drift.largest, drift.relative)

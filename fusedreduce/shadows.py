@@ -1,0 +1,70 @@
+"""Shadows: what a rank without inputs does in place of forward and backward, while others still have some (join).
+
+It issues the collectives that the others do, in the same order, with zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .comm.protocol import Pending
+from .grad_bucket import GradBucket
+from .observed import Observed
+from .pipeline import Pipeline
+from .plans import Plans
+
+
+class Shadows:
+    """The steps of a rank without inputs.
+
+    Args:
+        pipeline: has the buckets.
+        plans: whether plans follow measurements now.
+        observed: takes part for this rank in what is observed of the gradients.
+    """
+
+    def __init__(self, pipeline: Pipeline, plans: Plans, observed: Observed) -> None:
+        self._pipeline = pipeline
+        self._plans = plans
+        self._observed = observed
+
+    def begin(self) -> list[GradBucket]:
+        """Zeros for every bucket, in launch order, for a step that begins with this. Behind `Reducer.rebuild`."""
+        if self._plans.measured():
+            self._pipeline.issued += self._plans.scheduler.open_round(None)
+        self._observed.begin_shadow()
+        return [reduction.shadow() for reduction in self._pipeline.buckets.reductions]
+
+    def run(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor]:
+        """Takes part in one bucket's collective with nothing."""
+        self._pipeline.issued += 1
+        under_way = self._pipeline.buckets.reductions[bucket.index()].run_shadow(bucket)
+        self._observed.add_shadow(bucket, under_way)
+        return under_way
+
+    def used_map(self, *, joined: bool) -> torch.Tensor:
+        """int32 per parameter: on how many ranks it was used in the latest step; `joined`: zeros to take part with."""
+        used = self._pipeline.used
+        return used.local() if joined or used.last is None else used.last
+
+    def share_used_map(self) -> None:
+        """Takes part in the sum of the used map that ends a static graph's first step."""
+        used = self._pipeline.used
+        if not used.always and used.asks():
+            used.start()
+            used.finish()
+
+    def end(self) -> None:
+        """The others' step is done: takes part in agreeing on a plan too.
+
+        Raises:
+            NonFiniteGradientError: as on the others.
+        """
+        plans, pipeline = self._plans, self._pipeline
+        plans.note_order()
+        if plans.measured():
+            pipeline.issued += plans.scheduler.report(pipeline.plan)
+            plans.scheduler.wait()
+        pipeline.close_round(None)
+        pipeline.issued += self._observed.close_shadow(pipeline.rounds)
+        self._observed.check()
