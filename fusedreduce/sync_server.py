@@ -225,9 +225,7 @@ class SyncServer:
             raise FusedReduceError("this SyncServer is closed")
 
     def _new_generation(self) -> _Generation:
-        self._group.rejoin(*range(self._group.size))  # who is told of what is up to us
-        communicators = [self._group.communicator(rank) for rank in range(self._group.size)]
-        return _Generation(communicators, self._last_epoch + 1)
+        return _Generation(self._group.communicators(), self._last_epoch + 1)
 
     def _begin(self, device: SyncDevice) -> None:
         """A device begins its next epoch. Under the lock.

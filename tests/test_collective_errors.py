@@ -486,6 +486,19 @@ def test_a_thread_that_dies_before_it_registers_is_not_waited_for() -> None:
     assert told == ["register: a peer gave up, or the group was closed; peer 1 had not come"] * 2
 
 
+def test_communicators_of_the_peers_own_meet_whatever_is_registered_between() -> None:
+    group = LocalGroup(2, timeout_s=5)
+
+    def case(rank: int) -> None:
+        own = group.communicator(0) if rank == 0 else None
+        with register(rank, "cpu", CollectiveConfig(world_size=2, timeout_s=5), group) as session:
+            own = own or group.communicator(1)
+            own.all_reduce(torch.ones(1)).wait()
+            good(session)
+
+    assert run_threads([lambda: case(0), lambda: case(1)]) == [None, None]
+
+
 def test_closing_the_group_ends_the_session() -> None:
     peers = Peers(2)
     group: Any = peers.groups[0]

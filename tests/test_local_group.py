@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fusedreduce.comm import local, local_operations
 from fusedreduce.comm.agreement import agree
 from fusedreduce.comm.local import LocalCommunicator, LocalGroup
-from fusedreduce.comm.meeting import LocalPending
+from fusedreduce.comm.meeting import LocalPending, Meeting
 from fusedreduce.comm.protocol import Communicator, ReduceOp
 from fusedreduce.comm.strategies import Centralized, Ring, Strategy, Tree
 from fusedreduce.errors import AgreementError, CollectiveError, UnsupportedWireError
@@ -298,7 +298,7 @@ def test_peers_that_disagree_all_raise_who_brought_what(
         return str(found.value)
 
     first, *others = group.run(case)
-    assert others == [first, first] and "collective 1 of channel run 0 among 3 local ranks" in first
+    assert others == [first, first] and "collective 1 of channel together 0 among 3 local ranks" in first
     for one in words:
         assert one in first
 
@@ -432,6 +432,62 @@ def test_who_does_not_know_of_an_abort_does_not_stray_into_the_next_generation()
     group.abort(new, RuntimeError("again"))
     group.rejoin(1)
     group.communicator(1)
+
+
+def test_an_old_error_does_not_tell_of_a_newer_abort() -> None:
+    group = LocalGroup(2, timeout_s=5)
+    first, old = group.communicator(0), group.communicator(1)
+    pendings = [old.all_reduce(torch.ones(1)) for _ in range(2)]
+    first.abort(RuntimeError("first"))
+    with pytest.raises(CollectiveError, match="first"):
+        pendings[0].wait()
+    second, _ = group.communicator(0), group.communicator(1)
+    second.abort(RuntimeError("second"))
+    for raises in (pendings[1].wait, lambda: old.all_reduce(torch.ones(1))):
+        with pytest.raises(CollectiveError, match="first"):
+            raises()
+    with pytest.raises(CollectiveError, match="second"):
+        group.communicator(1)
+    group.communicator(1)
+
+
+def test_communicators_made_together_are_nobody_elses() -> None:
+    """Where one rank has made a communicator of its own, and another will later."""
+    group = LocalGroup(2, timeout_s=5)
+    one = group.communicator(0)
+    together = group.communicators()
+    other = group.communicator(1)
+    for first, second in ((one, other), together):
+        pending = first.all_reduce(torch.ones(1))
+        second.all_reduce(torch.ones(1)).wait()
+        pending.wait()
+    together[0].abort(RuntimeError("stop"))
+    with pytest.raises(CollectiveError, match="stop"):
+        other.all_reduce(torch.ones(1))
+    group.close()
+    with pytest.raises(CollectiveError, match="closed"):
+        group.communicators()
+
+
+def test_who_is_interrupted_before_it_performs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = LocalGroup(2, timeout_s=30)
+    first, last = group.communicators()
+    pending = first.all_reduce(torch.ones(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(Meeting, "perform", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            last.all_reduce(torch.ones(1))
+    began = time.monotonic()
+    with pytest.raises(CollectiveError, match="rank 1, the last to come, was interrupted"):
+        pending.wait()
+    assert time.monotonic() - began < 5
+    pending = first.all_reduce(torch.ones(1))
+    last.all_reduce(torch.ones(1)).wait()
+    pending.wait()
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_run_raises_what_was_raised_first_and_the_next_run_works() -> None:

@@ -181,7 +181,7 @@ class Carrier:
         """One communicator per local peer; whoever starts an operation uses them all."""
         if strategy not in self._communicators:
             group = LocalGroup(self._place.local, strategy=strategy, timeout_s=self._config.timeout_s)
-            self._communicators[strategy] = [group.communicator(rank) for rank in range(self._place.local)]
+            self._communicators[strategy] = group.communicators()
         return self._communicators[strategy]
 
     def _spread(self, carried: Carried) -> dict[torch.device, tuple[torch.Tensor, torch.cuda.Event | None]]:

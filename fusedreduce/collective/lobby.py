@@ -303,8 +303,7 @@ class Lobby:
         group = None if self._group is None else self._group()
         if group is None or place.local == 1:
             return
-        group.rejoin(*range(place.local))  # all of them begin anew here, whatever they had heard
-        ranks = [group.communicator(rank) for rank in range(place.local)]
+        ranks = group.communicators()
         pending = ranks[0].all_reduce(torch.zeros(1))
         held = weakref.ref(room)
 

@@ -67,8 +67,14 @@ class _Generation:
     def check(self, what: str, rank: int) -> None:
         """Raises if somebody has given up; `rank` knows then. The lock is held."""
         if self.problem:
-            self.group.unaware.pop(rank, None)
+            self.acknowledge(rank)
             raise CollectiveError(f"{what}: {self.problem}") from self.cause
+
+    def acknowledge(self, rank: int) -> None:
+        """`rank` knows that this one has ended; of those that ended later it may not know."""
+        with self.group.lock:
+            if self.group.unaware.get(rank) is self:
+                del self.group.unaware[rank]
 
     def fail(self, problem: str, cause: BaseException | None) -> None:
         """Everything of this generation raises from now on, but what is being performed."""
@@ -116,12 +122,17 @@ class _Channel:
                 name = f"{where} of channel {self.name} among {group.size} local ranks"
                 meeting = self._meetings[place] = Meeting(name, group.size, group.lock, group.timeout_s)
             self.used_by[rank] = arrival.thread
-            pending = LocalPending(meeting, rank, arrival, lambda: self._alone(meeting), lambda: group.rejoin(rank))
+            pending = LocalPending(
+                meeting, rank, arrival, lambda: self._alone(meeting), lambda: generation.acknowledge(rank)
+            )
             last = meeting.arrive(rank, arrival)
             if not meeting.missing():
                 del self._meetings[place]
         if last:
-            meeting.perform(lambda arrivals: perform(arrivals, group.workshop))
+            try:
+                meeting.perform(lambda arrivals: perform(arrivals, group.workshop))
+            finally:
+                meeting.end_at_last(f"rank {rank}, the last to come, was interrupted")
         return pending
 
     def _alone(self, meeting: Meeting) -> str:
@@ -171,7 +182,7 @@ class LocalGroup:
         self.unaware: dict[int, _Generation] = {}  # ranks that do not know yet that theirs has ended
         self._closed = False
         self._endings = 0
-        self._runs = 0
+        self._together = 0
         self._generation = _Generation(self)
 
     @property
@@ -197,6 +208,20 @@ class LocalGroup:
                 self.unaware[rank].check(f"rank {rank} cannot make a communicator", rank)
             return LocalCommunicator(self._generation.roots.channel(rank), rank)
 
+    def communicators(self) -> list[LocalCommunicator]:
+        """One for every rank, on a channel of their own: for who drives them all, or deals them out.
+
+        They do not count among those of `communicator`, and no rank is told later that their generation has ended.
+
+        Raises:
+            CollectiveError: the group is closed.
+        """
+        with self.lock:
+            self._refuse_closed()
+            channel = _Channel(self._generation, f"together {self._together}")
+            self._together += 1
+            return [LocalCommunicator(channel, rank) for rank in range(self.size)]
+
     def rejoin(self, *ranks: int) -> None:
         """These ranks know of all aborts so far: the communicators that they make next are of the new generation."""
         with self.lock:
@@ -211,11 +236,9 @@ class LocalGroup:
                 aborted then. What they raised of their own is added as notes.
         """
         with self.lock:
-            self._refuse_closed()
-            channel = _Channel(self._generation, f"run {self._runs}")
-            channel.used_by = dict.fromkeys(range(self.size))
+            communicators = self.communicators()
+            communicators[0]._channel.used_by = dict.fromkeys(range(self.size))
             self._generation.ranks.update(range(self.size))
-            self._runs += 1
         results: dict[int, T] = {}
         errors: list[tuple[int, BaseException]] = []
 
@@ -226,7 +249,6 @@ class LocalGroup:
                 errors.append((communicator.rank, error))
                 communicator.abort(error)
 
-        communicators = [LocalCommunicator(channel, rank) for rank in range(self.size)]
         threads = [
             threading.Thread(target=work, args=(one,), name=f"fusedreduce-rank-{one.rank}") for one in communicators
         ]
@@ -278,8 +300,7 @@ class LocalGroup:
                 self._generation = _Generation(self)
                 self._endings += 1
                 self.unaware.update(dict.fromkeys(generation.ranks, generation))
-            if self.unaware.get(rank) is generation:
-                del self.unaware[rank]
+        generation.acknowledge(rank)
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -165,6 +165,11 @@ class Meeting:
                 self.arrivals.clear()
         self.tell()
 
+    def end_at_last(self, problem: str) -> None:
+        """Whoever performs it is through: where nothing came of that, it has failed."""
+        if not self.ended:
+            self.finish(None, f"{self.name}: {problem}")
+
     def tell(self) -> None:
         """Calls what was to be called at the end. The lock is not held."""
         with self.lock:
