@@ -1,0 +1,290 @@
+"""A LocalCommunicator as a ProcessGroup of torch's, so that DistributedDataParallel runs over a LocalGroup.
+
+torch.distributed need not be initialised, and is not told of the group. What torch does with a group object works:
+`group.rank()`, `size()`, `name()`, its collectives, and functions of `torch.distributed` that are given the group and
+ranks within it (`dist.all_reduce(t, group=group)`, `dist.broadcast(t, group_src=0, group=group)`). What looks the group
+up in torch's own table of groups does not: `get_rank(group)`, `get_backend(group)`, `get_global_rank(group, ...)`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CollectiveError
+from .distributed import REDUCE_OPS, ProcessGroupCommunicator
+from .local import LocalCommunicator
+from .protocol import Pending, ReduceOp
+
+
+class LocalProcessGroup(dist.ProcessGroup):
+    """One rank of a LocalGroup, for torch. Its collectives take their places in the communicator's sequence.
+
+    Args:
+        communicator: this rank's.
+    """
+
+    def __init__(self, communicator: LocalCommunicator) -> None:
+        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]  # not in its stub
+        self.communicator = communicator
+
+    # What torch calls by these names, in C++ too: of each, the overload with options
+
+    def getBackendName(self) -> str:
+        """What `name()` gives, and DDP's logging data."""
+        return "local"
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> LocalWork:  # type: ignore[override]
+        """Reduces each tensor in place; of a sparse COO tensor the sum."""
+        op = _op("all_reduce", opts)
+        works = [self._all_reduce(tensor, op) for tensor in _listed(tensors)]
+        return LocalWork(self, _listed(tensors), works)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> LocalWork:
+        """As `allreduce`."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any) -> LocalWork:  # type: ignore[override]
+        """As `allreduce`; only the root's tensors hold the result."""
+        op = _op("reduce", opts)
+        works = [(self.communicator.reduce(_flat(one), opts.rootRank, op), None) for one in _listed(tensors)]
+        return LocalWork(self, _listed(tensors), works)
+
+    def broadcast(self, tensors: Any, opts: Any) -> LocalWork:  # type: ignore[override]
+        """Blocks until all ranks have come, also where torch asks for it asynchronously."""
+        for tensor in _listed(tensors):
+            self.communicator.broadcast(_flat(tensor), opts.rootRank)
+        return LocalWork(self, _listed(tensors), [])
+
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> LocalWork:
+        """Every rank's tensor, in rank order, into the tensors of its list."""
+        pairs = list(zip(output_tensors, _listed(input_tensors), strict=True))
+        works = [self._all_gather(outputs, one) for outputs, one in pairs]
+        tensors = [one for outputs in output_tensors for one in outputs]
+        return LocalWork(self, tensors, works, [list(outputs) for outputs in output_tensors])
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> LocalWork:
+        """Every rank's tensor, in rank order, into one."""
+        rows = output.detach().view(self.communicator.size, -1).unbind()
+        return LocalWork(self, [output], [self._all_gather(rows, input)])
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
+    ) -> LocalWork:
+        """Part `rank` of each rank's input; the parts are equal."""
+        if len({*output_split_sizes}) > 1 or len({*input_split_sizes}) > 1:
+            raise NotImplementedError(
+                "all_to_all over a LocalGroup exchanges equal parts; other sizes are not supported"
+            )
+        return LocalWork(self, [output], [(self.communicator.all_to_all(_flat(output), _flat(input)), None)])
+
+    def barrier(self, opts: Any = None) -> LocalWork:
+        """Blocks until all ranks have come."""
+        self.communicator.all_gather_bytes(b"", 0, torch.device("cpu"))
+        return LocalWork(self, [], [])
+
+    # Older names of torch's
+    _allgather_base = all_gather_single
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a LocalGroup is of this process alone: its process group can be neither pickled nor copied")
+
+    def __repr__(self) -> str:
+        return f"LocalProcessGroup(rank {self.communicator.rank} of {self.communicator.size})"
+
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> _Started:
+        if tensor.layout is torch.strided:
+            return self.communicator.all_reduce(_flat(tensor), op), None
+        if op != "sum":
+            raise NotImplementedError(f"a LocalGroup sums sparse tensors; {op} is not supported")
+        pending = self.communicator.all_reduce_sparse(tensor.detach())
+        return pending, lambda: tensor.detach().copy_(pending.future().value()[0])
+
+    def _all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> _Started:
+        pending, gathered = self.communicator.all_gather(tensor.detach().contiguous().view(-1))
+
+        def hand_out() -> None:
+            for output, row in zip(outputs, gathered, strict=True):
+                output.detach().copy_(row.view(output.shape))
+
+        return pending, hand_out
+
+
+_Started = tuple[Pending, Callable[[], object] | None]
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: LocalProcessGroup, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"a LocalGroup has no {name}; it has all_reduce, reduce, broadcast, all_gather, all_to_all of equal parts "
+            "and barrier"
+        )
+
+    return refuse
+
+
+for _name in (
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "recv_anysource",
+    "alltoall",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "all_gather_single_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allgather_coalesced",
+    "monitored_barrier",
+    "split_group",
+    "merge_remote_group",
+):
+    setattr(LocalProcessGroup, _name, _refused(_name))
+
+
+class LocalWork(dist.Work):
+    """Collectives under way, as torch holds them. The group's timeout holds, whatever `wait` is given.
+
+    Args:
+        group: whose they are.
+        tensors: the results.
+        started: each collective, and what is to be done once behind it.
+        value: of the future; None: the tensors.
+    """
+
+    def __init__(
+        self,
+        group: LocalProcessGroup,
+        tensors: list[torch.Tensor],
+        started: Sequence[_Started],
+        value: list[Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._value = tensors if value is None else value
+        self._communicator = group.communicator
+        self._tensors = tensors
+        self._started = started
+        self._landed = False
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Blocks until the tensors hold the result; on CUDA only until all ranks have come.
+
+        Raises:
+            CollectiveError: they did not come in time, want different things, or one gave up.
+        """
+        self._check_may_wait()
+        with self._lock:
+            for pending, _ in self._started:
+                pending.wait()
+            if not self._landed:
+                self._landed = True
+                for _, land in self._started:
+                    if land is not None:
+                        land()
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return all(pending.ready() for pending, _ in self._started)
+
+    def is_success(self) -> bool:
+        """Whether all has gone well."""
+        return self.is_completed() and self._error() is None
+
+    def exception(self) -> CollectiveError | None:
+        """Why it failed; None if it did not, or not yet."""
+        return self._error() if self.is_completed() else None
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors, which hold the result after `wait`."""
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[Any]]:
+        """A future that is done: waits for all ranks here.
+
+        Their threads would otherwise run each other's callbacks, of which one that waits for a further collective
+        could wait for what only its own thread would issue; and nobody would keep the time for C++ that waits for it.
+        """
+        devices: list[int | str | torch.device] = [*dict.fromkeys(one.device for one in self._tensors if one.is_cuda)]
+        future: torch.futures.Future[list[Any]] = torch.futures.Future(devices=devices or None)
+        error = self._error()
+        if error is None:
+            future.set_result(self._value)
+        else:
+            future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+        return future
+
+    def _error(self) -> CollectiveError | None:
+        try:
+            self.wait()
+        except CollectiveError as error:
+            return error
+        return None
+
+    def _check_may_wait(self) -> None:
+        if torch._C._current_graph_task_id() == -1:  # no backward runs in this thread
+            return
+        for tensor in self._tensors:
+            if not self._communicator.waits_in_backward(tensor.device):
+                raise CollectiveError(
+                    f"rank {self._communicator.rank}: within a backward on {tensor.device} a rank of a LocalGroup "
+                    "cannot wait for another, whose backward needs the same thread. Use "
+                    "fusedreduce.DistributedDataParallel there, without comm hooks and join"
+                )
+
+
+def communicator_of(group: dist.ProcessGroup | None) -> LocalCommunicator | ProcessGroupCommunicator:
+    """What reduces over a process group; None: the default one.
+
+    Raises:
+        TypeError: it is a communicator itself.
+        ValueError: see ProcessGroupCommunicator.
+    """
+    if isinstance(group, LocalProcessGroup):
+        return group.communicator
+    if isinstance(group, LocalCommunicator):
+        raise TypeError("process_group is a communicator: give communicator.process_group()")
+    return ProcessGroupCommunicator(group)
+
+
+def backend_name(group: dist.ProcessGroup) -> str:
+    """torch's name of the backend; "local" where torch has none."""
+    return group.name() if isinstance(group, LocalProcessGroup) else str(dist.get_backend(group))
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, real and of one dimension; what cannot be is refused by the communicator, on every rank."""
+    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return tensor.view(-1) if tensor.is_contiguous() else tensor
+
+
+def _op(what: str, opts: Any) -> ReduceOp:
+    """Ours of torch's: `opts` are the collective's options, an operation, or None."""
+    given = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+    for op, known in REDUCE_OPS.items():
+        if given == known:
+            return op
+    name = getattr(getattr(given, "op", given), "name", given)
+    raise NotImplementedError(f"{what} over a LocalGroup: {name} is not supported; {', '.join(REDUCE_OPS)} are")
