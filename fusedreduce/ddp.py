@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
 from . import admission
-from .comm.distributed import ProcessGroupCommunicator
+from .comm.local_process_group import LocalProcessGroup, backend_name, communicator_of
 from .comm.protocol import Pending
 from .config import ReduceConfig
 from .ddp_logging import Logger
@@ -76,7 +77,8 @@ class DistributedDataParallel(TorchDDP):
         module: as torch's.
         args: torch's further arguments, in torch's order.
         reduce: how gradients travel; default: in their own dtype.
-        kwargs: torch's arguments. `batched_grad_copy` has no effect: copies are always fused.
+        kwargs: torch's arguments; `process_group` may be `communicator.process_group()` of a LocalGroup's rank.
+            `batched_grad_copy` has no effect: copies are always fused.
 
     Raises:
         AgreementError: ranks were given different models or settings; on every rank. (With init_sync=False by the
@@ -151,10 +153,28 @@ class DistributedDataParallel(TorchDDP):
         """Goes on with what `reduce_state_dict` has given; see `Reducer.load_state_dict`."""
         self._ours().load_state_dict(state)
 
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """As torch's."""
+        if not isinstance(self.process_group, LocalProcessGroup):
+            joined: Join = super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
+            return joined
+        return LocalJoin(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
     def join_hook(self, **kwargs: Any) -> Any:
         """As torch's, which `join` calls too; in the synchronous mode, even where it is not enabled."""
         admission.check_mode(self.sync_mode, {"join": True})
         return super().join_hook(**kwargs)
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self.process_group.rank()
 
     def reduce_stats(self) -> dict[str, int | str]:
         """Counters of the reducer; see `Reducer.stats`."""
@@ -291,7 +311,7 @@ class DistributedDataParallel(TorchDDP):
         }
         if not named and given.get("delay_all_reduce_named_params"):
             return True  # all of them are reduced by torch itself
-        communicator = ProcessGroupCommunicator(group)
+        communicator = communicator_of(group)
         sparse = _sparse_parameters(module)
         descriptions = []
         try:
@@ -326,7 +346,7 @@ class DistributedDataParallel(TorchDDP):
         names = [param_to_name_mapping[index].removeprefix(".") for index in range(len(parameters))]
         reducer = Reducer(
             parameters,
-            ProcessGroupCommunicator(self.process_group),
+            communicator_of(self.process_group),
             config,
             names=names,
             sparse=expect_sparse_gradient,
@@ -342,7 +362,7 @@ class DistributedDataParallel(TorchDDP):
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]
         facade = TorchReducer(reducer, self)
-        logger = Logger(reducer, str(dist.get_backend(self.process_group)), caps.cap_bytes)
+        logger = Logger(reducer, backend_name(self.process_group), caps.cap_bytes)
         facade.set_logger(logger)
         self.reducer = facade  # type: ignore[assignment]
         self.logger = logger
@@ -355,6 +375,15 @@ class DistributedDataParallel(TorchDDP):
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if isinstance(self.process_group, LocalProcessGroup):
+            raise RuntimeError(
+                "a DistributedDataParallel over a LocalGroup can be neither pickled nor copied, as torch's over any "
+                "group but the default one; keep its state_dict(), or its module"
+            )
+        state: dict[str, Any] = super().__getstate__()
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The ranks of the group that it is loaded into have compared nothing yet.
@@ -516,7 +545,7 @@ class TorchReducer:
         self.reducer.give_up_step()
 
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
-        self.reducer.set_communicator(ProcessGroupCommunicator(group))
+        self.reducer.set_communicator(communicator_of(group))
 
     @contextmanager
     def _logged(self) -> Iterator[None]:
@@ -526,6 +555,15 @@ class TorchReducer:
             if self._logger is not None:
                 self._logger.set_error_and_log(str(error))
             raise
+
+
+class LocalJoin(Join):
+    """torch's, of one wrapper over a LocalGroup, whose ranks torch.distributed does not know."""
+
+    def _extract_dist_info(self) -> None:
+        (ddp,) = self._joinables
+        self._process_group, self._device = ddp.join_process_group, ddp.join_device
+        self._rank = self._process_group.rank()
 
 
 def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

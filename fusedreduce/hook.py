@@ -13,12 +13,12 @@ reduced: the buffers go back as they came, gradients stay the local ones, and th
 """
 # No `from __future__ import annotations` here: register_comm_hook compares the annotations with the types themselves.
 
+import contextlib
 import functools
 import logging
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,10 @@ from . import exchange
 from .bucket import Bucket, BucketCache, BucketKey
 from .bucket_rows import BucketRows
 from .comm.agreement import agree
-from .comm.distributed import ProcessGroupCommunicator
+from .comm.local import LocalCommunicator
+from .comm.local_process_group import communicator_of
 from .comm.monitor import StallMonitor
+from .comm.protocol import Communicator, Pending
 from .completion import Finish, FinishSparse
 from .config import WIRES, CheckFinite, ReduceConfig, Wire
 from .deferred import DeferredErrors, in_backward
@@ -93,7 +95,8 @@ class FusedHookState:
         self._observed = HookObserved(self._config)
         self.process_group = process_group
         self._lock = threading.Lock()
-        self._communicator: ProcessGroupCommunicator | None = None
+        self._communicator: Communicator | None = None
+        self._group: dist.ProcessGroup | None = None  # whose it is
         self._agreed = False
         self._buckets = BucketCache()
         self._errors = DeferredErrors()
@@ -184,7 +187,7 @@ class FusedHookState:
         """Has reports and errors call parameters by the names that they have in `module`."""
         self._observed.name(module)
 
-    @contextmanager
+    @contextlib.contextmanager
     def record_trace(self, folder: str | Path, limit: int = 100) -> Iterator[None]:
         """Within: steps are recorded for `fusedreduce trace` and `fusedreduce plan`, from the second one on.
 
@@ -295,7 +298,7 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
 
 
 def _prepare(
-    state: FusedHookState, bucket: GradBucket, communicator: ProcessGroupCommunicator
+    state: FusedHookState, bucket: GradBucket, communicator: Communicator
 ) -> tuple[Bucket, torch.Tensor] | None:
     """Our Bucket for what DDP shows, and its gradients, flat; None where there is nothing to pack (sparse, empty).
 
@@ -307,6 +310,11 @@ def _prepare(
         raise TypeError(
             f"rank {communicator.rank}: {_describe(bucket)} holds {buffer.dtype}; gradients must be fp32, fp16, bf16, "
             "fp64 or complex. Keep integer parameters out of DDP (requires_grad=False)"
+        )
+    if not communicator.waits_in_backward(buffer.device):
+        raise FusedReduceError(
+            f"ranks of a LocalGroup cannot use fused_hook on {buffer.device.type}: torch's DistributedDataParallel "
+            "waits within its backward, whose thread they share. Use fusedreduce.DistributedDataParallel"
         )
     if state._observed.checks and buffer.is_cuda and torch.cuda.is_current_stream_capturing():
         raise FusedReduceError("a captured graph reports nothing when it is replayed: use check_finite='off'")
@@ -345,7 +353,7 @@ def _prepare(
 def _start(
     state: FusedHookState,
     bucket: GradBucket,
-    communicator: ProcessGroupCommunicator,
+    communicator: Communicator,
     prepared: tuple[Bucket, torch.Tensor] | None,
 ) -> torch.futures.Future[torch.Tensor]:
     """Starts one bucket's reduction. What it raises may be this rank's alone."""
@@ -371,7 +379,7 @@ def _start(
 def _start_dense(
     state: FusedHookState,
     bucket: GradBucket,
-    communicator: ProcessGroupCommunicator,
+    communicator: Communicator,
     ours: Bucket,
     flat: torch.Tensor,
     rows: BucketRows | None,
@@ -405,6 +413,7 @@ def _start_dense(
         state._errors, state._monitor, report_after_s, in_flight, bucket.buffer(), trace, bucket.index(), scale, rows
     )
     future = in_flight.pending.future().then(finish)
+    _keep_time(in_flight.pending, communicator)
     with state._lock:
         state._counts["wire_bytes"] += ours.wire_bytes
         state._counts["wire_allocations"] += ours.allocations - allocations
@@ -413,20 +422,30 @@ def _start_dense(
 
 
 def _start_sparse(
-    state: FusedHookState, bucket: GradBucket, communicator: ProcessGroupCommunicator, rows: BucketRows | None
+    state: FusedHookState, bucket: GradBucket, communicator: Communicator, rows: BucketRows | None
 ) -> torch.futures.Future[torch.Tensor]:
     """torch's own way: divide, then sum; there is nothing to flatten or cast in a sparse tensor."""
     if rows is not None and state._observed.checks:
         rows.measure_sparse_source(bucket.buffer())
     finish = FinishSparse(state._errors, _describe(bucket), communicator.rank, rows)
-    return communicator.all_reduce_sparse(bucket.buffer().div_(communicator.size)).future().then(finish)
+    pending = communicator.all_reduce_sparse(bucket.buffer().div_(communicator.size))
+    future = pending.future().then(finish)
+    _keep_time(pending, communicator)
+    return future
 
 
-def _communicator(state: FusedHookState) -> ProcessGroupCommunicator:
+def _keep_time(pending: Pending, communicator: Communicator) -> None:
+    """Waits for ranks of this process here: DDP waits for futures alone, and nobody would end those in time."""
+    if isinstance(communicator, LocalCommunicator):
+        with contextlib.suppress(CollectiveError):
+            pending.wait()
+
+
+def _communicator(state: FusedHookState) -> Communicator:
     """The communicator of the group as it is now: the default group may have been made anew."""
     group = state.process_group if state.process_group is not None else dist.group.WORLD
-    if state._communicator is None or state._communicator.group is not group:
-        state._communicator = ProcessGroupCommunicator(group)
+    if state._communicator is None or state._group is not group:
+        state._communicator, state._group = communicator_of(group), group
         state._agreed = False
         # Peers may start with a new state: over a new group every bucket is agreed on again, on every rank.
         state._buckets = BucketCache()
@@ -441,7 +460,7 @@ def _communicator(state: FusedHookState) -> ProcessGroupCommunicator:
     return state._communicator
 
 
-def _agree(state: FusedHookState, bucket: GradBucket, communicator: ProcessGroupCommunicator) -> None:
+def _agree(state: FusedHookState, bucket: GradBucket, communicator: Communicator) -> None:
     """Compares the options, and what this bucket is, across ranks."""
     buffer = bucket.buffer()
     seen = {f"bucket {bucket.index()}": f"{buffer.numel()} elements of {buffer.dtype}"}

@@ -9,12 +9,13 @@ share, so several independent sequences of collectives can be under way. There i
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -23,6 +24,10 @@ from .local_operations import COMPUTED_WIDE, Workshop, perform
 from .meeting import Arrival, LocalPending, Meeting, ranks_text
 from .protocol import ReduceOp
 from .strategies import Centralized, Strategy
+from .threads import run_in_threads
+
+if TYPE_CHECKING:
+    from .local_process_group import LocalProcessGroup
 
 T = TypeVar("T")
 _CENTRALIZED = Centralized()
@@ -239,39 +244,14 @@ class LocalGroup:
             communicators = self.communicators()
             communicators[0]._channel.used_by = dict.fromkeys(range(self.size))
             self._generation.ranks.update(range(self.size))
-        results: dict[int, T] = {}
-        errors: list[tuple[int, BaseException]] = []
-
-        def work(communicator: LocalCommunicator) -> None:
-            try:
-                results[communicator.rank] = case(communicator)
-            except BaseException as error:
-                errors.append((communicator.rank, error))
-                communicator.abort(error)
-
-        threads = [
-            threading.Thread(target=work, args=(one,), name=f"fusedreduce-rank-{one.rank}") for one in communicators
-        ]
         try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        except BaseException as error:
-            communicators[0].abort(error)
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-            raise
+            return run_in_threads(
+                "rank",
+                [functools.partial(case, one) for one in communicators],
+                lambda rank, error: communicators[rank or 0].abort(error),
+            )
         finally:
             self.rejoin(*range(self.size))
-        if errors:
-            _, first = errors[0]
-            for rank, other in errors[1:]:
-                if not isinstance(other, CollectiveError):
-                    first.add_note(f"rank {rank} raised {type(other).__name__}: {other}")
-            raise first
-        return [results[rank] for rank in range(self.size)]
 
     def abort(self, communicator: LocalCommunicator, error: BaseException) -> None:
         """As `communicator.abort(error)`."""
@@ -333,6 +313,15 @@ class LocalCommunicator:
     def apart(self) -> LocalCommunicator:
         """A communicator of the same ranks with a sequence of its own; the n-th that each rank makes here meet."""
         return LocalCommunicator(self._channel.siblings.channel(self._rank), self._rank)
+
+    def process_group(self) -> LocalProcessGroup:
+        """This rank for torch: `DistributedDataParallel(model, process_group=communicator.process_group())`.
+
+        A new object each time; they share this communicator's sequence of collectives.
+        """
+        from .local_process_group import LocalProcessGroup
+
+        return LocalProcessGroup(self)
 
     def close(self) -> None:
         """Nothing: a channel is forgotten with its communicators."""
