@@ -73,6 +73,7 @@ PLANNING_MAY_IMPORT_OF_OURS = {"planning", "config", "errors"}
 # hook.py names the types of torch's hook interface; the command line and environment.py start process groups.
 MAY_NAME_TORCH_DISTRIBUTED = (
     "fusedreduce/comm/distributed.py",
+    "fusedreduce/comm/local_process_group.py",
     "fusedreduce/comm/store.py",
     "fusedreduce/ddp.py",
     "fusedreduce/hook.py",
