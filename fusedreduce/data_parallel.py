@@ -12,8 +12,8 @@ What torch.nn.DataParallel does, with the reducer and kernels of this package in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -24,11 +24,13 @@ from torch.optim import Optimizer
 
 from .config import ReduceConfig
 from .errors import FusedReduceError
-from .joined import Call, Joined, Output
+from .later.optimizer_steps import flush_step
 from .modes import FlushReport, SyncMode
 from .reducer import Reducer
-from .replicas import check_module
-from .scatter import (
+from .replicated.joined import Call, Joined, Output
+from .replicated.real import RealGradients, Scaling
+from .replicated.replicas import check_module
+from .replicated.scatter import (
     Nested,
     flatten,
     is_batched,
@@ -40,8 +42,8 @@ from .scatter import (
     scattered,
     warn_of_scalars,
 )
-from .team import Team
-from .workers import Workers
+from .replicated.team import Team
+from .replicated.workers import Turns, Workers
 
 _TYPES = ("cpu", "cuda")
 
@@ -101,6 +103,8 @@ class DataParallel(nn.Module):
             )
         self._sync = True
         self._closed = False
+        self._turns = Turns()
+        self._scaling = Scaling()
         self._workers: Workers | None = None
         self._team: Team | None = None
         for name, one in module.named_modules():
@@ -138,8 +142,21 @@ class DataParallel(nn.Module):
         With all replicas on one device, wire "native", the synchronous mode and nothing to observe, gradients are added
         up where they lie.
         """
-        team = self._current()
-        return () if team.adds_up else tuple(team.reducers)
+        peers = self._current().peers
+        return () if peers.adds_up else tuple(peers.reducers)
+
+    @property
+    def gradients(self) -> RealGradients:
+        """What `clip_grad_norm_` and `FusedGradScaler` ask.
+
+        Raises:
+            ValueError: nothing is to be trained, or after close().
+        """
+        self._check_open()
+        real = self._current().real
+        if real is None:
+            raise ValueError("no parameter of this DataParallel requires a gradient")
+        return real
 
     def extra_repr(self) -> str:
         """Shown by `print`."""
@@ -160,6 +177,191 @@ class DataParallel(nn.Module):
                 to scatter; outputs that cannot be gathered.
             Exception: what a replica has raised, with a note that says which.
         """
+        with self._turn(again=True):
+            return self._forward(args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward_parallel(self, inputs: Sequence[Any]) -> list[Any]:
+        """One input and one output per device: what each replica returns, where it is.
+
+        Each output's loss is to be the mean over its replica's samples. Its gradient is weighted with that replica's
+        share of all samples when it enters the replica, so that parameters, and whatever the inputs were made of, get
+        the gradient of the mean over all of them: whether the losses are summed or run backward one by one.
+
+        Args:
+            inputs: per device one argument, or a tuple or list of them.
+
+        Raises:
+            ValueError: not as many inputs as devices, or an input without samples; after close().
+            Exception: what a replica has raised, with a note that says which.
+        """
+        with self._turn(again=True):
+            return self._forward_parallel(inputs)
+
+    # Training
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards within it are no step of the reducers.
+
+        In synchronous mode the sum over replicas is in `.grad` after their backwards all the same, without having been
+        rounded to the wire. In other modes replicas keep their gradients, until the next backward of a forward outside
+        of it reduces them; `zero_grad` of this module drops them.
+        """
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `Module.zero_grad`; also drops what replicas keep under `no_sync`."""
+        super().zero_grad(set_to_none)
+        if self._team is not None:
+            self._team.drop_gradients()
+
+    def set_sync_mode(self, mode: SyncMode) -> None:
+        """Goes on in another mode, from the next backward on; after `flush`.
+
+        Raises:
+            ValueError: something excludes it, or it is no mode.
+            FusedReduceError: steps are under way.
+        """
+        config = dataclasses.replace(self._config, sync_mode=mode)
+        with self._turn():
+            self._current().set_sync_mode(config)
+            self._config = config
+
+    def flush(self, *optimizers: Optimizer, step: Callable[[], None] | None = None) -> FlushReport:
+        """Lands what is under way in the modes whose averages come late; see `Reducer.flush`.
+
+        Args:
+            optimizers: to step after each landing; their gradients are None then.
+            step: in their place: called after each landing. With neither, `.grad` holds the sum of them all.
+
+        Raises:
+            ValueError: optimizers beside `step`, or with a loss scaler, which must decide on each of their steps.
+            TypeError: an optimizer that is none.
+            FusedReduceError: gradients of backwards under no_sync() wait.
+        """
+        with self._turn():
+            team = self._current()
+            scaled = team.real is not None and team.real.observed.units.attached
+            return team.flush(flush_step(optimizers, step, scaled=scaled))
+
+    def reduce_state_dict(self) -> dict[str, Any]:
+        """What is under way, to keep in a checkpoint beside the module's and the optimizer's state. Waits for it.
+
+        Plain tensors, numbers and names; empty in the synchronous mode.
+
+        Raises:
+            FusedReduceError: gradients of backwards under no_sync() wait.
+        """
+        with self._turn():
+            return self._current().state()
+
+    def load_reduce_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what `reduce_state_dict` has given.
+
+        Raises:
+            ValueError: it is damaged, or of another model, number of devices or mode.
+            FusedReduceError: steps are under way here, or gradients of backwards under no_sync() wait.
+        """
+        with self._turn():
+            self._current().load_state(dict(state))
+
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Norm over the gradients as they are now: fp64, 0-dim, on the first device; one launch, and nothing waits.
+
+        Args:
+            norm_type: 2 or inf.
+        """
+        return self.gradients.observed.grad_norm(norm_type)
+
+    def verify_replicas(self) -> None:
+        """Compares all replicas' parameters with the module's, byte for byte.
+
+        Raises:
+            FusedReduceError: some differ, with their names and replicas.
+        """
+        with self._turn():
+            self._current().replicas.verify()
+
+    # Lifecycle
+
+    def close(self) -> None:
+        """Ends the threads and gives the replicas up; the module stays as it is. May be called twice."""
+        self._closed = True
+        team, self._team = self._team, None
+        if team is not None:
+            team.close()
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.close()
+
+    def __enter__(self) -> DataParallel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_team": None, "_workers": None, "_turns": None, "_scaling": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._turns, self._scaling = Turns(), Scaling()
+
+    # Within
+
+    def _turn(self, *, again: bool = False) -> AbstractContextManager[bool]:
+        """To be entered by whoever uses the replicas; see Turns. A checkpoint runs a forward again in a backward."""
+        self._check_open()
+        return self._turns.take(self._workers, again=again)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this DataParallel is closed")
+
+    def _make_team(self) -> Team:
+        if self._workers is None:
+            self._workers = Workers(len(self._devices) if self._threads else 1, "replica")
+        self._team = Team(
+            self.module,
+            self._devices,
+            self._workers,
+            self._config,
+            self._timeout_s,
+            threads=self._threads,
+            turns=self._turns,
+            scaling=self._scaling,
+        )
+        return self._team
+
+    def _current(self) -> Team:
+        if self._workers is not None and not self._workers.are_here():
+            self._workers = self._team = None  # this process was forked: its threads are elsewhere
+        return self._make_team() if self._team is None else self._team
+
+    def _followed(self) -> Team:
+        """The team, in line with the module as it is now."""
+        self._scaling.settle()
+        team = self._current()
+        if not team.replicas.follow(broadcast_buffers=self.broadcast_buffers):
+            if team.peers.under_way():
+                raise FusedReduceError(
+                    "the module's parameters have changed (replaced, frozen, converted) while steps are under way: "
+                    "flush() before such a change"
+                )
+            team.close()
+            team = self._make_team()
+            if not team.replicas.follow(broadcast_buffers=self.broadcast_buffers):
+                raise FusedReduceError("the module changes while it is being replicated")
+        return team
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         team = self._followed()
         inputs = scattered(args, kwargs, len(self._devices), self.dim)
         runs = _Runs(team, inputs)
@@ -180,21 +382,7 @@ class DataParallel(nn.Module):
         self._connect(team, runs, graph, leaves, None)
         return outputs[0].rebuild(leaves)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward_parallel(self, inputs: Sequence[Any]) -> list[Any]:
-        """One input and one output per device: what each replica returns, where it is.
-
-        Each output's loss is to be the mean over its replica's samples. Its gradient is weighted with that replica's
-        share of all samples when it enters the replica, so that parameters, and whatever the inputs were made of, get
-        the gradient of the mean over all of them: whether the losses are summed or run backward one by one.
-
-        Args:
-            inputs: per device one argument, or a tuple or list of them.
-
-        Raises:
-            ValueError: not as many inputs as devices, or an input without samples; after close().
-            Exception: what a replica has raised, with a note that says which.
-        """
+    def _forward_parallel(self, inputs: Sequence[Any]) -> list[Any]:
         team = self._followed()
         if len(inputs) != len(self._devices):
             raise ValueError(f"got {len(inputs)} inputs for {len(self._devices)} devices: there must be one for each")
@@ -226,128 +414,6 @@ class DataParallel(nn.Module):
             del leaves[: len(one.leaves)]
         return results
 
-    # Training
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Forwards within it are no step of the reducers.
-
-        In synchronous mode the sum over replicas is in `.grad` after their backwards all the same, without having been
-        rounded to the wire. In other modes replicas keep their gradients, until the next backward of a forward outside
-        of it reduces them; `zero_grad` of this module drops them.
-        """
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `Module.zero_grad`; also drops what replicas keep under `no_sync`."""
-        super().zero_grad(set_to_none)
-        if self._team is not None:
-            self._team.drop_gradients()
-
-    def set_sync_mode(self, mode: SyncMode) -> None:
-        """Goes on in another mode, from the next backward on; after `flush`.
-
-        Raises:
-            ValueError: something excludes it, or it is no mode.
-            FusedReduceError: steps are under way.
-        """
-        self._check_open()
-        config = dataclasses.replace(self._config, sync_mode=mode)
-        self._current().set_sync_mode(config)
-        self._config = config
-
-    def flush(self, *optimizers: Optimizer, step: Callable[[], None] | None = None) -> FlushReport:
-        """Lands what is under way in the modes whose averages come late; see `Reducer.flush`.
-
-        Args:
-            optimizers: to step after each landing; their gradients are None then.
-            step: in their place: called after each landing. With neither, `.grad` holds the sum of them all.
-
-        Raises:
-            ValueError: optimizers beside `step`.
-            FusedReduceError: gradients of backwards under no_sync() wait.
-        """
-        self._check_open()
-        if optimizers and step is not None:
-            raise ValueError("flush takes optimizers, or what steps them, not both")
-
-        def step_all() -> None:
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-
-        return self._current().flush(step_all if optimizers else step)
-
-    def verify_replicas(self) -> None:
-        """Compares all replicas' parameters with the module's, byte for byte.
-
-        Raises:
-            FusedReduceError: some differ, with their names and replicas.
-        """
-        self._check_open()
-        self._current().replicas.verify()
-
-    # Lifecycle
-
-    def close(self) -> None:
-        """Ends the threads and gives the replicas up; the module stays as it is. May be called twice."""
-        self._closed = True
-        team, self._team = self._team, None
-        if team is not None:
-            team.close()
-        workers, self._workers = self._workers, None
-        if workers is not None:
-            workers.close()
-
-    def __enter__(self) -> DataParallel:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_team": None, "_workers": None}
-
-    # Within
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ValueError("this DataParallel is closed")
-
-    def _make_team(self) -> Team:
-        if self._workers is None:
-            count = len(self._devices) if self._threads else 1
-            self._workers = Workers(count, "replica")
-        self._team = Team(
-            self.module, self._devices, self._workers, self._config, self._timeout_s, threads=self._threads
-        )
-        return self._team
-
-    def _current(self) -> Team:
-        return self._make_team() if self._team is None else self._team
-
-    def _followed(self) -> Team:
-        """The team, in line with the module as it is now."""
-        self._check_open()
-        team = self._current()
-        if not team.replicas.follow(broadcast_buffers=self.broadcast_buffers):
-            if team.steps_under_way():
-                raise FusedReduceError(
-                    "the module's parameters have changed (replaced, frozen, converted) while steps are under way: "
-                    "flush() before such a change"
-                )
-            team.close()
-            team = self._make_team()
-            if not team.replicas.follow(broadcast_buffers=self.broadcast_buffers):
-                raise FusedReduceError("the module changes while it is being replicated")
-        return team
-
     def _connect(
         self,
         team: Team,
@@ -359,7 +425,8 @@ class DataParallel(nn.Module):
         """Puts into `leaves` what the graph outside sees of `graph`, by place."""
         team.replicas.keep_buffers()
         if graph:
-            call = Call(team, [one for _, one in graph], runs.leaves, self.dim, weights, reduce=self._sync)
+            outputs = [one for _, one in graph]
+            call = Call(team, outputs, runs.leaves, self.dim, weights, reduce=self._sync, together=runs.together)
             made = Joined.apply(call, *team.replicas.trained, *runs.sources)
             for (at, _), tensor in zip(graph, made, strict=True):
                 leaves[at] = tensor
@@ -374,6 +441,7 @@ class _Runs:
 
     Attributes:
         graph: whether a graph is wanted.
+        together: see `Team.backward`.
         outputs: by replica.
         sources: inputs that require a gradient, as the graph outside knows them.
         leaves: per replica, what it was given in their place.
@@ -392,6 +460,7 @@ class _Runs:
                     mine.append(leaves[at])
             self.leaves.append(mine)
         self.graph = enabled and bool(team.replicas.trained or self.sources)
+        self.together = not team.runs_in_threads
         self.outputs = team.forward(inputs)
 
 

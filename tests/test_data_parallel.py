@@ -33,9 +33,9 @@ from fusedreduce.data_parallel import DataParallel
 from fusedreduce.kernels import dispatch
 from fusedreduce.modes import Asynchronous, BoundedStaleness, Synchronous
 from fusedreduce.reducer import Reducer
-from fusedreduce.replicas import Replicas
-from fusedreduce.scatter import balanced, flatten
-from fusedreduce.summed import add_up, totals
+from fusedreduce.replicated.replicas import Replicas
+from fusedreduce.replicated.scatter import balanced, flatten
+from fusedreduce.replicated.summed import add_up, totals
 
 TOLERANCE = 1e-13
 TIMEOUT_S = 20.0

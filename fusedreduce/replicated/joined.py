@@ -44,7 +44,7 @@ class Call:
         leaves: per replica, copies of its inputs that require one.
         dim: along which outputs are joined.
         weights: per replica, the share of its samples in the loss; None: the loss is of joined outputs.
-        reduce: see `Team.backward`.
+        reduce: see `Team.backward`, as for together.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Call:
         weights: Sequence[float] | None,
         *,
         reduce: bool,
+        together: bool,
     ) -> None:
         self.team = team
         self.outputs = outputs
@@ -63,6 +64,7 @@ class Call:
         self._dim = dim
         self._weights = weights
         self._reduce = reduce
+        self._together = together
         self._count = len(leaves)
         self._freed = [False] * self._count
 
@@ -81,7 +83,14 @@ class Call:
 
         Raises:
             RuntimeError: a replica's graph has been freed by an earlier backward.
+            FusedReduceError: called within the replicas' own forward or backward.
         """
+        with self.team.turn():
+            return self._backward(gradients, keep_graph=keep_graph)
+
+    def _backward(
+        self, gradients: Sequence[torch.Tensor | None], *, keep_graph: bool
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         roots = [Roots([], []) for _ in range(self._count)]
         for one, gradient in zip(self.outputs, gradients, strict=True):
             if gradient is not None:
@@ -96,7 +105,7 @@ class Call:
                 "through it a second time"
             )
         try:
-            summed = self.team.backward(roots, keep_graph=keep_graph, reduce=self._reduce)
+            summed = self.team.backward(roots, keep_graph=keep_graph, reduce=self._reduce, together=self._together)
             found = [leaf.grad for leaves in self._leaves for leaf in leaves]
         finally:
             for leaves in self._leaves:
@@ -123,6 +132,7 @@ class Joined(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The outputs."""
         ctx.call = call
+        ctx.joins = 1 + len(call.team.replicas.trained)  # so many of the inputs stand for what is within
         ctx.set_materialize_grads(False)
         return tuple(call.gathered())
 

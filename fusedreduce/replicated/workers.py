@@ -2,27 +2,41 @@
 
 Each has its share of the intra-op threads that the caller has. Threads wait for jobs without holding whoever gives
 them, and end when the Workers object goes.
+
+After an operator OpenMP's own threads keep spinning for some ms, for the next one to begin at once; meanwhile a worker
+per core has half a core. So they are let go before workers begin, and the workers' own when those are done: the next
+operator that wants them makes them anew, in some 10 us. (Had OpenMP known of more threads than there are cores it would
+have stopped spinning by itself, everywhere and for good: the caller's optimizer then took three times as long.)
+
+Nothing that the main thread does here can be left half done by an interrupt so that a worker waits for ever: it holds
+no lock of Python's own classes, and waits for a flag.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 import functools
+import os
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+
+from ..errors import FusedReduceError
 
 T = TypeVar("T")
 _Queue: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
-# An elementwise operator of so many elements takes two threads.
-_PARALLEL_NUMEL = 1 << 17
+# Who waits looks at a flag so often, should the signal have been lost to an interrupt.
+_LOOK_S = 0.1
+_SOFT = 1  # omp_pause_soft: what threads keep for themselves stays
 _default_lock = threading.Lock()
 
 
@@ -42,6 +56,7 @@ class Workers:
         ]
         self._lock = threading.Lock()
         self._intra_op = 0
+        self._process = os.getpid()
         self.closed = False
         for thread in self._threads:
             thread.start()
@@ -62,6 +77,8 @@ class Workers:
         settings = Settings()
         with self._lock:
             self._share(torch.get_num_threads())
+            if len(self._queues) > 1:
+                _let_openmp_threads_go()
             round_ = _Round([settings.wrapped(job) for job in jobs], on_error)
             try:
                 self._start(round_)
@@ -69,9 +86,17 @@ class Workers:
                 round_.cancel()
                 if on_error is not None:
                     on_error(0, error)
-                round_.ended.wait()
+                round_.wait()
                 raise
         return round_.results()
+
+    def are_here(self) -> bool:
+        """Whether the threads are in this process, and not in one that it was forked from."""
+        return self._process == os.getpid()
+
+    def has(self, thread: threading.Thread) -> bool:
+        """Whether it is one of these."""
+        return thread in self._threads
 
     def close(self) -> None:
         """Ends the threads, and waits for it."""
@@ -84,7 +109,7 @@ class Workers:
     def _start(self, round_: _Round) -> None:
         for task, one in zip(round_.tasks(), self._queues, strict=False):
             one.put(task)
-        round_.ended.wait()
+        round_.wait()
 
     def _share(self, total: int) -> None:
         """Divides `total` intra-op threads among the workers."""
@@ -96,8 +121,8 @@ class Workers:
         with _default_lock:
             # What a thread sets holds for itself, and for all threads that are started later.
             default = _in_new_thread(torch.get_num_threads)
-            self._start(_Round([_Setting(share, counted=total > 1) for share in shares], None))
-            _in_new_thread(_Setting(default, counted=False))
+            self._start(_Round([functools.partial(_set_intra_op, share) for share in shares], None))
+            _in_new_thread(functools.partial(_set_intra_op, default))
 
 
 class Settings:
@@ -142,6 +167,34 @@ def modes_are_active() -> bool:
     )
 
 
+class Turns:
+    """One thread of the user's at a time has workers run something; others wait.
+
+    A lock of the interpreter's own, entered by `with`: an interrupt comes before it is held, or within the block.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def take(self, workers: Workers | None, *, again: bool = False) -> contextlib.AbstractContextManager[bool]:
+        """To be entered for the turn.
+
+        Args:
+            workers: whose.
+            again: may be taken within a turn of this thread.
+
+        Raises:
+            FusedReduceError: this thread is within one, and would wait for itself.
+        """
+        owned: bool = self._lock._is_owned()  # type: ignore[attr-defined]
+        if (owned and not again) or (workers is not None and workers.has(threading.current_thread())):
+            raise FusedReduceError(
+                "a DataParallel was called within its own replicas' forward or backward, or within flush, which waits "
+                "for what it calls"
+            )
+        return self._lock
+
+
 class _Round:
     """Jobs that are under way together. What is left of one in a queue after an interrupt does nothing.
 
@@ -157,7 +210,9 @@ class _Round:
         self, jobs: Sequence[Callable[[], Any]], on_error: Callable[[int, BaseException], None] | None
     ) -> None:
         self._jobs: list[Callable[[], Any] | None] = list(jobs)
-        self.ended = threading.Event()
+        self.ended = False
+        self._signal = threading.Lock()
+        self._signal.acquire()
         self._lock = threading.Lock()
         self._waiting = set(range(len(jobs)))
         self._running = 0
@@ -174,7 +229,17 @@ class _Round:
         with self._lock:
             self._waiting.clear()
             if self._running == 0:
-                self.ended.set()
+                self._end()
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        while not self.ended:
+            self._signal.acquire(timeout=_LOOK_S)
+
+    def _end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self._signal.release()
 
     def _run(self, number: int) -> None:
         with self._lock:
@@ -193,10 +258,12 @@ class _Round:
                 self._on_error(number, error)
         finally:
             del job
+            if torch.get_num_threads() > 1:
+                _let_openmp_threads_go()
             with self._lock:
                 self._running -= 1
                 if self._running == 0 and not self._waiting:
-                    self.ended.set()
+                    self._end()
 
     def results(self) -> list[Any]:
         """In order; raises what was raised first."""
@@ -209,26 +276,10 @@ class _Round:
             errors.clear()  # its traceback holds this frame
 
 
-class _Setting:
-    """Sets the number of intra-op threads of the thread that calls it.
-
-    Args:
-        count: how many.
-        counted: OpenMP is to know of this thread, even where it has no other beside it. After an operator of the main
-            thread, OpenMP's own threads keep spinning for some ms, unless it knows of more threads than there are
-            cores: else a worker per core had half a core.
-    """
-
-    def __init__(self, count: int, *, counted: bool) -> None:
-        self._count = count
-        self._counted = counted
-
-    def __call__(self) -> None:
-        torch.get_num_threads()  # a thread's first call takes the default over, whatever was set before
-        if self._counted and self._count == 1:
-            torch.set_num_threads(2)
-            torch.empty(_PARALLEL_NUMEL).zero_().add_(1)
-        torch.set_num_threads(self._count)
+def _set_intra_op(count: int) -> None:
+    """Sets the number of intra-op threads of the thread that calls it."""
+    torch.get_num_threads()  # a thread's first call takes the default over, whatever was set before
+    torch.set_num_threads(count)
 
 
 def _in_new_thread(call: Callable[[], T]) -> T:
@@ -237,6 +288,24 @@ def _in_new_thread(call: Callable[[], T]) -> T:
     thread.start()
     thread.join()
     return found[0]
+
+
+@functools.cache
+def _pause_openmp() -> Callable[[int], int] | None:
+    """OpenMP's omp_pause_resource_all, of the library that torch has loaded; None: it has none."""
+    try:
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        pause: Callable[[int], int] = torch_cpu.omp_pause_resource_all
+    except (OSError, AttributeError):
+        return None
+    return pause
+
+
+def _let_openmp_threads_go() -> None:
+    """Ends the threads that OpenMP keeps for the one that calls this."""
+    pause = _pause_openmp()
+    if pause is not None:
+        pause(_SOFT)
 
 
 def _work(jobs: _Queue) -> None:

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from . import admission
-from .errors import FusedReduceError
+from .. import admission
+from ..errors import FusedReduceError
 
 _NAMES_SHOWN = 8
 _CONTAINERS = (list, tuple)

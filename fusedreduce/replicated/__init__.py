@@ -1,0 +1,1 @@
+"""Replicas of a module on several devices of one process, run as one."""
