@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +34,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from .comm.local import LocalCommunicator, LocalGroup
+from .comm.threads import run_in_threads
 from .config import ReduceConfig
 from .errors import CollectiveError, FusedReduceError
 from .modes import Synchronous
@@ -162,46 +164,19 @@ class SyncServer:
             missing = [rank for rank, device in enumerate(devices) if device is None]
         if missing:
             raise FusedReduceError(f"{_devices_text(missing)} not started: device(rank, parameters) before run")
-        results: dict[int, T] = {}
-        errors: list[tuple[int, BaseException]] = []
+        present = [device for device in devices if device is not None]
 
-        def work(device: SyncDevice) -> None:
-            try:
-                results[device.rank] = case(device)
-            except BaseException as error:
-                errors.append((device.rank, error))
+        def give_up(rank: int | None, error: BaseException) -> None:
+            for device in present if rank is None else [present[rank]]:
                 device.abort(error)
 
-        threads = [
-            threading.Thread(target=work, args=(device,), name=f"fusedreduce-device-{device.rank}")
-            for device in devices
-            if device is not None
-        ]
-        started: list[threading.Thread] = []
         try:
-            for thread in threads:
-                thread.start()
-                started.append(thread)
-            for thread in threads:
-                thread.join()
-        except BaseException as error:
-            for device in devices:
-                if device is not None:
-                    device.abort(error)
-            for thread in started:
-                thread.join()
-            raise
-        if errors:
+            return run_in_threads("device", [functools.partial(case, device) for device in present], give_up)
+        except BaseException:
             with self._lock:
-                for device in devices:
-                    if device is not None:
-                        device._catch_up()  # whoever called this is told here
-            _, first = errors[0]
-            for rank, other in errors[1:]:
-                if not isinstance(other, CollectiveError):
-                    first.add_note(f"device {rank} raised {type(other).__name__}: {other}")
-            raise first
-        return [results[rank] for rank in range(self.world_size)]
+                for device in present:
+                    device._catch_up()  # whoever called this is told here
+            raise
 
     def close(self) -> None:
         """Closes every device; who waits in an epoch raises. May be called twice."""

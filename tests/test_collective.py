@@ -419,7 +419,7 @@ def test_a_peer_alone_needs_no_group() -> None:
 
 def test_500_operations_leave_nothing_behind(peers: Peers) -> None:
     n = peers.total
-    times = 500 if peers.nodes == 1 else 125
+    times = 500
     rooms: list[Any] = []
     keys: list[int] = []
 

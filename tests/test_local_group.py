@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 import threading
 import time
@@ -513,6 +514,31 @@ def test_run_raises_what_was_raised_first_and_the_next_run_works() -> None:
     assert group.run(lambda communicator: communicator.all_gather_bytes(b"x", 1, CPU)) == [[b"x"] * 3] * 3
     with pytest.raises(SystemExit):
         group.run(lambda communicator: sys.exit(3) if communicator.rank else communicator.broadcast(torch.ones(1), 0))
+
+
+def test_an_interrupt_of_the_caller_ends_a_run() -> None:
+    group = LocalGroup(2, timeout_s=30)
+    ended: list[int] = []
+
+    def case(communicator: LocalCommunicator) -> None:
+        try:
+            work(communicator)
+        finally:
+            time.sleep(0.1)
+            ended.append(communicator.rank)
+
+    def work(communicator: LocalCommunicator) -> None:
+        if communicator.rank == 0:
+            communicator.all_reduce(torch.ones(1)).wait()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            communicator.all_reduce(torch.ones(1)).wait()  # nobody else comes
+        communicator.all_reduce(torch.ones(1)).wait()
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        group.run(case)
+    assert time.monotonic() - began < 10 and sorted(ended) == [0, 1]
+    assert group.run(lambda communicator: communicator.rank) == [0, 1]
 
 
 def test_a_closed_group_refuses_everything() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
 import threading
 import time
 import weakref
@@ -314,6 +315,20 @@ def test_row_0_7_what_one_device_raises_all_raise(where: str) -> None:
 
 def _raise(_: object) -> None:
     raise ZeroDivisionError("planted")
+
+
+def test_an_interrupt_of_the_caller_ends_a_run() -> None:
+    with Group(2) as group:
+
+        def case(device: SyncDevice) -> None:
+            for epoch in range(100_000):
+                device.backward(loss_of(group.leaves[device.rank][0], 1.0))
+                if device.rank == 0 and epoch == 2:
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        with pytest.raises(KeyboardInterrupt):
+            group.server.run(case)
+        group.works()
 
 
 def test_row_0_7_of_a_context_manager(threads: ThreadPoolExecutor) -> None:

@@ -28,6 +28,8 @@ def run_in_threads(
     """
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []
+    # Not `join`: once interrupted, it takes a thread that runs for one that has stopped (CPython 3.11).
+    ended = [threading.Event() for _ in cases]
 
     def work(number: int) -> None:
         try:
@@ -35,6 +37,8 @@ def run_in_threads(
         except BaseException as error:
             errors.append((number, error))
             give_up(number, error)
+        finally:
+            ended[number].set()
 
     threads = [
         threading.Thread(target=work, args=(number,), name=f"fusedreduce-{peer}-{number}")
@@ -43,14 +47,18 @@ def run_in_threads(
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        for one in ended:
+            one.wait()
     except BaseException as error:
         give_up(None, error)
+        for thread, one in zip(threads, ended, strict=True):
+            if thread.ident is not None:
+                one.wait()
+        raise
+    finally:
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
-        raise
     if errors:
         _, first = errors[0]
         for number, other in errors[1:]:
