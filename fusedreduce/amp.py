@@ -24,16 +24,20 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import SGD, Optimizer
 
 from . import admission
+from .data_parallel import DataParallel
 from .ddp import DistributedDataParallel, uncompiled
 from .errors import FusedReduceError
 from .gradients import index_of
 from .reducer import Reducer
+from .replicated.real import RealGradients
 from .units import LossScale
 
-Wrapper = DistributedDataParallel | Reducer
+Wrapper = DistributedDataParallel | DataParallel | Reducer
+# What has the gradients of a wrapper: those it reduces, or those its replicas have in common.
+Reduces = Reducer | RealGradients
 _MISSING = object()
 _FUSED_STEP_ATTRIBUTES = ("grad_scale", "found_inf")
-_numbers: weakref.WeakKeyDictionary[Reducer, dict[int, int]] = weakref.WeakKeyDictionary()
+_numbers: weakref.WeakKeyDictionary[Reduces, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
 class FusedGradScaler(torch.amp.GradScaler):
@@ -51,9 +55,14 @@ class FusedGradScaler(torch.amp.GradScaler):
     never initialised: that one step is decided on the host. So is every step of an optimizer that is not fused, as in
     torch's class.
 
+    DataParallel takes the scale off each replica's gradients before it adds them up: what comes out of it is unscaled,
+    also under no_sync, and backwards with and without a scale may be accumulated there. A loss that reaches its
+    module's parameters on another way as well (a penalty on weights) is refused by `scale`: run that term backward by
+    itself.
+
     Args:
-        ddp: the wrapper (or Reducer), or several, whose backwards begin at a loss that went through `scale`. What
-            torch.compile has made of one is taken for it.
+        ddp: the wrapper (DataParallel, or Reducer), or several, whose backwards begin at a loss that went through
+            `scale`. What torch.compile has made of one is taken for it.
         device: type of the device of the losses; None: of the first wrapper's first parameter.
         init_scale: as torch's, as are growth_factor, backoff_factor and growth_interval.
         enabled: False: nothing is scaled, `step` steps, the rest does nothing.
@@ -115,6 +124,7 @@ class FusedGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: a tensor that no backward can begin at, where gradients are enabled; or a wrapper that by now
                 shares parameters with another one, or has an optimizer that steps within backward.
+            FusedReduceError: the loss reaches parameters of a DataParallel on another way than through its replicas.
         """
         if not self._enabled:
             return outputs
@@ -256,7 +266,7 @@ class FusedGradScaler(torch.amp.GradScaler):
         # torch's update() wants to be told of every step, also of one that has no gradients yet.
         return {found_inf.device: found_inf} if flags or self._withheld() else {}
 
-    def _reducers(self) -> list[Reducer]:
+    def _reducers(self) -> list[Reduces]:
         """The wrappers', as they are now: one that is copied or loaded builds another."""
         if not self._wrappers:
             raise FusedReduceError("this scaler is a copy, or was unpickled, and has no wrapper: call attach(ddp)")
@@ -272,16 +282,18 @@ class FusedGradScaler(torch.amp.GradScaler):
         )
 
 
-def is_unscaled(reducer: Reducer) -> bool:
+def is_unscaled(reducer: Reduces) -> bool:
     """Whether a scaler of this reducer's has been told to `unscale_` an optimizer that has not stepped yet."""
     scalers = reducer.observed.units.scalers()
     return any(isinstance(scaler, FusedGradScaler) and scaler._has_unscaled() for scaler in scalers)
 
 
-def reducer_of(ddp: Wrapper) -> Reducer:
+def reducer_of(ddp: Wrapper) -> Reduces:
     """The reducer of a wrapper, or the one given."""
     if isinstance(ddp, Reducer):
         return ddp
+    if isinstance(ddp, DataParallel):
+        return ddp.gradients
     facade: Any = ddp.reducer
     reducer: Reducer = facade.reducer
     return reducer
@@ -290,8 +302,15 @@ def reducer_of(ddp: Wrapper) -> Reducer:
 class _Beginning:
     """Called when a backward begins at a scaled loss. A loss that is kept does not keep the reducers."""
 
-    def __init__(self, reducers: Sequence[Reducer], scale: LossScale) -> None:
+    def __init__(self, reducers: Sequence[Reduces], scale: LossScale) -> None:
         self._reducers, self._scale = [weakref.ref(one) for one in reducers], scale
+
+    def check(self, scaled: torch.Tensor) -> None:
+        """Raises if the scale would stay on some gradients of a DataParallel's."""
+        for held in self._reducers:
+            reducer = held()
+            if isinstance(reducer, RealGradients):
+                reducer.check_loss(scaled)
 
     def __call__(self, _: object) -> None:
         for held in self._reducers:
@@ -304,6 +323,7 @@ def _followed(scaled: Any, begin: _Beginning) -> Any:
     """Has `begin` called by the backward of each tensor in `scaled`, nested and lazy as torch's `scale` takes them."""
     if isinstance(scaled, torch.Tensor):
         if scaled.grad_fn is not None:
+            begin.check(scaled)
             scaled.grad_fn.register_prehook(begin)
         elif torch.is_grad_enabled():
             # As the gradient that another backward begins with it would scale in a way that nobody follows.
@@ -319,14 +339,14 @@ def _followed(scaled: Any, begin: _Beginning) -> Any:
     return (_followed(one, begin) for one in scaled)
 
 
-def _numbers_of(reducer: Reducer) -> dict[int, int]:
+def _numbers_of(reducer: Reduces) -> dict[int, int]:
     """A reducer's parameters, which it holds as long as it lives, by id."""
     if reducer not in _numbers:
         _numbers[reducer] = {id(parameter): number for number, parameter in enumerate(reducer.parameters)}
     return _numbers[reducer]
 
 
-def _found_non_finite(reducer: Reducer, numbers: Sequence[int]) -> torch.Tensor:
+def _found_non_finite(reducer: Reduces, numbers: Sequence[int]) -> torch.Tensor:
     """0. or 1., as the reduction has found; looked for now, where nothing was collected or gradients have changed."""
     observed = reducer.observed
     if observed.has_by_products():
@@ -349,7 +369,7 @@ def _checked(ddp: object) -> tuple[Wrapper, ...]:
     for one in map(uncompiled, given):
         if not isinstance(one, Wrapper):
             raise TypeError(
-                "FusedGradScaler takes a fusedreduce.DistributedDataParallel or a Reducer, or several; got "
+                "FusedGradScaler takes a fusedreduce.DistributedDataParallel, DataParallel or Reducer, or several; got "
                 f"{type(one).__module__}.{type(one).__name__}. torch's own wrapper, with fused_hook or without, takes "
                 "torch.amp.GradScaler"
             )
@@ -359,7 +379,7 @@ def _checked(ddp: object) -> tuple[Wrapper, ...]:
     return tuple(checked)
 
 
-def _refuse_fp16(reducer: Reducer) -> None:
+def _refuse_fp16(reducer: Reduces) -> None:
     fp16 = [n for n, one in zip(reducer.names, reducer.parameters, strict=True) if one.dtype is torch.float16]
     if fp16:
         raise ValueError(
@@ -368,14 +388,14 @@ def _refuse_fp16(reducer: Reducer) -> None:
         )
 
 
-def _refuse_unscalable(reducer: Reducer) -> None:
+def _refuse_unscalable(reducer: Reduces) -> None:
     """What can turn up during training: nothing else would notice, and gradients would be off by the scale."""
     if reducer.steps_in_backward:
         raise ValueError(
             "FusedGradScaler cannot take this wrapper: its optimizer steps within backward, before a loss scale could "
             "be taken off. Step it after backward"
         )
-    if reducer.shares_parameters and admission.shared(reducer, reducer.parameters):
+    if isinstance(reducer, Reducer) and reducer.shares_parameters and admission.shared(reducer, reducer.parameters):
         raise ValueError(
             "FusedGradScaler cannot take this wrapper: it shares parameters with another one (nested, or not dropped "
             "yet), and the loss scale would be taken off gradients that are reduced twice. Use torch.amp.GradScaler"

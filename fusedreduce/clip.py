@@ -18,7 +18,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
-from .amp import is_unscaled, reducer_of
+from .amp import Reduces, is_unscaled, reducer_of
+from .data_parallel import DataParallel
 from .ddp import DistributedDataParallel, uncompiled
 from .errors import FusedReduceError
 from .fold import Clipped, can_wait, check_can_fold
@@ -32,7 +33,7 @@ _WHEN = "Call it after the backward that reduces them, before the optimizer's st
 
 
 def clip_grad_norm_(
-    ddp: TorchDDP | Reducer,
+    ddp: TorchDDP | DataParallel | Reducer,
     max_norm: float,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     reuse_norm: bool = False,
@@ -56,8 +57,9 @@ def clip_grad_norm_(
     on its steps are watched), within its step's closure, and with fp64 parameters, for which fp32 would be too coarse.
 
     Args:
-        ddp: our wrapper, a Reducer, or torch's DistributedDataParallel (with fused_hook or not), for which `optimizer`
-            must be left out. What torch.compile has made of one is taken for it.
+        ddp: our wrapper, a DataParallel (whose real parameters' gradients these are), a Reducer, or torch's
+            DistributedDataParallel (with fused_hook or not), for which `optimizer` must be left out. What torch.compile
+            has made of one is taken for it.
         max_norm: 0 makes every gradient 0, inf leaves them.
         optimizer: the fused optimizer (Adam, AdamW or SGD of torch.optim, fused=True, not capturable) that steps next,
             or several that share the parameters out.
@@ -127,7 +129,7 @@ def clip_grad_norm_(
 class _Reduced:
     """The gradients that a reducer reduces."""
 
-    def __init__(self, reducer: Reducer) -> None:
+    def __init__(self, reducer: Reduces) -> None:
         self.reducer = reducer
         self.named = tuple(zip(reducer.names, reducer.parameters, strict=True))
 
@@ -150,7 +152,7 @@ class _Reduced:
 class _Measured:
     """The gradients of any parameters, always measured: of torch's wrapper, or with some that `reducer` ignores."""
 
-    def __init__(self, ddp: TorchDDP, reducer: Reducer | None, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, ddp: TorchDDP, reducer: Reduces | None, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         self.reducer, self.named = reducer, tuple(named)
         identity = tuple(id(one) for _, one in named)
         known = _tables.get(ddp)
@@ -173,18 +175,19 @@ class _Measured:
 
 
 _tables: weakref.WeakKeyDictionary[TorchDDP, tuple[tuple[int, ...], GradientTable]] = weakref.WeakKeyDictionary()
-_records: weakref.WeakKeyDictionary[Reducer, Clipped] = weakref.WeakKeyDictionary()
+_records: weakref.WeakKeyDictionary[Reduces, Clipped] = weakref.WeakKeyDictionary()
 
 
 def _gradients(ddp: object, include_ignored: bool) -> _Reduced | _Measured:
-    if isinstance(ddp, Reducer):
-        _check_reduced(ddp)
-        return _Reduced(ddp)
+    if isinstance(ddp, Reducer | DataParallel):
+        reducer = reducer_of(ddp)
+        _check_reduced(reducer)
+        return _Reduced(reducer)
     if not isinstance(ddp, TorchDDP):
         raise TypeError(
             "clip_grad_norm_ takes the wrapper whose gradients are clipped (a DistributedDataParallel, ours or "
-            f"torch's, or a Reducer), got {type(ddp).__name__}. Clip the parameters of several wrappers one by one, or "
-            "all together with torch.nn.utils.clip_grad_norm_"
+            f"torch's, a DataParallel, or a Reducer), got {type(ddp).__name__}. Clip the parameters of several "
+            "wrappers one by one, or all together with torch.nn.utils.clip_grad_norm_"
         )
     if not ddp.require_backward_grad_sync:
         raise FusedReduceError(f"clip_grad_norm_ under no_sync(): these gradients have not been reduced. {_WHEN}")
@@ -208,7 +211,7 @@ def _gradients(ddp: object, include_ignored: bool) -> _Reduced | _Measured:
     return _Measured(ddp, None, [*(one for one in named if one[0] not in ddp.parameters_to_ignore), *ignored])
 
 
-def _check_reduced(reducer: Reducer) -> None:
+def _check_reduced(reducer: Reduces) -> None:
     reducer.check_finalized()
     if not reducer.steps:
         raise FusedReduceError(f"clip_grad_norm_ before any synchronised backward: nothing has been reduced. {_WHEN}")
@@ -235,7 +238,7 @@ def _norm_dtype(named: Iterable[tuple[str, torch.Tensor]]) -> torch.dtype:
     return functools.reduce(torch.promote_types, found) if found else torch.float32
 
 
-def _clipped(reducer: Reducer | None) -> Clipped:
+def _clipped(reducer: Reduces | None) -> Clipped:
     """The record of a reducer's gradients as they are now."""
     if reducer is None:
         return Clipped(lambda: None, lambda: None)
