@@ -30,6 +30,9 @@ class Collective:
         for done in self._told:
             done()
 
+    def ready(self) -> bool:
+        return True
+
     def wait(self) -> None:
         """Nothing to wait for."""
 
