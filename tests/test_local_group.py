@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fusedreduce.comm import local, local_operations
+from fusedreduce.comm import channel, local_operations
 from fusedreduce.comm.agreement import agree
 from fusedreduce.comm.local import LocalCommunicator, LocalGroup
 from fusedreduce.comm.meeting import LocalPending, Meeting
@@ -207,7 +207,7 @@ def test_the_group_can_be_used_while_a_sum_is_computed(monkeypatch: pytest.Monke
         free.join()
         return known(*arguments)
 
-    monkeypatch.setattr(local, "perform", perform)
+    monkeypatch.setattr(channel, "perform", perform)
     group.run(lambda communicator: communicator.all_reduce(torch.ones(1)).wait())
     assert seen == [True]
 
@@ -220,7 +220,7 @@ def test_what_takes_longer_than_the_timeout_is_waited_for_once_all_have_come(mon
         time.sleep(0.2)
         return known(*arguments)
 
-    monkeypatch.setattr(local, "perform", slowly)
+    monkeypatch.setattr(channel, "perform", slowly)
 
     def case(communicator: LocalCommunicator) -> float:
         one = torch.ones(1)
@@ -236,7 +236,7 @@ def test_an_error_of_the_work_itself_is_every_peers(monkeypatch: pytest.MonkeyPa
 
     group = LocalGroup(3, timeout_s=10)
     with monkeypatch.context() as patch:
-        patch.setattr(local, "perform", failing)
+        patch.setattr(channel, "perform", failing)
         errors = errors_of(group, lambda communicator: communicator.all_reduce(torch.ones(1)).wait())
     assert len(set(errors)) == 1 and "MemoryError: no memory left" in errors[0]
     group.run(lambda communicator: communicator.all_reduce(torch.ones(1)).wait())
@@ -279,6 +279,7 @@ def test_channels_are_independent() -> None:
         (lambda c: c.all_gather(torch.ones(3 + c.rank))[0], ("all_gather float32[3]", "float32[5]")),
         (lambda c: c.all_reduce(torch.ones(6)[:: 1 + (c.rank == 1)]), ("rank 1: a tensor of strides (2,)",)),
         (lambda c: c.reduce(torch.ones(1), 3), ("rank 0: there is no rank 3", "rank 2: there is no rank 3")),
+        (lambda c: c.reduce(torch.ones(1), "max"), ("rank 2: there is no rank 'max'",)),
         (lambda c: c.all_to_all(torch.ones(4), torch.ones(4)), ("4 elements cannot be dealt out to 3 ranks",)),
         (lambda c: c.all_to_all(torch.ones(3), torch.ones(6)), ("output and input of an all_to_all differ",)),
         (lambda c: c.all_reduce_sparse(torch.ones(3)), ("is not sparse COO",)),

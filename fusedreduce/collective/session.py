@@ -102,7 +102,8 @@ class Session:
         Args:
             tensor: fp16, bf16, fp32, fp64 or integers, of any strides; the same shape and dtype on all peers.
             op: "sum", "mean", "min", "max" or "product". Computed in fp32 (fp64 for fp64) and rounded once; a mean is
-                the sum divided once. A NaN anywhere is one in the result.
+                the sum divided once, so infinite where that sum is: of fp16 never, of the others near their largest
+                values. A NaN anywhere is one in the result.
 
         Raises:
             AllReduceShapeMismatch, DTypeMismatch, AllReduceOperationMismatch: on every peer, with who has what.

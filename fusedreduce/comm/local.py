@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -20,8 +19,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from ..errors import CollectiveError, UnsupportedWireError
-from .local_operations import COMPUTED_WIDE, Workshop, perform
-from .meeting import Arrival, LocalPending, Meeting, ranks_text
+from .channel import Channel, Generation
+from .local_operations import COMPUTED_WIDE, Workshop
+from .meeting import Arrival, LocalPending
 from .protocol import ReduceOp
 from .strategies import Centralized, Strategy
 from .threads import run_in_threads
@@ -31,122 +31,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _CENTRALIZED = Centralized()
-
-
-class _Siblings:
-    """Channels by number: the n-th that each rank asks for is the same one."""
-
-    def __init__(self, generation: _Generation, name: str) -> None:
-        self._generation = generation
-        self._name = name
-        self._asked: dict[int, int] = {}
-        self._waiting: dict[int, tuple[_Channel, set[int]]] = {}
-
-    def channel(self, rank: int) -> _Channel:
-        """The next one of `rank`; forgotten here when all ranks have it."""
-        generation = self._generation
-        with generation.group.lock:
-            generation.check(f"rank {rank} cannot make a communicator", rank)
-            number = self._asked[rank] = self._asked.get(rank, -1) + 1
-            if number not in self._waiting:
-                self._waiting[number] = (_Channel(generation, f"{self._name}{number}"), set())
-            channel, have = self._waiting[number]
-            have.add(rank)
-            generation.ranks.add(rank)
-            if len(have) == generation.group.size:
-                del self._waiting[number]
-            return channel
-
-
-class _Generation:
-    """All channels from one abort of the group to the next."""
-
-    def __init__(self, group: LocalGroup) -> None:
-        self.group = group
-        self.problem = ""
-        self.cause: BaseException | None = None
-        self.channels: weakref.WeakSet[_Channel] = weakref.WeakSet()
-        self.ranks: set[int] = set()  # that have a communicator of it
-        self.roots = _Siblings(self, "")
-
-    def check(self, what: str, rank: int) -> None:
-        """Raises if somebody has given up; `rank` knows then. The lock is held."""
-        if self.problem:
-            self.acknowledge(rank)
-            raise CollectiveError(f"{what}: {self.problem}") from self.cause
-
-    def acknowledge(self, rank: int) -> None:
-        """`rank` knows that this one has ended; of those that ended later it may not know."""
-        with self.group.lock:
-            if self.group.unaware.get(rank) is self:
-                del self.group.unaware[rank]
-
-    def fail(self, problem: str, cause: BaseException | None) -> None:
-        """Everything of this generation raises from now on, but what is being performed."""
-        failed: list[Meeting] = []
-        with self.group.lock:
-            if self.problem:
-                return
-            self.problem, self.cause = problem, cause
-            for channel in list(self.channels):
-                failed += [one for one in channel.forget() if one.abort(f"{one.name}: {problem}", cause)]
-        for meeting in failed:
-            meeting.tell()
-
-
-class _Channel:
-    """A sequence of collectives, and those that have a key instead of a place in it."""
-
-    def __init__(self, generation: _Generation, name: str) -> None:
-        self.generation = generation
-        self.name = name
-        self.siblings = _Siblings(generation, f"{name}.")
-        # By rank, the thread that used its communicator last. None: nobody has, and there is one thread for each.
-        self.used_by: dict[int, int | None] = {}
-        self._meetings: dict[int | str, Meeting] = {}
-        generation.channels.add(self)
-
-    def forget(self) -> list[Meeting]:
-        """Those that not all ranks have come to; the channel has none any more."""
-        meetings = list(self._meetings.values())
-        self._meetings.clear()
-        return meetings
-
-    def arrive(self, rank: int, place: int | str, arrival: Arrival) -> LocalPending:
-        """Never blocks, but performs the collective if this is the last rank to come.
-
-        Raises:
-            CollectiveError: the group is closed, or a rank has given up.
-        """
-        generation, group = self.generation, self.generation.group
-        with group.lock:
-            generation.check(f"rank {rank} cannot issue {arrival}", rank)
-            meeting = self._meetings.get(place)
-            if meeting is None:
-                where = f"collective {place}" if isinstance(place, int) else f"exchange {place!r}"
-                name = f"{where} of channel {self.name} among {group.size} local ranks"
-                meeting = self._meetings[place] = Meeting(name, group.size, group.lock, group.timeout_s)
-            self.used_by[rank] = arrival.thread
-            pending = LocalPending(
-                meeting, rank, arrival, lambda: self._alone(meeting), lambda: generation.acknowledge(rank)
-            )
-            last = meeting.arrive(rank, arrival)
-            if not meeting.missing():
-                del self._meetings[place]
-        if last:
-            try:
-                meeting.perform(lambda arrivals: perform(arrivals, group.workshop))
-            finally:
-                meeting.end_at_last(f"rank {rank}, the last to come, was interrupted")
-        return pending
-
-    def _alone(self, meeting: Meeting) -> str:
-        """Why waiting here would be for ever: with one thread for all ranks, whoever is missing cannot come."""
-        me = threading.get_ident()
-        missing = meeting.missing()
-        if self.generation.group.one_thread and missing and all(self.used_by.get(rank, me) == me for rank in missing):
-            return f"{ranks_text(missing)} cannot come: this thread drives them too, and it waits"
-        return ""
 
 
 class LocalGroup:
@@ -184,11 +68,11 @@ class LocalGroup:
         # Reentrant: the garbage collector may run someone's abort() inside.
         self.lock = threading.RLock()
         self.workshop = Workshop(strategy, world_size)
-        self.unaware: dict[int, _Generation] = {}  # ranks that do not know yet that theirs has ended
+        self.unaware: dict[int, Generation] = {}  # ranks that do not know yet that theirs has ended
         self._closed = False
         self._endings = 0
         self._together = 0
-        self._generation = _Generation(self)
+        self._generation = Generation(self)
 
     @property
     def endings(self) -> int:
@@ -223,7 +107,7 @@ class LocalGroup:
         """
         with self.lock:
             self._refuse_closed()
-            channel = _Channel(self._generation, f"together {self._together}")
+            channel = Channel(self._generation, f"together {self._together}")
             self._together += 1
             return [LocalCommunicator(channel, rank) for rank in range(self.size)]
 
@@ -273,11 +157,11 @@ class LocalGroup:
     ) -> None:
         self.close()
 
-    def _renew(self, generation: _Generation, rank: int) -> None:
+    def _renew(self, generation: Generation, rank: int) -> None:
         """`rank` aborts `generation`: what is made from now on belongs to another one."""
         with self.lock:
             if self._generation is generation and not self._closed:
-                self._generation = _Generation(self)
+                self._generation = Generation(self)
                 self._endings += 1
                 self.unaware.update(dict.fromkeys(generation.ranks, generation))
         generation.acknowledge(rank)
@@ -290,7 +174,7 @@ class LocalGroup:
 class LocalCommunicator:
     """One rank of a LocalGroup (comm.protocol.Communicator). Several threads may use it, one at a time."""
 
-    def __init__(self, channel: _Channel, rank: int) -> None:
+    def __init__(self, channel: Channel, rank: int) -> None:
         self._channel = channel
         self._rank = rank
         self._issued = 0
@@ -432,7 +316,7 @@ class LocalCommunicator:
         return time.monotonic() + self.group.timeout_s
 
     def _root(self, root: int) -> str:
-        return "" if 0 <= root < self.size else f"there is no rank {root}"
+        return "" if isinstance(root, int) and 0 <= root < self.size else f"there is no rank {root!r}"
 
 
 def _dense(tensor: torch.Tensor) -> str:
