@@ -332,7 +332,7 @@ class Team:
             self.real.landed(0)
             self._pass_on(self.real)
         self._clear()
-        if step is not None:
+        if step is not None and any(one.grad is not None for one in self.replicas.trained):
             step()
         return reports[0] if reports else FlushReport()
 
