@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -381,6 +382,13 @@ class DistributedDataParallel(TorchDDP):
             raise RuntimeError(
                 "a DistributedDataParallel over a LocalGroup can be neither pickled nor copied, as torch's over any "
                 "group but the default one; keep its state_dict(), or its module"
+            )
+        pending = self._ours().late.pending() if hasattr(self, "reducer") else ""
+        if pending:
+            warnings.warn(
+                f"a wrapper is copied or pickled while {pending}: the copy has nothing of that. flush() on every rank "
+                "first, or keep reduce_state_dict() beside it",
+                stacklevel=3,
             )
         state: dict[str, Any] = super().__getstate__()
         return state

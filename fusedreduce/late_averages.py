@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from .asynchronous.own_pace import OwnPace
 from .asynchronous.resync import equalize
 from .ends import Ended
-from .errors import CollectiveError, FusedReduceError
+from .errors import AgreementError, CollectiveError, FusedReduceError
 from .later.set_aside import SetAside
 from .modes import FlushReport, SyncMode, is_synchronous
 from .observed import Observed
@@ -71,19 +71,34 @@ class LateAverages:
         Raises:
             FusedReduceError: steps are under way, or not everything has landed everywhere.
         """
+        pending = self.pending()
+        if pending:
+            raise FusedReduceError(f"{pending}: flush() on every rank, then set_sync_mode")
+
+    def pending(self) -> str:
+        """What has not landed, in words; empty: nothing."""
         ends = self._pipeline.ends
         if len(ends.under_way):
-            raise FusedReduceError(
-                f"{len(ends.under_way)} steps are under way: flush() on every rank, then set_sync_mode"
-            )
+            return f"{len(ends.under_way)} steps are under way"
         if ends.own is not None and not ends.own.settled:
-            raise FusedReduceError("there were steps since the last flush(): call it on every rank first")
+            return "not everything has landed everywhere since the last flush()"
+        return ""
 
-    def follow(self, mode: SyncMode) -> None:
-        """Goes on in another mode."""
-        if self.aside is not None:
-            self.aside.put_back()
-        self.aside = self._made(mode)
+    def follow(self, mode: SyncMode, *, local: bool) -> None:
+        """Goes on in another mode.
+
+        Args:
+            mode: that.
+            local: what `.grad` holds may be of backwards under no_sync, which the next step reduces.
+        """
+        if is_synchronous(mode):
+            if self.aside is not None:
+                self.aside.put_back()
+            self.aside = None
+        elif self.aside is None:
+            self.aside = self._made(mode)
+            if local and self.aside is not None:
+                self.aside.keep()
         self.withheld = False
 
     def flush(
@@ -158,18 +173,29 @@ class LateAverages:
         buffers: Sequence[torch.Tensor],
         failed: Callable[[BaseException], None],
     ) -> FlushReport:
-        if aside.local():
-            raise FusedReduceError(f"flush() while {_NO_SYNC_WAITS}")
         maker = self._pipeline.maker
+        stopped: Exception | None = None
         try:
+            if aside.local():
+                own.drain(f"flush() while {_NO_SYNC_WAITS}")  # raises, on every rank
             aside.take_unused()
-            landed = own.drain().landed
-            aside.put_back()
-            if step is not None and any(parameter.grad is not None for parameter in self._parameters):
-                step()
-            drift = equalize(self._parameters, maker.names, optimizers, buffers, maker.communicator)
+            try:
+                landed = own.drain().landed
+            finally:
+                aside.put_back()
+            try:
+                if step is not None and any(parameter.grad is not None for parameter in self._parameters):
+                    step()
+            except Exception as error:
+                stopped = error
+            problem = "" if stopped is None else f"its step raised {type(stopped).__name__}: {stopped}"
+            drift = equalize(self._parameters, maker.names, optimizers, buffers, maker.communicator, problem)
         except CollectiveError as error:
             failed(error)
+            raise
+        except AgreementError:
+            if stopped is not None:
+                raise stopped from None
             raise
         self.flushed += 1
         return FlushReport(landed, drift.largest, drift.relative)

@@ -18,6 +18,10 @@ class BoundedStaleness:
     The first `max_staleness` steps leave `.grad` None. A rank that is late now and then delays nobody, as long as it
     catches up within so many steps. Each bucket has a wire buffer more per step. 0 is as Synchronous.
 
+    Buffers that forward broadcasts from rank 0 are waited for in every forward, as by torch: where rank 0 may
+    be the late one, leave that out (broadcast_buffers=False), or it delays all. So does whatever else ranks exchange in
+    forward and backward (SyncBatchNorm).
+
     Args:
         max_staleness: steps.
 

@@ -446,7 +446,7 @@ class Reducer:
             self._plans.follow(mode)
             self._pipeline.follow(config)
             self._overlaps = config.overlap and self._pipeline.ends.own is None
-            self.late.follow(mode)
+            self.late.follow(mode, local=self.local_backward_expected)
             self._attend_optimizers()
 
     def flush(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
-from fusedreduce.modes import BoundedStaleness, FlushReport, Synchronous
+from fusedreduce.modes import Asynchronous, BoundedStaleness, FlushReport, Synchronous
 
 
 def _stale(model: nn.Module, k: int, wire: str = "native", **options: Any) -> fusedreduce.DistributedDataParallel:
@@ -159,6 +161,21 @@ def modes_change(rank: int, world: int) -> None:
     ddp.set_sync_mode(BoundedStaleness(rank + 1))
     with pytest.raises(fusedreduce.AgreementError, match="sync_mode"):
         ddp(batch(rank, 0))
+
+
+def copied_under_way(rank: int, world: int) -> None:
+    """A copy has nothing of what is under way, and says so."""
+    torch.manual_seed(0)
+    for mode in (BoundedStaleness(1), Asynchronous()):
+        config = fusedreduce.ReduceConfig(sync_mode=mode)
+        ddp = fusedreduce.DistributedDataParallel(mlp(), reduce=config)
+        loss_of(ddp(batch(rank, 0))).backward()
+        with pytest.warns(UserWarning, match="the copy has nothing of that"):
+            pickle.dumps(ddp)
+        ddp.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            pickle.dumps(ddp)
 
 
 def different_modes(rank: int, world: int) -> None:

@@ -29,6 +29,10 @@ def test_modes_change_between_steps(two: RankPool) -> None:
     two.run(ddp_mode_cases.modes_change)
 
 
+def test_a_copy_says_that_it_has_nothing_of_what_is_under_way(two: RankPool) -> None:
+    two.run(ddp_mode_cases.copied_under_way)
+
+
 def test_different_modes_are_an_error_on_every_rank(two: RankPool) -> None:
     two.run(ddp_mode_cases.different_modes)
 

@@ -27,6 +27,7 @@ from fusedreduce import (
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
 from fusedreduce.deferred import in_backward
 from fusedreduce.kernels import dispatch
+from fusedreduce.later import optimizer_steps
 from fusedreduce.reducer import ReducerState
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=150)
@@ -464,19 +465,27 @@ def _refuse(*_: object) -> None:
     raise RuntimeError("Connection refused by peer")
 
 
-def test_nobody_looks_at_optimizers_when_no_reducer_needs_it() -> None:
+def test_nobody_looks_at_optimizers_when_no_reducer_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Reducers of other tests may be alive.
+    monkeypatch.setattr(optimizer_steps, "_attending", weakref.WeakSet())
+    monkeypatch.setattr(optimizer_steps, "_hook", None)
     hooks = optimizers._global_optimizer_pre_hooks
-    gc.collect()
     before = len(hooks)
     first, _ = _launched()
     second, _ = _launched()
-    assert len(hooks) <= before + 1
+    assert len(hooks) == before + 1
     first.close()
-    assert hooks
+    assert len(hooks) == before + 1
     second.close()
-    assert not hooks
+    assert len(hooks) == before
     Reducer([torch.zeros(1, requires_grad=True)], Loopback())
-    assert not hooks
+    assert len(hooks) == before
+    third, _ = _launched()
+    assert len(hooks) == before + 1
+    del third
+    gc.collect()
+    Reducer([torch.zeros(1, requires_grad=True)], Loopback())
+    assert len(hooks) == before, "one that was forgotten needs it no more, either"
 
 
 # A rank without a gradient

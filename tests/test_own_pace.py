@@ -16,7 +16,9 @@ from fusedreduce import ReduceConfig, Reducer
 from fusedreduce.comm.local import LocalGroup
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.errors import AgreementError, CollectiveError, FusedReduceError
-from fusedreduce.modes import Asynchronous, BoundedStaleness
+from fusedreduce.kernels import dispatch
+from fusedreduce.modes import Asynchronous, BoundedStaleness, Synchronous, SyncMode
+from fusedreduce.reducer import ReducerState
 
 
 def model() -> nn.Module:
@@ -215,3 +217,134 @@ def test_an_error_of_the_users_keeps_what_is_under_way() -> None:
 
     with LocalGroup(2, timeout_s=10.0) as group:
         assert max(group.run(case)) < 1e-5
+
+
+# What one rank cannot do nobody does, and nobody waits for it
+
+
+def prepared(communicator: Communicator, mode: SyncMode) -> tuple[Reducer, list[torch.Tensor]]:
+    parameters = [torch.zeros(3, requires_grad=True), torch.zeros(5, requires_grad=True)]
+    return Reducer(parameters, communicator, ReduceConfig(sync_mode=mode)), parameters
+
+
+def backward(reducer: Reducer, parameters: list[torch.Tensor], value: float) -> None:
+    loss = torch.stack([(value * parameter).sum() for parameter in parameters]).sum()
+    reducer.prepare_for_backward(loss)
+    loss.backward()
+
+
+def clear(parameters: list[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def first_of(parameters: list[torch.Tensor]) -> list[float]:
+    return [parameter.grad[0].item() for parameter in parameters if parameter.grad is not None]
+
+
+def test_flush_while_one_rank_has_gradients_of_no_sync_is_refused_by_all_at_once() -> None:
+    def case(communicator: Communicator) -> str:
+        reducer, parameters = prepared(communicator, Asynchronous())
+        with reducer:
+            backward(reducer, parameters, 1.0 + communicator.rank)
+            given = first_of(parameters)[0]
+            clear(parameters)
+            if communicator.rank == 1:
+                with reducer.no_sync():
+                    backward(reducer, parameters, 7.0)
+            with pytest.raises(FusedReduceError, match="rank 1: flush\\(\\) while gradients") as caught:
+                reducer.flush()
+            assert reducer.state is ReducerState.IDLE
+            clear(parameters)
+            reducer.flush()
+            assert [given + more for more in first_of(parameters) or [0.0] * 2] == [1.5, 1.5], "nothing was lost"
+            return str(caught.value)
+
+    began = time.monotonic()
+    with LocalGroup(2, timeout_s=20.0) as group:
+        assert len(set(group.run(case))) == 1
+    assert time.monotonic() - began < 10.0
+
+
+def test_a_step_that_raises_in_flush_on_one_rank_is_told_to_all() -> None:
+    def case(communicator: Communicator) -> None:
+        reducer, parameters = prepared(communicator, Asynchronous())
+
+        def step() -> None:
+            if communicator.rank == 0:
+                raise ZeroDivisionError("of mine")
+            clear(parameters)
+
+        with reducer:
+            backward(reducer, parameters, 1.0)
+            with pytest.raises(ZeroDivisionError if communicator.rank == 0 else AgreementError, match="of mine"):
+                reducer.flush(step=step)
+            assert reducer.state is ReducerState.IDLE
+            clear(parameters)
+            backward(reducer, parameters, 1.0)
+            reducer.flush()
+
+    began = time.monotonic()
+    with LocalGroup(2, timeout_s=20.0) as group:
+        group.run(case)
+    assert time.monotonic() - began < 10.0
+
+
+@pytest.mark.parametrize("after", [Synchronous(), BoundedStaleness(1), BoundedStaleness(2), Asynchronous()], ids=repr)
+@pytest.mark.parametrize("before", [Synchronous(), BoundedStaleness(1), Asynchronous()], ids=repr)
+def test_gradients_of_no_sync_are_reduced_in_the_mode_that_follows(before: SyncMode, after: SyncMode) -> None:
+    def case(communicator: Communicator) -> list[float]:
+        reducer, parameters = prepared(communicator, before)
+        with reducer:
+            backward(reducer, parameters, 1.0 + communicator.rank)
+            reducer.flush()
+            clear(parameters)
+            with reducer.no_sync():
+                backward(reducer, parameters, 2.0 + 2 * communicator.rank)
+            reducer.set_sync_mode(after)
+            backward(reducer, parameters, 1.0 + communicator.rank)
+            reducer.flush()
+            return first_of(parameters)
+
+    with LocalGroup(2, timeout_s=5.0) as group:
+        assert group.run(case) == [[4.5, 4.5]] * 2
+
+
+def test_reset_leaves_what_was_contributed() -> None:
+    def case(communicator: Communicator) -> float:
+        reducer, parameters = prepared(communicator, Asynchronous(1))
+        with reducer:
+            given = 0.0
+            for number in range(4):
+                backward(reducer, parameters, (1.0 + communicator.rank) * (number + 1))
+                given += first_of(parameters)[0]
+                clear(parameters)
+            reducer.prepare_for_backward()
+            reducer.reset()
+            reducer.flush()
+            return given + (first_of(parameters) or [0.0])[0]
+
+    with LocalGroup(2, timeout_s=5.0) as group:
+        assert group.run(case) == [15.0, 15.0]
+
+
+def test_a_large_gradient_is_not_packed_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_triton_pack", None)  # as elsewhere on CPU
+
+    def case(communicator: Communicator) -> None:
+        parameter = torch.zeros(600, 600, requires_grad=True)
+        with Reducer([parameter], communicator, config()) as reducer:
+            given = 0.0
+            for number in range(6):
+                parameter.grad = None
+                backward(reducer, [parameter], float(communicator.rank + number))
+                assert parameter.grad is not None
+                given += parameter.grad[0, 0].item()
+            parameter.grad = None
+            reducer.flush()
+            rest: torch.Tensor | None = parameter.grad
+            assert given + (0.0 if rest is None else rest[0, 0].item()) == sum(0.5 + number for number in range(6))
+            assert reducer._pipeline.buckets.wire_allocations() == 0, "contributions have wires of their own"
+
+    with LocalGroup(2, timeout_s=5.0) as group:
+        group.run(case)

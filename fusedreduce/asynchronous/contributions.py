@@ -143,16 +143,20 @@ class Contributions:
 
     # All that is left
 
-    def drain(self) -> Drained:
+    def drain(self, problem: str = "") -> Drained:
         """Waits until everybody's contributions have landed everywhere, and adds what is owed to `.grad`.
 
         Every rank calls it after the same step of its own or another: those that have issued fewer contributions take
         part in the others' with zeros. The gradient of a parameter that nobody has used is left as it is.
 
+        Args:
+            problem: why this rank cannot; nobody does then.
+
         Raises:
+            FusedReduceError: a rank had a problem; on every rank, and nothing has been done.
             CollectiveError: a contribution has failed, or a rank did not come within the timeout.
         """
-        landed = self._settle()
+        landed = self._settle(problem)
         gives = bool(self._owed_to)
         with self._working():
             self._take_off_owed()
@@ -249,13 +253,15 @@ class Contributions:
 
     # Within
 
-    def _settle(self) -> int:
+    def _settle(self, problem: str = "") -> int:
         """Everything lands; the number of contributions that had not."""
+        if self.failure:
+            raise FusedReduceError(f"these contributions cannot go on: {self.failure}")
         before = self.landed
         self._comparisons += 1
         try:
             held = self._communicator.compare_aside(
-                f"contributions {self._comparisons}", json.dumps(self.standing()), self._device
+                f"contributions {self._comparisons}", json.dumps([self.standing(), problem]), self._device
             )
         except RuntimeError as error:
             self.failure = (
@@ -263,7 +269,11 @@ class Contributions:
                 f"(flush, state_dict): {error}"
             )
             raise CollectiveError(self.failure) from error
-        self.catch_up(max(int(json.loads(one)) for one in held))
+        told = [json.loads(one) for one in held]
+        problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+        if problems:
+            raise FusedReduceError(f"nothing has landed on any rank. {' | '.join(problems)}")
+        self.catch_up(max(int(standing) for standing, _ in told))
         self.collect()
         self._settled_steps = self.steps
         return self.landed - before

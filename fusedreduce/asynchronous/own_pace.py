@@ -115,9 +115,9 @@ class OwnPace:
 
     # All that is left
 
-    def drain(self) -> Drained:
+    def drain(self, problem: str = "") -> Drained:
         """See `Contributions.drain`."""
-        return self._opened().drain()
+        return self._opened().drain(problem)
 
     def state(self) -> dict[str, Any]:
         """See `Contributions.state`."""

@@ -58,6 +58,7 @@ def equalize(
     optimizers: Sequence[Optimizer],
     buffers: Sequence[torch.Tensor],
     communicator: Communicator,
+    problem: str = "",
 ) -> Drift:
     """Makes parameters, the states that `optimizers` keep of them, and buffers the same on all ranks. Collectives.
 
@@ -67,6 +68,7 @@ def equalize(
         optimizers: in the same order everywhere; states of other parameters stay as they are.
         buffers: become rank 0's.
         communicator: the ranks, of which each calls this.
+        problem: why this rank cannot; nothing is changed anywhere then.
 
     Raises:
         AgreementError: states differ in kind (an optimizer that has not stepped on every rank), or hold something that
@@ -76,7 +78,7 @@ def equalize(
     device = parameters[0].device
     states = list(_states(parameters, names, optimizers))
     try:
-        _compare(states, communicator, device)
+        _compare(states, communicator, device, problem)
         with torch.no_grad():
             drift = _average([parameter.detach() for parameter in parameters], communicator)
             _average([one.value for one in states if one.is_averaged], communicator)
@@ -142,8 +144,8 @@ def _states(
                     yield _State(held, key, f"{key} of {name} in optimizer {number} ({type(optimizer).__name__})")
 
 
-def _compare(states: Iterable[_State], communicator: Communicator, device: torch.device) -> None:
-    texts, problem = [], ""
+def _compare(states: Iterable[_State], communicator: Communicator, device: torch.device, problem: str) -> None:
+    texts = []
     for one in states:
         value = one.value
         tensor = isinstance(value, torch.Tensor)

@@ -51,6 +51,11 @@ class SetAside:
         if in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self._settle)
 
+    def keep(self) -> None:
+        """What is there now has been made by backwards of this step, whether any of them was told of or not."""
+        self._taken = True
+        self._made = self._any()
+
     def take_unused(self) -> None:
         """As `take`, between two steps: what an optimizer has stepped with is not wanted again."""
         if self.stepped:

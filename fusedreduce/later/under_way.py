@@ -116,11 +116,13 @@ class StepsUnderWay:
     def settle(self, averaged: Callable[[StepUnderWay], Sequence[tuple[Lands, Any]]]) -> None:
         """Waits for all of them; `averaged` makes of each what lands in the place of its flights. Gradients stay."""
         before = [parameter.grad for parameter in self._parameters]
-        for step in self._steps:
-            if step.buckets is not None:
-                step.flights, step.used, step.buckets = averaged(step), None, None
-        for parameter, gradient in zip(self._parameters, before, strict=True):
-            parameter.grad = gradient
+        try:
+            for step in self._steps:
+                if step.buckets is not None:
+                    step.flights, step.used, step.buckets = averaged(step), None, None
+        finally:
+            for parameter, gradient in zip(self._parameters, before, strict=True):
+                parameter.grad = gradient
 
     def give_up(self) -> None:
         """None of them lands any more."""
