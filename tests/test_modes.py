@@ -253,7 +253,7 @@ def _check(results: Sequence[object]) -> None:
             raise one
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=45, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=case_of)
 def test_gradients_are_the_averages_of_k_steps_before(case: dict[str, Any]) -> None:
     averages = _averages(case, 2)
