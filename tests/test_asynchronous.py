@@ -556,6 +556,8 @@ def test_a_collective_that_failed_is_raised_by_the_step_that_notices() -> None:
         full(ranks[1], 1.0)
     with pytest.raises(FusedReduceError, match="cannot go on"):
         full(ranks[1], 1.0)
+    for error in stage.together(lambda number: ranks[number].contributions.drain()):
+        assert isinstance(error, FusedReduceError) and "rank 1: rank 1: the all-reduce" in str(error)
 
 
 def test_one_that_cannot_be_issued_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

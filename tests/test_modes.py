@@ -509,6 +509,19 @@ def test_flush_that_fails_leaves_a_reducer_that_says_so() -> None:
         reducer.prepare_for_backward()
 
 
+def test_a_checkpoint_that_fails_leaves_the_gradients_alone() -> None:
+    parameters, communicator = [torch.zeros(3, requires_grad=True)], Broken(1)
+    reducer = Reducer(parameters, communicator, _stale(2))
+    for _ in range(2):
+        step(reducer, [torch.ones(3)])
+        clear(parameters)
+    mine = parameters[0].grad = torch.full((3,), 7.0)
+    with pytest.raises(CollectiveError, match="Connection closed"):
+        reducer.state_dict()
+    assert parameters[0].grad is mine and mine.tolist() == [7.0] * 3
+    assert reducer.state is ReducerState.FAILED
+
+
 def test_reset_gives_up_what_is_under_way_and_begins_anew() -> None:
     parameters, communicator = _parameters(), Loopback()
     reducer = Reducer(parameters, communicator, _stale(2), caps=CAPS)

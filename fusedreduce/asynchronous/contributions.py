@@ -255,13 +255,13 @@ class Contributions:
 
     def _settle(self, problem: str = "") -> int:
         """Everything lands; the number of contributions that had not."""
-        if self.failure:
-            raise FusedReduceError(f"these contributions cannot go on: {self.failure}")
         before = self.landed
         self._comparisons += 1
         try:
             held = self._communicator.compare_aside(
-                f"contributions {self._comparisons}", json.dumps([self.standing(), problem]), self._device
+                f"contributions {self._comparisons}",
+                json.dumps([self.standing(), problem or self.failure]),
+                self._device,
             )
         except RuntimeError as error:
             self.failure = (
