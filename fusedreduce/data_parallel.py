@@ -328,16 +328,17 @@ class DataParallel(nn.Module):
     def _make_team(self) -> Team:
         if self._workers is None:
             self._workers = Workers(len(self._devices) if self._threads else 1, "replica")
-        self._team = Team(
-            self.module,
-            self._devices,
-            self._workers,
-            self._config,
-            self._timeout_s,
-            threads=self._threads,
-            turns=self._turns,
-            scaling=self._scaling,
-        )
+        with torch.inference_mode(False):  # its parameters outlive this forward
+            self._team = Team(
+                self.module,
+                self._devices,
+                self._workers,
+                self._config,
+                self._timeout_s,
+                threads=self._threads,
+                turns=self._turns,
+                scaling=self._scaling,
+            )
         return self._team
 
     def _current(self) -> Team:
@@ -347,7 +348,6 @@ class DataParallel(nn.Module):
 
     def _followed(self) -> Team:
         """The team, in line with the module as it is now."""
-        self._scaling.settle()
         team = self._current()
         if not team.replicas.follow(broadcast_buffers=self.broadcast_buffers):
             if team.peers.under_way():

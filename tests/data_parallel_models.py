@@ -111,3 +111,48 @@ class Seen:
             )
         )
         return inputs * module.weight
+
+
+class Slotted(nn.Module):
+    """Keeps what it needs in slots; one of them is a layer."""
+
+    __slots__ = ("again", "factor", "later")
+    again: nn.Module
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(FEATURES, FEATURES).double()
+        object.__setattr__(self, "again", self.layer)
+        self.factor = 3.0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Uses all of them."""
+        out: torch.Tensor = self.again(self.layer(inputs)) * self.factor
+        return out + getattr(self, "later", 0.0)
+
+
+class Stores(nn.Module):
+    """Has attributes of its own making, and keeps its latest output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layer = nn.Linear(FEATURES, CLASSES).double()
+        self.calls = 0
+        self.last: torch.Tensor | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "calls":
+            self.__dict__["_calls"] = value
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["_calls"] if name == "calls" else super().__getattr__(name)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Counts, and stores its output with its graph."""
+        self.calls += 1
+        self.last = self.layer(inputs)
+        return self.last

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
 import pickle
 import random
 import signal
@@ -20,7 +21,20 @@ from typing import Any
 
 import pytest
 import torch
-from data_parallel_models import CLASSES, FEATURES, Calls, Experts, Pair, Record, Seen, Tied, batch, mlp
+from data_parallel_models import (
+    CLASSES,
+    FEATURES,
+    Calls,
+    Experts,
+    Pair,
+    Record,
+    Seen,
+    Slotted,
+    Stores,
+    Tied,
+    batch,
+    mlp,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -36,6 +50,7 @@ from fusedreduce.reducer import Reducer
 from fusedreduce.replicated.replicas import Replicas
 from fusedreduce.replicated.scatter import balanced, flatten
 from fusedreduce.replicated.summed import add_up, totals
+from fusedreduce.replicated.workers import Workers, _let_openmp_threads_go, _pause_openmp
 
 TOLERANCE = 1e-13
 TIMEOUT_S = 20.0
@@ -966,20 +981,21 @@ def test_an_interrupt_waits_for_the_workers(build: Build) -> None:
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            started.set()
+            started.release()
             sent.wait(TIMEOUT_S)
             time.sleep(0.2)
             ended.append(1)
             return gradient
 
-    started, sent, ended = threading.Event(), threading.Event(), list[int]()
+    started, sent, ended = threading.Semaphore(0), threading.Event(), list[int]()
     module = Calls(lambda module, x: Slow.apply(x * module.weight))
     dp = build(module)
     out = dp(torch.ones(4, dtype=torch.float64)).sum()
     main = threading.get_ident()
 
     def interrupt() -> None:
-        started.wait()
+        for _ in range(2):  # a job that has not begun never would
+            started.acquire()
         signal.pthread_kill(main, signal.SIGINT)
         sent.set()
 
@@ -988,6 +1004,139 @@ def test_an_interrupt_waits_for_the_workers(build: Build) -> None:
         out.backward()
     assert len(ended) == 2 and module.weight.grad is None
     dp(torch.ones(4, dtype=torch.float64)).sum().backward()
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("late", [0, 1])
+def test_interrupts_at_any_moment(build: Build, threads: bool, late: int) -> None:
+    """Nothing waits for ever, and the next backward gives what it should. Some come while another is dealt with."""
+    module, one = mlp(), mlp()
+    inputs, targets = batch(8)
+    _mse(one, inputs, targets).backward()
+    config = ReduceConfig(sync_mode=BoundedStaleness(late), check_finite="count")
+    armed, main, chance = threading.Event(), threading.get_ident(), random.Random(late)
+
+    def on_signal(*_: object) -> None:
+        if armed.is_set():
+            raise KeyboardInterrupt
+
+    def interrupt(delays: list[float]) -> None:
+        for delay in delays:
+            time.sleep(delay)
+            signal.pthread_kill(main, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        for _ in range(6):
+            dp = build(module, 2, threads=threads, reduce=config)
+            delays = [chance.random() * 0.004 for _ in range(chance.choice([1, 1, 2]))]
+            kicker = threading.Thread(target=interrupt, args=(delays,))
+            with contextlib.suppress(KeyboardInterrupt):
+                armed.set()
+                kicker.start()
+                while kicker.is_alive():
+                    _mse(dp, inputs, targets).backward()
+            with contextlib.suppress(KeyboardInterrupt):
+                armed.clear()
+            armed.clear()
+            kicker.join()
+            for _ in range(1 + late):
+                dp.zero_grad()
+                _mse(dp, inputs, targets).backward()
+            _same(module, one)
+            dp.close()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_several_threads_of_the_user(build: Build) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module)
+    errors: list[BaseException] = []
+
+    def train(number: int) -> None:
+        try:
+            for step in range(5):
+                _mse(dp, *batch(8, seed=10 * number + step)).backward()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for seed in (10 * number + step for number in range(3) for step in range(5)):
+        _mse(one, *batch(8, seed=seed)).backward()
+    _same(module, one)
+
+
+def test_calls_within_itself_are_errors_and_no_deadlocks(build: Build) -> None:
+    dp = build(Calls(lambda module, x: dp(x)))
+    with pytest.raises(FusedReduceError, match="within its own replicas"):
+        dp(torch.ones(4))
+    stale = build(mlp(), reduce=ReduceConfig(sync_mode=BoundedStaleness(1)))
+    _mse(stale, *batch(6)).backward()
+    with pytest.raises(FusedReduceError, match="within flush"):
+        stale.flush(step=lambda: stale(batch(6)[0]))
+
+
+def test_backward_after_close_is_an_error(build: Build) -> None:
+    dp = build(mlp())
+    loss = _mse(dp, *batch(6))
+    dp.close()
+    with pytest.raises(FusedReduceError, match="closed"):
+        loss.backward()
+
+
+def test_a_forked_process_has_threads_of_its_own(build: Build) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module)
+    dp(batch(6)[0])
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            _mse(dp, *batch(7)).backward()
+            _mse(one, *batch(7)).backward()
+            _same(module, one)
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + TIMEOUT_S
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+    assert ended == (child, 0)
+    _mse(dp, *batch(7)).backward()
+
+
+def test_openmp_threads_are_let_go_and_none_are_left() -> None:
+    """Else they spin beside the workers; and more of them than cores would keep the caller's from it for good."""
+    if _pause_openmp() is None:
+        pytest.skip("torch's OpenMP cannot pause")
+
+    def of_process() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    def work() -> None:
+        torch.ones(1 << 18).add_(1)
+
+    intra_op = torch.get_num_threads()
+    try:
+        for count in (2, 4):
+            torch.set_num_threads(count)
+            _let_openmp_threads_go()
+            alone = of_process()
+            workers = Workers(2, "test")
+            work()
+            assert of_process() == alone + 2 + count - 1
+            workers.run([work, work])
+            assert of_process() == alone + 2
+            workers.close()
+    finally:
+        torch.set_num_threads(intra_op)
 
 
 # What threads take over
@@ -1062,6 +1211,63 @@ def test_dropout_is_reproducible_in_one_thread(build: Build) -> None:
         torch.manual_seed(0)
         found.append(dp(torch.ones(50, 10)))
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_training_after_a_forward_in_inference_mode(build: Build) -> None:
+    module = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4)).double()
+    dp = build(module, 3)
+    with torch.inference_mode():
+        dp(batch(6)[0])
+    module.append(nn.Linear(4, CLASSES).double())
+    with torch.inference_mode():
+        dp(batch(6)[0])
+    _mse(dp, *batch(6)).backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("kind", [Slotted, Stores])
+def test_attributes_of_unusual_kinds(build: Build, kind: type[nn.Module]) -> None:
+    module, one = kind(), kind()
+    dp = build(module)
+    inputs = batch(6)[0]
+    for later in (None, 1.0):
+        if later is not None and kind is Slotted:
+            for each in (module, one):
+                setattr(each, "later", later)  # noqa: B010  # no attribute that a checker knows
+        for each in (dp, one):
+            each(inputs).square().mean().backward()
+        _same(module, one)
+    if isinstance(module, Slotted):
+        del module.later, one.later
+        assert torch.equal(dp(inputs[:2]), torch.cat([one(row[None]) for row in inputs[:2]]))
+    copy.deepcopy(module)
+
+
+def test_a_graph_keeps_the_replicas_and_nothing_else_does(build: Build) -> None:
+    module = Stores()
+    dp = DataParallel(module, ["cpu", "cpu"], timeout_s=TIMEOUT_S)
+    loss = dp(batch(6)[0]).sum()
+    team, stored = weakref.ref(dp._team), weakref.ref(_replicas(dp).modules[1].last)
+    before = threading.active_count()
+    del dp
+    assert team() is not None
+    loss.backward()
+    assert module.layer.weight.grad is not None and module.last is None
+    del loss
+    gc.collect()
+    assert team() is None and stored() is None
+    deadline = time.monotonic() + TIMEOUT_S
+    while threading.active_count() > before - 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before - 2
+
+
+def test_two_on_one_module(build: Build) -> None:
+    module, one = mlp(), mlp()
+    first, second = build(module), build(module, 3, reduce=BY_REDUCERS)
+    (_mse(first, *batch(6)) + _mse(second, *batch(7))).backward()
+    (_mse(one, *batch(6)) + _mse(one, *batch(7))).backward()
+    _same(module, one)
 
 
 # Beside it

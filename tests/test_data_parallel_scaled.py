@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from data_parallel_models import Calls, batch, mlp
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fusedreduce
 from fusedreduce import FusedGradScaler, FusedReduceError, ReduceConfig, clip_grad_norm_
@@ -239,6 +241,37 @@ def test_a_scaled_backward_that_raises_leaves_no_scale_behind() -> None:
         with pytest.raises(ZeroDivisionError):
             loop.backward(-1.0, 1.0)
         loop.dp(torch.tensor([1.0, 2.0])).sum().backward()
+        assert loop.module.weight.grad is not None and loop.module.weight.grad.item() == 3.0
+
+
+def test_threads_of_the_user_have_scales_of_their_own() -> None:
+    module, one = mlp(**FP32), mlp(**FP32)
+    with _parallel(module) as dp:
+        scaler = FusedGradScaler(dp, init_scale=1024.0)
+
+        def train(number: int) -> None:
+            for step in range(5):
+                loss = F.mse_loss(dp(batch(8, seed=10 * number + step, **FP32)[0]), batch(8, **FP32)[1])
+                (scaler.scale(loss) if number % 2 else loss).backward()
+
+        threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for seed in (10 * number + step for number in range(4) for step in range(5)):
+        F.mse_loss(one(batch(8, seed=seed, **FP32)[0]), batch(8, **FP32)[1]).backward()
+    for mine, other in zip(module.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_it_is_unscaled_once(reentrant: bool) -> None:
+    loop = Weight(Synchronous())
+    with loop.dp:
+        inputs = torch.tensor([1.0, 2.0], requires_grad=True)
+        out = checkpoint(loop.dp, inputs, use_reentrant=reentrant)
+        loop.scaler.scale(out.sum()).backward()
         assert loop.module.weight.grad is not None and loop.module.weight.grad.item() == 3.0
 
 

@@ -11,6 +11,8 @@ through the replicas would leave its scale on there: that is found where the los
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +21,6 @@ import torch
 
 from ..comm.local import LocalGroup
 from ..config import ReduceConfig
-from ..deferred import in_backward
 from ..errors import FusedReduceError
 from ..later import optimizer_steps
 from ..observed import Observed
@@ -29,23 +30,43 @@ _NAMES_SHOWN = 4
 
 
 class Scaling:
-    """The loss scale of the backward that runs now."""
+    """The loss scales of the backwards that run now: of one, or of several threads'."""
 
     def __init__(self) -> None:
-        self.running: LossScale | None = None
+        self._begun: list[weakref.ref[_Begun]] = []
 
     def begin(self, scale: LossScale) -> None:
         """A backward of a loss times `scale` begins; called within it."""
-        self.running = scale
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        begun = _Begun(scale)
+        self._begun.append(weakref.ref(begun, self._begun.remove))
+        torch.autograd.Variable._execution_engine.queue_callback(begun)
 
-    def settle(self) -> None:
-        """Between backwards: one that has raised had no end."""
-        if not in_backward():
-            self.running = None
+    def running(self) -> LossScale | None:
+        """That of the backward that runs in this thread; within one of a checkpoint's, that of the one around it."""
+        begun = [one for held in reversed(self._begun) if (one := held()) is not None and not one.ended]
+        task, thread = _task(), threading.get_ident()
+        for is_it in (lambda one: one.task == task, lambda one: one.thread == thread):
+            for one in filter(is_it, begun):
+                return one.scale
+        return None
 
-    def _end(self) -> None:
-        self.running = None
+
+class _Begun:
+    """A backward that has begun. Only autograd keeps it, as what is called at its end: one that raises drops it."""
+
+    def __init__(self, scale: LossScale) -> None:
+        self.scale = scale
+        self.task = _task()
+        self.thread = threading.get_ident()
+        self.ended = False
+
+    def __call__(self) -> None:
+        self.ended = True
+
+
+def _task() -> int:
+    number: int = torch._C._current_graph_task_id()
+    return number
 
 
 @dataclass

@@ -10,6 +10,7 @@ torch.nn.DataParallel has it.
 
 from __future__ import annotations
 
+import copyreg
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from ..errors import FusedReduceError
 
 _NAMES_SHOWN = 8
 _CONTAINERS = (list, tuple)
+_MISSING = object()
 
 
 @dataclass
@@ -37,6 +39,7 @@ class _Layer:
         parameters: as the shells' were made of.
         modules: those below.
         buffers: their names.
+        slots: attributes that are not in a dictionary.
     """
 
     real: nn.Module
@@ -44,8 +47,10 @@ class _Layer:
     parameters: list[nn.Parameter | None] = field(default_factory=list)
     modules: list[nn.Module | None] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
+    slots: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.slots = copyreg._slotnames(type(self.real))  # type: ignore[attr-defined]
         self.parameters = list(self.real._parameters.values())
         self.modules = list(self.real._modules.values())
         self.buffers = list(self.real._buffers)
@@ -131,6 +136,8 @@ class Replicas:
         for replica, mine in enumerate(self._mine):
             for layer in self._layers:
                 _fill(layer.shells[replica], layer.real, mine)
+                for name in layer.slots:
+                    _fill_slot(layer.shells[replica], layer.real, name, mine)
         return True
 
     def keep_buffers(self) -> None:
@@ -184,7 +191,8 @@ class Replicas:
                     if replica == 0 or buffer is None:
                         held[name] = buffer
                     elif known is None or not _alike(known, buffer):
-                        held[name] = buffer.detach().to(device, copy=True)
+                        with torch.inference_mode(False):  # it outlives this forward
+                            held[name] = buffer.detach().to(device, copy=True)
                     elif broadcast_buffers:
                         # As parameters above. Batch norm's backward checks the version of what it has saved.
                         into.append(known.data)
@@ -225,13 +233,28 @@ def _fill(shell: nn.Module, real: nn.Module, mine: dict[int, Any]) -> None:
     attributes.clear()
     attributes.update(vars(real))
     for name, value in vars(real).items():
-        if id(value) in mine:
-            attributes[name] = mine[id(value)]
-        elif type(value) in _CONTAINERS and any(id(one) in mine for one in value):
-            attributes[name] = type(value)(mine.get(id(one), one) for one in value)
+        attributes[name] = _translated(value, mine)
     attributes["_parameters"] = {name: _of(one, mine) for name, one in real._parameters.items()}
     attributes["_modules"] = {name: _of(one, mine) for name, one in real._modules.items()}
     attributes["_buffers"] = buffers
+
+
+def _fill_slot(shell: nn.Module, real: nn.Module, name: str, mine: dict[int, Any]) -> None:
+    """As `_fill`, for an attribute that its class declares in __slots__."""
+    value = getattr(real, name, _MISSING)
+    if value is not _MISSING:
+        object.__setattr__(shell, name, _translated(value, mine))
+    elif getattr(shell, name, _MISSING) is not _MISSING:
+        object.__delattr__(shell, name)
+
+
+def _translated(value: Any, mine: dict[int, Any]) -> Any:
+    """What a replica has in place of an attribute's value."""
+    if id(value) in mine:
+        return mine[id(value)]
+    if type(value) in _CONTAINERS and any(id(one) in mine for one in value):
+        return type(value)(mine.get(id(one), one) for one in value)
+    return value
 
 
 def _of(one: object, mine: dict[int, Any]) -> Any:

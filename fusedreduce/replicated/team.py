@@ -146,7 +146,7 @@ class Team:
         Raises:
             Exception: what a replica's backward or the reduction has raised. No gradients are left then.
         """
-        scale = self._scaling.running
+        scale = self._scaling.running()
         reducers: Sequence[Reducer] = ()
         if reduce and self.real is not None and not self.peers.adds_up:
             reducers = self.peers.reducers

@@ -72,10 +72,13 @@ class Workers:
             on_error: called in the thread of a job that has raised, with its number and the error.
 
         Raises:
+            FusedReduceError: after close().
             BaseException: the first that a job has raised, when all of them have ended.
         """
         settings = Settings()
         with self._lock:
+            if self.closed:
+                raise FusedReduceError("this DataParallel is closed, and what it has returned cannot be run backward")
             self._share(torch.get_num_threads())
             if len(self._queues) > 1:
                 _let_openmp_threads_go()
@@ -100,8 +103,9 @@ class Workers:
 
     def close(self) -> None:
         """Ends the threads, and waits for it."""
-        self.closed = True
-        self._finalizer()
+        with contextlib.nullcontext() if self.has(threading.current_thread()) else self._lock:
+            self.closed = True
+            self._finalizer()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
