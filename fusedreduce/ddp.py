@@ -14,7 +14,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +359,10 @@ class DistributedDataParallel(TorchDDP):
             exclusive=False,
             agreed=self._reduce_agreed,
         )
+        if isinstance(self.process_group, LocalProcessGroup):
+            # torch notes in one place of the process, for torch.compile, whose forward runs. Threads would leave one
+            # there, and have each other's split.
+            self._inside_ddp_forward = nullcontext  # type: ignore[method-assign, assignment]
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]

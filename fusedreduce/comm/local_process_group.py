@@ -8,6 +8,7 @@ up in torch's own table of groups does not: `get_rank(group)`, `get_backend(grou
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -108,7 +109,12 @@ class LocalProcessGroup(dist.ProcessGroup):
         if op != "sum":
             raise NotImplementedError(f"a LocalGroup sums sparse tensors; {op} is not supported")
         pending = self.communicator.all_reduce_sparse(tensor.detach())
-        return pending, lambda: tensor.detach().copy_(pending.future().value()[0])
+
+        def take_over() -> None:
+            with torch.no_grad():  # not into a detached one: of a sparse tensor that has values of its own
+                tensor.copy_(pending.future().value()[0])
+
+        return pending, take_over
 
     def _all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> _Started:
         pending, gathered = self.communicator.all_gather(tensor.detach().contiguous().view(-1))
@@ -225,12 +231,9 @@ class LocalWork(dist.Work):
         """
         devices: list[int | str | torch.device] = [*dict.fromkeys(one.device for one in self._tensors if one.is_cuda)]
         future: torch.futures.Future[list[Any]] = torch.futures.Future(devices=devices or None)
+        future.set_result(self._value)
         error = self._error()
-        if error is None:
-            future.set_result(self._value)
-        else:
-            future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
-        return future
+        return future if error is None else future.then(functools.partial(_fail, error))
 
     def _error(self) -> CollectiveError | None:
         try:
@@ -268,6 +271,11 @@ def communicator_of(group: dist.ProcessGroup | None) -> LocalCommunicator | Proc
 def backend_name(group: dist.ProcessGroup) -> str:
     """torch's name of the backend; "local" where torch has none."""
     return group.name() if isinstance(group, LocalProcessGroup) else str(dist.get_backend(group))
+
+
+def _fail(error: CollectiveError, future: torch.futures.Future[Any]) -> NoReturn:
+    """As a callback. (An exception that is given to a future of Python's is a result to C++ that waits for it.)"""
+    raise error
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:
