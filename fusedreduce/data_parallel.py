@@ -243,6 +243,7 @@ class DataParallel(nn.Module):
             ValueError: optimizers beside `step`, or with a loss scaler, which must decide on each of their steps.
             TypeError: an optimizer that is none.
             FusedReduceError: gradients of backwards under no_sync() wait.
+            Exception: what `step` has raised; what had not landed is given up then.
         """
         with self._turn():
             team = self._current()

@@ -190,11 +190,12 @@ class Peers:
 
     def part(self) -> None:
         """Gives the reducers and their group up."""
-        for reducer in self._reducers:
-            reducer.close()
-        if self._group is not None:
-            self._group.close()
+        reducers, group = self._reducers, self._group
         self._group, self._reducers, self._communicators = None, [], []
+        for reducer in reducers:
+            reducer.close()
+        if group is not None:
+            group.close()
 
     def _check_mode(self, mode: SyncMode) -> None:
         if isinstance(mode, Asynchronous) and not self._threads:

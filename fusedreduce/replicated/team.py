@@ -100,6 +100,7 @@ class Team:
         self._attend()
         self._tables = [GradientTable(own) for own in self.replicas.trained_by] if trained else []
         self._held: list[list[torch.Tensor | None]] = []
+        self._begun = False
 
     def turn(self) -> contextlib.AbstractContextManager[bool]:
         """To be entered for a backward; see Turns."""
@@ -146,6 +147,8 @@ class Team:
         Raises:
             Exception: what a replica's backward or the reduction has raised. No gradients are left then.
         """
+        if self._begun:
+            self._give_up(None)
         scale = self._scaling.running()
         reducers: Sequence[Reducer] = ()
         if reduce and self.real is not None and not self.peers.adds_up:
@@ -153,7 +156,7 @@ class Team:
             if scale is not None:
                 self.peers.excuse(self.real.observed.units.scalers())
         held: list[list[torch.Tensor | None]] = []  # for the next step, apart from what reducers leave
-        try:
+        with self._given_up_on_error():
             reduced = self._run_backwards(roots, reducers, scale, keep_graph=keep_graph, together=together)
             if reduced:
                 found = self._of(0)
@@ -162,11 +165,6 @@ class Team:
             else:
                 found = [None] * len(self.replicas.trained)
                 held = [self._of(replica) for replica in range(len(self._devices))]
-        except BaseException:
-            self.drop_gradients()
-            self.peers.part()
-            self._attend()
-            raise
         self._held = held
         self._clear()
         if self.real is not None:
@@ -305,9 +303,13 @@ class Team:
         Args:
             step: called after each landing.
         """
+        if self._begun:
+            self._give_up(None)
         self._check_nothing_held("flush()")
-        if self.peers.asynchronous:
-            return self._flush_asynchronous(step)
+        with self._given_up_on_error():
+            return self._flush_asynchronous(step) if self.peers.asynchronous else self._flush_steps(step)
+
+    def _flush_steps(self, step: Callable[[], None] | None) -> FlushReport:
 
         def landed(replica: int) -> None:
             if replica == 0 and self.real is not None:
@@ -372,6 +374,26 @@ class Team:
             self.real.attend(late=False)
 
     # Within
+
+    @contextlib.contextmanager
+    def _given_up_on_error(self) -> Iterator[None]:
+        """What is begun within it is given up where it raises, steps under way too; an interrupt may leave that to the
+        next call."""
+        self._begun = True
+        try:
+            yield
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        self._begun = False
+
+    def _give_up(self, error: BaseException | None) -> None:
+        self.peers.gave_up(0, error or FusedReduceError("interrupted"))  # nobody waits for one that will not come
+        self._workers.settle()
+        self.drop_gradients()
+        self.peers.part()
+        self._attend()
+        self._begun = False
 
     def _attend(self) -> None:
         if self.real is not None:

@@ -56,6 +56,7 @@ class Workers:
         ]
         self._lock = threading.Lock()
         self._intra_op = 0
+        self._latest: _Round | None = None  # if it may be under way
         self._process = os.getpid()
         self.closed = False
         for thread in self._threads:
@@ -79,6 +80,7 @@ class Workers:
         with self._lock:
             if self.closed:
                 raise FusedReduceError("this DataParallel is closed, and what it has returned cannot be run backward")
+            self._settle()
             self._share(torch.get_num_threads())
             if len(self._queues) > 1:
                 _let_openmp_threads_go()
@@ -92,6 +94,11 @@ class Workers:
                 round_.wait()
                 raise
         return round_.results()
+
+    def settle(self) -> None:
+        """Waits for what runs though nobody waits for it any more: after a second interrupt."""
+        with self._lock:
+            self._settle()
 
     def are_here(self) -> bool:
         """Whether the threads are in this process, and not in one that it was forked from."""
@@ -110,10 +117,18 @@ class Workers:
             if thread is not threading.current_thread():
                 thread.join()
 
+    def _settle(self) -> None:
+        if self._latest is not None:
+            self._latest.cancel()
+            self._latest.wait()
+            self._latest = None
+
     def _start(self, round_: _Round) -> None:
+        self._latest = round_
         for task, one in zip(round_.tasks(), self._queues, strict=False):
             one.put(task)
         round_.wait()
+        self._latest = None
 
     def _share(self, total: int) -> None:
         """Divides `total` intra-op threads among the workers."""
