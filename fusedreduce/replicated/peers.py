@@ -189,13 +189,13 @@ class Peers:
             self._reducers.append(reducer)
 
     def part(self) -> None:
-        """Gives the reducers and their group up."""
-        reducers, group = self._reducers, self._group
-        self._group, self._reducers, self._communicators = None, [], []
-        for reducer in reducers:
-            reducer.close()
-        if group is not None:
-            group.close()
+        """Gives the reducers and their group up; where an interrupt kept it from that, the next call does."""
+        while self._reducers:
+            self._reducers[-1].close()
+            self._reducers.pop()
+        if self._group is not None:
+            self._group.close()
+        self._group, self._communicators = None, []
 
     def _check_mode(self, mode: SyncMode) -> None:
         if isinstance(mode, Asynchronous) and not self._threads:
