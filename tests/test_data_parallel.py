@@ -1006,6 +1006,7 @@ def test_an_interrupt_waits_for_the_workers(build: Build) -> None:
     dp(torch.ones(4, dtype=torch.float64)).sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where one comes within a callback
 @BOTH_WAYS
 @pytest.mark.parametrize("late", [0, 1])
 def test_interrupts_at_any_moment(build: Build, threads: bool, late: int) -> None:
