@@ -2,7 +2,7 @@
 
 Much of their time, tests with rank processes wait for sleeps and timeouts, and those of the kernels keep one core busy:
 on two cores, both at once take little longer than one of them. The second process runs what was collected from the
-files in BESIDE, which start no ranks and look at no clock but their own process's. It writes its reports to a file, and
+files in BESIDE, which start no rank processes and demand nothing of a clock that a busy machine would not give. It writes its reports to a file, and
 the first, when it is through with everything else, reads them: one list of tests, one summary, one JUnit file.
 """
 
@@ -26,16 +26,23 @@ BESIDE = frozenset(
         "aot",
         "assignment",
         "asynchronous",
+        "burn_rows",
+        "collective",
         "combine",
         "costs",
+        "data_parallel_scaled",
+        "deferred_end",
         "dispatch",
+        "docs_examples",
         "finite",
         "kernels",
         "launch_path",
         "layout",
         "local_group",
         "local_reducer",
+        "modes_scaled",
         "observed",
+        "op",
         "packaging",
         "planner",
         "reducer",
