@@ -250,7 +250,7 @@ class LocalWork(dist.Work):
                 raise CollectiveError(
                     f"rank {self._communicator.rank}: within a backward on {tensor.device} a rank of a LocalGroup "
                     "cannot wait for another, whose backward needs the same thread. Use "
-                    "fusedreduce.DistributedDataParallel there, without comm hooks and join"
+                    "fusedreduce.DistributedDataParallel there, without comm hooks"
                 )
 
 
