@@ -14,9 +14,9 @@ with a loss per replica. No optimizer: it does the same work whoever made the gr
 
 Each way has a process of its own, so that none is timed among another's threads. Only one process works at a time: they
 take turns, a few steps each, in an order that changes each round; ratios are medians of those within a round; one
-replica takes part twice. Before anything is timed outputs and gradients are compared with one plain backward over the shards (a batch norm sees its
-shard alone, in every kind of data parallel). On CPU a step of DataParallel is to take no longer than one replica's, on
-a GPU no longer than torch.nn.DataParallel's, each within 5 %: exit status 1 otherwise.
+replica takes part twice. Before anything is timed outputs and gradients are compared with one plain backward over the
+shards (a batch norm sees its shard alone, in every kind of data parallel). On CPU a step of DataParallel is to take no
+longer than one replica's, on a GPU no longer than torch.nn.DataParallel's, each within 5 %: exit status 1 otherwise.
 """
 
 from __future__ import annotations
