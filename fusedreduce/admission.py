@@ -7,6 +7,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 import torch
+from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -114,6 +115,16 @@ def sharded_kind(parameter: torch.Tensor) -> str | None:
     if any(base.__name__ == "DTensor" for base in (*type(parameter).__mro__, *type(parameter.data).__mro__)):
         return "DTensor"
     return None
+
+
+def sparse_parameters(module: nn.Module) -> set[int]:
+    """Parameters of embeddings with sparse gradients, by id; torch's rule."""
+    return {
+        id(parameter)
+        for one in module.modules()
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
+        for parameter in one.parameters(recurse=False)
+    }
 
 
 def describe(parameter: torch.Tensor, name: str, sparse: bool) -> str:

@@ -313,7 +313,7 @@ class DistributedDataParallel(TorchDDP):
         if not named and given.get("delay_all_reduce_named_params"):
             return True  # all of them are reduced by torch itself
         communicator = communicator_of(group)
-        sparse = _sparse_parameters(module)
+        sparse = admission.sparse_parameters(module)
         descriptions = []
         try:
             if not _is_sliced(given["device_mesh"]):  # torch makes plain tensors of a sliced mesh's DTensors
@@ -636,13 +636,3 @@ def _check_trainable(named: Mapping[str, torch.Tensor]) -> None:
         )
     for name, parameter in named.items():
         admission.check_one(parameter, name)
-
-
-def _sparse_parameters(module: nn.Module) -> set[int]:
-    """Parameters of embeddings with sparse gradients, by id; torch's rule."""
-    return {
-        id(parameter)
-        for one in module.modules()
-        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
-        for parameter in one.parameters(recurse=False)
-    }

@@ -35,8 +35,8 @@ from .errors import CollectiveSessionError, InvalidConfig, MultipleRegister, Pee
 from .operations import (
     Description,
     Verdict,
-    decode_descriptions,
     decode_verdict,
+    descriptions_of,
     encode,
     failed,
     judge,
@@ -243,18 +243,16 @@ class Lobby:
         timeout_s: float,
     ) -> Verdict:
         if local is None:  # some did not come
-            present = {one.peer: one for one in [*_descriptions(exchange.present(0)), *wants]}
+            present = {one.peer: one for one in [*descriptions_of(exchange.present(0)), *wants]}
             verdict = lost(list(present.values()), range(place.total), "register", timeout_s)
             text: str | None = exchange.propose(0, encode(verdict))
         elif len(wants) < place.local or _doubled(wants):
             text = exchange.propose(0, encode(local))
         else:
-            text = exchange.post(
-                0, encode(wants), False, lambda held: encode(judge(list(_descriptions(held)), "register"))
-            )
+            text = exchange.post(0, encode(wants), False, lambda held: encode(judge(descriptions_of(held), "register")))
             text = text or exchange.wait(0, until_s)
         if text is None:
-            present = {one.peer: one for one in _descriptions(exchange.present(0))}
+            present = {one.peer: one for one in descriptions_of(exchange.present(0))}
             verdict = lost(list(present.values()), range(place.total), "register", timeout_s)
             text = exchange.propose(0, encode(verdict))
         exchange.take(0)
@@ -405,7 +403,3 @@ def _registration(store: KeyValueStore, number: int, place: Place) -> Exchange:
 
 def _doubled(wants: Sequence[Description]) -> bool:
     return len({one.peer for one in wants}) < len(wants)
-
-
-def _descriptions(held: Mapping[int, str]) -> list[Description]:
-    return [one for node in sorted(held) for one in decode_descriptions(held[node])]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -129,6 +129,11 @@ def decode_descriptions(text: str) -> list[Description]:
         return [_description(one) for one in held]
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"no descriptions of operations but {text[:80]!r}") from error
+
+
+def descriptions_of(held: Mapping[int, str]) -> list[Description]:
+    """All descriptions that nodes have given as text, in the order of nodes and peers."""
+    return [one for node in sorted(held) for one in decode_descriptions(held[node])]
 
 
 def decode_verdict(text: str) -> Verdict:

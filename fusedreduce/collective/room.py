@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +24,7 @@ from ..comm.store import Wide
 from .carry import Carried, Carrier, Place
 from .config import CollectiveConfig
 from .errors import PeerLost
-from .operations import Description, Verdict, decode_descriptions, decode_verdict, encode, failed, judge, lost
+from .operations import Description, Verdict, decode_verdict, descriptions_of, encode, failed, judge, lost
 
 # How often a node that waits for a peer of its own looks whether the others have given up.
 _LOOK_EVERY_S = 0.02
@@ -240,7 +240,7 @@ class Room:
             self._changed.notify_all()
 
     def _judged(self, held: Mapping[int, str], operation: Operation) -> str:
-        return encode(judge(_descriptions(held), operation.name))
+        return encode(judge(descriptions_of(held), operation.name))
 
     def _settle_here(self, operation: Operation, block: bool) -> None:
         verdict = None
@@ -334,7 +334,7 @@ class Room:
         assert self._exchange is not None
         with self._changed:
             present = {one.peer: one for one in operation.wants.values()}
-        present |= {one.peer: one for one in _descriptions(self._exchange.present(operation.number))}
+        present |= {one.peer: one for one in descriptions_of(self._exchange.present(operation.number))}
         return lost(list(present.values()), range(self.place.total), operation.name, self.config.timeout_s)
 
     def _conclude(self, operation: Operation, verdict: Verdict) -> None:
@@ -406,7 +406,3 @@ def _afterwards(why: Verdict) -> Verdict:
     """For calls that come later than what closed the room."""
     assert why.error is not None
     return failed("RegisterNotFirstOperation", why.error[1]) if why.error[0] == "SessionReset" else why
-
-
-def _descriptions(held: Mapping[int, str]) -> Sequence[Description]:
-    return [one for node in sorted(held) for one in decode_descriptions(held[node])]

@@ -113,7 +113,7 @@ class Replicas:
         self.trained = tuple(self._parameters[number] for number in trained)
         self.numel = sum(one.numel() for one in self.trained)
         self.names = tuple(self._names[number] for number in trained)
-        sparse = _sparse(module)
+        sparse = admission.sparse_parameters(module)
         self.sparse = tuple(id(one) in sparse for one in self.trained)
         self.trained_by = [tuple(own[number] for number in trained) for own in self._own]
 
@@ -287,14 +287,3 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     first, second = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
     return torch.equal(first, second)
-
-
-def _sparse(module: nn.Module) -> set[int]:
-    """Parameters of embeddings with sparse gradients, by id; torch's rule."""
-    return {id(parameter) for one in _sparse_embeddings(module) for parameter in one.parameters(recurse=False)}
-
-
-def _sparse_embeddings(module: nn.Module) -> Iterator[nn.Module]:
-    for one in module.modules():
-        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse:
-            yield one
