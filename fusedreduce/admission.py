@@ -13,9 +13,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .comm.agreement import agree_on_parameters
 from .comm.protocol import Communicator
+from .comm.waiting import collective_failed
 from .config import ReduceConfig
 from .errors import AgreementError
-from .exchange import collective_error
 from .kernels import dispatch
 from .modes import SyncMode, is_synchronous
 from .planning.assignment import BucketCaps
@@ -173,7 +173,7 @@ def agree(
         raise
     except RuntimeError as error:
         what = "comparing model and settings across ranks failed"
-        raise collective_error(what, communicator.rank, error) from error
+        raise collective_failed(what, communicator, error) from error
 
 
 def enter(owner: Owner, parameters: Sequence[torch.Tensor], names: Sequence[str], *, exclusive: bool) -> bool:

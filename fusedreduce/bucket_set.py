@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,15 @@ from .exchange import fp16_split
 from .gradients import real_dtype
 from .kernels import dispatch
 from .planning.plan import ParameterKind, Plan
-from .reductions import CommHook, HookedReduction, Members, PackedReduction, Reduction, SparseReduction
+from .reductions import (
+    CommHook,
+    HookedReduction,
+    Members,
+    PackedReduction,
+    Reduction,
+    SparseKinds,
+    SparseReduction,
+)
 from .streams import Streams
 
 
@@ -28,6 +36,7 @@ class BucketMaker:
         config: the wire.
         as_views: gradients become views of their bucket.
         communicator: the ranks.
+        sparse_kinds: of what kind the sparse gradients are.
         hook: a comm hook and its state, in place of our own wire.
         keeps_gradients: the hook writes `.grad` itself.
     """
@@ -38,6 +47,7 @@ class BucketMaker:
     config: ReduceConfig
     as_views: bool
     communicator: Communicator
+    sparse_kinds: SparseKinds
     hook: tuple[object, CommHook] | None = None
     keeps_gradients: bool = False
 
@@ -45,7 +55,7 @@ class BucketMaker:
         """The reduction that fits a bucket's gradients."""
         state, hook = self.hook or (None, None)
         if self.sparse[members.numbers[0]]:
-            return SparseReduction(members, self.communicator, state, hook)
+            return SparseReduction(members, self.communicator, self.sparse_kinds, state, hook)
         if hook is None:
             wire_dtype = self.config.wire_dtype(real_dtype(members.parameters[0].dtype))
             # fp16 gradients would be rounded again behind a split.
@@ -54,10 +64,8 @@ class BucketMaker:
             }
             split = fp16_split(self.communicator.size, self.config.op) if splits else 1.0
             return PackedReduction(members, self.communicator, wire_dtype, as_views=self.as_views, split=split)
-        timeout_s = self.communicator.timeout_s(members.device)
-        rank = self.communicator.rank
         return HookedReduction(
-            members, state, hook, rank, timeout_s, as_views=self.as_views, keeps_gradients=self.keeps_gradients
+            members, state, hook, self.communicator, as_views=self.as_views, keeps_gradients=self.keeps_gradients
         )
 
 
@@ -121,6 +129,11 @@ class BucketSet:
     def packed(self) -> list[PackedReduction]:
         """Those on our own wire."""
         return [reduction for reduction in self.reductions if isinstance(reduction, PackedReduction)]
+
+    def sparse(self, numbers: Collection[int]) -> list[SparseReduction]:
+        """Those of the sparse gradients of these parameters."""
+        found = [self.reductions[self.bucket_of[number]] for number in sorted(numbers)]
+        return [reduction for reduction in found if isinstance(reduction, SparseReduction)]
 
     def wire_allocations(self) -> int:
         """Wire buffers allocated so far."""

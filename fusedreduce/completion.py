@@ -12,6 +12,7 @@ from . import exchange
 from .bucket import BucketState
 from .bucket_rows import BucketRows
 from .comm.monitor import StallMonitor
+from .comm.waiting import collective_error
 from .deferred import DeferredErrors
 from .exchange import InFlight
 from .hook_trace import HookTrace
@@ -61,7 +62,7 @@ class Finish:
                 reduced.value()
             except RuntimeError as error:
                 ours.state = BucketState.FAILED
-                raise exchange.collective_error(f"the all-reduce of {ours.label} failed", rank, error) from error
+                raise collective_error(f"the all-reduce of {ours.label} failed", rank, error) from error
             if self._trace is not None:
                 self._trace.unpack(self._index)
             done = self._unpack()
@@ -106,7 +107,7 @@ class FinishSparse:
         try:
             value = reduced.value()[0]
         except RuntimeError as error:
-            failure = exchange.collective_error(f"the all-reduce of {self._label} failed", self._rank, error)
+            failure = collective_error(f"the all-reduce of {self._label} failed", self._rank, error)
             self._errors.remember(failure)
             raise failure from error
         if self._rows is not None:

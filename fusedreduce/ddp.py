@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 
 from . import admission
 from .comm.local_process_group import LocalProcessGroup, backend_name, communicator_of
-from .comm.protocol import Pending
 from .config import ReduceConfig
 from .ddp_logging import Logger
 from .errors import AgreementError
@@ -505,8 +504,8 @@ class TorchReducer:
         self.reducer.rebuild()
         return self.reducer.shadows.begin()
 
-    def _run_comm_hook(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor]:
-        return self.reducer.shadows.run(bucket)
+    def _run_comm_hook(self, bucket: GradBucket) -> JoinedWork:
+        return JoinedWork(self.reducer.shadows.run(bucket))
 
     def _push_all_rebuilt_params(self) -> None:
         self._joined = False
@@ -567,6 +566,21 @@ class TorchReducer:
             if self._logger is not None:
                 self._logger.set_error_and_log(str(error))
             raise
+
+
+class JoinedWork:
+    """What torch's join waits for, once per bucket, on a rank without inputs.
+
+    Args:
+        complete: waits for the bucket's collective.
+    """
+
+    def __init__(self, complete: Callable[[], None]) -> None:
+        self._complete = complete
+
+    def wait(self) -> None:
+        """Blocks until the collective is done. Raises CollectiveError if it fails."""
+        self._complete()
 
 
 class LocalJoin(Join):

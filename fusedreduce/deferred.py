@@ -12,16 +12,15 @@ without its class. So errors are remembered here and raised from callbacks of th
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .errors import NonFiniteGradientError
-
-_logger = logging.getLogger(__name__)
+from .comm.protocol import Ranks
+from .comm.waiting import wait_for
+from .errors import FusedReduceError, NonFiniteGradientError
 
 
 class DeferredErrors:
@@ -67,23 +66,26 @@ class DeferredErrors:
             error, self._error = self._error, None
         return error
 
-    def raise_at_the_end_of_backward(self, close: Callable[[], None] | None = None) -> None:
+    def raise_at_the_end_of_backward(self, communicator: Ranks | None, close: Callable[[], None] | None = None) -> None:
         """Called by the hook of the last bucket. Outside backward (DDP's join) whoever waits for the futures raises.
 
         Args:
+            communicator: the ranks that the reductions under way are of; None: nothing could be started.
             close: called once all of them are done, if nothing went wrong, and outside backward at once.
         """
         with self._lock:
             following, self._following = self._following, []
         if in_backward():
-            _queue_callback(functools.partial(self._raise, following, close))
-        elif close is not None and not _any_failed(following):
+            _queue_callback(functools.partial(self._raise, following, communicator, close))
+        elif close is not None and not self._any_failed(following, communicator):
             error = self._closed(close)
             if error is not None:
                 _raise(error)
 
-    def _raise(self, following: list[torch.futures.Future[Any]], close: Callable[[], None] | None) -> None:
-        failed = _any_failed(following)
+    def _raise(
+        self, following: list[torch.futures.Future[Any]], communicator: Ranks | None, close: Callable[[], None] | None
+    ) -> None:
+        failed = self._any_failed(following, communicator)
         error = self.take()
         if error is not None and failed:
             _raise(error)
@@ -91,6 +93,17 @@ class DeferredErrors:
             error = self._closed(close)
         if error is not None:
             _queue_callback(functools.partial(_raise, error))
+
+    def _any_failed(self, following: list[torch.futures.Future[Any]], communicator: Ranks | None) -> bool:
+        failed = False
+        for future in following:
+            assert communicator is not None
+            try:
+                wait_for(future, "the reduction of a bucket", communicator)
+            except FusedReduceError as error:
+                failed = True
+                self.remember(error)  # unless the bucket's own callback has, in the error's own class
+        return failed
 
     def _closed(self, close: Callable[[], None]) -> Exception | None:
         try:
@@ -106,17 +119,6 @@ class DeferredErrors:
 def in_backward() -> bool:
     """Whether this thread is running a backward."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _any_failed(following: list[torch.futures.Future[Any]]) -> bool:
-    failed = False
-    for future in following:
-        try:
-            future.wait()
-        except RuntimeError:
-            failed = True
-            _logger.debug("a bucket failed; its error is raised next, in its own class", exc_info=True)
-    return failed
 
 
 def _raise(error: Exception) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .comm.protocol import Pending
+from .comm.protocol import Pending, Ranks
+from .comm.waiting import wait_for
 from .planning.timeline import MISSING_NS
 from .trace import StepMarks
 
@@ -39,14 +40,14 @@ class DeviceClock:
         event.record(torch.cuda.current_stream(self.device))
         self._events[what] = event
 
-    def watch(self, bucket: object, watched: Watched) -> None:
+    def watch(self, bucket: object, watched: Watched, communicator: Ranks) -> None:
         """Time `done` of a bucket, or of the probe, is when its collective ends: a stream of its own waits for that."""
         if isinstance(watched, torch._C.Future):
             return  # a comm hook's: waiting for it may block this thread, until a bucket that is not launched yet
         if self._watching is None:
             self._watching = torch.cuda.Stream(self.device)
         with torch.cuda.stream(self._watching):
-            watched.wait()
+            wait_for(watched, "the collective whose end is timed", communicator)
             self.mark((bucket, "done_ns"))
 
     def read(self, host: StepMarks) -> StepMarks:

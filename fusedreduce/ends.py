@@ -130,7 +130,7 @@ class Ends:
     def land(self, buckets: BucketSet, write: Write) -> Ended:
         """The oldest step under way lands."""
         self._observed.begin_landing()
-        step = self.under_way.land(write, self._observed.wait)
+        step = self.under_way.land(write, self._observed.complete)
         return Ended(step.number, elsewhere=step.buckets is not buckets, scale=step.unscaling.scale)
 
     def contribute(self, buckets: BucketSet) -> None:
@@ -161,7 +161,7 @@ class Ends:
             for parameter in self._parameters:
                 parameter.grad = None
             if step.told is not None:
-                step.told[0].wait()
+                self._observed.complete(step.told)
             self.under_way.write(step, write)
             return averages.flights(maker.parameters, maker.names, [one.grad for one in maker.parameters])
 

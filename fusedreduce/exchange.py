@@ -23,8 +23,8 @@ from torch.profiler import record_function
 
 from .bucket import Bucket, BucketState
 from .comm.protocol import Communicator, Pending
+from .comm.waiting import collective_failed
 from .config import Op
-from .errors import CollectiveError
 from .kernels import dispatch
 from .kernels.table import Partials, SourcePartials
 
@@ -94,7 +94,7 @@ def start(
         bucket.state = BucketState.FAILED
         state = "divided by the number of ranks, but not summed" if in_place else "still this rank's own"
         what = f"the all-reduce of {bucket.label} could not be started; its gradients are {state}"
-        raise collective_error(what, communicator.rank, error) from error
+        raise collective_failed(what, communicator, error) from error
     return InFlight(bucket, tuple(gradients), wire, pending, communicator.rank, in_place, issued_ns)
 
 
@@ -153,13 +153,6 @@ def fp16_split(ranks: int, op: Op = "mean") -> float:
         return 0.5 ** (ranks - 1).bit_length()
     power = ranks.bit_length() - 1
     return 2.0 ** ((power + 1) // 2) if power > 1 else 1.0
-
-
-def collective_error(what: str, rank: int, cause: BaseException) -> CollectiveError:
-    """The error for a collective that failed with `cause`."""
-    return CollectiveError(
-        f"rank {rank}: {what}. A peer died, left, or did not answer within the process group's timeout. Cause: {cause}"
-    )
 
 
 @functools.lru_cache(maxsize=256)

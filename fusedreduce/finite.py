@@ -15,13 +15,14 @@ from typing import Protocol
 import torch
 
 from .comm.protocol import Communicator, Pending
-from .errors import CollectiveError, NonFiniteGradientError
-from .exchange import collective_error
+from .comm.waiting import collective_failed, wait_for
+from .errors import NonFiniteGradientError
 from .kernels.table import Totals
 
 _logger = logging.getLogger(__name__)
 _REPORTS_KEPT = 100
 _SHOWN = 8
+_TELLING = "telling all ranks which gradients are not finite"
 
 
 @dataclass(frozen=True)
@@ -146,26 +147,23 @@ class FiniteCheck:
             first: int64 [2] on the device: number of the first parameter that is not finite, or -1; and where.
 
         Returns:
-            what was started, for `wait` where several steps are under way.
+            what was started, for `complete` where several steps are under way.
         """
         try:
             self._under_way = started = self._communicator.all_gather(first)
         except RuntimeError as error:
-            raise self._failed(error) from error
+            raise collective_failed(f"{_TELLING} could not be started", self._communicator, error) from error
         return started
 
-    def wait(self, started: Started | None = None) -> None:
+    def complete(self, started: Started | None = None) -> None:
         """Waits for what `tell` has started (None: the latest); on CUDA only the current stream does."""
         under_way, self._under_way = started or self._under_way, None
         if under_way is not None:
             pending, self._gathered = under_way
-            try:
-                pending.wait()
-            except RuntimeError as error:
-                raise self._failed(error) from error
+            wait_for(pending, _TELLING, self._communicator)
 
     def taken(self) -> Started | None:
-        """What `tell` has started, for a step that ends later; to be given to `wait`."""
+        """What `tell` has started, for a step that ends later; to be given to `complete`."""
         under_way, self._under_way = self._under_way, None
         return under_way
 
@@ -252,10 +250,6 @@ class FiniteCheck:
         warned = concerned and not outcome.excused
         _logger.log(logging.WARNING if warned else logging.INFO, "rank %d: %s", mine, report)
         return report
-
-    def _failed(self, error: RuntimeError) -> CollectiveError:
-        what = "telling which gradients are not finite failed"
-        return collective_error(what, self._communicator.rank, error)
 
 
 def _some(texts: Sequence[str], separator: str) -> str:

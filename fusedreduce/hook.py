@@ -35,6 +35,7 @@ from .comm.local import LocalCommunicator
 from .comm.local_process_group import communicator_of
 from .comm.monitor import StallMonitor
 from .comm.protocol import Communicator, Pending
+from .comm.waiting import collective_failed, wait_for
 from .completion import Finish, FinishSparse
 from .config import WIRES, CheckFinite, ReduceConfig, Wire
 from .deferred import DeferredErrors, in_backward
@@ -407,7 +408,7 @@ def _start_dense(
         partials=sources,
     )
     if trace is not None:
-        trace.launched(bucket.index(), in_flight.pending, in_flight.issued_ns)
+        trace.launched(bucket.index(), in_flight.pending, in_flight.issued_ns, communicator)
     scale = None if split == 1.0 else exchange.scalar(1.0 / split, ours.compute_dtype, ours.device)
     finish = Finish(
         state._errors, state._monitor, report_after_s, in_flight, bucket.buffer(), trace, bucket.index(), scale, rows
@@ -438,7 +439,7 @@ def _keep_time(pending: Pending, communicator: Communicator) -> None:
     """Waits for ranks of this process here: DDP waits for futures alone, and nobody would end those in time."""
     if isinstance(communicator, LocalCommunicator):
         with contextlib.suppress(CollectiveError):
-            pending.wait()
+            wait_for(pending, "the all-reduce", communicator)
 
 
 def _communicator(state: FusedHookState) -> Communicator:
@@ -472,7 +473,7 @@ def _agree(state: FusedHookState, bucket: GradBucket, communicator: Communicator
         raise
     except RuntimeError as error:
         what = f"comparing options before the first all-reduce of {_describe(bucket)} failed"
-        raise exchange.collective_error(what, communicator.rank, error) from error
+        raise collective_failed(what, communicator, error) from error
     state._agreed = True
 
 
@@ -494,9 +495,10 @@ def _end_step(state: FusedHookState, step: ShownStep | None) -> None:
         state._steps += 1
     if step is None:
         state._observed.give_up()
-        state._errors.raise_at_the_end_of_backward()
+        state._errors.raise_at_the_end_of_backward(state._communicator)
     else:
-        state._errors.raise_at_the_end_of_backward(functools.partial(state._observed.close, step, state._steps))
+        close = functools.partial(state._observed.close, step, state._steps)
+        state._errors.raise_at_the_end_of_backward(state._communicator, close)
 
 
 def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -178,7 +178,7 @@ class HookObserved:
         self._latest = step
         if self._finite is not None:
             assert step.started is not None
-            self._finite.wait(step.started)
+            self._finite.complete(step.started)
             self._finite.close(number, _totals(step), places=_Places(step, self._names))
             self._finite.check()
 

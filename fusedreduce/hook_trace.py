@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .comm.protocol import Communicator
 from .config import ReduceConfig
 from .device_clock import Watched
 from .parameter_hooks import ParameterHooks
@@ -72,10 +73,10 @@ class HookTrace:
             self._clock.bucket_ready(bucket)
             self._clock.pack(bucket)
 
-    def launched(self, bucket: int, watched: Watched, issued_ns: int) -> None:
+    def launched(self, bucket: int, watched: Watched, issued_ns: int, communicator: Communicator) -> None:
         """Its collective has been issued."""
         if self._clock is not None and bucket < len(self._plan):
-            self._clock.launched(bucket, watched, issued_ns)
+            self._clock.launched(bucket, watched, issued_ns, communicator)
             self._clock.leave()
 
     def unpack(self, bucket: int) -> None:

@@ -19,8 +19,8 @@ import torch
 
 from .by_products import ByProducts
 from .comm.protocol import Communicator, Pending
+from .comm.waiting import collective_failed, wait_for
 from .config import ReduceConfig, Wire
-from .exchange import collective_error
 from .finite import FiniteCheck, Named, Started
 from .grad_bucket import GradBucket
 from .gradients import GradientTable, index_of, real_dtype, real_numel
@@ -216,9 +216,9 @@ class Observed:
         self._finite.tell(self._by_products.source_totals().first)
         return 1
 
-    def wait(self, told: Started | None = None) -> None:
-        """With the buckets: what `tell` has started, or what was `taken` of an earlier step."""
-        self._finite.wait(told)
+    def complete(self, told: Started | None = None) -> None:
+        """With the buckets: waits for what `tell` has started, or what was `taken` of an earlier step."""
+        self._finite.complete(told)
 
     def taken(self) -> Started | None:
         """The step that is launched ends later: what `tell` has started for it."""
@@ -285,15 +285,19 @@ class Observed:
         """It does so in this bucket's reduction, which has been started."""
         self._shadows.append((bucket, under_way))
 
+    def tell_shadow(self) -> int:
+        """As `tell`, of a rank that has no gradients."""
+        if self._config.check_finite == "off":
+            return 0
+        self._finite.tell(torch.full((2,), -1, dtype=torch.int64, device=self._parameters[0].device))
+        return 1
+
     def close_shadow(self, step: int) -> int:
         """The others' step is done; returns how many collectives this issued."""
         shadows, self._shadows = self._shadows, []
         issued = 0
         device = self._parameters[0].device
-        if self._config.check_finite != "off":
-            self._finite.tell(torch.full((2,), -1, dtype=torch.int64, device=device))
-            self._finite.wait()
-            issued += 1
+        self._finite.complete()
         if self._shares():
             self._share(torch.zeros(len(self._parameters) + 1, dtype=torch.float64, device=device))
             issued += 1
@@ -346,9 +350,10 @@ class Observed:
         """The largest of all ranks' numbers, none of which is negative: their bits are ordered as they are."""
         bits = numbers.abs().view(torch.int64)
         try:
-            self._communicator.all_reduce(bits, "max").wait()
+            pending = self._communicator.all_reduce(bits, "max")
         except RuntimeError as error:
-            raise collective_error("agreeing on a norm failed", self._communicator.rank, error) from error
+            raise collective_failed("agreeing on a norm failed", self._communicator, error) from error
+        wait_for(pending, "agreeing on a norm", self._communicator)
         numbers.copy_(bits.view(torch.float64))
 
 

@@ -2,7 +2,8 @@
 
     once          a profiled step's probe, ahead of the first bucket
     per bucket    launch: pack and start the collective, when it is ready and next in the plan
-    once          behind the last bucket: the used map, the scheduler's report, what is observed
+    once          behind the last bucket: the used map, the scheduler's report, the kinds of sparse gradients, what is
+                  observed; then the sums of sparse gradients whose kind nobody knew before
     per bucket    finish, in the same order: check that nothing has changed since, wait, unpack
 
 When a step begins and when a bucket is ready others say (reducer.py, arrivals.py); how it ends in modes where its
@@ -25,6 +26,7 @@ import torch
 from .bucket_set import BucketMaker, BucketSet
 from .comm.monitor import StallMonitor
 from .comm.protocol import Communicator
+from .comm.waiting import wait_for
 from .config import ReduceConfig
 from .ends import Ended, Ends
 from .errors import FusedReduceError
@@ -137,6 +139,7 @@ class Pipeline:
     def use(self, communicator: Communicator) -> None:
         """Goes on with other ranks. To be followed by `give_up` and `lay`."""
         self.maker = dataclasses.replace(self.maker, communicator=communicator)
+        self.maker.sparse_kinds.use(communicator)
         self.used.use(communicator)
         self.ends.use(communicator)
         self.issued = 0
@@ -155,6 +158,7 @@ class Pipeline:
         for reduction in self.buckets.reductions:
             reduction.drop_views()
         self.used.restart()
+        self.maker.sparse_kinds.restart()
 
     def close(self) -> None:
         """Gives the buffers up; gradients that are views keep theirs."""
@@ -230,16 +234,18 @@ class Pipeline:
             with torch.no_grad(), self.buckets.streams.on(members.device):
                 self._clock.pack(members.index)
                 reduction.launch(self._divisor)
-                self._clock.launched(members.index, *(reduction.under_way() or (None, None)))
+                watched, issued_ns = reduction.under_way() or (None, None)
+                self._clock.launched(members.index, watched, issued_ns, self.maker.communicator)
                 self.buckets.streams.packed(members.device)
             step.launched += 1
-            self.issued += 1
+            self.issued += watched is not None  # the sum of a sparse gradient may have to wait for `finish`
         if step.all_launched() and before < step.next_bucket:
             if self.used.asks():
                 self.used.start()
                 self.issued += 1
             if self._plans.measured():
                 self.issued += self._plans.scheduler.report(self.plan)
+            self.issued += self.maker.sparse_kinds.ask()
             self.buckets.streams.wait_for_packs()
             self.issued += self._observed.tell()
 
@@ -258,14 +264,18 @@ class Pipeline:
                 # All before the first is overwritten: gradients that share memory share their version.
                 for reduction in launched:
                     reduction.check_unchanged()
+            for sparse in self.buckets.sparse(self.maker.sparse_kinds.learn()):
+                with self.buckets.streams.on(sparse.members.device):
+                    sparse.launch_late()
+                self.issued += 1
             if self.ends.staleness:
                 ended = self.ends.end_later(self.buckets, self.rounds + 1, self._write)
             else:
                 ended = Ended(self.rounds + 1, self._end_now(launched))
-            self._plans.scheduler.wait()
+            self._plans.scheduler.complete()
             installed, self._installed = self._installed, []
             for future in installed:
-                future.wait()
+                wait_for(future, "a future that the end of backward waits for", self.maker.communicator)
         self.times.comm_end = time.time_ns()
         # First of all: what raised below, or in `end_step`, would leave this rank's rounds behind those of its peers.
         self.close_round(self._clock.taken())
@@ -319,7 +329,7 @@ class Pipeline:
             left = self._left_alone(() if self.maker.keeps_gradients else launched, used)
         if self.used.asks():
             self.used.finish()
-        self._observed.wait()
+        self._observed.complete()
         return left
 
     def _contribute(self, step: Step) -> Ended:
@@ -386,7 +396,7 @@ class Pipeline:
         work, self._count_ranks = self._count_ranks, None
         if work is None:
             return None
-        work.wait()
+        wait_for(work, "counting the ranks that still have inputs", self.maker.communicator)
         return float(work.result()[0].item()) if self.maker.config.op == "mean" else None
 
     def _report_after_s(self, device: torch.device) -> float:

@@ -20,8 +20,8 @@ import torch
 
 from .bucket_set import kind_of
 from .comm.protocol import Communicator
+from .comm.waiting import collective_failed
 from .config import ReduceConfig
-from .exchange import collective_error
 from .modes import Asynchronous, SyncMode, is_synchronous
 from .planning.assignment import BucketCaps
 from .planning.plan import Plan, check_groups, first_plan
@@ -167,7 +167,7 @@ class Plans:
             self._communicator.broadcast(order, 0)
         except RuntimeError as error:
             what = "broadcasting the order of readiness failed"
-            raise collective_error(what, self._communicator.rank, error) from error
+            raise collective_failed(what, self._communicator, error) from error
         self.rebuilt, self._order = True, ()
         found, model = order.tolist(), self._model
         self.scheduler.learned(found)

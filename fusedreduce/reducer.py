@@ -46,11 +46,11 @@ from .asynchronous import own_pace
 from .backward_hooks import BackwardHooks
 from .bucket_set import BucketMaker
 from .comm.protocol import Communicator
+from .comm.waiting import collective_failed
 from .config import ReduceConfig
 from .deferred import in_backward
-from .errors import CollectiveError, FusedReduceError
-from .exchange import collective_error
-from .failures import Failures
+from .errors import FusedReduceError
+from .failures import Failures, lost_error
 from .late_averages import LateAverages
 from .later import optimizer_steps
 from .modes import FlushReport, SyncMode
@@ -63,7 +63,7 @@ from .planning.saved import plan_hash
 from .planning.timeline import MISSING_NS
 from .plans import Plans
 from .recording import Recording
-from .reductions import CommHook
+from .reductions import CommHook, SparseKinds
 from .shadows import Shadows
 from .step import Step, unfinished_text
 from .step_clock import StepClock
@@ -181,6 +181,7 @@ class Reducer:
         self.local_backward_expected = False
         self.steps_in_backward = False  # the optimizer does, or the comm hook writes gradients itself
         self._warned: set[str] = set()
+        numbers = [number for number, one in enumerate(self.sparse) if one]
         maker = BucketMaker(
             parameters=self.parameters,
             names=self.names,
@@ -188,6 +189,7 @@ class Reducer:
             config=self.config,
             as_views=gradient_as_bucket_view,
             communicator=communicator,
+            sparse_kinds=SparseKinds(numbers, self.names, self._device, communicator),
         )
         self._pipeline = Pipeline(
             maker,
@@ -365,8 +367,8 @@ class Reducer:
             self._complete_outside()
         if self.state is ReducerState.CLOSED:
             raise FusedReduceError("this reducer is closed")
-        if self.state is ReducerState.LOST or self._failures.of_collective:
-            raise FusedReduceError(self._failures.lost_text(self.communicator.rank))
+        if self.state is ReducerState.LOST or self.communicator.lost:
+            raise lost_error(self.communicator, self.communicator.lost)
         # A backward whose queued end never came has raised, maybe before any parameter told.
         step = self._arrivals.step
         broken = step.callbacks > 0 and not in_backward()
@@ -535,10 +537,9 @@ class Reducer:
         """
         with self._lock:
             issued, stand = self._pipeline.issued, f"{plan_hash(self.plan):016x} {self.rebuilt}"
-            failed = self._failures.of_collective
             self.give_up_step()
             try:
-                same = self._failures.compare(self.communicator, self._device, issued, stand, failed)
+                same = self._failures.compare(self.communicator, self._device, issued, stand)
             except FusedReduceError:
                 self.state = ReducerState.LOST
                 raise
@@ -702,11 +703,7 @@ class Reducer:
             CollectiveError: a peer did not answer.
         """
         with self._lock:
-            try:
-                plan, issued = self._plans.next(self.plan)
-            except CollectiveError:
-                self._failures.of_collective = True
-                raise
+            plan, issued = self._plans.next(self.plan)
             self._pipeline.issued += issued
             # Also where the order leaves the buckets as they are: hooks and streams are those of a first step.
             new = issued > 0 or plan != self.plan
@@ -915,7 +912,7 @@ class Reducer:
             own.open()
         except RuntimeError as error:
             what = "the asynchronous mode's own group could not be made"
-            raise collective_error(what, self.communicator.rank, error) from error
+            raise collective_failed(what, self.communicator, error) from error
 
     def _needs_all_hooks(self) -> bool:
         """Whether every parameter has to tell in the next step, whatever this one was like."""
@@ -985,7 +982,7 @@ class Reducer:
 
     def _fail(self, error: BaseException) -> None:
         self.state = ReducerState.FAILED
-        self._failures.note(error)
+        self._failures.note(error, self.communicator)
         if self.on_error is not None:
             self.on_error(str(error))
 

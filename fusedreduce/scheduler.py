@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from .comm.protocol import Communicator, Pending
+from .comm.waiting import collective_failed, wait_for
 from .errors import AgreementError, CollectiveError
-from .exchange import collective_error
 from .planning.plan import Plan
 from .planning.readiness import Readiness
 from .planning.schedule import PROBE_BYTES, Decision, Model, Schedule
@@ -78,7 +78,7 @@ class Scheduler:
         except RuntimeError as error:
             raise self._failed(error) from error
         if looked is not None:
-            looked.probe_began(pending)
+            looked.probe_began(pending, self._communicator)
         self._under_way.append(pending)
         return 1
 
@@ -100,14 +100,11 @@ class Scheduler:
             return 1
         return 0
 
-    def wait(self) -> None:
+    def complete(self) -> None:
         """Waits for what this step's `open_round` and `report` have issued; on CUDA only the current stream does."""
         under_way, self._under_way = self._under_way, []
-        try:
-            for pending in under_way:
-                pending.wait()
-        except RuntimeError as error:
-            raise self._failed(error) from error
+        for pending in under_way:
+            wait_for(pending, "agreeing on a plan", self._communicator)
 
     def close_round(self, looked: Looked | None) -> None:
         """The step is done.
@@ -183,7 +180,7 @@ class Scheduler:
         return tensor
 
     def _failed(self, error: RuntimeError) -> CollectiveError:
-        return collective_error("agreeing on a plan failed", self._communicator.rank, error)
+        return collective_failed("agreeing on a plan failed", self._communicator, error)
 
 
 def _frozen() -> bool:

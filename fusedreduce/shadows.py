@@ -5,9 +5,11 @@ It issues the collectives that the others do, in the same order, with zeros.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from .comm.protocol import Pending
+from .comm.waiting import wait_for
 from .grad_bucket import GradBucket
 from .observed import Observed
 from .pipeline import Pipeline
@@ -35,12 +37,21 @@ class Shadows:
         self._observed.begin_shadow()
         return [reduction.shadow() for reduction in self._pipeline.buckets.reductions]
 
-    def run(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor]:
-        """Takes part in one bucket's collective with nothing."""
+    def run(self, bucket: GradBucket) -> Callable[[], None]:
+        """Takes part in one bucket's collective with nothing; returns what waits for that."""
+        reduction, communicator = self._pipeline.buckets.reductions[bucket.index()], self._pipeline.maker.communicator
+        under_way = reduction.run_shadow(bucket)
+        if under_way is None:
+            return _nothing
         self._pipeline.issued += 1
-        under_way = self._pipeline.buckets.reductions[bucket.index()].run_shadow(bucket)
         self._observed.add_shadow(bucket, under_way)
-        return under_way
+
+        def complete() -> None:
+            assert under_way is not None
+            what = f"{reduction.members.label}, in which this rank takes part without inputs,"
+            wait_for(under_way, what, communicator)
+
+        return complete
 
     def used_map(self, *, joined: bool) -> torch.Tensor:
         """int32 per parameter: on how many ranks it was used in the latest step; `joined`: zeros to take part with."""
@@ -64,7 +75,17 @@ class Shadows:
         plans.note_order()
         if plans.measured():
             pipeline.issued += plans.scheduler.report(pipeline.plan)
-            plans.scheduler.wait()
+        kinds = pipeline.maker.sparse_kinds
+        pipeline.issued += kinds.ask() + self._observed.tell_shadow()
+        for complete in [self.run(one.shadow()) for one in pipeline.buckets.sparse(kinds.learn())]:
+            complete()
+        for number in kinds.place:
+            kinds.of_step.anywhere(number)  # raises where the others do
+        plans.scheduler.complete()
         pipeline.close_round(None)
         pipeline.issued += self._observed.close_shadow(pipeline.rounds)
         self._observed.check()
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .comm.protocol import Pending
+from .comm.protocol import Pending, Ranks
 from .device_clock import DeviceClock, Watched
 from .planning.channel import seen
 from .planning.schedule import BucketTimes, StepTimes
@@ -67,11 +67,11 @@ class Looked:
         if self.device is not None:
             self.device.mark("probe")
 
-    def probe_began(self, pending: Pending) -> None:
+    def probe_began(self, pending: Pending, communicator: Ranks) -> None:
         """It has been issued."""
         if self.device is not None:
             if self.watches:
-                self.device.watch("probe", pending)
+                self.device.watch("probe", pending, communicator)
         else:
             times_ns = self.probe_ns
             pending.notify(lambda: times_ns.append(time.perf_counter_ns()))
@@ -181,8 +181,11 @@ class StepClock:
         if self._look is not None:
             self._look.packing_ns[bucket] += time.perf_counter_ns() - began_ns
 
-    def launched(self, bucket: int, watched: Watched | None, issued_ns: int | None) -> None:
-        """A bucket's collective has been issued, at `issued_ns` or just now; `watched` tells when it ends."""
+    def launched(self, bucket: int, watched: Watched | None, issued_ns: int | None, communicator: Ranks) -> None:
+        """A bucket's collective has been issued, at `issued_ns` or just now; `watched` tells when it ends.
+
+        `communicator`: whose it is.
+        """
         returned_ns = time.perf_counter_ns()
         now_ns = issued_ns or returned_ns
         self.launched_ns[bucket] = now_ns - self._base_ns
@@ -195,7 +198,7 @@ class StepClock:
         if look.device is not None:
             look.device.mark((bucket, "launch_ns"))
             if watched is not None and self.watches:
-                look.device.watch(bucket, watched)
+                look.device.watch(bucket, watched, communicator)
         elif watched is not None:
             _tell(watched, look.marks, bucket, self._base_ns)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from .comm.protocol import Communicator, Pending
+from .comm.waiting import wait_for
 
 
 def tensors_in(output: object) -> list[torch.Tensor]:
@@ -59,32 +60,37 @@ class UsedSum:
         here: per parameter whether this rank has one.
         reduced: int32 per parameter: on how many ranks, once `pending` is done.
         pending: the sum over all ranks.
+        communicator: those.
     """
 
-    def __init__(self, here: bytearray, reduced: torch.Tensor, pending: Pending) -> None:
+    def __init__(self, here: bytearray, reduced: torch.Tensor, pending: Pending, communicator: Communicator) -> None:
         self._here = here
         self.reduced = reduced
         self._pending = pending
+        self._communicator = communicator
         self._globally: list[bool] | None = None
 
     def here(self, index: int) -> bool:
         """Whether this rank has one."""
         return bool(self._here[index])
 
-    def anywhere(self, index: int) -> bool:
-        """Whether any rank has one. Waits for the sum, and only where this rank has none."""
-        return bool(self._here[index]) or self.globally()[index]
+    def nowhere(self, indices: Sequence[int], label: Callable[[], str]) -> frozenset[int]:
+        """Those of `indices` that no rank has one for. Waits for the sum, and only where this rank lacks one.
 
-    def globally(self) -> list[bool]:
-        """Per parameter whether any rank has one; waits for the sum."""
+        Args:
+            indices: of parameters.
+            label: names them, if the sum fails.
+        """
+        if all(map(self.here, indices)):
+            return frozenset()
         if self._globally is None:
-            self._pending.wait()
+            self.complete(lambda: f"asking all ranks which parameters they have used, of {label()},")
             self._globally = [count > 0 for count in self.reduced.tolist()]
-        return self._globally
+        return frozenset(index for index in indices if not self._globally[index])
 
-    def wait(self) -> None:
-        """Has the sum done, so that its buffer may go."""
-        self._pending.wait()
+    def complete(self, what: str | Callable[[], str] = "asking all ranks which parameters they have used") -> None:
+        """Waits for the sum; `what` is for the error."""
+        wait_for(self._pending, what, self._communicator)
 
 
 class UsedMap:
@@ -143,7 +149,7 @@ class UsedMap:
     def start(self) -> None:
         """Starts the sum over all ranks; every rank calls this at the same place."""
         reduced = self.local()
-        self._sum = UsedSum(self._used, reduced, self._communicator.all_reduce(reduced))
+        self._sum = UsedSum(self._used, reduced, self._communicator.all_reduce(reduced), self._communicator)
 
     def held(self) -> UsedSum | None:
         """What is known of the step that is launched; None: every parameter is in use."""
@@ -160,7 +166,7 @@ class UsedMap:
     def finish(self) -> None:
         """Has the sum done, so that its buffer may go."""
         if self._sum is not None:
-            self._sum.wait()
+            self._sum.complete()
             self.last = self._sum.reduced
         self._settled = True
 

@@ -303,3 +303,64 @@ def different_control_flow(rank: int, world: int, before: int, both_miss: bool) 
     if not both_miss:
         _right_steps(rank, ddp, lambda r, s: (batch(r, s), True))
     return str(caught.value)
+
+
+# How a wrapper is built in which each rank leaves another layer unused.
+UNUSED: dict[str, dict[str, Any]] = {
+    "search": {"find_unused_parameters": True},
+    "static graph": {"static_graph": True},
+    "views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "staleness": {"find_unused_parameters": True},
+}
+
+
+def late_peer_with_unused(rank: int, world: int, how: str) -> str:
+    """The last rank comes after the timeout; each rank leaves another layer unused. The error, and what helps then."""
+    mode = fusedreduce.BoundedStaleness(1) if how == "staleness" else fusedreduce.Synchronous()
+    config = fusedreduce.ReduceConfig(sync_mode=mode)
+    ddp = fusedreduce.DistributedDataParallel(
+        Branches(), process_group=_group(world), bucket_cap_mb=0.001, reduce=config, **UNUSED[how]
+    )
+    given = (batch(rank, 0), rank % 2)
+    loss = loss_of(ddp(given))
+    if rank == world - 1:
+        time.sleep(GROUP_TIMEOUT_S + 1.5)
+
+    def two_steps() -> None:
+        loss.backward()  # with staleness nothing is waited for yet
+        loss_of(ddp(given)).backward()
+
+    with _in_time(), pytest.raises(fusedreduce.FusedReduceError) as caught:
+        two_steps()
+    dist.barrier()
+    for _ in range(2):
+        with _in_time(), pytest.raises(fusedreduce.FusedReduceError, match=r"set_communicator\(\)"):
+            ddp.reset()
+    with pytest.raises(fusedreduce.FusedReduceError, match=r"set_communicator\(\)"):
+        ddp(given)
+    dist.barrier()
+    ddp._update_process_group(_group(world))
+    for step in range(3):
+        ddp.zero_grad()
+        local = copy.deepcopy(ddp.module)
+        loss_of(ddp((batch(rank, 7), rank % 2))).backward()
+        loss_of(local((batch(rank, 7), rank % 2))).backward()
+        if how != "staleness" or step:
+            assert_averaged(ddp.module, local)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def lost_for_every_wrapper(rank: int, world: int) -> None:
+    """What one wrapper has found out of a group, another one over it knows: its reset() does not take that group."""
+    group = _group(world)
+    first, second = wrapped(mlp(), process_group=group), wrapped(mlp(), process_group=group)
+    for ddp in (first, second):
+        _right_steps(rank, ddp, steps=2)
+    loss = loss_of(first(batch(rank, 0)))
+    if rank == world - 1:
+        time.sleep(GROUP_TIMEOUT_S + 1.5)
+    with _in_time(), pytest.raises(fusedreduce.CollectiveError):
+        loss.backward()
+    dist.barrier()
+    for ddp in (second, first):
+        _recover(rank, world, ddp)

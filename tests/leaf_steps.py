@@ -98,8 +98,8 @@ def shadow_step(reducer: Reducer) -> None:
     reducer.rebuild()
     shadows = reducer.shadows
     under_way = [shadows.run(bucket) for bucket in shadows.begin()]
-    for one in under_way:
-        one.wait()
+    for complete in under_way:
+        complete()
     if reducer.find_unused_parameters:
         reducer.communicator.all_reduce(shadows.used_map(joined=True)).wait()
     shadows.share_used_map()

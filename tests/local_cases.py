@@ -117,7 +117,7 @@ def exchanges_aside(rank: int, world: int) -> list[str]:
         communicator.all_reduce(torch.ones(1)).wait()
     assert len(set(kept)) == 1, kept
     told = []
-    one.timeout_s = lambda device: 0.1  # type: ignore[method-assign]
+    one.timeout_s = lambda device=None: 0.1  # type: ignore[method-assign]
     time.sleep(0.4 * rank)
     try:
         one.compare_aside("late", "", cpu)

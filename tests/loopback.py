@@ -85,6 +85,7 @@ class Loopback:
         self._peers = tuple(peers)
         self._rank = rank
         self.calls: list[Call] = []
+        self.lost = ""
         self.under_way = 0
         self.may_wait = True
         self.fail_issue = -1
@@ -104,7 +105,7 @@ class Loopback:
     def size(self) -> int:
         return len(self._peers) + 1
 
-    def timeout_s(self, device: torch.device) -> float:
+    def timeout_s(self, device: torch.device | None = None) -> float:
         return TIMEOUT_S
 
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -235,6 +236,7 @@ class ThreadRank:
 
     def __init__(self, communicator: LocalCommunicator) -> None:
         self._communicator = communicator
+        self.lost = ""
         self.calls: list[Call] = []
 
     @property
@@ -245,7 +247,7 @@ class ThreadRank:
     def size(self) -> int:
         return self._communicator.size
 
-    def timeout_s(self, device: torch.device) -> float:
+    def timeout_s(self, device: torch.device | None = None) -> float:
         return self._communicator.timeout_s(device)
 
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:

@@ -84,6 +84,20 @@ def test_different_control_flow_is_an_error_on_every_rank(two: RankPool, before:
         assert "layers.1.weight, layers.1.bias, layers.2.weight, layers.2.bias" in messages[1]
 
 
+@pytest.mark.parametrize("how", ddp_fault_cases.UNUSED)
+def test_a_late_peer_is_named_where_parameters_are_unused_and_its_group_is_given_up(two: RankPool, how: str) -> None:
+    messages = two.run(ddp_fault_cases.late_peer_with_unused, how)
+    waited = ddp_fault_cases.GROUP_TIMEOUT_S
+    seconds = re.search(r"^CollectiveError: rank 0: .* failed after ([\d.]+) s", messages[0])
+    assert seconds is not None and waited - 0.5 < float(seconds[1]) < waited + ddp_fault_cases.SLACK_S, messages
+    assert re.search(r"bucket \d+ \(layers\.\d\.(weight|bias)", messages[0]), messages
+    assert messages[1].startswith("CollectiveError: rank 1: "), messages
+
+
+def test_a_group_that_one_wrapper_has_lost_is_lost_for_all(two: RankPool) -> None:
+    two.run(ddp_fault_cases.lost_for_every_wrapper)
+
+
 @pytest.mark.parametrize(
     ("world", "wire", "as_view", "fault", "step"),
     [(3, "bf16", "copy", "leave", 5)],

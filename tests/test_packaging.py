@@ -79,6 +79,28 @@ MAY_NAME_TORCH_DISTRIBUTED = (
     "fusedreduce/cli/",
 )
 MAY_GUARD_TRITON = ("fusedreduce/kernels/dispatch.py",)
+# Where something is waited for other than by `wait_for`, and what that is.
+MAY_WAIT: dict[str, set[str]] = {
+    "fusedreduce/comm/waiting.py": {"pending.wait", "came.wait"},
+    # what a Pending's own `wait` is made of
+    "fusedreduce/comm/distributed.py": {"self.work.wait", "exchange.wait"},
+    "fusedreduce/comm/store.py": {"self._work.wait"},
+    "fusedreduce/comm/local.py": {"pending.wait"},
+    "fusedreduce/comm/local_process_group.py": {"pending.wait", "self.wait"},
+    # threads of this process, and keys in a store
+    "fusedreduce/comm/meeting.py": {"meeting.changed.wait"},
+    "fusedreduce/comm/threads.py": {"one.wait"},
+    "fusedreduce/replicated/workers.py": {"round_.wait", "self._latest.wait"},
+    "fusedreduce/collective/lobby.py": {"self._changed.wait", "exchange.wait"},
+    "fusedreduce/collective/room.py": {"self._changed.wait", "self._exchange.wait"},
+    # handles of a session's operations, which a session's user waits for too
+    "fusedreduce/collective/session.py": {
+        "self.all_reduce_async(tensor, op).wait",
+        "self.reduce_async(tensor, op, root).wait",
+        "self.broadcast_async(tensor, root).wait",
+        "self._call('finish', None, problem=problem).wait",
+    },
+}
 MAY_PRINT = ("fusedreduce/cli/", "fusedreduce/kernels/aot.py")
 IMPORT_CALL = re.compile(r"\b(import_module|__import__)$")
 
@@ -242,6 +264,17 @@ def everything_is_annotated(source: Source) -> list[str]:
     return faults
 
 
+def one_function_waits(source: Source) -> list[str]:
+    """Collectives and futures are waited for by `wait_for` alone; MAY_WAIT lists what else has a `wait`."""
+    allowed = MAY_WAIT.get(source.path, set())
+    return [
+        source.fault(node, f"waits by {text}, and not by wait_for")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("wait", "wait_all", "collect_all")
+        if (text := ast.unparse(node)) not in allowed
+    ]
+
+
 Rule = Callable[[Source], list[str]]
 RULES: tuple[Rule, ...] = (
     imports_go_down,
@@ -251,6 +284,7 @@ RULES: tuple[Rule, ...] = (
     triton_is_guarded_once,
     only_the_command_line_prints,
     everything_is_annotated,
+    one_function_waits,
 )
 # (the rule it breaks, where it would stand, the code)
 BAD: tuple[tuple[Rule, str, str], ...] = (
@@ -282,6 +316,11 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
     (only_the_command_line_prints, "fusedreduce/kernels/pack.py", "report = print"),
     (everything_is_annotated, "fusedreduce/kernels/pack.py", "def pack(wire) -> None: ..."),
     (everything_is_annotated, "fusedreduce/kernels/pack.py", "def pack(*, wire: int): ..."),
+    (one_function_waits, "fusedreduce/unused.py", "self._pending.wait()"),
+    (one_function_waits, "fusedreduce/pipeline.py", "for future in installed:\n    future.wait()"),
+    (one_function_waits, "fusedreduce/hook.py", "list(map(torch.futures.Future.wait, futures))"),
+    (one_function_waits, "fusedreduce/hook.py", "torch.futures.wait_all(futures)"),
+    (one_function_waits, "fusedreduce/comm/distributed.py", "dist.all_reduce(tensor, async_op=True).wait()"),
 )
 # (where it stands, code that breaks no rule)
 GOOD: tuple[tuple[str, str], ...] = (
@@ -290,6 +329,7 @@ GOOD: tuple[tuple[str, str], ...] = (
     ("fusedreduce/__init__.py", "from .hook import fused_hook"),
     ("fusedreduce/hook.py", "from torch.distributed import GradBucket\nfrom . import exchange"),
     ("fusedreduce/comm/distributed.py", "import torch.distributed\nfrom .protocol import Communicator"),
+    ("fusedreduce/unused.py", "wait_for(self._pending, what, self._communicator)"),
     ("fusedreduce/planning/layout.py", "import math\nimport numpy as np\nfrom ..errors import PlanError"),
     ("fusedreduce/kernels/dispatch.py", "try:\n    from . import pack\nexcept ImportError:\n    pack = None"),
     ("fusedreduce/kernels/pack.py", "import triton\n@triton.jit\ndef _pack(x, N: tl.constexpr): ..."),

@@ -350,13 +350,13 @@ def test_sparse_gradients_are_averaged_beside_dense_ones() -> None:
     assert reducer.stats()["wire_bytes"] == 16 and communicator.count("sparse") == 6
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_a_gradient_of_the_other_layout_is_refused_by_name(given: bool) -> None:
+@pytest.mark.parametrize(("given", "error"), [(True, AgreementError), (False, TypeError)])
+def test_a_gradient_of_the_other_layout_is_refused_by_name(given: bool, error: type[Exception]) -> None:
     embedding = torch.nn.EmbeddingBag(10, 3, sparse=not given)
     reducer = Reducer([embedding.weight], Loopback(), names=["bag.weight"], sparse=[given])
     loss = embedding(torch.tensor([[1, 2]])).sum()
     reducer.prepare_for_backward(loss)
-    with pytest.raises(TypeError, match=r"gradient of bag\.weight .*(dense|sparse)"):
+    with pytest.raises(error, match=r"gradient of bag\.weight .*(dense|sparse)"):
         loss.backward()
     assert _state(reducer) is ReducerState.FAILED
 
@@ -1193,6 +1193,10 @@ def test_a_failing_agreement_or_broadcast_names_what_it_was(monkeypatch: pytest.
         patch.setattr(communicator, "all_gather_bytes", gone)
         with pytest.raises(CollectiveError, match="rank 0: comparing model and settings .*Connection closed"):
             _step(reducer, parameters, _gradients(parameters))
+    with pytest.raises(FusedReduceError, match=r"set_communicator\(\).* comparing model and settings"):
+        _step(reducer, parameters, _gradients(parameters))
+    communicator = Loopback()
+    reducer.set_communicator(communicator)
     _step(reducer, parameters, _gradients(parameters))
     with monkeypatch.context() as patch:
         patch.setattr(communicator, "broadcast", gone)
@@ -1275,18 +1279,26 @@ def test_reset_compares_how_far_each_rank_has_come() -> None:
     with pytest.raises(FusedReduceError, match=r"different numbers of collectives, by rank: \['1', '7', '1'\]"):
         reducer.reset()
     assert _state(reducer) is ReducerState.LOST
-    communicator.aside = lambda text: [text, text.replace("whole", "failed"), text]
+    communicator.aside = lambda text: [text, text, text]
+    with pytest.raises(FusedReduceError, match="a collective failed, on ranks 0, 1, 2. ranks have issued different"):
+        reducer.reset()
+    keys = [call.kind for call in communicator.calls if call.kind.startswith("aside")]
+    assert len(set(keys)) == len(keys) == 3, "a key is never used twice"
+
+    other = Loopback()
+    other.aside = lambda text: [text, text.replace("whole", "failed"), text]
+    reducer.set_communicator(other)
     with pytest.raises(FusedReduceError, match="a collective failed, on ranks 1"):
         reducer.reset()
 
     def late(_: str) -> list[str]:
         raise RuntimeError("timed out")
 
-    communicator.aside = late
+    third = Loopback()
+    third.aside = late
+    reducer.set_communicator(third)
     with pytest.raises(FusedReduceError, match=r"not every rank called reset\(\) in time: timed out"):
         reducer.reset()
-    keys = [call.kind for call in communicator.calls if call.kind.startswith("aside")]
-    assert len(set(keys)) == len(keys) == 4, "a key is never used twice"
 
 
 def test_reset_drops_gradients_that_a_collective_may_still_write() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from loopback import Loopback
 
 from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.step_clock import StepClock
@@ -60,7 +61,7 @@ def test_a_step_that_nobody_looks_at_closely_knows_its_buckets_only(now: list[in
         clock.bucket_ready(bucket)
         clock.pack(bucket)
         now[0] += 5
-        clock.launched(bucket, Collective(), None)
+        clock.launched(bucket, Collective(), None, Loopback())
         clock.leave()
     assert clock.ready_ns == [10, 25] and clock.launched_ns == [15, 30]
     assert clock.arrived_ns == [110, 125], "torch counts from the end of forward"
@@ -82,7 +83,7 @@ def test_what_we_do_on_autograds_thread_does_not_count_as_backward(now: list[int
             clock.bucket_ready(bucket)
             clock.pack(bucket)
             now[0] += 30  # packing
-            clock.launched(bucket, collectives[bucket], now[0])
+            clock.launched(bucket, collectives[bucket], now[0], Loopback())
         now[0] += 3  # the rest of a hook
         clock.leave()
     clock.backward_ended()
@@ -114,7 +115,7 @@ def test_a_collective_whose_end_nobody_told_tells_nothing(now: list[int]) -> Non
     clock.arrive(0)
     clock.bucket_ready(0)
     clock.pack(0)
-    clock.launched(0, Collective(), None)
+    clock.launched(0, Collective(), None, Loopback())
     clock.backward_ended()
     clock.unpack(0)
     clock.unpacked(0)
@@ -129,7 +130,7 @@ def test_the_probe_is_timed_from_its_issue(now: list[int]) -> None:
     assert look is not None
     look.probe_begins()
     now[0] += 3
-    look.probe_began(probe)
+    look.probe_began(probe, Loopback())
     now[0] += 4
     probe.end()
     assert look.times().probe_ns == 7
@@ -199,7 +200,7 @@ def test_on_a_device_times_are_those_of_its_streams(monkeypatch: pytest.MonkeyPa
     clock.bucket_ready(0)
     clock.pack(0)
     Event.at_ms["main"] += 0.5
-    clock.launched(0, Enqueued(), None)
+    clock.launched(0, Enqueued(), None, Loopback())
     clock.backward_ended()
     clock.unpack(0)
     Event.at_ms["main"] = 5.0 + 11.0
@@ -230,7 +231,7 @@ def test_packing_on_the_device_is_taken_out_of_later_gradients_times(monkeypatch
         clock.bucket_ready(1 - index)
         clock.pack(1 - index)
         Event.at_ms["main"] += 1.0
-        clock.launched(1 - index, None, None)
+        clock.launched(1 - index, None, None, Loopback())
         clock.leave()
     look = clock.taken()
     assert look is not None and look.device_ready_ns() == [6_000_000, 3_000_000]

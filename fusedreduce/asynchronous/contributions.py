@@ -318,7 +318,7 @@ class Contributions:
         """
         one = self._under_way[0]
         for ledger, in_flight in zip(self.ledgers, one.in_flight, strict=True):
-            ledger.wait(in_flight)
+            ledger.complete(in_flight)
         numbers = set(one.used)
         others = set(asked) - numbers
         for ledger, in_flight in zip(self.ledgers, one.in_flight, strict=True):

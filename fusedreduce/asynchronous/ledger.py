@@ -26,7 +26,7 @@ from ..comm.protocol import Communicator
 from ..exchange import InFlight
 from ..gradients import real_dtype, real_numel
 from ..planning.layout import Layout, aligned_layout, flat_layout
-from ..reductions.members import Members, as_real, dense_shape, wait
+from ..reductions.members import Members, as_real, dense_shape, wait_for_bucket
 
 # Elements of a block on CPU: 256 KiB of fp32, three of which fit into a core's second cache.
 _BLOCK_NUMEL = 65536
@@ -170,9 +170,9 @@ class Ledger:
         """Packs `strip` and starts its sum over all ranks. Raises CollectiveError if it cannot be started."""
         return exchange.start(self.bucket(), [strip.flat], self._communicator, divisor=self._divisor, vouched=True)
 
-    def wait(self, in_flight: InFlight) -> None:
+    def complete(self, in_flight: InFlight) -> None:
         """Waits for the sum; CollectiveError names the bucket."""
-        wait(in_flight.pending, self.members, self._communicator.rank)
+        wait_for_bucket(in_flight.pending, self.members, self._communicator)
 
     def anywhere(self, in_flight: InFlight, numbers: Collection[int]) -> list[int]:
         """Those of `numbers`, which had no gradient here, that some rank had one for that was not all zeros.

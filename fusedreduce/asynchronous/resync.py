@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 
 from ..comm.agreement import CAPACITY_BYTES
 from ..comm.protocol import Communicator
-from ..errors import AgreementError
-from ..exchange import collective_error
+from ..comm.waiting import collective_failed, wait_for
+from ..errors import AgreementError, FusedReduceError
 from ..gradients import real_dtype
 
 # Elements that are averaged at a time: 16 MiB in fp32, of which five are alive.
@@ -84,11 +84,11 @@ def equalize(
             _average([one.value for one in states if one.is_averaged], communicator)
             _largest([one for one in states if not one.is_averaged], communicator, device)
             broadcast(buffers, communicator)
-    except AgreementError:
+    except FusedReduceError:
         raise
     except RuntimeError as error:
         what = "parameters and optimizer states could not be made equal on all ranks"
-        raise collective_error(what, communicator.rank, error) from error
+        raise collective_failed(what, communicator, error) from error
     return drift
 
 
@@ -187,7 +187,7 @@ def _average(tensors: Sequence[torch.Tensor], communicator: Communicator) -> Dri
         # Where both are the same infinity there is no difference either.
         apart = torch.where(flat == reference, torch.zeros_like(flat), flat - reference)
         mean = apart.clone()
-        communicator.all_reduce(mean).wait()
+        wait_for(communicator.all_reduce(mean), "averaging parameters and optimizer states", communicator)
         mean.div_(communicator.size)
         apart.sub_(mean)
         reference = torch.where(mean == 0, reference, reference + mean)  # a negative zero stays one
@@ -221,7 +221,7 @@ def _largest(states: Sequence[_State], communicator: Communicator, device: torch
 
 def _gathered(mine: torch.Tensor, communicator: Communicator, device: torch.device) -> torch.Tensor:
     pending, gathered = communicator.all_gather(mine.to(device))
-    pending.wait()
+    wait_for(pending, "comparing parameters and optimizer states", communicator)
     return gathered
 
 

@@ -17,6 +17,7 @@ from ..comm.local import LocalCommunicator, LocalGroup
 from ..comm.protocol import Pending
 from ..comm.store import Wide, WidePending
 from ..comm.strategies import Strategy
+from ..comm.waiting import wait_for
 from .config import CollectiveConfig
 from .operations import Description, Verdict
 from .tensors import copies, empty_bytes, wire_op
@@ -41,6 +42,9 @@ class Place:
         return self.nodes * self.local
 
 
+_AMONG_PEERS = "the collective among the peers of this node"
+
+
 @dataclass
 class Carried:
     """An operation whose data is on its way.
@@ -48,6 +52,7 @@ class Carried:
     Attributes:
         tensors: what each local peer brought; with `pendings`, where its result will be.
         pendings: of a collective among local peers.
+        ranks: whose collective it is, by local peer.
         shared: where the one result of all local peers will be, otherwise.
         wide: the collective among nodes that it comes from.
         events: on CUDA, behind which everything that was brought may be read.
@@ -56,6 +61,7 @@ class Carried:
 
     tensors: dict[int, torch.Tensor]
     pendings: dict[int, Pending] = field(default_factory=dict)
+    ranks: dict[int, LocalCommunicator] = field(default_factory=dict)
     shared: torch.Tensor | None = None
     wide: WidePending | None = None
     events: dict[int, torch.cuda.Event] = field(default_factory=dict)
@@ -122,7 +128,7 @@ class Carrier:
         """
         with carried.lock:
             if peer in carried.pendings:
-                carried.pendings[peer].wait()
+                wait_for(carried.pendings[peer], _AMONG_PEERS, carried.ranks[peer])
                 return carried.tensors[peer]
             if carried.shared is None:
                 return None
@@ -162,14 +168,16 @@ class Carrier:
             ranks = self._ranks(self._config.strategy)
             pendings = [rank.all_reduce(tensor, op) for rank, tensor in zip(ranks, tensors, strict=True)]
             carried.pendings = dict(zip(place.peers, pendings, strict=True))
+            carried.ranks = dict(zip(place.peers, ranks, strict=True))
             return
         if place.local > 1:
             ranks = self._ranks(self._config.reduce_strategy)
             pendings = [rank.reduce(tensor, root, op) for rank, tensor in zip(ranks, tensors, strict=True)]
             if self._wide is None:
                 carried.pendings = dict(zip(place.peers, pendings, strict=True))
+                carried.ranks = dict(zip(place.peers, ranks, strict=True))
                 return
-            pendings[root].wait()
+            wait_for(pendings[root], _AMONG_PEERS, ranks[root])
         assert self._wide is not None
         carried.shared = tensors[root]
         if want.kind == "all_reduce":
@@ -188,7 +196,10 @@ class Carrier:
         """The shared result on every device of this node, copied along the strategy."""
         for peer, event in carried.events.items():
             torch.cuda.current_stream(self._devices[peer]).wait_event(event)
-        tensor = carried.shared if carried.wide is None else carried.wide.wait()
+        tensor = carried.shared
+        if carried.wide is not None:
+            assert self._wide is not None
+            tensor = wait_for(carried.wide, "the collective among nodes", self._wide)
         assert tensor is not None
         devices = list(dict.fromkeys(self._devices.values()))
         source = devices.index(tensor.device)

@@ -28,6 +28,7 @@ from ..comm.store import (
     rank_and_size,
     store_of,
 )
+from ..comm.waiting import wait_for
 from ..errors import CollectiveError
 from .carry import Place
 from .config import CollectiveConfig
@@ -310,7 +311,7 @@ class Lobby:
             if watched is None or watched.closed is not None:
                 return
             try:
-                pending.wait()
+                wait_for(pending, "watching for the group's end", ranks[0])
             except CollectiveError as error:
                 watched.end(failed(PeerLost, f"the session is over, its group has ended: {error}"))
 

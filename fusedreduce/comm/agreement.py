@@ -36,7 +36,7 @@ def agree(communicator: Communicator, what: str, settings: Mapping[str, object],
             value = json.dumps(one[name]) if name in one else "nothing"
             ranks_by_value.setdefault(value, []).append(rank)
         if len(ranks_by_value) > 1:
-            parts = [f"{value} on {_ranks(ranks)}" for value, ranks in ranks_by_value.items()]
+            parts = [f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_by_value.items()]
             problems.append(f"{name}: {'; '.join(parts)}")
     if problems:
         raise AgreementError(
@@ -96,7 +96,7 @@ def agree_on_parameters(
         by_text: dict[str, list[int]] = {}
         for rank, raw in enumerate(texts):
             by_text.setdefault(raw.decode(errors="replace"), []).append(rank)
-        shown = "; ".join(f"{text} on {_ranks(ranks)}" for text, ranks in by_text.items())
+        shown = "; ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in by_text.items())
         raise AgreementError(
             f"parameter {first} appears not to match across ranks: {shown}. Build the same model on all"
         )
@@ -115,6 +115,7 @@ def _parse(raw: bytes) -> dict[str, object]:
     return value
 
 
-def _ranks(ranks: list[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 0, 2"; the first eight."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -11,8 +11,9 @@ import weakref
 from typing import TYPE_CHECKING
 
 from ..errors import CollectiveError
+from .agreement import ranks_text
 from .local_operations import perform
-from .meeting import Arrival, LocalPending, Meeting, ranks_text
+from .meeting import Arrival, LocalPending, Meeting
 
 if TYPE_CHECKING:
     from .local import LocalGroup

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from ..errors import CollectiveError, UnsupportedWireError
 from .aside import Exchange
 from .protocol import ReduceOp
+from .waiting import collective_failed
 
 _ALL_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 # What each backend can sum, by device type. A backend that is not listed is asked, once, with one element.
@@ -37,6 +38,7 @@ REDUCE_OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
     "product": dist.ReduceOp.PRODUCT,
 }
 _built: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
+_lost: MutableMapping[dist.ProcessGroup, str] = WeakKeyDictionary()  # of a group, whoever has found out
 _REFUSAL = re.compile(r"type|dtype|support|implement", re.IGNORECASE)
 
 
@@ -102,10 +104,19 @@ class ProcessGroupCommunicator:
         """Ranks in the group."""
         return self._size
 
-    def timeout_s(self, device: torch.device) -> float:
-        """Seconds after which the backend fails a collective on `device`."""
+    @property
+    def lost(self) -> str:
+        """Why no collective of the group can be relied on any more; empty while none has failed."""
+        return _lost.get(self.group, "")
+
+    @lost.setter
+    def lost(self, why: str) -> None:
+        _lost[self.group] = why
+
+    def timeout_s(self, device: torch.device | None = None) -> float:
+        """Seconds after which the backend fails a collective on `device` (None: on one that it has a backend for)."""
         # There is no public way to read it; every backend of torch keeps it in its options.
-        options = getattr(self.group._get_backend(device), "options", None)
+        options = getattr(self.group._get_backend(device or self._device()), "options", None)
         timeout = getattr(options, "_timeout", None)
         return float((timeout or dist.default_pg_timeout).total_seconds())
 
@@ -184,7 +195,7 @@ class ProcessGroupCommunicator:
         mine = uuid.uuid4().hex
         name = "fusedreduce " + self.compare_aside(f"apart {self._parted}", mine, self._device())[0]
         members = dist.get_process_group_ranks(self.group)
-        timeout = datetime.timedelta(seconds=self.timeout_s(self._device()))
+        timeout = datetime.timedelta(seconds=self.timeout_s())
         backend, store, make = c10d._world.pg_map[self.group][0], self._store(), c10d._new_process_group_helper
         group, _ = make(self._size, self._rank, members, backend, store, c10d.GroupName(name), timeout=timeout)
         c10d._world.pg_group_ranks[group] = {member: rank for rank, member in enumerate(members)}
@@ -255,8 +266,9 @@ class ProcessGroupCommunicator:
         try:
             dist.all_reduce(torch.zeros(1, dtype=dtype, device=device), group=self.group)
         except (RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, RuntimeError) and not _REFUSAL.search(str(error)):
-                raise  # a peer that died, not a dtype
+            if isinstance(error, RuntimeError) and not _REFUSAL.search(str(error)):  # a peer that died, not a dtype
+                what = f"trying whether {self._backend_name(device)} can sum {dtype} failed"
+                raise collective_failed(what, self, error) from error
             return f"{type(error).__name__}: {error}"
         return None
 

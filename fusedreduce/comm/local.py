@@ -178,6 +178,7 @@ class LocalCommunicator:
         self._channel = channel
         self._rank = rank
         self._issued = 0
+        self.lost = ""  # see Ranks
 
     @property
     def group(self) -> LocalGroup:
@@ -219,7 +220,7 @@ class LocalCommunicator:
         generation.group._renew(generation, self._rank)
         generation.fail(f"rank {self._rank} gave up: {type(error).__name__}: {error}", error)
 
-    def timeout_s(self, device: torch.device) -> float:
+    def timeout_s(self, device: torch.device | None = None) -> float:
         """How long a rank waits for the others."""
         return self.group.timeout_s
 
@@ -273,7 +274,8 @@ class LocalCommunicator:
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrites `tensor` on every rank with that of rank `source`; blocks until all ranks have come."""
-        self._issue("broadcast", tensor, root=source, problem=_dense(tensor) or self._root(source)).wait()
+        pending = self._issue("broadcast", tensor, root=source, problem=_dense(tensor) or self._root(source))
+        pending.wait()
 
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
         """Every rank's payload, in rank order; blocks. They go from host to host."""

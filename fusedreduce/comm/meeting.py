@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import CollectiveError
+from .agreement import ranks_text
 from .protocol import ReduceOp
 
 _logger = logging.getLogger(__name__)
@@ -347,11 +348,6 @@ def record_use(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
     """`tensor` came from another stream's memory and is used on `stream` from now on."""
     for one in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
         one.record_stream(stream)
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """ "rank 3" or "ranks 0, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _by_text(arrivals: Mapping[int, Arrival]) -> list[str]:

@@ -37,21 +37,30 @@ class Pending(Protocol):
         ...
 
 
-class Communicator(Protocol):
-    """A group of ranks that issue the same collectives in the same order."""
+class Ranks(Protocol):
+    """What an error needs to know of a group of ranks.
+
+    `lost`: why no collective of the group can be relied on any more; empty while none has failed. See `wait_for`.
+    """
+
+    lost: str
 
     @property
     def rank(self) -> int:
         """This process's rank within the group."""
         ...
 
+    def timeout_s(self, device: torch.device | None = None) -> float:
+        """Seconds after which a collective on `device` fails (None: on one that the group has a backend for)."""
+        ...
+
+
+class Communicator(Ranks, Protocol):
+    """A group of ranks that issue the same collectives in the same order."""
+
     @property
     def size(self) -> int:
         """Ranks in the group."""
-        ...
-
-    def timeout_s(self, device: torch.device) -> float:
-        """Seconds after which a collective on `device` fails."""
         ...
 
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:

@@ -123,12 +123,22 @@ class Wide:
         self._backend = backend
         self._own = own
         self._timeout_s = timeout_s
+        self.lost = ""  # see Ranks
         if own:
             _open.add(backend)
         # Gloo's collectives on CUDA are not ordered with streams.
         self._takes_cuda = not own and any(
             part.partition(":")[::2] == ("cuda", "nccl") for part in str(dist.get_backend_config(backend)).split(",")
         )
+
+    @property
+    def rank(self) -> int:
+        """This node's rank among them."""
+        return int(self._backend.rank())
+
+    def timeout_s(self, device: torch.device | None = None) -> float:
+        """Seconds after which a collective fails on CPU."""
+        return self._timeout_s
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> WidePending:
         """Starts the reduction of a contiguous `tensor`; only what `wait` returns holds the result."""

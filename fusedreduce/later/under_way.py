@@ -84,20 +84,20 @@ class StepsUnderWay:
             parameter.grad = None
 
     def land(
-        self, write: Callable[[Members, Callable[[], None]], None], wait: Callable[[Started], None]
+        self, write: Callable[[Members, Callable[[], None]], None], complete: Callable[[Started], None]
     ) -> StepUnderWay:
         """The oldest step's averages become the gradients, None where no rank used a parameter.
 
         Args:
             write: calls what writes a bucket's gradients, on the stream where that belongs.
-            wait: waits for what was told of a step.
+            complete: waits for what was told of a step.
         """
         step = self._steps[0]
         self.write(step, write)
         if step.used is not None:
-            step.used.wait()
+            step.used.complete()
         if step.told is not None:
-            wait(step.told)
+            complete(step.told)
         self._steps.popleft()
         return step
 
@@ -132,6 +132,4 @@ class StepsUnderWay:
 
 def untouched_of(members: Members, used: UsedSum | None) -> frozenset[int]:
     """Parameters of a bucket that no rank has a gradient for."""
-    if used is None or all(map(used.here, members.numbers)):
-        return frozenset()
-    return frozenset(number for number in members.numbers if not used.anywhere(number))
+    return frozenset() if used is None else used.nowhere(members.numbers, lambda: members.label)

@@ -13,6 +13,7 @@ from .hooked import CommHook, HookedReduction
 from .members import Members, Reduction
 from .packed import PackedReduction
 from .sparse import SparseReduction
+from .sparse_kinds import SparseKinds
 
 __all__ = [
     "CommHook",
@@ -20,5 +21,6 @@ __all__ = [
     "Members",
     "PackedReduction",
     "Reduction",
+    "SparseKinds",
     "SparseReduction",
 ]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
-from ..errors import CollectiveError, FusedReduceError
-from ..exchange import collective_error
+from ..comm.protocol import Communicator
+from ..comm.waiting import wait_for
+from ..errors import FusedReduceError
 from ..grad_bucket import GradBucket
 from ..gradients import real_dtype, real_numel
 from ..kernels import dispatch
@@ -29,8 +29,6 @@ from .members import (
 from .views import GradientViews
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
-# A backend that times out itself says more than we can: it goes first.
-_GRACE_S = 3.0
 
 
 class HookedReduction(TakenAtOnce):
@@ -40,8 +38,7 @@ class HookedReduction(TakenAtOnce):
         members: its parameters.
         state: the hook's first argument.
         hook: called as hook(state, bucket); returns a future of one tensor with the bucket's elements.
-        rank: for messages.
-        timeout_s: how long its future may take.
+        communicator: the ranks.
         as_views: gradients become views of the buffer.
         keeps_gradients: the hook writes `.grad` itself, or steps the optimizer: nothing is copied out.
     """
@@ -51,8 +48,7 @@ class HookedReduction(TakenAtOnce):
         members: Members,
         state: object,
         hook: CommHook,
-        rank: int,
-        timeout_s: float,
+        communicator: Communicator,
         *,
         as_views: bool = False,
         keeps_gradients: bool = False,
@@ -60,8 +56,7 @@ class HookedReduction(TakenAtOnce):
         self.members = members
         self._state = state
         self._hook = hook
-        self._rank = rank
-        self._timeout_s = timeout_s
+        self._communicator = communicator
         self._as_views = as_views
         # As it is now: torch's mixed precision puts other data behind the parameters during a step.
         self._dtype = real_dtype(members.parameters[0].dtype)
@@ -117,7 +112,7 @@ class HookedReduction(TakenAtOnce):
         for slot, (parameter, (gradient, version)) in enumerate(zip(self.members.parameters, self._taken, strict=True)):
             now = parameter.grad
             if now is not gradient or (now is not None and now._version != version):
-                raise changed_error(self.members, slot, now is not gradient, self._rank)
+                raise changed_error(self.members, slot, now is not gradient, self._communicator.rank)
 
     @property
     def rows(self) -> int:
@@ -138,7 +133,7 @@ class HookedReduction(TakenAtOnce):
         """Copies the future's value into the gradients."""
         future, self._future = self._future, None
         assert future is not None
-        value = wait_future(future, self.members, self._rank, self._timeout_s)
+        value = reduced_value(future, self.members, self._communicator)
         compute = torch.float64 if self._dtype is torch.float64 else torch.float32
         inverse = unscaling.factor(compute, self.members.device, 1.0)
         if self._keeps_gradients:
@@ -260,27 +255,14 @@ def call_hook(hook: CommHook, state: object, bucket: GradBucket) -> torch.future
     return future
 
 
-def wait_future(future: torch.futures.Future[Any], members: Members, rank: int, timeout_s: float) -> torch.Tensor:
-    """A comm hook's result, waited for no longer than `timeout_s`.
+def reduced_value(future: torch.futures.Future[Any], members: Members, communicator: Communicator) -> torch.Tensor:
+    """The tensor that a comm hook's future holds, or one of a sum of sparse gradients; waits for it.
 
     Raises:
-        CollectiveError: it failed with a RuntimeError, or did not come in time.
+        CollectiveError: it failed, or did not come in time.
         TypeError: it holds no tensor.
     """
-    if not future.done():
-        came = threading.Event()
-        future.add_done_callback(lambda _: came.set())
-        if not came.wait(timeout_s + _GRACE_S):
-            raise CollectiveError(
-                f"rank {rank}: the comm hook's future for {members.label} was not completed within {timeout_s:.0f} s, "
-                "the process group's timeout"
-            )
-    try:
-        value = future.wait()
-    except FusedReduceError:
-        raise
-    except RuntimeError as error:
-        raise collective_error(f"the reduction of {members.label} failed", rank, error) from error
+    value = wait_for(future, lambda: f"the reduction of {members.label}", communicator)
     if isinstance(value, list | tuple) and len(value) == 1:
         (value,) = value
     if not isinstance(value, torch.Tensor):

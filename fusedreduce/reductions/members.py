@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..comm.protocol import Pending
+from ..comm.protocol import Communicator, Pending
+from ..comm.waiting import wait_for
 from ..errors import FusedReduceError
-from ..exchange import collective_error
 from ..grad_bucket import GradBucket
 from ..kernels.checks import is_dense
 from ..kernels.table import ChunkTable, Partials, Shape, SourcePartials
@@ -127,8 +127,8 @@ class Reduction(Protocol):
         """Zeros that a joined rank contributes in place of gradients."""
         ...
 
-    def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor]:
-        """Issues the collective of `launch` for what `shadow` returned."""
+    def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor] | None:
+        """Issues the collective of `launch` for what `shadow` returned; None where `launch` issues none."""
         ...
 
 
@@ -207,10 +207,6 @@ def changed_error(members: Members, slot: int, replaced: bool, rank: int) -> Fus
     )
 
 
-def wait(pending: Pending, members: Members, rank: int) -> None:
-    """Waits for a collective; what it raises names the bucket."""
-    try:
-        pending.wait()
-    except RuntimeError as error:
-        what = f"the all-reduce of {members.label} failed; its gradients are still this rank's own"
-        raise collective_error(what, rank, error) from error
+def wait_for_bucket(pending: Pending, members: Members, communicator: Communicator) -> None:
+    """Waits for a bucket's all-reduce. Raises CollectiveError: its gradients are still this rank's own."""
+    wait_for(pending, lambda: f"the all-reduce of {members.label}", communicator)

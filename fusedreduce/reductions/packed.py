@@ -27,7 +27,7 @@ from .members import (
     dense_shape,
     like_parameter,
     row_spans,
-    wait,
+    wait_for_bucket,
 )
 from .views import GradientViews
 
@@ -201,7 +201,7 @@ class PackedReduction(Collecting):
         """Unpacks into the tensors that were packed, or makes the views the gradients."""
         in_flight, self._in_flight = self._in_flight, None
         assert in_flight is not None
-        wait(in_flight.pending, self.members, self._communicator.rank)
+        wait_for_bucket(in_flight.pending, self.members, self._communicator)
         scale = unscaling.factor(self.bucket.compute_dtype, self.bucket.device, self._split)
         if self._as_views:
             self._look_at_views(scale, untouched)
@@ -252,7 +252,7 @@ class PackedReduction(Collecting):
 
     def land(self, flight: InFlight, untouched: Collection[int], unscaling: Unscaling) -> None:
         """Unpacks the sum that was parted with into the gradients that are there by now, and new ones."""
-        wait(flight.pending, self.members, self._communicator.rank)
+        wait_for_bucket(flight.pending, self.members, self._communicator)
         scale = unscaling.factor(self.bucket.compute_dtype, self.bucket.device, self._split)
         parameters = self.members.parameters
         gradients: list[torch.Tensor | None] = [parameter.grad for parameter in parameters]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +12,22 @@ from ..comm.protocol import Communicator, Pending
 from ..grad_bucket import GradBucket
 from ..gradients import real_dtype, summary, values_of
 from ..units import Unscaling
-from .hooked import CommHook, call_hook, wait_future
+from .hooked import CommHook, call_hook, reduced_value
 from .members import Members, TakenAtOnce, UnderWay, as_real, changed_error
+from .sparse_kinds import KindsOfStep, SparseKinds, kind_of
+
+
+@dataclass(frozen=True)
+class SparseFlight:
+    """A sum under way.
+
+    Args:
+        future: holds it; None: no rank had a gradient.
+        kinds: what the ranks have said of their gradients in that step.
+    """
+
+    future: torch.futures.Future[Any] | None
+    kinds: KindsOfStep
 
 
 class SparseReduction(TakenAtOnce):
@@ -21,39 +36,52 @@ class SparseReduction(TakenAtOnce):
     Args:
         members: the one parameter.
         communicator: the ranks to average over.
+        kinds: of what kind the gradient is, on all ranks.
         state: of the hook.
         hook: a comm hook, shown the sparse gradient as its buffer; None: divide and sum.
     """
 
     def __init__(
-        self, members: Members, communicator: Communicator, state: object = None, hook: CommHook | None = None
+        self,
+        members: Members,
+        communicator: Communicator,
+        kinds: SparseKinds,
+        state: object = None,
+        hook: CommHook | None = None,
     ) -> None:
         self.members = members
+        (self._parameter,) = members.parameters
+        (self._number,) = members.numbers
         self._communicator = communicator
+        self._kinds = kinds
         self._state = state
         self._hook = hook
+        self._divisor = 1.0
         self._future: torch.futures.Future[Any] | None = None
         self._taken: tuple[torch.Tensor | None, int] = (None, -1)
 
     def launch(self, divisor: float) -> None:
-        """Starts the sum of the divided gradient."""
-        (parameter,) = self.members.parameters
-        gradient = parameter.grad
-        if gradient is None:
-            gradient = _no_elements(parameter)
-        if gradient.layout is not torch.sparse_coo:
-            raise TypeError(
-                f"the gradient of {self.members.names[0]} is dense, but its module has sparse=True: reduce it as dense "
-                "(sparse=False), or leave it sparse"
-            )
+        """Starts the sum of the divided gradient, if all ranks know of what kind it is; else `launch_late` will."""
+        gradient = self._parameter.grad
+        self._taken = gradient, -1 if gradient is None else gradient._version
+        self._kinds.note(self._number, gradient)
+        if self.source is not None:
+            self.source.flushed.zero_()
+            self.source.first_non_finite[0] = -1 if gradient is None else summary(as_real(_values(gradient)))[2]
+        self._divisor = divisor
+        if self._number in self._kinds.known:
+            self.launch_late()
+
+    def launch_late(self) -> None:
+        """Starts the sum that had to wait until all ranks know of what kind the gradient is."""
+        kind, gradient = self._kinds.known[self._number], self._taken[0]
+        if gradient is None or kind_of(gradient) != kind:
+            gradient = kind.empty(self._parameter)  # another kind: every rank raises when it lands
         if self._hook is not None:
             self._future = call_hook(self._hook, self._state, self._shown(gradient))
         else:
-            self._future = self._communicator.all_reduce_sparse(gradient.detach() / divisor).future()
-        if self.source is not None:
-            self.source.flushed.zero_()
-            self.source.first_non_finite[0] = summary(as_real(gradient.detach()._values()))[2]
-        now = parameter.grad
+            self._future = self._communicator.all_reduce_sparse(gradient.detach() / self._divisor).future()
+        now = self._parameter.grad
         self._taken = now, -1 if now is None else now._version
 
     def under_way(self) -> UnderWay | None:
@@ -62,40 +90,47 @@ class SparseReduction(TakenAtOnce):
 
     def check_unchanged(self) -> None:
         """Raises if the gradient is not the tensor that was taken, at the same version (a hook may write to it)."""
-        now = self.members.parameters[0].grad
+        now = self._parameter.grad
         gradient, version = self._taken
         written = self._hook is None and now is not None and now._version != version
         if now is not gradient or written:
             raise changed_error(self.members, 0, now is not gradient, self._communicator.rank)
 
     def finish(self, untouched: Collection[int], unscaling: Unscaling) -> None:
-        """Makes the sum the gradient."""
-        self.land(self.part(), untouched, unscaling)
+        """Makes the sum the gradient; where no rank has one, it stays as it is."""
+        flight = self.part()
+        if flight.kinds.anywhere(self._number) is None or self._number in untouched:
+            self.pass_over()
+        else:
+            self._write(flight, unscaling)
 
-    def part(self) -> torch.futures.Future[Any]:
+    def part(self) -> SparseFlight:
         """Hands over what `launch` has started: another step may be launched before it is done."""
         future, self._future = self._future, None
-        assert future is not None
         self._taken = (None, -1)
-        return future
+        return SparseFlight(future, self._kinds.of_step)
 
     def ready(self) -> None:
         """There is nothing to make ready for a step behind one that was parted with."""
 
-    def land(self, future: torch.futures.Future[Any], untouched: Collection[int], unscaling: Unscaling) -> None:
-        """Makes the sum that was parted with the gradient."""
-        timeout_s = self._communicator.timeout_s(self.members.device)
-        value = wait_future(future, self.members, self._communicator.rank, timeout_s)
-        if self.members.numbers[0] in untouched:
+    def land(self, flight: SparseFlight, untouched: Collection[int], unscaling: Unscaling) -> None:
+        """Makes the sum that was parted with the gradient; None where no rank had one."""
+        if flight.kinds.anywhere(self._number) is None or self._number in untouched:
+            self._parameter.grad = None
             self.pass_over()
-            return
+        else:
+            self._write(flight, unscaling)
+
+    def _write(self, flight: SparseFlight, unscaling: Unscaling) -> None:
+        assert flight.future is not None
+        value = reduced_value(flight.future, self.members, self._communicator)
         compute = torch.float64 if real_dtype(value.dtype) is torch.float64 else torch.float32
         inverse = unscaling.factor(compute, value.device, 1.0)
         if inverse is not None:
             value = value * inverse[0]
-        self.members.parameters[0].grad = value
+        self._parameter.grad = value
         if self.result is not None:
-            sums, peaks, first = summary(values_of(self.members.parameters[0]))
+            sums, peaks, first = summary(values_of(self._parameter))
             self.result.sums[0], self.result.peaks[0], self.result.first_non_finite[0] = sums, peaks, first
 
     @property
@@ -108,12 +143,14 @@ class SparseReduction(TakenAtOnce):
         return [(0, 1)]
 
     def shadow(self) -> GradBucket:
-        """A sparse gradient without elements."""
-        (parameter,) = self.members.parameters
-        return self._shown(_no_elements(parameter))
+        """A sparse gradient without elements; a dense one, which no collective sees, until its kind is known."""
+        kind = self._kinds.known.get(self._number)
+        return self._shown(torch.empty(0) if kind is None else kind.empty(self._parameter))
 
-    def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor]:
-        """Takes part in the sum with nothing."""
+    def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor] | None:
+        """Takes part in the sum with nothing; None: the kind is not known yet, so the sum comes later or not at all."""
+        if self._number not in self._kinds.known:
+            return None
         if self._hook is not None:
             return call_hook(self._hook, self._state, bucket)
         return self._communicator.all_reduce_sparse(bucket.buffer())
@@ -129,5 +166,5 @@ class SparseReduction(TakenAtOnce):
         return GradBucket(self.members.index, gradient, [gradient], self.members.parameters, self.members.is_last)
 
 
-def _no_elements(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device, layout=torch.sparse_coo)
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.detach()._values() if gradient.layout is torch.sparse_coo else gradient.detach()

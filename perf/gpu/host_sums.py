@@ -48,6 +48,7 @@ class HostSums:
 
     def __init__(self) -> None:
         self._group = ProcessGroupCommunicator()
+        self.lost = ""
         self.sums = 0
 
     @property
@@ -58,7 +59,7 @@ class HostSums:
     def size(self) -> int:
         return self._group.size
 
-    def timeout_s(self, device: torch.device) -> float:
+    def timeout_s(self, device: torch.device | None = None) -> float:
         return self._group.timeout_s(CPU)
 
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:

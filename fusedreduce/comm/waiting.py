@@ -1,0 +1,81 @@
+"""wait_for: where the package waits for collectives, and for the futures of comm hooks. Nothing else does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import CollectiveError, FusedReduceError
+from .protocol import Ranks
+
+# A backend's own timeout says more than ours can: it goes first.
+_GRACE_S = 3.0
+
+
+class Waits(Protocol):
+    """A collective under way: a `Pending`, or a Work of torch's."""
+
+    def wait(self) -> Any:
+        """Blocks until its tensors hold the result; on CUDA only orders the current stream behind it."""
+        ...
+
+
+def wait_for(pending: Waits | torch.futures.Future[Any], what: str | Callable[[], str], communicator: Ranks) -> Any:
+    """Waits for a collective or a future, on CUDA as each of them does: only the current stream waits for the device.
+
+    A failure marks the group as lost (`communicator.lost`), so that `Reducer.reset` refuses it on every rank.
+
+    Args:
+        pending: what is waited for; no longer than the group's timeout.
+        what: names it in the error ("the all-reduce of bucket 3 (...)"); a function is called only for that.
+        communicator: the ranks that take part.
+
+    Returns:
+        A future's value; what `pending.wait()` returns otherwise.
+
+    Raises:
+        CollectiveError: it failed, or did not come in time; with this rank, `what`, and the seconds waited.
+        FusedReduceError: an error of ours that a callback has left in a future, as it is.
+    """
+    began_s = time.monotonic()
+    try:
+        if not isinstance(pending, torch._C.Future):
+            return pending.wait()
+        _complete_in_time(pending, communicator)
+        return pending.wait()
+    except RuntimeError as error:
+        if isinstance(error, FusedReduceError) and isinstance(pending, torch._C.Future):
+            if isinstance(error, CollectiveError):
+                communicator.lost = str(error)
+            raise
+        named = what if isinstance(what, str) else what()
+        named = f"{named} failed after {time.monotonic() - began_s:.1f} s"
+        raise collective_failed(named, communicator, error) from error
+
+
+def collective_failed(what: str, communicator: Ranks, cause: BaseException) -> CollectiveError:
+    """The error for a collective that could not be issued or waited for; marks the group as lost."""
+    error = collective_error(what, communicator.rank, cause)
+    communicator.lost = str(error)
+    return error
+
+
+def collective_error(what: str, rank: int, cause: BaseException) -> CollectiveError:
+    """The error for a collective that failed with `cause`. Where there is a communicator, see `collective_failed`."""
+    return CollectiveError(
+        f"rank {rank}: {what}. A peer died, left, or did not answer within the process group's timeout. Cause: {cause}"
+    )
+
+
+def _complete_in_time(future: torch._C.Future[Any], communicator: Ranks) -> None:
+    if future.done():
+        return
+    came = threading.Event()
+    future.add_done_callback(lambda _: came.set())
+    timeout_s = communicator.timeout_s()
+    if not came.wait(timeout_s + _GRACE_S):
+        raise RuntimeError(f"it was not completed within {timeout_s:g} s, the process group's timeout")

@@ -1,0 +1,197 @@
+"""SparseKinds: of what kind the sparse gradients of a reducer are, as its ranks have agreed.
+
+A sum of sparse tensors needs the same number of sparse dimensions on every rank, and a rank without a gradient (unused,
+joined) cannot know it. So behind the last bucket of every step one small all-gather says of what kind each rank's
+gradients are:
+
+    until any rank has had one   the sum of such a parameter waits for the end of the step, when all know its kind
+    from then on                 a rank without one takes part with an empty tensor of that kind, in the bucket's place;
+                                 a gradient of another kind is an AgreementError on every rank, at the end of the step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..comm.agreement import ranks_text
+from ..comm.protocol import Communicator, Pending
+from ..comm.waiting import collective_failed, wait_for
+from ..errors import AgreementError
+
+_LAYOUTS = (torch.sparse_coo, torch.strided, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.complex32,
+)
+_ABSENT = (-1, -1, -1)
+_ASKING = "asking all ranks of what kind their sparse gradients are"
+
+
+class SparseKind(NamedTuple):
+    """What must be the same on every rank for sparse gradients to be summed.
+
+    Args:
+        layout: sparse_coo, or what cannot be summed.
+        sparse_dim: how many dimensions have indices; 0 unless sparse_coo.
+        dtype: of the values.
+    """
+
+    layout: torch.layout
+    sparse_dim: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        if self.layout is torch.sparse_coo:
+            return f"sparse of {self.sparse_dim} sparse dimensions and {self.dtype}"
+        return f"{'dense' if self.layout is torch.strided else self.layout} and {self.dtype}"
+
+    def empty(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A gradient of `parameter` without elements."""
+        dense = parameter.shape[self.sparse_dim :]
+        return torch.sparse_coo_tensor(
+            torch.empty((self.sparse_dim, 0), dtype=torch.int64, device=parameter.device),
+            torch.empty((0, *dense), dtype=self.dtype, device=parameter.device),
+            parameter.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+
+def kind_of(gradient: torch.Tensor) -> SparseKind:
+    """Of what kind a gradient is."""
+    sparse_dim = gradient.sparse_dim() if gradient.layout is torch.sparse_coo else 0
+    return SparseKind(gradient.layout, sparse_dim, gradient.dtype)
+
+
+class KindsOfStep:
+    """Of what kind every rank's sparse gradients were in one step.
+
+    Args:
+        kinds: whose they are.
+        pending: the all-gather.
+        gathered: int64 [W, 3 S], what it fills.
+    """
+
+    def __init__(self, kinds: SparseKinds, pending: Pending, gathered: torch.Tensor) -> None:
+        self._kinds = kinds
+        self._pending = pending
+        self._gathered = gathered
+        self._found: list[tuple[SparseKind | None, bool]] = []  # by place; and whether it is the same on all ranks
+
+    def anywhere(self, number: int) -> SparseKind | None:
+        """The kind of a parameter's gradient, on every rank that has one; None: no rank has. Waits for the ranks.
+
+        Raises:
+            AgreementError: they are of several kinds, of another one than before, or cannot be summed; on every rank.
+            CollectiveError: a peer did not answer.
+        """
+        if not self._found:
+            wait_for(self._pending, _ASKING, self._kinds.communicator)
+            most = self._gathered.amax(dim=0)
+            same = ((self._gathered == most) | (self._gathered < 0)).view(len(self._gathered), -1, 3).all(2).all(0)
+            self._found = list(zip(map(_decoded, most.view(-1, 3).tolist()), same.tolist(), strict=True))
+        kind, same_everywhere = self._found[self._kinds.place[number]]
+        known = self._kinds.known.get(number)
+        if kind is not None and not (same_everywhere and kind.layout is torch.sparse_coo and known in (None, kind)):
+            raise self._disagreement(number, known)
+        return kind
+
+    def _disagreement(self, number: int, known: SparseKind | None) -> AgreementError:
+        begin = 3 * self._kinds.place[number]
+        by_kind: dict[SparseKind, list[int]] = {}
+        for rank, row in enumerate(self._gathered.tolist()):
+            kind = _decoded(row[begin : begin + 3])
+            if kind is not None:
+                by_kind.setdefault(kind, []).append(rank)
+        found = "; ".join(f"{kind} on {ranks_text(ranks)}" for kind, ranks in by_kind.items())
+        before = "" if known is None else f" In the steps before it was {known}."
+        return AgreementError(
+            f"the gradient of {self._kinds.names[number]} was expected to be sparse, and of one kind on all ranks and "
+            f"in all steps; it has not been reduced: {found}.{before} Reduce it as dense (sparse=False), or leave it "
+            "sparse (torch.sparse_coo) everywhere"
+        )
+
+
+class SparseKinds:
+    """The sparse parameters of a reducer.
+
+    Args:
+        numbers: theirs.
+        names: of all parameters.
+        device: where the backend takes tensors.
+        communicator: the ranks.
+
+    Attributes:
+        place: which of the sparse ones a parameter is.
+        known: by parameter, the kind that all ranks have agreed on; the same on every rank.
+    """
+
+    def __init__(
+        self, numbers: Collection[int], names: Sequence[str], device: torch.device, communicator: Communicator
+    ) -> None:
+        self.place = {number: place for place, number in enumerate(sorted(numbers))}
+        self.names = names
+        self.communicator = communicator
+        self.known: dict[int, SparseKind] = {}
+        self._device = device
+        self._mine: dict[int, tuple[int, ...]] = {}
+        self._step: KindsOfStep | None = None
+
+    def use(self, communicator: Communicator) -> None:
+        """Goes on with other ranks. To be followed by `restart`."""
+        self.communicator = communicator
+
+    def restart(self) -> None:
+        """Every rank forgets what was agreed on."""
+        self.known, self._mine, self._step = {}, {}, None
+
+    def note(self, number: int, gradient: torch.Tensor | None) -> None:
+        """A parameter's gradient in this step, on this rank."""
+        self._mine[number] = _ABSENT if gradient is None else _encoded(kind_of(gradient))
+
+    def ask(self) -> int:
+        """Behind the last bucket of a step, on every rank: tells the others; returns how many collectives it issued."""
+        if not self.place:
+            return 0
+        mine, self._mine = self._mine, {}
+        numbers = [value for number in self.place for value in mine.get(number, _ABSENT)]
+        tensor = torch.tensor(numbers, dtype=torch.int64).to(self._device)
+        try:
+            self._step = KindsOfStep(self, *self.communicator.all_gather(tensor))
+        except RuntimeError as error:
+            raise collective_failed(f"{_ASKING} could not be started", self.communicator, error) from error
+        return 1
+
+    @property
+    def of_step(self) -> KindsOfStep:
+        """What the latest `ask` gives."""
+        assert self._step is not None
+        return self._step
+
+    def learn(self) -> list[int]:
+        """Behind `ask`: waits for the kinds that are not known yet, and keeps them; of which parameters.
+
+        Raises:
+            AgreementError, CollectiveError: see `KindsOfStep.anywhere`.
+        """
+        unknown = [number for number in self.place if number not in self.known]
+        found = {number: kind for number in unknown if (kind := self.of_step.anywhere(number)) is not None}
+        self.known |= found
+        return list(found)
+
+
+def _encoded(kind: SparseKind) -> tuple[int, ...]:
+    return (_LAYOUTS.index(kind.layout), kind.sparse_dim, _DTYPES.index(kind.dtype))
+
+
+def _decoded(numbers: Sequence[int]) -> SparseKind | None:
+    layout, sparse_dim, dtype = numbers
+    return None if layout < 0 else SparseKind(_LAYOUTS[layout], sparse_dim, _DTYPES[dtype])

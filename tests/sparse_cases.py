@@ -1,0 +1,267 @@
+"""Sparse gradients that some ranks have and others lack: a model, what must come out of a step, and what ranks run."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import fusedreduce
+from fusedreduce import AgreementError, BoundedStaleness, ReduceConfig
+
+ROWS, WIDTH = 10, 3
+# By step and rank, which tables a rank uses: of "rows", "bag" (one sparse dimension) and "cells" (two).
+LEFT_OUT: tuple[tuple[frozenset[str], ...], ...] = tuple(
+    tuple(map(frozenset, ranks))
+    for ranks in (
+        (("bag",), (), ("rows",)),  # nobody uses cells, the first rank no rows
+        (("bag", "rows"), ("bag",), ("bag",)),  # the second rank has never had rows
+        ((), (), ()),
+        (("cells",), ("rows",), ()),
+        (("rows", "bag", "cells"),) * 3,
+        (("cells",), (), ()),
+        ((), ("cells", "bag"), ("cells", "bag")),
+    )
+)
+
+
+class Tables(nn.Module):
+    """Embeddings with sparse gradients, each used or not, beside a dense layer.
+
+    `cells` gets a gradient with two sparse dimensions, which no module of torch's makes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.rows = nn.Embedding(ROWS, WIDTH, sparse=True)
+        self.bag = nn.EmbeddingBag(ROWS, WIDTH, sparse=True, mode="sum")
+        self.cells = nn.Embedding(ROWS, WIDTH, sparse=True)
+        self.cells.weight.register_hook(lambda gradient: gradient.to_dense().to_sparse(2))
+        self.dense = nn.Linear(WIDTH, 2)
+
+    def forward(self, given: tuple[torch.Tensor, frozenset[str]]) -> torch.Tensor:
+        indices, used = given
+        features = torch.ones(1, WIDTH)
+        if "rows" in used:
+            features = features + self.rows(indices).sum(0)
+        if "bag" in used:
+            features = features + self.bag(indices, torch.zeros(1, dtype=torch.int64))
+        if "cells" in used:
+            features = features + self.cells(indices).sum(0)
+        out: torch.Tensor = self.dense(features)
+        return out
+
+
+def model() -> Tables:
+    """With weights that are small integers: sums of any order are exact."""
+    tables = Tables()
+    with torch.no_grad():
+        for parameter in tables.parameters():
+            parameter.copy_(torch.randint(-4, 5, parameter.shape))
+    return tables
+
+
+def indices(rank: int, step: int) -> torch.Tensor:
+    """Duplicates, and in every fourth step none at all."""
+    return torch.tensor([] if (rank + step) % 4 == 3 else [rank, rank, (rank + step) % ROWS], dtype=torch.int64)
+
+
+def loss_of(output: torch.Tensor, world: int) -> torch.Tensor:
+    """Its gradients are multiples of the ranks' number: their mean is exact on every wire."""
+    return (world * output).sum()
+
+
+def expected(local: nn.Module, world: int, op: str = "mean") -> list[torch.Tensor | None]:
+    """Per parameter, of all ranks' gradients the mean or sum, dense; None where no rank has one. A collective."""
+    found: list[torch.Tensor | None] = []
+    for parameter in local.parameters():
+        here = torch.tensor([int(parameter.grad is not None)])
+        total = torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad.to_dense().clone()
+        dist.all_reduce(here)
+        dist.all_reduce(total)
+        found.append((total / world if op == "mean" else total) if here.item() else None)
+    return found
+
+
+def assert_gradients(module: nn.Module, wanted: Sequence[torch.Tensor | None]) -> None:
+    """Each gradient is what is wanted, and of the layout that its table has."""
+    for (name, parameter), want in zip(module.named_parameters(), wanted, strict=True):
+        if want is None:
+            assert parameter.grad is None, name
+            continue
+        assert parameter.grad is not None, name
+        if not name.startswith("dense"):
+            assert parameter.grad.layout is torch.sparse_coo, name
+            assert parameter.grad.sparse_dim() == (2 if name.startswith("cells") else 1), name
+        assert torch.equal(parameter.grad.to_dense(), want), name
+
+
+# How a wrapper is built, and what its steps are.
+WAYS: dict[str, dict[str, Any]] = {
+    "search": {},
+    "search, bf16": {"wire": "bf16"},
+    "search, fp16": {"wire": "fp16"},
+    "search, sum": {"op": "sum"},
+    "search, views": {"gradient_as_bucket_view": True},
+    "search, no overlap": {"overlap": False},
+    "search, looked at": {"grad_stats": True, "check_finite": "raise"},
+    "staleness": {"sync_mode": BoundedStaleness(1)},
+    "staleness, looked at": {"sync_mode": BoundedStaleness(2), "grad_stats": True, "check_finite": "count"},
+    "hook": {},
+}
+_OF_CONFIG = ("wire", "op", "overlap", "grad_stats", "check_finite", "sync_mode")
+
+
+def wrapped(how: str, **more: Any) -> Any:
+    options = {**WAYS.get(how, {}), **more}
+    config = ReduceConfig(**{name: options.pop(name) for name in _OF_CONFIG if name in options})
+    ddp: Any = fusedreduce.DistributedDataParallel(model(), reduce=config, bucket_cap_mb=1e-5, **options)
+    if how == "hook":
+        ddp.register_comm_hook(dist.group.WORLD, default_hooks.allreduce_hook)
+    return ddp
+
+
+def left_out(rank: int, world: int, how: str) -> None:
+    """Tables that some ranks, or all, leave out, in other steps others."""
+    ddp, local = wrapped(how, find_unused_parameters=True), model()
+    late = fusedreduce.modes.staleness(ddp.sync_mode)
+    wanted: list[list[torch.Tensor | None]] = []
+    for step in range(4 * len(LEFT_OUT)):
+        used = ALL - LEFT_OUT[step % len(LEFT_OUT)][rank]
+        for module in (ddp, local):
+            module.zero_grad()
+            loss_of(module((indices(rank, step), used)), world).backward()
+        wanted.append(expected(local, world, ddp.reduce_config.op))
+        if step >= late:
+            assert_gradients(ddp.module, wanted[step - late])
+    landing = wanted[len(wanted) - late :]
+
+    def landed() -> None:
+        assert_gradients(ddp.module, landing.pop(0))
+        ddp.zero_grad()
+
+    ddp.zero_grad()
+    ddp.flush(step=landed)
+    assert not landing
+    if "looked at" in how and not late:
+        assert ddp.non_finite() == []
+
+
+def static(rank: int, world: int) -> None:
+    """A static graph, in which each rank leaves out tables of its own."""
+    ddp, local = wrapped("static", static_graph=True), model()
+    for step in range(6):
+        used = ALL - {"rows", ("bag", "cells")[rank % 2]}
+        for module in (ddp, local):
+            module.zero_grad()
+            loss_of(module((indices(rank, step), used)), world).backward()
+        assert_gradients(ddp.module, expected(local, world))
+
+
+def joined(rank: int, world: int, steps: Sequence[int], how: str, search: bool) -> None:
+    """Ranks run out of inputs after different numbers of steps, one maybe before it has ever had a gradient."""
+    ddp, local = wrapped(how, find_unused_parameters=search), model()
+    with ddp.join():
+        for step in range(steps[rank]):
+            used = frozenset(ALL - LEFT_OUT[step % len(LEFT_OUT)][rank]) if search else ALL
+            for module in (ddp, local):
+                module.zero_grad()
+                loss_of(module((indices(rank, step), used)), world).backward()
+            wanted = _of_those_left(local, world, [step < count for count in steps[:world]])
+            assert_gradients(ddp.module, wanted)
+
+
+def _of_those_left(local: nn.Module, world: int, left: Sequence[bool]) -> list[torch.Tensor | None]:
+    """As `expected`, among ranks that still have inputs, each of which knows the others' from its own model."""
+    group = GROUPS[tuple(left)]
+    found: list[torch.Tensor | None] = []
+    for parameter in local.parameters():
+        here = torch.tensor([int(parameter.grad is not None)])
+        total = torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad.to_dense().clone()
+        dist.all_reduce(here, group=group)
+        dist.all_reduce(total, group=group)
+        found.append(total / world if here.item() else None)
+    return found
+
+
+def kept(rank: int, world: int) -> None:
+    """A gradient of a table that no rank uses stays as it is, on each rank another one."""
+    ddp = wrapped("kept", find_unused_parameters=True)
+    for step in range(3):
+        ddp.zero_grad()
+        loss_of(ddp((indices(rank, step), ALL)), world).backward()
+    table = ddp.module.rows.weight
+    mine = torch.sparse_coo_tensor(torch.tensor([[rank, 2]]), torch.full((2, WIDTH), rank + 1.0), table.shape)
+    table.grad = mine
+    for step in range(3):
+        loss_of(ddp((indices(rank, step), ALL - {"rows"})), world).backward()
+        assert table.grad is mine and torch.equal(mine.to_dense()[rank], torch.full((WIDTH,), rank + 1.0))
+
+
+def disagreed(rank: int, world: int, what: str, before: int, how: str) -> str:
+    """One rank's gradient is of another kind, in the first step or later; the error. Then reset(), and on."""
+    ddp, spoilt = wrapped(how, find_unused_parameters=True), [False]
+    change = {"dense": torch.Tensor.to_dense, "cells": lambda one: one.to_dense().to_sparse(2)}[what]
+
+    def spoil(table: torch.Tensor) -> None:
+        if spoilt[0] and table.grad is not None:
+            table.grad = change(table.grad)
+
+    ddp.module.rows.weight.register_post_accumulate_grad_hook(spoil)
+
+    def steps(count: int) -> None:
+        local = model()
+        for step in range(count):
+            for module in (ddp, local):
+                module.zero_grad()
+                loss_of(module((indices(rank, step), ALL)), world).backward()
+            wanted = expected(local, world)
+            if not fusedreduce.modes.staleness(ddp.sync_mode):
+                assert_gradients(ddp.module, wanted)
+
+    def until_it_lands() -> None:
+        for step in range(1 + fusedreduce.modes.staleness(ddp.sync_mode)):
+            spoilt[0] = rank == world - 1 and step == 0
+            ddp.zero_grad()
+            loss_of(ddp((indices(rank, 0), ALL)), world).backward()
+
+    steps(before)
+    with pytest.raises(AgreementError) as caught:
+        until_it_lands()
+    spoilt[0] = False
+    ddp.reset()
+    steps(3)
+    return str(caught.value)
+
+
+def through_torchs_ddp(rank: int, world: int, wire: str) -> None:
+    """Our hook on torch's class, whose join contributes empty tensors of the latest gradient's kind."""
+    tables, local = model(), model()
+    ddp = nn.parallel.DistributedDataParallel(tables, bucket_cap_mb=1e-5)
+    ddp.register_comm_hook(fusedreduce.FusedHookState(wire=wire), fusedreduce.fused_hook)  # type: ignore[arg-type]
+    steps = [2 + one for one in range(world)]
+    with ddp.join():
+        for step in range(steps[rank]):
+            for module in (ddp, local):
+                module.zero_grad()
+                loss_of(module((indices(rank, step), ALL)), world).backward()
+            assert_gradients(tables, _of_those_left(local, world, [step < count for count in steps[:world]]))
+
+
+def make_groups(rank: int, world: int) -> None:
+    """Groups of the ranks that still have inputs, for every such set."""
+    for number in range(1, 2**world):
+        left = tuple(bool(number >> one & 1) for one in range(world))
+        members = [one for one, there in enumerate(left) if there]
+        GROUPS[left] = dist.new_group(members, timeout=datetime.timedelta(seconds=60))
+
+
+ALL = frozenset({"rows", "bag", "cells"})
+GROUPS: dict[tuple[bool, ...], Any] = {}

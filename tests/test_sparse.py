@@ -1,0 +1,56 @@
+"""Sparse gradients that some ranks, or all, leave out: every mode and door in which there may be such."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import sparse_cases
+from ranks import RankPool
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    pool = RankPool(request.param)
+    pool.run(sparse_cases.make_groups)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("how", sparse_cases.WAYS)
+def test_tables_that_ranks_leave_out(ranks: RankPool, how: str) -> None:
+    ranks.run(sparse_cases.left_out, how)
+
+
+def test_a_static_graph_in_which_ranks_use_different_tables(ranks: RankPool) -> None:
+    ranks.run(sparse_cases.static)
+
+
+@pytest.mark.parametrize("search", [False, True])
+@pytest.mark.parametrize("how", ["plain", "hook", "search, looked at"])
+@pytest.mark.parametrize("steps", [(2, 3, 5), (4, 0, 2), (0, 3, 0)])
+def test_ranks_run_out_of_inputs(ranks: RankPool, steps: tuple[int, ...], how: str, search: bool) -> None:
+    ranks.run(sparse_cases.joined, steps, how, search)
+
+
+def test_a_gradient_that_was_kept_of_an_unused_table_stays(ranks: RankPool) -> None:
+    ranks.run(sparse_cases.kept)
+
+
+@pytest.mark.parametrize("how", ["search", "staleness"])
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize(("what", "shown"), [("dense", "dense and"), ("cells", "sparse of 2 sparse dimensions and")])
+def test_a_gradient_of_another_kind_is_the_same_error_on_every_rank(
+    ranks: RankPool, what: str, shown: str, before: int, how: str
+) -> None:
+    messages = ranks.run(sparse_cases.disagreed, what, before, how)
+    assert len(set(messages)) == 1, messages
+    world = len(messages)
+    assert messages[0].startswith("the gradient of rows.weight was expected to be sparse"), messages
+    assert f"{shown} torch.float32 on rank {world - 1}" in messages[0], messages
+    assert ("In the steps before it was sparse of 1 sparse dimensions" in messages[0]) == bool(before), messages
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+def test_our_hook_on_torchs_class(ranks: RankPool, wire: str) -> None:
+    ranks.run(sparse_cases.through_torchs_ddp, wire)
