@@ -332,7 +332,7 @@ def test_a_captured_graph_cannot_report(alone: None, monkeypatch: pytest.MonkeyP
 
 def test_telling_the_ranks_fails(two: RankPool) -> None:
     for rank, text in enumerate(two.run(cases.gather_fails)):
-        assert f"rank {rank}: telling which gradients are not finite failed" in text
+        assert f"rank {rank}: telling all ranks which gradients are not finite failed after " in text
 
 
 def test_an_fp16_wire_divides_in_two_powers_of_two() -> None:

@@ -429,7 +429,12 @@ def test_our_hook_on_torchs_wrapper_gives_our_wrappers_bits(wire: Wire) -> None:
         ddp = wrapped(communicator, model, reduce=ReduceConfig(wire=wire, grad_stats=True))
         return [*train(ddp, communicator.rank, 10), ddp.grad_norm()]
 
-    assert_same(on_ranks(hooked, normed) + on_ranks(ours, normed))
+    both = [on_ranks(hooked, normed), on_ranks(ours, normed)]
+    for results in both:
+        assert_same(results)
+    assert_same([result[:-1] for results in both for result in results])
+    # torch's fp32 sums of squares depend on where in memory a gradient lies, which differs between the two.
+    torch.testing.assert_close(both[0][0][-1], both[1][0][-1], rtol=1e-6, atol=0)
 
 
 def test_sparse_gradients() -> None:
