@@ -97,6 +97,8 @@ class Pipeline:
         self._skip_unused_buckets = skip_unused_buckets
         self._monitor = StallMonitor()
         self._divisor = 1.0
+        self._keeps_unused = False
+        self._kept: dict[int, torch.Tensor] = {}
         self._count_ranks: Any = None
         self._installed: list[torch.futures.Future[Any]] = []
         self._warned = False
@@ -195,6 +197,8 @@ class Pipeline:
         self._clock.arm(len(self.buckets), closely=closely, forward_ns=forward_ns)
         counted = self._counted_ranks()
         self._divisor = divisor or counted or self.maker.config.divisor(self.maker.communicator.size)
+        # A sum of what ranks keep would grow from step to step; a mean of it is what torch makes of views.
+        self._keeps_unused = self.maker.as_views and (divisor is not None or self.maker.config.op == "sum")
 
     def take(self, step: Step, bucket: int, group: int) -> None:
         """Packs a group of a bucket ahead of its launch; on CPU."""
@@ -212,6 +216,7 @@ class Pipeline:
         if step.next_bucket == 0:
             self._observed.begin_reduction()
             self.times.comm_start = time.time_ns()
+            self._kept = {}  # only now: on CUDA a side stream may have read them until here
             if torch.is_grad_enabled() and not self._warned:
                 self._warned = True
                 warnings.warn(
@@ -233,6 +238,8 @@ class Pipeline:
             self.buckets.streams.wait_for_gradients(members.index, members.device)
             with torch.no_grad(), self.buckets.streams.on(members.device):
                 self._clock.pack(members.index)
+                if self._keeps_unused and self.used.kept:
+                    self._keep_unused(members)
                 reduction.launch(self._divisor)
                 watched, issued_ns = reduction.under_way() or (None, None)
                 self._clock.launched(members.index, watched, issued_ns, self.maker.communicator)
@@ -350,14 +357,17 @@ class Pipeline:
 
         def finish() -> None:
             reduction.finish(untouched, unscaling)
+            for number in untouched & self._kept.keys():
+                gradient = self.maker.parameters[number].grad
+                assert gradient is not None
+                gradient.copy_(self._kept[number])
             self._clock.unpacked(members.index)
 
         # A hook's future makes the current stream wait for whatever the hook did.
-        if self.buckets.streams.on_cuda and not isinstance(reduction, HookedReduction):
-            self._write(members, finish)
+        if isinstance(reduction, HookedReduction):
+            finish()
         else:
-            reduction.finish(untouched, unscaling)
-            self._clock.unpacked(members.index)
+            self._write(members, finish)
 
     def _write(self, members: Members, write: Callable[[], None]) -> None:
         """Calls what writes a bucket's gradients; on CUDA on a side stream, and watched."""
@@ -373,6 +383,12 @@ class Pipeline:
         else:
             what = f"rank {self.maker.communicator.rank}: the reduction of {members.label}"
             self._monitor.watch(members, what, done.query, self._report_after_s(members.device))
+
+    def _keep_unused(self, members: Members) -> None:
+        """Copies gradients of parameters that this rank has not used: as views they lie where the sum will."""
+        for number, parameter in zip(members.numbers, members.parameters, strict=True):
+            if parameter.grad is not None and not self.used.here(number) and not self.maker.sparse[number]:
+                self._kept[number] = parameter.grad.clone()
 
     def _passes_over(self, step: Step, members: Members) -> bool:
         return self._skip_unused_buckets and step.skipped.issuperset(members.numbers)

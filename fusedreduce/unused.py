@@ -139,6 +139,10 @@ class UsedMap:
         """Notes a gradient; also under no_sync, whose gradients the next reduction will contain."""
         self._used[index] = 1
 
+    def here(self, index: int) -> bool:
+        """Whether this rank has a gradient that is to be reduced."""
+        return bool(self._used[index])
+
     def local(self) -> torch.Tensor:
         """int32 [count] on the device, 1 where this rank has a gradient."""
         host = torch.tensor(list(self._used), dtype=torch.int32)

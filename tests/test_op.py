@@ -136,6 +136,42 @@ def test_a_divisor_that_is_none_is_refused_before_anything_happens(divisor: Any)
     assert not communicator.calls and reducer.state.value == "idle"
 
 
+@pytest.mark.parametrize(("op", "divisor"), [("mean", 1.0), ("sum", 1.0), ("sum", None)])
+def test_a_kept_view_that_no_rank_uses_is_not_summed_again(op: Any, divisor: float | None) -> None:
+    def case(communicator: Communicator) -> None:
+        rank = communicator.rank
+        parameters = _parameters()
+        reducer = Reducer(
+            parameters,
+            communicator,
+            ReduceConfig(op=op),
+            caps=CAPS,
+            find_unused_parameters=True,
+            gradient_as_bucket_view=True,
+        )
+        step(reducer, _gradients(rank), divisor=divisor)
+        kept = parameters[1].grad
+        assert kept is not None
+        kept.fill_(rank + 1.0)
+        for number in range(3):
+            for one in (*parameters[:1], *parameters[2:]):
+                one.grad = None
+            gradients: list[torch.Tensor | None] = [*_gradients(2 * number + rank)]
+            gradients[1] = None
+            step(reducer, gradients, divisor=divisor)
+            assert parameters[1].grad is kept and torch.equal(kept, torch.full_like(kept, rank + 1.0))
+            expected = _gradients(2 * number)[4] + _gradients(2 * number + 1)[4]
+            assert parameters[4].grad is not None and torch.equal(parameters[4].grad, expected)
+        # Used on one rank, the other's kept gradient is part of the sum.
+        gradients = [*_gradients(rank)]
+        gradients[1] = gradients[1] if rank else None
+        step(reducer, gradients, divisor=divisor)
+        assert torch.equal(kept, _gradients(1)[1] + 2.0 + 1.0)
+
+    for failure in ThreadWorld(2).run(case):
+        assert failure is None, failure
+
+
 def test_a_comm_hook_divides_itself() -> None:
     reducer = Reducer(_parameters(), Loopback())
     reducer.register_comm_hook(None, lambda state, bucket: torch.futures.Future())

@@ -428,7 +428,9 @@ class PackedReduction(Collecting):
         views = self._made_views()
         if not views.hold_all(self._packed):
             for slot, (number, parameter) in enumerate(zip(self.members.numbers, self.members.parameters, strict=True)):
-                if number not in untouched and not views.hold(slot, parameter.grad):
+                # Also of a gradient that was kept and no rank has used, as torch's.
+                wanted = number not in untouched or self._packed[slot] is not None
+                if wanted and not views.hold(slot, parameter.grad):
                     parameter.grad = views.restored(slot)
         self._packed = []
         self.bucket.state = BucketState.IDLE
