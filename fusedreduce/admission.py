@@ -74,7 +74,8 @@ def check_one(parameter: object, name: str) -> None:
     """The part of `check_parameters` that concerns one parameter."""
     if isinstance(parameter, UninitializedParameter):
         raise RuntimeError(
-            f"{name}: uninitialized parameters can't be used, they have no shape yet. Run a dummy forward pass first"
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy forward "
+            f"pass to correctly initialize the modules: {name} has no shape yet"
         )
     if not isinstance(parameter, torch.Tensor):
         raise TypeError(f"{name} is a {type(parameter).__name__}, not a tensor")

@@ -84,7 +84,7 @@ class DistributedDataParallel(TorchDDP):
         AgreementError: ranks were given different models or settings; on every rank. (With init_sync=False by the
             first synchronised forward.)
         TypeError: an argument of torch's that this version does not know; a parameter of DTensor or FSDP.
-        ValueError: gradient_as_bucket_view with a 16-bit wire, a bucket cap below one byte, something that excludes the
+        ValueError: gradient_as_bucket_view with a 16-bit wire, a negative bucket cap, something that excludes the
             sync_mode, or what torch refuses.
         RuntimeError: torch's own, and the experimental "python_reducer" mode of torch.compile.
     """
@@ -266,6 +266,8 @@ class DistributedDataParallel(TorchDDP):
             BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
             BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
+        if self._ours().has_comm_hook:
+            raise RuntimeError("register_builtin_comm_hook or register_comm_hook can only be called once.")
         self._ours().register_comm_hook(self.process_group, hooks[comm_hook_type])
         assert self.logger is not None
         self.logger._set_comm_hook_name(str(comm_hook_type))
@@ -621,10 +623,12 @@ def _arguments(
 
 def _caps(given: Mapping[str, Any]) -> BucketCaps:
     """As torch reads bucket_cap_mb and bucket_cap_mb_list: a cap of one's own leaves no small first bucket."""
-    listed = tuple(int(cap * MIB) for cap in given.get("bucket_cap_mb_list") or ())
+    # A cap of less than a byte is a bucket for each parameter.
+    listed = tuple(int(cap * MIB) or 1 for cap in given.get("bucket_cap_mb_list") or ())
     own = given["bucket_cap_mb"]
     if own is not None:
-        return BucketCaps(first_bytes=int(own * MIB), cap_bytes=int(own * MIB), listed_bytes=listed)
+        cap_bytes = int(own * MIB) or 1
+        return BucketCaps(first_bytes=cap_bytes, cap_bytes=cap_bytes, listed_bytes=listed)
     if listed:
         return BucketCaps(first_bytes=max(listed), cap_bytes=max(listed), listed_bytes=listed)
     return BucketCaps()

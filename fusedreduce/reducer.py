@@ -437,7 +437,7 @@ class Reducer:
             present = {
                 "gradient_as_bucket_view": self.gradient_as_bucket_view,
                 "skip_unused_buckets (skip_all_reduce_unused_params)": self.skip_unused_buckets,
-                "a comm hook": self._pipeline.maker.hook is not None,
+                "a comm hook": self.has_comm_hook,
                 "an optimizer in backward": self.steps_in_backward,
                 "a trace that is being recorded": self._recording.wants_step(),
             }
@@ -588,7 +588,10 @@ class Reducer:
         if self.static_graph:
             return
         if self.steps or self.state in (ReducerState.ARMED, ReducerState.LAUNCHED):
-            raise RuntimeError("set_static_graph() should be called before training loop starts")
+            raise RuntimeError(
+                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+                "constructed."
+            )
         self.static_graph = self._arrivals.static_graph = True
         self._plans.learns = True
         self._pipeline.used.first = True
@@ -630,7 +633,7 @@ class Reducer:
         with self._lock:
             self._complete_outside()
             maker = self._pipeline.maker
-            if maker.hook is not None:
+            if self.has_comm_hook:
                 raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
             if self.config.wire != "native":
                 raise ValueError(
@@ -642,6 +645,11 @@ class Reducer:
             self._pipeline.maker = dataclasses.replace(maker, hook=(state, hook))
             self._plans.give_up_measuring()
             self._lay(self.plan)
+
+    @property
+    def has_comm_hook(self) -> bool:
+        """Whether a comm hook takes the place of our own wire."""
+        return self._pipeline.maker.hook is not None
 
     def leave_gradients_to_hook(self) -> None:
         """The comm hook writes `.grad` itself, or steps the optimizer: nothing is copied out of its buckets."""
@@ -939,7 +947,7 @@ class Reducer:
             raise ValueError(f"divisor must be a positive number or None, got {divisor!r}")
         if self._pipeline.ends.own is not None:
             raise ValueError("a step's own divisor and Asynchronous exclude each other: contributions hold many steps")
-        if self._pipeline.maker.hook is not None:
+        if self.has_comm_hook:
             raise ValueError("a divisor and a comm hook exclude each other: the hook divides, or does not")
         return float(divisor)
 

@@ -149,9 +149,10 @@ class Step:
         assert self._fires is not None
         before = self._fires[index]
         return (
-            f"Your training graph has changed in this iteration: {self._names[index]} (index {index}) got {before} "
-            f"gradient{'' if before == 1 else 's'} in the first iteration and now gets more, which is not compatible "
-            "with static_graph=True"
+            "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but "
+            "then got used in the second iteration. this is not compatible with static_graph set to True. "
+            f"{self._names[index]} (index {index}) got {before} gradient{'' if before == 1 else 's'} in the first "
+            "iteration and now gets more"
         )
 
 
@@ -167,26 +168,27 @@ def unfinished_text(
 ) -> str:
     """What to tell a user whose last backward left buckets unreduced: all missing names, and what may be the cause."""
     text = "Expected to have finished reduction in the prior iteration before starting a new one. "
+    if failure:
+        text += f"Rank {rank}: the last synchronised backward failed; call reset() on every rank. {failure}\n"
     if static_graph:
         text += (
             "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
             "in first iteration, but then got unused in the second iteration. this is not compatible with static_graph "
             "set to True."
         )
-    elif find_unused:
-        text += (
-            "Since `find_unused_parameters=True` is enabled, this means that not all of `forward`'s outputs were "
-            "returned to the caller of the wrapper, or that the backward raised before it was done."
-        )
     else:
-        text += (
-            "This means that some parameters took no part in the loss. Have them found by passing the keyword argument "
-            "`find_unused_parameters=True`, and make sure that all `forward` function outputs participate in "
-            "calculating loss; or the backward raised before it was done."
-        )
-    if failure:
-        text = f"rank {rank}: the last synchronised backward failed; call reset() on every rank. {failure}\n{text}"
-    else:
+        text += "This error indicates that your module has parameters that were not used in producing loss. "
+        if find_unused:
+            text += (
+                "Since `find_unused_parameters=True` is enabled, not all of `forward`'s outputs were returned to the "
+                "caller of the wrapper, or the backward raised before it was done."
+            )
+        else:
+            text += (
+                "Have them found by passing the keyword argument `find_unused_parameters=True`, and make sure that all "
+                "`forward` function outputs participate in calculating loss; or the backward raised before it was done."
+            )
+    if not failure:
         text += " Where it raised, call reset() on every rank."
     if not missing:
         return text + f"\nOn rank {rank} every parameter received its gradient, but the backward was not completed"

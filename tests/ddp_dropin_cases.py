@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from ddp_cases import Branches, wrapped
-from hook_cases import SMALL_CAP_MB, batch, loss_of
+from hook_cases import SMALL_CAP_MB, batch, loss_of, mlp
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
@@ -96,4 +96,19 @@ def kept_static(rank: int, world: int, op: str) -> tuple[list[float | None], lis
         fusedreduce.DistributedDataParallel(Branches(), reduce=config, **options),
     ):
         found.append(kept_gradient(ddp, rank, how="own", others_to_none=True, accumulates=False))
+    return found[0], found[1]
+
+
+# Caps
+
+
+def bucket_sizes(rank: int, world: int, options: dict[str, Any]) -> tuple[str, str]:
+    """The sizes of torch's buckets and of ours after their first step."""
+    config = fusedreduce.ReduceConfig(policy="static")
+    found = []
+    for ddp in (TorchDDP(mlp(), **options), fusedreduce.DistributedDataParallel(mlp(), reduce=config, **options)):
+        for step in range(3):
+            loss_of(ddp(batch(rank, step))).backward()
+        ddp(batch(rank, 3))
+        found.append(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"])
     return found[0], found[1]

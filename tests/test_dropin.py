@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ddp_dropin_cases
+import ddp_message_cases
 import pytest
 from ranks import RankPool
 
@@ -44,3 +47,30 @@ def test_in_a_static_graph_too(two: RankPool) -> None:
         assert theirs == ours
     for rank, (_, ours) in enumerate(two.run(ddp_dropin_cases.kept_static, "sum")):
         assert ours == [3 * 2.0**rank] * ddp_dropin_cases.STEPS
+
+
+# Messages
+
+
+@pytest.mark.parametrize("name", ddp_message_cases.SCRIPTS)
+def test_errors_begin_as_torchs(two: RankPool, name: str) -> None:
+    begins = ddp_message_cases.SCRIPTS[name].begins
+    for found in two.run(ddp_message_cases.messages, name):
+        assert [kind for kind, _ in found] == [True, True], found
+        assert [text[: len(begins)] for _, text in found] == [begins, begins]
+
+
+@pytest.mark.parametrize("name", ["lazy", "a bias again, later", "unfinished", "graph grows", "dense for sparse"])
+def test_errors_go_on_with_the_parameters_name(two: RankPool, name: str) -> None:
+    script = ddp_message_cases.SCRIPTS[name]
+    names = {"unfinished": "layers.2.weight", "graph grows": "layers.2.bias", "a bias again, later": "second.bias"}
+    for _, (_, ours) in two.run(ddp_message_cases.messages, name):
+        assert names.get(name, "weight") in ours.removeprefix(script.begins)
+
+
+@pytest.mark.parametrize(
+    "options", [{"bucket_cap_mb": 0}, {"bucket_cap_mb": 1e-7}, {"bucket_cap_mb_list": [0, 0.005]}], ids=str
+)
+def test_a_cap_of_less_than_a_byte_is_what_it_is_for_torch(two: RankPool, options: dict[str, Any]) -> None:
+    for theirs, ours in two.run(ddp_dropin_cases.bucket_sizes, options):
+        assert theirs == ours and "," in ours

@@ -197,9 +197,10 @@ def like_parameter(view: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def changed_error(members: Members, slot: int, replaced: bool, rank: int) -> FusedReduceError:
-    """The error for a gradient that is not what was taken."""
+    """The error for a gradient that is not what was taken. A second one is accumulated into it, so written to it."""
+    twice = "" if replaced else "Expected to mark a variable ready only once. "
     return FusedReduceError(
-        f"rank {rank}: the gradient of {members.names[slot]} (parameter {members.numbers[slot]}) was "
+        f"{twice}rank {rank}: the gradient of {members.names[slot]} (parameter {members.numbers[slot]}) was "
         f"{'replaced' if replaced else 'written to'} after it had been packed into bucket {members.index}, so its "
         "reduction lacks what was added. A hook of yours, or a second backward through the same parameter (reentrant "
         "checkpoints that share it, use outside of forward), came after the reducer: use static_graph=True, or "

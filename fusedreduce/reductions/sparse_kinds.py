@@ -32,6 +32,7 @@ _DTYPES = (
     torch.complex32,
 )
 _ABSENT = (-1, -1, -1)
+_EXPECTED_SPARSE = "Expected variable to have sparse gradient. "  # torch's own words
 _ASKING = "asking all ranks of what kind their sparse gradients are"
 
 
@@ -113,10 +114,11 @@ class KindsOfStep:
                 by_kind.setdefault(kind, []).append(rank)
         found = "; ".join(f"{kind} on {ranks_text(ranks)}" for kind, ranks in by_kind.items())
         before = "" if known is None else f" In the steps before it was {known}."
+        torchs = "" if all(kind.layout is torch.sparse_coo for kind in by_kind) else _EXPECTED_SPARSE
         return AgreementError(
-            f"the gradient of {self._kinds.names[number]} was expected to be sparse, and of one kind on all ranks and "
-            f"in all steps; it has not been reduced: {found}.{before} Reduce it as dense (sparse=False), or leave it "
-            "sparse (torch.sparse_coo) everywhere"
+            f"{torchs}The gradient of {self._kinds.names[number]} must be sparse (torch.sparse_coo), and of one kind on "
+            f"all ranks and in all steps; it has not been reduced: {found}.{before} Reduce it as dense (sparse=False), or "
+            "leave it sparse everywhere"
         )
 
 
