@@ -35,14 +35,12 @@ _ACCEPTED = frozenset(
 _owners: MutableMapping[torch.Tensor, WeakSet[Owner]] = WeakIdKeyDictionary()
 
 
-def check_parameters(
-    parameters: Sequence[object], names: Sequence[str], sparse: Sequence[bool], config: ReduceConfig, as_views: bool
-) -> None:
+def check_parameters(parameters: Sequence[object], names: Sequence[str], sparse: Sequence[bool]) -> None:
     """Refuses what cannot be reduced, before anything is hooked.
 
     Raises:
-        ValueError: no parameters, a duplicate, one that needs no gradient or is no leaf, devices of several types,
-            lists of different lengths, or views of a 16-bit wire.
+        ValueError: no parameters, a duplicate, one that needs no gradient or is no leaf, devices of several types, or
+            lists of different lengths.
         TypeError: something that is no dense floating-point or complex tensor; DTensor and FSDP parameters.
         RuntimeError: a parameter that is not initialised yet.
     """
@@ -63,11 +61,6 @@ def check_parameters(
     if len(kinds) > 1:
         where = ", ".join(f"{name} on {kind}" for kind, name in kinds.items())
         raise ValueError(f"all parameters must be on devices of one type, got {where}")
-    if as_views and config.wire != "native":
-        raise ValueError(
-            f"gradient_as_bucket_view=True needs wire='native', not {config.wire!r}: a gradient cannot be a view of a "
-            "buffer with another dtype"
-        )
 
 
 def check_one(parameter: object, name: str) -> None:

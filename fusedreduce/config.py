@@ -114,6 +114,10 @@ class ReduceConfig:
         if not isinstance(self.plan, str | None):
             raise ValueError(f"plan must be the JSON text of a plan or None, got {type(self.plan).__name__}")
 
+    def has_views(self, asked: bool) -> bool:
+        """Whether gradients are views of the wire, if gradient_as_bucket_view asks for that: "native" only."""
+        return asked and self.wire == "native"
+
     def divisor(self, ranks: int) -> float:
         """What every rank divides its gradients by, unless a step has a divisor of its own."""
         return float(ranks) if self.op == "mean" else 1.0

@@ -84,8 +84,7 @@ class DistributedDataParallel(TorchDDP):
         AgreementError: ranks were given different models or settings; on every rank. (With init_sync=False by the
             first synchronised forward.)
         TypeError: an argument of torch's that this version does not know; a parameter of DTensor or FSDP.
-        ValueError: gradient_as_bucket_view with a 16-bit wire, a negative bucket cap, something that excludes the
-            sync_mode, or what torch refuses.
+        ValueError: a negative bucket cap, something that excludes the sync_mode, or what torch refuses.
         RuntimeError: torch's own, and the experimental "python_reducer" mode of torch.compile.
     """
 
@@ -103,7 +102,7 @@ class DistributedDataParallel(TorchDDP):
         problem = None
         try:
             self._reduce_caps = _caps(given)
-            admission.check_mode(self._reduce_config.sync_mode, _excluded(module, given))
+            admission.check_mode(self._reduce_config.sync_mode, _excluded(module, given, self._reduce_config))
         except ValueError as error:
             problem = error
         if given["init_sync"]:
@@ -128,7 +127,7 @@ class DistributedDataParallel(TorchDDP):
             "mixed_precision": self.mixed_precision,
             "delay_all_reduce_named_params": getattr(self, "_delay_all_reduce_params", None),
         }
-        admission.check_mode(mode, _excluded(self.module, given))
+        admission.check_mode(mode, _excluded(self.module, given, self._reduce_config))
         self._ours().set_sync_mode(mode)
         self._reduce_config = self._ours().config
 
@@ -238,7 +237,7 @@ class DistributedDataParallel(TorchDDP):
         """As `Module.zero_grad`; with `set_to_none=False` gradients that are views stay views, zeroed per bucket."""
         if hasattr(self, "reducer") and self._ours().state is ReducerState.LAUNCHED:
             self._ours().finalize()
-        if set_to_none or not self.gradient_as_bucket_view or not hasattr(self, "reducer"):
+        if set_to_none or not hasattr(self, "reducer") or not self._ours().has_views:
             super().zero_grad(set_to_none)
             return
         reducer = self._ours()
@@ -634,12 +633,14 @@ def _caps(given: Mapping[str, Any]) -> BucketCaps:
     return BucketCaps()
 
 
-def _excluded(module: nn.Module, given: Mapping[str, Any]) -> dict[str, bool]:
+def _excluded(module: nn.Module, given: Mapping[str, Any], config: ReduceConfig) -> dict[str, bool]:
     """What a mode whose averages come later excludes, and whether this wrapper has it."""
-    names = ("gradient_as_bucket_view", "skip_all_reduce_unused_params", "mixed_precision")
-    present = {name: bool(given.get(name)) for name in (*names, "delay_all_reduce_named_params")}
-    steps = any(hasattr(one, "_in_backward_optimizers") for one in module.parameters())
-    return {**present, "an optimizer in backward": steps}
+    names = ("skip_all_reduce_unused_params", "mixed_precision", "delay_all_reduce_named_params")
+    return {
+        "gradient_as_bucket_view": config.has_views(bool(given.get("gradient_as_bucket_view"))),
+        **{name: bool(given.get(name)) for name in names},
+        "an optimizer in backward": any(hasattr(one, "_in_backward_optimizers") for one in module.parameters()),
+    }
 
 
 def _is_sliced(mesh: Any) -> bool:

@@ -107,7 +107,7 @@ class Logger:
             "broadcast_buffers": int(broadcast_buffers),
             "has_sync_bn": int(has_sync_bn),
             "find_unused_parameters": int(reducer.find_unused_parameters),
-            "gradient_as_bucket_view": int(reducer.gradient_as_bucket_view),
+            "gradient_as_bucket_view": int(reducer.has_views),
             "is_multi_device_module": int(len({one.device for one in parameters}) > 1),
         }
         if self._strings["backend_name"] == "gloo":

@@ -96,7 +96,8 @@ class Reducer:
         caps: limits of the buckets after the first step.
         find_unused_parameters: search the graph of the outputs for parameters that will get no gradient.
         static_graph: every step uses the same parameters equally often; allows reentrant checkpoints that share them.
-        gradient_as_bucket_view: gradients become views of the wire (wire "native" only); `zero_grad` keeps them.
+        gradient_as_bucket_view: gradients become views of the wire, and `zero_grad` keeps them. A 16-bit wire has none:
+            a warning says how many bytes that takes.
         skip_unused_buckets: do not reduce a bucket whose parameters are all unused; every rank must then have the
             same unused parameters.
         exclusive: stands alone: refuse parameters that another such reducer holds. (Wrappers may be nested.)
@@ -128,11 +129,13 @@ class Reducer:
         self.config = config or ReduceConfig()
         self.names = tuple(names) if names is not None else tuple(f"parameter {index}" for index in range(count))
         self.sparse = tuple(sparse) if sparse is not None else (False,) * count
-        admission.check_parameters(self.parameters, self.names, self.sparse, self.config, gradient_as_bucket_view)
+        admission.check_parameters(self.parameters, self.names, self.sparse)
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.has_views = self.config.has_views(gradient_as_bucket_view)
         admission.check_mode(
             self.config.sync_mode,
             {
-                "gradient_as_bucket_view": gradient_as_bucket_view,
+                "gradient_as_bucket_view": self.has_views,
                 "skip_unused_buckets (skip_all_reduce_unused_params)": skip_unused_buckets,
             },
         )
@@ -141,7 +144,6 @@ class Reducer:
         self.communicator = communicator
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
-        self.gradient_as_bucket_view = gradient_as_bucket_view
         self.skip_unused_buckets = skip_unused_buckets
         self.exclusive = exclusive
         self._plans = Plans(
@@ -187,7 +189,7 @@ class Reducer:
             names=self.names,
             sparse=self.sparse,
             config=self.config,
-            as_views=gradient_as_bucket_view,
+            as_views=self.has_views,
             communicator=communicator,
             sparse_kinds=SparseKinds(numbers, self.names, self._device, communicator),
         )
@@ -211,6 +213,8 @@ class Reducer:
         self.observed.before_reading = _weakly(self)
         self._follow_communicator()
         self._overlaps = self.config.overlap and self._pipeline.ends.own is None
+        if gradient_as_bucket_view and not self.has_views:
+            self._warn_of_no_views()
         if self._agreed and self._pipeline.ends.own is not None:
             self._open()
 
@@ -435,7 +439,7 @@ class Reducer:
             config = dataclasses.replace(self.config, sync_mode=mode)
             own_pace.check(config, self.names, self.sparse)
             present = {
-                "gradient_as_bucket_view": self.gradient_as_bucket_view,
+                "gradient_as_bucket_view": self.has_views,
                 "skip_unused_buckets (skip_all_reduce_unused_params)": self.skip_unused_buckets,
                 "a comm hook": self.has_comm_hook,
                 "an optimizer in backward": self.steps_in_backward,
@@ -977,6 +981,18 @@ class Reducer:
                 "find_unused_parameters=True was given, but no unused parameter was found in the first forward. The "
                 "search costs time in every iteration: turn it off if the model never has any"
             )
+
+    def _warn_of_no_views(self) -> None:
+        wire_bytes = int(self._pipeline.stats()["wire_bytes"])
+        dense = zip(self._plans.kinds, self.sparse, strict=True)
+        gradient_bytes = sum(kind.size_bytes for kind, sparse in dense if not sparse)
+        warnings.warn(
+            f"gradient_as_bucket_view=True with wire={self.config.wire!r}: gradients are no views, which they are of "
+            f"wire='native' only. Wire and gradients take {wire_bytes} bytes at the start of backward and "
+            f"{wire_bytes + gradient_bytes} at its end; as views at wire='native' they would hold {gradient_bytes} at "
+            "both",
+            stacklevel=3,
+        )
 
     def _warn_once(self, text: str) -> None:
         key = text[-80:]

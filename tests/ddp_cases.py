@@ -354,8 +354,6 @@ def views(rank: int, world: int) -> None:
         loss_of(ddp(batch(rank, step))).backward()
         loss_of(local(batch(rank, step))).backward()
         assert_averaged(ddp.module, local)
-    with pytest.raises(ValueError, match="gradient_as_bucket_view=True needs wire='native'"):
-        wrapped(mlp(), "bf16", gradient_as_bucket_view=True)
 
 
 def overlap(rank: int, world: int, wire: str) -> tuple[int, int]:

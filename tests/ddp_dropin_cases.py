@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import re
+import warnings
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from ddp_cases import Branches, wrapped
-from hook_cases import SMALL_CAP_MB, batch, loss_of, mlp
+from hook_cases import SMALL_CAP_MB, batch, gradients, loss_of, mlp
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
@@ -112,3 +118,78 @@ def bucket_sizes(rank: int, world: int, options: dict[str, Any]) -> tuple[str, s
         ddp(batch(rank, 3))
         found.append(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"])
     return found[0], found[1]
+
+
+# gradient_as_bucket_view with a 16-bit wire
+
+SAID = re.compile(r"wire='(\w+)'.* (\d+) bytes at the start of backward and (\d+) at its end.* hold (\d+)")
+
+
+def warned_of_views(make: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What is made, and what is said of views meanwhile."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = make()
+    return made, [str(one.message) for one in caught if "gradient_as_bucket_view" in str(one.message)]
+
+
+def flag_without_views(rank: int, world: int, wire: str, **options: Any) -> None:
+    """Everything is as without the flag, but for one warning with the bytes of this model."""
+    with_flag, said = warned_of_views(lambda: wrapped(mlp(), wire, gradient_as_bucket_view=True, **options))
+    without, silent = warned_of_views(lambda: wrapped(mlp(), wire, **options))
+    assert len(said) == 1 and silent == []
+    figures = SAID.search(said[0])
+    assert figures is not None, said[0]
+    gradient_bytes = 4 * sum(one.numel() for one in with_flag.parameters())
+    wire_bytes = int(with_flag.reduce_stats()["wire_bytes"])
+    assert figures.groups() == (wire, str(wire_bytes), str(wire_bytes + gradient_bytes), str(gradient_bytes))
+    assert 0 <= wire_bytes - gradient_bytes // 2 <= 128 * int(with_flag.reduce_stats()["buckets"])
+    assert with_flag.gradient_as_bucket_view, "as given, as torch's"
+    for step in range(8):
+        to_none = step % 2 == 0
+        held = [one.grad for one in with_flag.parameters()]
+        for ddp in (with_flag, without):
+            ddp.zero_grad(set_to_none=to_none)
+            loss_of(ddp(batch(rank, step))).backward()
+        assert all(map(torch.equal, gradients(with_flag), gradients(without)))
+        now = [one.grad for one in with_flag.parameters()]
+        if step:
+            assert all((one is before) != to_none for one, before in zip(now, held, strict=True))
+        assert len({one.untyped_storage().data_ptr() for one in now if one is not None}) == len(now), "views share one"
+    loss_of(with_flag(batch(rank, 9)))
+    assert with_flag._get_ddp_logging_data()["gradient_as_bucket_view"] == 0
+    copied, again = warned_of_views(lambda: copy.deepcopy(with_flag))
+    assert len(again) == 1 and copied.gradient_as_bucket_view
+    loss_of(copied(batch(rank, 0))).backward()
+
+
+def flag_with_modes(rank: int, world: int, mode: Any) -> None:
+    """With a 16-bit wire the flag excludes nothing: neither a mode from the start, nor one that comes later."""
+    found = []
+    for flag in (False, True):
+        for later in (False, True):
+            config = fusedreduce.ReduceConfig(wire="bf16", sync_mode=fusedreduce.Synchronous() if later else mode)
+            ddp = fusedreduce.DistributedDataParallel(
+                mlp(), reduce=config, bucket_cap_mb=SMALL_CAP_MB, gradient_as_bucket_view=flag
+            )
+            if later:
+                ddp.set_sync_mode(mode)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+            for step in range(6):
+                optimizer.zero_grad()
+                loss_of(ddp(batch(rank, step))).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            ddp.flush(optimizer)
+            found.append([one.detach().clone() for one in ddp.parameters()])
+            dist.barrier()
+    if isinstance(mode, fusedreduce.BoundedStaleness):
+        for other in found[1:]:
+            assert all(map(torch.equal, found[0], other))
+
+
+def flag_differs(rank: int, world: int, wire: str) -> str:
+    """The ranks were given different flags."""
+    with pytest.raises(fusedreduce.AgreementError) as caught:
+        wrapped(mlp(), wire, gradient_as_bucket_view=rank == 0)
+    return str(caught.value)

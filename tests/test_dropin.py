@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ddp_dropin_cases
 import ddp_message_cases
 import pytest
 from ranks import RankPool
+
+from fusedreduce import Asynchronous, BoundedStaleness
 
 KEPT = ("view", "other", "alone", "own")
 
@@ -74,3 +77,25 @@ def test_errors_go_on_with_the_parameters_name(two: RankPool, name: str) -> None
 def test_a_cap_of_less_than_a_byte_is_what_it_is_for_torch(two: RankPool, options: dict[str, Any]) -> None:
     for theirs, ours in two.run(ddp_dropin_cases.bucket_sizes, options):
         assert theirs == ours and "," in ours
+
+
+# gradient_as_bucket_view with a 16-bit wire
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+def test_views_of_a_16_bit_wire_are_none_and_a_warning_says_what_that_costs(
+    two: RankPool, wire: str, options: dict[str, Any]
+) -> None:
+    two.run(functools.partial(ddp_dropin_cases.flag_without_views, **options), wire)
+
+
+@pytest.mark.parametrize("mode", [BoundedStaleness(2), Asynchronous()], ids=str)
+def test_with_a_16_bit_wire_the_flag_excludes_no_mode(two: RankPool, mode: BoundedStaleness | Asynchronous) -> None:
+    two.run(ddp_dropin_cases.flag_with_modes, mode)
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+def test_ranks_with_different_flags_all_learn_of_it(two: RankPool, wire: str) -> None:
+    for text in two.run(ddp_dropin_cases.flag_differs, wire):
+        assert "gradient_as_bucket_view: true on rank 0; false on rank 1" in text

@@ -1332,12 +1332,6 @@ def test_reset_drops_gradients_that_a_collective_may_still_write() -> None:
             ValueError,
             "devices of one type, got parameter 0 on cpu, parameter 1 on meta",
         ),
-        (
-            [torch.ones(3, requires_grad=True)],
-            {"config": ReduceConfig(wire="bf16"), "gradient_as_bucket_view": True},
-            ValueError,
-            "needs wire='native'",
-        ),
         ([torch.eye(3).to_sparse().requires_grad_()], {}, TypeError, "sparse_coo"),
         ([torch.nn.parameter.UninitializedParameter()], {}, RuntimeError, "dummy forward"),
     ],
@@ -1350,6 +1344,18 @@ def test_bad_input_is_refused_before_anything_is_hooked(
     for one in arguments:
         if type(one) is torch.Tensor and one.is_leaf and one.requires_grad and one.layout is torch.strided:
             Reducer([one], Loopback()).close()
+
+
+def test_views_of_a_16_bit_wire_are_none_and_a_warning_counts_real_bytes() -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.complex64, torch.float32)
+    parameters = [torch.zeros(64, dtype=dtype, requires_grad=True) for dtype in dtypes]
+    config = ReduceConfig(wire="bf16")
+    options: dict[str, Any] = {"sparse": [False, False, False, True], "gradient_as_bucket_view": True}
+    # fp32, bf16, complex64: 4 + 2 + 8 bytes an element as gradients, 2 + 2 + 4 on the wire.
+    with pytest.warns(UserWarning, match=r" 512 bytes at the start of backward and 1408 at its end; .* hold 896 "):
+        reducer = Reducer(parameters, Loopback(), config, **options)
+    assert reducer.gradient_as_bucket_view and not reducer.has_views
+    assert reducer.stats()["wire_bytes"] == 512
 
 
 def test_two_open_reducers_on_one_parameter_are_refused() -> None:
