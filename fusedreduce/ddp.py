@@ -31,6 +31,7 @@ from . import admission
 from .comm.local_process_group import LocalProcessGroup, backend_name, communicator_of
 from .config import ReduceConfig
 from .ddp_logging import Logger
+from .environment import warn_of_switches
 from .errors import AgreementError
 from .finite import NonFiniteReport
 from .grad_bucket import GradBucket
@@ -96,6 +97,7 @@ class DistributedDataParallel(TorchDDP):
         if reduce is not None and not isinstance(reduce, ReduceConfig):
             raise TypeError(f"reduce must be a fusedreduce.ReduceConfig, got {reduce!r}")
         given = _arguments(self, module, args, kwargs)
+        warn_of_switches()
         self._reduce_config = reduce or ReduceConfig()
         self._reduce_caps = BucketCaps()
         self._reduce_agreed = None

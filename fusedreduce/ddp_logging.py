@@ -1,11 +1,13 @@
 """Logger: torch DDP's logging data, under torch's names, where the name means the same for our reducer.
 
 Times are ns on the host clock, so they are given for CPU modules only: on CUDA the host only enqueues. The averages are
-over the sampled iterations (the first 10, then every `sample_rate`-th), as torch's.
+over the sampled iterations (the first 10, then every `sample_rate`-th), as torch's. With TORCH_DISTRIBUTED_DEBUG=INFO
+they are logged when a wrapper is made, with DETAIL also for each sampled iteration, at level INFO.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -14,6 +16,8 @@ import torch
 
 from .pipeline import StepTimes
 from .reducer import Reducer
+
+_logger = logging.getLogger(__name__)
 
 _ENVIRONMENT = {
     "master_addr": "MASTER_ADDR",
@@ -112,6 +116,12 @@ class Logger:
         }
         if self._strings["backend_name"] == "gloo":
             self._integers["gloo_num_threads"] = 2
+        if self._debug_level() in ("INFO", "DETAIL"):
+            _logger.info(
+                "[Rank %d]: DDP Initialized with: %s",
+                reducer.communicator.rank,
+                _described({**self._integers, **self._strings}),
+            )
 
     def set_runtime_stats_and_log(self) -> None:
         """Called before each synchronised forward: samples the step before."""
@@ -123,7 +133,7 @@ class Logger:
             return
         self._sampled += 1
         times = reducer.times
-        self._integers |= {
+        found: dict[str, int] = {
             "iteration": reducer.steps,
             "unused_parameter_size": sum(
                 reducer.parameters[i].numel() * reducer.parameters[i].element_size() for i in reducer.last_unused
@@ -132,14 +142,25 @@ class Logger:
         }
         if reducer.last_order:
             self._strings["prev_iteration_grad_ready_order_indices"] = _listed(reducer.last_order)
-        self._integers["has_rebuilt_buckets"] = int(reducer.rebuilt)
+        found["has_rebuilt_buckets"] = int(reducer.rebuilt)
         if reducer.rebuilt:
             self._strings["rebuilt_bucket_sizes"] = _listed(reducer.bucket_bytes())
             self._strings["rebuilt_per_bucket_param_indices"] = ", ".join(
                 " ".join(map(str, members)) for members in reducer.plan
             )
         if reducer.parameters[0].device.type == "cpu":
-            self._integers |= self._timings(times)
+            found |= self._timings(times)
+        self._integers |= found
+        if self._debug_level() == "DETAIL":
+            _logger.info(
+                "[Rank %d / %d] [after iteration %d] Training %s: %s, unused_parameters: %s",
+                reducer.communicator.rank,
+                reducer.communicator.size,
+                reducer.steps,
+                self._strings["module_name"],
+                _described(found),
+                ", ".join(reducer.names[index] for index in reducer.last_unused) or "none",
+            )
 
     def set_error_and_log(self, error: str) -> None:
         """Notes what is about to be raised."""
@@ -158,6 +179,9 @@ class Logger:
 
     def _set_static_graph(self) -> None:
         self._integers["static_graph"] = 1
+
+    def _debug_level(self) -> str:
+        return self._strings["torch_distributed_debug"].upper()
 
     def _timings(self, times: StepTimes) -> dict[str, int]:
         forward = times.backward_start - times.forward_start
@@ -189,6 +213,10 @@ def _environment(strings: Mapping[str, str]) -> list[tuple[str, str]]:
     """The variables that torch logs for this backend."""
     skip = "nccl_" if strings["backend_name"] == "gloo" else "gloo_"
     return [(name, variable) for name, variable in _ENVIRONMENT.items() if not name.startswith(skip)]
+
+
+def _described(data: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in data.items())
 
 
 def _listed(values: Sequence[int]) -> str:

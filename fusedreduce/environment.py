@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 train.py      # sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK, ...
 
 fusedreduce.init_process_group()          # in train.py: NCCL for CUDA tensors, Gloo for the others
+
+And what the environment holds for torch's reducer that ours does not follow.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -22,6 +26,26 @@ _LARGEST_PORT = 65535
 # More digits than any of these has; Python refuses to read thousands of them.
 _NUMBER = re.compile(r"-?[0-9]{1,18}", re.ASCII)
 _HINT = "Start the processes with torchrun, which sets it: torchrun --nproc-per-node 2 SCRIPT"
+# By variable: when torch's reducer works otherwise for it, and what ours does. (In torch 2.13 it reads one more,
+# TORCH_DISTRIBUTED_DEBUG, which is followed; process groups, which have their own, are torch's here too.)
+_SWITCHES: dict[str, tuple[Callable[[str], bool], str]] = {
+    "DDP_SET_LAST_BUCKET_CAP": (
+        lambda value: value == "1",
+        "the small first bucket stays the first one; policy='planned', the default, has the last bucket end early too",
+    ),
+    "DDP_DISABLE_COMM_MEM": (
+        lambda value: value != "1",
+        "buckets come from torch's caching allocator, not from a memory pool of the backend's",
+    ),
+}
+
+
+def warn_of_switches() -> None:
+    """Names each variable that would make torch's reducer work otherwise, and says what ours does."""
+    for name, (acts, instead) in _SWITCHES.items():
+        value = os.environ.get(name)
+        if value is not None and acts(value):
+            warnings.warn(f"{name}={value} is not followed by fusedreduce: {instead}", stacklevel=3)
 
 
 def init_process_group(backend: str = "auto", *, timeout: datetime.timedelta | None = None) -> None:

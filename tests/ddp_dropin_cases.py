@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from ddp_cases import Branches, wrapped
 from hook_cases import SMALL_CAP_MB, batch, gradients, loss_of, mlp
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
@@ -193,3 +195,46 @@ def flag_differs(rank: int, world: int, wire: str) -> str:
     with pytest.raises(fusedreduce.AgreementError) as caught:
         wrapped(mlp(), wire, gradient_as_bucket_view=rank == 0)
     return str(caught.value)
+
+
+# Switches in the environment
+
+
+def warned_of(rank: int, world: int, name: str) -> tuple[list[str], str, str]:
+    """What is said of the variable when wrappers are made, and the buckets of torch's class and ours behind it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = fusedreduce.ReduceConfig(policy="static")
+        models = TorchDDP(_of_mebibytes()), fusedreduce.DistributedDataParallel(_of_mebibytes(), reduce=config)
+    found = []
+    for ddp in models:
+        for _ in range(3):
+            loss_of(ddp(torch.zeros(1, 512))).backward()
+        ddp(torch.zeros(1, 512))
+        found.append(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"])
+    return [str(one.message) for one in caught if name in str(one.message)], found[0], found[1]
+
+
+def _of_mebibytes() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
+
+
+def debugged(rank: int, world: int) -> list[str]:
+    """What is logged while a wrapper is made and used."""
+    ddp_logging = logging.getLogger("fusedreduce.ddp_logging")
+    kept: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: kept.append(record.getMessage())  # type: ignore[method-assign]
+    ddp_logging.addHandler(handler)
+    level = ddp_logging.level
+    ddp_logging.setLevel(logging.INFO)
+    try:
+        ddp = wrapped(Branches(), find_unused_parameters=True)
+        for step in range(2):
+            loss_of(ddp((batch(rank, step), 0))).backward()
+        ddp((batch(rank, 2), 0))
+    finally:
+        ddp_logging.removeHandler(handler)
+        ddp_logging.setLevel(level)
+    return kept

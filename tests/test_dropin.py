@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
+import ddp_cases
 import ddp_dropin_cases
 import ddp_message_cases
+import ddp_module_cases
 import pytest
 from ranks import RankPool
 
@@ -99,3 +102,56 @@ def test_with_a_16_bit_wire_the_flag_excludes_no_mode(two: RankPool, mode: Bound
 def test_ranks_with_different_flags_all_learn_of_it(two: RankPool, wire: str) -> None:
     for text in two.run(ddp_dropin_cases.flag_differs, wire):
         assert "gradient_as_bucket_view: true on rank 0; false on rank 1" in text
+
+
+# Switches in the environment
+
+
+@pytest.fixture(scope="module", params=["INFO", "DETAIL"])
+def debugged(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Two ranks with torch's debugging at a level: with DETAIL, every collective is compared across ranks first."""
+    pool = RankPool(2, {"TORCH_DISTRIBUTED_DEBUG": request.param})
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        functools.partial(ddp_cases.no_sync, wire="bf16"),
+        functools.partial(ddp_cases.unused, wire="bf16", container="tensor"),
+        functools.partial(ddp_cases.no_sync, wire="native"),
+        functools.partial(ddp_cases.static_graph, wire="native"),
+        functools.partial(ddp_cases.join, wire="native", batches=(3, 5), by_initial=True),
+        functools.partial(ddp_module_cases.sparse, wire="native", hook=False),
+        functools.partial(ddp_dropin_cases.flag_with_modes, mode=BoundedStaleness(2)),
+        functools.partial(ddp_dropin_cases.flag_with_modes, mode=Asynchronous()),
+    ],
+    ids=lambda case: f"{case.func.__name__}-{case.keywords.get('wire') or case.keywords['mode']}",
+)
+def test_the_wrapper_works_under_torchs_debugging(debugged: RankPool, case: Any) -> None:
+    debugged.run(case)
+
+
+def test_torchs_debugging_has_logging_data_logged(two: RankPool, debugged: RankPool, request: Any) -> None:
+    assert two.run(ddp_dropin_cases.debugged) == [[], []]
+    detail = "DETAIL" in request.node.name
+    for rank, (first, *later) in enumerate(debugged.run(ddp_dropin_cases.debugged)):
+        assert first.startswith(f"[Rank {rank}]: DDP Initialized with: ") and "world_size: 2" in first
+        assert len(later) == (2 if detail else 0)
+        for number, line in enumerate(later, 1):
+            assert line.startswith(f"[Rank {rank} / 2] [after iteration {number}] ")
+            assert "avg_backward_comm_time: " in line and "layers.1.weight, layers.1.bias, layers.2.weight" in line
+
+
+def test_a_switch_of_torchs_reducer_that_is_not_followed_is_named_once() -> None:
+    switches = {"DDP_SET_LAST_BUCKET_CAP": "1", "DDP_DISABLE_COMM_MEM": "0"}
+    pool = RankPool(2, switches)
+    try:
+        for name, value in switches.items():
+            for (warned,), theirs, ours in pool.run(ddp_dropin_cases.warned_of, name):
+                assert f"{name}={value} is not followed" in warned
+                # torch's small bucket is the last one then, ours the first.
+                assert theirs == f"{2**21}, {2**20}" and ours == f"{2**20}, {2**21}"
+    finally:
+        pool.close()

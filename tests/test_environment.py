@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fusedreduce import FusedReduceError, init_process_group
+from fusedreduce.environment import warn_of_switches
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 GOOD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -220,3 +222,24 @@ def test_two_processes() -> None:
     for rank in ranks:
         _, errors = rank.communicate(timeout=60)
         assert rank.returncode == 0, errors
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "warned"),
+    [
+        ("DDP_SET_LAST_BUCKET_CAP", "1", True),
+        ("DDP_SET_LAST_BUCKET_CAP", "0", False),
+        ("DDP_SET_LAST_BUCKET_CAP", "true", False),  # torch compares with "1"
+        ("DDP_DISABLE_COMM_MEM", "0", True),
+        ("DDP_DISABLE_COMM_MEM", "1", False),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", False),
+    ],
+)
+def test_switches_of_torchs_reducer_are_named_where_they_would_act(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, warned: bool
+) -> None:
+    monkeypatch.setenv(name, value)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_switches()
+    assert [f"{name}={value} is not followed" in str(one.message) for one in caught] == [True] * warned
