@@ -168,8 +168,6 @@ def unfinished_text(
 ) -> str:
     """What to tell a user whose last backward left buckets unreduced: all missing names, and what may be the cause."""
     text = "Expected to have finished reduction in the prior iteration before starting a new one. "
-    if failure:
-        text += f"Rank {rank}: the last synchronised backward failed; call reset() on every rank. {failure}\n"
     if static_graph:
         text += (
             "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
@@ -188,16 +186,21 @@ def unfinished_text(
                 "Have them found by passing the keyword argument `find_unused_parameters=True`, and make sure that all "
                 "`forward` function outputs participate in calculating loss; or the backward raised before it was done."
             )
-    if not failure:
-        text += " Where it raised, call reset() on every rank."
-    if not missing:
-        return text + f"\nOn rank {rank} every parameter received its gradient, but the backward was not completed"
-    numbers = " ".join(map(str, missing))
-    text += f"\nParameter indices which did not receive grad for rank {rank}: {numbers}\n"
-    text += f"Parameters which did not receive grad for rank {rank}: {', '.join(names[index] for index in missing)}"
-    if debug_hint:
+    if missing:
+        numbers = " ".join(map(str, missing))
+        text += f"\nParameter indices which did not receive grad for rank {rank}: {numbers}"
         text += (
-            ". (For more of torch's own checks set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
+            f"\nParameters which did not receive grad for rank {rank}: {', '.join(names[index] for index in missing)}"
         )
-        text += "DETAIL.)"
+    else:
+        text += f"\nOn rank {rank} every parameter received its gradient, but the backward was not completed"
+    if failure:
+        text += f"\nRank {rank}: the last synchronised backward failed; call reset() on every rank. {failure}"
+    else:
+        text += "\nWhere a backward raised, call reset() on every rank."
+    if missing and debug_hint:
+        text += (
+            " (For more of torch's own checks set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
+            "DETAIL.)"
+        )
     return text

@@ -198,7 +198,7 @@ def test_what_is_unfinished_is_named_in_every_mode(
 
     text = text_for(missing)
     assert "Expected to have finished reduction in the prior iteration before starting a new one" in text
-    shown = text.split("Parameters which did not receive grad for rank 3: ")[1].split(". (For")[0]
+    shown = text.split("Parameters which did not receive grad for rank 3: ")[1].splitlines()[0]
     assert shown.split(", ") == [names[index] for index in missing], "all of them, in every debug level"
     assert f"rank 3: {' '.join(map(str, missing))}\n" in text
     assert ("TORCH_DISTRIBUTED_DEBUG" in text) == debug_hint
