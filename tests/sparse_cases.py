@@ -198,7 +198,7 @@ def kept(rank: int, world: int) -> None:
         ddp.zero_grad()
         loss_of(ddp((indices(rank, step), ALL)), world).backward()
     table = ddp.module.rows.weight
-    mine = torch.sparse_coo_tensor(torch.tensor([[rank, 2]]), torch.full((2, WIDTH), rank + 1.0), table.shape)
+    mine = torch.sparse_coo_tensor(torch.tensor([[rank, ROWS - 1]]), torch.full((2, WIDTH), rank + 1.0), table.shape)
     table.grad = mine
     for step in range(3):
         loss_of(ddp((indices(rank, step), ALL - {"rows"})), world).backward()

@@ -116,9 +116,9 @@ class KindsOfStep:
         before = "" if known is None else f" In the steps before it was {known}."
         torchs = "" if all(kind.layout is torch.sparse_coo for kind in by_kind) else _EXPECTED_SPARSE
         return AgreementError(
-            f"{torchs}The gradient of {self._kinds.names[number]} must be sparse (torch.sparse_coo), and of one kind on "
-            f"all ranks and in all steps; it has not been reduced: {found}.{before} Reduce it as dense (sparse=False), or "
-            "leave it sparse everywhere"
+            f"{torchs}The gradient of {self._kinds.names[number]} must be sparse (torch.sparse_coo), and of one kind "
+            f"on all ranks and in all steps; it has not been reduced: {found}.{before} Reduce it as dense "
+            "(sparse=False), or leave it sparse everywhere"
         )
 
 
