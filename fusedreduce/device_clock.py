@@ -57,9 +57,10 @@ class DeviceClock:
         found.backward_end_ns = self._since_base("backward_end_ns", host.backward_end_ns)
         for number, (ours, theirs) in enumerate(zip(found.buckets, host.buckets, strict=True)):
             ours.ready_ns = self._since_base((number, "pack_ns"), theirs.ready_ns)
-            for name in ("pack_ns", "launch_ns", "done_ns", "end_ns"):
+            for name in ("pack_ns", "launch_ns", "done_ns", "unpack_ns", "end_ns"):
                 setattr(ours, name, self._since_base((number, name), getattr(theirs, name)))
-            ours.unpack_ns = ours.done_ns
+            # Marked where its stream begins to wait for the collective, behind all that it waits for besides.
+            ours.unpack_ns = max(ours.unpack_ns, ours.done_ns)
         return found
 
     def ready_ns(self, parameters: int, marks: StepMarks) -> list[int]:

@@ -353,9 +353,9 @@ class Pipeline:
     def _finish_one(self, reduction: Reduction, used: UsedSum | None, unscaling: Unscaling) -> None:
         members = reduction.members
         untouched = untouched_of(members, used)
-        self._clock.unpack(members.index)
 
         def finish() -> None:
+            self._clock.unpack(members.index)
             reduction.finish(untouched, unscaling)
             for number in untouched & self._kept.keys():
                 gradient = self.maker.parameters[number].grad

@@ -31,7 +31,7 @@ class Looked:
     Args:
         marks: per bucket, host clock.
         ready_ns: per parameter since backward began, without our own packing; MISSING_NS: it did not come.
-        packing_ns: per bucket, time spent on parts of it before it was packed, and on issuing its collective.
+        packing_ns: per bucket, host time spent on parts of it before it was packed, and on issuing its collective.
         device: timing events, on CUDA.
     """
 
@@ -54,7 +54,8 @@ class Looked:
         if MISSING_NS not in {time_ns for times in known for time_ns in times}:
             wires = seen([one.launch_ns for one in marks.buckets], [one.done_ns for one in marks.buckets])
             for index, (one, wire, packing_ns) in enumerate(zip(marks.buckets, wires, self.packing_ns, strict=True)):
-                pack_ns = one.launch_ns - one.pack_ns + packing_ns
+                # On CUDA that is no time of the device's, and what it delays there lies between its marks.
+                pack_ns = one.launch_ns - one.pack_ns + (packing_ns if self.device is None else 0)
                 unpack_ns = one.end_ns - max(one.unpack_ns, one.done_ns)
                 rows[index] = BucketTimes(wire, max(pack_ns, 0), max(unpack_ns, 0))
         probe_ns = list(self.probe_ns) if self.device is None else self.device.probe_ns()
@@ -210,9 +211,11 @@ class StepClock:
                 self._look.device.mark("backward_end_ns")
 
     def unpack(self, bucket: int) -> None:
-        """A bucket is about to be waited for and unpacked."""
+        """A bucket is about to be waited for and unpacked, on CUDA by the current stream."""
         if self._look is not None:
             self._look.marks.buckets[bucket].unpack_ns = time.perf_counter_ns() - self._base_ns
+            if self._look.device is not None:
+                self._look.device.mark((bucket, "unpack_ns"))
 
     def unpacked(self, bucket: int) -> None:
         """A bucket has been unpacked, or that was enqueued on the current stream."""

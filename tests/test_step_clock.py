@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
+from device_time import DEVICE, FakeGpu, FakeStream
 from loopback import Loopback
 
 from fusedreduce.planning.timeline import MISSING_NS
@@ -145,96 +144,136 @@ def test_stall_is_the_union_of_what_waited() -> None:
     assert stall_ns(marks.buckets) == 30
 
 
-class Event:
-    """A timing event on streams that are counters: it holds where its stream stood."""
+class Enqueued(Collective):
+    """Ends on a stream of its own, 300 ns behind what is enqueued now."""
 
-    streams: list[str] = ["main"]
-    at_ms: dict[str, float] = {}
+    def __init__(self, gpu: FakeGpu, channel: FakeStream) -> None:
+        super().__init__()
+        self._gpu, self.waited = gpu, list[FakeStream]()
+        channel.wait_stream(gpu.current)
+        with gpu.on(channel):
+            gpu.work(300)
+        self._ends_ns = channel.now_ns
 
-    def __init__(self, enable_timing: bool = False) -> None:
-        assert enable_timing
-        self.time_ms = -1.0
-
-    def record(self, stream: object) -> None:
-        self.time_ms = Event.at_ms[Event.streams[-1]]
-
-    def synchronize(self) -> None:
-        """Host and device are one here."""
-
-    def elapsed_time(self, later: Event) -> float:
-        return later.time_ms - self.time_ms
+    def wait(self) -> None:
+        self.waited.append(self._gpu.current)
+        self._gpu.current.wait_until(self._ends_ns)
 
 
 def test_on_a_device_times_are_those_of_its_streams(monkeypatch: pytest.MonkeyPatch, now: list[int]) -> None:
-    Event.streams, Event.at_ms = ["main"], {"main": 5.0, "watch": 0.0}
-
-    @contextmanager
-    def stream(one: str) -> Iterator[None]:
-        Event.streams.append(one)
-        yield
-        Event.streams.pop()
-
-    fakes: dict[str, Any] = {
-        "Event": Event,
-        "Stream": lambda device: "watch",
-        "stream": stream,
-        "current_stream": lambda device: Event.streams[-1],
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-
-    class Enqueued(Collective):
-        def wait(self) -> None:
-            assert Event.streams[-1] == "watch", "only a stream of its own may wait before the end of backward"
-            Event.at_ms["watch"] = 5.0 + 9.0
-
-    clock = StepClock(2, torch.device("cuda", 0))
+    gpu = FakeGpu(monkeypatch)
+    gpu.work(5000)
+    clock = StepClock(2, DEVICE)
     clock.arm(1, closely=True, forward_ns=MISSING_NS)
     clock.begin()
     for index in (1, 0):
         now[0] += 1000  # the host is far ahead
-        Event.at_ms["main"] += 2.0
+        gpu.work(2000)
         clock.enter()
         clock.arrive(index)
         clock.leave()
     clock.bucket_ready(0)
     clock.pack(0)
-    Event.at_ms["main"] += 0.5
-    clock.launched(0, Enqueued(), None, Loopback())
+    gpu.work(100)
+    pending = Enqueued(gpu, FakeStream())
+    clock.launched(0, pending, None, Loopback())
+    assert pending.waited and gpu.current not in pending.waited, "backward must not wait for a collective"
     clock.backward_ended()
     clock.unpack(0)
-    Event.at_ms["main"] = 5.0 + 11.0
+    pending.wait()
+    gpu.work(40)
     clock.unpacked(0)
     look = clock.taken()
     assert look is not None
     assert look.ready_ns == [2000, 1000], "the host's, kept apart"
-    assert look.device_ready_ns() == [4_000_000, 2_000_000]
+    assert look.device_ready_ns() == [4000, 2000]
     (bucket,) = look.finest().buckets
-    assert (bucket.pack_ns, bucket.launch_ns, bucket.done_ns) == (4_000_000, 4_500_000, 9_000_000)
-    assert (bucket.unpack_ns, bucket.end_ns) == (9_000_000, 11_000_000)
+    assert (bucket.pack_ns, bucket.launch_ns, bucket.done_ns) == (4000, 4100, 4400)
+    assert (bucket.unpack_ns, bucket.end_ns) == (4400, 4440)
     (times,) = look.times().buckets
     assert times is not None
-    assert (times.wire.since_first_ns, times.pack_ns, times.unpack_ns) == (4_500_000, 500_000, 2_000_000)
+    assert (times.wire.since_first_ns, times.pack_ns, times.unpack_ns) == (300, 100, 40)
+
+
+def test_waiting_for_the_end_of_backward_is_no_unpacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two buckets whose collectives end during backward; and the second waits for the first one's unpacking."""
+    gpu = FakeGpu(monkeypatch)
+    side, channel = FakeStream(), FakeStream()
+    clock = StepClock(2, DEVICE)
+    clock.arm(2, closely=True, forward_ns=MISSING_NS)
+    clock.begin()
+    pending = []
+    for bucket in (0, 1):
+        gpu.work(2000)
+        clock.enter()
+        clock.arrive(1 - bucket)
+        clock.bucket_ready(bucket)
+        clock.pack(bucket)
+        gpu.work(100)
+        pending.append(Enqueued(gpu, channel))
+        clock.launched(bucket, pending[-1], None, Loopback())
+        clock.leave()
+    gpu.work(5000)
+    clock.backward_ended()
+    gpu.work(70)  # a user's hook, or what the reducer itself enqueues at the end of backward
+    side.wait_stream(gpu.current)
+    with gpu.on(side):
+        for bucket, one in enumerate(pending):
+            clock.unpack(bucket)
+            one.wait()
+            gpu.work(40)
+            clock.unpacked(bucket)
+    look = clock.taken()
+    assert look is not None
+    marks = look.finest()
+    assert [one.done_ns for one in marks.buckets] == [2400, 4500] and marks.backward_end_ns == 9200
+    assert [(one.unpack_ns, one.end_ns) for one in marks.buckets] == [(9270, 9310), (9310, 9350)]
+    assert [one and (one.pack_ns, one.unpack_ns) for one in look.times().buckets] == [(100, 40), (100, 40)]
 
 
 def test_packing_on_the_device_is_taken_out_of_later_gradients_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    Event.streams, Event.at_ms = ["main"], {"main": 0.0, "watch": 1.0}
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "main")
-    clock = StepClock(2, torch.device("cuda", 0))
+    gpu = FakeGpu(monkeypatch)
+    clock = StepClock(2, DEVICE)
     clock.arm(2, closely=True, forward_ns=MISSING_NS)
     clock.begin()
     for index in (1, 0):
-        Event.at_ms["main"] += 3.0
+        gpu.work(3000)
         clock.enter()
         clock.arrive(index)
         clock.bucket_ready(1 - index)
         clock.pack(1 - index)
-        Event.at_ms["main"] += 1.0
+        gpu.work(1000)
         clock.launched(1 - index, None, None, Loopback())
         clock.leave()
     look = clock.taken()
-    assert look is not None and look.device_ready_ns() == [6_000_000, 3_000_000]
+    assert look is not None and look.device_ready_ns() == [6000, 3000]
+
+
+def test_issuing_takes_the_hosts_time_and_not_the_devices(monkeypatch: pytest.MonkeyPatch, now: list[int]) -> None:
+    packed_ns = []
+    for device in (CPU, DEVICE):
+        gpu = FakeGpu(monkeypatch)
+        clock = StepClock(1, device)
+        clock.arm(1, closely=True, forward_ns=MISSING_NS)
+        clock.enter()
+        clock.arrive(0)
+        clock.bucket_ready(0)
+        clock.pack(0)
+        gpu.work(100)
+        now[0] += 30
+        issued_ns = now[0]
+        now[0] += 50
+        collective = Enqueued(gpu, FakeStream())
+        clock.launched(0, collective, issued_ns, Loopback())
+        collective.end()
+        clock.unpack(0)
+        clock.unpacked(0)
+        look = clock.taken()
+        assert look is not None
+        (times,) = look.times().buckets
+        assert times is not None
+        packed_ns.append(times.pack_ns)
+    assert packed_ns == [30 + 50, 100]
 
 
 def test_gradients_on_several_devices_have_host_times_only(now: list[int]) -> None:
