@@ -294,7 +294,8 @@ def main() -> int:
     for point in points:
         best = fastest_of_torch(point)
         base = point["variants"][best]["us"]
-        ratios = ", ".join(f"{name!r} {point['variants'][name]['us'] / base:.2f}" for name in OURS)
+        ours = {name: point["variants"][name]["us"] for name in OURS}
+        ratios = ", ".join(f"{name!r} {f'{us / base:.2f}' if base > 0 else '-'}" for name, us in ours.items())
         print(f"{point['parameters']} parameters, {point['buckets']} buckets: {ratios} of {best!r}")
     path = records.write(
         asked.out,

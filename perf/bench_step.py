@@ -236,21 +236,20 @@ def judge(results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         base = judged.base or results[judged.model]["torch_best"]
         best = min(judged.candidates, key=lambda name: rows[name]["sync_ms"])
         ratio = _ratio(rows[best]["sync_ms"], rows[base]["sync_ms"])
-        met = ratio is not None and ratio <= judged.required
+        verdict: dict[str, Any] = {"what": f"{judged.what}, {judged.model}", "by": best, "of": base, "ratio": ratio}
+        verdict |= {"met": None if ratio is None else ratio <= judged.required}
+        verdict |= {"required": judged.required, "goal": judged.goal}
+        if ratio is None:
+            verdict["why_not"] = f"{base!r} takes no time that can be measured: too few steps"
         said = f"{judged.what}, {judged.model}: {_number(ratio)} of {base!r} by {best!r}"
         if judged.also not in (None, best):
             said += f", {judged.also!r} {_number(_ratio(rows[judged.also]['sync_ms'], rows[base]['sync_ms']))}"
-        said += f"; required <= {judged.required:.2f}: {_word(met)}"
-        if judged.goal is not None:
-            said += f"; goal {judged.goal}: {_word(ratio is not None and ratio <= judged.goal)}"
-        print(said + ("" if ratio is not None else "; too few steps to tell"))
-        found.append({"what": f"{judged.what}, {judged.model}", "by": best, "of": base, "ratio": ratio, "met": met})
-        found[-1] |= {"required": judged.required, "goal": judged.goal}
+        said += f"; required <= {judged.required:.2f}: {records.verdict_word(verdict)}"
+        if judged.goal is not None and ratio is not None:
+            said += f"; goal {judged.goal}: {'met' if ratio <= judged.goal else 'MISSED'}"
+        print(said)
+        found.append(verdict)
     return found
-
-
-def _word(met: bool) -> str:
-    return "met" if met else "MISSED"
 
 
 # Command line

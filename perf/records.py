@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -137,6 +137,12 @@ def provenance(device: torch.device | str) -> dict[str, object]:
         "hardware": _hardware(device),
         "versions": _versions(device.type),
     }
+
+
+def verdict_word(verdict: Mapping[str, Any]) -> str:
+    """Whether what was demanded was reached: "met", None where that cannot be judged, and then "why_not"."""
+    met = verdict["met"]
+    return f"not judged, {verdict['why_not']}" if met is None else "met" if met else "MISSED"
 
 
 def write(folder: Path, what: str, device: torch.device | str, *, rehearsal: bool = False, **content: object) -> Path:

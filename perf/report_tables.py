@@ -425,7 +425,7 @@ def _cell(text: str) -> str:
 
 
 def missed(record: Record) -> Lines:
-    """What a record was to reach and did not, a bullet each."""
+    """What a record was to reach and did not, or what cannot be judged, a bullet each."""
     what = record["what"]
     if family(what) == "kernels":
         return [
@@ -436,12 +436,12 @@ def missed(record: Record) -> Lines:
         ]
     if family(what) in ("modes", "data_parallel"):
         return [
-            f"{one['what']} {number(one['figure'])}, at most {one['most']:g}"
+            _not_judged(one) or f"{one['what']} {number(one['figure'])}, at most {one['most']:g}"
             for one in record["verdicts"]
             if not one["met"]
         ]
     if what.startswith("step"):
-        return [_step_missed(one) for one in record["verdicts"] if not one["met"]]
+        return [_not_judged(one) or _step_missed(one) for one in record["verdicts"] if not one["met"]]
     if what == "scale":
         return [
             f"{measured} against {axis}: {sweep['line']['why_not']}"
@@ -478,6 +478,10 @@ def missed(record: Record) -> Lines:
             if row[key] >= allowed
         ]
     return []
+
+
+def _not_judged(verdict: Record) -> str:
+    return f"{verdict['what']}: not judged, {verdict['why_not']}" if verdict["met"] is None else ""
 
 
 def _step_missed(verdict: Record) -> str:

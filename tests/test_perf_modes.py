@@ -176,6 +176,29 @@ def test_held_up_is_what_is_left_without_the_modes_own_time_and_the_ranks_own_sl
     assert [one["figure"] for one in verdicts.values()] == pytest.approx([1 / 3.75, 1.25], abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("base_ms", "again_ms", "judged"), [(4.0, 3.5, True), (-0.08, -0.09, False), (0.0, 0.0, False), (0.3, 0.7, False)]
+)
+def test_being_held_up_is_judged_where_synchronous_is_beyond_what_it_differs_from_itself(
+    base_ms: float, again_ms: float, judged: bool
+) -> None:
+    held_ms = {modes.SYNCHRONOUS: base_ms, modes.AGAIN: again_ms, "staleness 1": 1.0}
+    rows = {name: {"held_up_ms": [one, one]} for name, one in held_ms.items()}
+    [verdict] = modes.judge({}, {"pauses of 1, in turns": rows})
+    if judged:
+        assert verdict["figure"] == 0.25 and verdict["met"] is True
+    else:
+        assert verdict["met"] is None and "figure" not in verdict
+        assert verdict["why_not"].startswith(f"{modes.SYNCHRONOUS} was held up {base_ms:.2f} ms a step, and ")
+
+
+def test_verdicts_on_record_are_those_of_its_numbers() -> None:
+    found = [records.read(path) for path in records.RESULTS.glob("modes_*.json")]
+    assert found
+    for record in found:
+        assert record["verdicts"] == modes.judge(record["accuracy"], record["stragglers"])
+
+
 def test_scenarios_of_one_shape_are_measured_together() -> None:
     together = modes.runs(list(modes.SCENARIOS))
     assert [len(names) for names in together] == [5, 1, 1] and together[0][0] == modes.EVEN
