@@ -161,6 +161,7 @@ class Reducer:
         self.last_unused: tuple[int, ...] = ()
         self.unused_now: tuple[int, ...] = ()  # what the search has found in the outputs of the step that is armed
         self.unused_always_same = True
+        self.advises = True  # whoever made this has chosen its options, and can be told to choose others
         self.buckets_reduced = 0
         self.on_error: Callable[[str], None] | None = None
         # Called within the callback that has launched a step and cannot wait for it, or has failed (state FAILED): it
@@ -976,7 +977,7 @@ class Reducer:
     def _note_unused(self, unused: list[int]) -> None:
         if self.steps and tuple(unused) != self.last_unused:
             self.unused_always_same = False
-        if not unused and self.steps == 0:
+        if not unused and self.steps == 0 and self.advises:
             _logger.warning(
                 "find_unused_parameters=True was given, but no unused parameter was found in the first forward. The "
                 "search costs time in every iteration: turn it off if the model never has any"

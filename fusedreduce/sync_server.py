@@ -1,7 +1,7 @@
 """SyncServer: gradients averaged over devices of this process, each of which says first what it will produce.
 
     server = SyncServer(2)
-    with server.device(rank, model.parameters()) as device:     # in a thread per device
+    with server.device(rank, model.named_parameters()) as device:     # in a thread per device
         for batch in data:
             device.announce(loss := model(batch))               # None: nothing this time
             loss.backward()
@@ -118,25 +118,36 @@ class SyncServer:
         """Number of devices."""
         return self._group.size
 
-    def device(self, rank: int, parameters: Iterable[torch.Tensor], names: Sequence[str] | None = None) -> SyncDevice:
+    def device(self, rank: int, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> SyncDevice:
         """Takes a device's place; it is left by `close`, and may be taken again then.
 
         Args:
             rank: which device, from 0.
-            parameters: its model's, in the same order on every device. A shared one counts once; those that need no
-                gradient are left out.
-            names: theirs, for messages.
+            named_parameters: its model's, as `model.named_parameters()` gives them. Names and their order must be the
+                same on every device; the first epoch compares them. A shared parameter counts once, under its first
+                name; those that need no gradient are left out.
 
         Raises:
-            ValueError: no such rank, nothing to reduce, or parameters that another server or reducer holds.
+            ValueError: no such rank, nothing to reduce, a name twice, or parameters that another server or reducer
+                holds.
+            TypeError: parameters without names.
             FusedReduceError: the server is closed, or the place is taken.
         """
-        listed = list(parameters)
-        named = [f"parameter {index}" for index in range(len(listed))] if names is None else list(names)
-        if len(named) != len(listed):
-            raise ValueError(f"got {len(named)} names for {len(listed)} parameters")
-        first = {id(one): (one, name) for one, name in reversed(list(zip(listed, named, strict=True)))}
-        kept = [first[key] for key in dict.fromkeys(map(id, listed)) if first[key][0].requires_grad]
+        kept: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for pair in named_parameters:
+            # Without names only an order could say which parameters belong together, and nothing would check that.
+            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
+                raise TypeError(
+                    "device: expected pairs of a name and a parameter, as model.named_parameters() gives them, got "
+                    f"{type(pair).__name__}"
+                )
+            name, parameter = pair
+            if name in kept:
+                raise ValueError(f"device: two parameters are named {name}")
+            if parameter.requires_grad and id(parameter) not in seen:
+                kept[name] = parameter
+                seen.add(id(parameter))
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.world_size:
             raise ValueError(f"device: rank must be one of 0 to {self.world_size - 1}, got {rank!r}")
         with self._lock:
@@ -145,7 +156,7 @@ class SyncServer:
                 raise FusedReduceError(f"device {rank} has been started already: close() it before starting it again")
             if rank in self._departed:
                 self._generation = self._new_generation()  # the others join it with their next epoch
-            device = SyncDevice(self, rank, [one for one, _ in kept], [name for _, name in kept])
+            device = SyncDevice(self, rank, list(kept.values()), list(kept))
             self._departed.pop(rank, None)
             self._devices[rank] = device
             return device
@@ -319,6 +330,7 @@ class SyncDevice:
             caps=server._caps,
             find_unused_parameters=True,
         )
+        self.reducer.advises = False
         # Held, since a node lives only while somebody holds it. The reducer holds the same ones.
         self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
         self._handles = _hook(self, self._nodes)
@@ -383,8 +395,9 @@ class SyncDevice:
             failed = reducer.state is ReducerState.FAILED
             reducer.finalize()
         except BaseException as error:
-            # What a backward has raised already is told again, by the reducer.
-            self._raise(CollectiveError(str(error)) if failed else error)
+            if failed:  # what a backward has raised already is told again, by the reducer
+                self._raise(CollectiveError(str(error)))
+            self._raise(self._incomplete() if reducer.state is ReducerState.ARMED else error)
         if reducer.state is ReducerState.ARMED:
             with self._server._lock:
                 self._raise_if_given_up()
@@ -527,10 +540,19 @@ class SyncDevice:
         if state is ReducerState.ARMED:  # else the backward is done, and finalize could wait
             try:
                 self.reducer.check_finalized()
-            except FusedReduceError as error:
-                self._raise(error)
+            except FusedReduceError:
+                self._raise(self._incomplete())
         raise FusedReduceError(
             f"device {self.rank}: announce() twice: epoch {self.epoch} is not synced yet. Call sync() first"
+        )
+
+    def _incomplete(self) -> FusedReduceError:
+        """In place of the reducer's error, which tells of options that are set here."""
+        owed = self.owed()
+        lacks = f"without the gradients of {_names_text(owed)}, which were announced" if owed else "before it was done"
+        return FusedReduceError(
+            f"device {self.rank}: the backward of epoch {self.epoch} has ended {lacks}: announce just what one or more "
+            "backwards begin at, and run them all before sync()"
         )
 
     def _raise_if_given_up(self) -> None:

@@ -143,7 +143,7 @@ class Machine:
             [torch.zeros(numel, dtype=dtype, requires_grad=True) for numel, dtype in zip(NUMELS, DTYPES, strict=True)]
             for _ in range(WORLD)
         ]
-        self.devices: list[SyncDevice] = [self.server.device(rank, self.parameters[rank]) for rank in range(WORLD)]
+        self.devices: list[SyncDevice] = [self._start(rank) for rank in range(WORLD)]
         self.pause = pause
         self._threads = ThreadPoolExecutor(WORLD)
         self._complete = threading.Event()  # all devices are started
@@ -165,6 +165,9 @@ class Machine:
     def close(self) -> None:
         self.server.close()
         self._threads.shutdown()
+
+    def _start(self, rank: int) -> SyncDevice:
+        return self.server.device(rank, zip("abc", self.parameters[rank], strict=True))
 
     def _device(self, rank: int, todo: Sequence[Attempt], expected: Sequence[Outcome]) -> None:
         try:
@@ -204,7 +207,7 @@ class Machine:
             self._complete.clear()
             device.close()
             self.pause(rank)
-            self.devices[rank] = self.server.device(rank, self.parameters[rank])
+            self.devices[rank] = self._start(rank)
             self._complete.set()
             raise ZeroDivisionError("closed")
         if kind is Kind.RAISES_WITHIN:

@@ -76,7 +76,7 @@ def test_row_0_50_synced_gradients_are_the_local_ones_reduced(op: Literal["sum",
 
     with SyncServer(DEVICES, op=op, timeout_s=20) as server:
         for rank in range(DEVICES):
-            server.device(rank, weights[rank])
+            server.device(rank, [(str(index), one) for index, one in enumerate(weights[rank])])
         server.run(case)
     assert all(torch.equal(mine[0], weights[0][0]) and not torch.equal(mine[0], start[0]) for mine in weights)
 

@@ -65,6 +65,11 @@ def leaves(*numels: int, dtype: torch.dtype = torch.float32) -> Leaves:
     return [torch.ones(numel, dtype=dtype, requires_grad=True) for numel in numels]
 
 
+def named(parameters: Sequence[torch.Tensor], names: str = "wbcd") -> list[tuple[str, torch.Tensor]]:
+    """Pairs, as `named_parameters()` gives them."""
+    return list(zip(names, parameters, strict=False))
+
+
 def loss_of(leaf: torch.Tensor, value: float) -> torch.Tensor:
     """Its gradient is `value` everywhere."""
     return (leaf * value).sum()
@@ -90,7 +95,7 @@ class Group:
         self.devices = [self.start(rank) for rank in range(world)]
 
     def start(self, rank: int) -> SyncDevice:
-        return self.server.device(rank, self.leaves[rank], ["w", "b"])
+        return self.server.device(rank, named(self.leaves[rank]))
 
     def step(self, *losses: Callable[[Leaves], torch.Tensor] | None) -> list[list[float | None]]:
         """One epoch of all devices; the gradients of each."""
@@ -146,9 +151,9 @@ def test_row_0_1_servers_do_not_know_each_other() -> None:
 def test_row_0_2_a_second_start_is_an_error() -> None:
     with Group(2) as group:
         with pytest.raises(FusedReduceError, match="device 1 has been started already"):
-            group.server.device(1, leaves(3, 2))
+            group.server.device(1, named(leaves(3, 2)))
         with SyncServer(2) as other, pytest.raises(ValueError, match="w belongs to another open Reducer"):
-            other.device(0, group.leaves[0], ["w", "b"])
+            other.device(0, named(group.leaves[0]))
         group.works()
 
 
@@ -167,7 +172,7 @@ def test_row_0_3_close_is_for_good_and_leaves_nothing_behind(threads: ThreadPool
             loss_of(own[0], 2.0).backward()  # nobody hooks it
             assert values(own)[0] == 2.0
         with SyncServer(1) as again:
-            again.device(0, group.leaves[0])
+            again.device(0, named(group.leaves[0]))
 
 
 def test_row_0_5_nothing_is_ignored_before_the_start_or_after_the_end() -> None:
@@ -190,7 +195,7 @@ def test_row_0_5_nothing_is_ignored_before_the_start_or_after_the_end() -> None:
             pass
         group.server.close()
         asks: tuple[Callable[[], object], ...]
-        asks = (lambda: device.announce(None), lambda: group.server.device(0, own), lambda: group.server.run(id))
+        asks = (lambda: device.announce(None), lambda: group.server.device(0, named(own)), lambda: group.server.run(id))
         for ask in asks:
             with pytest.raises(FusedReduceError, match="SyncServer is closed"):
                 ask()
@@ -198,7 +203,7 @@ def test_row_0_5_nothing_is_ignored_before_the_start_or_after_the_end() -> None:
 
 def test_a_run_needs_every_device() -> None:
     with SyncServer(3) as server:
-        server.device(1, leaves(1))
+        server.device(1, named(leaves(1)))
         with pytest.raises(FusedReduceError, match="devices 0 and 2 are not started"):
             server.run(lambda device: None)
 
@@ -210,12 +215,14 @@ def test_a_run_needs_every_device() -> None:
         (lambda: SyncServer(2, timeout_s=0), ValueError, "timeout_s"),
         (lambda: SyncServer(2, op="max"), ValueError, "op"),  # type: ignore[arg-type]
         (lambda: SyncServer(2, config=ReduceConfig(sync_mode=BoundedStaleness(1))), ValueError, "is refused"),
-        (lambda: SyncServer(2).device(2, leaves(1)), ValueError, "rank must be one of 0 to 1, got 2"),
-        (lambda: SyncServer(2).device(-1, leaves(1)), ValueError, "rank must be"),
-        (lambda: SyncServer(2).device(True, leaves(1)), ValueError, "rank must be"),
+        (lambda: SyncServer(2).device(2, named(leaves(1))), ValueError, "rank must be one of 0 to 1, got 2"),
+        (lambda: SyncServer(2).device(-1, named(leaves(1))), ValueError, "rank must be"),
+        (lambda: SyncServer(2).device(True, named(leaves(1))), ValueError, "rank must be"),
         (lambda: SyncServer(2).device(0, []), ValueError, "at least one parameter"),
-        (lambda: SyncServer(2).device(0, leaves(1), ["a", "b"]), ValueError, "2 names for 1 parameters"),
-        (lambda: SyncServer(1).device(0, leaves(1)).announce(3.0), TypeError, "tensors or None, got float"),
+        (lambda: SyncServer(2).device(0, leaves(1)), TypeError, "named_parameters.. gives them, got Tensor"),  # type: ignore[arg-type]
+        (lambda: SyncServer(2).device(0, [("w", 1.0)]), TypeError, "pairs of a name and a parameter"),  # type: ignore[list-item]
+        (lambda: SyncServer(2).device(0, named(leaves(1, 1), "ww")), ValueError, "two parameters are named w"),
+        (lambda: SyncServer(1).device(0, named(leaves(1))).announce(3.0), TypeError, "tensors or None, got float"),
     ],
 )
 def test_bad_input(make: Callable[[], object], error: type[Exception], match: str) -> None:
@@ -244,9 +251,8 @@ def test_rows_0_11_and_0_17_shared_parameters_count_once_and_frozen_ones_never()
     inputs = [torch.randn(5, 4) for _ in range(2)]
     with SyncServer(2) as server:
         for rank, model in enumerate(models):
-            listed = [model.first.weight, *model.frozen.parameters(), model.last.weight]
-            device = server.device(rank, listed, ["first", "frozen", "frozen bias", "last"])
-            assert device.reducer.names == ("first",)
+            device = server.device(rank, model.named_parameters(remove_duplicate=False))
+            assert device.reducer.names == ("first.weight",)
 
         def case(device: SyncDevice) -> None:
             model = models[device.rank]
@@ -269,9 +275,41 @@ def test_rows_0_11_and_0_17_shared_parameters_count_once_and_frozen_ones_never()
 
 def test_different_models_are_refused_on_all_devices(threads: ThreadPoolExecutor) -> None:
     with SyncServer(2, timeout_s=20) as server:
-        devices = [server.device(rank, leaves(rank + 3)) for rank in range(2)]
+        devices = [server.device(rank, named(leaves(rank + 3))) for rank in range(2)]
         for future in [threads.submit(device.announce, None) for device in devices]:
             assert isinstance(future.exception(20), AgreementError)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["from the start", "started again"])
+def test_another_order_of_parameters_is_refused_on_all_devices(threads: ThreadPoolExecutor, later: bool) -> None:
+    """Of the same sizes: by their places in the list w would be averaged with b."""
+    own = [leaves(3, 3) for _ in range(2)]
+    with SyncServer(2, timeout_s=20) as server:
+        devices = [server.device(rank, named(own[rank])) for rank in range(2 if later else 1)]
+        if later:
+            server.run(lambda device: device.backward(None))
+            devices.pop().close()
+        devices.append(server.device(1, named(own[1])[::-1]))
+        losses = [loss_of(mine[0], 2.0) + loss_of(mine[1], 100.0) for mine in own]
+        for future in [threads.submit(one.backward, loss) for one, loss in zip(devices, losses, strict=True)]:
+            assert isinstance(future.exception(20), AgreementError)
+        assert [values(mine) for mine in own] == [[None, None]] * 2
+
+
+def test_nobody_is_told_to_change_options_that_the_server_has_set(caplog: pytest.LogCaptureFixture) -> None:
+    """Every parameter is used: a reducer of one's own would say that the search for unused ones can be left out."""
+    with Group(2) as group:
+        both = lambda own: loss_of(own[0], 2.0) + loss_of(own[1], 2.0)  # noqa: E731
+        assert group.step(both, both) == [[2.0, 2.0]] * 2
+    assert caplog.messages == []
+    parameters = leaves(3)
+    with (
+        SyncServer(1) as server,
+        Reducer(parameters, server._group.communicator(0), find_unused_parameters=True) as reducer,
+    ):
+        reducer.prepare_for_backward(loss := loss_of(parameters[0], 2.0))
+        loss.backward()
+    assert [text for text in caplog.messages if "turn it off" in text] == caplog.messages != []
 
 
 # Exceptions: row 0.7
@@ -458,7 +496,9 @@ def test_a_gradient_that_was_not_announced_is_an_error_for_all(late: bool, overl
         group.works()
 
 
-def test_an_announced_gradient_that_does_not_come_is_an_error_for_all() -> None:
+@pytest.mark.parametrize("syncs", [True, False], ids=["at sync", "at the next announce"])
+def test_an_announced_gradient_that_does_not_come_is_an_error_for_all(syncs: bool) -> None:
+    said = "the backward of epoch 1 has ended without the gradients of b, which were announced"
     with Group(2) as group:
 
         def case(device: SyncDevice) -> None:
@@ -466,10 +506,11 @@ def test_an_announced_gradient_that_does_not_come_is_an_error_for_all() -> None:
             if device.rank == 0:
                 device.announce([loss := loss_of(own[0], 1.0), loss_of(own[1], 1.0)])
                 loss.backward()
-                with pytest.raises(FusedReduceError, match="did not receive grad for rank 0: b"):
-                    device.sync()
+                with pytest.raises(FusedReduceError, match=said) as raised:
+                    device.sync() if syncs else device.announce(None)
+                assert not any(word in str(raised.value) for word in ("find_unused", "wrapper", "reset", "rank"))
             else:
-                with pytest.raises(CollectiveError, match="(?s)epoch 1 was given up: device 0 raised .*: b"):
+                with pytest.raises(CollectiveError, match=f"epoch 1 was given up: device 0 raised .*{said}"):
                     device.backward(loss_of(own[0], 1.0))
 
         group.server.run(case)
@@ -514,7 +555,7 @@ def test_row_0_24_one_order_whatever_the_order_of_readiness() -> None:
     orders = [[source.sample(range(4), 4) for _ in range(20)] for _ in range(3)]
     with SyncServer(3, timeout_s=20) as server:
         for rank in range(3):
-            server.device(rank, own[rank])
+            server.device(rank, named(own[rank]))
 
         def case(device: SyncDevice) -> None:
             mine = own[device.rank]
@@ -569,7 +610,7 @@ def test_row_0_28_strides_and_complex_numbers() -> None:
     given = [[torch.randn_like(leaf) for leaf in mine] for mine in own]
     with SyncServer(2) as server:
         for rank in range(2):
-            server.device(rank, own[rank])
+            server.device(rank, named(own[rank]))
 
         def case(device: SyncDevice) -> None:
             mine = given[device.rank]
@@ -678,7 +719,7 @@ def test_row_0_38_missing_gradients_are_named(threads: ThreadPoolExecutor) -> No
 def test_row_0_38_a_device_that_was_never_started(threads: ThreadPoolExecutor) -> None:
     with SyncServer(2, timeout_s=HANGS_S) as server:
         own = leaves(3)
-        waits = threads.submit(server.device(0, own).backward, loss_of(own[0], 1.0))
+        waits = threads.submit(server.device(0, named(own)).backward, loss_of(own[0], 1.0))
         assert "device 1 is not started" in caught(waits)
 
 
@@ -922,7 +963,7 @@ def test_eight_devices_on_one_gpu() -> None:
     world, parameters = 8, [[one.to("cuda").detach().requires_grad_() for one in leaves(5, 3)] for _ in range(8)]
     with SyncServer(world, op="sum", timeout_s=20) as server:
         for rank in range(world):
-            server.device(rank, parameters[rank])
+            server.device(rank, named(parameters[rank]))
 
         def case(device: SyncDevice) -> None:
             own = parameters[device.rank]
