@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,13 @@ def wrapped(model: nn.Module, wire: str = "native", **options: Any) -> fusedredu
     options.setdefault("bucket_cap_mb", SMALL_CAP_MB)
     config = fusedreduce.ReduceConfig(wire=wire, overlap=options.pop("overlap", True))  # type: ignore[arg-type]
     return fusedreduce.DistributedDataParallel(model, reduce=config, **options)
+
+
+def reducer_of(ddp: fusedreduce.DistributedDataParallel) -> fusedreduce.Reducer:
+    """The reducer behind torch's interface."""
+    facade: Any = ddp.reducer
+    reducer: fusedreduce.Reducer = facade.reducer
+    return reducer
 
 
 def assert_averaged(ddp: nn.Module, local: nn.Module, wire: str = "native", factor: float = 1.0) -> None:
@@ -171,11 +179,10 @@ CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch
 }
 
 
-def unused(rank: int, world: int, wire: str, container: str, as_view: bool = False) -> None:
-    """Locally unused gets the mean; globally unused keeps .grad, be it None or a tensor; as a view its mean."""
+def unused(rank: int, world: int, wire: str, container: str) -> None:
+    """Locally unused gets the mean; globally unused keeps .grad untouched, be it None or a tensor."""
     pack, unpack = CONTAINERS[container]
-    options = {"find_unused_parameters": True, "bucket_cap_mb": 0.001, "gradient_as_bucket_view": as_view}
-    ddp = wrapped(Branches(pack), wire, **options)
+    ddp = wrapped(Branches(pack), wire, find_unused_parameters=True, bucket_cap_mb=0.001)
     layers: Any = ddp.module.layers
     kept = torch.full_like(layers[2].bias, float(rank))
     for step in range(STEPS):
@@ -185,11 +192,39 @@ def unused(rank: int, world: int, wire: str, container: str, as_view: bool = Fal
         ddp.zero_grad()
         layers[2].bias.grad = kept
         loss_of(unpack(ddp((batch(rank, step), which)))).backward()
-        # (torch makes it a view of its bucket, where it is averaged: see test_dropin.)
-        assert as_view or layers[2].bias.grad is kept
-        assert layers[2].bias.grad.unique().tolist() == [(world - 1) / 2 if as_view else rank]
+        assert layers[2].bias.grad is kept and kept.unique().tolist() == [rank]
         layers[2].bias.grad = None
         assert_averaged(ddp.module, local, wire)
+
+
+def unused_views(rank: int, world: int) -> None:
+    """As torch's: what a globally unused parameter's view of the wire holds is averaged with the rest of the wire."""
+    options: dict[str, Any] = {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}
+    held: list[list[torch.Tensor]] = []
+    for ddp in (wrapped(Branches(), **options), TorchDDP(Branches(), **options)):
+        loss_of(ddp((batch(rank, 0), 2))).backward()
+        view = ddp.module.layers[2].bias.grad
+        if isinstance(ddp, fusedreduce.DistributedDataParallel):
+            buckets = reducer_of(ddp)._pipeline.buckets.packed()
+            wires = [one.bucket.wire().untyped_storage().data_ptr() for one in buckets]
+            assert view.untyped_storage().data_ptr() in wires, "no view"
+        held.append([])
+        for step in range(STEPS):
+            ddp.zero_grad(set_to_none=False)
+            assert ddp.module.layers[2].bias.grad is view
+            view.fill_(float(rank) if step % 2 else 0.3)
+            local = copy.deepcopy(ddp.module)
+            local.zero_grad()
+            loss_of(local((batch(rank, step), (rank + step) % 2))).backward()
+            loss_of(ddp((batch(rank, step), (rank + step) % 2))).backward()
+            assert ddp.module.layers[2].bias.grad is view
+            assert view.unique().tolist() == pytest.approx([(world - 1) / 2 if step % 2 else 0.3])
+            held[-1].append(view.clone())
+            for index in (0, 1):
+                pairs = zip(ddp.module.layers[index].parameters(), local.layers[index].parameters(), strict=True)
+                both = [(p.grad, torch.zeros_like(p) if q.grad is None else q.grad) for p, q in pairs]
+                assert_is_mean([mine for mine, _ in both], [alone for _, alone in both], "native")
+    assert all(map(torch.equal, *held))
 
 
 def skipped_buckets(rank: int, world: int) -> None:
@@ -354,6 +389,39 @@ def views(rank: int, world: int) -> None:
         loss_of(ddp(batch(rank, step))).backward()
         loss_of(local(batch(rank, step))).backward()
         assert_averaged(ddp.module, local)
+
+
+def create_graph(rank: int, world: int, as_view: bool) -> None:
+    """Gradients have torch's bits, of a backward without a graph: with one, torch's DDP raises for this model."""
+    ours, theirs = wrapped(mlp(), gradient_as_bucket_view=as_view), TorchDDP(mlp(), bucket_cap_mb=SMALL_CAP_MB)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            for ddp in (ours, theirs):
+                ddp.zero_grad()
+                loss_of(ddp(batch(rank, step))).backward(create_graph=ddp is ours)
+            assert all(map(torch.equal, gradients(ours), gradients(theirs)))
+            assert {one.grad is not None and one.grad.requires_grad for one in ours.parameters()} == {not as_view}
+    texts = [str(one.message) for one in caught if "DistributedDataParallel with create_graph=True" in str(one.message)]
+    assert len(texts) == 1 and "gradients of gradients are not" in texts[0], caught
+
+
+def gradients_of_gradients(rank: int, world: int) -> None:
+    """They are this rank's own, and those of torch's DDP are divided by the ranks; it can do one parameter."""
+    ours, theirs = (make(nn.Linear(24, 3, bias=False)) for make in (wrapped, TorchDDP))
+    theirs.load_state_dict(ours.state_dict())
+    local = copy.deepcopy(ours.module)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for ddp in (ours, theirs):
+            loss_of(ddp(batch(rank, 0))).backward(create_graph=True)
+            mean = ddp.module.weight.grad
+            found.append((mean.detach().clone(), *torch.autograd.grad(mean.square().sum(), ddp.module.weight)))
+    (own,) = torch.autograd.grad(loss_of(local(batch(rank, 0))), local.weight, create_graph=True)
+    (expected,) = torch.autograd.grad(own, local.weight, grad_outputs=2 * found[0][0])
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], expected) and torch.equal(found[1][1] * world, expected)
 
 
 def overlap(rank: int, world: int, wire: str) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_cases import reducer_of
 from hook_cases import assert_is_mean, assert_same_on_all_ranks, gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -29,13 +30,6 @@ def planned(**options: Any) -> fusedreduce.ReduceConfig:
     plans._LEAST_PLANNED_BYTES = 0
     options.setdefault("policy", "planned")
     return fusedreduce.ReduceConfig(**{"replan_every": 10, **options})
-
-
-def reducer_of(ddp: fusedreduce.DistributedDataParallel) -> fusedreduce.Reducer:
-    """The reducer behind torch's interface."""
-    facade: Any = ddp.reducer
-    reducer: fusedreduce.Reducer = facade.reducer
-    return reducer
 
 
 def same_everywhere(value: int) -> bool:

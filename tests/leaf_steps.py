@@ -181,3 +181,9 @@ def averaging(size: int, sums: Callable[[torch.Tensor], torch.Tensor], how: str)
 
 
 HOOKS = ("own", "new", "fp16")
+
+
+def with_hooks(*options: str | None) -> list[tuple[Wire, bool, str | None]]:
+    """(wire, views, option): each of TRAVELS with each of `options`, and HOOKS where no wire of ours is asked for."""
+    hooked = [(*travel, hook) for travel in TRAVELS if travel[0] == "native" for hook in HOOKS]
+    return [(*travel, option) for travel in TRAVELS for option in options] + hooked

@@ -98,9 +98,21 @@ def test_unused_parameters_are_found_through_any_container(two: RankPool, contai
     two.run(ddp_cases.unused, "native", container)
 
 
-@pytest.mark.parametrize(("wire", "as_view"), [("bf16", False), ("native", True)])
-def test_unused_parameters(two: RankPool, wire: str, as_view: bool) -> None:
-    two.run(ddp_cases.unused, wire, "tensor", as_view)
+def test_unused_parameters_on_a_16_bit_wire(two: RankPool) -> None:
+    two.run(ddp_cases.unused, "bf16", "tensor")
+
+
+def test_unused_parameters_whose_gradients_are_views(three: RankPool) -> None:
+    three.run(ddp_cases.unused_views)
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_gradients_with_a_graph_are_averaged(two: RankPool, as_view: bool) -> None:
+    two.run(ddp_cases.create_graph, as_view)
+
+
+def test_gradients_of_gradients_are_each_ranks_own(two: RankPool) -> None:
+    two.run(ddp_cases.gradients_of_gradients)
 
 
 @pytest.mark.parametrize("wire", WIRES)

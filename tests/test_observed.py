@@ -28,6 +28,7 @@ from leaf_steps import (
     shadow_step,
     sparse_like,
     step,
+    with_hooks,
 )
 from loopback import PEERS, Loopback, ThreadRank, ThreadWorld
 
@@ -171,11 +172,10 @@ def test_a_gradient_in_several_chunks_and_one_of_a_billionth_beside_it() -> None
         _assert_norms(reducer, collected=True)
 
 
-@pytest.mark.parametrize("option", ["plain", "overlap off", "static graph", "find unused", "skip unused", *HOOKS])
-@pytest.mark.parametrize(("wire", "views"), TRAVELS)
+@pytest.mark.parametrize(
+    ("wire", "views", "option"), with_hooks("plain", "overlap off", "static graph", "find unused", "skip unused")
+)
 def test_norms_in_every_mode(wire: Wire, views: bool, option: str) -> None:
-    if option in HOOKS and wire != "native":
-        return
     parameters, communicator = _zoo(), Loopback((_half, _half))
     reducer = Reducer(
         parameters,
