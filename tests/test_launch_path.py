@@ -154,7 +154,8 @@ def test_one_launch_whatever_the_number_of_parameters(observed: Any) -> None:
         "reduce": ["_parameter_totals_kernel", "_total_kernel"],
         "reduce_source": ["_parameter_sources_kernel", "_first_source_kernel"],
     }
-    for call in observed["calls"]:
+    for number, call in enumerate(observed["calls"]):
+        assert set(call["launched"]) == (set(kernels) if number % 2 else {"pack", "unpack", "scale"})
         for name, launched in call["launched"].items():
             assert [launch["kernel"] for launch in launched] == kernels[name], call["parameters"]
 
@@ -169,7 +170,8 @@ def test_one_program_per_row_of_the_table(observed: Any) -> None:
 
 
 def test_arguments_reach_the_kernel_in_the_order_of_its_signature(observed: Any) -> None:
-    for call in observed["calls"]:
+    for number, call in enumerate(observed["calls"]):
+        assert set(call["expected"]) == {"pack", "unpack", "scale", *(["measure"] if number % 2 else [])}
         for name, expected in call["expected"].items():
             assert call["launched"][name][0]["addresses"] == expected, name
 
@@ -177,6 +179,7 @@ def test_arguments_reach_the_kernel_in_the_order_of_its_signature(observed: Any)
 def test_each_variant_compiles_once_and_nothing_compiles_later(observed: Any) -> None:
     # `one_launch_per_call` ran first, with another wire: the second stage and mixed gradients' scale and measure are
     # compiled by then.
+    assert [name.partition(" ")[0] for name in observed["compiled"]] == ["first", "later"] * 4
     for name, compiled in observed["compiled"].items():
         wanted = ["_pack_kernel", "_unpack_kernel"] if name.startswith("first") else []
         if name.startswith("first torch.float64"):

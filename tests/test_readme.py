@@ -24,5 +24,14 @@ def test_the_kernel_example_runs_and_does_what_its_comments_say() -> None:
 def test_linked_files_exist() -> None:
     root = Path(__file__).resolve().parent.parent
     for page in (root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").glob("*.md"))):
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target, _, heading in (link.partition("#") for link in re.findall(r"\]\(([^):]+)\)", page.read_text())):
+            linked = page.parent / target if target else page
+            assert linked.exists(), f"{page.name} links to {target}"
+            if heading:
+                assert heading in _headings(linked), f"{page.name} links to {target}#{heading}"
+
+
+def _headings(page: Path) -> set[str]:
+    """As links name them: in small letters, without punctuation, with hyphens for blanks."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}

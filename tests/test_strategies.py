@@ -39,7 +39,7 @@ def test_centralized_adds_in_rank_order() -> None:
 def test_a_ring_begins_after_its_owner_and_sums_travel_one_hop_at_a_time() -> None:
     for size in SIZES:
         for part in Ring().parts(size, 64):
-            for (into, source), number in zip(part.adds, range(size), strict=False):
+            for (into, source), number in zip(part.adds, range(size - 1), strict=True):
                 assert into == (source + 1) % size and source == (part.owner + 1 + number) % size
             assert part.adds[-1][0] == part.owner
 
