@@ -71,11 +71,9 @@ class Finish:
         except Exception as error:
             self._errors.remember(error)
             raise
-        if done is not None and torch.cuda.is_current_stream_capturing():
-            self._monitor.forget_all()  # events must not be queried while a graph is being captured
-        elif done is not None:
+        if done is not None:
             what = f"rank {rank}: the reduction of {ours.label}"
-            self._monitor.watch(ours, what, done.query, self._report_after_s)
+            self._monitor.watch(ours, what, done.query, self._report_after_s, ours.device)
         return self._buffer
 
     def _unpack(self) -> torch.cuda.Event | None:

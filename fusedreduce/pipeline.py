@@ -378,11 +378,8 @@ class Pipeline:
         with self.buckets.streams.beside(members.device):
             write()
             done.record()
-        if torch.cuda.is_current_stream_capturing():
-            self._monitor.forget_all()  # events must not be queried while a graph is being captured
-        else:
-            what = f"rank {self.maker.communicator.rank}: the reduction of {members.label}"
-            self._monitor.watch(members, what, done.query, self._report_after_s(members.device))
+        what = f"rank {self.maker.communicator.rank}: the reduction of {members.label}"
+        self._monitor.watch(members, what, done.query, self._report_after_s(members.device), members.device)
 
     def _keep_unused(self, members: Members) -> None:
         """Copies gradients of parameters that this rank has not used: as views they lie where the sum will."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,8 +104,8 @@ class Clock:
 def test_an_overdue_bucket_is_named_once_and_a_finished_one_never(caplog: pytest.LogCaptureFixture) -> None:
     clock, finished = Clock(), {"slow": False, "quick": True}
     monitor = StallMonitor(poll_s=3600.0, clock=clock)
-    monitor.watch("slow", "rank 1: the reduction of bucket 3", lambda: finished["slow"], 10.0)
-    monitor.watch("quick", "bucket 4", lambda: finished["quick"], 10.0)
+    monitor.watch("slow", "rank 1: the reduction of bucket 3", lambda: finished["slow"], 10.0, CPU)
+    monitor.watch("quick", "bucket 4", lambda: finished["quick"], 10.0, CPU)
     with caplog.at_level(logging.ERROR):
         clock.now += 9.9
         assert monitor.look() == 1 and not caplog.records
@@ -118,19 +121,104 @@ def test_a_buckets_next_step_starts_its_time_anew(caplog: pytest.LogCaptureFixtu
     clock = Clock()
     monitor = StallMonitor(poll_s=3600.0, clock=clock)
     for _ in range(5):
-        monitor.watch("bucket", "bucket 0", lambda: False, 10.0)
+        monitor.watch("bucket", "bucket 0", lambda: False, 10.0, CPU)
         clock.now += 8.0
         assert monitor.look() == 1
     assert not caplog.records
-    monitor.forget_all()
-    assert monitor.look() == 0
 
 
 def test_the_thread_ends_when_nothing_is_left() -> None:
     monitor = StallMonitor(poll_s=0.01)
-    monitor.watch("bucket", "bucket 0", lambda: True, 10.0)
+    monitor.watch("bucket", "bucket 0", lambda: True, 10.0, CPU)
     thread = monitor._thread
     if thread is not None:
         thread.join(10)
         assert not thread.is_alive()
     assert monitor._thread is None
+
+
+class FakeDriver:
+    """In place of libcuda: notes in which thread the capture mode is set."""
+
+    def __init__(self, seen: list[tuple[object, ...]], status: int = 0) -> None:
+        self._seen = seen
+        self._status = status
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        self._seen.append(("mode", mode._obj.value, threading.get_ident()))
+        return self._status
+
+    hipThreadExchangeStreamCaptureMode = cuThreadExchangeStreamCaptureMode
+
+
+def _watched(
+    monkeypatch: pytest.MonkeyPatch, load: Callable[[str], object], seen: list[tuple[object, ...]], device: torch.device
+) -> None:
+    """Has a monitor look three times at a reduction on `device`, and waits for its thread."""
+    looks = iter([False, False, True])
+    ended = threading.Event()
+
+    def done() -> bool:
+        found = next(looks)
+        seen.append(("query", threading.get_ident()))
+        if found:
+            ended.set()
+        return found
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append(("device", device, threading.get_ident())))
+    StallMonitor(poll_s=0.01).watch("bucket", "bucket 0", done, 10.0, device)
+    assert ended.wait(10)
+
+
+@pytest.mark.parametrize(("hip", "library"), [(None, "libcuda.so.1"), ("7.0", "libamdhip64.so")])
+def test_its_thread_may_query_while_another_captures_a_graph(
+    hip: str | None, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In CUDA's default mode an event query in any thread invalidates a capture that is under way in another one."""
+    seen: list[tuple[object, ...]] = []
+    loaded: list[str] = []
+    monkeypatch.setattr(torch.version, "hip", hip)
+
+    def load(name: str) -> FakeDriver:
+        loaded.append(name)
+        return FakeDriver(seen)
+
+    device = torch.device("cuda", 1)
+    _watched(monkeypatch, load, seen, device)
+    relaxed = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+    thread = seen[-1][-1]
+    assert thread != threading.get_ident()
+    # The device: the first query in a thread makes a context on the thread's device, which is 0 in a new one.
+    assert seen == [("mode", relaxed, thread), ("device", device, thread), *[("query", thread)] * 3]
+    assert loaded == [library]
+
+
+def test_on_a_cpu_no_driver_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[object, ...]] = []
+    _watched(monkeypatch, lambda name: pytest.fail(f"{name} was loaded"), seen, CPU)
+    assert [kind for kind, *_ in seen] == ["query"] * 3
+
+
+def _no_library(name: str) -> object:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    ("load", "why"),
+    [
+        (_no_library, "libcuda.so.1: cannot open"),
+        (lambda _: object(), "cuThreadExchangeStreamCaptureMode"),
+        (lambda _: FakeDriver([], status=3), "status 3"),
+    ],
+    ids=["no library", "no function", "an error"],
+)
+def test_where_the_mode_cannot_be_set_that_is_said_and_it_watches_all_the_same(
+    load: Callable[[str], object], why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[tuple[object, ...]] = []
+    with caplog.at_level(logging.WARNING):
+        _watched(monkeypatch, load, seen, torch.device("cuda", 0))
+    (record,) = caplog.records
+    assert why in record.message and "capture" in record.message
+    assert [kind for kind, *_ in seen].count("query") == 3

@@ -7,13 +7,17 @@ never waited for) and logs the bucket once when it is overdue.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 _logger = logging.getLogger(__name__)
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED; the same in HIP
 
 
 @dataclass
@@ -40,15 +44,26 @@ class StallMonitor:
         self._watched: dict[object, _Watched] = {}
         self._thread: threading.Thread | None = None
 
-    def watch(self, key: object, what: str, done: Callable[[], bool], report_after_s: float) -> None:
+    def watch(
+        self, key: object, what: str, done: Callable[[], bool], report_after_s: float, device: torch.device
+    ) -> None:
         """Logs `what` as an error, once, if `done()` is still false after `report_after_s` seconds.
 
         A key that is watched already starts again: a bucket's event belongs to its latest step.
+
+        Args:
+            key: what is watched.
+            what: it, for the log.
+            done: whether it is; called in the monitor's thread.
+            report_after_s: when it is overdue.
+            device: a device of this process's.
         """
         with self._lock:
             self._watched[key] = _Watched(what, done, self._clock(), report_after_s)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="fusedreduce-stall-monitor", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, args=(device,), name="fusedreduce-stall-monitor", daemon=True
+                )
                 self._thread.start()
 
     def look(self) -> int:
@@ -71,12 +86,9 @@ class StallMonitor:
         with self._lock:
             return len(self._watched)
 
-    def forget_all(self) -> None:
-        """Stops watching everything that is watched now."""
-        with self._lock:
-            self._watched.clear()
-
-    def _run(self) -> None:
+    def _run(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            _prepare_thread(device)
         while True:
             time.sleep(self._poll_s)
             if self.look() == 0:
@@ -84,3 +96,30 @@ class StallMonitor:
                     if not self._watched:
                         self._thread = None
                         return
+
+
+def _prepare_thread(device: torch.device) -> None:
+    """Lets this thread query events of `device` at any time, without a context on another one.
+
+    In a thread's default capture mode an event query, while any other thread captures a CUDA graph, is an error that
+    invalidates that capture. And a new thread's device is 0: on the other ranks of a machine the first query would make
+    a context there, of half a GB on rank 0's GPU.
+    """
+    # The driver's own function: the runtime's would make that context.
+    name, function = "libcuda.so.1", "cuThreadExchangeStreamCaptureMode"
+    if torch.version.hip is not None:
+        name, function = "libamdhip64.so", "hipThreadExchangeStreamCaptureMode"
+    problem = ""
+    try:
+        status = getattr(ctypes.CDLL(name), function)(ctypes.byref(ctypes.c_int(_RELAXED)))
+        if status != 0:
+            problem = f"{function} returned status {status}"
+    except (OSError, AttributeError) as error:
+        problem = str(error)
+    if problem:
+        _logger.warning(
+            "the stall monitor cannot set its thread's capture mode (%s): it may invalidate a CUDA graph that is "
+            "captured within seconds of a step",
+            problem,
+        )
+    torch.cuda.set_device(device)
