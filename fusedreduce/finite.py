@@ -185,7 +185,8 @@ class FiniteCheck:
             ranks.copy_(gathered, non_blocking=True)
             host_count.copy_(count, non_blocking=True)
             known = torch.cuda.Event()
-            known.record()
+            # The copies are on the stream of what they read, whichever device is current here.
+            known.record(torch.cuda.current_stream(gathered.device))
             self._outcomes.append(_Outcome(step, ranks, host_count, totals.first_non_finite, known, excused, places))
             return
         self._outcomes.append(_Outcome(step, gathered, count, totals.first_non_finite, None, excused, places))

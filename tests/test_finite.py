@@ -26,13 +26,14 @@ from leaf_steps import (
     step,
     with_hooks,
 )
-from loopback import Call, Loopback, ThreadWorld
+from loopback import Call, Loopback, LoopbackPending, ThreadWorld
 
 from fusedreduce import BucketCaps, CollectiveError, FusedReduceError, ReduceConfig, Reducer, by_products
 from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.errors import NonFiniteGradientError
-from fusedreduce.finite import Culprit, NonFiniteReport
+from fusedreduce.finite import Culprit, FiniteCheck, Named, NonFiniteReport
 from fusedreduce.kernels import dispatch, reference
+from fusedreduce.kernels.table import Totals
 from fusedreduce.reducer import ReducerState
 from fusedreduce.reductions import packed
 
@@ -628,3 +629,43 @@ def test_a_peer_that_cannot_be_told_is_an_error_of_the_collective(when: str) -> 
         clear(parameters)
         step(reducer, [torch.randn_like(one) for one in parameters])
         assert _latest(reducer) is None
+
+
+class OnFirstGpu(torch.Tensor):
+    """Says that it is on cuda:0."""
+
+    is_cuda = True  # type: ignore[assignment]
+    device = torch.device("cuda", 0)
+
+
+def test_what_comes_to_the_host_is_awaited_on_its_own_devices_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Final callbacks run in the thread of whichever device was last: the current device may be another one."""
+    recorded: list[torch.device] = []
+
+    def current_stream(device: torch.device | None = None) -> torch.device:
+        return device or torch.device("cuda", 1)  # which is current
+
+    class Event:
+        def record(self, stream: torch.device | None = None) -> None:
+            recorded.append(stream or current_stream())
+
+        def query(self) -> bool:
+            return True
+
+    def unpinned(tensor: torch.Tensor, *, device: str, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "empty_like", unpinned)
+    communicator = Loopback()
+    first, gathered = torch.tensor([1, 7]), torch.tensor([[1, 7], [-1, 0]]).as_subclass(OnFirstGpu)
+    monkeypatch.setattr(communicator, "all_gather", lambda _: (LoopbackPending(lambda: gathered), gathered))
+    check = FiniteCheck(Named(["a", "b"], [False, False]), communicator, raises=False)
+    check.wait(check.tell(first))
+    nothing, total = torch.zeros(2, dtype=torch.float64), torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+    check.close(1, Totals(nothing, nothing, torch.tensor([-1, 7]), total))
+    assert recorded == [torch.device("cuda", 0)]
+    report = check.settle()
+    assert report is not None and [str(one) for one in report.culprits] == ["rank 0, b, element 7"]
