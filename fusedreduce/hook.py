@@ -46,6 +46,7 @@ from .hook_trace import HookTrace
 from .kernels import dispatch
 from .kernels.table import WIRE_DTYPES
 from .planning.layout import flat_layout
+from .streams import refuse_capture
 
 _logger = logging.getLogger(__name__)
 _STALL_SHARE_OF_TIMEOUT = 0.8
@@ -268,7 +269,8 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
         CollectiveError: a peer died, left or did not answer in time; names the bucket.
         NonFiniteGradientError: check_finite="raise", and a gradient held a NaN or Inf; on every rank, joined ones too.
             The step is done, and the next one works.
-        FusedReduceError: an earlier step failed on this rank alone; the process group must be made anew.
+        FusedReduceError: a CUDA graph is being captured, which holds no steps; or an earlier step failed on this rank
+            alone, and the process group must be made anew.
     """
     future, step, met_by_all = None, None, True
     try:
@@ -317,8 +319,7 @@ def _prepare(
             f"ranks of a LocalGroup cannot use fused_hook on {buffer.device.type}: torch's DistributedDataParallel "
             "waits within its backward, whose thread they share. Use fusedreduce.DistributedDataParallel"
         )
-    if state._observed.checks and buffer.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise FusedReduceError("a captured graph reports nothing when it is replayed: use check_finite='off'")
+    refuse_capture(buffer.device, communicator.rank)
     if not dense or buffer.numel() == 0:
         if not state._agreed:
             _agree(state, bucket, communicator)

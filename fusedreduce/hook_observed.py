@@ -171,7 +171,6 @@ class HookObserved:
         """
         for one in step.together:
             one.place()
-        step.captured = step.together[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if step.complex_:
             step.totals = _totals(step)  # reads DDP's buffers, which are the user's from now on
             step.complex_ = []
@@ -210,7 +209,6 @@ class ShownStep:
     complex_: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # parameters, in DDP's buffers
     together: list[RowsTogether] = field(default_factory=list)
     started: Started | None = None
-    captured: bool = False  # in a CUDA graph, whose replays write the rows anew
     totals: Totals | None = None
     source: SourceTotals | None = None
 
@@ -265,10 +263,8 @@ def _totals(step: ShownStep) -> Totals:
         gathered.put(one.numbers, dispatch.reduce_partials(one.result, one.spans))
     for number, gradient in step.complex_:
         gathered.put_peak(number, gradient)
-    totals = gathered.totals(whole=len(step.together) == 1)
-    if not step.captured:
-        step.totals = totals
-    return totals
+    step.totals = gathered.totals(whole=len(step.together) == 1)
+    return step.totals
 
 
 def _source(step: ShownStep) -> SourceTotals:
@@ -276,10 +272,8 @@ def _source(step: ShownStep) -> SourceTotals:
     if step.source is not None:
         return step.source
     found = [(one.numbers, dispatch.reduce_source_partials(one.source, one.spans)) for one in step.together]
-    source = one_source(found, step.firsts[-1], step.together[0].device)
-    if not step.captured:
-        step.source = source
-    return source
+    step.source = one_source(found, step.firsts[-1], step.together[0].device)
+    return step.source
 
 
 def _names_in(step: ShownStep, module: nn.Module) -> list[str]:

@@ -135,13 +135,7 @@ class Plans:
 
     def measured(self) -> bool:
         """Whether the plan follows measurements now: the same on every rank."""
-        return (
-            self.rebuilt
-            and self._measures
-            and self._in_step
-            and self._communicator.size > 1
-            and not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-        )
+        return self.rebuilt and self._measures and self._in_step and self._communicator.size > 1
 
     def profiles(self) -> bool:
         """Whether every parameter is to tell its time in the step that begins."""

@@ -67,6 +67,7 @@ from .reductions import CommHook, SparseKinds
 from .shadows import Shadows
 from .step import Step, unfinished_text
 from .step_clock import StepClock
+from .streams import refuse_capture
 from .units import LossScale
 from .unused import UsedMap, tensors_in, unreachable
 
@@ -253,7 +254,8 @@ class Reducer:
 
         Raises:
             ValueError: a divisor that is not a positive number, or one beside a comm hook, which divides itself.
-            FusedReduceError: the last step is not finished, with the names of what is missing, or has failed.
+            FusedReduceError: the last step is not finished, with the names of what is missing, or has failed; or a
+                CUDA graph is being captured, which holds no steps.
             AgreementError: ranks were given different models or settings; on every rank. First call only.
         """
         divisor = self._checked_divisor(divisor)
@@ -366,8 +368,9 @@ class Reducer:
         A step that is launched is completed.
 
         Raises:
-            FusedReduceError: with the names of all parameters that are missing.
+            FusedReduceError: with the names of all parameters that are missing. Or a CUDA graph is being captured.
         """
+        refuse_capture(self._device, self.communicator.rank)
         if self.state is ReducerState.LAUNCHED:
             self._complete_outside()
         if self.state is ReducerState.CLOSED:
@@ -810,6 +813,7 @@ class Reducer:
     def _backward_begins(self) -> None:
         """A backward has reached an output of forward: has its end finish the step."""
         if self.state is ReducerState.ARMED:
+            refuse_capture(self._device, self.communicator.rank)
             with self._lock:
                 if self.late.aside is not None:
                     self.late.aside.take()

@@ -12,6 +12,29 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from .errors import FusedReduceError
+
+
+def refuse_capture(device: torch.device, rank: int) -> None:
+    """Raises if a CUDA graph is being captured. Asking changes nothing, so the capture and what raises stay usable.
+
+    A step waits for events of earlier steps, reads on the host what was measured, and agrees with other ranks on what
+    comes next: none of that may be done within a capture, and no replay would do it.
+
+    Args:
+        device: whose kind is in use.
+        rank: for the message.
+
+    Raises:
+        FusedReduceError: one is being captured on the current stream.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise FusedReduceError(
+            f"rank {rank}: a CUDA graph is being captured, and steps of fusedreduce cannot be part of one. Capture the "
+            "module's forward and backward alone, with torch.cuda.make_graphed_callables before it is wrapped; the "
+            "reduction runs behind each replay. (The kernels alone, fusedreduce.kernels.dispatch, can be captured.)"
+        )
+
 
 class Streams:
     """Streams by bucket.

@@ -634,7 +634,7 @@ def test_a_peer_that_cannot_be_told_is_an_error_of_the_collective(when: str) -> 
 class OnFirstGpu(torch.Tensor):
     """Says that it is on cuda:0."""
 
-    is_cuda = True  # type: ignore[assignment]
+    is_cuda = True
     device = torch.device("cuda", 0)
 
 

@@ -41,3 +41,76 @@ def test_the_stall_monitor_looks_during_a_capture_and_does_not_invalidate_it(alo
     for expected in (2.0, 6.0):
         graph.replay()
         assert values.tolist() == [expected] * 4
+
+
+def _model(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 16)).to(device)
+
+
+def _gradients(model: nn.Module, module: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
+    """What a backward through `module`, which is `model` or holds it, leaves in the model's `.grad`."""
+    model.zero_grad()
+    module(batch).square().mean().backward()
+    return [one.grad.clone() for one in model.parameters() if one.grad is not None]
+
+
+def _assert_rounded(found: list[torch.Tensor], local: list[torch.Tensor], wire: str) -> None:
+    """`found` is `local` as one rank's wire returns it."""
+    for ours, mine in zip(found, local, strict=True):
+        assert torch.equal(ours, mine.bfloat16().float() if wire == "bf16" else mine)
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+def test_a_step_of_the_wrapper_is_refused_and_both_capture_and_wrapper_go_on(alone: torch.device, wire: Any) -> None:
+    stream = torch.cuda.Stream(alone)
+    batch, values = torch.randn(8, 64, device=alone), torch.zeros(4, device=alone)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        model = _model(alone)
+        ddp = fusedreduce.DistributedDataParallel(model, reduce=fusedreduce.ReduceConfig(wire=wire))
+        local = _gradients(model, model, batch)
+        for _ in range(4):
+            _assert_rounded(_gradients(model, ddp, batch), local, wire)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            values.add_(1.0)
+            with pytest.raises(fusedreduce.FusedReduceError, match="a CUDA graph is being captured"):
+                ddp(batch)
+            values.mul_(2.0)
+        graph.replay()
+        assert values.tolist() == [2.0] * 4
+        for _ in range(4):
+            _assert_rounded(_gradients(model, ddp, batch), local, wire)
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+def test_a_step_with_the_hook_is_refused_and_the_next_one_works(alone: torch.device, wire: Any) -> None:
+    stream = torch.cuda.Stream(alone)
+    batch = torch.randn(8, 64, device=alone)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        model = _model(alone)
+        ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        ddp.register_comm_hook(fusedreduce.FusedHookState(wire=wire), fusedreduce.fused_hook)
+        local = _gradients(model, model, batch)
+        for _ in range(12):  # so many torch asks for before a capture
+            _assert_rounded(_gradients(model, ddp, batch), local, wire)
+        graph = torch.cuda.CUDAGraph()
+        with (
+            pytest.raises(fusedreduce.FusedReduceError, match="a CUDA graph is being captured"),
+            torch.cuda.graph(graph, stream=stream),
+        ):
+            ddp(batch).square().mean().backward()
+        for _ in range(4):
+            _assert_rounded(_gradients(model, ddp, batch), local, wire)
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+def test_a_module_whose_forward_and_backward_are_graphs_can_be_wrapped(alone: torch.device, wire: Any) -> None:
+    batches = [torch.randn(8, 64, device=alone) for _ in range(6)]
+    model: Any = torch.cuda.make_graphed_callables(_model(alone), (batches[0],))
+    local = [_gradients(model, model, batch) for batch in batches]
+    ddp = fusedreduce.DistributedDataParallel(model, reduce=fusedreduce.ReduceConfig(wire=wire))
+    for batch, mine in zip(batches, local, strict=True):
+        _assert_rounded(_gradients(model, ddp, batch), mine, wire)

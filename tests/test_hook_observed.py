@@ -319,17 +319,6 @@ def test_a_new_process_group() -> None:
             assert state.grad_norm(math.inf).item() == size
 
 
-def test_a_captured_graph_cannot_report(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnCuda(torch.Tensor):
-        is_cuda = True
-
-    state = fusedreduce.FusedHookState(check_finite="count")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    buffer = torch.ones(3).as_subclass(OnCuda)
-    with pytest.raises(fusedreduce.FusedReduceError, match="use check_finite='off'"):
-        _show(state, Shown(0, _parameters(3), last=True, buffer=buffer))
-
-
 def test_telling_the_ranks_fails(two: RankPool) -> None:
     for rank, text in enumerate(two.run(cases.gather_fails)):
         assert f"rank {rank}: telling all ranks which gradients are not finite failed after " in text
