@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .errors import FusedReduceError
 from .step import Step
 
 
@@ -74,3 +75,20 @@ class BackwardHooks:
                 on_end(owner, step)
 
             torch.autograd.Variable._execution_engine.queue_callback(end)
+
+
+def refuse_compiled_autograd(rank: int) -> None:
+    """Raises where the backward that runs is compiled autograd's, which has no such callbacks, and traces hooks.
+
+    Args:
+        rank: for the message.
+
+    Raises:
+        FusedReduceError: it is.
+    """
+    if torch._dynamo.compiled_autograd.in_compiled_autograd_region:
+        raise FusedReduceError(
+            f"rank {rank}: compiled autograd cannot run a backward that fusedreduce reduces, as it cannot with torch's "
+            "own DistributedDataParallel. Leave torch._dynamo.config.compiled_autograd off, or call backward outside "
+            "of what torch.compile compiles; the forward may be compiled"
+        )

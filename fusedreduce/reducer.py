@@ -43,7 +43,7 @@ from torch.profiler import record_function
 from . import admission
 from .arrivals import Arrivals
 from .asynchronous import own_pace
-from .backward_hooks import BackwardHooks
+from .backward_hooks import BackwardHooks, refuse_compiled_autograd
 from .bucket_set import BucketMaker
 from .comm.protocol import Communicator
 from .comm.waiting import collective_failed
@@ -814,6 +814,7 @@ class Reducer:
         """A backward has reached an output of forward: has its end finish the step."""
         if self.state is ReducerState.ARMED:
             refuse_capture(self._device, self.communicator.rank)
+            refuse_compiled_autograd(self.communicator.rank)
             with self._lock:
                 if self.late.aside is not None:
                     self.late.aside.take()

@@ -356,3 +356,47 @@ def compiled(rank: int, world: int, inside: bool, wire: str) -> tuple[int, int]:
         breaks.append(sum(torch._dynamo.utils.counters["graph_break"].values()))
     torch._dynamo.reset()
     return breaks[0], breaks[1]
+
+
+def compiled_autograd(rank: int, world: int) -> list[str]:
+    """What a backward raises that is compiled itself; others are right, also behind it, and with that switched on."""
+    torch._dynamo.reset()
+    torch.manual_seed(12)
+    model = mlp()
+    ddp = wrapped(model, bucket_cap_mb=1)
+
+    def backward(step: int) -> None:
+        loss_of(ddp(batch(rank, step))).backward()
+
+    def checked(step: int) -> None:
+        local = copy.deepcopy(model)
+        ddp.zero_grad()
+        backward(step)
+        loss_of(local(batch(rank, step))).backward()
+        assert_averaged(model, local, "native", factor=4.0)
+
+    def within(step: int) -> None:
+        loss = loss_of(ddp(batch(rank, step)))
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            loss.backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        whole = torch.compile(backward, backend="eager")
+    texts = []
+    for step, refused in enumerate((within, whole) * 3):
+        ddp.zero_grad()
+        with pytest.raises(fusedreduce.FusedReduceError) as caught:
+            refused(step)
+        texts.append(str(caught.value))
+        assert all(one.grad is None for one in model.parameters())
+        checked(step)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        forward: Any = torch.compile(ddp, backend="eager")
+    for step in range(3):
+        local = copy.deepcopy(model)
+        ddp.zero_grad()
+        loss_of(forward(batch(rank, step))).backward()
+        loss_of(local(batch(rank, step))).backward()
+        assert_averaged(model, local, "native", factor=4.0)
+    torch._dynamo.reset()
+    return texts

@@ -201,3 +201,9 @@ def test_logging_data_has_torchs_keys_and_values(two: RankPool, kind: str) -> No
 def test_torch_compile_gives_right_gradients_and_no_more_graph_breaks(two: RankPool, inside: bool, wire: str) -> None:
     for ours, theirs in two.run(ddp_surface_cases.compiled, inside, wire):
         assert 1 <= ours <= theirs
+
+
+def test_a_backward_of_compiled_autograd_is_refused_and_the_next_one_works(two: RankPool) -> None:
+    for rank, texts in enumerate(two.run(ddp_surface_cases.compiled_autograd)):
+        assert len(texts) == 6
+        assert all(text.startswith(f"rank {rank}: compiled autograd cannot run a backward") for text in texts)

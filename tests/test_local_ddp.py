@@ -706,6 +706,8 @@ def test_what_the_group_cannot_do_says_so() -> None:
         group, one = communicator.process_group(), torch.ones(RANKS)
         for attempt, said in (
             (lambda: dist.reduce_scatter_tensor(torch.ones(1), one, group=group), "has no reduce_scatter"),
+            # What torch 2.11 calls for it.
+            (lambda: group._reduce_scatter_base(one, one, dist.ReduceScatterOptions()), "has no reduce_scatter"),
             (lambda: dist.all_reduce(one, dist.ReduceOp.AVG, group=group), "AVG is not supported; sum, max"),
             (lambda: dist.all_to_all_single(one, one, [1, 0, 2], [1, 0, 2], group=group), "equal parts"),
             (lambda: group.allreduce([one.to_sparse()], dist.ReduceOp.MAX), "sums sparse tensors"),

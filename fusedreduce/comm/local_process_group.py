@@ -158,7 +158,8 @@ for _name in (
     "split_group",
     "merge_remote_group",
 ):
-    setattr(LocalProcessGroup, _name, _refused(_name))
+    # Under the name that its callers know: "_reduce_scatter_base" is what torch 2.11 calls for a reduce_scatter_tensor.
+    setattr(LocalProcessGroup, _name, _refused(_name.removeprefix("_").removesuffix("_base")))
 
 
 class LocalWork(dist.Work):
