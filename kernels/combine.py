@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.graph import increment_version
 
 from .checks import check_combine
 from .chunk import load_single, load_vector, round_once, store_single, store_vector
@@ -238,6 +239,7 @@ def combine(
     places, written = kept.places(tensors, outputs, parts)
     if len(rows):
         variant.launch(len(rows), (rows, places, written, first, scalar))
+        increment_version(outputs)
 
 
 def serves(parts: Sequence[Part]) -> bool:

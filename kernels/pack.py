@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.graph import increment_version
 
 from .checks import check_transfer
 from .chunk import (
@@ -141,6 +142,7 @@ def pack(
         first, flushed = (None, None) if partials is None else (partials.first_non_finite, partials.flushed)
         variant.launch(programs, (addresses, chunks.on(wire.device), wire, divisor, first, flushed))
         pointers.launched()
+        increment_version(wire)
 
 
 def pack_variant(wire: torch.dtype, fp64: bool, stats: bool, tuning: Tuning, backend: str) -> Variant:

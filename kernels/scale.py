@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.graph import increment_version
 
 from .checks import check_walk
 from .chunk import MULTIPLY, NOTHING, ROW, STORED, convert_chunk, gradient_sums, no_marks, no_sums
@@ -125,6 +126,7 @@ def scale(
     if chunks.data_rows:
         variant.launch(chunks.data_rows, (addresses, chunks.on(factor.device), factor, *partials_of(partials)))
         pointers.launched()
+        increment_version([gradient for gradient in gradients if gradient is not None])
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.graph import increment_version
 
 from .checks import check_transfer
 from .chunk import MULTIPLY, NOTHING, ROW, STORED, convert_chunk, gradient_sums, no_marks, no_sums
@@ -130,6 +131,7 @@ def unpack(
     if programs:
         variant.launch(programs, (addresses, chunks.on(wire.device), wire, scale, *partials_of(partials)))
         pointers.launched()
+        increment_version([gradient for gradient in gradients if gradient is not None])
 
 
 def unpack_variant(wire: torch.dtype, fp64: bool, stats: bool, tuning: Tuning, backend: str) -> Variant:

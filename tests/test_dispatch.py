@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import triton
 
-from fusedreduce.kernels import dispatch
+from fusedreduce.kernels import combine, dispatch, reference_combine
+from fusedreduce.kernels.parts import Part
 from fusedreduce.kernels.table import ChunkTable, PointerTable
 
 CPU = torch.device("cpu")
@@ -122,3 +125,35 @@ def test_the_torch_path_counts_operators(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_warm_up_is_a_no_op_where_nothing_is_compiled() -> None:
     dispatch.warm_up(CPU, torch.bfloat16)
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("path", ["interpreter", "torch"])
+def test_what_is_written_has_a_new_version_and_what_is_read_has_not(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So autograd notices where something that it has saved is overwritten, whatever wrote it."""
+    if path == "torch":
+        monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
+    chunks = ChunkTable([3, 2, 4], [0, 3, 5], [torch.float32] * 3, 9)
+    first, last, wire = torch.ones(3), torch.ones(4), torch.empty(9)
+    gradients, pointers, one = [first, None, last], PointerTable(), torch.ones(1)
+    tensors = [first, last, wire]
+
+    def raised(function: Callable[[], object]) -> list[bool]:
+        before = [tensor._version for tensor in tensors]
+        function()
+        return [tensor._version > then for tensor, then in zip(tensors, before, strict=True)]
+
+    assert dispatch.path_for(CPU, (torch.float32,)) == path
+    assert raised(lambda: dispatch.pack(gradients, chunks, pointers, wire, one)) == [False, False, True]
+    assert raised(lambda: dispatch.unpack(gradients, chunks, pointers, wire, one)) == [True, True, False]
+    assert raised(lambda: dispatch.scale(gradients, chunks, pointers, one)) == [True, True, False]
+    partials = chunks.new_partials(CPU)
+    assert raised(lambda: dispatch.measure(gradients, chunks, pointers, partials)) == [False, False, False]
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("function", [combine.combine, reference_combine.combine], ids=["interpreter", "torch"])
+def test_outputs_of_combine_have_a_new_version(function: Callable[..., None]) -> None:
+    read, written = torch.ones(4), torch.ones(4)
+    function([read, written], [written], (Part(0, 4, ((0, 1),), 0),))
+    assert read._version == 0 and written._version > 0
