@@ -195,18 +195,18 @@ class Arrivals:
         step, buckets = self.step, self._pipeline.buckets
         if step.callbacks == 0:
             step.clean = False  # a backward of which nobody has told us: no output of forward is its root
+        if buckets.streams.unrecorded:
+            self._record_stream(index)
         for one in step.arrive(index):
             self._clock.arrive(one)
-            if buckets.streams.records:
-                self._record_stream(one)
             bucket = buckets.bucket_of[one]
             if step.bucket_is_ready(bucket):
                 self._clock.bucket_ready(bucket)
 
     def _record_stream(self, index: int) -> None:
-        buckets = self._pipeline.buckets
-        if buckets.streams.records:
-            buckets.streams.record(buckets.bucket_of[index], self._devices[index])
+        streams = self._pipeline.buckets.streams
+        if index in streams.unrecorded:
+            streams.record(index, self._devices[index])
 
     def _arrive_for_others(self, index: int) -> bool:
         """Only the parameters that complete a bucket, or a group within it, are hooked. Whether a bucket is ready."""

@@ -96,7 +96,7 @@ class BucketSet:
             parameters = tuple(maker.parameters[number] for number in numbers)
             names = tuple(maker.names[number] for number in numbers)
             self.reductions.append(maker.reduction(Members(index, numbers, parameters, names, index == len(plan) - 1)))
-        self.streams = Streams(len(plan), maker.parameters[0].device)
+        self.streams = Streams(self.bucket_of, maker.parameters[0].device)
         # Large gradients, groups of their own, which no other gradient has to be waited for: number -> group.
         self.large = {
             reduction.members.numbers[reduction.groups[group].start]: group

@@ -286,7 +286,6 @@ class Pipeline:
         self.times.comm_end = time.time_ns()
         # First of all: what raised below, or in `end_step`, would leave this rank's rounds behind those of its peers.
         self.close_round(self._clock.taken())
-        self.buckets.streams.settle()
         return ended
 
     def end_step(self, ended: Ended) -> None:
@@ -347,7 +346,6 @@ class Pipeline:
         step.next_bucket = step.launched = len(self.buckets)
         self.times.comm_end = time.time_ns()
         self.close_round(self._clock.taken())
-        self.buckets.streams.settle()
         return Ended(self.rounds)
 
     def _finish_one(self, reduction: Reduction, used: UsedSum | None, unscaling: Unscaling) -> None:

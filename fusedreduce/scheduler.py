@@ -44,6 +44,7 @@ class Scheduler:
         self._reduced: torch.Tensor | None = None
         self._compared: torch.Tensor | None = None
         self._decision: Decision | None = None
+        self._waited: torch.cuda.Event | None = None
         self.changes = 0
 
     @property
@@ -105,6 +106,9 @@ class Scheduler:
         under_way, self._under_way = self._under_way, []
         for pending in under_way:
             wait_for(pending, "agreeing on a plan", self._communicator)
+        if under_way and self._device.type == "cuda":
+            self._waited = self._waited or torch.cuda.Event()
+            self._waited.record(torch.cuda.current_stream(self._device))
 
     def close_round(self, looked: Looked | None) -> None:
         """The step is done.
@@ -131,10 +135,10 @@ class Scheduler:
         """
         if self._reduced is not None:
             reduced, self._reduced = self._reduced, None
-            self._decision = self._schedule.decide(reduced.tolist(), plan)
+            self._decision = self._schedule.decide(self._read(reduced), plan)
         elif self._compared is not None:
             compared, self._compared = self._compared, None
-            most, least, frozen = compared.tolist()
+            most, least, frozen = self._read(compared)
             decision, self._decision = self._decision, None
             assert decision is not None
             if most != -least:
@@ -178,6 +182,13 @@ class Scheduler:
         except RuntimeError as error:
             raise self._failed(error) from error
         return tensor
+
+    def _read(self, numbers: torch.Tensor) -> list[int]:
+        """On the host. On CUDA it was `complete`'s stream that waited for them, and this may be another one."""
+        if self._waited is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._waited)
+        found: list[int] = numbers.tolist()
+        return found
 
     def _failed(self, error: RuntimeError) -> CollectiveError:
         return collective_failed("agreeing on a plan failed", self._communicator, error)

@@ -1,13 +1,13 @@
 """CUDA streams of a reduction: pack after every stream that made a gradient, unpack beside the backward's stream.
 
 A bucket's gradients may come from several streams, when parts of the forward ran on others than the default. Which
-they are is recorded in the first step of a plan: an AccumulateGrad node keeps its stream for life, and one that takes
-its place gets the same. On CPU nothing is done here.
+they are is recorded with each parameter's first gradient under a plan: an AccumulateGrad node keeps its stream for
+life, and one that takes its place gets the same. On CPU nothing is done here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -40,32 +40,33 @@ class Streams:
     """Streams by bucket.
 
     Args:
-        buckets: how many.
+        bucket_of: by parameter its bucket.
         device: a device of the kind that the gradients are on.
+
+    Attributes:
+        unrecorded: parameters whose gradient's stream is not known yet.
     """
 
-    def __init__(self, buckets: int, device: torch.device) -> None:
+    def __init__(self, bucket_of: Sequence[int], device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
-        self.records = self.on_cuda  # until the first step has shown every gradient's stream
-        self._made: list[dict[int, torch.cuda.Stream]] = [{} for _ in range(buckets)]
+        self.unrecorded = set(range(len(bucket_of))) if self.on_cuda else set[int]()
+        self._bucket_of = bucket_of
+        self._made: list[dict[int, torch.cuda.Stream]] = [{} for _ in range(max(bucket_of) + 1)]
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self._packed: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
-    def record(self, bucket: int, device: torch.device) -> None:
-        """Notes that a gradient of `bucket` was accumulated on the current stream."""
+    def record(self, parameter: int, device: torch.device) -> None:
+        """Notes that a parameter's gradient was accumulated on the current stream."""
         stream = torch.cuda.current_stream(device)
-        self._made[bucket].setdefault(stream.cuda_stream, stream)
+        self._made[self._bucket_of[parameter]].setdefault(stream.cuda_stream, stream)
+        self.unrecorded.discard(parameter)
 
     def of_nodes(self, bucket: int) -> AbstractContextManager[object] | None:
         """Within: the stream is current on which all of a bucket's gradients are accumulated; None if not on one."""
         if not self.on_cuda:
             return nullcontext()
         made = self._made[bucket]
-        return torch.cuda.stream(next(iter(made.values()))) if len(made) == 1 and not self.records else None
-
-    def settle(self) -> None:
-        """The first step is done: every gradient's stream has been recorded."""
-        self.records = False
+        return torch.cuda.stream(next(iter(made.values()))) if len(made) == 1 and not self.unrecorded else None
 
     def wait_for_gradients(self, bucket: int, device: torch.device) -> None:
         """Has the current stream wait for all that was enqueued on the streams of this bucket's gradients."""

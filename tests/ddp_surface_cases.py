@@ -368,10 +368,10 @@ def compiled_autograd(rank: int, world: int) -> list[str]:
     def backward(step: int) -> None:
         loss_of(ddp(batch(rank, step))).backward()
 
-    def checked(step: int) -> None:
+    def checked(step: int, run: Any = backward) -> None:
         local = copy.deepcopy(model)
         ddp.zero_grad()
-        backward(step)
+        run(step)
         loss_of(local(batch(rank, step))).backward()
         assert_averaged(model, local, "native", factor=4.0)
 
@@ -392,11 +392,9 @@ def compiled_autograd(rank: int, world: int) -> list[str]:
         checked(step)
     with torch._dynamo.config.patch(compiled_autograd=True):
         forward: Any = torch.compile(ddp, backend="eager")
+    step_of: Any = torch.compile(backward, backend="eager")
     for step in range(3):
-        local = copy.deepcopy(model)
-        ddp.zero_grad()
-        loss_of(forward(batch(rank, step))).backward()
-        loss_of(local(batch(rank, step))).backward()
-        assert_averaged(model, local, "native", factor=4.0)
+        checked(step, lambda step: loss_of(forward(batch(rank, step))).backward())
+        checked(step, step_of)
     torch._dynamo.reset()
     return texts
