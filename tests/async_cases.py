@@ -18,6 +18,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import fusedreduce
 from fusedreduce import FusedGradScaler, ReduceConfig
+from fusedreduce.comm.distributed import ProcessGroupCommunicator
+from fusedreduce.deferred import in_backward
 from fusedreduce.modes import Asynchronous, FlushReport, Synchronous
 
 QUICK_S = 0.004
@@ -367,6 +369,49 @@ def errors_of_users(rank: int, world: int) -> None:
     assert report.relative_drift < 1e-5
     issued = ddp.reduce_stats()["contributions"]
     assert isinstance(issued, int) and issued <= 5
+
+
+def connects_before_backward(rank: int, world: int) -> None:
+    """A backend that makes a communicator at its first collective, as NCCL does, makes ours outside of backward."""
+    seen: list[tuple[object, int, bool]] = []
+    all_reduce = dist.all_reduce
+
+    def recorded(tensor: torch.Tensor, **options: Any) -> Any:
+        seen.append((options["group"], tensor.numel(), in_backward()))
+        return all_reduce(tensor, **options)
+
+    def own_group() -> object:
+        own = ddp._ours()._pipeline.ends.own
+        assert own is not None and isinstance(own._channel, ProcessGroupCommunicator)
+        return own._channel.group
+
+    group = _group(world)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "all_reduce", recorded)
+        ddp = wrapped(mlp(), process_group=group)
+        optimizer = SGD(ddp.parameters(), lr=0.01)
+        assert [one for one in seen if one[0] is own_group()] == [(own_group(), 1, False)]
+        seen.clear()
+        for number in range(3):
+            step(ddp, optimizer, rank, number)
+        assert seen and all(one[0] is own_group() and one[2] for one in seen)
+        flushed(ddp, optimizer)
+        # Another group: in the forward, which agrees anew.
+        ddp._update_process_group(_group(world))
+        seen.clear()
+        out = ddp(batch(rank, 0))
+        assert [one for one in seen if one[0] is own_group()] == [(own_group(), 1, False)]
+        loss_of(out).backward()
+        flushed(ddp, optimizer)
+
+        def refused(tensor: torch.Tensor, **options: Any) -> Any:
+            raise RuntimeError("no route to host")
+
+        patched.setattr(dist, "all_reduce", refused)
+        groups = len(dist.distributed_c10d._world.pg_map)
+        with pytest.raises(fusedreduce.CollectiveError, match=f"rank {rank}: .*own group.*no route to host"):
+            wrapped(mlp(), process_group=group)
+        assert len(dist.distributed_c10d._world.pg_map) == groups, "nothing is left of it"
 
 
 def new_group(rank: int, world: int) -> None:

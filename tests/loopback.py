@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,7 +170,7 @@ class Loopback:
         self.calls.append(Call("gather", torch.uint8, capacity_bytes))
         return [payload if rank == self._rank else self.payload(rank, payload) for rank in range(self.size)]
 
-    def apart(self) -> Loopback:
+    def apart(self, devices: Collection[torch.device] = ()) -> Loopback:
         return self
 
     def close(self) -> None:
@@ -285,8 +285,8 @@ class ThreadRank:
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
         return self._communicator.all_gather_bytes(payload, capacity_bytes, device)
 
-    def apart(self) -> ThreadRank:
-        return ThreadRank(self._communicator.apart())
+    def apart(self, devices: Collection[torch.device] = ()) -> ThreadRank:
+        return ThreadRank(self._communicator.apart(devices))
 
     def close(self) -> None:
         self._communicator.close()

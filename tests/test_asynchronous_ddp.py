@@ -56,6 +56,7 @@ def test_an_optimizer_that_has_not_stepped_everywhere_is_one_error(two: RankPool
         async_cases.changes_mode,
         async_cases.errors_of_users,
         async_cases.stepped_already,
+        async_cases.connects_before_backward,
         async_cases.new_group,
         async_cases.dead_peer,
         async_cases.late_for_flush,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import time
+from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +15,16 @@ from torch import nn
 from torch.optim import SGD
 
 from fusedreduce import ReduceConfig, Reducer
-from fusedreduce.comm.local import LocalGroup
-from fusedreduce.comm.protocol import Communicator
+from fusedreduce.asynchronous.own_pace import OwnPace
+from fusedreduce.comm.local import LocalCommunicator, LocalGroup
+from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.errors import AgreementError, CollectiveError, FusedReduceError
 from fusedreduce.kernels import dispatch
 from fusedreduce.modes import Asynchronous, BoundedStaleness, Synchronous, SyncMode
+from fusedreduce.observed import Observed
 from fusedreduce.reducer import ReducerState
+from fusedreduce.reductions import Members
+from fusedreduce.streams import Streams
 
 
 def model() -> nn.Module:
@@ -348,3 +354,43 @@ def test_a_large_gradient_is_not_packed_ahead(monkeypatch: pytest.MonkeyPatch) -
 
     with LocalGroup(2, timeout_s=5.0) as group:
         group.run(case)
+
+
+def test_the_channel_is_connected_for_every_device_before_it_is_used() -> None:
+    """A collective of a device's would make the communicator for it, within a backward."""
+    events: list[object] = []
+    with LocalGroup(1) as group:
+        channel: Any = group.communicator(0)
+
+        class Recorded:
+            rank, size = 0, 1
+
+            def apart(self, devices: Collection[torch.device] = ()) -> LocalCommunicator:
+                events.append(list(devices))
+                issue = channel.all_reduce
+
+                def recorded(tensor: torch.Tensor) -> Pending:
+                    events.append("all_reduce")
+                    pending: Pending = issue(tensor)
+                    return pending
+
+                channel.all_reduce = recorded
+                made: LocalCommunicator = channel
+                return made
+
+        devices = [torch.device("cuda", 1), torch.device("cuda", 0)]
+        parameters = [torch.zeros(3, requires_grad=True) for _ in range(4)]
+        maker: Any = SimpleNamespace(
+            parameters=[SimpleNamespace(device=devices[number % 2]) for number in range(4)],
+            communicator=Recorded(),
+            config=config(),
+        )
+        own = OwnPace(maker, 1)
+        own.lay([Members(0, tuple(range(4)), tuple(parameters), tuple("abcd"), True)])
+        own.open()
+        own.open()
+        assert events == [devices]
+        for parameter in parameters:
+            parameter.grad = torch.ones(3)
+        own.end_step(Observed(parameters, "abcd", maker.config, channel), Streams([0] * 4, torch.device("cpu")))
+        assert events == [devices, "all_reduce"]

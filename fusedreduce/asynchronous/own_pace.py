@@ -58,9 +58,13 @@ class OwnPace:
         self._make()
 
     def open(self) -> None:
-        """Makes the channel, once. Every rank calls it at the same place; it may wait for the others."""
+        """Makes the channel, once. Every rank calls it at the same place; it may wait for the others.
+
+        The ranks are connected then, so that no contribution, within a backward, has to wait for that.
+        """
         if self._channel is None:
-            self._channel = self._maker.communicator.apart()
+            devices = dict.fromkeys(parameter.device for parameter in self._maker.parameters)
+            self._channel = self._maker.communicator.apart(devices)
             self._make()
 
     def use(self, communicator: Communicator) -> None:

@@ -8,7 +8,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -185,8 +185,11 @@ class ProcessGroupCommunicator:
             received.append(raw[8 : 8 + length])
         return received
 
-    def apart(self) -> ProcessGroupCommunicator:
+    def apart(self, devices: Collection[torch.device] = ()) -> ProcessGroupCommunicator:
         """A communicator on a new group of the same ranks and backends, with this one's timeout.
+
+        One element of each of `devices` is summed on it: NCCL connects the ranks at a device's first collective, and
+        the thread that issues that waits for all of them.
 
         Not `dist.new_group`: it names a group by its ranks and by what else this process has, and so fails where ranks
         have other groups than their peers, or where a group of that name has been destroyed.
@@ -201,6 +204,12 @@ class ProcessGroupCommunicator:
         c10d._world.pg_group_ranks[group] = {member: rank for rank, member in enumerate(members)}
         communicator = ProcessGroupCommunicator(group)
         communicator._own = True
+        try:
+            for device in devices:
+                communicator.all_reduce(torch.zeros(1, device=device)).wait()
+        except BaseException:
+            communicator.close()
+            raise
         return communicator
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -195,8 +195,11 @@ class LocalCommunicator:
         """Ranks in the group."""
         return self.group.size
 
-    def apart(self) -> LocalCommunicator:
-        """A communicator of the same ranks with a sequence of its own; the n-th that each rank makes here meet."""
+    def apart(self, devices: Collection[torch.device] = ()) -> LocalCommunicator:
+        """A communicator of the same ranks with a sequence of its own; the n-th that each rank makes here meet.
+
+        Nobody waits for another here: there is nothing to connect.
+        """
         return LocalCommunicator(self._channel.siblings.channel(self._rank), self._rank)
 
     def process_group(self) -> LocalProcessGroup:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal, Protocol
 
 import torch
@@ -102,10 +102,17 @@ class Communicator(Ranks, Protocol):
         """Every rank's payload, in rank order; blocks. Payloads are at most `capacity_bytes` long."""
         ...
 
-    def apart(self) -> Communicator:
+    def apart(self, devices: Collection[torch.device] = ()) -> Communicator:
         """A communicator of the same ranks whose collectives keep no place relative to this one's.
 
         Every rank calls this at the same place, and `close` on what it got.
+
+        Args:
+            devices: those whose tensors it is for. Where ranks have to connect before the first collective of a
+                device, they have when this returns.
+
+        Raises:
+            RuntimeError: a rank did not come within the timeout, or they could not be connected.
         """
         ...
 

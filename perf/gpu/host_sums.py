@@ -6,7 +6,7 @@ with streams. So each collective copies to the host, which waits for the GPU, su
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -101,7 +101,7 @@ class HostSums:
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
         return self._group.all_gather_bytes(payload, capacity_bytes, CPU)
 
-    def apart(self) -> HostSums:
+    def apart(self, devices: Collection[torch.device] = ()) -> HostSums:
         return self
 
     def close(self) -> None:
