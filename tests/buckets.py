@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from hypothesis import strategies as st
 
 from fusedreduce.kernels.table import ChunkTable
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
 
 # Elements before and after everything a kernel may write.
 GUARD = 64
@@ -119,29 +122,34 @@ class Case:
         return torch.bfloat16 not in (*self.dtypes, self.wire)
 
 
-@st.composite
-def cases(draw: st.DrawFn, scalars: Sequence[float], fp64: bool | None = None) -> Case:
+def cases(scalars: Sequence[float], fp64: bool | None = None) -> SearchStrategy[Case]:
     """Buckets of 1 to 6 slots: 0 and 1 element, primes, one large beside tiny ones; all dtypes and alignments."""
-    wide = draw(st.booleans()) if fp64 is None else fp64
-    slots = draw(st.integers(1, 6))
-    size = st.one_of(st.sampled_from([0, 1, 2, 3, 7, 13, 64, 127, 257]), st.integers(0, 700))
-    numels = draw(st.lists(size, min_size=slots, max_size=slots))
-    if draw(st.integers(0, 4)) == 0:
-        numels[draw(st.integers(0, slots - 1))] = draw(st.integers(2000, 5000))
-    dtype = st.just(torch.float64) if wide else st.sampled_from(FLOATS)
-    wires = (torch.float64, torch.bfloat16, torch.float16) if wide else FLOATS
-    few = st.sampled_from([0, 0, 0, 1, 3, 8])
-    return Case(
-        numels=tuple(numels),
-        gaps=tuple(draw(st.lists(few, min_size=slots + 1, max_size=slots + 1))),
-        dtypes=tuple(draw(st.lists(dtype, min_size=slots, max_size=slots))),
-        wire=draw(st.sampled_from(wires)),
-        shifts=tuple(draw(st.lists(few, min_size=slots, max_size=slots))),
-        wire_shift=draw(few),
-        missing=tuple(draw(st.lists(st.sampled_from([False] * 5 + [True]), min_size=slots, max_size=slots))),
-        chunk_numel=draw(st.sampled_from([8192, 700, 64])),
-        tile_bytes=draw(st.sampled_from([4096, 1024])),
-        scalar=draw(st.sampled_from(list(scalars))),
-        seed=draw(st.integers(0, 2**20)),
-        special=draw(st.booleans()),
-    )
+    from hypothesis import strategies as st  # what else is here needs none
+
+    @st.composite
+    def drawn(draw: st.DrawFn) -> Case:
+        wide = draw(st.booleans()) if fp64 is None else fp64
+        slots = draw(st.integers(1, 6))
+        size = st.one_of(st.sampled_from([0, 1, 2, 3, 7, 13, 64, 127, 257]), st.integers(0, 700))
+        numels = draw(st.lists(size, min_size=slots, max_size=slots))
+        if draw(st.integers(0, 4)) == 0:
+            numels[draw(st.integers(0, slots - 1))] = draw(st.integers(2000, 5000))
+        dtype = st.just(torch.float64) if wide else st.sampled_from(FLOATS)
+        wires = (torch.float64, torch.bfloat16, torch.float16) if wide else FLOATS
+        few = st.sampled_from([0, 0, 0, 1, 3, 8])
+        return Case(
+            numels=tuple(numels),
+            gaps=tuple(draw(st.lists(few, min_size=slots + 1, max_size=slots + 1))),
+            dtypes=tuple(draw(st.lists(dtype, min_size=slots, max_size=slots))),
+            wire=draw(st.sampled_from(wires)),
+            shifts=tuple(draw(st.lists(few, min_size=slots, max_size=slots))),
+            wire_shift=draw(few),
+            missing=tuple(draw(st.lists(st.sampled_from([False] * 5 + [True]), min_size=slots, max_size=slots))),
+            chunk_numel=draw(st.sampled_from([8192, 700, 64])),
+            tile_bytes=draw(st.sampled_from([4096, 1024])),
+            scalar=draw(st.sampled_from(list(scalars))),
+            seed=draw(st.integers(0, 2**20)),
+            special=draw(st.booleans()),
+        )
+
+    return drawn()

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+
+try:
+    import hypothesis
+except ModuleNotFoundError:  # not on every machine with a GPU
+    hypothesis = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from ranks import RankPool
@@ -19,9 +25,27 @@ if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
 
 pytest_plugins = ["beside"]
 
-# Interpreted kernels are slow and their speed says nothing; the examples are what counts.
-settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("default")
+if hypothesis is not None:
+    # Interpreted kernels are slow and their speed says nothing; the examples are what counts.
+    too_slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("default", deadline=None, suppress_health_check=too_slow)
+    hypothesis.settings.load_profile("default")
+
+
+class NeedsHypothesis(pytest.Module):
+    """A file of tests that cannot be imported here."""
+
+    def collect(self) -> Iterator[pytest.Item | pytest.Collector]:
+        """Skips all of them."""
+        pytest.skip("hypothesis is not installed", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Without hypothesis the files that import it are skipped, and counted as skipped; the others run."""
+    if hypothesis is None and re.search(r"^(from|import) hypothesis\b", module_path.read_text(), re.MULTILINE):
+        module: pytest.Module = NeedsHypothesis.from_parent(parent, path=module_path)
+        return module
+    return None
 
 
 @pytest.fixture
