@@ -57,6 +57,27 @@ def alone() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """A test with this argument runs on CPU in the ordinary suite, and, marked gpu, once more on a GPU."""
+    if request.param == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    from triton import knobs
+
+    if not knobs.runtime.interpret:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    return torch.device("cpu")
+
+
+@pytest.fixture
+def group(device: torch.device) -> Iterator[None]:
+    """A process group of one, on a GPU NCCL's."""
+    from ranks import group_of_one
+
+    with group_of_one(device.type):
+        yield
+
+
 @pytest.fixture(scope="module")
 def two() -> Iterator[RankPool]:
     """Two ranks on the torch path."""
