@@ -19,10 +19,14 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+CHECKOUT = str(Path(__file__).resolve().parent.parent)
+
 
 def run_compiled(script: str | Path, *arguments: str) -> Any:
     """Runs a script in a process of its own, without the interpreter, and returns the JSON that it prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # A script's own folder is tests/, and the package need not be installed.
+    environment["PYTHONPATH"] = os.pathsep.join([CHECKOUT, *filter(None, [environment.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=300
     )

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from fake_driver import CHECKOUT
+from on_device import pick
 from ranks import RankPool
 
 import fusedreduce
@@ -63,7 +65,8 @@ def start(folder: Path, *options: str, fault: str = "", device: str = "cpu") -> 
     ours = ("TRITON_INTERPRET", "FUSEDREDUCE_DEMO_FAULT", "LOGLEVEL")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     (folder / "tmp").mkdir()
-    environment |= {"TMPDIR": str(folder / "tmp"), "PYTHONWARNINGS": "default::RuntimeWarning"}
+    search = os.pathsep.join([CHECKOUT, *filter(None, [environment.get("PYTHONPATH")])])  # it need not be installed
+    environment |= {"TMPDIR": str(folder / "tmp"), "PYTHONWARNINGS": "default::RuntimeWarning", "PYTHONPATH": search}
     if fault:
         environment["FUSEDREDUCE_DEMO_FAULT"] = fault
     return subprocess.Popen(
@@ -490,12 +493,25 @@ def test_json_keeps_numbers_on_one_line_and_text_as_it_is(tmp_path: Path) -> Non
     assert "[ 2.5, -1e-05, 3 ]" in text
 
 
-@pytest.mark.gpu
-def test_a_run_on_a_gpu(tmp_path: Path) -> None:
-    done = run(tmp_path, "--steps", str(STEPS), device="auto")
-    assert done.status == 0, done.err
-    assert done.json["device"] == "cuda"
-    assert [variant["path"] for variant in done.json["variants"]] == ["torch", *["triton"] * 6]
+@pytest.fixture(scope="module")
+def finished_there(
+    device: torch.device, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Finished:
+    """A run on the device that the demo chooses."""
+    if device.type == "cpu":
+        done: Finished = request.getfixturevalue("finished")
+        return done
+    return run(tmp_path_factory.mktemp("demo"), "--steps", str(STEPS), device="auto")
+
+
+@pytest.mark.slow
+def test_every_row_says_where_it_ran(device: torch.device, finished_there: Finished) -> None:
+    assert finished_there.status == 0, finished_there.err
+    ours = pick(device, cpu="torch", cuda="triton")
+    rows = [one.name for one in variants(("native", "bf16", "fp16"))]
+    expected = [(name, "torch" if name.startswith("torch") else ours) for name in rows]
+    assert finished_there.json["device"] == device.type
+    assert [(one["name"], one["path"]) for one in finished_there.json["variants"]] == expected
 
 
 def contender_and_batch(name: str) -> tuple[Contender, digits.Digits]:

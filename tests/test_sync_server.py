@@ -17,6 +17,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from on_device import own_stream, pick
 from sync_server_machine import (
     RAISES,
     WORLD,
@@ -50,9 +51,10 @@ Leaves = list[torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the interpreter, which takes tens of milliseconds for each bucket."""
-    monkeypatch.setattr(dispatch, "_triton_pack", None)
+def torch_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU not the interpreter, which takes tens of milliseconds for each bucket."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(dispatch, "_triton_pack", None)
 
 
 @pytest.fixture
@@ -953,23 +955,22 @@ def test_random_steps_where_no_backward_may_wait(monkeypatch: pytest.MonkeyPatch
     machine.close()
 
 
-@pytest.mark.gpu
-def test_eight_devices_on_one_gpu() -> None:
-    """Their backwards share one thread of autograd."""
-    world, parameters = 8, [[one.to("cuda").detach().requires_grad_() for one in leaves(5, 3)] for _ in range(8)]
+def test_eight_devices_on_one(device: torch.device) -> None:
+    """On a GPU their backwards share one thread of autograd."""
+    world, steps = 8, pick(device, cpu=8, cuda=20)
+    parameters = [[one.to(device).detach().requires_grad_() for one in leaves(5, 3)] for _ in range(world)]
     with SyncServer(world, op="sum", timeout_s=20) as server:
         for rank in range(world):
             server.device(rank, named(parameters[rank]))
 
-        def case(device: SyncDevice) -> None:
-            own = parameters[device.rank]
-            for step in range(20):
-                for one in own:
-                    one.grad = None
-                with torch.cuda.stream(torch.cuda.Stream()):
-                    device.backward(None if device.rank == step % 8 else loss_of(own[step % 2], device.rank + step))
-                    torch.cuda.current_stream().synchronize()
-                expected = float(sum(rank + step for rank in range(world) if rank != step % 8))
-                assert values(own) == ([expected, None] if step % 2 == 0 else [None, expected])
+        def case(one: SyncDevice) -> None:
+            own = parameters[one.rank]
+            for step in range(steps):
+                for leaf in own:
+                    leaf.grad = None
+                expected = float(sum(rank + step for rank in range(world) if rank != step % world))
+                with own_stream(device):
+                    one.backward(None if one.rank == step % world else loss_of(own[step % 2], one.rank + step))
+                    assert values(own) == ([expected, None] if step % 2 == 0 else [None, expected])
 
         server.run(case)
