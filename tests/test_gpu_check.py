@@ -27,10 +27,13 @@ import stage
 import stage_chain
 import stage_exact
 import stage_profile
+import stage_versions
 import step_variants
+import sweep
 import timing
 
-from fusedreduce.kernels import dispatch, measure, pack, scale, stats, unpack
+from fusedreduce.kernels import aot, dispatch, measure, pack, scale, stats, unpack
+from fusedreduce.kernels.variants import Variant
 
 PRELUDE = """
 import json, os, pathlib, subprocess, sys, time
@@ -437,6 +440,42 @@ def test_the_sanitizers_look_at_every_kernel() -> None:
     modules = (pack, unpack, measure, scale, stats)
     kernels = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert kernels == set(stage_profile.KERNELS)  # substrings: "_pack_kernel" is none of "_unpack_kernel"
+
+
+class _Compiled:
+    asm = {"cubin": b"code"}
+
+
+def test_kernels_are_compiled_in_the_stages_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = aot.TARGETS["sm_90"]
+    needed, swept = len(aot.all_variants(target)), len(sweep.variants(target.key))
+    one = stage.Stage(tmp_path / "result.json", 60.0, rehearse=False)
+    one.device = torch.device("cpu")
+    calls: list[str] = []
+    fails_at, late_at = 0, needed + 3
+
+    def compile_variant(variant: Variant, _: aot.Target) -> _Compiled:
+        calls.append(variant.label)
+        if len(calls) == fails_at:
+            raise RuntimeError("no such instruction\nat line 3")
+        if len(calls) == late_at:
+            monkeypatch.setattr(one, "_ends_s", time.monotonic())
+        return _Compiled()
+
+    monkeypatch.setattr(aot, "compile_variant", compile_variant)
+    stage_versions.compile_all(one, target)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["compiled"], result["swept_compiled"]) == (needed, 3) and len(calls) == needed + 3
+    assert result["skipped"][-1] == f"{swept - 3} of {swept} shapes of the sweep: no time left to compile them ahead"
+    calls, fails_at = [], 5
+    with pytest.raises(records.BenchError, match=f"^1 of {needed} variants .*: RuntimeError: no such instruction$"):
+        stage_versions.compile_all(one, target)
+    assert len(calls) == needed, "the stages behind it find the others"
+
+
+def test_what_the_chain_is_asked_for_leaves_room_below_what_its_bytes_give() -> None:
+    assert (stage_chain.TORCH_BYTES, stage_chain.FOLDED_BYTES, stage_chain.LATE_BYTES) == (36, 16, 14)
+    assert stage_chain.WANTED < 0.85 * 36 / 16 and stage_chain.WANTED_SHORT < 0.85 * 36 / 14
 
 
 class _Training:

@@ -30,6 +30,7 @@ import step_variants
 import timing
 import torch
 import torch.distributed as dist
+from bench_kernels import SHARE_OF_COPY, TRIPS_US
 from records import BenchError
 from stage import Stage, entry, run_parts, synchronize
 from step_training import Task, Training, Truth
@@ -53,7 +54,13 @@ PROFILED_STEPS, FEWEST_PROFILED = 5, 2
 NEEDED = (FLOOR, FLOOR_AGAIN, TORCH, REUSED)  # for the verdict and its noise
 # Left of the stage's time, in seconds: less, and only those are profiled; less, and they are profiled no more.
 OTHERS_END_S, ROUNDS_END_S = 40.0, 30.0
-WANTED, WANTED_SHORT = 2.2, 2.5
+# Bytes per element, what each pass reads and writes. torch's: copy into the bucket, cast, divide, cast back, norm,
+# multiply. Ours, folded: pack, unpack, and AdamW writing the gradient back; late: pack, squares of the wire, unpack.
+TORCH_BYTES, FOLDED_BYTES, LATE_BYTES = 8 + 6 + 4 + 6 + 4 + 8, 6 + 6 + 4, 6 + 2 + 6
+# Of a copy's rate: what ours is asked for bucket by bucket (bench_kernels.py: 25 MiB, copied in 10 us), while torch's
+# passes may have all of it.
+SHARE = SHARE_OF_COPY * 10 / (10 + TRIPS_US)
+WANTED, WANTED_SHORT = SHARE * TORCH_BYTES / FOLDED_BYTES, SHARE * TORCH_BYTES / LATE_BYTES
 TOKENS = 64
 MANY = (1000, 1000)
 ADAMW, FOLDED, LATE = "AdamW", "ours, folded (16 bytes)", "ours, late (14 bytes)"

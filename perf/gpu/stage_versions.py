@@ -1,17 +1,18 @@
-"""Stage 1: what this machine is, and that kernels are compiled for it: all variants, in parallel, into Triton's cache.
+"""Stage 1: what this machine is, and that kernels are compiled for it: all variants, into Triton's cache.
 
 Then each is launched once, and what was launched must be a binary for this GPU, loaded by CUDA's driver. A launch that
-compiles once more means that the ahead-of-time check looks at other code than what runs; that is counted. Meanwhile
-what only the sweep launches is compiled, as far as the time goes.
+compiles once more means that the ahead-of-time check looks at other code than what runs; that is counted. Then what
+only the sweep launches is compiled, as far as the time goes.
+
+One process compiles, at 0.25 s a variant on a slow core: more of them would each import torch first, which from a cold
+disk takes longer than all there is to compile.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import subprocess
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed, wait
+from collections.abc import Sequence
 from typing import Any
 
 import sweep
@@ -25,9 +26,8 @@ from fusedreduce.kernels.table import ChunkTable, PointerTable
 
 CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,temperature.gpu,power.draw,power.limit,pstate"
 REHEARSED_VARIANTS = 2
-MOST_PROCESSES = 12  # each imports torch first
 BUSY_S = 0.5
-END_S = 6.0  # for what the pool is at when the time is over
+END_S = 6.0  # kept for the variant that has begun, and for writing
 
 
 def run(stage: Stage) -> None:
@@ -67,63 +67,41 @@ def target_of(stage: Stage) -> aot.Target:
 
 
 def compile_all(stage: Stage, target: aot.Target) -> None:
-    """Every variant that can be launched here, by several processes, and launches them; then what the sweep adds."""
-    every = all_variants(target)
-    needed = len(aot.all_variants(target))
-    indices = list(range(len(every)))
+    """Every variant that can be launched here, and launches them; then what the sweep adds."""
+    needed: Sequence[variants.Variant] = aot.all_variants(target)
+    swept: Sequence[variants.Variant] = sweep.variants(target.key)
     if stage.rehearse:
-        indices = [*indices[:REHEARSED_VARIANTS], indices[-1]]
-    jobs = min(len(indices), MOST_PROCESSES, len(os.sched_getaffinity(0)))
-    stage.note(compile_processes=jobs, target=target.name)
+        needed, swept = needed[:REHEARSED_VARIANTS], swept[-1:]
+    stage.note(target=target.name)
     began_s = time.monotonic()
-    # Spawned, not forked: CUDA is up in this process.
-    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
-    try:
-        started = {index: pool.submit(compile_nth, target.key, index) for index in indices}
-        count = sum(index < needed for index in indices)
-        failed: list[str] = []
-        numbers = {future: index for index, future in started.items() if index < needed}
-        for done_count, future in enumerate(as_completed(numbers), 1):
-            if (error := future.exception()) is not None:
-                failed.append(_told(every[numbers[future]], error))
-            took_s = round(time.monotonic() - began_s, 1)
-            stage.note(compiled=done_count - len(failed), compile_failures=failed, compile_seconds=took_s)
-        if failed:
-            raise BenchError(f"{len(failed)} of {count} variants do not compile, the first: {failed[0]}")
-        launch_and_look(stage)
-        swept = {index: future for index, future in started.items() if index >= needed}
-        done, late = wait(swept.values(), timeout=None if stage.rehearse else max(0.0, stage.left_s() - END_S))
-        # A shape that does not compile is the sweep's to stumble over.
-        wrong = [
-            _told(every[index], error)
-            for index, future in swept.items()
-            if future in done and (error := future.exception()) is not None
-        ]
+    failed: list[str] = []
+    for count, variant in enumerate(needed, 1):
+        failed += compile_one(variant, target)
         took_s = round(time.monotonic() - began_s, 1)
-        stage.note(swept_compiled=len(done) - len(wrong), swept_failures=wrong, swept_seconds=took_s)
-        if late:
-            stage.skip(f"{len(late)} of {len(swept)} shapes of the sweep", "no time left to compile them ahead")
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        stage.note(compiled=count - len(failed), compile_failures=failed, compile_seconds=took_s)
+    if failed:
+        raise BenchError(f"{len(failed)} of {len(needed)} variants do not compile, the first: {failed[0]}")
+    launch_and_look(stage)
+    wrong: list[str] = []  # a shape that does not compile is the sweep's to stumble over
+    done = 0
+    for variant in swept:
+        if stage.left_s() < END_S and not stage.rehearse:
+            stage.skip(f"{len(swept) - done} of {len(swept)} shapes of the sweep", "no time left to compile them ahead")
+            break
+        wrong += compile_one(variant, target)
+        done += 1
+    took_s = round(time.monotonic() - began_s, 1)
+    stage.note(swept_compiled=done - len(wrong), swept_failures=wrong, swept_seconds=took_s)
 
 
-def _told(variant: variants.Variant, error: BaseException) -> str:
-    return f"{variant.label}: {type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"
-
-
-def all_variants(target: aot.Target) -> list[variants.Variant]:
-    """Everything that can be launched here, and behind it what only the sweep launches."""
-    return [*aot.all_variants(target), *sweep.variants(target.key)]
-
-
-def compile_nth(key: tuple[str, int | str], index: int) -> int:
-    """In a process of the pool. Bytes of machine code."""
-    target = next((one for one in aot.TARGETS.values() if one.key == key), aot.Target("here", key))
-    variant = all_variants(target)[index]
-    binary = aot.compile_variant(variant, target).asm["cubin" if key[0] == "cuda" else "hsaco"]
-    if not binary:
-        raise RuntimeError(f"{variant.label}: no machine code")
-    return len(binary)
+def compile_one(variant: variants.Variant, target: aot.Target) -> list[str]:
+    """Compiles one, into Triton's cache: [], or why it cannot be."""
+    try:
+        if aot.compile_variant(variant, target).asm["cubin" if target.key[0] == "cuda" else "hsaco"]:
+            return []
+        return [f"{variant.label}: no machine code"]
+    except Exception as error:  # whatever the compiler raises
+        return [f"{variant.label}: {type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"]
 
 
 def clocks() -> dict[str, str] | str:
