@@ -181,7 +181,8 @@ def test_the_figures(finished: Finished) -> None:
         assert native["launches_per_bucket"] <= torchs["launches_per_bucket"]
     for hook, wrapper in zip(ours[:3], ours[3:], strict=True):
         assert hook["losses"] == wrapper["losses"], "one data path behind both doors"
-    assert our_scaled["loss"] == pytest.approx(scaled["loss"], rel=0.2)
+    # What fp16 rounds off grows from step to step: 2e-6 of the loss by the tenth, a third of it by the eightieth.
+    assert our_scaled["losses"][:15] == pytest.approx(scaled["losses"][:15], rel=1e-3)
 
 
 @pytest.mark.slow
