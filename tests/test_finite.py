@@ -663,7 +663,7 @@ def test_what_comes_to_the_host_is_awaited_on_its_own_devices_stream(monkeypatch
     first, gathered = torch.tensor([1, 7]), torch.tensor([[1, 7], [-1, 0]]).as_subclass(OnFirstGpu)
     monkeypatch.setattr(communicator, "all_gather", lambda _: (LoopbackPending(lambda: gathered), gathered))
     check = FiniteCheck(Named(["a", "b"], [False, False]), communicator, raises=False)
-    check.wait(check.tell(first))
+    check.complete(check.tell(first))
     nothing, total = torch.zeros(2, dtype=torch.float64), torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
     check.close(1, Totals(nothing, nothing, torch.tensor([-1, 7]), total))
     assert recorded == [torch.device("cuda", 0)]

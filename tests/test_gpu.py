@@ -35,17 +35,12 @@ def _shifted(values: torch.Tensor, shift: int, device: torch.device) -> torch.Te
 
 
 def test_pack_and_unpack_equal_the_reference_bit_for_bit(device: torch.device) -> None:
-    hypothesis = pytest.importorskip("hypothesis")
+    hypothesis: Any = pytest.importorskip("hypothesis")
     # On CPU test_kernels.py has many more examples.
-    few = {"derandomize": True, "database": None, "phases": [hypothesis.Phase.generate]}
-    chosen = pick(device, cpu={"max_examples": 5, **few}, cuda={"max_examples": 300})
-
-    @hypothesis.given(cases((1.0, 2.0, 3.0, 7.0, 1024.0)))
-    @hypothesis.settings(**chosen)
-    def compare(case: Case) -> None:
-        equals_the_reference(case, device)
-
-    compare()
+    few = {"max_examples": 5, "derandomize": True, "database": None, "phases": [hypothesis.Phase.generate]}
+    chosen: dict[str, Any] = pick(device, cpu=few, cuda={"max_examples": 300})
+    compare = hypothesis.given(cases((1.0, 2.0, 3.0, 7.0, 1024.0)))(lambda case: equals_the_reference(case, device))
+    hypothesis.settings(**chosen)(compare)()
 
 
 def equals_the_reference(case: Case, device: torch.device) -> None:

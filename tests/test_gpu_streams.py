@@ -47,20 +47,19 @@ def test_gradients_have_the_streams_on_which_their_nodes_were_made(
     device: torch.device, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded: list[set[int]] = []
-    settle = Streams.settle
+    record = Streams.record
 
-    def note(self: Streams) -> None:
-        if self.records:
-            recorded.append(set(self._made[0]))
-        settle(self)
+    def note(self: Streams, parameter: int, where: torch.device) -> None:
+        record(self, parameter, where)
+        recorded.append(set(self._made[0]))
 
-    monkeypatch.setattr(Streams, "settle", note)
+    monkeypatch.setattr(Streams, "record", note)
     with streams_of(device):
         model = stage_streams.Branches(device)
         ddp = fusedreduce.DistributedDataParallel(model)
         ddp(torch.randn(8, stage_streams.WIDTH, device=device)).square().mean().backward()
-        assert recorded == [{stream.cuda_stream for stream in model.streams}]
-        assert len(recorded[0]) == 2
+        assert len(recorded) == len(list(model.parameters())), "each parameter's stream is recorded once"
+        assert recorded[-1] == {stream.cuda_stream for stream in model.streams} and len(recorded[-1]) == 2
 
 
 def test_the_wrapper_keeps_nodes_that_somebody_holds(device: torch.device, group: None) -> None:

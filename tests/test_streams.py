@@ -168,7 +168,7 @@ def test_what_ranks_agree_on_is_read_behind_the_stream_that_waited_for_it(
     backward, forward = current[0], FakeStream()
     for collective in ("the report", "the comparison"):
         assert scheduler.report(plan) == 1, collective
-        scheduler.wait()
+        scheduler.complete()
         scheduler.close_round(None)
         current.append(forward)
         with monkeypatch.context() as patched:

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from ..errors import CollectiveError, UnsupportedWireError
 from .aside import Exchange
 from .protocol import ReduceOp
-from .waiting import collective_failed
+from .waiting import collective_failed, wait_for
 
 _ALL_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 # What each backend can sum, by device type. A backend that is not listed is asked, once, with one element.
@@ -206,7 +206,8 @@ class ProcessGroupCommunicator:
         communicator._own = True
         try:
             for device in devices:
-                communicator.all_reduce(torch.zeros(1, device=device)).wait()
+                pending = communicator.all_reduce(torch.zeros(1, device=device))
+                wait_for(pending, f"connecting the ranks on {device}", communicator)
         except BaseException:
             communicator.close()
             raise
