@@ -41,11 +41,18 @@ from fusedreduce.streams import Streams
 
 MARK = "pytest.mark.gpu"
 
+_GRAPHS = "needs CUDA graphs; test_captured.py has the refusals, under a stand-in that captures"
 ONLY_ON_A_GPU: Mapping[str, str] = {
     "test_gpu.py::test_no_compilation_after_the_first_launch": (
         "the interpreter compiles nothing; test_launch_path.py counts compilations against a stand-in driver"
     ),
     "test_gpu_data_parallel.py::test_threads_are_refused": "of CPUs they are not",
+    "test_gpu_graphs.py::test_a_module_whose_forward_and_backward_are_graphs_can_be_wrapped": _GRAPHS,
+    "test_gpu_graphs.py::test_a_step_of_the_wrapper_is_refused_and_both_capture_and_wrapper_go_on": _GRAPHS,
+    "test_gpu_graphs.py::test_a_step_with_the_hook_is_refused_and_the_next_one_works": _GRAPHS,
+    "test_gpu_graphs.py::test_the_stall_monitor_looks_during_a_capture_and_does_not_invalidate_it": (
+        "needs CUDA graphs; test_comm.py asks what the monitor's thread calls before it looks"
+    ),
     "test_gpu_local.py::test_a_collective_is_behind_what_a_peer_has_queued_and_the_peer_behind_the_collective": (
         "is about order between streams; on CPU whatever is done is done at once"
     ),

@@ -14,8 +14,6 @@ from torch import nn
 
 import fusedreduce
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[torch.device]:
@@ -25,6 +23,7 @@ def alone(tmp_path: Path) -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
+@pytest.mark.gpu
 def test_the_stall_monitor_looks_during_a_capture_and_does_not_invalidate_it(alone: torch.device) -> None:
     ddp = fusedreduce.DistributedDataParallel(nn.Linear(64, 64).to(alone))
     batch, values = torch.randn(8, 64, device=alone), torch.zeros(4, device=alone)
@@ -61,6 +60,7 @@ def _assert_rounded(found: list[torch.Tensor], local: list[torch.Tensor], wire: 
         assert torch.equal(ours, mine.bfloat16().float() if wire == "bf16" else mine)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("wire", ["native", "bf16"])
 def test_a_step_of_the_wrapper_is_refused_and_both_capture_and_wrapper_go_on(alone: torch.device, wire: Any) -> None:
     stream = torch.cuda.Stream(alone)
@@ -84,6 +84,7 @@ def test_a_step_of_the_wrapper_is_refused_and_both_capture_and_wrapper_go_on(alo
             _assert_rounded(_gradients(model, ddp, batch), local, wire)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("wire", ["native", "bf16"])
 def test_a_step_with_the_hook_is_refused_and_the_next_one_works(alone: torch.device, wire: Any) -> None:
     stream = torch.cuda.Stream(alone)
@@ -106,6 +107,7 @@ def test_a_step_with_the_hook_is_refused_and_the_next_one_works(alone: torch.dev
             _assert_rounded(_gradients(model, ddp, batch), local, wire)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("wire", ["native", "bf16"])
 def test_a_module_whose_forward_and_backward_are_graphs_can_be_wrapped(alone: torch.device, wire: Any) -> None:
     batches = [torch.randn(8, 64, device=alone) for _ in range(6)]
