@@ -47,6 +47,8 @@ BESIDE = frozenset(
         "modes_scaled",
         "observed",
         "op",
+        "order",
+        "order_check",
         "packaging",
         "planner",
         "reducer",
