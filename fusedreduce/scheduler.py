@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .comm.numbers import on_device
 from .comm.protocol import Communicator, Pending
 from .comm.waiting import collective_failed, wait_for
 from .errors import AgreementError, CollectiveError
@@ -174,9 +175,7 @@ class Scheduler:
         return self._schedule.numbers(ready_ns, steps, len(plan), frozen=_frozen())
 
     def _start(self, numbers: Sequence[int]) -> torch.Tensor:
-        tensor = torch.tensor(numbers, dtype=torch.int64)
-        if self._device.type == "cuda":
-            tensor = tensor.pin_memory().to(self._device, non_blocking=True)
+        tensor = on_device(numbers, torch.int64, self._device)
         try:
             self._under_way.append(self._communicator.all_reduce(tensor, "max"))
         except RuntimeError as error:

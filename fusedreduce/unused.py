@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
+from .comm.numbers import on_device
 from .comm.protocol import Communicator, Pending
 from .comm.waiting import wait_for
 
@@ -145,10 +146,7 @@ class UsedMap:
 
     def local(self) -> torch.Tensor:
         """int32 [count] on the device, 1 where this rank has a gradient."""
-        host = torch.tensor(list(self._used), dtype=torch.int32)
-        if self._device.type == "cuda":
-            return host.pin_memory().to(self._device, non_blocking=True)
-        return host.to(self._device)
+        return on_device(list(self._used), torch.int32, self._device)
 
     def start(self) -> None:
         """Starts the sum over all ranks; every rank calls this at the same place."""

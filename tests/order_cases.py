@@ -323,7 +323,8 @@ def _compressed(model: nn.Module, _: Recorder) -> nn.Module:
 
 _BF16: Mapping[str, Any] = {"wire": "bf16"}
 _OBSERVED: Mapping[str, Any] = {"grad_stats": True, "check_finite": "count"}
-_SETTLES = {"unused.py: globally": "which rank has used a parameter that this one has not (README, Limits)"}
+_SETTLES = {"unused.py: nowhere": "which rank has used a parameter that this one has not (README, Limits)"}
+_KINDS = {"sparse_kinds.py: anywhere": "of what kind all ranks' sparse gradients are decides who takes part with what"}
 _ASKS = {"ledger.py: anywhere": "the same, of a contribution that has come"}
 _COUNTS = {"pipeline.py: _counted_ranks": "how many ranks still have inputs divides the gradients (README, Limits)"}
 _DECIDES = {"amp.py: step": "torch's GradScaler.step asks whether to step, unless the optimizer is fused"}
@@ -382,23 +383,12 @@ CASES: Mapping[str, Callable[[], Case]] = {
     "weighted": lambda: Case(wrap=lambda model, _: model, body=weighted(), permitted=_DIVIDES),
     "joined": lambda: Case(body=joined()),
     "joined, divided": lambda: Case(body=joined(divide_by_initial_world_size=False), permitted=_COUNTS),
-    "sparse": lambda: Case(model=Embedded),
-}
-
-# What the checker finds in the package as it is, each with what is wrong. Cases leave when they are mended.
-FAULTY: Mapping[str, tuple[str, Callable[[], Case]]] = {
-    "first used late": (
-        "a parameter's stream is not known where its first gradient comes after the first step",
-        lambda: Case(
-            model=lambda: Branches(late=True),
-            wrap=_branched(_BF16, cap_mb=1, find_unused_parameters=True),
-            permitted=_SETTLES,
-        ),
+    "sparse": lambda: Case(model=Embedded, permitted=_KINDS),
+    "first used late": lambda: Case(
+        model=lambda: Branches(late=True),
+        wrap=_branched(_BF16, cap_mb=1, find_unused_parameters=True),
     ),
-    "flushed": (
-        "the event behind check_finite's copies is recorded on the current device, not on that of the gradients",
-        lambda: Case(config={**_OBSERVED, "sync_mode": BoundedStaleness(1)}, body=flushed),
-    ),
+    "flushed": lambda: Case(config={**_OBSERVED, "sync_mode": BoundedStaleness(1)}, body=flushed),
 }
 
 # With one rank, on a GPU and without one, these must do the same. (What orders a hook's futures, torch does in C++.)

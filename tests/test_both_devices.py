@@ -65,6 +65,7 @@ ONLY_ON_A_GPU: Mapping[str, str] = {
     "test_gpu_local.py::test_peers_on_several_devices_end_with_the_same_bytes": (
         "needs two GPUs; test_combine.py does on one CPU what is done between devices"
     ),
+    "test_gpu_order.py::test_the_trace_is_that_of_the_stand_ins": "compares a GPU's trace with that of CPU stand-ins",
     "test_gpu_modes.py::test_gradients_are_those_of_torchs_wrapper": (
         "torch's mixed precision needs CUDA's events, its bf16 hook NCCL"
     ),

@@ -11,9 +11,8 @@ from order_cases import AGREED, CASES
 from order_trace import Recorder
 from test_order import fake_outline
 
-pytestmark = pytest.mark.gpu
 
-
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", AGREED)
 def test_the_trace_is_that_of_the_stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     with monkeypatch.context() as patch:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..comm.agreement import ranks_text
+from ..comm.numbers import on_device
 from ..comm.protocol import Communicator, Pending
 from ..comm.waiting import collective_failed, wait_for
 from ..errors import AgreementError
@@ -97,8 +98,9 @@ class KindsOfStep:
         if not self._found:
             wait_for(self._pending, _ASKING, self._kinds.communicator)
             most = self._gathered.amax(dim=0)
-            same = ((self._gathered == most) | (self._gathered < 0)).view(len(self._gathered), -1, 3).all(2).all(0)
-            self._found = list(zip(map(_decoded, most.view(-1, 3).tolist()), same.tolist(), strict=True))
+            same = ((self._gathered == most) | (self._gathered < 0)).all(dim=0)
+            rows = torch.stack([most, same.to(most.dtype)]).view(2, -1, 3).tolist()  # once: on CUDA the host waits
+            self._found = [(_decoded(kind), all(agreed)) for kind, agreed in zip(*rows, strict=True)]
         kind, same_everywhere = self._found[self._kinds.place[number]]
         known = self._kinds.known.get(number)
         if kind is not None and not (same_everywhere and kind.layout is torch.sparse_coo and known in (None, kind)):
@@ -165,11 +167,11 @@ class SparseKinds:
             return 0
         mine, self._mine = self._mine, {}
         numbers = [value for number in self.place for value in mine.get(number, _ABSENT)]
-        tensor = torch.tensor(numbers, dtype=torch.int64).to(self._device)
         try:
-            self._step = KindsOfStep(self, *self.communicator.all_gather(tensor))
+            pending, gathered = self.communicator.all_gather(on_device(numbers, torch.int64, self._device))
         except RuntimeError as error:
             raise collective_failed(f"{_ASKING} could not be started", self.communicator, error) from error
+        self._step = KindsOfStep(self, pending, gathered)
         return 1
 
     @property
