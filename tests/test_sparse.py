@@ -51,6 +51,14 @@ def test_a_gradient_of_another_kind_is_the_same_error_on_every_rank(
     assert ("In the steps before it was sparse of 1 sparse dimensions" in messages[0]) == bool(before), messages
 
 
+@pytest.mark.parametrize("how", ["search", "hook"])
+@pytest.mark.parametrize("name", ["dense.weight", "rows.weight"])
+def test_an_error_of_one_rank_does_not_keep_the_others_waiting_for_sums_that_come_late(
+    ranks: RankPool, name: str, how: str
+) -> None:
+    ranks.run(sparse_cases.changed_here, name, how)
+
+
 @pytest.mark.parametrize("wire", ["native", "bf16"])
 def test_our_hook_on_torchs_class(ranks: RankPool, wire: str) -> None:
     ranks.run(sparse_cases.through_torchs_ddp, wire)

@@ -77,19 +77,20 @@ class SparseReduction(TakenAtOnce):
         kind, gradient = self._kinds.known[self._number], self._taken[0]
         if gradient is None or kind_of(gradient) != kind:
             gradient = kind.empty(self._parameter)  # another kind: every rank raises when it lands
-        if self._hook is not None:
-            self._future = call_hook(self._hook, self._state, self._shown(gradient))
-        else:
+        if self._hook is None:
             self._future = self._communicator.all_reduce_sparse(gradient.detach() / self._divisor).future()
-        now = self._parameter.grad
-        self._taken = now, -1 if now is None else now._version
+            return
+        unchanged = self._parameter.grad is self._taken[0]
+        self._future = call_hook(self._hook, self._state, self._shown(gradient))
+        if unchanged:  # else `check_unchanged` is to find it
+            self._taken = self._parameter.grad, -1
 
     def under_way(self) -> UnderWay | None:
         """What `launch` started and `finish` will wait for."""
         return None if self._future is None else UnderWay(self._future, None)
 
     def check_unchanged(self) -> None:
-        """Raises if the gradient is not the tensor that was taken, at the same version (a hook may write to it)."""
+        """Raises if the gradient is not the tensor that was taken, at the same version (a comm hook may write to it)."""
         now = self._parameter.grad
         gradient, version = self._taken
         written = self._hook is None and now is not None and now._version != version
