@@ -250,7 +250,7 @@ def changed_here(rank: int, world: int, name: str, how: str) -> None:
         parameter.grad = parameter.grad.clone()
 
     def behind_the_reducers_end(gradient: torch.Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(replace)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(replace)
 
     output = ddp((indices(rank, 0), ALL))
     if rank == 0:
