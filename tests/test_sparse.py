@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import sparse_cases
+import torch
+from leaf_steps import sparse_like, step
 from ranks import RankPool
+
+from fusedreduce import Reducer
+from fusedreduce.comm.local import LocalGroup
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -57,6 +64,23 @@ def test_an_error_of_one_rank_does_not_keep_the_others_waiting_for_sums_that_com
     ranks: RankPool, name: str, how: str
 ) -> None:
     ranks.run(sparse_cases.changed_here, name, how)
+
+
+def test_a_reducer_that_is_given_up_leaves_its_ranks_without_the_garbage_collector() -> None:
+    # Which may run on one of Gloo's threads, where a process group must not end.
+    table, communicator = torch.zeros(4, 2, requires_grad=True), LocalGroup(1).communicator(0)
+    reducer = Reducer([table], communicator, sparse=[True])
+    for _ in range(2):
+        table.grad = None
+        step(reducer, [sparse_like(table, [1, 2])])
+    alive = weakref.ref(communicator)
+    gc.collect()
+    gc.disable()
+    try:
+        del reducer, communicator
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("wire", ["native", "bf16"])
