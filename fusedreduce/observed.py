@@ -413,8 +413,8 @@ def _reduced(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each parameter of a reduced bucket and its real values, in its own dtype where that holds less."""
     buffer, reduced = bucket.buffer(), bucket.buffer()
-    if isinstance(under_way, torch.futures.Future) or buffer.layout is not torch.strided:
-        future = under_way if isinstance(under_way, torch.futures.Future) else under_way.future()
+    if isinstance(under_way, torch._C.Future) or buffer.layout is not torch.strided:
+        future = under_way if isinstance(under_way, torch._C.Future) else under_way.future()
         value: Any = future.value()  # by a comm hook, or by what sums sparse gradients
         reduced = value[0] if isinstance(value, list | tuple) else value
     for parameter, slot in zip(bucket.parameters(), bucket.gradients(), strict=True):

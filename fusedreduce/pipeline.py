@@ -256,6 +256,20 @@ class Pipeline:
             self.buckets.streams.wait_for_packs()
             self.issued += self._observed.tell()
 
+    def launch_late(self) -> None:
+        """Behind `launch`, where it may be waited for: starts the sums of sparse gradients whose kind nobody knew.
+
+        Does nothing when it is called again.
+
+        Raises:
+            AgreementError, CollectiveError: see `SparseKinds.learn`.
+        """
+        with torch.no_grad():
+            for sparse in self.buckets.sparse(self.maker.sparse_kinds.learn()):
+                with self.buckets.streams.on(sparse.members.device):
+                    sparse.launch_late()
+                self.issued += 1
+
     def finish(self, step: Step, *, shared: bool) -> Ended:
         """Ends the step: finishes every launched bucket in launch order, or those of an earlier step, as the mode says.
 
@@ -266,15 +280,13 @@ class Pipeline:
         if self.ends.own is not None:
             return self._contribute(step)
         launched = [one for one in self.buckets.reductions if not self._passes_over(step, one.members)]
+        # Ahead of the check, which may raise on this rank alone: the others wait for these sums too.
+        self.launch_late()
         with torch.no_grad():
             if not shared:
                 # All before the first is overwritten: gradients that share memory share their version.
                 for reduction in launched:
                     reduction.check_unchanged()
-            for sparse in self.buckets.sparse(self.maker.sparse_kinds.learn()):
-                with self.buckets.streams.on(sparse.members.device):
-                    sparse.launch_late()
-                self.issued += 1
             if self.ends.staleness:
                 ended = self.ends.end_later(self.buckets, self.rounds + 1, self._write)
             else:

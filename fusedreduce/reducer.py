@@ -341,6 +341,23 @@ class Reducer:
         self._complete_outside()
         self.check_finalized()
 
+    def launch_late(self) -> None:
+        """The part of `finalize` that starts collectives: sums of sparse gradients whose kind no rank knew before.
+
+        Where one thread drives all ranks: to be called for each of them, before `finalize` waits for those of one.
+
+        Raises:
+            AgreementError: ranks have gradients of several kinds; on every rank.
+            CollectiveError: a peer died, left, or did not answer.
+        """
+        with self._lock:
+            if self.state is ReducerState.LAUNCHED:
+                try:
+                    self._pipeline.launch_late()
+                except BaseException as error:
+                    self._note_failure(error)
+                    raise
+
     def backward(self, loss: torch.Tensor) -> None:
         """`loss.backward()` and `finalize`: the step is complete when this returns, wherever its end had to be."""
         loss.backward()

@@ -185,7 +185,11 @@ class StepClock:
     def launched(self, bucket: int, watched: Watched | None, issued_ns: int | None, communicator: Ranks) -> None:
         """A bucket's collective has been issued, at `issued_ns` or just now; `watched` tells when it ends.
 
-        `communicator`: whose it is.
+        Args:
+            bucket: which.
+            watched: None: there was nothing to issue.
+            issued_ns: time.perf_counter_ns() then.
+            communicator: whose it is.
         """
         returned_ns = time.perf_counter_ns()
         now_ns = issued_ns or returned_ns
@@ -198,9 +202,13 @@ class StepClock:
         look.packing_ns[bucket] += returned_ns - now_ns
         if look.device is not None:
             look.device.mark((bucket, "launch_ns"))
-            if watched is not None and self.watches:
+            if watched is None:
+                look.device.mark((bucket, "done_ns"))
+            elif self.watches:
                 look.device.watch(bucket, watched, communicator)
-        elif watched is not None:
+        elif watched is None:
+            look.marks.buckets[bucket].done_ns = now_ns - self._base_ns
+        else:
             _tell(watched, look.marks, bucket, self._base_ns)
 
     def backward_ended(self) -> None:

@@ -175,7 +175,8 @@ def averaging(size: int, sums: Callable[[torch.Tensor], torch.Tensor], how: str)
             mean = mean.half()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(mean)
-        return future
+        # What `then` returns is of torch's own class, not of the one that torch.futures adds to it.
+        return future.then(lambda done: done.value()) if how == "new" else future
 
     return hook
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import fusedreduce
-from fusedreduce import AgreementError, BoundedStaleness, ReduceConfig
+from fusedreduce import AgreementError, BoundedStaleness, FusedReduceError, ReduceConfig
 
 ROWS, WIDTH = 10, 3
 # By step and rank, which tables a rank uses: of "rows", "bag" (one sparse dimension) and "cells" (two).
@@ -239,6 +239,32 @@ def disagreed(rank: int, world: int, what: str, before: int, how: str) -> str:
     ddp.reset()
     steps(3)
     return str(caught.value)
+
+
+def changed_here(rank: int, world: int, name: str, how: str) -> None:
+    """In the first step, whose sparse sums come late, one rank's gradient is changed behind its pack; then reset()."""
+    ddp, local = wrapped(how, find_unused_parameters=True), model()
+    parameter = ddp.module.get_parameter(name)
+
+    def replace() -> None:
+        parameter.grad = parameter.grad.clone()
+
+    def behind_the_reducers_end(gradient: torch.Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(replace)
+
+    output = ddp((indices(rank, 0), ALL))
+    if rank == 0:
+        output.register_hook(behind_the_reducers_end)
+        with pytest.raises(FusedReduceError, match=f"the gradient of {name} .* was replaced after it had been packed"):
+            loss_of(output, world).backward()
+    else:
+        loss_of(output, world).backward()
+    ddp.reset()
+    for step in range(3):
+        for module in (ddp, local):
+            module.zero_grad()
+            loss_of(module((indices(rank, step), ALL)), world).backward()
+        assert_gradients(ddp.module, expected(local, world))
 
 
 def through_torchs_ddp(rank: int, world: int, wire: str) -> None:

@@ -580,11 +580,13 @@ def test_recurrent_layers(build: Build) -> None:
     _same(module, one)
 
 
-def test_sparse_gradients(build: Build) -> None:
+@BOTH_SUMS
+@BOTH_WAYS
+def test_sparse_gradients(build: Build, threads: bool, reduce: ReduceConfig | None) -> None:
     torch.manual_seed(0)
     one = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
     module = copy.deepcopy(one)
-    dp = build(module)
+    dp = build(module, threads=threads, reduce=reduce)
     indices = torch.tensor([1, 4, 4, 7, 1])
     for each in (dp, one):
         each(indices).square().sum().backward()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim import optimizer as optimizers
 
 from fusedreduce import (
+    AgreementError,
     BucketCaps,
     CollectiveError,
     FusedGradScaler,
@@ -24,6 +26,7 @@ from fusedreduce import (
     Reducer,
     clip_grad_norm_,
 )
+from fusedreduce.comm.local import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
 from fusedreduce.deferred import in_backward
 from fusedreduce.kernels import dispatch
@@ -467,7 +470,7 @@ def _refuse(*_: object) -> None:
 
 def test_nobody_looks_at_optimizers_when_no_reducer_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # Reducers of other tests may be alive.
-    monkeypatch.setattr(optimizer_steps, "_attending", weakref.WeakSet())
+    monkeypatch.setattr(optimizer_steps, "_attending", weakref.WeakKeyDictionary())
     monkeypatch.setattr(optimizer_steps, "_hook", None)
     hooks = optimizers._global_optimizer_pre_hooks
     before = len(hooks)
@@ -486,6 +489,108 @@ def test_nobody_looks_at_optimizers_when_no_reducer_needs_it(monkeypatch: pytest
     gc.collect()
     Reducer([torch.zeros(1, requires_grad=True)], Loopback())
     assert len(hooks) == before, "one that was forgotten needs it no more, either"
+
+
+# Sparse gradients whose kind nobody knows yet: their sums start at the end of the step
+
+
+TABLES = ("rows", "bag")
+
+
+def _tables(communicator: Communicator) -> tuple[dict[str, nn.Embedding], Reducer, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    module = {name: nn.Embedding(6, 2, sparse=True) for name in TABLES}
+    parameters = [table.weight for table in module.values()]
+    sparse = [True] * len(parameters)
+    reducer = Reducer(parameters, communicator, sparse=sparse, find_unused_parameters=True, agreed=True)
+    return module, reducer, torch.optim.SGD(parameters, lr=1.0)
+
+
+def _backward_through(module: Mapping[str, nn.Embedding], reducer: Reducer, used: Sequence[str], rank: int) -> None:
+    loss = torch.zeros((), requires_grad=True)
+    for name in used:
+        loss = loss + module[name](torch.tensor([rank, 5])).sum()
+    reducer.prepare_for_backward(loss)
+    if used:
+        loss.backward()
+    else:
+        reducer.end_without_backward()
+
+
+def test_one_thread_completes_sums_that_come_late() -> None:
+    steps: tuple[tuple[tuple[str, ...], ...], ...] = (
+        (("rows",), (), ("rows",)),
+        ((), ("bag",), ()),
+        (TABLES, TABLES, TABLES),
+    )
+    with LocalGroup(3, one_thread=True, timeout_s=2) as group:
+        ranks = [_tables(group.communicator(rank)) for rank in range(3)]
+        for used in steps:
+            for rank, (module, reducer, optimizer) in enumerate(ranks):
+                optimizer.zero_grad()
+                _backward_through(module, reducer, used[rank], rank)
+            for _, reducer, _ in ranks:
+                reducer.launch_late()
+            for _, reducer, optimizer in ranks:
+                optimizer.step()
+                assert reducer.state is ReducerState.IDLE
+            for name in TABLES:
+                wanted = torch.zeros(6, 2)
+                for rank in range(3):
+                    if name in used[rank]:
+                        wanted[[rank, 5]] += 1.0
+                for module, _, _ in ranks:
+                    gradient = module[name].weight.grad
+                    assert (gradient is None) == (not wanted.any())
+                    assert gradient is None or torch.equal(gradient.to_dense(), wanted / 3)
+
+
+def test_one_thread_that_waits_for_a_sum_that_it_has_not_started_is_told_at_once() -> None:
+    with LocalGroup(2, one_thread=True, timeout_s=60) as group:
+        ranks = [_tables(group.communicator(rank)) for rank in range(2)]
+        for rank, (module, reducer, _) in enumerate(ranks):
+            _backward_through(module, reducer, TABLES, rank)
+        began_s = time.monotonic()
+        with pytest.raises(CollectiveError, match="rank 1 cannot come: this thread drives them too"):
+            ranks[0][1].finalize()
+        assert time.monotonic() - began_s < 30
+
+
+def test_one_thread_meets_gradients_of_several_kinds_on_every_rank() -> None:
+    with LocalGroup(2, one_thread=True, timeout_s=2) as group:
+        ranks = [_tables(group.communicator(rank)) for rank in range(2)]
+
+        def make_dense(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.to_dense()
+
+        ranks[1][0]["rows"].weight.register_post_accumulate_grad_hook(make_dense)
+        for rank, (module, reducer, _) in enumerate(ranks):
+            _backward_through(module, reducer, TABLES, rank)
+        for _, reducer, _ in ranks:
+            with pytest.raises(AgreementError, match="dense and torch.float32 on rank 1"):
+                reducer.launch_late()
+            assert reducer.state is ReducerState.FAILED
+
+
+def test_late_sums_of_two_reducers_of_a_rank_come_in_the_same_order_on_every_rank() -> None:
+    def case(communicator: LocalCommunicator) -> tuple[list[float], list[object]]:
+        made = [_tables(communicator) for _ in range(2)]
+        # What tells objects apart by their address is in another order on the next rank, soon or later.
+        kept: list[object] = [object() for _ in range(100 * communicator.rank)]
+        both = torch.optim.SGD([table.weight for module, _, _ in made for table in module.values()], lr=1.0)
+        losses = []
+        for number, (module, reducer, _) in enumerate(made):
+            losses.append((number + 1) * module["rows"](torch.tensor([0])).sum())
+            reducer.prepare_for_backward(losses[-1])
+        sum(losses, torch.zeros(())).backward()
+        both.step()
+        gradients = [module["rows"].weight.grad for module, _, _ in made]
+        return [0.0 if one is None else float(one.to_dense().sum()) for one in gradients], kept
+
+    for _ in range(10):
+        with LocalGroup(2, one_thread=True, timeout_s=5) as group:
+            assert [found for found, _ in group.run(case)] == [[2.0, 4.0]] * 2
 
 
 # A rank without a gradient

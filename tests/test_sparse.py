@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import sparse_cases
+import torch
+from leaf_steps import sparse_like, step
 from ranks import RankPool
+
+from fusedreduce import Reducer
+from fusedreduce.comm.local import LocalGroup
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -49,6 +56,31 @@ def test_a_gradient_of_another_kind_is_the_same_error_on_every_rank(
     assert "The gradient of rows.weight must be sparse (torch.sparse_coo), and of one kind" in messages[0], messages
     assert f"{shown} torch.float32 on rank {world - 1}" in messages[0], messages
     assert ("In the steps before it was sparse of 1 sparse dimensions" in messages[0]) == bool(before), messages
+
+
+@pytest.mark.parametrize("how", ["search", "hook"])
+@pytest.mark.parametrize("name", ["dense.weight", "rows.weight"])
+def test_an_error_of_one_rank_does_not_keep_the_others_waiting_for_sums_that_come_late(
+    ranks: RankPool, name: str, how: str
+) -> None:
+    ranks.run(sparse_cases.changed_here, name, how)
+
+
+def test_a_reducer_that_is_given_up_leaves_its_ranks_without_the_garbage_collector() -> None:
+    # Which may run on one of Gloo's threads, where a process group must not end.
+    table, communicator = torch.zeros(4, 2, requires_grad=True), LocalGroup(1).communicator(0)
+    reducer = Reducer([table], communicator, sparse=[True])
+    for _ in range(2):
+        table.grad = None
+        step(reducer, [sparse_like(table, [1, 2])])
+    alive = weakref.ref(communicator)
+    gc.collect()
+    gc.disable()
+    try:
+        del reducer, communicator
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("wire", ["native", "bf16"])

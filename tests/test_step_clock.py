@@ -10,6 +10,7 @@ import torch
 from device_time import DEVICE, FakeGpu, FakeStream
 from loopback import Loopback
 
+from fusedreduce.planning.channel import Seen
 from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.step_clock import StepClock
 from fusedreduce.trace import StepMarks, stall_ns
@@ -120,6 +121,28 @@ def test_a_collective_whose_end_nobody_told_tells_nothing(now: list[int]) -> Non
     clock.unpacked(0)
     look = clock.taken()
     assert look is not None and look.times().buckets == [None]
+
+
+def test_a_bucket_that_issues_nothing_ends_as_it_begins(now: list[int]) -> None:
+    # Of a sparse gradient that no rank has ever had: others of the step are to be learned from all the same.
+    clock = StepClock(1, CPU)
+    clock.arm(2, closely=True, forward_ns=0)
+    clock.begin()
+    for bucket, collective in enumerate((Collective(), None)):
+        now[0] += 100
+        clock.pack(bucket)
+        now[0] += 10
+        clock.launched(bucket, collective, None, Loopback())
+        if collective is not None:
+            now[0] += 40
+            collective.end()
+    for bucket in (0, 1):
+        clock.unpack(bucket)
+        clock.unpacked(bucket)
+    looked = clock.taken()
+    assert looked is not None and [one.done_ns for one in looked.marks.buckets] == [150, 260]
+    rows = looked.times().buckets
+    assert [None if row is None else row.wire for row in rows] == [Seen(150 - 110, 0), Seen(260 - 110, 150 - 260)]
 
 
 def test_the_probe_is_timed_from_its_issue(now: list[int]) -> None:

@@ -33,6 +33,9 @@ def test_a_collective_that_fails_names_rank_what_and_seconds_and_its_group_is_lo
         wait_for(LoopbackPending(_failing), what, communicator)
     assert "Connection closed by peer" in str(caught.value) and isinstance(caught.value.__cause__, RuntimeError)
     assert communicator.lost == str(caught.value)
+    with pytest.raises(CollectiveError, match="bucket 4 failed"):
+        wait_for(LoopbackPending(_failing), "the all-reduce of bucket 4", communicator)
+    assert communicator.lost == str(caught.value), "the first one is why the others failed"
 
 
 def test_a_future_gives_its_value() -> None:

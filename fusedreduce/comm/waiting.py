@@ -50,7 +50,7 @@ def wait_for(pending: Waits | torch.futures.Future[Any], what: str | Callable[[]
     except RuntimeError as error:
         if isinstance(error, FusedReduceError) and isinstance(pending, torch._C.Future):
             if isinstance(error, CollectiveError):
-                communicator.lost = str(error)
+                communicator.lost = communicator.lost or str(error)
             raise
         named = what if isinstance(what, str) else what()
         named = f"{named} failed after {time.monotonic() - began_s:.1f} s"
@@ -60,7 +60,7 @@ def wait_for(pending: Waits | torch.futures.Future[Any], what: str | Callable[[]
 def collective_failed(what: str, communicator: Ranks, cause: BaseException) -> CollectiveError:
     """The error for a collective that could not be issued or waited for; marks the group as lost."""
     error = collective_error(what, communicator.rank, cause)
-    communicator.lost = str(error)
+    communicator.lost = communicator.lost or str(error)  # what failed first is the cause of the rest
     return error
 
 

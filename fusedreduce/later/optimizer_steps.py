@@ -34,7 +34,8 @@ class Attends(Protocol):
 
 
 _lock = threading.Lock()
-_attending: weakref.WeakSet[Attends] = weakref.WeakSet()
+# In the order in which they entered, which is the same on every rank: completing a step may issue collectives.
+_attending: weakref.WeakKeyDictionary[Attends, None] = weakref.WeakKeyDictionary()
 _hook: RemovableHandle | None = None
 
 
@@ -42,7 +43,7 @@ def enter(reducer: Attends) -> None:
     """`reducer` is told from now on; every optimizer of this process looks for it then."""
     global _hook
     with _lock:
-        _attending.add(reducer)
+        _attending.setdefault(reducer)
         if _hook is None:
             _hook = register_optimizer_step_pre_hook(_before_step)
 
@@ -51,7 +52,7 @@ def leave(reducer: Attends) -> None:
     """It is told no more; with the last one goes the hook."""
     global _hook
     with _lock:
-        _attending.discard(reducer)
+        _attending.pop(reducer, None)
         if _hook is not None and not _attending:
             _hook.remove()
             _hook = None

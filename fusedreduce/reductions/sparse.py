@@ -13,7 +13,7 @@ from ..grad_bucket import GradBucket
 from ..gradients import real_dtype, summary, values_of
 from ..units import Unscaling
 from .hooked import CommHook, call_hook, reduced_value
-from .members import Members, TakenAtOnce, UnderWay, as_real, changed_error
+from .members import Members, TakenAtOnce, UnderWay, as_real, changed_error, wait_for_bucket
 from .sparse_kinds import KindsOfStep, SparseKinds, kind_of
 
 
@@ -22,10 +22,12 @@ class SparseFlight:
     """A sum under way.
 
     Args:
-        future: holds it; None: no rank had a gradient.
+        pending: the collective; None: there is none, or it is a comm hook's.
+        future: holds the sum; None: no rank has ever had a gradient.
         kinds: what the ranks have said of their gradients in that step.
     """
 
+    pending: Pending | None
     future: torch.futures.Future[Any] | None
     kinds: KindsOfStep
 
@@ -57,6 +59,7 @@ class SparseReduction(TakenAtOnce):
         self._state = state
         self._hook = hook
         self._divisor = 1.0
+        self._pending: Pending | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._taken: tuple[torch.Tensor | None, int] = (None, -1)
 
@@ -77,19 +80,21 @@ class SparseReduction(TakenAtOnce):
         kind, gradient = self._kinds.known[self._number], self._taken[0]
         if gradient is None or kind_of(gradient) != kind:
             gradient = kind.empty(self._parameter)  # another kind: every rank raises when it lands
-        if self._hook is not None:
-            self._future = call_hook(self._hook, self._state, self._shown(gradient))
-        else:
-            self._future = self._communicator.all_reduce_sparse(gradient.detach() / self._divisor).future()
-        now = self._parameter.grad
-        self._taken = now, -1 if now is None else now._version
+        if self._hook is None:
+            self._pending = self._communicator.all_reduce_sparse(gradient.detach() / self._divisor)
+            self._future = self._pending.future()
+            return
+        unchanged = self._parameter.grad is self._taken[0]
+        self._future = call_hook(self._hook, self._state, self._shown(gradient))
+        if unchanged:  # else `check_unchanged` is to find it
+            self._taken = self._parameter.grad, -1
 
     def under_way(self) -> UnderWay | None:
         """What `launch` started and `finish` will wait for."""
         return None if self._future is None else UnderWay(self._future, None)
 
     def check_unchanged(self) -> None:
-        """Raises if the gradient is not the tensor that was taken, at the same version (a hook may write to it)."""
+        """Raises if the gradient is not the tensor that was taken, at the same version; a comm hook may write to it."""
         now = self._parameter.grad
         gradient, version = self._taken
         written = self._hook is None and now is not None and now._version != version
@@ -98,32 +103,39 @@ class SparseReduction(TakenAtOnce):
 
     def finish(self, untouched: Collection[int], unscaling: Unscaling) -> None:
         """Makes the sum the gradient; where no rank has one, it stays as it is."""
-        flight = self.part()
-        if flight.kinds.anywhere(self._number) is None or self._number in untouched:
+        value = self._landed(self.part())
+        if value is None or self._number in untouched:
             self.pass_over()
         else:
-            self._write(flight, unscaling)
+            self._write(value, unscaling)
 
     def part(self) -> SparseFlight:
         """Hands over what `launch` has started: another step may be launched before it is done."""
-        future, self._future = self._future, None
-        self._taken = (None, -1)
-        return SparseFlight(future, self._kinds.of_step)
+        flight = SparseFlight(self._pending, self._future, self._kinds.of_step)
+        self._pending, self._future, self._taken = None, None, (None, -1)
+        return flight
 
     def ready(self) -> None:
         """There is nothing to make ready for a step behind one that was parted with."""
 
     def land(self, flight: SparseFlight, untouched: Collection[int], unscaling: Unscaling) -> None:
         """Makes the sum that was parted with the gradient; None where no rank had one."""
-        if flight.kinds.anywhere(self._number) is None or self._number in untouched:
+        value = self._landed(flight)
+        if value is None or self._number in untouched:
             self._parameter.grad = None
             self.pass_over()
         else:
-            self._write(flight, unscaling)
+            self._write(value, unscaling)
 
-    def _write(self, flight: SparseFlight, unscaling: Unscaling) -> None:
-        assert flight.future is not None
-        value = reduced_value(flight.future, self.members, self._communicator)
+    def _landed(self, flight: SparseFlight) -> torch.Tensor | None:
+        """The sum, once it is there; None where no rank had a gradient. Nothing is under way then."""
+        kind = flight.kinds.anywhere(self._number)
+        if flight.pending is not None:
+            wait_for_bucket(flight.pending, self.members, self._communicator)  # knows of more errors than its future
+        value = None if flight.future is None else reduced_value(flight.future, self.members, self._communicator)
+        return None if kind is None else value
+
+    def _write(self, value: torch.Tensor, unscaling: Unscaling) -> None:
         compute = torch.float64 if real_dtype(value.dtype) is torch.float64 else torch.float32
         inverse = unscaling.factor(compute, value.device, 1.0)
         if inverse is not None:

@@ -11,6 +11,7 @@ gradients are:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -83,7 +84,8 @@ class KindsOfStep:
     """
 
     def __init__(self, kinds: SparseKinds, pending: Pending, gathered: torch.Tensor) -> None:
-        self._kinds = kinds
+        # Not in a cycle with them: the collector, maybe on a thread of Gloo's, would drop the group. See completion.py.
+        self._kinds: SparseKinds = weakref.proxy(kinds)
         self._pending = pending
         self._gathered = gathered
         self._found: list[tuple[SparseKind | None, bool]] = []  # by place; and whether it is the same on all ranks

@@ -432,6 +432,8 @@ def _reduce_all(reducers: Sequence[Reducer], streams: Sequence[torch.cuda.Stream
         for reducer in reducers:
             launch(reducer)
         for reducer in reducers:
+            reducer.launch_late()
+        for reducer in reducers:
             reducer.finalize()
 
 
