@@ -80,7 +80,7 @@ class Shadows:
         for complete in [self.run(one.shadow()) for one in pipeline.buckets.sparse(kinds.learn())]:
             complete()
         for number in kinds.place:
-            kinds.of_step.anywhere(number)  # raises where the others do
+            kinds.of_step.agreed_kind(number)  # raises where the others do
         plans.scheduler.complete()
         pipeline.close_round(None)
         pipeline.issued += self._observed.close_shadow(pipeline.rounds)

@@ -73,10 +73,13 @@ class SparseReduction(TakenAtOnce):
             self.source.first_non_finite[0] = -1 if gradient is None else summary(as_real(_values(gradient)))[2]
         self._divisor = divisor
         if self._number in self._kinds.known:
-            self.launch_late()
+            self._start()
 
     def launch_late(self) -> None:
         """Starts the sum that had to wait until all ranks know of what kind the gradient is."""
+        self._start()
+
+    def _start(self) -> None:
         kind, gradient = self._kinds.known[self._number], self._taken[0]
         if gradient is None or kind_of(gradient) != kind:
             gradient = kind.empty(self._parameter)  # another kind: every rank raises when it lands
@@ -129,7 +132,7 @@ class SparseReduction(TakenAtOnce):
 
     def _landed(self, flight: SparseFlight) -> torch.Tensor | None:
         """The sum, once it is there; None where no rank had a gradient. Nothing is under way then."""
-        kind = flight.kinds.anywhere(self._number)
+        kind = flight.kinds.agreed_kind(self._number)
         if flight.pending is not None:
             wait_for_bucket(flight.pending, self.members, self._communicator)  # knows of more errors than its future
         value = None if flight.future is None else reduced_value(flight.future, self.members, self._communicator)

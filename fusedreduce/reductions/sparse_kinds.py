@@ -90,7 +90,7 @@ class KindsOfStep:
         self._gathered = gathered
         self._found: list[tuple[SparseKind | None, bool]] = []  # by place; and whether it is the same on all ranks
 
-    def anywhere(self, number: int) -> SparseKind | None:
+    def agreed_kind(self, number: int) -> SparseKind | None:
         """The kind of a parameter's gradient, on every rank that has one; None: no rank has. Waits for the ranks.
 
         Raises:
@@ -186,10 +186,10 @@ class SparseKinds:
         """Behind `ask`: waits for the kinds that are not known yet, and keeps them; of which parameters.
 
         Raises:
-            AgreementError, CollectiveError: see `KindsOfStep.anywhere`.
+            AgreementError, CollectiveError: see `KindsOfStep.agreed_kind`.
         """
         unknown = [number for number in self.place if number not in self.known]
-        found = {number: kind for number in unknown if (kind := self.of_step.anywhere(number)) is not None}
+        found = {number: kind for number in unknown if (kind := self.of_step.agreed_kind(number)) is not None}
         self.known |= found
         return list(found)
 
