@@ -380,6 +380,14 @@ CASES: Mapping[str, Callable[[], Case]] = {
     "some unused, asynchronous": lambda: Case(
         model=Alternating, find_unused_parameters=True, config={"sync_mode": Asynchronous()}, permitted=_ASKS
     ),
+    "some unused, summed views": lambda: Case(
+        model=Alternating,
+        find_unused_parameters=True,
+        gradient_as_bucket_view=True,
+        config={"op": "sum"},
+        to_none=False,
+        permitted=_SETTLES,
+    ),
     "weighted": lambda: Case(wrap=lambda model, _: model, body=weighted(), permitted=_DIVIDES),
     "joined": lambda: Case(body=joined()),
     "joined, divided": lambda: Case(body=joined(divide_by_initial_world_size=False), permitted=_COUNTS),

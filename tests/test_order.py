@@ -59,7 +59,7 @@ def test_every_way_in_is_ordered(monkeypatch: pytest.MonkeyPatch, name: str, com
     assert waits == case.permitted.keys() or not comes, "what is permitted is needed"
 
 
-@pytest.mark.parametrize("name", ["some unused", "some unused, late"])
+@pytest.mark.parametrize("name", ["some unused", "some unused, late", "some unused, summed views"])
 def test_parameters_that_no_rank_uses(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     case = CASES[name]()
     found = check(_recorded(monkeypatch, case, users=0), case.permitted)
