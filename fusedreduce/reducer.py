@@ -251,6 +251,8 @@ class Reducer:
             divisor: what this rank's gradients are divided by in this step; None: the number of ranks, or 1 where
                 ReduceConfig(op="sum"). Ranks may have different ones: where rank i saw n_i of N samples and its loss
                 is their mean, N / n_i on each gives the mean over all N.
+                With find_unused_parameters and gradient_as_bucket_view every rank gives one in a step, or none does:
+                a gradient that was kept and no rank uses stays as it is where one is given, and is averaged elsewhere.
 
         Raises:
             ValueError: a divisor that is not a positive number, or one beside a comm hook, which divides itself.
@@ -878,8 +880,9 @@ class Reducer:
                     raise
 
     def _complete_outside(self) -> None:
-        """As `_complete`, for a caller that does not know whether it runs within a backward."""
+        """As `_complete`, for a caller that does not know whether it runs within a backward, or a capture."""
         if self.state is ReducerState.LAUNCHED:
+            refuse_capture(self._device, self.communicator.rank)
             if in_backward():
                 raise FusedReduceError(
                     f"rank {self.communicator.rank}: gradients that are still under way were asked for within another "

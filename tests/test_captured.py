@@ -21,6 +21,7 @@ from fusedreduce import (
     BoundedStaleness,
     BucketCaps,
     FusedReduceError,
+    LocalGroup,
     ReduceConfig,
     Reducer,
     Synchronous,
@@ -117,6 +118,23 @@ def test_every_way_into_a_reducer_is_closed_and_it_goes_on_after(
     assert all(parameter.grad is one for parameter, one in zip(reducer.parameters, before, strict=True))
     for _ in range(3):
         pair.step()
+
+
+@pytest.mark.parametrize("door", ["finalize", "flush", "state_dict", "zero_grad"])
+def test_a_launched_step_is_not_completed_within_a_capture(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LocalGroup(1, one_thread=True) as group:
+        parameter = torch.zeros(3, requires_grad=True)
+        reducer = Reducer([parameter], group.communicator(0))
+        loss = given([parameter], [torch.ones(3)])
+        reducer.prepare_for_backward(loss)
+        loss.backward()
+        with monkeypatch.context() as patched:
+            _captured(patched, reducer)
+            with pytest.raises(FusedReduceError, match="a CUDA graph is being captured"):
+                getattr(reducer, door)()
+        assert reducer.state is ReducerState.LAUNCHED
+        reducer.finalize()
+        assert parameter.grad is not None and parameter.grad.tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: type(mode).__name__)
