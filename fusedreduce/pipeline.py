@@ -252,7 +252,9 @@ class Pipeline:
                 self.issued += 1
             if self._plans.measured():
                 self.issued += self._plans.scheduler.report(self.plan)
-            self.issued += self.maker.sparse_kinds.ask()
+            if self.maker.sparse_kinds.place:
+                self.maker.sparse_kinds.ask()
+                self.issued += 1
             self.buckets.streams.wait_for_packs()
             self.issued += self._observed.tell()
 
@@ -280,8 +282,9 @@ class Pipeline:
         if self.ends.own is not None:
             return self._contribute(step)
         launched = [one for one in self.buckets.reductions if not self._passes_over(step, one.members)]
-        # Ahead of the check, which may raise on this rank alone: the others wait for these sums too.
-        self.launch_late()
+        if self.maker.sparse_kinds.place:
+            # Ahead of the check, which may raise on this rank alone: the others wait for these sums too.
+            self.launch_late()
         with torch.no_grad():
             if not shared:
                 # All before the first is overwritten: gradients that share memory share their version.

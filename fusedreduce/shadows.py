@@ -76,7 +76,10 @@ class Shadows:
         if plans.measured():
             pipeline.issued += plans.scheduler.report(pipeline.plan)
         kinds = pipeline.maker.sparse_kinds
-        pipeline.issued += kinds.ask() + self._observed.tell_shadow()
+        if kinds.place:
+            kinds.ask()
+            pipeline.issued += 1
+        pipeline.issued += self._observed.tell_shadow()
         for complete in [self.run(one.shadow()) for one in pipeline.buckets.sparse(kinds.learn())]:
             complete()
         for number in kinds.place:

@@ -163,10 +163,8 @@ class SparseKinds:
         """A parameter's gradient in this step, on this rank."""
         self._mine[number] = _ABSENT if gradient is None else _encoded(kind_of(gradient))
 
-    def ask(self) -> int:
-        """Behind the last bucket of a step, on every rank: tells the others; returns how many collectives it issued."""
-        if not self.place:
-            return 0
+    def ask(self) -> None:
+        """Behind the last bucket of a step, on every rank: tells the others, by one collective."""
         mine, self._mine = self._mine, {}
         numbers = [value for number in self.place for value in mine.get(number, _ABSENT)]
         try:
@@ -174,7 +172,6 @@ class SparseKinds:
         except RuntimeError as error:
             raise collective_failed(f"{_ASKING} could not be started", self.communicator, error) from error
         self._step = KindsOfStep(self, pending, gathered)
-        return 1
 
     @property
     def of_step(self) -> KindsOfStep:
