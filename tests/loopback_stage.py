@@ -94,6 +94,7 @@ class StageRank:
     def __init__(self, stage: Stage, rank: int) -> None:
         self._stage = stage
         self._rank = rank
+        self.lost = ""
         self.issued = 0
         self.under_way = 0
         self.most_under_way = 0
@@ -106,7 +107,7 @@ class StageRank:
     def size(self) -> int:
         return self._stage.size
 
-    def timeout_s(self, device: torch.device) -> float:
+    def timeout_s(self, device: torch.device | None = None) -> float:
         return TIMEOUT_S
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> StagePending:

@@ -637,12 +637,14 @@ def test_an_option_that_reads_like_two_values_is_one() -> None:
 
 
 def test_a_peer_that_registers_late_is_told_too(peers: Peers) -> None:
-    barrier = threading.Barrier(peers.total)
+    given_up, barrier = threading.Barrier(peers.total), threading.Barrier(peers.total)
 
     def peer(number: int) -> CollectiveSessionError:
         if number == 0:
-            time.sleep(0.5)
+            given_up.wait(30)
         error = caught(lambda: peers.register(number, timeout_s=0.2))
+        if number:
+            given_up.wait(30)
         barrier.wait(5)
         with peers.register(number) as session:
             good(session)
