@@ -309,7 +309,6 @@ def different_control_flow(rank: int, world: int, before: int, both_miss: bool) 
 UNUSED: dict[str, dict[str, Any]] = {
     "search": {"find_unused_parameters": True},
     "static graph": {"static_graph": True},
-    "views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
     "staleness": {"find_unused_parameters": True},
 }
 
