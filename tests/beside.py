@@ -34,7 +34,6 @@ BESIDE = frozenset(
         "collective",
         "combine",
         "costs",
-        "data_parallel",
         "data_parallel_scaled",
         "deferred_end",
         "dispatch",
