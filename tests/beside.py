@@ -34,6 +34,7 @@ BESIDE = frozenset(
         "collective",
         "combine",
         "costs",
+        "data_parallel",
         "data_parallel_scaled",
         "deferred_end",
         "dispatch",
