@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .comm.protocol import Communicator
+from .comm.waiting import mark_lost
 from .errors import CollectiveError, FusedReduceError
 
 
@@ -24,7 +25,7 @@ class Failures:
         """A hook, kernel or collective has raised."""
         self.text = f"{type(error).__name__}: {error}"
         if isinstance(error, CollectiveError):
-            communicator.lost = communicator.lost or str(error)
+            mark_lost(communicator, str(error))
 
     def forget(self) -> None:
         """That step was given up."""
@@ -63,7 +64,7 @@ class Failures:
 
 def lost_error(communicator: Communicator, why: str) -> FusedReduceError:
     """The error for going on without another communicator; marks the group as lost."""
-    communicator.lost = communicator.lost or why
+    mark_lost(communicator, why)
     return FusedReduceError(
         f"rank {communicator.rank}: the process group cannot be used any more; give every rank a new one "
         f"(set_communicator(), or a wrapper's _update_process_group). {why}"

@@ -43,14 +43,13 @@ def wait_for(pending: Waits | torch.futures.Future[Any], what: str | Callable[[]
     """
     began_s = time.monotonic()
     try:
-        if not isinstance(pending, torch._C.Future):
-            return pending.wait()
-        _complete_in_time(pending, communicator)
+        if isinstance(pending, torch._C.Future):
+            _complete_in_time(pending, communicator)
         return pending.wait()
     except RuntimeError as error:
         if isinstance(error, FusedReduceError) and isinstance(pending, torch._C.Future):
             if isinstance(error, CollectiveError):
-                communicator.lost = communicator.lost or str(error)
+                mark_lost(communicator, str(error))
             raise
         named = what if isinstance(what, str) else what()
         named = f"{named} failed after {time.monotonic() - began_s:.1f} s"
@@ -60,8 +59,13 @@ def wait_for(pending: Waits | torch.futures.Future[Any], what: str | Callable[[]
 def collective_failed(what: str, communicator: Ranks, cause: BaseException) -> CollectiveError:
     """The error for a collective that could not be issued or waited for; marks the group as lost."""
     error = collective_error(what, communicator.rank, cause)
-    communicator.lost = communicator.lost or str(error)  # what failed first is the cause of the rest
+    mark_lost(communicator, str(error))
     return error
+
+
+def mark_lost(communicator: Ranks, why: str) -> None:
+    """No collective of the group can be relied on any more. What failed first stays: it is the cause of the rest."""
+    communicator.lost = communicator.lost or why
 
 
 def collective_error(what: str, rank: int, cause: BaseException) -> CollectiveError:
