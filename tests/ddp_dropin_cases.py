@@ -190,6 +190,20 @@ def flag_with_modes(rank: int, world: int, mode: Any) -> None:
             assert all(map(torch.equal, found[0], other))
 
 
+def own_pace(rank: int, world: int) -> None:
+    """One rank ends after its first step, while its peer goes on: the peer's steps wait for nobody."""
+    config = fusedreduce.ReduceConfig(sync_mode=fusedreduce.Asynchronous())
+    ddp = fusedreduce.DistributedDataParallel(mlp(), reduce=config, bucket_cap_mb=SMALL_CAP_MB)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for step in range(6 if rank == 0 else 1):
+        optimizer.zero_grad()
+        loss_of(ddp(batch(rank, step))).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    ddp.flush(optimizer)
+    dist.barrier()
+
+
 def flag_differs(rank: int, world: int, wire: str) -> str:
     """The ranks were given different flags."""
     with pytest.raises(fusedreduce.AgreementError) as caught:

@@ -126,8 +126,11 @@ def debugged(request: pytest.FixtureRequest) -> Iterator[RankPool]:
         functools.partial(ddp_module_cases.sparse, wire="native", hook=False),
         functools.partial(ddp_dropin_cases.flag_with_modes, mode=BoundedStaleness(2)),
         functools.partial(ddp_dropin_cases.flag_with_modes, mode=Asynchronous()),
+        functools.partial(ddp_dropin_cases.own_pace),
     ],
-    ids=lambda case: f"{case.func.__name__}-{case.keywords.get('wire') or case.keywords['mode']}",
+    ids=lambda case: "-".join(
+        [case.func.__name__, *(str(case.keywords[key]) for key in ("wire", "mode") if key in case.keywords)]
+    ),
 )
 def test_the_wrapper_works_under_torchs_debugging(debugged: RankPool, case: Any) -> None:
     debugged.run(case)

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import CollectiveError, UnsupportedWireError
@@ -188,6 +189,9 @@ class ProcessGroupCommunicator:
     def apart(self, devices: Collection[torch.device] = ()) -> ProcessGroupCommunicator:
         """A communicator on a new group of the same ranks and backends, with this one's timeout.
 
+        Its ranks issue collectives each at its own pace. Under `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch has each wait for
+        the peers' before it starts, and so the group is made without that.
+
         One element of each of `devices` is summed on it: NCCL connects the ranks at a device's first collective, and
         the thread that issues that waits for all of them.
 
@@ -200,7 +204,12 @@ class ProcessGroupCommunicator:
         members = dist.get_process_group_ranks(self.group)
         timeout = datetime.timedelta(seconds=self.timeout_s())
         backend, store, make = c10d._world.pg_map[self.group][0], self._store(), c10d._new_process_group_helper
-        group, _ = make(self._size, self._rank, members, backend, store, c10d.GroupName(name), timeout=timeout)
+        debug_level = get_debug_level()
+        set_debug_level(DebugLevel.OFF)
+        try:
+            group, _ = make(self._size, self._rank, members, backend, store, c10d.GroupName(name), timeout=timeout)
+        finally:
+            set_debug_level(debug_level)
         c10d._world.pg_group_ranks[group] = {member: rank for rank, member in enumerate(members)}
         communicator = ProcessGroupCommunicator(group)
         communicator._own = True
