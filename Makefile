@@ -1,4 +1,4 @@
-# make demo | test | conformance | check | compile | clean: each sets up what it needs in .venv, once.
+# make demo | test | docs | conformance | check | compile | clean: each sets up what it needs in .venv, once.
 # make gpu-check uses what the machine has: a GPU, torch and triton.
 #
 #   PYTHON=python3.12     the interpreter to build .venv with (default: the first fit one on PATH)
@@ -11,13 +11,13 @@ GPU_PYTHON ?= python3
 
 VENV := .venv
 PY := $(VENV)/bin/python
-# One install serves every target: the test extra contains the demo's, and a second set-up would save little.
+# One install serves every target: the test extra contains the others, and a second set-up would save little.
 STAMP := $(VENV)/.installed
 PERF := $(if $(wildcard perf/*.py),perf)
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo test conformance check compile gpu-check clean
+.PHONY: help demo test docs conformance check compile gpu-check clean
 .DELETE_ON_ERROR:
 
 # A caller's settings that would aim Python or pip past .venv.
@@ -54,6 +54,7 @@ export TOTALS
 help:
 	@echo "make demo         install into $(VENV) and run the demo (ARGS=... are its arguments)"
 	@echo "make test         install into $(VENV) and run every check and every test"
+	@echo "make docs         build the documentation as a site, in out/site; a warning is an error"
 	@echo "make conformance  run torch's own DDP tests against ours (ARGS=\"--world 3\", ARGS=\"--hook bf16\", ...)"
 	@echo "make gpu-check    with this machine's python3, torch and triton: all that only an NVIDIA GPU can say, in 9 minutes"
 	@echo "make check        lint, format and types only"
@@ -86,13 +87,18 @@ check: $(STAMP)
 	@echo "==> mypy"
 	@$(PY) -m mypy fusedreduce tests $(PERF)
 
+docs: $(STAMP)
+	@echo "==> building the documentation"
+	@env -u TRITON_INTERPRET $(PY) -m sphinx -q -W --keep-going -b html -d out/doctrees docs out/site
+	@echo "the site: out/site/index.html"
+
 compile: $(STAMP)
 	@echo "==> compiling every kernel ahead of time, for each architecture"
 	@env -u TRITON_INTERPRET $(PY) -m fusedreduce.kernels.aot --check
 
 # The tests that most of the result is made of come last: who reads the log takes pytest's last line for it.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check compile
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target compile docs check
 	@rm -rf out/test
 	@echo "==> tests with a GPU, kernels compiled (skipped where there is none)"
 	@env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(PY) -m pytest -m gpu --junit-xml=out/test/gpu.xml || { \

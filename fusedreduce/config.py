@@ -123,7 +123,7 @@ class ReduceConfig:
         return float(ranks) if self.op == "mean" else 1.0
 
     def wire_dtype(self, gradient: torch.dtype) -> torch.dtype:
-        """The dtype in which a bucket of `gradient`s travels."""
+        """The dtype in which a bucket of gradients of dtype `gradient` travels."""
         dtype = WIRES[self.wire]
         return gradient if dtype is None else dtype
 

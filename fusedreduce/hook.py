@@ -254,6 +254,8 @@ class FusedHookState:
 def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages one DDP bucket over the state's process group; pass it to `register_comm_hook`.
 
+    Errors come out of `backward()`, after DDP has finished it.
+
     Args:
         state: see FusedHookState.
         bucket: what DDP hands over: fp32, fp16, bf16, fp64 or complex gradients, flat, not yet divided. A sparse
@@ -262,7 +264,7 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
     Returns:
         A future of the bucket's own buffer, averaged.
 
-    Raises (from `backward()`, after DDP has finished it):
+    Raises:
         AgreementError: ranks use different options; on every rank.
         UnsupportedWireError: the backend cannot sum this bucket's wire dtype; on every rank.
         TypeError: a bucket of integers.

@@ -1,6 +1,6 @@
 """What a collective that adds 16-bit numbers in 16 bits does to a sum over W ranks, simulated.
 
-    python perf/sum_rounding.py          # the table of docs/design.md
+    python perf/sum_rounding.py          # the table of docs/wires.md
 
     ring    a partial sum passes from rank to rank, and each adds its own: W - 1 additions, one after the other
     tree    partial sums of as many ranks are added, two at a time: log2 W additions, one after the other

@@ -1,68 +1,276 @@
-"""The examples of docs/modes.md, docs/in_process.md and of the README's section on them run as they stand.
+"""Every code block of README.md, CONTRIBUTING.md and docs/ says what is so.
 
-Ranks are threads of this process. Where an example starts torch.distributed, it gets torch's fake backend (see
-ranks.group_of_one).
+Blocks of Python run as they stand, in a process group of one where they use one, with the names of `given` for what a
+fragment leaves out; ranks of a LocalGroup are threads of this process. What a diff leaves runs as well. The scripts of
+docs/frameworks are compiled, and import from fusedreduce what there is; `make integrations` runs them. Of shell blocks
+the targets, commands, modules, scripts and options exist.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import gc
+import importlib
+import importlib.util
 import re
+import shlex
 import threading
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
+import fusedreduce
+from fusedreduce.cli import bench
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("docs/modes.md", "docs/in_process.md", "README.md")
-_IN_PROCESS = re.compile(r"LocalGroup\(|[^d]DataParallel\(")
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+LANGUAGES = {"python", "sh", "diff", "text", "json", "{toctree}"}
+# What `make integrations` runs, in an environment with what it imports.
+RUN_ELSEWHERE = {page for page in PAGES if page.parent.name == "frameworks" and page.name != "plain_torch.md"}
+SCRIPTS_OF_TARGETS = {
+    "conformance": "tests/conformance/run.py",
+    "demo": "fusedreduce/cli/demo.py",
+    "gpu-check": "perf/gpu_check.py",
+}
 
 
-def examples() -> Iterator[Any]:
-    """Every block of Python of these pages that imports what it uses; of the README, those that need no launcher."""
+class Block(NamedTuple):
+    """A fenced block of a page, and the number of its first line."""
+
+    page: Path
+    line: int
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(*languages: str) -> Iterator[Block]:
     for page in PAGES:
-        text = (ROOT / page).read_text()
-        for begin in re.finditer(r"```python\n(.*?)```", text, re.S):
-            code = begin[1]
-            if "import" not in code or (page == "README.md" and not _IN_PROCESS.search(code)):
-                continue
-            line = text[: begin.start(1)].count("\n") + 1
-            yield pytest.param(page, line, code, id=f"{Path(page).stem}-{line}")
+        text = page.read_text()
+        for found in re.finditer(r"^( *)```(\S+)[^\n]*\n(.*?)^ *```$", text, re.M | re.S):
+            if not languages or found[2] in languages:
+                code = re.sub(f"^{found[1]}", "", found[3], flags=re.M)
+                yield Block(page, text.count("\n", 0, found.start(3)) + 1, found[2], code)
+
+
+def is_python(code: str) -> bool:
+    try:
+        ast.parse(code)
+    except SyntaxError:
+        return False
+    return True
+
+
+def left_by(diff: Block) -> Block:
+    """What a diff leaves, a program or commands."""
+    lines = [line for line in diff.code.splitlines() if not line.startswith("-")]
+    shift = min(len(line[1:]) - len(line[1:].lstrip()) for line in lines if line[1:].strip())
+    code = "".join(line[1 + shift :] + "\n" for line in lines)
+    return diff._replace(code=code, language="python" if is_python(code) else "sh")
+
+
+def imported(block: Block) -> Iterator[tuple[str, str]]:
+    """Module and name of everything that a block imports."""
+    for node in ast.walk(ast.parse(block.code)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def runs_here(block: Block) -> bool:
+    tops = {module.partition(".")[0] for module, _ in imported(block)}
+    return block.page not in RUN_ELSEWHERE and all(importlib.util.find_spec(top) for top in tops)
+
+
+DIFFS = [left_by(block) for block in blocks("diff")]
+PROGRAMS = [*blocks("python"), *(block for block in DIFFS if block.language == "python")]
+COMMANDS = [*blocks("sh"), *(block for block in DIFFS if block.language == "sh")]
+
+
+def given() -> dict[str, Any]:
+    """What fragments take for granted, by the names that all pages use for it."""
+    model = nn.Linear(8, 1)
+    names = {name: getattr(fusedreduce, name) for name in fusedreduce.__all__}
+    return names | {
+        "__name__": "example",
+        "fusedreduce": fusedreduce,
+        "torch": torch,
+        "model": model,
+        "torch_ddp": nn.parallel.DistributedDataParallel(nn.Linear(8, 1)),
+        "ddp": fusedreduce.DistributedDataParallel(model),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
+        "data": [torch.ones(4, 8), torch.zeros(4, 8)],
+        "loss_of": lambda output: output.square().mean(),
+        "train": lambda *_: None,
+    }
 
 
 @pytest.fixture
-def fake_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def torchrun_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A folder to work in, torchrun's variables, and torch's fake backend, for the reason in ranks.group_of_one."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     init = dist.init_process_group
 
-    def started(backend: str, *, rank: int, world_size: int, **_: object) -> None:
-        init("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    def started(*_: object, **__: object) -> None:
+        init("fake", store=FakeStore(), rank=0, world_size=1)
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dist, "init_process_group", started)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "")  # so that what an example sets goes again
-        monkeypatch.delenv(name)
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in (variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}).items():
+        monkeypatch.setenv(name, value)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("page", "line", "code"), list(examples()))
-def test_an_example_runs_and_leaves_no_thread(fake_group: None, page: str, line: int, code: str) -> None:
+@pytest.mark.parametrize("block", [one for one in PROGRAMS if runs_here(one)], ids=str)
+def test_an_example_runs_and_leaves_no_thread(torchrun_of_one: None, block: Block) -> None:
     before = threading.active_count()
     torch.manual_seed(0)
-    exec(compile("\n" * (line - 1) + code, str(ROOT / page), "exec"), {"__name__": "example"})
+    names: dict[str, Any] = {"__name__": "example"}
+    if not re.search(r"init_process_group\(|LocalGroup\(|[^d]DataParallel\(|SyncServer\(", block.code):
+        dist.init_process_group("fake")
+        names = given()
+    exec(compile("\n" * (block.line - 1) + block.code, str(block.page), "exec"), names)
+    names.clear()
     gc.collect()
-    assert threading.active_count() == before, f"threads of the example at {page}:{line} are still there"
+    assert threading.active_count() == before, f"threads of the example at {block} are still there"
 
 
-def test_every_page_has_examples() -> None:
-    pages = [one.values[0] for one in examples()]
-    assert {page: pages.count(page) for page in PAGES}.keys() == set(PAGES)
-    assert pages.count("docs/modes.md") >= 4 and pages.count("docs/in_process.md") >= 6
-    assert pages.count("README.md") == 2
+def test_what_runs_elsewhere_compiles_and_imports_what_there_is() -> None:
+    for block in PROGRAMS:
+        compile("\n" * (block.line - 1) + block.code, str(block.page), "exec")
+        for module, name in imported(block):
+            if module.partition(".")[0] == "fusedreduce":
+                assert not name or hasattr(importlib.import_module(module), name), f"{block}: {module} has no {name}"
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=str)
+def test_a_command_exists_with_its_options(block: Block) -> None:
+    for line in block.code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and "=" in words[0]:
+            del words[0]
+        if words:
+            fault = fault_of(words)
+            assert not fault, f"{block}: {line.strip()}: {fault}"
+
+
+def fault_of(words: list[str]) -> str:
+    """What is wrong with a command of ours; "" for others'."""
+    match words:
+        case ["make", target, *arguments]:
+            targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+            if target not in targets:
+                return f"make has no target {target}"
+            options = [word for one in arguments for word in shlex.split(one.partition("=")[2])]
+            return missing_option(options, ROOT / SCRIPTS_OF_TARGETS[target]) if any(options) else ""
+        case ["pip", "install", *what]:
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            asked = [extra for one in what for extra in re.findall(r"^(?:\.|fusedreduce)\[(.*)\]$", one)]
+            return "".join(f"there is no extra {extra}" for extra in asked if extra not in extras)
+        case ["fusedreduce", "bench", name, *options]:
+            script = bench.scripts(ROOT).get(name)
+            return missing_option(options, script) if script else f"there is no benchmark {name}"
+        case ["fusedreduce", command, *options] if not command.startswith("-"):
+            script = ROOT / "fusedreduce" / "cli" / f"{command}.py"
+            return missing_option(options, script) if script.is_file() else f"there is no command {command}"
+        case ["python" | "torchrun", *rest] if "-m" in rest:
+            module, *options = rest[rest.index("-m") + 1 :]
+            spec = importlib.util.find_spec(module) if module.startswith("fusedreduce.") else None
+            if spec is None or spec.origin is None:
+                return f"there is no module {module}" if module.startswith("fusedreduce.") else ""
+            return missing_option(options, Path(spec.origin))
+    return ""
+
+
+def missing_option(words: list[str], script: Path) -> str:
+    """The first option, up to another program's name, that neither the sources of `script` nor ReduceConfig names."""
+    sources = script.parent.glob("*.py") if script.name == "__init__.py" else [script, *script.parent.glob("simul*.py")]
+    text = "".join(source.read_text() for source in sources)
+    fields = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(fusedreduce.ReduceConfig)}
+    for word in words:
+        if word == "--" or word.endswith(".py"):
+            break
+        option = word.partition("=")[0]
+        if option.startswith("--") and option not in {"--help", *fields} and f'"{option}"' not in text:
+            return f"there is no option {option}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make tests",
+        "make conformance ARGS='--worlds 3'",
+        "pip install '.[demos]'",
+        "fusedreduce benchmark",
+        "fusedreduce bench kernel",
+        "fusedreduce plan --simulated",
+        "python -m fusedreduce.kernels.aots",
+        "torchrun --nproc-per-node=2 -m fusedreduce.kernels.aot --checks",
+    ],
+)
+def test_a_wrong_command_is_found(command: str) -> None:
+    assert fault_of(shlex.split(command))
+
+
+def test_every_block_names_its_language_and_every_page_is_read() -> None:
+    assert {block.language for block in blocks()} <= LANGUAGES
+    fences = sum(len(re.findall(r"^ *```", page.read_text(), re.M)) for page in PAGES)
+    assert fences == 2 * len(list(blocks()))
+    ran = [block.page.stem for block in PROGRAMS if runs_here(block)]
+    least = {"modes": 5, "in_process": 7, "plain_torch": 3, "README": 2, "start": 1, "wires": 1, "kernels": 1}
+    assert all(ran.count(page) >= count for page, count in least.items())
+
+
+def test_the_example_of_the_kernels_does_what_its_comments_say() -> None:
+    (block,) = [block for block in blocks("python") if block.page.name == "kernels.md"]
+    seen: dict[str, Any] = {}
+    exec(block.code, seen)
+    gradients, totals = seen["gradients"], seen["totals"]
+    assert gradients[2] is None and gradients[0].abs().max() < 1.0, "divided by 4, and halved"
+    stored = torch.stack([4.0 * one.double().square().sum() for one in gradients[:1]])
+    torch.testing.assert_close(totals.parameter_sums[:1], stored, rtol=1e-6, atol=0)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.rst"))
+    documented = set(re.findall(r"^\.\. auto(?:class|function|exception|module):: (?:\w+\.)*(\w+)$", pages, re.M))
+    assert set(fusedreduce.__all__) <= documented
+    errors = {
+        name for name in fusedreduce.collective.__all__ if name in vars(fusedreduce.collective.errors)
+    }  # one automodule has all of them
+    assert set(fusedreduce.collective.__all__) - errors <= documented and "errors" in documented
+
+
+def test_the_site_has_at_most_nine_parts_and_every_page_is_in_one() -> None:
+    docs = ROOT / "docs"
+    parts = toctree(docs / "index.md")
+    assert 0 < len(parts) <= 9
+    reached, left = {docs / "index.md"}, [docs / "index.md"]
+    while left:
+        page = left.pop()
+        found = {one for pattern in toctree(page) for one in docs.glob(str((page.parent / pattern).relative_to(docs)))}
+        left += found - reached
+        reached |= found
+    assert reached == {*docs.rglob("*.md"), *docs.rglob("*.rst")}
+
+
+def toctree(page: Path) -> list[str]:
+    """The files that a page's toctree names, as patterns: of Markdown and reStructuredText."""
+    (code,) = re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), re.S) or [""]
+    entries = [line for line in code.splitlines() if line and not line.startswith(":")]
+    return [entry.rpartition("<")[2].rstrip(">") + ".*" for entry in entries]

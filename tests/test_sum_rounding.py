@@ -20,20 +20,20 @@ CHECKOUT = perf_path.PERF.parent
 
 
 def test_the_table_of_the_docs_is_what_the_simulation_gives() -> None:
-    text = (CHECKOUT / "docs" / "design.md").read_text()
+    text = (CHECKOUT / "docs" / "wires.md").read_text()
     assert "\n".join(sum_rounding.table()) in text
 
 
 def test_what_the_pages_say_besides_is_so() -> None:
-    readme, design = (" ".join((CHECKOUT / page).read_text().split()) for page in ("README.md", "docs/design.md"))
-    assert "a ring of 8 ranks makes about twice the error of one rounding" in readme
-    assert "with the root of W / 2" in design
+    page = " ".join((CHECKOUT / "docs" / "wires.md").read_text().split())
+    assert "a ring of 8 ranks makes about twice the error of one rounding" in page
+    assert "with the root of W / 2" in page
     for wire, ranks in itertools.product(DTYPES, (8, 64, 256, 1024)):
         roundings, _ = error(wire, "mixed signs", "ring", ranks)
         assert roundings == pytest.approx(math.sqrt(ranks / 2), rel=0.2)
-    assert "on 1,024 ranks by more than half" in readme
+    assert "on 1,024 ranks by more than half" in page
     assert error("bf16", "alike", "ring", 1024)[1] < -0.5
-    assert "Trees stay within four roundings" in readme
+    assert "Trees stay within four roundings" in page
     assert max(error(wire, values, "tree", 1024)[0] for wire in DTYPES for values in VALUES) < 4
 
 

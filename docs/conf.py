@@ -1,0 +1,96 @@
+"""How Sphinx builds the site: `make docs`.
+
+The pages are Markdown that reads as well on a plain git host, so links are paths. README.md and CONTRIBUTING.md lie
+outside this folder: the site shows them as its pages `index` and `contributing`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path, PurePosixPath
+
+from sphinx.application import Sphinx
+
+import fusedreduce
+
+DOCS = Path(__file__).resolve().parent
+# Files of the checkout that are pages of the site.
+OUTSIDE = {"README.md": "index", "CONTRIBUTING.md": "contributing"}
+
+project = "fusedreduce"
+copyright = "the fusedreduce authors"
+version = release = fusedreduce.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_static"]
+# Pages that a toctree names ahead of their being written.
+suppress_warnings = ["toc.not_readable"]
+
+myst_heading_anchors = 6  # links to headings as git hosts name them
+default_role = "code"  # docstrings mark code by single backticks
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_class_signature = "mixed"
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 88
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+napoleon_use_rtype = False
+
+html_theme = "pydata_sphinx_theme"
+html_title = "fusedreduce"
+html_sidebars = {"**": ["sidebar-nav-bs"]} | dict.fromkeys(("index", "wires", "genindex", "search"), [])
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {
+    "navbar_align": "left",
+    "header_links_before_dropdown": 9,
+    "navbar_end": ["theme-switcher"],
+    "navbar_persistent": ["search-button"],
+    "show_toc_level": 2,
+    "navigation_with_keys": False,
+    "secondary_sidebar_items": ["page-toc"],
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}
+
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
+
+
+def relinked(text: str, folder: PurePosixPath, page: PurePosixPath) -> str:
+    """`text`, whose links are relative to `folder` of the checkout, with links relative to `page` in docs/.
+
+    A file that is no page of the site, such as a source file, is named in place of the link.
+    """
+
+    def link(found: re.Match[str]) -> str:
+        picture, label, target, heading = found.groups()
+        path = os.path.normpath(folder / target)
+        if path in OUTSIDE:
+            path = f"docs/{OUTSIDE[path]}.md"
+        if not path.startswith("docs/"):
+            return f"`{path}`" if label.strip("`") == path else f"{label} (`{path}`)"
+        return f"{picture}[{label}]({os.path.relpath(path, page.parent)}{heading or ''})"
+
+    return _LINK.sub(link, text)
+
+
+def read_from_checkout(app: Sphinx, name: str, content: list[str]) -> None:
+    """Puts README.md and CONTRIBUTING.md in front of what their pages hold, and mends the links of all pages."""
+    page = PurePosixPath("docs", app.env.doc2path(name, base=False))
+    if page.suffix != ".md":
+        return
+    content[0] = relinked(content[0], page.parent, page)
+    for file, shown_as in OUTSIDE.items():
+        if name == shown_as:
+            app.env.note_dependency(str(DOCS.parent / file))
+            text = (DOCS.parent / file).read_text()
+            content[0] = relinked(text, PurePosixPath(), page) + "\n" + content[0].partition("\n")[2]
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", read_from_checkout)
