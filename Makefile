@@ -89,6 +89,7 @@ check: $(STAMP)
 
 docs: $(STAMP)
 	@echo "==> building the documentation"
+	@rm -rf out/site
 	@env -u TRITON_INTERPRET $(PY) -m sphinx -q -W --keep-going -b html -d out/doctrees docs out/site
 	@echo "the site: out/site/index.html"
 

@@ -11,6 +11,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
 
 import fusedreduce
 
@@ -28,7 +29,7 @@ exclude_patterns = ["_static"]
 suppress_warnings = ["toc.not_readable"]
 
 myst_heading_anchors = 6  # links to headings as git hosts name them
-default_role = "code"  # docstrings mark code by single backticks
+default_role = "py:obj"  # docstrings put code in single backticks: a link where it names something, else just code
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -58,6 +59,8 @@ html_theme_options = {
     "footer_end": [],
 }
 
+_OUTSIDE_RESOURCE = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*(?:src|href)=\"(?:https?:)?//[^>]*>")
+_SECTION = re.compile(r"(Args|Attributes|Example|Raises|Returns|Yields):")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
 
 
@@ -92,5 +95,30 @@ def read_from_checkout(app: Sphinx, name: str, content: list[str]) -> None:
             content[0] = relinked(text, PurePosixPath(), page) + "\n" + content[0].partition("\n")[2]
 
 
+def keep_indented_blocks(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Shows blocks that a docstring indents as they are, as Markdown does, unless they are of `Args:` and its like."""
+    kept: list[str] = []
+    in_section = in_block = False
+    for line in lines:
+        if line and not line.startswith("    "):
+            in_section = _SECTION.fullmatch(line) is not None
+            kept += [""] if in_block else []
+            in_block = False
+        elif line and not in_section and not in_block:
+            kept += ["", "::", ""]
+            in_block = True
+        kept.append(line)
+    lines[:] = kept
+
+
+def refuse_outside_resources(app: Sphinx, error: Exception | None) -> None:
+    """The site works without a network: no page loads a script, a style or a picture from elsewhere."""
+    for page in Path(app.outdir).rglob("*.html") if error is None else ():
+        if found := _OUTSIDE_RESOURCE.search(page.read_text()):
+            raise ExtensionError(f"{page} loads from elsewhere: {found[0]}")
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", read_from_checkout)
+    app.connect("autodoc-process-docstring", keep_indented_blocks, priority=400)  # ahead of napoleon, which is at 500
+    app.connect("build-finished", refuse_outside_resources)

@@ -72,10 +72,12 @@ _TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
 
 
 class DistributedDataParallel(TorchDDP):
-    """torch's DistributedDataParallel with fused buckets.
+    """torch's DistributedDataParallel, whose gradients a `Reducer` averages: a subclass with one more argument.
+
+    What is not listed here is torch's, by inheritance: `no_sync`, buffers, the state dict, and the rest.
 
     Args:
-        module: as torch's.
+        module: the model, as torch's class takes it.
         args: torch's further arguments, in torch's order.
         reduce: how gradients travel; default: in their own dtype.
         kwargs: torch's arguments; `process_group` may be `communicator.process_group()` of a LocalGroup's rank.
