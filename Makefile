@@ -99,7 +99,7 @@ compile: $(STAMP)
 
 # The tests that most of the result is made of come last: who reads the log takes pytest's last line for it.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target compile docs check
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check compile docs
 	@rm -rf out/test
 	@echo "==> tests with a GPU, kernels compiled (skipped where there is none)"
 	@env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(PY) -m pytest -m gpu --junit-xml=out/test/gpu.xml || { \
