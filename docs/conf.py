@@ -53,6 +53,8 @@ html_theme_options = {
     "navbar_end": ["theme-switcher"],
     "navbar_persistent": ["search-button"],
     "show_toc_level": 2,
+    "pygments_light_style": "github-light",
+    "pygments_dark_style": "github-dark",
     "navigation_with_keys": False,
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": ["copyright"],
