@@ -18,6 +18,7 @@ from .errors import (
     UnsupportedWireError,
 )
 from .hook import FusedHookState, fused_hook
+from .installed import install, uninstall
 from .modes import Asynchronous, BoundedStaleness, FlushReport, Synchronous
 from .planning.assignment import BucketCaps
 from .reducer import Reducer
@@ -51,4 +52,6 @@ __all__ = [
     "collective",
     "fused_hook",
     "init_process_group",
+    "install",
+    "uninstall",
 ]

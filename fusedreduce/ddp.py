@@ -9,6 +9,7 @@ torch's private surface is touched in this file alone.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import warnings
@@ -28,14 +29,16 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
 from . import admission
+from .asynchronous import own_pace
+from .comm.agreement import problems_of_ranks
 from .comm.local_process_group import LocalProcessGroup, backend_name, communicator_of
 from .config import ReduceConfig
 from .ddp_logging import Logger
 from .environment import warn_of_switches
-from .errors import AgreementError
+from .errors import AgreementError, CollectiveError
 from .finite import NonFiniteReport
 from .grad_bucket import GradBucket
-from .gradients import GradientTable
+from .gradients import GradientTable, real_dtype
 from .modes import Asynchronous, FlushReport, SyncMode
 from .planning.assignment import MIB, BucketCaps
 from .planning.saved import load as load_plan
@@ -98,7 +101,8 @@ class DistributedDataParallel(TorchDDP):
     def __init__(self, module: nn.Module, *args: Any, reduce: ReduceConfig | None = None, **kwargs: Any) -> None:
         if reduce is not None and not isinstance(reduce, ReduceConfig):
             raise TypeError(f"reduce must be a fusedreduce.ReduceConfig, got {reduce!r}")
-        given = _arguments(self, module, args, kwargs)
+        given = _arguments(module, *args, **kwargs)
+        _check_known(given)
         warn_of_switches()
         self._reduce_config = reduce or ReduceConfig()
         self._reduce_caps = BucketCaps()
@@ -302,40 +306,48 @@ class DistributedDataParallel(TorchDDP):
 
     def _agree(self, module: nn.Module, given: Mapping[str, Any], problem: Exception | None) -> bool:
         """Compares model and settings across ranks before torch does: its check raises on some ranks only."""
-        group = given["process_group"]
-        if given["device_mesh"] is not None:
-            if group is not None or given["device_mesh"].ndim != 1:
-                return True  # torch refuses both, on every rank
-            group = given["device_mesh"].get_group(mesh_dim=0)
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        ignored |= {name for name, _ in given["delay_all_reduce_named_params"] or ()}
-        named = {
-            name: parameter
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad and name not in ignored
-        }
-        if not named and given.get("delay_all_reduce_named_params"):
-            return True  # all of them are reduced by torch itself
-        communicator = communicator_of(group)
-        sparse = admission.sparse_parameters(module)
+        if _left_to_torch(module, given):
+            return True
+        named, sparse = _reduced(module, given), admission.sparse_parameters(module)
+        communicator = communicator_of(_group(given))
         descriptions = []
         try:
-            if not _is_sliced(given["device_mesh"]):  # torch makes plain tensors of a sliced mesh's DTensors
-                _check_trainable(named)
-            if self.reduce_config.plan is not None:
-                load_plan(self.reduce_config.plan, names=list(named), numels=[one.numel() for one in named.values()])
+            _check_reduced(named, given, self.reduce_config)
             descriptions = [admission.describe(one, name, id(one) in sparse) for name, one in named.items()]
         except (RuntimeError, TypeError, ValueError) as error:
             problem = problem or error
         flags: dict[str, object] = {name: bool(given[name]) for name in _COMPARED_FLAGS if name in given}
         settings = admission.settings(self.reduce_config, self._reduce_caps, flags)
-        device = next((one.device for one in module.parameters()), torch.device("cpu"))
         try:
-            return admission.agree(communicator, descriptions, settings, device, str(problem or ""))
+            return admission.agree(communicator, descriptions, settings, _device(module), str(problem or ""))
         except AgreementError as error:
             if problem is not None and error.on_every_rank:
                 raise problem from None
             raise
+
+    def _use_native_wire(self) -> str:
+        """Makes way for a comm hook, between two steps, on every rank; says what that drops, "" if nothing."""
+        config = self._reduce_config
+        native = dataclasses.replace(config, wire="native", op="mean")
+        if native == config or not hasattr(self, "reducer") or self._ours().has_comm_hook:
+            return ""
+        reducer = self._ours()
+        reducer.check_finalized()
+        if reducer.state is ReducerState.ARMED:
+            raise RuntimeError(
+                f"a comm hook takes the place of wire={config.wire!r}, but a forward waits for its backward: register "
+                "the hook first, or have a forward without backward run under torch.no_grad()"
+            )
+        reducer.close()
+        self._reduce_config = native
+        parameters, sparse = self._build_params_for_reducer()
+        names = self._build_debug_param_to_name_mapping(parameters)
+        self._ddp_init_helper(parameters, sparse, names, reducer.static_graph)
+        return " and ".join(
+            f"{name}={getattr(config, name)!r}"
+            for name in ("wire", "op")
+            if getattr(config, name) != getattr(native, name)
+        )
 
     # Called by torch's constructor, and by __setstate__
 
@@ -601,19 +613,62 @@ def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
     return future.value()[0]
 
 
-def _arguments(
-    ddp: DistributedDataParallel, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """torch's arguments by name, defaults filled in; refuses those that cannot be honoured."""
+def refusal_on_any_rank(config: ReduceConfig, *args: Any, **kwargs: Any) -> str:
+    """Why a wrapper would be refused here or on another rank, before it is made. A collective.
+
+    What torch's class refuses as well, and ranks that were given different models, is for the constructor to raise.
+
+    Args:
+        config: how gradients would travel.
+        args: torch's arguments.
+        kwargs: torch's.
+
+    Returns:
+        The same on every rank: the reason of the first one that has one; "" where none has.
+
+    Raises:
+        CollectiveError: a peer did not answer.
+    """
+    given = _arguments(*args, **kwargs)
+    module = given["module"]
+    if _left_to_torch(module, given) or not dist.is_initialized():
+        return ""
+    communicator, device = communicator_of(_group(given)), _device(module)
+    named, sparse = _reduced(module, given), admission.sparse_parameters(module)
+    problem = ""
+    try:
+        # First, and on every rank: of a backend that is not known this takes a collective for each dtype.
+        dense = (one.dtype for one in named.values() if id(one) not in sparse)
+        for dtype in sorted({config.wire_dtype(real_dtype(one)) for one in dense}, key=str):
+            communicator.check_wire(dtype, device)
+        _check_known(given)
+        _caps(given)
+        admission.check_mode(config.sync_mode, _excluded(module, given, config))
+        _check_reduced(named, given, config)
+        own_pace.check(config, list(named), [id(one) in sparse for one in named.values()])
+    except CollectiveError:
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:
+        problem = str(error)
+    return problems_of_ranks(communicator, problem, device)
+
+
+def _arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """torch's arguments by name, defaults filled in."""
+    bound = _TORCH_SIGNATURE.bind(None, *args, **kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    given.pop("self")
+    return given
+
+
+def _check_known(given: Mapping[str, Any]) -> None:
+    """Refuses arguments and settings that cannot be honoured."""
     if torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer":
         raise RuntimeError(
             'torch._dynamo.config.optimize_ddp="python_reducer" replaces the reducer by traced code; use '
             '"ddp_optimizer" (the default) or "no_optimization" with fusedreduce'
         )
-    bound = _TORCH_SIGNATURE.bind(ddp, module, *args, **kwargs)
-    bound.apply_defaults()
-    given = dict(bound.arguments)
-    given.pop("self")
     for name, value in given.items():
         default = _TORCH_SIGNATURE.parameters[name].default
         if name not in _KNOWN_ARGUMENTS and value != default:
@@ -621,7 +676,41 @@ def _arguments(
                 f"{name}={value!r} is an argument of torch {torch.__version__} that this version of fusedreduce does "
                 "not know; leave it at its default, or update fusedreduce"
             )
-    return given
+
+
+def _left_to_torch(module: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether there is nothing to compare: torch refuses the mesh, on every rank, or reduces all parameters itself."""
+    mesh = given["device_mesh"]
+    refused = mesh is not None and (given["process_group"] is not None or mesh.ndim != 1)
+    return refused or bool(given.get("delay_all_reduce_named_params") and not _reduced(module, given))
+
+
+def _group(given: Mapping[str, Any]) -> Any:
+    mesh = given["device_mesh"]
+    return given["process_group"] if mesh is None else mesh.get_group(mesh_dim=0)
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((one.device for one in module.parameters()), torch.device("cpu"))
+
+
+def _reduced(module: nn.Module, given: Mapping[str, Any]) -> dict[str, nn.Parameter]:
+    """The parameters that our reducer would get, by name."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored |= {name for name, _ in given["delay_all_reduce_named_params"] or ()}
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    }
+
+
+def _check_reduced(named: Mapping[str, torch.Tensor], given: Mapping[str, Any], config: ReduceConfig) -> None:
+    """What the reducer would refuse of its parameters, and of the plan that was given for them."""
+    if not _is_sliced(given["device_mesh"]):  # torch makes plain tensors of a sliced mesh's DTensors
+        _check_trainable(named)
+    if config.plan is not None:
+        load_plan(config.plan, names=list(named), numels=[one.numel() for one in named.values()])
 
 
 def _caps(given: Mapping[str, Any]) -> BucketCaps:

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__init__",),
+    ("installed",),
     ("clip",),
     ("fold",),
     ("amp",),

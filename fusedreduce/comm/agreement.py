@@ -75,7 +75,7 @@ def agree_on_parameters(
     about = {"parameters": len(descriptions), "digest": digest, "problem": problem[:_PROBLEM_SHOWN]}
     mine = json.dumps({**about, "arithmetic": arithmetic}).encode()
     held = [_parse(raw) for raw in communicator.all_gather_bytes(mine, CAPACITY_BYTES, device)]
-    refusals = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(held) if one.get("problem")]
+    refusals = _problems(held)
     if refusals:
         error = AgreementError(f"not every rank can reduce its model. {' | '.join(refusals)}")
         error.on_every_rank = len(refusals) == len(held)
@@ -102,6 +102,23 @@ def agree_on_parameters(
         )
     agree(communicator, "settings of the reduction", settings, device)
     return len({str(one.get("arithmetic")) for one in held}) == 1
+
+
+def problems_of_ranks(communicator: Communicator, problem: str, device: torch.device) -> str:
+    """Why ranks cannot take part, the same text on all of them; one small blocking collective.
+
+    Args:
+        communicator: the ranks; each calls this at the same place.
+        problem: this rank's; "" where it has none.
+        device: where the backend takes tensors.
+    """
+    mine = json.dumps({"problem": problem[:_PROBLEM_SHOWN]}).encode()
+    held = [_parse(raw) for raw in communicator.all_gather_bytes(mine, CAPACITY_BYTES, device)]
+    return " | ".join(_problems(held))
+
+
+def _problems(held: Sequence[Mapping[str, object]]) -> list[str]:
+    return [f"rank {rank}: {one['problem']}" for rank, one in enumerate(held) if one.get("problem")]
 
 
 def _parse(raw: bytes) -> dict[str, object]:
