@@ -1,28 +1,11 @@
+# ruff: noqa: F403, F405
 """fusedreduce: gradients averaged across ranks with one fused kernel on each side of one collective per bucket."""
 
-from . import collective
-from .amp import FusedGradScaler
-from .clip import clip_grad_norm_
-from .comm.local import LocalGroup
-from .comm.strategies import Centralized, Ring, Tree
-from .config import ReduceConfig
-from .data_parallel import DataParallel
-from .ddp import DistributedDataParallel
-from .environment import init_process_group
-from .errors import (
-    AgreementError,
-    CollectiveError,
-    FusedReduceError,
-    NonFiniteGradientError,
-    TraceError,
-    UnsupportedWireError,
-)
-from .hook import FusedHookState, fused_hook
-from .installed import install, uninstall
-from .modes import Asynchronous, BoundedStaleness, FlushReport, Synchronous
-from .planning.assignment import BucketCaps
-from .reducer import Reducer
-from .sync_server import SyncServer
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ._public import *
 
 __version__ = "0.1.0"
 __all__ = [
@@ -55,3 +38,16 @@ __all__ = [
     "install",
     "uninstall",
 ]
+
+
+if not TYPE_CHECKING:
+    # Imported when one of them is asked for, and torch with them: `python -m fusedreduce.run` does without, starts at
+    # once, and hands its environment on as it was, where torch would have set variables.
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals().update({one: getattr(import_module("._public", __name__), one) for one in __all__})
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -7,11 +7,12 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from .modes import Synchronous, SyncMode
+
+if TYPE_CHECKING:  # the command line checks settings before anything imports torch
+    import torch
 
 CapPolicy = Literal["c10d", "strict"]
 CAP_POLICIES: tuple[CapPolicy, ...] = ("c10d", "strict")
@@ -27,7 +28,7 @@ OPS: tuple[Op, ...] = ("mean", "sum")
 Wire = Literal["native", "bf16", "fp16"]
 CheckFinite = Literal["off", "count", "raise"]
 CHECKS_FINITE: tuple[CheckFinite, ...] = ("off", "count", "raise")
-WIRES: Mapping[str, torch.dtype | None] = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+WIRES: Mapping[str, str | None] = {"native": None, "bf16": "bfloat16", "fp16": "float16"}  # torch's names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +125,7 @@ class ReduceConfig:
 
     def wire_dtype(self, gradient: torch.dtype) -> torch.dtype:
         """The dtype in which a bucket of gradients of dtype `gradient` travels."""
-        dtype = WIRES[self.wire]
-        return gradient if dtype is None else dtype
+        return wire_dtype(self.wire) or gradient
 
     def wire_bytes(self, gradient: torch.Tensor) -> int:
         """What a gradient like `gradient` has on the wire; a complex one travels as real pairs."""
@@ -137,6 +137,15 @@ class ReduceConfig:
         """Plain values, as compared across ranks and logged; of a plan, a digest."""
         digest = None if self.plan is None else hashlib.blake2b(self.plan.encode(), digest_size=8).hexdigest()
         return {**dataclasses.asdict(self), "plan": digest, "sync_mode": repr(self.sync_mode)}
+
+
+def wire_dtype(wire: Wire) -> torch.dtype | None:
+    """A wire's dtype; None: the gradients' own."""
+    import torch
+
+    name = WIRES[wire]
+    dtype: torch.dtype | None = None if name is None else getattr(torch, name)
+    return dtype
 
 
 def _check_link(link: object) -> None:

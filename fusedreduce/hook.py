@@ -37,7 +37,7 @@ from .comm.monitor import StallMonitor
 from .comm.protocol import Communicator, Pending
 from .comm.waiting import collective_failed, wait_for
 from .completion import Finish, FinishSparse
-from .config import WIRES, CheckFinite, ReduceConfig, Wire
+from .config import CheckFinite, ReduceConfig, Wire, wire_dtype
 from .deferred import DeferredErrors, in_backward
 from .errors import AgreementError, CollectiveError, FusedReduceError
 from .finite import NonFiniteReport
@@ -109,8 +109,8 @@ class FusedHookState:
         self._path = "none"
         self._trace: HookTrace | None = None
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            wire_dtype = WIRES[self.config.wire]
-            for dtype in WIRE_DTYPES if wire_dtype is None else (wire_dtype,):
+            sent = wire_dtype(self.config.wire)
+            for dtype in WIRE_DTYPES if sent is None else (sent,):
                 device = torch.device("cuda", torch.cuda.current_device())
                 dispatch.warm_up(device, dtype, stats=self._observed.wanted)
 

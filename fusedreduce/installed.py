@@ -41,15 +41,16 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
 
     def _give_way(self, hook: str) -> None:
         dropped = self._use_native_wire()
-        if dropped:
-            _logger.info("the script's comm hook %s takes the place of %s", hook, dropped)
+        if dropped and _installation is not None:
+            _installation.say(f"the script's comm hook {hook} takes the place of {dropped}")
+            _installation.wrapped(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *rest = super().__reduce_ex__(protocol)
-        return object.__new__, (ddp.DistributedDataParallel,), *rest
+        reduced = super().__reduce_ex__(protocol)
+        return object.__new__, (ddp.DistributedDataParallel,), *reduced[2:]
 
 
-class _Installation:
+class Installation:
     """What is installed.
 
     Args:
@@ -60,7 +61,6 @@ class _Installation:
     def __init__(self, config: ReduceConfig, fallback: bool) -> None:
         self.config = config
         self.fallback = fallback
-        self.wrappers = 0
         self._left_alone: set[type] = set()
 
     def init(self, torch_init: Callable[..., None], made: TorchDDP, args: Any, kwargs: Any) -> None:
@@ -71,24 +71,33 @@ class _Installation:
             return
         refused = ddp.refusal_on_any_rank(self.config, *args, **kwargs) if self.fallback else ""
         if refused:
-            _logger.warning("torch's own DistributedDataParallel is used, as ours would be refused: %s", refused)
+            self.warn(f"torch's own DistributedDataParallel is used, as ours would be refused: {refused}")
             torch_init(made, *args, **kwargs)
             return
         made.__class__ = DistributedDataParallel
         made.__init__(*args, **kwargs, reduce=self.config)  # type: ignore[misc]
+        assert isinstance(made, DistributedDataParallel)
+        self.wrapped(made)
+
+    def wrapped(self, made: DistributedDataParallel) -> None:
+        """A wrapper has been made, or has got a new reducer."""
+
+    def say(self, text: str) -> None:
+        """Something that is as it should be."""
+        _logger.info(text)
+
+    def warn(self, text: str) -> None:
+        """Something that may not be what was meant."""
+        _logger.warning(text)
 
     def _leave_alone(self, kind: type) -> None:
-        if issubclass(kind, ddp.DistributedDataParallel) or kind in self._left_alone:
-            return
-        self._left_alone.add(kind)
-        _logger.warning(
-            "%s.%s is a class of the script's own, made of torch's DistributedDataParallel: it is left as it is",
-            kind.__module__,
-            kind.__qualname__,
-        )
+        if not issubclass(kind, ddp.DistributedDataParallel) and kind not in self._left_alone:
+            self._left_alone.add(kind)
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            self.warn(f"{name}, the script's own subclass of torch's DistributedDataParallel, is left as it is")
 
 
-_installation: _Installation | None = None
+_installation: Installation | None = None
 # What `install` has put in the place of torch's `__init__`, and that.
 _placed: tuple[Callable[..., None], Callable[..., None]] | None = None
 
@@ -119,7 +128,7 @@ def install(config: ReduceConfig | None = None, *, fallback: bool = False) -> No
         initialise(torch_init, self, args, kwargs)
 
     TorchDDP.__init__ = init  # type: ignore[method-assign]
-    hold(init, torch_init, config or ReduceConfig(), fallback)
+    hold(init, torch_init, Installation(config or ReduceConfig(), fallback))
 
 
 def uninstall() -> None:
@@ -130,10 +139,15 @@ def uninstall() -> None:
     _installation = _placed = None
 
 
-def hold(placed: Callable[..., None], torch_init: Callable[..., None], config: ReduceConfig, fallback: bool) -> None:
+def is_installed() -> bool:
+    """Whether `install` holds."""
+    return _installation is not None
+
+
+def hold(placed: Callable[..., None], torch_init: Callable[..., None], installation: Installation) -> None:
     """Notes what is installed; `placed` stands in the place of `torch_init` already."""
     global _installation, _placed
-    _installation, _placed = _Installation(config, fallback), (placed, torch_init)
+    _installation, _placed = installation, (placed, torch_init)
 
 
 def initialise(torch_init: Callable[..., None], made: TorchDDP, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -61,7 +61,7 @@ from .planning.assignment import BucketCaps
 from .planning.plan import Plan
 from .planning.saved import plan_hash
 from .planning.timeline import MISSING_NS
-from .plans import Plans
+from .plans import Forecast, Plans
 from .recording import Recording
 from .reductions import CommHook, SparseKinds
 from .shadows import Shadows
@@ -769,6 +769,10 @@ class Reducer:
     def plan_json(self) -> str:
         """The plan in use, to keep in a checkpoint; `ReduceConfig(plan=...)` takes it, and keeps to it."""
         return self._plans.json(self.plan)
+
+    def forecast(self) -> Forecast | None:
+        """What the planner's model says of a step of the plan in use; None where it has measured nothing (yet)."""
+        return self._plans.forecast(self.plan)
 
     def record_trace(self, folder: str | Path, limit: int = 100) -> AbstractContextManager[None]:
         """Within: what happens in each synchronised step is recorded, for `fusedreduce trace` and `fusedreduce plan`.

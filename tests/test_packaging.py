@@ -25,8 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the top: a file imports from lines below its own only, or from its own folder. `fusedreduce` itself,
 # the public names, stands under the command line, which uses them as anybody does.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("cli",),
+    ("cli", "run"),
     ("__init__",),
+    ("_public",),
     ("installed",),
     ("clip",),
     ("fold",),
@@ -78,6 +79,7 @@ MAY_NAME_TORCH_DISTRIBUTED = (
     "fusedreduce/hook.py",
     "fusedreduce/environment.py",
     "fusedreduce/cli/",
+    "fusedreduce/run/process.py",
 )
 MAY_GUARD_TRITON = ("fusedreduce/kernels/dispatch.py",)
 # Where something is waited for other than by `wait_for`, and what that is.
@@ -102,7 +104,7 @@ MAY_WAIT: dict[str, set[str]] = {
         "self._call('finish', None, problem=problem).wait",
     },
 }
-MAY_PRINT = ("fusedreduce/cli/", "fusedreduce/kernels/aot.py")
+MAY_PRINT = ("fusedreduce/cli/", "fusedreduce/run/", "fusedreduce/kernels/aot.py")
 IMPORT_CALL = re.compile(r"\b(import_module|__import__)$")
 
 

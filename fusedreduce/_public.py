@@ -1,0 +1,30 @@
+"""The public names, which `fusedreduce` hands on when one of them is asked for."""
+
+from . import collective as collective
+from .amp import FusedGradScaler as FusedGradScaler
+from .clip import clip_grad_norm_ as clip_grad_norm_
+from .comm.local import LocalGroup as LocalGroup
+from .comm.strategies import Centralized as Centralized
+from .comm.strategies import Ring as Ring
+from .comm.strategies import Tree as Tree
+from .config import ReduceConfig as ReduceConfig
+from .data_parallel import DataParallel as DataParallel
+from .ddp import DistributedDataParallel as DistributedDataParallel
+from .environment import init_process_group as init_process_group
+from .errors import AgreementError as AgreementError
+from .errors import CollectiveError as CollectiveError
+from .errors import FusedReduceError as FusedReduceError
+from .errors import NonFiniteGradientError as NonFiniteGradientError
+from .errors import TraceError as TraceError
+from .errors import UnsupportedWireError as UnsupportedWireError
+from .hook import FusedHookState as FusedHookState
+from .hook import fused_hook as fused_hook
+from .installed import install as install
+from .installed import uninstall as uninstall
+from .modes import Asynchronous as Asynchronous
+from .modes import BoundedStaleness as BoundedStaleness
+from .modes import FlushReport as FlushReport
+from .modes import Synchronous as Synchronous
+from .planning.assignment import BucketCaps as BucketCaps
+from .reducer import Reducer as Reducer
+from .sync_server import SyncServer as SyncServer

@@ -1,0 +1,139 @@
+"""The command's options: fields of ReduceConfig, as text of flags or of the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fusedreduce.config import ReduceConfig
+from fusedreduce.planning import saved
+
+PREFIX = "FUSEDREDUCE_"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+# Fields that do nothing, or harm, in a script that does not know of them.
+LEFT_OUT: Mapping[str, str] = {
+    "op": "a script that was written for torch's class expects averages",
+    "grad_stats": "the script would have to read them (DistributedDataParallel.grad_stats)",
+    "sync_mode": "the script would have to call flush() before it evaluates and saves",
+}
+FIELDS = {one.name: one for one in dataclasses.fields(ReduceConfig) if one.name not in LEFT_OUT}
+SWITCHES: Mapping[str, str] = {
+    "fallback": "what our class refuses is made by torch's class, on all ranks; without it the error is raised",
+    "quiet": "print neither what was wrapped nor, at the end, what was sent; warnings stay",
+}
+_HINTS = typing.get_type_hints(ReduceConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What was asked for.
+
+    Args:
+        config: of every wrapper.
+        fallback: see `fusedreduce.install`.
+        quiet: print warnings only.
+    """
+
+    config: ReduceConfig
+    fallback: bool
+    quiet: bool
+
+
+def variable(name: str) -> str:
+    """The environment's name of an option."""
+    return PREFIX + name.upper()
+
+
+def flag(name: str) -> str:
+    """The command line's name of an option; a field that is True unless asked otherwise has one that says no."""
+    field = FIELDS.get(name)
+    return f"--{'no-' if field is not None and field.default is True else ''}{name.replace('_', '-')}"
+
+
+def is_switch(name: str) -> bool:
+    """Whether the flag takes no value."""
+    return name in SWITCHES or _HINTS[name] is bool
+
+
+def read(environment: Mapping[str, str]) -> Options:
+    """What the environment asks for.
+
+    Raises:
+        ValueError: naming flag and variable.
+    """
+    for name, why in LEFT_OUT.items():
+        if variable(name) in environment:
+            raise ValueError(f"{variable(name)} is no option of this command: {why}. Use fusedreduce.install()")
+    given: dict[str, Any] = {}
+    for name in (*FIELDS, *SWITCHES):
+        text = environment.get(variable(name))
+        if text is None:
+            continue
+        try:
+            given[name] = _parser(name)(text)
+            if name in FIELDS:
+                ReduceConfig(**{name: given[name]})
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{flag(name)} ({variable(name)}={text!r}): {error}") from None
+    switches = {name: given.pop(name, False) for name in SWITCHES}
+    return Options(ReduceConfig(**given), **switches)
+
+
+def metavar(name: str) -> str:
+    """What stands for the value of an option that takes one."""
+    words = {"plan": "FILE", "link": "US,GBIT_S", "replan_every": "STEPS", "stall_report_s": "SECONDS"}
+    return words.get(name) or "{" + ",".join(map(str, typing.get_args(_HINTS[name]))) + "}"
+
+
+def described(name: str) -> str:
+    """What an option does: for a field, what ReduceConfig's docstring says."""
+    if name in SWITCHES:
+        return SWITCHES[name]
+    text = {
+        "plan": "a file with a plan to keep to, as plan_json() gives it",
+        "overlap": "start all reductions when backward is done, to measure what overlap gains",
+        "link": "latency in us and Gbit/s of one all-reduce, such as 50,25, for the cost model; else both are measured",
+    }.get(name)
+    if text is None:
+        found = re.search(rf"^ +{name}: (.*(?:\n {{12}}.*)*)", ReduceConfig.__doc__ or "", re.M)
+        text = " ".join(found[1].split()).replace(" Reducer and wrapper only.", "") if found else ""
+    return text
+
+
+def _parser(name: str) -> Callable[[str], Any]:
+    if is_switch(name):
+        return _switch
+    if name == "plan":
+        return _file
+    if name == "link":
+        return _link
+    kinds = typing.get_args(_HINTS[name]) or (_HINTS[name],)
+    return next((kind for kind in (float, int) if kind in kinds), str)
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in (*_TRUE, *_FALSE):
+        raise ValueError(f"use one of {', '.join((*_TRUE, *_FALSE))}")
+    return text.lower() in _TRUE
+
+
+def _link(text: str) -> tuple[float, ...]:
+    return tuple(float(one) for one in text.split(","))
+
+
+def _file(text: str) -> str:
+    """A plan; whether it suits the model, which is not there yet, is for the wrapper to say."""
+    content = Path(os.path.abspath(text)).read_text()
+    try:
+        kind = json.loads(content)["format"]
+    except (ValueError, TypeError, KeyError):
+        kind = None
+    if kind != saved.FORMAT:
+        raise ValueError("the file holds no plan, as plan_json() gives it")
+    return content
