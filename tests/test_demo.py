@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.machinery
+import io
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,12 +23,13 @@ from on_device import pick
 from ranks import RankPool
 
 import fusedreduce
-from fusedreduce.cli import demo, digits, launch, main, measure, picture, report
+from fusedreduce.cli import demo, demo_worker, digits, launch, main, measure, picture, report, results, trace
+from fusedreduce.cli.progress import Progress
 from fusedreduce.cli.results import Row, write_json
 from fusedreduce.cli.variants import Contender, variants
 
 PARAMETERS = 40394
-STEPS = 150
+STEPS = 110
 COLUMNS = ("variant", "loss", "accuracy", "error", "bytes/step", "ms", "share", "launches", "path", "buckets")
 NUMBERS = (
     "accuracy",
@@ -39,7 +43,6 @@ NUMBERS = (
     "collectives_per_bucket",
     "buckets",
 )
-SLOW_START_S = 60.0
 
 
 class Finished(NamedTuple):
@@ -51,39 +54,31 @@ class Finished(NamedTuple):
     folder: Path
 
     @property
-    def reasons(self) -> list[str]:
-        return [line for line in self.err.splitlines() if "error:" in line]
-
-    @property
     def json(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.folder / "out" / "demo.json").read_text())
         return found
 
 
-def start(folder: Path, *options: str, fault: str = "", device: str = "cpu") -> subprocess.Popen[str]:
-    """`fusedreduce demo` in a folder of its own, as a terminal would start it."""
-    ours = ("TRITON_INTERPRET", "FUSEDREDUCE_DEMO_FAULT", "LOGLEVEL")
+def start(folder: Path, *options: str, device: str = "cpu", terminal: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    """`fusedreduce demo` in a folder of its own, as a terminal would start it; `terminal` takes its standard error."""
+    ours = ("TRITON_INTERPRET", "LOGLEVEL")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     (folder / "tmp").mkdir()
     search = os.pathsep.join([CHECKOUT, *filter(None, [environment.get("PYTHONPATH")])])  # it need not be installed
     environment |= {"TMPDIR": str(folder / "tmp"), "PYTHONWARNINGS": "default::RuntimeWarning", "PYTHONPATH": search}
-    if fault:
-        environment["FUSEDREDUCE_DEMO_FAULT"] = fault
     return subprocess.Popen(
         [sys.executable, "-m", "fusedreduce.cli", "demo", "--device", device, *options],
         cwd=folder,
         env=environment,
         text=True,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=terminal,
         start_new_session=True,
-        # A test run in the background of a script ignores SIGINT, and so would its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
-def run(folder: Path, *options: str, fault: str = "", device: str = "cpu") -> Finished:
-    process = start(folder, *options, fault=fault, device=device)
+def run(folder: Path, *options: str, device: str = "cpu") -> Finished:
+    process = start(folder, *options, device=device)
     out, err = process.communicate(timeout=300)
     assert not ranks_of(folder), "ranks outlive the demo"
     # torch leaves a folder of its own there (torchinductor_*).
@@ -193,39 +188,92 @@ def test_the_picture_is_a_picture(finished: Finished) -> None:
     assert pixels.shape[:2] == (660, 1650)
 
 
-@pytest.mark.slow
-def test_a_variant_that_has_learnt_nothing_fails_and_is_named(tmp_path: Path) -> None:
-    forgetful = run(tmp_path, "--steps", str(STEPS), "--wire", "native", fault="accuracy")
-    assert forgetful.status == 1
-    (reason,) = forgetful.reasons
-    assert reason.startswith("fusedreduce demo: error: native scaled ended at ")
-    assert "under 95%" in reason
-    assert "torch DDP" not in reason
-    assert "wrapper native" in forgetful.out, "the table is shown all the same"
+def row(name: str = "hook native", **figures: Any) -> Row:
+    """A variant of which nothing is wrong, but for `figures`."""
+    nan = float("nan")
+    fine: dict[str, Any] = {
+        "name": name,
+        "setting": "",
+        "accuracy": 0.97,
+        "loss": 0.1,
+        "worst_gradient_error": 1e-7,
+        "wire_bytes_per_step": 0,
+        "step_ms": nan,
+        "sync_ms": nan,
+        "sync_share": nan,
+        "launches_per_bucket": 1.0,
+        "collectives_per_bucket": 1.0,
+        "buckets": 1,
+        "path": "triton",
+        "losses": [2.3, 0.1],
+        "parameters_equal": True,
+        "difference": None,
+    }
+    return Row(**{**fine, **figures})
 
 
-@pytest.mark.slow
-def test_parameters_that_differ_and_low_accuracy_fail(tmp_path: Path) -> None:
-    wrong = run(tmp_path, "--steps", "1", "--wire", "bf16", "--out", str(tmp_path / "out"), fault="bytes")
-    assert wrong.status == 1
-    (reason,) = wrong.reasons
-    assert "bf16 scaled: 0.weight on rank 1 is not what it is on rank 0" in reason
-    assert "torch DDP: " not in reason
-    assert "torch DDP ended at" in reason
-    assert "under 95%" in reason
-    assert [variant["parameters_equal"] for variant in wrong.json["variants"]] == [True] * 4 + [False]
-    # One step: nothing to time but the probe. JSON has no NaN.
-    assert wrong.json["variants"][0]["step_ms"] is None
-    assert wrong.json["command"].endswith("--wire bf16 --out out")
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (row("native scaled", accuracy=0.1), "native scaled ended at 10.00% accuracy, under 95%"),
+        (row("native scaled", accuracy=float("nan")), "native scaled ended at nan% accuracy, under 95%"),
+        (row("a", parameters_equal=False, difference="0.weight on rank 1 is not"), "a: 0.weight on rank 1 is not"),
+    ],
+)
+def test_a_variant_that_is_wrong_fails_and_is_named_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: Row, said: str
+) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(picture, "draw", lambda path, rows, title, times: titles.append(title))
+    for rows, status, errors, answers in (
+        ([row("torch DDP"), wrong], 1, [f"fusedreduce demo: error: {said}"], "The answers do NOT agree"),
+        ([row("torch DDP")], 0, [], "The answers agree"),
+    ):
+        assert with_rows(monkeypatch, rows, tmp_path) == status
+        out, err = capsys.readouterr()
+        assert err.splitlines() == errors
+        assert all(one.name in out for one in rows), "the table is shown all the same"
+        assert titles.pop() == f"{answers}: handwritten digits, 2 ranks on CPU, over loopback"
 
 
-@pytest.mark.slow
-def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
-    died = run(tmp_path, "--steps", "100000", "--wire", "native", fault="crash")
-    assert died.status == 1
-    assert died.reasons == ["fusedreduce demo: error: rank 1 died: killed by SIGKILL"]
-    assert not (tmp_path / "out" / "demo.json").exists()
-    assert "Traceback" not in died.err
+def with_rows(monkeypatch: pytest.MonkeyPatch, rows: Sequence[Row], out: Path) -> int:
+    """The demo, whose ranks are said to have found these; its exit status."""
+    monkeypatch.setattr(demo, "run_ranks", lambda *_, **__: None)
+    monkeypatch.setattr(results, "read_rows", lambda _: list(rows))
+    for name in ("read", "merge"):
+        monkeypatch.setattr(demo, name, lambda _: None)
+    monkeypatch.setattr(trace, "write", lambda *_: "")
+    return main(["demo", "--device", "cpu", "--out", str(out)])
+
+
+def one_step(rank: int, world: int, folder: str) -> list[Row]:
+    """The shortest run that there is."""
+    job = results.Job(device="cpu", wires=("bf16",), steps=1, seed=0, launcher_pid=0)
+    return demo_worker.train(job, torch.device("cpu"), rank, Path(folder))
+
+
+def test_one_step_is_a_run_too(two: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, others = two.run(one_step, str(tmp_path / "trace"))
+    assert [one.name for one in rows] == ["torch DDP", "hook bf16", "wrapper bf16", "torch scaled", "bf16 scaled"]
+    assert [one.losses for one in rows] == [one.losses for one in others]
+    assert with_rows(monkeypatch, rows, tmp_path / "out") == 1, "nothing is learnt in one step"
+    found = json.loads((tmp_path / "out" / "demo.json").read_text())
+    assert found["command"] == "fusedreduce demo --device cpu --out out"
+    for variant in found["variants"]:
+        assert (variant["parameters_equal"], variant["step_ms"]) == (True, None), "only the probe; JSON has no NaN"
+
+
+def flip_a_bit(rank: int, world: int) -> tuple[str | None, str | None]:
+    """What differs between ranks before and after one bit of one parameter has flipped on the last one."""
+    model = digits.build_model(seed=0)
+    before = measure.difference_between_ranks(model, torch.device("cpu"))
+    if rank == world - 1:
+        next(model.parameters()).data.view(-1).view(torch.uint8)[0] ^= 1
+    return before, measure.difference_between_ranks(model, torch.device("cpu"))
+
+
+def test_a_bit_that_differs_between_ranks_is_found_on_all(two: RankPool) -> None:
+    assert two.run(flip_a_bit) == [(None, "0.weight on rank 1 is not what it is on rank 0")] * 2
 
 
 class Failure(NamedTuple):
@@ -274,41 +322,94 @@ def test_a_traceback_is_kept_and_its_file_named(
     assert (tmp_path / "demo-error.txt").read_text() == "Traceback ..."
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sent", "to_group", "training", "status"),
+    ("does", "status", "said"),
     [
-        (signal.SIGINT, True, True, 130),
-        (signal.SIGTERM, False, False, 143),
-        (signal.SIGKILL, False, True, -9),
+        ("die", 1, "rank 1 died: killed by SIGKILL"),
+        ("SIGINT", 130, "interrupted by SIGINT; every rank has ended"),
+        ("SIGTERM", 143, "interrupted by SIGTERM; every rank has ended"),
     ],
-    ids=["Ctrl-C", "SIGTERM while ranks start", "SIGKILL"],
 )
-def test_a_signal_ends_every_rank(
-    tmp_path: Path, sent: signal.Signals, to_group: bool, training: bool, status: int
+def test_a_rank_that_dies_is_named_and_a_signal_while_ranks_start_ends_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    does: str,
+    status: int,
+    said: str,
 ) -> None:
-    process = start(tmp_path, "--steps", "100000", "--wire", "native")
+    """Ranks that do nothing, not even import torch: how they end is the launcher's to know."""
+    monkeypatch.setattr(demo, "_WORKER", "demo_rank")
+    monkeypatch.setenv("FUSEDREDUCE_STAND_IN", does)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert main(["demo", "--device", "cpu", "--out", str(tmp_path / "out")]) == status
+    assert capfd.readouterr().err.splitlines() == [f"fusedreduce demo: error: {said}"]
+    assert not ranks_of(tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "out"] == []
+    assert not (tmp_path / "out" / "demo.json").exists()
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_a_demo_that_is_killed(tmp_path: Path) -> None:
+    """On a terminal, of which the progress bar is one line."""
+    terminal, its = pty.openpty()
+    process = start(tmp_path, "--steps", "100000", "--wire", "native", terminal=its)
+    os.close(its)
     try:
-        wait_until(lambda: len(ranks_of(tmp_path)) == 2, SLOW_START_S, "two ranks start")
-        assert process.stderr is not None
-        assert not training or process.stderr.readline().startswith("training")
-        (os.killpg if to_group else os.kill)(process.pid, sent)
-        _, err = process.communicate(timeout=20)
+        assert os.read(terminal, 4096).startswith(b"\rtraining [")
+        assert len(ranks_of(tmp_path)) == 2
+        process.kill()
+        assert process.wait(20) == -9
         wait_until(lambda: not ranks_of(tmp_path), 10, "every rank ends")
     finally:
         for pid in {process.pid, *ranks_of(tmp_path)}:
             if pid != process.pid or process.poll() is None:
                 os.kill(pid, signal.SIGKILL)
-    assert process.returncode == status
-    if sent is not signal.SIGKILL:
-        assert err.splitlines() == [f"fusedreduce demo: error: interrupted by {sent.name}; every rank has ended"]
+        process.communicate()
+        os.close(terminal)
 
 
-def test_a_rank_that_starts_after_the_demo_was_interrupted_ends_without_a_word(tmp_path: Path) -> None:
+class Terminal(io.StringIO):
+    """One of 60 columns, or a file."""
+
+    def __init__(self, live: bool) -> None:
+        super().__init__()
+        self._live = live
+
+    def isatty(self) -> bool:
+        return self._live
+
+    def fileno(self) -> int:
+        return -1
+
+
+def test_progress_is_one_line_on_a_terminal_and_ten_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((60, 24)))
+    shown = {live: Terminal(live) for live in (True, False)}
+    for stream in shown.values():
+        progress = Progress(400, stream)
+        for step in range(400):
+            progress.show(step + 1)
+    line, *after = shown[True].getvalue().split("\n")
+    assert after == [""]
+    draws = line.split("\r")[1:]
+    assert len(draws) == 101
+    assert max(map(len, draws)) < 60
+    assert draws[-1] == f"training [{'#' * 28}] 100 %  step 400/400"
+    lines = shown[False].getvalue().splitlines()
+    assert lines[0] == "training   0 %  step 1/400"
+    assert lines[1:] == [f"training {10 * tenth:3d} %  step {40 * tenth}/400" for tenth in range(1, 11)]
+
+
+def test_a_rank_that_starts_after_the_demo_was_interrupted_ends_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Its folder is gone; a traceback would follow the line that says that every rank has ended."""
-    command = [sys.executable, "-m", "fusedreduce.cli.demo_worker", str(tmp_path / "gone")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as exited:
+        demo_worker.main([str(tmp_path / "gone")])
+    assert (exited.value.code, *capfd.readouterr()) == (1, "", "")
 
 
 @pytest.mark.parametrize(
@@ -438,15 +539,10 @@ def count_torchs_own_reduction(rank: int, world: int) -> tuple[measure.Exchange,
     return measure.count_exchange(contender.ddp, batch), contender.buckets, contender.path
 
 
-def test_torchs_own_reduction_is_counted_by_the_same_rule() -> None:
-    pool = RankPool(1)
-    try:
-        ((counted, buckets, path),) = pool.run(count_torchs_own_reduction)
-    finally:
-        pool.close()
+def test_torchs_own_reduction_is_counted_by_the_same_rule(two: RankPool) -> None:
     # Ten gradients divided into the buckets, ten copied back.
-    assert counted == measure.Exchange(launches=20, collectives=3, wire_bytes=PARAMETERS * 4)
-    assert (buckets, path) == (3, "torch")
+    exchange = measure.Exchange(launches=20, collectives=3, wire_bytes=PARAMETERS * 4)
+    assert two.run(count_torchs_own_reduction) == [(exchange, 3, "torch")] * 2
 
 
 def test_the_gradient_error_on_numbers(alone: None) -> None:
@@ -460,27 +556,10 @@ def test_the_gradient_error_on_numbers(alone: None) -> None:
 
 def test_figures_that_are_missing_still_make_a_table_a_picture_and_json(tmp_path: Path) -> None:
     nan = float("nan")
-    row = Row(
-        name="hook native",
-        setting="",
-        accuracy=0.1,
-        loss=nan,
-        worst_gradient_error=float("inf"),
-        wire_bytes_per_step=0,
-        step_ms=nan,
-        sync_ms=nan,
-        sync_share=nan,
-        launches_per_bucket=1.0,
-        collectives_per_bucket=1.0,
-        buckets=1,
-        path="triton",
-        losses=[2.3, nan],
-        parameters_equal=True,
-        difference=None,
-    )
-    assert "hook native" in report.table([row])
-    picture.draw(tmp_path / "demo.png", [row], "nothing measured")
-    report.write_demo_json(tmp_path / "demo.json", [row], {"wall_s": 1.0})
+    bare = row(accuracy=0.1, loss=nan, worst_gradient_error=float("inf"), losses=[2.3, nan])
+    assert "hook native" in report.table([bare])
+    picture.draw(tmp_path / "demo.png", [bare], "nothing measured", "no time")
+    report.write_demo_json(tmp_path / "demo.json", [bare], {"wall_s": 1.0})
     (variant,) = json.loads((tmp_path / "demo.json").read_text())["variants"]
     assert (variant["losses"], variant["worst_gradient_error"]) == ([2.3, None], None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "demo.png"]

@@ -19,8 +19,15 @@ _STYLES = ("-", "--", "-.", ":")
 _SMOOTH = 0.05  # of the steps are averaged into a point of a loss curve
 
 
-def draw(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Writes the picture to `path`, a PNG, in one piece."""
+def draw(path: Path, rows: Sequence[Row], title: str, times_title: str) -> None:
+    """Writes the picture to `path`, a PNG, in one piece.
+
+    Args:
+        path: the file.
+        rows: one per variant.
+        title: what the picture shows.
+        times_title: what the bars on the right are times of.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -30,6 +37,7 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
     figure.suptitle(title, fontsize=12, x=0.01, ha="left", weight="bold")
     _losses(left, rows)
     _times(right, rows)
+    right.set_title(times_title, loc="left", fontsize=11)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
@@ -76,7 +84,6 @@ def _times(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_yticks(places, [row.name for row in rows])
     axes.set_xlim(0, 1.15 * max(total) or 1)
     axes.set_ylim(-0.6, len(rows) - 0.05)
-    axes.set_title("Time per step", loc="left", fontsize=11)
     axes.set_xlabel("ms, median")
     axes.grid(axis="x", color="#e6e6e6")
     axes.tick_params(axis="y", length=0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import TextIO
 
 _WIDTH = 40
+_COLUMNS = 80  # of a terminal that does not say
 
 
 class Progress:
@@ -29,10 +31,16 @@ class Progress:
             return
         self._shown = mark
         if self._live:
-            filled = _WIDTH * done // self._total
-            bar = "#" * filled + "." * (_WIDTH - filled)
-            self._stream.write(f"\rtraining [{bar}] {percent:3d} %  step {done}/{self._total}")
+            numbers = f"{percent:3d} %  step {done}/{self._total}"
+            # A line that wraps cannot be drawn over.
+            width = max(0, min(_WIDTH, self._columns() - len(f"training [] {numbers}") - 1))
+            filled = width * done // self._total
+            bar = "#" * filled + "." * (width - filled)
+            self._stream.write(f"\rtraining [{bar}] {numbers}")
             self._stream.write("\n" if done == self._total else "")
         else:
             self._stream.write(f"training {percent:3d} %  step {done}/{self._total}\n")
         self._stream.flush()
+
+    def _columns(self) -> int:
+        return os.get_terminal_size(self._stream.fileno()).columns or _COLUMNS
