@@ -70,7 +70,18 @@ def init_process_group(backend: str = "auto", *, timeout: datetime.timedelta | N
         )
     if timeout is not None and not (isinstance(timeout, datetime.timedelta) and timeout > datetime.timedelta()):
         raise ValueError(f"timeout must be a positive datetime.timedelta or None, got {timeout!r}")
-    chosen = _backend(backend)
+    chosen = backend_named(backend)
+    rank, size, _ = rank_size_address()
+    choose_device(chosen, size)
+    dist.init_process_group(chosen, timeout=timeout, rank=rank, world_size=size)
+
+
+def rank_size_address() -> tuple[int, int, tuple[str, int]]:
+    """This process's rank, how many there are, and where they meet, all from the environment.
+
+    Raises:
+        ValueError: a variable is missing, not a number or out of range.
+    """
     missing = [name for name in _REQUIRED if name not in os.environ]
     if missing:
         raise ValueError(f"not set in the environment: {', '.join(missing)}. {_HINT}")
@@ -78,16 +89,27 @@ def init_process_group(backend: str = "auto", *, timeout: datetime.timedelta | N
     rank = _number("RANK", most=size - 1, why="WORLD_SIZE - 1")
     if not os.environ["MASTER_ADDR"].strip():
         raise _wrong("MASTER_ADDR", "must be the name or address of rank 0's machine")
-    _number("MASTER_PORT", least=1, most=_LARGEST_PORT)
-    on_cuda = _CUDA_BACKEND in chosen
+    return rank, size, (os.environ["MASTER_ADDR"], _number("MASTER_PORT", least=1, most=_LARGEST_PORT))
+
+
+def choose_device(backend: str, size: int) -> None:
+    """Makes LOCAL_RANK the current CUDA device, where the backend is one for CUDA.
+
+    Args:
+        backend: as torch takes it.
+        size: number of all processes.
+
+    Raises:
+        ValueError: LOCAL_RANK is missing and needed, or no number of a device.
+    """
+    on_cuda = _CUDA_BACKEND in backend
     local_rank = _local_rank(size, needed=on_cuda and torch.cuda.device_count() > 1)
     if on_cuda:
         _set_device(local_rank)
-    dist.init_process_group(chosen, timeout=timeout, rank=rank, world_size=size)
 
 
-def _backend(asked: str) -> str:
-    """The backend's name as torch takes it.
+def backend_named(asked: str) -> str:
+    """A backend's name as torch takes it; "auto": what there is here.
 
     Raises:
         ValueError: torch has no such backend here.

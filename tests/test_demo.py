@@ -22,7 +22,6 @@ from fake_driver import CHECKOUT
 from on_device import pick
 from ranks import RankPool
 
-import fusedreduce
 from fusedreduce.cli import demo, demo_worker, digits, launch, main, measure, picture, report, results, trace
 from fusedreduce.cli.progress import Progress
 from fusedreduce.cli.results import Row, write_json
@@ -463,13 +462,6 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, caps
     assert exited.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "sklearn cannot be imported: pip install 'fusedreduce[demo]'" in line
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exited:
-        main(["--version"])
-    assert exited.value.code == 0
-    assert capsys.readouterr().out == f"fusedreduce {fusedreduce.__version__}\n"
 
 
 def test_ranks_share_no_image_and_epochs_differ() -> None:

@@ -1,4 +1,4 @@
-"""The command line: `fusedreduce demo`, `trace`, `plan` and `bench` (also `python -m fusedreduce.cli demo`)."""
+"""The command line: `fusedreduce doctor`, `demo`, `trace`, `plan`, `bench` (also `python -m fusedreduce.cli demo`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import fusedreduce
 
-from . import bench, demo, plan, trace
+from . import bench, demo, doctor, plan, report, trace
 
 
 class _Parser(argparse.ArgumentParser):
@@ -22,7 +22,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 # Each has add_parser(subparsers), which sets `run`: the parsed arguments -> the exit status.
-_COMMANDS = (demo, trace, plan, bench)
+_COMMANDS = (doctor, demo, trace, plan, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,9 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(
         prog="fusedreduce",
         description="Gradients averaged across ranks with one fused kernel on each side of one collective per bucket.",
+        epilog="Exit status: 0 all went well; 1 what was run failed or found something broken; 2 wrong usage; 128 plus "
+        "its number when a signal ended it.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"fusedreduce {fusedreduce.__version__}")
+    found = report.versions()
+    beside = ", ".join(f"{name} {found[name] or 'missing'}" for name in ("torch", "triton"))
+    parser.add_argument("--version", action="version", version=f"fusedreduce {fusedreduce.__version__} ({beside})")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add_parser(subparsers)

@@ -24,6 +24,7 @@ def add_parser(subparsers: Any) -> None:
         help="run a benchmark of the checkout",
         description="Runs perf/bench_NAME.py of the checkout with this interpreter. "
         + (f"NAME is one of: {', '.join(found)}." if found else _absent(_CHECKOUT).capitalize() + "."),
+        epilog="Exit status: the benchmark's own; 1 if there is none of that name.",
         allow_abbrev=False,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="which benchmark")

@@ -41,6 +41,7 @@ def add_parser(subparsers: Any) -> None:
         f"{PLAN_FILE}, for ReduceConfig(plan=...). Prints the limits with which torch's own DDP comes nearest. With "
         "--simulate: what each policy would leave exposed on larger clusters, of that run or, without FOLDER, of known "
         "models.",
+        epilog="Exit status: 0 all went well; 2 wrong usage, or no trace there.",
         allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="where the traces are")

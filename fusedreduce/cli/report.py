@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import platform
@@ -75,6 +76,11 @@ def write_demo_json(path: Path, rows: Sequence[Row], facts: dict[str, Any]) -> N
     """Writes demo.json: `facts` about the run, and `variants`. What is not a number becomes null."""
     variants = [_plain(dataclasses.asdict(row)) for row in rows]
     write_json(path, {**_plain(facts), "versions": versions(), "variants": variants})
+
+
+def as_json(value: Any) -> str:
+    """JSON of plain values; what is not a number becomes null."""
+    return json.dumps(_plain(value), indent=2)
 
 
 def versions() -> dict[str, str | None]:

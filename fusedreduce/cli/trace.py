@@ -39,6 +39,7 @@ def add_parser(subparsers: Any) -> None:
         description="Reads what record_trace(FOLDER) left there, aligns the ranks' clocks, prints exposed "
         f"communication, overlap and head-of-line stall, and writes {JSON_FILE} (open it in https://ui.perfetto.dev) "
         f"and {PICTURE_FILE}.",
+        epilog="Exit status: 0 all went well; 2 wrong usage, or no trace there.",
         allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the traces are (or one rank's file)")

@@ -1,0 +1,337 @@
+"""`fusedreduce doctor`: whether this machine, these ranks and the link between them are fit for fusedreduce.
+
+Alone it looks at one process. Under torchrun ranks find each other, rank 0 prints, and all end with one status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedreduce import environment
+from fusedreduce.comm.agreement import ranks_text
+from fusedreduce.config import WIRES
+from fusedreduce.errors import TraceError
+from fusedreduce.planning.assignment import MIB
+from fusedreduce.planning.costs import Costs, Linear
+
+from . import doctor_forecast, doctor_machine, doctor_ranks
+from .doctor_forecast import Backward, Row
+from .doctor_machine import Finding
+from .doctor_ranks import MissingRanksError, Peers
+from .launch import one_line
+from .report import as_json
+
+_TIMEOUT_S = 60.0
+_WIDTH = 112
+_MARKS = {"ok": "[ok]", "note": "[note]", "warning": "[warn]", "broken": "[BROKEN]"}
+_ABOUT_WIDTH = 9
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `doctor` to the command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "doctor",
+        help="check this machine, the kernels, and under torchrun the link between ranks",
+        description="Tells versions, GPUs, driver and NCCL, whether the kernels give the right bits on each device, "
+        "and, under torchrun (torchrun --nproc-per-node=2 -m fusedreduce.cli doctor), whether all ranks come with the "
+        "same versions and what the link between them does. With --model or --trace: what a step should expose of "
+        "communication with each wire and plan on that link, and the line of code to write. Takes seconds.",
+        epilog="Exit status: 0 nothing is broken (there may be warnings); 1 something is, and the report says what to "
+        "do; 2 wrong usage.",
+        allow_abbrev=False,
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--model", type=doctor_forecast.parameters, metavar="N", help="forecast for so many parameters, such as 110M"
+    )
+    what.add_argument("--trace", type=Path, metavar="FOLDER", help="forecast for what record_trace(FOLDER) left there")
+    parser.add_argument(
+        "--backward-ms",
+        type=doctor_forecast.positive,
+        metavar="MS",
+        help="with --model: how long backward takes (default: as long as one all-reduce of its fp32 gradients)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=doctor_forecast.positive,
+        default=_TIMEOUT_S,
+        metavar="S",
+        help="how long ranks wait for each other, each time (default: %(default)g seconds)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
+    parser.set_defaults(run=lambda arguments: _run(parser, arguments))
+
+
+@dataclasses.dataclass
+class Report:
+    """What is known so far: the same on every rank, but for one that has lost others.
+
+    Args:
+        ranks: how many there are to be.
+        known: `doctor_machine.facts` of each.
+        findings: in the order in which they are shown.
+        link: from `doctor_ranks.measure_link`.
+        backward: what the forecast is of.
+        rows: the forecast, a wire each.
+        wire: which one to take.
+        speaks: this rank prints it.
+    """
+
+    ranks: int
+    known: list[dict[str, Any]]
+    findings: list[Finding]
+    link: dict[str, Any] | None = None
+    backward: Backward | None = None
+    rows: Sequence[Row] = ()
+    wire: str | None = None
+    speaks: bool = True
+
+    @property
+    def status(self) -> int:
+        """Of the process."""
+        return int(any(one.status == "broken" for one in self.findings))
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if arguments.backward_ms is not None and arguments.model is None:
+        parser.error("argument --backward-ms: only with --model")
+    try:
+        recorded = doctor_forecast.of_trace(arguments.trace) if arguments.trace else None
+    except TraceError as error:
+        parser.error(f"argument --trace: {error}")
+    if not os.environ.keys() & {"RANK", "WORLD_SIZE"}:
+        report = _alone()
+        _add_forecast(report, arguments, recorded, _recorded_costs(recorded))
+        _print(report, as_json_only=arguments.json)
+        return report.status
+    try:
+        rank, size, address = environment.rank_size_address()
+        backend = environment.backend_named("auto")
+        environment.choose_device(backend, size)
+    except ValueError as error:
+        parser.error(str(error))
+    report = _together(rank, size, address, backend, arguments, recorded)
+    if report.speaks:
+        _print(report, as_json_only=arguments.json)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # No ordinary exit: tearing a process group down may wait for peers that are gone (see demo_worker).
+    os._exit(report.status)
+
+
+def _alone() -> Report:
+    known = doctor_machine.facts()
+    devices = ["cpu", *(f"cuda:{index}" for index in range(len(known["gpus"])))]
+    findings = doctor_machine.machine_findings(known)
+    findings += [doctor_machine.check_kernels(torch.device(device)) for device in devices]
+    return Report(1, [known], findings)
+
+
+def _together(
+    rank: int,
+    size: int,
+    address: tuple[str, int],
+    backend: str,
+    arguments: argparse.Namespace,
+    recorded: Backward | None,
+) -> Report:
+    """The report of all ranks; of this one alone if the others cannot be reached."""
+    device = torch.device("cuda", torch.cuda.current_device()) if "cuda" in backend else torch.device("cpu")
+    known = doctor_machine.facts()
+    own = [*doctor_machine.machine_findings(known), doctor_machine.check_kernels(device)]
+    report = Report(size, [known], own, speaks=rank == 0)
+    try:
+        peers = doctor_ranks.meet(rank, size, address, arguments.timeout)
+        heard = peers.exchange("machine", [known, list(map(dataclasses.asdict, own))])
+        report.known = [one for one, _ in heard]
+        report.findings = _merged([[Finding(**one) for one in found] for _, found in heard])
+        report.findings += doctor_ranks.differences(report.known)
+        if size > 1:
+            _measure(report, peers, backend, device, arguments, recorded)
+        else:
+            _add_forecast(report, arguments, recorded, _recorded_costs(recorded))
+        # Who hosts the store must not be gone before the others have read it.
+        peers.exchange("end", None)
+    except MissingRanksError as error:
+        action = (
+            f"see whether {ranks_text(error.ranks)} started, on which host, and what it printed; the hosts must reach "
+            f"{address[0]}:{address[1]}"
+        )
+        report.findings.append(Finding("broken", "ranks", str(error), action))
+        report.speaks = rank == min(set(range(size)).difference(error.ranks))
+    except RuntimeError as error:
+        action = f"start all ranks with torchrun, and see that this host reaches {address[0]}:{address[1]}"
+        report.findings.append(Finding("broken", "ranks", f"rank {rank}: {one_line(error)}", action))
+        report.speaks = True  # nobody else may have heard of it
+    return report
+
+
+def _measure(
+    report: Report,
+    peers: Peers,
+    backend: str,
+    device: torch.device,
+    arguments: argparse.Namespace,
+    recorded: Backward | None,
+) -> None:
+    """Adds what the link does, and the forecast."""
+    link: dict[str, Any] | None = None
+    copies: dict[str, tuple[Linear, Linear]] = {}
+    problem = ""
+    try:
+        peers.join(backend)
+        link = doctor_ranks.measure_link(device)
+        if arguments.model or recorded:
+            copies = doctor_forecast.copy_costs(device)
+    except RuntimeError as error:
+        problem = one_line(error)
+    # Rank 0's numbers count: those of the link are the same on all. A rank that failed at once waits for one that runs
+    # into a timeout.
+    mine = [problem, {wire: [dataclasses.asdict(one) for one in pair] for wire, pair in copies.items()}]
+    heard = peers.exchange("link", mine, longer_s=peers.timeout_s)
+    failed = [rank for rank, (why, _) in enumerate(heard) if why]
+    if failed or link is None:
+        text = f"{ranks_text(failed)}: an all-reduce failed: {heard[failed[0]][0]}"
+        action = (
+            "see that ranks reach each other on any port, by the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+        )
+        report.findings.append(Finding("broken", "link", text, action))
+        return
+    report.link = link
+    report.findings += doctor_ranks.link_findings(link, report.known)
+    costs = {}
+    for wire, (pack, unpack) in heard[0][1].items():
+        costs[wire] = Costs(wire=doctor_ranks.line(link, wire), pack=Linear(**pack), unpack=Linear(**unpack))
+    _add_forecast(report, arguments, recorded, costs)
+
+
+def _recorded_costs(recorded: Backward | None) -> dict[str, Costs]:
+    """Where no link was measured, that of the trace, for any wire; nothing if it is not known."""
+    if recorded is None or recorded.costs is None:
+        return {}
+    return dict.fromkeys(WIRES, recorded.costs)
+
+
+def _add_forecast(
+    report: Report, arguments: argparse.Namespace, recorded: Backward | None, costs: Mapping[str, Costs]
+) -> None:
+    if recorded is None and arguments.model is None:
+        return
+    if not costs:
+        text = "no link: with one rank there is none to measure"
+        action = "start it on two ranks or more: torchrun --nproc-per-node=2 -m fusedreduce.cli doctor ..."
+        report.findings.append(Finding("note", "forecast", text, action))
+        return
+    if recorded is None:
+        all_ms = costs["native"].wire.fs(4 * arguments.model) / 1e12
+        recorded = doctor_forecast.of_model(arguments.model, arguments.backward_ms or max(all_ms, 0.001))
+    report.backward = recorded
+    report.rows = doctor_forecast.forecast(recorded, costs)
+    advice, report.wire = doctor_forecast.advice(recorded, report.rows)
+    report.findings.append(advice)
+
+
+def _merged(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """Each rank's findings as one list: what only some ranks say names them."""
+    ranks: dict[tuple[str, str, str], list[int]] = {}
+    first: dict[tuple[str, str, str], Finding] = {}
+    for rank, found in enumerate(findings):
+        for one in found:
+            # How long a check took, and on which device of a host, differs.
+            key = (one.status, one.about, "" if one.status == "ok" else one.text)
+            ranks.setdefault(key, []).append(rank)
+            first.setdefault(key, one)
+    merged = []
+    for kind, on in ranks.items():
+        one = first[kind]
+        some = "" if len(on) == len(findings) else f"{ranks_text(on)}: "
+        merged.append(dataclasses.replace(one, text=some + one.text))
+    return merged
+
+
+def _print(report: Report, *, as_json_only: bool) -> None:
+    if as_json_only:
+        print(as_json(_plain(report)))
+        return
+    hosts = len({one["host"] for one in report.known})
+    where = f"{report.ranks} ranks on {hosts} host{'s'[: hosts > 1]}" if report.ranks > 1 else "one process"
+    print(f"fusedreduce doctor: {where}\n")
+    for number, one in enumerate(report.findings):
+        again = number and report.findings[number - 1].about == one.about
+        _print_finding(one, "" if again else one.about)
+        last = number + 1 == len(report.findings) or report.findings[number + 1].about != one.about
+        if last and one.about == "link" and report.link is not None:
+            _print_lines(_link_table(report.link))
+        if one.about == "forecast" and report.rows:
+            _print_lines(_forecast_table(report))
+    counts = [sum(one.status == status for one in report.findings) for status in ("broken", "warning")]
+    print(f"\n{counts[0]} broken, {counts[1]} warning{'s'[: counts[1] != 1]}")
+
+
+def _print_finding(one: Finding, about: str) -> None:
+    head = f"{_MARKS[one.status]:<8} {about:<{_ABOUT_WIDTH}} "
+    print(textwrap.fill(one.text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
+    if one.action:
+        indent = " " * len(head)
+        print(textwrap.fill(one.action, _WIDTH, initial_indent=f"{indent}-> ", subsequent_indent=f"{indent}   "))
+
+
+def _print_lines(lines: Sequence[str]) -> None:
+    print("\n".join(" " * (len("[BROKEN] ") + _ABOUT_WIDTH + 1) + line for line in lines))
+
+
+def _link_table(link: Mapping[str, Any]) -> list[str]:
+    """All-reduce at each size on each wire."""
+    sizes = sorted({row["bytes"] for row in link["rows"]})
+    lines = ["all-reduce" + "".join(f"{_size(size):>22}" for size in sizes)]
+    for wire in dict.fromkeys(row["wire"] for row in link["rows"]):
+        cells = [
+            f"{row['ms']:.2f} ms {row['gbit_per_s']:.2f} Gbit/s".rjust(22)
+            for row in link["rows"]
+            if row["wire"] == wire
+        ]
+        lines.append(f"{wire:<10}" + "".join(cells))
+    return lines
+
+
+def _forecast_table(report: Report) -> list[str]:
+    assert report.backward is not None and report.wire is not None
+    lines = [f"{report.backward.title}; exposed behind it:"]
+    lines.append(f"{'wire':<8}{'MiB':>10}{'one all-reduce':>18}{'torch buckets':>18}{'planned':>14}")
+    for row in report.rows:
+        times = (row.collectives_ms, row.exposed_ms["static"], row.exposed_ms["planned"])
+        cells = "".join(f"{time_ms:.1f} ms".rjust(width) for time_ms, width in zip(times, (18, 18, 14), strict=True))
+        lines.append(f"{row.wire:<8}{row.size_mib:>10.1f}{cells}")
+    return [*lines, *doctor_forecast.lines_of_code(report.wire)]
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes // MIB} MiB" if size_bytes >= MIB else f"{size_bytes // 1024} KiB"
+
+
+def _plain(report: Report) -> dict[str, Any]:
+    forecast = None
+    if report.backward is not None and report.wire is not None:
+        forecast = {
+            "of": report.backward.title,
+            "rows": [dataclasses.asdict(row) for row in report.rows],
+            "wire": report.wire,
+            "write": doctor_forecast.lines_of_code(report.wire),
+        }
+    return {
+        "status": report.status,
+        "ranks": report.ranks,
+        "findings": [dataclasses.asdict(one) for one in report.findings],
+        "machines": report.known,
+        "link": report.link,
+        "forecast": forecast,
+    }

@@ -1,0 +1,210 @@
+"""What `fusedreduce doctor` finds out about one process: versions, devices, whether the kernels give the right bits.
+
+The check packs and unpacks one small bucket per wire and compares every bit with the kernels' definition, which runs on
+CPU in plain torch operators. On a GPU that compiles the kernels; on CPU it tries the operators that stand in for them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from fusedreduce.config import WIRES
+from fusedreduce.kernels import dispatch, reference
+from fusedreduce.kernels.table import ChunkTable, PointerTable
+from fusedreduce.planning.layout import aligned_layout
+
+from .launch import one_line
+from .report import hardware, versions
+
+# Pairs of torch and triton that the whole of our tests runs with.
+TESTED = (("2.13.0", "3.7.1"),)
+Status = Literal["ok", "note", "warning", "broken"]
+_DRIVER = Path("/proc/driver/nvidia/version")
+_SHOWN = ("python", "torch", "triton", "numpy", "fusedreduce")
+_NUMELS = (3, 5000, 1, 1024, 0, 17)
+_MIXED = (torch.float32, torch.bfloat16, torch.float16)
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_DIVISOR, _SCALE = 3.0, 0.7
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Args:
+        status: "broken" alone makes the exit status 1.
+        about: one word: the part that it belongs to.
+        text: what was found.
+        action: what to do about it; "": nothing.
+    """
+
+    status: Status
+    about: str
+    text: str
+    action: str = ""
+
+
+def facts() -> dict[str, Any]:
+    """Versions and devices of this process, as JSON has them."""
+    found = versions()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "host": socket.gethostname(),
+        "versions": {name: found[name] for name in _SHOWN},
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": None if gpus else hardware("cpu", 1),
+        "gpus": [_gpu(index) for index in range(gpus)],
+        "driver": _driver(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus and dist.is_nccl_available() else None,
+    }
+
+
+def machine_findings(known: dict[str, Any]) -> list[Finding]:
+    """What there is to say of them."""
+    return [*_of_versions(known["versions"]), *_of_devices(known)]
+
+
+def check_kernels(device: torch.device) -> Finding:
+    """Whether pack and unpack leave the right bits on a device, for every wire."""
+    began = time.monotonic()
+    mixed = [(name, dtype or torch.float32, _MIXED) for name, dtype in WIRES.items()]
+    wrong: list[str] = []
+    paths = set()
+    for name, wire_dtype, dtypes in (*mixed, ("native", torch.float64, (torch.float64,))):
+        try:
+            with dispatch.count_launches() as launched:
+                problem = _compare(device, wire_dtype, dtypes)
+            paths |= {launch.path for launch in launched}
+        except Exception as error:
+            problem = one_line(error)
+        if problem:
+            wrong.append(f"wire {name}, gradients {'/'.join(str(one)[6:] for one in dtypes)}: {problem}")
+    if wrong:
+        action = (
+            "do not train with this build: install a tested pair of torch and triton "
+            f"({_pairs()}); if it stays, report it with the output of fusedreduce doctor --json"
+        )
+        return Finding("broken", "kernels", f"{device}: {'; '.join(wrong)}", action)
+    how = {"triton": "compiled", "interpreter": "interpreted", "torch": "torch operators"}
+    took = f"{' and '.join(sorted(how[path] for path in paths))}, {time.monotonic() - began:.1f} s"
+    return Finding("ok", "kernels", f"{device}: the right bits on wires {', '.join(WIRES)} ({took})")
+
+
+def _compare(device: torch.device, wire_dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> str:
+    """What differs between this device and the definition; "" if nothing does."""
+    layout = aligned_layout(_NUMELS, wire_itemsize_bytes=wire_dtype.itemsize)
+    kinds = [dtypes[slot % len(dtypes)] for slot in range(len(_NUMELS))]
+    shapes = [((numel,), (1,)) for numel in _NUMELS]
+    compute = torch.float64 if torch.float64 in dtypes else torch.float32
+
+    def chunks() -> ChunkTable:
+        return ChunkTable(layout.numels, layout.offsets, kinds, layout.numel, shapes=shapes)
+
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(numel, generator=generator).to(kind) for numel, kind in zip(_NUMELS, kinds, strict=True)]
+    for place, value in enumerate((float("nan"), float("-inf"), -0.0, 65504.0, 1e-7, 3e38)):
+        gradients[1][place] = gradients[3][place] = value
+    gradients[3][-1] = 1e-40  # fp32: of bf16 the interpreter reads numbers as small as that as 0
+    divisor, scale = (torch.tensor([value], dtype=compute) for value in (_DIVISOR, _SCALE))
+    wire, ours = torch.full((layout.numel,), 7.0, dtype=wire_dtype), torch.full((layout.numel,), 7.0, dtype=wire_dtype)
+    reference.pack(gradients, chunks(), PointerTable(), wire, divisor)
+    ours, there = ours.to(device), [one.clone().to(device) for one in gradients]
+    # Vouched for, as the reducer does: on CPU that takes the quick forms, which are not the definition.
+    table, pointers = chunks(), PointerTable()
+    dispatch.pack(there, table, pointers, ours, divisor.to(device), vouched=True)
+    if difference := _difference("packed", [wire], [ours]):
+        return difference
+    for tensors in (gradients, there):
+        for one in tensors:
+            one.fill_(7.0)
+    reference.unpack(gradients, chunks(), PointerTable(), wire, scale)
+    dispatch.unpack(there, table, pointers, ours, scale.to(device), vouched=True)
+    return _difference("unpacked", gradients, there)
+
+
+def _difference(what: str, expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> str:
+    """The first element that differs in any bit; any NaN is as good as another."""
+    for number, (right, found) in enumerate(zip(expected, (one.cpu() for one in got), strict=True)):
+        bits = _BITS[right.element_size()]
+        wrong = (right.view(bits) != found.view(bits)) & ~(right.isnan() & found.isnan())
+        if wrong.any():
+            at = int(wrong.nonzero()[0])
+            values = f"{found[at].item()!r} and not {right[at].item()!r}"
+            return f"{what} tensor {number}, element {at} is {values} ({int(wrong.sum())} of {len(right)} differ)"
+    return ""
+
+
+def _of_versions(found: dict[str, str | None]) -> list[Finding]:
+    shown = ", ".join(f"{name} {version}" for name, version in found.items() if version is not None)
+    if found["triton"] is None:
+        needed = torch.cuda.is_available()
+        action = "pip install triton" if needed else ""
+        text = f"{shown}; no triton: torch operators run in place of kernels"
+        return [Finding("warning" if needed else "note", "versions", text, action)]
+    pair = (str(found["torch"]).partition("+")[0], found["triton"])
+    if pair in TESTED:
+        return [Finding("ok", "versions", f"{shown}; this torch and triton are a tested pair")]
+    return [
+        Finding(
+            "note", "versions", f"{shown}; torch {pair[0]} with triton {pair[1]} is not tested here ({_pairs()} is)"
+        )
+    ]
+
+
+def _of_devices(known: dict[str, Any]) -> list[Finding]:
+    found = []
+    if known["gpus"]:
+        kinds = [f"{gpu['name']} (sm_{gpu['capability']}, {gpu['memory_gib']} GiB)" for gpu in known["gpus"]]
+        shown = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+        libraries = f"driver {known['driver'] or 'not known'}, NCCL {known['nccl'] or 'missing'}"
+        missing = Finding("broken", "device", f"{shown}; {libraries}", "install a torch with NCCL")
+        found.append(missing if known["nccl"] is None else Finding("ok", "device", f"{shown}; {libraries}"))
+    elif known["driver"] is None:
+        text = f"no GPU: torch operators in place of kernels, Gloo in place of NCCL, on {known['processor']}"
+        found.append(Finding("note", "device", text))
+    else:
+        text = f"a driver ({known['driver']}) is loaded, but torch finds no GPU: torch operators and Gloo are used"
+        action = (
+            "install a CUDA build of torch: this one is for CPU only"
+            if torch.version.cuda is None
+            else "look at CUDA_VISIBLE_DEVICES, and whether nvidia-smi works and the driver is new enough for CUDA "
+            f"{torch.version.cuda}"
+        )
+        found.append(Finding("warning", "device", text, action))
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        text = "TRITON_INTERPRET is set: kernels run in Triton's interpreter, which is for tests and very slow"
+        found.append(Finding("warning", "kernels", text, "unset TRITON_INTERPRET"))
+    return found
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name,
+        "capability": properties.major * 10 + properties.minor,
+        "memory_gib": round(properties.total_memory / 2**30),
+    }
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's version, if one is loaded."""
+    try:
+        text = _DRIVER.read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return found[0] if found else text.strip()
+
+
+def _pairs() -> str:
+    return " or ".join(f"torch {torchs} with triton {tritons}" for torchs, tritons in TESTED)

@@ -1,0 +1,222 @@
+"""How `fusedreduce doctor`'s ranks find each other, and what the link between them does.
+
+What ranks tell each other goes through the launcher's key-value store as JSON, each with a deadline: a rank that does
+not come is named, and ranks whose versions differ can say so before they need a process group in common.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedreduce.comm.agreement import ranks_text
+from fusedreduce.comm.aside import KeyValueStore
+from fusedreduce.comm.store import listen_or_connect
+from fusedreduce.config import WIRES
+from fusedreduce.planning.costs import Linear, fit
+
+from . import measure
+from .doctor_machine import Finding
+
+_untyped: Any = dist  # names that torch does not say it exports
+SIZES_BYTES = (256 * 1024, 2 * 1024**2, 16 * 1024**2)
+_SIZE_S = 0.15  # of one size on one wire
+_LEAST_TIMES, _MOST_TIMES = 3, 50
+_SLOW_US = 2000.0
+_NO_GAIN = 0.95
+_ASK_EVERY_S = 0.02
+_PREFIX = "fusedreduce doctor"
+
+
+class MissingRanksError(Exception):
+    """Some ranks did not say what they were to say in time.
+
+    Args:
+        what: they were to say.
+        ranks: which.
+        timeout_s: how long was waited.
+    """
+
+    def __init__(self, what: str, ranks: Sequence[int], timeout_s: float) -> None:
+        super().__init__(f"nothing came of {ranks_text(ranks)} within {timeout_s:g} s ({what})")
+        self.ranks = tuple(ranks)
+
+
+class Peers:
+    """All ranks of this run.
+
+    Args:
+        rank: this one's number.
+        size: how many there are.
+        store: that all reach.
+        timeout_s: of each exchange.
+    """
+
+    def __init__(self, rank: int, size: int, store: KeyValueStore, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        self._store = store
+        self._prefix = f"{_PREFIX}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+    def exchange(self, what: str, mine: Any, longer_s: float = 0.0) -> list[Any]:
+        """What every rank has said, by rank.
+
+        Args:
+            what: a name that no other exchange has.
+            mine: what this rank says; JSON can write it.
+            longer_s: how much longer than the timeout is waited.
+
+        Raises:
+            MissingRanksError: some have said nothing within the timeout.
+        """
+        keys = [f"{self._prefix}/{what}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], json.dumps(mine))
+        patience_s = self.timeout_s + longer_s
+        end = time.monotonic() + patience_s
+        missing = list(range(self.size))
+        while missing := [rank for rank in missing if not self._store.check([keys[rank]])]:
+            if time.monotonic() >= end:
+                raise MissingRanksError(what, missing, patience_s)
+            time.sleep(_ASK_EVERY_S)
+        return [json.loads(self._store.get(key)) for key in keys]
+
+    def join(self, backend: str) -> None:
+        """Makes the default process group of these ranks."""
+        store = _untyped.PrefixStore(f"{self._prefix}/group", self._store)
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
+
+
+def meet(rank: int, size: int, address: tuple[str, int], timeout_s: float) -> Peers:
+    """Connects to the store of the launcher, or of rank 0 where the launcher has none.
+
+    Raises:
+        RuntimeError: nobody answers there.
+    """
+    listens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return Peers(rank, size, listen_or_connect(*address, listens, timeout_s), timeout_s)
+
+
+def differences(known: Sequence[dict[str, Any]]) -> list[Finding]:
+    """Findings on what is not the same on every rank, naming the ranks.
+
+    Args:
+        known: `doctor_machine.facts` of each rank.
+    """
+    found = []
+    values = {name: [one["versions"][name] for one in known] for name in known[0]["versions"]}
+    values["NCCL"] = [one["nccl"] for one in known]
+    values["GPU"] = [", ".join(sorted({gpu["name"] for gpu in one["gpus"]})) or None for one in known]
+    for name, held in values.items():
+        if len(set(held)) > 1:
+            ranks = {value: [rank for rank, one in enumerate(held) if one == value] for value in dict.fromkeys(held)}
+            text = f"{name} differs: " + ", ".join(
+                f"{value or 'none'} on {ranks_text(on)}" for value, on in ranks.items()
+            )
+            most = max(ranks, key=lambda value: len(ranks[value]))
+            others = ranks_text([rank for rank, one in enumerate(held) if one != most])
+            if name in ("torch", "triton", "fusedreduce", "NCCL"):
+                found.append(Finding("broken", "ranks", text, f"install the same {name} everywhere: change {others}"))
+            else:
+                found.append(
+                    Finding("warning", "ranks", text, f"training works, at the pace of the slowest: see {others}")
+                )
+    return found or [Finding("ok", "ranks", f"{len(known)} of {len(known)} came, with the same versions")]
+
+
+def measure_link(device: torch.device) -> dict[str, Any]:
+    """Latency, and an all-reduce at each size on each wire, as the slowest rank sees it. Every rank must call it.
+
+    Returns:
+        backend, latency_us, and rows of wire, bytes, ms and gbit_per_s: what each rank sends and receives, which is
+        2 (W - 1) / W of the bytes, by the time (nccl-tests calls it bus bandwidth).
+    """
+    size = dist.get_world_size()
+    rows = []
+    for wire, dtype in WIRES.items():
+        for size_bytes in SIZES_BYTES:
+            ms = _all_reduce_ms(size_bytes, dtype or torch.float32, device)
+            rate = 2 * (size - 1) / size * size_bytes * 8 / ms / 1e6
+            rows.append({"wire": wire, "bytes": size_bytes, "ms": ms, "gbit_per_s": rate})
+    latency_us = _all_reduce_ms(4, torch.float32, device) * 1e3
+    return {"backend": dist.get_backend(), "latency_us": latency_us, "rows": rows}
+
+
+def link_findings(link: dict[str, Any], known: Sequence[dict[str, Any]]) -> list[Finding]:
+    """What there is to say of a link.
+
+    Args:
+        link: from `measure_link`.
+        known: `doctor_machine.facts` of each rank.
+    """
+    found = []
+    text = f"{link['backend']}, latency of an all-reduce {link['latency_us']:.0f} us"
+    if link["latency_us"] > _SLOW_US:
+        action = (
+            "see that the ranks use the fast interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and have cores free"
+        )
+        found.append(Finding("warning", "link", text, action))
+    else:
+        found.append(Finding("ok", "link", text))
+    for host, ranks in _hosts(known).items():
+        if not known[ranks[0]]["gpus"] and len(ranks) > (cores := known[ranks[0]]["cores"]):
+            text = f"{len(ranks)} ranks share {cores} cores of {host}: these times are of the cores, not of the link"
+            found.append(Finding("warning", "link", text, "start at most one rank per core"))
+    # As many bytes are twice as many elements.
+    slow = [wire for wire in WIRES if wire != "native" and _ms(link, wire) / 2 > _NO_GAIN * _ms(link, "native")]
+    if slow:
+        wires = " and ".join(slow)
+        text = (
+            f"{wires}: {link['backend']} reduces as many elements no faster than fp32 here; the link is not the limit"
+        )
+        found.append(Finding("note", "link", text, "measure a step with wire='native' beside it before choosing one"))
+    return found
+
+
+def line(link: dict[str, Any], wire: str) -> Linear:
+    """The time of an all-reduce by its bytes on the wire, as the planner has it."""
+    samples = [(row["bytes"], round(row["ms"] * 1e6)) for row in link["rows"] if row["wire"] == wire]
+    found = fit(samples)
+    assert found is not None, "three sizes, and none in no time"
+    return found
+
+
+def _ms(link: dict[str, Any], wire: str) -> float:
+    """How long the largest number of bytes takes on a wire."""
+    return float([row["ms"] for row in link["rows"] if row["wire"] == wire][-1])
+
+
+def _hosts(known: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+    hosts: dict[str, list[int]] = {}
+    for rank, one in enumerate(known):
+        hosts.setdefault(one["host"], []).append(rank)
+    return hosts
+
+
+def _all_reduce_ms(size_bytes: int, dtype: torch.dtype, device: torch.device) -> float:
+    """The median of one all-reduce, on the slowest rank."""
+    tensor = torch.zeros(size_bytes // dtype.itemsize, dtype=dtype, device=device)
+
+    def once() -> float:
+        return measure.seconds(device, lambda: dist.all_reduce(tensor))
+
+    once()
+    (first_s,) = _slowest([once()], device)
+    times = max(_LEAST_TIMES, min(_MOST_TIMES, int(_SIZE_S / max(first_s, 1e-6))))
+    return statistics.median(_slowest([once() for _ in range(times)], device)) * 1e3
+
+
+def _slowest(times_s: Sequence[float], device: torch.device) -> list[float]:
+    """Each time as the slowest rank had it: the same on every rank."""
+    shared = torch.tensor(times_s, dtype=torch.float64, device=device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return [float(one) for one in shared.tolist()]

@@ -1,0 +1,326 @@
+"""`fusedreduce doctor`: what it finds where all is well, each thing that can be wrong, and ranks that do not come."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_driver import CHECKOUT
+from test_cli_plan import RUN
+
+import fusedreduce
+from fusedreduce.cli import doctor, doctor_forecast, doctor_machine, doctor_ranks, main
+from fusedreduce.cli.doctor_machine import Finding, check_kernels, machine_findings
+from fusedreduce.config import WIRES
+from fusedreduce.kernels import dispatch
+from fusedreduce.planning.costs import Costs, Linear
+
+COMMANDS = ("doctor", "demo", "trace", "plan", "bench")
+GPU = {"name": "A GPU", "capability": 90, "memory_gib": 80}
+FACTS: dict[str, Any] = {
+    "host": "a",
+    "versions": {"python": "3.12.1", "torch": "2.13.0+cu130", "triton": "3.7.1", "numpy": "2", "fusedreduce": "1"},
+    "cores": 2,
+    "processor": None,
+    "gpus": [GPU, GPU],
+    "driver": "580.95.05",
+    "nccl": "2.28.3",
+}
+CPU = FACTS | {"gpus": [], "driver": None, "nccl": None, "processor": "A CPU, 2 cores"}
+
+
+def versions(**changed: str | None) -> dict[str, Any]:
+    return FACTS | {"versions": FACTS["versions"] | changed}
+
+
+def link_costs(gbit_per_s: float) -> dict[str, Costs]:
+    return dict.fromkeys(WIRES, Costs(wire=Linear.of_link(20, gbit_per_s)))
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_all_is_well_on_one_process(
+    alone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor_machine, "TESTED", ((torch.__version__.partition("+")[0], known("triton")),))
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in out and "are a tested pair" in " ".join(out.split())
+    assert "[ok]               cpu: the right bits on wires native, bf16, fp16 (" in out
+    assert out.endswith("\n0 broken, 1 warning\n"), "that the interpreter is on"
+    assert "-> unset TRITON_INTERPRET" in out
+    assert len(out.splitlines()) <= 24 and max(map(len, out.splitlines())) <= 112
+
+
+def known(name: str) -> Any:
+    return doctor_machine.facts()["versions"][name]
+
+
+def flip(function: Callable[..., None], tensors: int) -> Callable[..., None]:
+    """A launcher that leaves one bit wrong in what it wrote: argument `tensors`, or its second tensor."""
+
+    def wrong(*arguments: Any, **options: Any) -> None:
+        function(*arguments, **options)
+        written = arguments[tensors][1] if isinstance(arguments[tensors], Sequence) else arguments[tensors]
+        written.view(torch.uint8)[-64] ^= 1
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "said"), [("pack", 3, "packed tensor 0"), ("unpack", 0, "unpacked tensor 1")]
+)
+def test_one_wrong_bit_is_found(
+    alone: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    tensors: int,
+    said: str,
+) -> None:
+    monkeypatch.setattr(dispatch, name, flip(getattr(dispatch, name), tensors))
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["status"] == 1
+    (broken,) = [one for one in found["findings"] if one["status"] == "broken"]
+    for wire in WIRES:
+        assert f"wire {wire}, gradients float32/bfloat16/float16: {said}, element " in broken["text"]
+    assert "(1 of " in broken["text"]
+    assert broken["action"].startswith("do not train with this build")
+
+
+def test_a_kernel_that_does_not_compile_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no such instruction\nand more")
+
+    monkeypatch.setattr(dispatch, "pack", fail)
+    found = check_kernels(torch.device("cpu"))
+    assert found.status == "broken"
+    assert "wire bf16, gradients float32/bfloat16/float16: RuntimeError: no such instruction;" in found.text
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (FACTS, [("ok", "a tested pair", ""), ("ok", "2 x A GPU (sm_90, 80 GiB); driver 580.95.05, NCCL 2.28.3", "")]),
+        (versions(triton="3.6.0"), [("note", "torch 2.13.0 with triton 3.6.0 is not tested here", ""), ("ok", "", "")]),
+        (FACTS | {"nccl": None}, [("ok", "", ""), ("broken", "NCCL missing", "install a torch with NCCL")]),
+        (CPU, [("ok", "", ""), ("note", "Gloo in place of NCCL, on A CPU", "")]),
+        (CPU | {"driver": "580.95"}, [("ok", "", ""), ("warning", "torch finds no GPU", "install a CUDA build")]),
+        (
+            CPU | {"versions": versions(triton=None)["versions"]},
+            [("note", "no triton: torch operators", ""), ("note", "no GPU", "")],
+        ),
+    ],
+)
+def test_what_a_machine_has(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], expected: list[tuple[str, str, str]]
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    found = machine_findings(facts)
+    assert [one.status for one in found] == [status for status, _, _ in expected]
+    for one, (_, text, action) in zip(found, expected, strict=True):
+        assert text in one.text and one.action.startswith(action) and bool(one.action) == bool(action)
+
+
+def test_the_driver_is_read_from_what_either_kernel_module_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor_machine, "_DRIVER", tmp_path / "version")
+    assert doctor_machine.facts()["driver"] is None
+    for text, version in (
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12", "535.183.01"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build", "580.95.05"),
+    ):
+        (tmp_path / "version").write_text(text)
+        assert doctor_machine.facts()["driver"] == version
+
+
+def test_ranks_that_differ_are_named() -> None:
+    everyone = [FACTS, FACTS, versions(torch="2.11.0", python="3.11.2")]
+    torchs, python = sorted(doctor_ranks.differences(everyone), key=lambda one: one.text, reverse=True)
+    assert (torchs.status, torchs.text) == ("broken", "torch differs: 2.13.0+cu130 on ranks 0, 1, 2.11.0 on rank 2")
+    assert torchs.action == "install the same torch everywhere: change rank 2"
+    assert (python.status, python.text) == ("warning", "python differs: 3.12.1 on ranks 0, 1, 3.11.2 on rank 2")
+    (fine,) = doctor_ranks.differences([FACTS, FACTS])
+    assert (fine.status, fine.text) == ("ok", "2 of 2 came, with the same versions")
+
+
+def test_what_only_some_ranks_find_names_them() -> None:
+    ok, took_longer = (Finding("ok", "kernels", f"right bits, {took} s") for took in ("0.1", "2.0"))
+    broken = Finding("broken", "kernels", "wrong bits", "do something")
+    assert doctor._merged([[ok], [took_longer]]) == [ok]
+    assert doctor._merged([[ok], [broken]]) == [
+        dataclasses.replace(ok, text="rank 0: right bits, 0.1 s"),
+        dataclasses.replace(broken, text="rank 1: wrong bits"),
+    ]
+
+
+def test_what_there_is_to_say_of_a_link() -> None:
+    def link(latency_us: float, bf16_ms: float) -> dict[str, Any]:
+        times_ms = {"native": 10.0, "bf16": bf16_ms, "fp16": 10.0}
+        rows = [
+            {"wire": wire, "bytes": size, "ms": ms * share, "gbit_per_s": 1.0}
+            for wire, ms in times_ms.items()
+            for size, share in zip(doctor_ranks.SIZES_BYTES, (1 / 64, 1 / 8, 1), strict=True)
+        ]
+        return {"backend": "gloo", "latency_us": latency_us, "rows": rows}
+
+    (fine,) = doctor_ranks.link_findings(link(100, 10), [CPU, CPU])
+    assert (fine.status, fine.text) == ("ok", "gloo, latency of an all-reduce 100 us")
+    slow, crowded, no_gain = doctor_ranks.link_findings(link(5000, 20), [CPU, CPU, CPU])
+    assert slow.status == "warning" and "GLOO_SOCKET_IFNAME" in slow.action
+    assert crowded.text.startswith("3 ranks share 2 cores of a") and crowded.action == "start at most one rank per core"
+    assert no_gain.text.startswith("bf16: ") and "wire='native'" in no_gain.action
+    assert doctor_ranks.line(link(100, 10), "native").fs(16 * 1024**2) == pytest.approx(10e12, rel=1e-3)
+
+
+def free_port() -> str:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return str(held.getsockname()[1])
+
+
+def test_ranks_that_do_not_come_are_named_in_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    place = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    for rank, said in (("0", "nothing came of ranks 1, 2 within 0.2 s"), ("1", "rank 1: RuntimeError: nobody answers")):
+        monkeypatch.setenv("RANK", rank)
+        if rank == "1":
+            monkeypatch.setenv("MASTER_PORT", free_port())
+        with pytest.raises(SystemExit) as exited:
+            main(["doctor", "--json", "--timeout", "0.2"])
+        assert exited.value.code == 1
+        broken = json.loads(capsys.readouterr().out)["findings"][-1]
+        assert broken["status"] == "broken" and broken["text"].startswith(said) and broken["action"]
+
+
+def test_a_forecast_follows_bytes_and_link() -> None:
+    """100 equal gradients that come evenly in 100 ms; all of them take 80 ms on 5 Gbit/s, 0.4 ms on 1,000."""
+    backward = doctor_forecast.of_model(12_500_000, 100.0)
+    assert sum(backward.problem.size_bytes) == 50_000_000
+    assert (min(backward.problem.ready_ns), max(backward.problem.ready_ns)) == (1_000_000, 100_000_000)
+    slow = doctor_forecast.forecast(backward, link_costs(1))
+    assert [row.wire for row in slow] == ["native", "bf16", "fp16"]
+    assert [row.collectives_ms for row in slow] == pytest.approx([400.02, 200.02, 200.02])
+    # The link is never idle once the first bucket is ready: what does not fit behind backward is left.
+    for row in slow:
+        assert row.exposed_ms["planned"] <= row.exposed_ms["static"]
+        assert row.collectives_ms - 100 < row.exposed_ms["planned"] < row.collectives_ms - 90
+    finding, wire = doctor_forecast.advice(backward, slow)
+    assert (finding.status, wire) == ("ok", "bf16")
+    assert doctor_forecast.lines_of_code(wire)[1].endswith("-m fusedreduce.run --wire bf16 train.py")
+    fast = doctor_forecast.forecast(backward, link_costs(1000))
+    finding, wire = doctor_forecast.advice(backward, fast)
+    assert (finding.status, finding.action, wire) == ("note", "stay with torch's DDP", "native")
+
+
+def test_a_recorded_backward_needs_no_ranks(alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RUN.write(tmp_path / "traces")
+    assert main(["doctor", "--trace", str(tmp_path / "traces")]) == 0
+    out = capsys.readouterr().out
+    assert "192,000 parameters recorded in traces, backward of 0.2 ms; exposed behind it:" in out
+    assert 'fusedreduce.ReduceConfig(wire="bf16"))' in out
+    (row,) = [line.split() for line in out.splitlines() if line.split()[:2] == ["native", "0.7"]]
+    assert row[2:4] == ["0.8", "ms"], "2 us and 1 ns for each of 768,000 bytes"
+
+
+def test_a_model_without_a_link_says_how_to_get_one(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", "110M", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["forecast"] is None
+    assert found["findings"][-1]["action"].startswith("start it on two ranks or more: torchrun")
+
+
+def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
+    """They find each other, one of them prints, and nothing is left to warn of but cores."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "fusedreduce.cli", "doctor"]
+    dropped = ("TRITON_INTERPRET", "RANK", "WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
+    environment["PYTHONPATH"] = os.pathsep.join([CHECKOUT, *filter(None, [environment.get("PYTHONPATH")])])
+    options = ["--model", "20M", "--backward-ms", "50", "--json"]
+    done = subprocess.run(
+        [*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ranks"] == len(found["machines"]) == 2
+    assert [one["text"] for one in found["findings"] if one["about"] == "ranks"] == [
+        "2 of 2 came, with the same versions"
+    ]
+    rows = found["link"]["rows"]
+    assert [row["bytes"] for row in rows] == [*doctor_ranks.SIZES_BYTES] * 3
+    assert [row["wire"] for row in rows[::3]] == list(WIRES)
+    for row in rows:  # of two ranks each sends as many bytes as there are
+        assert row["gbit_per_s"] == pytest.approx(row["bytes"] * 8 / row["ms"] / 1e6)
+    assert found["link"]["latency_us"] > 0
+    assert [row["size_mib"] for row in found["forecast"]["rows"]] == pytest.approx([76.29, 38.15, 38.15], abs=0.01)
+    assert found["forecast"]["of"] == "20,000,000 fp32 parameters, backward of 50.0 ms"
+    # What is said of it fits on one screen.
+    report = doctor.Report(2, found["machines"], [Finding(**one) for one in found["findings"]], found["link"])
+    assert len(doctor._link_table(report.link or {})) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "said"),
+    [
+        (["--model", "much"], {}, "--model: a number of parameters, such as 110M, 1.3B or 25000; got 'much'"),
+        (["--backward-ms", "5"], {}, "--backward-ms: only with --model"),
+        (["--model", "1M", "--trace", "x"], {}, "not allowed with argument"),
+        (["--model", "1M", "--backward-ms", "nan"], {}, "--backward-ms: must be a positive number, got 'nan'"),
+        (["--trace", "/nowhere"], {}, "--trace: "),
+        ([], {"RANK": "0"}, "not set in the environment: WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+    ],
+)
+def test_wrong_usage(
+    alone: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    environment: dict[str, str],
+    said: str,
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as exited:
+        main(["doctor", *options])
+    assert exited.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+@pytest.mark.parametrize("command", [[], *([one] for one in COMMANDS)], ids=["fusedreduce", *COMMANDS])
+def test_help_tells_the_exit_status(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main([*command, "--help"])
+    assert exited.value.code == 0
+    assert "Exit status: " in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["--version"])
+    assert exited.value.code == 0
+    expected = f"fusedreduce {fusedreduce.__version__} (torch {torch.__version__}, triton {known('triton')})\n"
+    assert capsys.readouterr().out == expected
