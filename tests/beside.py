@@ -39,6 +39,7 @@ BESIDE = frozenset(
         "deferred_end",
         "dispatch",
         "docs_examples",
+        "doctor",
         "finite",
         "gpu",
         "gpu_local",

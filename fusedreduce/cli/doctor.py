@@ -82,7 +82,7 @@ class Report:
         link: from `doctor_ranks.measure_link`.
         backward: what the forecast is of.
         rows: the forecast, a wire each.
-        wire: which one to take.
+        wire: which one to take; None: nothing is gained.
         speaks: this rank prints it.
     """
 
@@ -304,14 +304,14 @@ def _link_table(link: Mapping[str, Any]) -> list[str]:
 
 
 def _forecast_table(report: Report) -> list[str]:
-    assert report.backward is not None and report.wire is not None
+    assert report.backward is not None
     lines = [f"{report.backward.title}; exposed behind it:"]
     lines.append(f"{'wire':<8}{'MiB':>10}{'one all-reduce':>18}{'torch buckets':>18}{'planned':>14}")
     for row in report.rows:
         times = (row.collectives_ms, row.exposed_ms["static"], row.exposed_ms["planned"])
         cells = "".join(f"{time_ms:.1f} ms".rjust(width) for time_ms, width in zip(times, (18, 18, 14), strict=True))
         lines.append(f"{row.wire:<8}{row.size_mib:>10.1f}{cells}")
-    return [*lines, *doctor_forecast.lines_of_code(report.wire)]
+    return lines if report.wire is None else [*lines, *doctor_forecast.lines_of_code(report.wire)]
 
 
 def _size(size_bytes: int) -> str:
@@ -320,12 +320,12 @@ def _size(size_bytes: int) -> str:
 
 def _plain(report: Report) -> dict[str, Any]:
     forecast = None
-    if report.backward is not None and report.wire is not None:
+    if report.backward is not None:
         forecast = {
             "of": report.backward.title,
             "rows": [dataclasses.asdict(row) for row in report.rows],
             "wire": report.wire,
-            "write": doctor_forecast.lines_of_code(report.wire),
+            "write": [] if report.wire is None else doctor_forecast.lines_of_code(report.wire),
         }
     return {
         "status": report.status,

@@ -176,8 +176,8 @@ def forecast(backward: Backward, costs: Mapping[str, Costs]) -> list[Row]:
     return rows
 
 
-def advice(backward: Backward, rows: Sequence[Row]) -> tuple[Finding, str]:
-    """Which wire to take, and why."""
+def advice(backward: Backward, rows: Sequence[Row]) -> tuple[Finding, str | None]:
+    """Which wire to take, and why; None: nothing is gained by any."""
     backward_ms = max(backward.problem.ready_ns) / 1e6
     native = rows[0]
     torchs_ms = backward_ms + native.exposed_ms["static"]
@@ -191,7 +191,7 @@ def advice(backward: Backward, rows: Sequence[Row]) -> tuple[Finding, str]:
     saved = (native.exposed_ms["static"] - best.exposed_ms["planned"]) / torchs_ms
     if best is native and saved < WORTH:
         text = f"little to gain: torch's buckets in fp32 leave {native.exposed_ms['static']:.1f} ms exposed"
-        return Finding("note", "forecast", text, "stay with torch's DDP"), best.wire
+        return Finding("note", "forecast", text, "stay with torch's DDP"), None
     text = (
         f"wire {best.wire}, policy planned: {best.exposed_ms['planned']:.1f} ms exposed where torch's buckets in fp32 "
         f"leave {native.exposed_ms['static']:.1f}: backward and its tail {saved:.0%} shorter"
