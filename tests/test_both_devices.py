@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import test_demo
+import test_doctor
 import test_gpu
 import test_gpu_data_parallel
 import test_gpu_local
@@ -254,6 +255,10 @@ PLANTED = {
         test_demo.test_every_row_says_where_it_ran,
         replaced(test_demo.Finished, "json", TWO_ROWS_MISSING),
         {"finished_there": test_demo.Finished(0, "", "", Path())},
+    ),
+    "doctor: one wrong bit": Planted(
+        test_doctor.test_the_kernels_leave_the_right_bits,
+        replaced(dispatch, "unpack", test_doctor.flip(dispatch.unpack, 0)),
     ),
     "server: one rank less": Planted(test_sync_server.test_eight_devices_on_one, ONE_RANK_LESS),
 }

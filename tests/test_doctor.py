@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_device import pick
 from test_cli_plan import RUN
 
 import fusedreduce
@@ -23,6 +24,7 @@ from fusedreduce.config import WIRES
 from fusedreduce.kernels import dispatch
 from fusedreduce.planning.costs import Costs, Linear
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter's overflows
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("doctor", "demo", "trace", "plan", "bench")
 GPU = {"name": "A GPU", "capability": 90, "memory_gib": 80}
@@ -67,6 +69,12 @@ def test_all_is_well_on_one_process(
 
 def known(name: str) -> Any:
     return doctor_machine.facts()["versions"][name]
+
+
+def test_the_kernels_leave_the_right_bits(device: torch.device) -> None:
+    found = check_kernels(device)
+    assert found.status == "ok", found.text
+    assert pick(device, cpu="(interpreted", cuda="(compiled, ") in found.text
 
 
 def flip(function: Callable[..., None], tensors: int) -> Callable[..., None]:

@@ -11,6 +11,7 @@ import re
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -82,7 +83,7 @@ def check_kernels(device: torch.device) -> Finding:
     paths = set()
     for name, wire_dtype, dtypes in (*mixed, ("native", torch.float64, (torch.float64,))):
         try:
-            with dispatch.count_launches() as launched:
+            with _current(device), dispatch.count_launches() as launched:
                 problem = _compare(device, wire_dtype, dtypes)
             paths |= {launch.path for launch in launched}
         except Exception as error:
@@ -98,6 +99,11 @@ def check_kernels(device: torch.device) -> Finding:
     how = {"triton": "compiled", "interpreter": "interpreted", "torch": "torch operators"}
     took = f"{' and '.join(sorted(how[path] for path in paths))}, {time.monotonic() - began:.1f} s"
     return Finding("ok", "kernels", f"{device}: the right bits on wires {', '.join(WIRES)} ({took})")
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Within: kernels are launched on this device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _compare(device: torch.device, wire_dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> str:

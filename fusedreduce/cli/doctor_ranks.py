@@ -148,7 +148,8 @@ def measure_link(device: torch.device) -> dict[str, Any]:
             rate = 2 * (size - 1) / size * size_bytes * 8 / ms / 1e6
             rows.append({"wire": wire, "bytes": size_bytes, "ms": ms, "gbit_per_s": rate})
     latency_us = _all_reduce_ms(4, torch.float32, device) * 1e3
-    return {"backend": dist.get_backend(), "latency_us": latency_us, "rows": rows}
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    return {"backend": backend, "latency_us": latency_us, "rows": rows}
 
 
 def link_findings(link: dict[str, Any], known: Sequence[dict[str, Any]]) -> list[Finding]:
