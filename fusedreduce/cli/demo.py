@@ -114,7 +114,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     wrong = _wrong(rows)
     link = "over loopback" if device == "cpu" else "over NCCL"
     title = f"{_ANSWERS[not wrong]}: handwritten digits, {_count(ranks, 'rank')} on {device.upper()}, {link}"
-    picture.draw(out / "demo.png", rows, title, f"Time per step, {link}")
+    no_network = ": no network here" if device == "cpu" else ""
+    picture.draw(out / "demo.png", rows, title, f"Time per step, {link}{no_network}")
     print(f"\n{report.table(rows)}\n\n{report.notes(rows, ranks)}\n")
     print(f"{out / 'demo.json'}  every figure\n{out / 'demo.png'}   loss curves and time per step")
     print(trace.write(traced, out))
