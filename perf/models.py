@@ -2,7 +2,9 @@
 
     mlp                  four layers on images of 28 x 28
     resnet18             He et al., table 1, on images of 64 x 64: 62 parameters, 11,689,512 elements
+    mlp-8m               eight layers of width 1,024: 16 parameters, 8,396,800 elements
     gpt2-tiny            4 layers of width 128, 1,024 words
+    gpt2-7m              8 layers of width 256, 2,048 words: 6,859,264 elements
     gpt2-small, -medium  Radford et al., with the output tied to the embedding: 124,439,808 and 354,823,168 elements
     tiny2000             many:2000x8
     many:COUNTxNUMEL     parameters that are each used once; nothing but their gradients takes time
@@ -12,7 +14,7 @@ Weights are the same on every rank, and data are not: an exchange that does noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import harness
@@ -24,15 +26,15 @@ from torch.nn import functional
 MANY = "many:"
 TINY = "tiny2000"
 IMAGES, CLASSES = 8, 1000
+WIDE, WIDE_ROWS = (1024,) * 9, 256
 SEED, WEIGHT_SCALE = 0, 0.02
 
 
 class Mlp(nn.Module):
-    """Pixels to ten classes."""
+    """Vectors of the first width to as many classes as the last, pixels to ten of them if nothing else is said."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: Sequence[int] = (784, 512, 512, 256, 10)) -> None:
         super().__init__()
-        widths = (784, 512, 512, 256, 10)
         layers: list[nn.Module] = []
         for width, following in zip(widths, widths[1:], strict=False):
             layers += [nn.Linear(width, following), nn.ReLU()]
@@ -87,10 +89,12 @@ class Gpt2Sizes:
     words: int = 50257
     places: int = 1024
     tokens: tuple[int, int] = (64, 512)
+    sequences: int = 2
 
 
 GPT2: Mapping[str, Gpt2Sizes] = {
     "gpt2-tiny": Gpt2Sizes(layers=4, width=128, heads=4, words=1024, places=64, tokens=(64, 64)),
+    "gpt2-7m": Gpt2Sizes(layers=8, width=256, heads=8, words=2048, places=64, tokens=(64, 64), sequences=4),
     "gpt2-small": Gpt2Sizes(layers=12, width=768, heads=12),
     "gpt2-medium": Gpt2Sizes(layers=24, width=1024, heads=16),
 }
@@ -140,8 +144,10 @@ class Gpt2(nn.Module):
 
 _MAKE: Mapping[str, Callable[[], nn.Module]] = {
     "mlp": Mlp,
+    "mlp-8m": lambda: Mlp(WIDE),
     "resnet18": ResNet18,
     "gpt2-tiny": lambda: Gpt2(GPT2["gpt2-tiny"]),
+    "gpt2-7m": lambda: Gpt2(GPT2["gpt2-7m"]),
     "gpt2-small": lambda: Gpt2(GPT2["gpt2-small"]),
     "gpt2-medium": lambda: Gpt2(GPT2["gpt2-medium"]),
 }
@@ -192,11 +198,13 @@ def batch(name: str, rank: int, device: torch.device) -> tuple[torch.Tensor, ...
     generator = torch.Generator().manual_seed(rank)
     if name == "mlp":
         return _images((64, 784), 10, generator, device)
+    if name == "mlp-8m":
+        return _images((WIDE_ROWS, WIDE[0]), WIDE[-1], generator, device)
     if name == "resnet18":
         return _images((IMAGES, 3, 64, 64), CLASSES, generator, device)
     sizes = GPT2[name]
     tokens = sizes.tokens[device.type == "cuda"]
-    return (torch.randint(sizes.words, (2, tokens + 1), generator=generator).to(device),)
+    return (torch.randint(sizes.words, (sizes.sequences, tokens + 1), generator=generator).to(device),)
 
 
 def _images(

@@ -79,7 +79,7 @@ def torch_side(*, clips: bool) -> dict[str, Variant]:
         found[f"torch {wire}_compress_hook, views"] = Variant(
             build=harness.hooked(hook, **views), side="torch", wire=wire
         )
-        name, build = _batched_hook(wire, hook)
+        name, build = batched_hook(wire, hook)
         found[name] = Variant(build=build, side="torch", wire=wire)
         if clips:
             found[f"{name}, folded by hand"] = dataclasses.replace(found[name], clip="torch folded")
@@ -87,7 +87,8 @@ def torch_side(*, clips: bool) -> dict[str, Variant]:
     return found
 
 
-def _batched_hook(wire: str, hook: Callable[..., Any]) -> tuple[str, harness.Build]:
+def batched_hook(wire: str, hook: Callable[..., Any]) -> tuple[str, harness.Build]:
+    """A hook of torch's on its DDP with copies of whole buckets, or what stands for it; with its name."""
     if harness.has_batched_copies():
         options = {"batched_grad_copy": True, "gradient_as_bucket_view": True}
         return f"torch {wire}_compress_hook, batched copies, views", harness.hooked(hook, **options)

@@ -74,6 +74,8 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
     ("name", "tensors", "elements"),
     [
         ("mlp", 8, 798_474),
+        ("mlp-8m", 16, 8_396_800),
+        ("gpt2-7m", 100, 6_859_264),
         ("resnet18", 62, 11_689_512),  # torchvision's documentation has this number
         ("gpt2-tiny", 52, 932_608),
         ("gpt2-small", 148, 124_439_808),

@@ -1,0 +1,282 @@
+"""Training steps over a real network on one machine: namespaces joined by links of a given rate.
+
+    fusedreduce bench link                               # four models, five rates, every variant: most of an hour
+    fusedreduce bench link --quick                       # ResNet-18 at 1 Gbit/s, five variants: about a minute
+    fusedreduce bench link --models mlp-8m --rates 300 2000 --variants "ours bf16" "batched copies, views"
+    fusedreduce bench link --train --rates 1000          # time to a common loss, on digits and on Python's sources
+    torchrun ... -m fusedreduce.cli bench link --here    # over the network between the machines that torchrun started
+
+Two ranks, each with a core and a network namespace of its own, joined by a bridge; tbf gives every link the rate. A
+rate is that of the line, headers included, and in Mbit/s. All variants take turns step by step in one pair of
+processes; what each leaves in gradients is checked first, and the bytes that it puts on the wire are counted. A step
+is zero_grad, forward and backward, and as long as that of its slowest rank.
+
+The bound (link_bound.py) is what no way of averaging can beat over this link, from when gradients are ready without
+DDP, and a raw stream's rate. A result below it, or with the wrong number of bytes, is marked as failed. A link whose
+raw stream misses the nominal rate by more than 3 % is measured and not published, nor is one with more ranks than
+cores. Everything ends with this command, however it ends. Root, or user namespaces, are needed; iproute2 too.
+
+Exit status 1 if something cannot be measured. Targets are printed; --check makes a missed one status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import link_bound
+import link_cells
+import link_network
+import link_steps
+import link_training
+import link_variants
+import models
+import records
+from records import BenchError
+
+ROOM = Path(__file__).with_name("link_room.py")
+MODELS = ("resnet18", "gpt2-7m", "mlp-8m", "many:2000x64")
+RATES_MBIT = (300.0, 1000.0, 2000.0, 5000.0, None)
+TRAIN_RATES_MBIT = (1000.0,)
+TRAINED = (*link_variants.QUICK[:2], "torch PowerSGD rank 1", "torch PowerSGD rank 4", *link_variants.QUICK[3:])
+ROUNDS, QUICK_ROUNDS = 20, 10
+LIMIT_S, QUICK_LIMIT_S = 5400.0, 180.0
+TRAIN_VARIANT_LIMIT_S = 300.0  # on its clock
+
+
+@dataclass
+class Found:
+    """What a run has brought so far."""
+
+    congestion_control: str = ""
+    links: list[dict[str, Any]] = field(default_factory=list)
+    cells: list[dict[str, Any]] = field(default_factory=list)
+    training: list[dict[str, Any]] = field(default_factory=list)
+    ended_early: str | None = None
+
+
+def jobs(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """What ranks are to do, rate by rate."""
+    found: list[dict[str, Any]] = []
+    for rate in asked.rates:
+        if asked.train:
+            named = [name for name in link_variants.picked(asked.variants) if name in (asked.variants or TRAINED)]
+            each = [
+                {"do": "train", "task": task, "variant": name, "limit_s": TRAIN_VARIANT_LIMIT_S}
+                for task in asked.models
+                for name in named
+            ]
+        else:
+            each = [
+                {
+                    "do": "steps",
+                    "model": model,
+                    "variants": asked.variants,
+                    "rounds": asked.rounds,
+                    "warmup_rounds": asked.warmup,
+                }
+                for model in asked.models
+            ]
+        found += [{"rate_mbit": rate, "command": command} for command in each]
+    return found
+
+
+def room(settings: Mapping[str, object], limit_s: float) -> Iterator[dict[str, Any]]:
+    """Runs link_room.py and gives what it says, as it says it; after `limit_s` {"limit": ...}, and it is killed."""
+    read, write = os.pipe()
+    command = link_network.room_command(ROOM, str(write))
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        text=True,
+        pass_fds=[write],
+        start_new_session=True,  # ^C is for this process, whose end is theirs
+    )
+    os.close(write)
+    try:
+        assert process.stdin is not None
+        print(json.dumps(settings), file=process.stdin, flush=True)
+        yield from _lines(read, limit_s)
+        if process.wait() != 0:
+            raise BenchError(f"the namespaces' first process ended with status {process.returncode}")
+    finally:
+        process.kill()
+        process.wait()
+        os.close(read)
+
+
+def _lines(read: int, limit_s: float) -> Iterator[dict[str, Any]]:
+    end_s, text = time.monotonic() + limit_s, b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(read, selectors.EVENT_READ)
+        while True:
+            if not selector.select(max(0.0, end_s - time.monotonic())):
+                raise TimeoutError
+            got = os.read(read, 2**20)
+            if not got:
+                return
+            *lines, text = (text + got).split(b"\n")
+            yield from map(json.loads, lines)
+
+
+def collect(asked: argparse.Namespace, cores: Sequence[int], found: Found) -> None:
+    """Runs all jobs, shows each result as it comes and keeps it.
+
+    Raises:
+        BenchError: something is wrong; what was found before stays.
+    """
+    shared = len(set(cores)) < len(cores)
+    for said in room({"cores": list(cores), "jobs": jobs(asked)}, asked.limit_s):
+        if "error" in said:
+            raise BenchError(said["error"])
+        take(said, found, shared_cores=shared)
+
+
+def take(said: Mapping[str, Any], found: Found, *, shared_cores: bool, counted: bool = True) -> None:
+    """Keeps and shows one thing that the room, or rank 0, says."""
+    if "congestion_control" in said:
+        found.congestion_control = said["congestion_control"]
+    elif "raw" in said:
+        link = link_cells.link_row(said["rate_mbit"], said["raw"], said["raw_least"])
+        found.links.append(link)
+        link_cells.show_link(link, found.congestion_control)
+    else:
+        command, answers = said["job"]["command"], said["answers"]
+        if command["do"] == "steps":
+            cell = link_cells.cell(
+                command["model"], found.links[-1], answers, shared_cores=shared_cores, counted=counted
+            )
+            found.cells.append(cell)
+            link_cells.show(cell)
+        else:
+            run = {"task": command["task"], "variant": command["variant"], "rate_mbit": said["job"]["rate_mbit"]}
+            found.training.append({**run, **answers[0]})
+            link_cells.show_training(found.training[-1])
+
+
+# Command line
+
+
+def parse_rate(text: str) -> float | None:
+    """Mbit/s, or "unlimited", for argparse."""
+    if text == link_cells.UNLIMITED:
+        return None
+    rate = float(text)
+    if not 1 <= rate <= 100_000:
+        raise ValueError(text)
+    return rate
+
+
+def options() -> argparse.Namespace:
+    """What was asked for.
+
+    Raises:
+        BenchError: it makes no sense.
+    """
+    parser = records.Parser(description=__doc__)
+    parser.add_argument("--models", nargs="+", metavar="NAME", help=f"default: {' '.join(MODELS)}; with --train tasks")
+    parser.add_argument("--rates", nargs="+", type=parse_rate, metavar="MBIT", help="Mbit/s, or unlimited")
+    parser.add_argument("--variants", nargs="+", metavar="TEXT", help="those that are called so, or whose name holds it")
+    parser.add_argument("--rounds", type=int, help=f"in which each variant is timed once (default: {ROUNDS})")
+    parser.add_argument("--warmup", type=int, default=link_steps.WARMUP_ROUNDS, help="rounds before them, not timed")
+    parser.add_argument("--ranks", type=int, default=2, help="each with a core of its own (default: 2)")
+    parser.add_argument("--limit-s", type=float, help=f"everything is killed after that (default: {LIMIT_S:.0f})")
+    parser.add_argument("--quick", action="store_true", help="resnet18 at 1 Gbit/s, five variants; no record by itself")
+    parser.add_argument("--train", action="store_true", help=f"time to a loss: {', '.join(link_training.TASKS)}")
+    parser.add_argument("--here", action="store_true", help="over the present network, as a rank that torchrun started")
+    parser.add_argument("--check", action="store_true", help="exit status 1 if a target is missed")
+    parser.add_argument("--out", type=Path, help=f"folder for the JSON (default: perf/{records.RESULTS.name})")
+    parser.add_argument("--rehearse", action="store_true", help="too small for numbers: the record says so")
+    asked = parser.parse_args()
+    if asked.ranks < 2 or (asked.rounds or 2) < 2 or asked.warmup < 1:
+        parser.error("at least 2 ranks, 2 rounds and 1 round of warm-up")
+    if asked.train and asked.quick:
+        parser.error("--quick is about steps: leave --train out")
+    known: Sequence[str] = tuple(link_training.TASKS) if asked.train else models.NAMES
+    for name in asked.models or ():
+        if asked.train and name not in known:
+            parser.error(f"unknown task {name!r}: use one of {', '.join(known)}")
+        if not asked.train:
+            models.shape_of(name)
+    if asked.train:
+        asked.models, asked.rates = asked.models or list(known), asked.rates or list(TRAIN_RATES_MBIT)
+    elif asked.quick:
+        asked.models, asked.rates = asked.models or ["resnet18"], asked.rates or [1000.0]
+        asked.variants, asked.rounds = asked.variants or list(link_variants.QUICK), asked.rounds or QUICK_ROUNDS
+    asked.models, asked.rates = asked.models or list(MODELS), asked.rates or list(RATES_MBIT)
+    asked.variants, asked.rounds = asked.variants or [], asked.rounds or ROUNDS
+    asked.limit_s = asked.limit_s or (QUICK_LIMIT_S if asked.quick else LIMIT_S)
+    link_variants.picked(asked.variants)
+    return asked
+
+
+def record_name(asked: argparse.Namespace) -> str:
+    """The whole run is "link"; runs of less lie beside it."""
+    if asked.train:
+        return "link-train"
+    whole = set(asked.models) >= set(MODELS) and set(asked.rates) >= set(RATES_MBIT) and not asked.variants
+    return "link" if whole else "link-part"
+
+
+def show_verdicts(verdicts: Sequence[Mapping[str, Any]]) -> None:
+    """A line each."""
+    print("\ntargets:" if verdicts else "\ntargets: none of what was measured has one")
+    for one in verdicts:
+        said = f"  {one['what']}: {one['ours_ms']:.1f} ms, {one['ratio']:.3f} of {one['of']!r} ({one['torch_ms']:.1f})"
+        said += f"; bound {one['bound_ms']:.1f}; required <= {one['required_ms']:.1f}"
+        print(f"{said}: {records.verdict_word(one)}")
+
+
+def main() -> int:
+    """Runs what was asked for, prints tables and targets, writes one JSON."""
+    asked = options()
+    if asked.here:
+        import link_here
+
+        return link_here.run(asked)
+    link_network.check_allowed()
+    have = sorted(os.sched_getaffinity(0))
+    cores = [have[rank % len(have)] for rank in range(asked.ranks)]
+    found = Found()
+    try:
+        collect(asked, cores, found)
+    except TimeoutError:
+        found.ended_early = f"--limit-s {asked.limit_s:g} was reached"
+    if not found.cells and not found.training:
+        raise BenchError(f"nothing was measured: {found.ended_early}")
+    verdicts = link_bound.verdicts(found.cells)
+    if not asked.train:
+        show_verdicts(verdicts)
+    if asked.out is not None or not (asked.quick or asked.rehearse):
+        path = records.write(
+            asked.out or records.RESULTS,
+            record_name(asked),
+            "cpu",
+            rehearsal=asked.rehearse,
+            ranks=asked.ranks,
+            cores=len(have),
+            rounds=asked.rounds,
+            warmup_rounds=asked.warmup,
+            congestion_control=found.congestion_control,
+            links=found.links,
+            cells=found.cells,
+            training=found.training,
+            ended_early=found.ended_early,
+            verdicts=verdicts,
+        )
+        print(f"\n{path}")
+    if found.ended_early is not None:
+        raise BenchError(f"{found.ended_early}: the rest is missing")
+    return 1 if asked.check and not all(one["met"] for one in verdicts) else 0
+
+
+if __name__ == "__main__":
+    records.entry(main)

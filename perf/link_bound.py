@@ -1,0 +1,156 @@
+"""Arithmetic of the link benchmark, no network in it: the bound of a step, bursts, bytes on the wire, targets.
+
+**The bound.** No way to average gradients over this link, however clever, ends a step sooner than
+
+    max(local step, max over k of (r_k + 8 B_k / C))
+
+r_k is when the k-th gradient is ready without DDP, B_k the bytes that one rank must still send then: 2 (W - 1) / W of
+all gradients that become ready at or after k, in the wire's dtype. C is the rate at which a plain TCP stream carries
+payload over the same link, so headers are in it. Worked: two gradients of 1,000 and 3,000 fp32 elements, ready at 10
+and 30 ms, on two ranks over 1 Mbit/s of payload. From 30 ms on 12,000 bytes are left, 96 ms; from 10 ms on 16,000, 128
+ms. The bound is max(30, 10 + 128, 30 + 96) = 138 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+MTU_BYTES = 1500
+HEADER_BYTES = 14 + 20 + 20 + 12  # Ethernet, IPv4, TCP, its timestamps: what tbf counts of a packet beside payload
+PAYLOAD_BYTES = MTU_BYTES - 20 - 20 - 12
+FRAME_BYTES = PAYLOAD_BYTES + HEADER_BYTES
+LEAST_BURST_BYTES = 64 * 1024
+GSO_BYTES = 64 * 1024  # the largest packet that the kernel hands down before it is cut into frames
+BURST_S = 1e-3
+MISSED_SHARE = 0.03  # of the nominal rate: a link that is off by more is not published
+BELOW_SHARE = 0.02  # a median below the bound by more than that is no measurement
+WIRE_SLACK_SHARE, WIRE_SLACK_BYTES = 0.06, 64 * 1024  # headers, acknowledgements, padding, the agreements of a step
+TARGET_MODELS = ("resnet18", "gpt2-7m", "mlp-8m")
+TARGET_RATES_MBIT = (300, 1000)
+TARGET_SHARE = {"bf16": 0.90, "native": 0.95}
+BOUND_SHARE = 0.95  # who is this near to the bound can do no more
+ITEMSIZE = {"native": 4, "bf16": 2, "fp16": 2}
+
+
+def burst_bytes(rate_mbit: float) -> int:
+    """What tbf lets through at once: a whole packet must fit, and a timer's tick must not leave the link idle."""
+    return max(LEAST_BURST_BYTES + GSO_BYTES, round(rate_mbit * 1e6 / 8 * BURST_S))
+
+
+def on_the_line(payload_rate: float) -> float:
+    """The rate of frames that carry payload at `payload_rate`: what a link's nominal rate is compared with."""
+    return payload_rate * FRAME_BYTES / PAYLOAD_BYTES
+
+
+def misses_nominal(payload_mbit: float, nominal_mbit: float | None) -> bool:
+    """Whether a raw stream, its headers counted, is further from the nominal rate than may be published."""
+    return nominal_mbit is not None and abs(on_the_line(payload_mbit) / nominal_mbit - 1) > MISSED_SHARE
+
+
+def must_send_bytes(numel: int, wire: str, ranks: int) -> float:
+    """What one rank sends, at the least, for the average of so many elements."""
+    return 2 * (ranks - 1) / ranks * numel * ITEMSIZE[wire]
+
+
+def step_bound_s(
+    local_s: float,
+    ready: Sequence[tuple[float, int]],
+    wire: str,
+    ranks: int,
+    raw: Mapping[int, float],
+) -> float:
+    """The shortest step that is possible; see the top of this file.
+
+    Args:
+        local_s: the step without DDP.
+        ready: of each gradient when it is ready, in seconds from the step's start, and its elements; in that order.
+        wire: what travels.
+        ranks: how many.
+        raw: payload rate in bit/s of a raw stream, by the size of its messages in bytes.
+    """
+    left = accumulate(numel for _, numel in reversed(ready))
+    bounds = [
+        ready_s + 8 * (sent := must_send_bytes(numel, wire, ranks)) / rate_for(sent, raw)
+        for (ready_s, _), numel in zip(reversed(ready), left, strict=True)
+    ]
+    return max([local_s, *bounds])
+
+
+def rate_for(size_bytes: float, raw: Mapping[int, float]) -> float:
+    """The raw rate of the largest message that is no larger, else of the smallest.
+
+    A shorter message is quicker than the link allows for long, by what an idle link's burst lets through; to take the
+    rate of a shorter one keeps the bound a bound.
+    """
+    smaller = [size for size in raw if size <= size_bytes]
+    return raw[max(smaller) if smaller else min(raw)]
+
+
+def wrong_bytes(sent_bytes: float, numel: int, wire: str, ranks: int) -> str | None:
+    """What is wrong with the bytes that all ranks together put on the wire in a step; None: nothing."""
+    must = ranks * must_send_bytes(numel, wire, ranks)
+    if sent_bytes < must:
+        return f"{sent_bytes:,.0f} bytes on the wire, {must:,.0f} are needed"
+    if sent_bytes > must * (1 + WIRE_SLACK_SHARE) + ranks * WIRE_SLACK_BYTES:
+        return f"{sent_bytes:,.0f} bytes on the wire, {must:,.0f} are needed: more than headers explain"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a variant of ours is to reach, and whether it did."""
+
+    ours_ms: float
+    torch_ms: float
+    bound_ms: float
+    share: float
+
+    @property
+    def required_ms(self) -> float:
+        """The larger of a share of torch's best, and what is as near to the bound as can be asked."""
+        return max(self.share * self.torch_ms, self.bound_ms / BOUND_SHARE)
+
+    @property
+    def met(self) -> bool:
+        """Whether it is reached."""
+        return self.ours_ms <= self.required_ms
+
+
+def verdicts(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of each model and rate that has a target: what is required of bf16 and native, and whether it is met.
+
+    Args:
+        cells: of the record; those that are not published, or whose ranks share cores, have no verdict.
+    """
+    found = []
+    for cell in cells:
+        if cell["model"] not in TARGET_MODELS or cell["rate_mbit"] not in TARGET_RATES_MBIT:
+            continue
+        if cell["not_published"] is not None:
+            continue
+        for wire, share in TARGET_SHARE.items():
+            ours, best = cell["variants"].get(f"ours {wire}"), cell["torch_best"].get(wire)
+            if ours is None or best is None:
+                continue
+            target = Target(
+                ours_ms=ours["step_ms"],
+                torch_ms=cell["variants"][best]["step_ms"],
+                bound_ms=cell["bound_ms"][wire],
+                share=share,
+            )
+            found.append(
+                {
+                    "what": f"{cell['model']} at {cell['rate_mbit']} Mbit/s, {wire}",
+                    "ours_ms": target.ours_ms,
+                    "of": best,
+                    "torch_ms": target.torch_ms,
+                    "bound_ms": target.bound_ms,
+                    "ratio": target.ours_ms / target.torch_ms,
+                    "required_ms": target.required_ms,
+                    "met": target.met,
+                }
+            )
+    return found

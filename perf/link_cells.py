@@ -1,0 +1,175 @@
+"""A cell is one model at one rate: from what ranks measured to what the record and the screen show."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import link_bound
+import link_variants
+from link_variants import POWERSGD
+from records import Spread
+from step_variants import FLOOR, Variant
+
+UNLIMITED = "unlimited"
+
+
+def rate_name(rate_mbit: float | None) -> str:
+    """As tables call a rate."""
+    if rate_mbit is None:
+        return UNLIMITED
+    return f"{rate_mbit:g} Mbit/s" if rate_mbit < 1000 else f"{rate_mbit / 1000:g} Gbit/s"
+
+
+def size_name(size_bytes: int) -> str:
+    """In KiB or MiB."""
+    return f"{size_bytes // 1024} KiB" if size_bytes < 2**20 else f"{size_bytes // 2**20} MiB"
+
+
+def link_row(rate_mbit: float | None, raw: Mapping[str, float], least: Mapping[str, float]) -> dict[str, Any]:
+    """What a link is: its nominal rate, and what a raw stream carries, in Mbit/s of payload by message size.
+
+    It misses its nominal rate if the stream of largest messages does, from any rank.
+    """
+    largest = max(raw, key=int)
+    rates = [raw[largest] / 1e6, least[largest] / 1e6]
+    return {
+        "rate_mbit": rate_mbit,
+        "burst_bytes": None if rate_mbit is None else link_bound.burst_bytes(rate_mbit),
+        "raw_mbit": {size: rate / 1e6 for size, rate in raw.items()},
+        "raw_least_mbit": {size: rate / 1e6 for size, rate in least.items()},
+        "on_the_line_mbit": link_bound.on_the_line(rates[1]),
+        "misses_nominal": any(link_bound.misses_nominal(rate, rate_mbit) for rate in rates),
+    }
+
+
+def cell(
+    model: str,
+    link: Mapping[str, Any],
+    answers: Sequence[Mapping[str, Any]],
+    *,
+    shared_cores: bool,
+    counted: bool = True,
+) -> dict[str, Any]:
+    """One cell of the record.
+
+    Args:
+        model: its name.
+        link: from `link_row`.
+        answers: of all ranks, what link_steps.py found.
+        shared_cores: there are more ranks than cores.
+        counted: the counters saw these ranks alone: what was sent can be judged.
+    """
+    ranks, elements = len(answers), answers[0]["elements"]
+    found = link_variants.variants()
+    bounds_ms = {
+        wire: statistics.median(map(max, *(one["bounds"][wire] for one in answers))) * 1e3
+        for wire in link_bound.ITEMSIZE
+    }
+    rows = {}
+    for name in answers[0]["seconds"]:
+        variant = found[name]
+        steps_s = list(map(max, *(one["seconds"][name] for one in answers)))
+        spread = Spread.of(steps_s)
+        sent = statistics.median(map(_sum, *(one["bytes"][name] for one in answers)))
+        rows[name] = {
+            "side": variant.side,
+            "wire": variant.wire,
+            "step_ms": spread.median_ms,
+            "step_p20_ms": spread.p20_ms,
+            "step_p80_ms": spread.p80_ms,
+            "sent_bytes": sent,
+            "failed": _failed(variant, spread.median_ms, bounds_ms, sent if counted else None, elements, ranks),
+            "samples_ms": [round(one * 1e3, 3) for one in steps_s],
+        }
+    medians = {name: float(row["step_ms"]) for name, row in rows.items() if row["failed"] is None}
+    return {
+        "model": model,
+        "rate_mbit": link["rate_mbit"],
+        "parameters": answers[0]["parameters"],
+        "elements": elements,
+        "not_published": _not_published(link, shared_cores),
+        "bound_ms": bounds_ms,
+        "torch_best": link_variants.torch_best(medians, found),
+        "aa_ratio": link_variants.noise(medians),
+        "variants": rows,
+    }
+
+
+def _sum(*each: float) -> float:
+    return sum(each)
+
+
+def _failed(
+    variant: Variant,
+    step_ms: float,
+    bounds_ms: Mapping[str, float],
+    sent_bytes: float | None,
+    elements: int,
+    ranks: int,
+) -> str | None:
+    """Why a row is no measurement; None: it is one."""
+    if variant.side == "floor" or variant.wire == POWERSGD:
+        return None
+    if step_ms < bounds_ms[variant.wire] * (1 - link_bound.BELOW_SHARE):
+        return f"{step_ms:.1f} ms is below the bound of {bounds_ms[variant.wire]:.1f} ms"
+    return None if sent_bytes is None else link_bound.wrong_bytes(sent_bytes, elements, variant.wire, ranks)
+
+
+def _not_published(link: Mapping[str, Any], shared_cores: bool) -> str | None:
+    """Why a cell is not shown, nor judged; None: it is."""
+    if shared_cores:
+        return "shared cores"
+    if link["misses_nominal"]:
+        return (
+            f"a raw stream takes {link['on_the_line_mbit']:.0f} Mbit/s of the line, "
+            f"{link['rate_mbit']:g} are nominal: off by more than {link_bound.MISSED_SHARE:.0%}"
+        )
+    return None
+
+
+def show_link(link: Mapping[str, Any], congestion_control: str) -> None:
+    """The raw rates of a link, a line."""
+    sizes = ", ".join(f"{size_name(int(size))} {rate:,.0f}" for size, rate in link["raw_mbit"].items())
+    print(f"\nlink: {rate_name(link['rate_mbit'])}, {congestion_control}; raw stream, Mbit/s of payload: {sizes}")
+    if link["rate_mbit"] is not None:
+        share = link["on_the_line_mbit"] / link["rate_mbit"]
+        said = "MISSED: its cells are not published" if link["misses_nominal"] else "ok"
+        print(f"  the slowest rank's largest messages, with headers: {share:.1%} of the nominal rate: {said}")
+
+
+def show(cell: Mapping[str, Any]) -> None:
+    """A line per variant."""
+    bounds = ", ".join(f"{wire} {bound:.1f}" for wire, bound in cell["bound_ms"].items())
+    print(f"\n{cell['model']} at {rate_name(cell['rate_mbit'])}: {cell['parameters']:,} parameters, ", end="")
+    noise = "-" if cell["aa_ratio"] is None else f"{cell['aa_ratio']:.3f}"
+    print(f"{cell['elements']:,} elements; bound, ms: {bounds}; the same twice: {noise}")
+    if cell["not_published"] is not None:
+        print(f"  not published: {cell['not_published']}")
+    print(f"  {'variant':56} {'step ms':>8} {'p20':>8} {'p80':>8} {'/ bound':>8} {'/ torch':>8} {'sent MB':>8}")
+    for name, row in cell["variants"].items():
+        line = f"  {name:56} {row['step_ms']:8.1f} {row['step_p20_ms']:8.1f} {row['step_p80_ms']:8.1f}"
+        of_bound, of_torch = ratios(cell, name)
+        line += "".join(f" {'-' if one is None else f'{one:.3f}':>8}" for one in (of_bound, of_torch))
+        line += f" {row['sent_bytes'] / 1e6:8.1f}"
+        print(line + (f"  FAILED: {row['failed']}" if row["failed"] is not None else ""))
+
+
+def ratios(cell: Mapping[str, Any], name: str) -> tuple[float | None, float | None]:
+    """A variant's step as a share of the bound of its wire, and of torch's best at equal bytes; None: of no sense."""
+    row = cell["variants"][name]
+    if name == FLOOR or row["wire"] not in cell["bound_ms"] or row["side"] == "floor":
+        return None, None
+    best = cell["torch_best"].get(row["wire"])
+    of_torch = None if best is None else row["step_ms"] / cell["variants"][best]["step_ms"]
+    return row["step_ms"] / cell["bound_ms"][row["wire"]], of_torch
+
+
+def show_training(run: Mapping[str, Any]) -> None:
+    """One line."""
+    reached = "not reached" if run["reached_s"] is None else f"after {run['reached_s']:.1f} s"
+    print(
+        f"{run['task']} at {rate_name(run['rate_mbit'])}, {run['variant']}: loss {run['target']} {reached}, "
+        f"{run['steps']} steps of {run['step_ms']:.1f} ms"
+    )

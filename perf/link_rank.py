@@ -1,0 +1,115 @@
+"""One rank of the link benchmark. Started by link_room.py, it does what it reads from stdin, a JSON object a line.
+
+Every answer is a line on the pipe that `replies` names: {"ok": ...}, or {"error": one line}. What is no BenchError ends
+the process with its traceback, and the room with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import link_network
+import link_raw
+import link_steps
+import link_training
+import link_variants
+import torch
+import torch.distributed as dist
+from records import BenchError, line_of
+
+GROUP_TIMEOUT = datetime.timedelta(minutes=5)
+
+
+class Rank:
+    """What a rank can be asked for; every rank is asked alike.
+
+    Args:
+        interface: whose counters say what was sent.
+    """
+
+    def __init__(self, interface: str) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
+        self._interface = interface
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self._addresses = link_raw.all_addresses()
+
+    def do(self, command: Mapping[str, Any]) -> Any:
+        """One command's result, for JSON."""
+        what = command["do"]
+        if what == "raw":
+            return self._raw()
+        if what == "steps":
+            raw = {int(size): rate for size, rate in command["raw"].items()}
+            variants = link_variants.picked(command["variants"])
+            steps = link_steps.measure(
+                command["model"],
+                variants,
+                command["rounds"],
+                raw,
+                self._sent_bytes,
+                warmup_rounds=command["warmup_rounds"],
+            )
+            return dataclasses.asdict(steps)
+        if what == "train":
+            return link_training.train(command["task"], command["variant"], command["limit_s"])
+        raise ValueError(f"a rank cannot {what!r}")
+
+    def _raw(self) -> dict[int, float]:
+        """From this rank to the next; each has its turn, the others wait."""
+        found: dict[int, float] = {}
+        for sender in range(self.ranks):
+            receiver = (sender + 1) % self.ranks
+            found |= link_raw.stream(
+                self.rank,
+                sender,
+                receiver,
+                self._addresses[self.rank],
+                self._addresses[receiver],
+                link_raw.SIZES_BYTES,
+            )
+        return found
+
+    def _sent_bytes(self) -> int:
+        return link_network.sent_bytes(self._interface)
+
+
+def main() -> int:
+    """Until stdin ends."""
+    settings = json.loads(sys.stdin.readline())
+    with os.fdopen(settings["replies"], "w") as replies:
+
+        def reply(said: Mapping[str, object]) -> None:
+            print(json.dumps(said), file=replies, flush=True)
+
+        os.sched_setaffinity(0, {settings["core"]})
+        reply({"ok": link_network.settle_congestion_control()})  # from now on this process has its namespace
+        sys.stdin.readline()  # the network is there
+        return _serve(reply, settings)
+
+
+def _serve(reply: Callable[[Mapping[str, object]], None], settings: Mapping[str, Any]) -> int:
+    try:
+        rank = Rank(link_network.INTERFACE)
+        reply({"ok": None})
+        for line in sys.stdin:
+            reply({"ok": rank.do(json.loads(line))})
+    except BaseException as error:
+        if (said := line_of(error)) is None:
+            raise
+        reply({"error": said})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    # Gloo's threads may outlive the interpreter and abort the process: it ends with nothing taken down.
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)

@@ -1,0 +1,141 @@
+"""Process 1 of the namespaces: starts the ranks, joins them by a network, sets its rate, and has them measure.
+
+What it has to do comes on stdin, a JSON object; what it finds goes out through the pipe that `--replies` names, a JSON
+object a line, each as soon as it is there: a run that reaches its limit keeps what it has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import link_network
+from link_network import Network
+from records import BenchError, entry
+
+RANK = Path(__file__).with_name("link_rank.py")
+
+
+class _Started:
+    """One rank's process, and the pipe on which it answers."""
+
+    def __init__(self, rank: int, ranks: int, core: int) -> None:
+        self.rank = rank
+        read, write = os.pipe()
+        self.process = subprocess.Popen(
+            link_network.rank_command(RANK),
+            stdin=subprocess.PIPE,
+            text=True,
+            pass_fds=[write],
+            env={**os.environ, **link_network.rank_environment(rank, ranks)},
+        )
+        os.close(write)
+        self.replies = os.fdopen(read)
+        self.tell({"replies": write, "core": core})
+
+    def tell(self, command: Mapping[str, object]) -> None:
+        """One line; a rank that is gone is noticed by the answer that it does not give."""
+        assert self.process.stdin is not None
+        try:
+            print(json.dumps(command), file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            return
+
+    def answer(self) -> Any:
+        """Its next.
+
+        Raises:
+            BenchError: it says so, or it is gone.
+        """
+        line = self.replies.readline()
+        if not line:
+            status = self.process.wait()
+            raise BenchError(f"rank {self.rank} is gone, with status {status}; what it wrote is above")
+        said = json.loads(line)
+        if "error" in said:
+            raise BenchError(said["error"])
+        return said["ok"]
+
+
+class Ranks:
+    """The ranks and their network.
+
+    Args:
+        cores: one per rank; with fewer cores than ranks some stand there twice.
+    """
+
+    def __init__(self, cores: Sequence[int]) -> None:
+        self._ranks = [_Started(rank, len(cores), core) for rank, core in enumerate(cores)]
+        self.congestion_control: str = self._answers()[0]
+        self._network = Network([one.process.pid for one in self._ranks])
+        for one in self._ranks:
+            one.tell({"network": True})
+        self._answers()
+
+    def shape(self, rate_mbit: float | None) -> None:
+        """From now on links have this rate."""
+        self._network.shape(rate_mbit)
+
+    def ask(self, command: Mapping[str, object]) -> list[Any]:
+        """What all ranks answer, by rank."""
+        for one in self._ranks:
+            one.tell(command)
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        """Whoever fails first is heard, though another may wait for it without end."""
+        answers: dict[int, Any] = {}
+        with selectors.DefaultSelector() as selector:
+            for one in self._ranks:
+                selector.register(one.replies, selectors.EVENT_READ, one)
+            while len(answers) < len(self._ranks):
+                for key, _ in selector.select():
+                    answers[key.data.rank] = key.data.answer()
+                    selector.unregister(key.fileobj)
+        return [answers[rank] for rank in sorted(answers)]
+
+
+def work(jobs: Sequence[Mapping[str, Any]], ranks: Ranks, out: TextIO) -> None:
+    """Does one job after the other, each {"rate_mbit": ..., "do": a rank's command}.
+
+    At each new rate the raw stream is measured from every rank, and every command is told of the quickest.
+    """
+    rate: object = ranks  # none that a job can have
+    raw: dict[str, float] = {}
+    for job in jobs:
+        if job["rate_mbit"] != rate:
+            rate = job["rate_mbit"]
+            ranks.shape(job["rate_mbit"])
+            each = ranks.ask({"do": "raw"})
+            raw = {size: max(one[size] for one in each) for size in each[0]}
+            least = {size: min(one[size] for one in each) for size in each[0]}
+            _say(out, {"rate_mbit": rate, "raw": raw, "raw_least": least})
+        answers = ranks.ask({**job["command"], "raw": raw})
+        _say(out, {"job": job, "answers": answers})
+
+
+def _say(out: TextIO, said: Mapping[str, object]) -> None:
+    print(json.dumps(said), file=out, flush=True)
+
+
+def main() -> int:
+    """Until all is done, or something is wrong."""
+    settings = json.loads(sys.stdin.readline())
+    with os.fdopen(int(sys.argv[1]), "w") as out:
+        try:
+            ranks = Ranks(settings["cores"])
+            _say(out, {"congestion_control": ranks.congestion_control})
+            work(settings["jobs"], ranks, out)
+        except BenchError as error:
+            _say(out, {"error": str(error)})
+    return 0
+
+
+if __name__ == "__main__":
+    entry(main)

@@ -1,0 +1,158 @@
+"""Steps of one model over the present link: all variants in turns, checked, with the bytes that each puts on the wire.
+
+A step is zero_grad (to None), forward and backward; no optimizer, which is the same work whoever averaged. Ranks start
+together, behind a barrier; another one ends the count of bytes, of which its own are taken off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import harness
+import link_bound
+import link_variants
+import step_training
+import torch
+import torch.distributed as dist
+from link_variants import CLOCKED, POWERSGD
+from records import BenchError
+from step_training import Task, Training
+from step_variants import FLOOR, Variant
+from torch import nn
+
+WARMUP_ROUNDS = 12  # ours looks at its times after a few steps and keeps to a plan from then on
+BARRIERS = 15
+
+
+class GradientClock:
+    """When each gradient of a model is ready, in the order in which they are."""
+
+    def __init__(self) -> None:
+        self.ready: list[tuple[float, int]] = []
+
+    def attach(self, model: nn.Module) -> nn.Module:
+        """Has every parameter tell; for Variant.build."""
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._took(parameter.numel()))
+        return model
+
+    def _took(self, numel: int) -> Callable[[torch.Tensor], None]:
+        def note(_: torch.Tensor) -> None:
+            self.ready.append((time.perf_counter(), numel))
+
+        return note
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """What one rank found of one model: per variant the seconds and the bytes sent of each round, and the bounds."""
+
+    parameters: int
+    elements: int
+    seconds: dict[str, list[float]]
+    bytes: dict[str, list[int]]
+    bounds: dict[str, list[float]]
+
+
+def measure(
+    model: str,
+    variants: Mapping[str, Variant],
+    rounds: int,
+    raw: Mapping[int, float],
+    sent_bytes: Callable[[], int],
+    *,
+    warmup_rounds: int = WARMUP_ROUNDS,
+) -> Steps:
+    """Every rank calls it alike.
+
+    Args:
+        model: see models.py.
+        variants: by name.
+        rounds: in which each is timed once.
+        raw: the link's rate, for the bound.
+        sent_bytes: reads the counter.
+        warmup_rounds: before them, in which results are checked.
+
+    Raises:
+        BenchError: something is wrong in what a variant left.
+    """
+    truth, new, _ = step_training.new_training(Task(model=model), torch.device("cpu"), dist.get_rank())
+    clock = GradientClock()
+    cases = {}
+    for name, variant in variants.items():
+        made = new(name, dataclasses.replace(variant, build=clock.attach) if name == CLOCKED else variant)
+        cases[name] = _finite(name, made) if variant.wire == POWERSGD else made.case()
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    sent: dict[str, list[int]] = {name: [] for name in cases}
+    readiness: list[list[tuple[float, int]]] = []
+    barrier_bytes = _barrier_bytes(sent_bytes)
+    names = list(cases)
+    try:
+        for round_number in range(-warmup_rounds, rounds):
+            if round_number == 0:
+                gc.collect()
+                gc.freeze()  # as harness.take_turns: no training run holds the objects of all cases
+            for name in (names[turn] for turn in harness.turns(len(names), round_number)):
+                case = cases[name]
+                case.prepare()
+                clock.ready.clear()
+                dist.barrier()
+                before = sent_bytes()
+                begin_s = time.perf_counter()
+                case.run()
+                elapsed_s = time.perf_counter() - begin_s
+                dist.barrier()
+                if round_number >= 0:
+                    seconds[name].append(elapsed_s)
+                    sent[name].append(sent_bytes() - before - barrier_bytes)
+                    if name == CLOCKED:
+                        readiness.append([(ready_s - begin_s, numel) for ready_s, numel in clock.ready])
+                if round_number < 0 or round_number == rounds - 1:
+                    case.check()
+    finally:
+        gc.unfreeze()
+    elements = sum(numel for _, numel in readiness[0])
+    bounds = _bounds(seconds, readiness, raw)
+    return Steps(parameters=len(truth.before), elements=elements, seconds=seconds, bytes=sent, bounds=bounds)
+
+
+def _finite(name: str, training: Training) -> harness.Case:
+    """An approximation: of its gradients it is asked that they are there, and numbers."""
+
+    def check() -> None:
+        for parameter_name, parameter in training.model.named_parameters():
+            if parameter.grad is None or not bool(parameter.grad.isfinite().all()):
+                raise BenchError(f"{name} is wrong: the gradient of {parameter_name} is missing or not finite")
+
+    return harness.Case(prepare=training.rewind, run=training.step, check=check)
+
+
+def _bounds(
+    seconds: Mapping[str, list[float]], readiness: list[list[tuple[float, int]]], raw: Mapping[int, float]
+) -> dict[str, list[float]]:
+    """By wire, of every round. What the clock itself costs is no part of it."""
+    found: dict[str, list[float]] = {wire: [] for wire in link_bound.ITEMSIZE}
+    ranks = dist.get_world_size()
+    for local_s, clocked_s, ready in zip(seconds[FLOOR], seconds[CLOCKED], readiness, strict=True):
+        scale = min(1.0, local_s / clocked_s)
+        scaled = [(ready_s * scale, numel) for ready_s, numel in ready]
+        for wire in found:
+            found[wire].append(link_bound.step_bound_s(local_s, scaled, wire, ranks, raw))
+    return found
+
+
+def _barrier_bytes(sent_bytes: Callable[[], int]) -> int:
+    """What this rank sends in a barrier."""
+    taken = []
+    for _ in range(BARRIERS):
+        dist.barrier()
+        before = sent_bytes()
+        dist.barrier()
+        taken.append(sent_bytes() - before)
+    return round(statistics.median(taken))

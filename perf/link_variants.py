@@ -1,0 +1,98 @@
+"""Who takes part in the link benchmark: those of the step benchmark that change what travels or when, and PowerSGD.
+
+    no DDP                                  each rank alone; beside it the same with a clock on every gradient
+    torch DDP's four forms                  with and without views, with and without batched copies
+    torch's 16-bit hooks                    with and without views, and with batched copies; one of these twice
+    torch PowerSGD rank 1, rank 4           an approximation: it is timed, and its gradients are only to be finite
+    ours native, bf16, fp16; the hook       the wrapper by wire, without views; fused_hook on torch's DDP
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import harness
+import step_variants
+from records import BenchError
+from step_variants import BF16, FLOOR, FP16, HOOK_BF16, NATIVE, TORCH_HOOKS, Variant
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+from torch.nn.parallel import DistributedDataParallel
+
+CLOCKED = "no DDP, clocked"
+POWERSGD = "powersgd"  # as Variant.wire: of no dtype
+POWERSGD_RANKS = (1, 4)
+POWERSGD_START = 2  # steps that are averaged exactly first; torch takes no fewer
+OURS = (NATIVE, BF16, FP16, HOOK_BF16)
+# Where nothing but the wire decides, the quickest of torch's; it takes part twice.
+STRONGEST = step_variants.batched_hook("bf16", TORCH_HOOKS["bf16"])[0]
+AGAIN = f"{STRONGEST}, again"
+QUICK = (harness.torch_batched(views=True)[0], STRONGEST, AGAIN, NATIVE, BF16)
+# What only the step benchmark asks.
+_LEFT_OUT = ("torch allreduce_hook, views", step_variants.NOOP, step_variants.TORCH_AGAIN)
+
+
+def variants() -> dict[str, Variant]:
+    """All of them, the floor first."""
+    found = step_variants.variants()
+    for wire, hook in TORCH_HOOKS.items():
+        found[f"torch {wire}_compress_hook"] = Variant(build=harness.hooked(hook), side="torch", wire=wire)
+    for rank in POWERSGD_RANKS:
+        found[f"torch PowerSGD rank {rank}"] = Variant(build=_powersgd(rank), side="torch", wire=POWERSGD)
+    ours = {name: found[name] for name in OURS}
+    torchs = {name: one for name, one in found.items() if one.side == "torch" and name not in _LEFT_OUT}
+    floor = found[FLOOR]
+    return {FLOOR: floor, CLOCKED: floor, **torchs, AGAIN: found[STRONGEST], **ours}
+
+
+def picked(names: Sequence[str]) -> dict[str, Variant]:
+    """Those that are called as one of `names` or, if none is called so, hold it; and the floors, always.
+
+    Args:
+        names: none: all take part.
+
+    Raises:
+        BenchError: a name that is in none.
+    """
+    found = variants()
+    taken = {name for name, one in found.items() if one.side == "floor" or not names}
+    for asked in names:
+        like = [name for name in found if asked in name]
+        if not like:
+            raise BenchError(f"no variant {asked!r}; there are: {', '.join(found)}")
+        taken.update([asked] if asked in found else like)
+    return {name: one for name, one in found.items() if name in taken}
+
+
+def torch_best(medians_ms: dict[str, float], found: dict[str, Variant]) -> dict[str, str]:
+    """By wire the quickest of torch's with as many bytes: 16-bit hooks are one, whichever of the two dtypes."""
+    best = {}
+    for wire in ("native", "bf16", "fp16"):
+        equal = {"native": ("native",)}.get(wire, ("bf16", "fp16"))
+        rivals = [
+            name
+            for name, one in found.items()
+            if one.side == "torch" and one.wire in equal and name in medians_ms and name != AGAIN
+        ]
+        if rivals:
+            best[wire] = min(rivals, key=medians_ms.__getitem__)
+    return best
+
+
+def noise(medians_ms: dict[str, float]) -> float | None:
+    """The strongest of torch's twice, as a ratio; None: it did not take part twice."""
+    if AGAIN not in medians_ms or STRONGEST not in medians_ms:
+        return None
+    return medians_ms[AGAIN] / medians_ms[STRONGEST]
+
+
+def _powersgd(rank: int) -> harness.Build:
+    def build(model: nn.Module) -> DistributedDataParallel:
+        state = powersgd.PowerSGDState(
+            None,
+            matrix_approximation_rank=rank,
+            start_powerSGD_iter=POWERSGD_START,
+        )
+        return harness.hooked(powersgd.powerSGD_hook, state, gradient_as_bucket_view=True)(model)
+
+    return build
