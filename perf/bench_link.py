@@ -48,7 +48,7 @@ RATES_MBIT = (300.0, 1000.0, 2000.0, 5000.0, None)
 TRAIN_RATES_MBIT = (1000.0,)
 TRAINED = (*link_variants.QUICK[:2], "torch PowerSGD rank 1", "torch PowerSGD rank 4", *link_variants.QUICK[3:])
 ROUNDS, QUICK_ROUNDS = 20, 10
-LIMIT_S, QUICK_LIMIT_S = 5400.0, 180.0
+LIMIT_S, QUICK_LIMIT_S = 7200.0, 300.0
 TRAIN_VARIANT_LIMIT_S = 300.0  # on its clock
 
 
@@ -56,7 +56,6 @@ TRAIN_VARIANT_LIMIT_S = 300.0  # on its clock
 class Found:
     """What a run has brought so far."""
 
-    congestion_control: str = ""
     links: list[dict[str, Any]] = field(default_factory=list)
     cells: list[dict[str, Any]] = field(default_factory=list)
     training: list[dict[str, Any]] = field(default_factory=list)
@@ -142,12 +141,10 @@ def collect(asked: argparse.Namespace, cores: Sequence[int], found: Found) -> No
 
 def take(said: Mapping[str, Any], found: Found, *, shared_cores: bool, counted: bool = True) -> None:
     """Keeps and shows one thing that the room, or rank 0, says."""
-    if "congestion_control" in said:
-        found.congestion_control = said["congestion_control"]
-    elif "raw" in said:
-        link = link_cells.link_row(said["rate_mbit"], said["raw"], said["raw_least"])
+    if "raw" in said:
+        link = link_cells.link_row(said["rate_mbit"], said["raw"])
         found.links.append(link)
-        link_cells.show_link(link, found.congestion_control)
+        link_cells.show_link(link)
     else:
         command, answers = said["job"]["command"], said["answers"]
         if command["do"] == "steps":
@@ -184,7 +181,9 @@ def options() -> argparse.Namespace:
     parser = records.Parser(description=__doc__)
     parser.add_argument("--models", nargs="+", metavar="NAME", help=f"default: {' '.join(MODELS)}; with --train tasks")
     parser.add_argument("--rates", nargs="+", type=parse_rate, metavar="MBIT", help="Mbit/s, or unlimited")
-    parser.add_argument("--variants", nargs="+", metavar="TEXT", help="those that are called so, or whose name holds it")
+    parser.add_argument(
+        "--variants", nargs="+", metavar="TEXT", help="those that are called so, or whose name holds it"
+    )
     parser.add_argument("--rounds", type=int, help=f"in which each variant is timed once (default: {ROUNDS})")
     parser.add_argument("--warmup", type=int, default=link_steps.WARMUP_ROUNDS, help="rounds before them, not timed")
     parser.add_argument("--ranks", type=int, default=2, help="each with a core of its own (default: 2)")
@@ -239,10 +238,13 @@ def main() -> int:
     """Runs what was asked for, prints tables and targets, writes one JSON."""
     asked = options()
     if asked.here:
-        import link_here
+        import link_here  # imports this file
 
-        return link_here.run(asked)
-    link_network.check_allowed()
+        link_here.run(asked)
+    try:
+        link_network.check_allowed()
+    except link_network.LinkError as error:
+        raise BenchError(str(error)) from None
     have = sorted(os.sched_getaffinity(0))
     cores = [have[rank % len(have)] for rank in range(asked.ranks)]
     found = Found()
@@ -256,26 +258,29 @@ def main() -> int:
     if not asked.train:
         show_verdicts(verdicts)
     if asked.out is not None or not (asked.quick or asked.rehearse):
-        path = records.write(
-            asked.out or records.RESULTS,
-            record_name(asked),
-            "cpu",
-            rehearsal=asked.rehearse,
-            ranks=asked.ranks,
-            cores=len(have),
-            rounds=asked.rounds,
-            warmup_rounds=asked.warmup,
-            congestion_control=found.congestion_control,
-            links=found.links,
-            cells=found.cells,
-            training=found.training,
-            ended_early=found.ended_early,
-            verdicts=verdicts,
-        )
-        print(f"\n{path}")
+        print(f"\n{write(asked, found, name=record_name(asked))}")
     if found.ended_early is not None:
         raise BenchError(f"{found.ended_early}: the rest is missing")
     return 1 if asked.check and not all(one["met"] for one in verdicts) else 0
+
+
+def write(asked: argparse.Namespace, found: Found, *, name: str) -> Path:
+    """The record of a run."""
+    return records.write(
+        asked.out or records.RESULTS,
+        name,
+        "cpu",
+        rehearsal=asked.rehearse,
+        ranks=asked.ranks,
+        cores=len(os.sched_getaffinity(0)),
+        rounds=asked.rounds,
+        warmup_rounds=asked.warmup,
+        links=found.links,
+        cells=found.cells,
+        training=found.training,
+        ended_early=found.ended_early,
+        verdicts=link_bound.verdicts(found.cells),
+    )
 
 
 if __name__ == "__main__":

@@ -27,20 +27,24 @@ def size_name(size_bytes: int) -> str:
     return f"{size_bytes // 1024} KiB" if size_bytes < 2**20 else f"{size_bytes // 2**20} MiB"
 
 
-def link_row(rate_mbit: float | None, raw: Mapping[str, float], least: Mapping[str, float]) -> dict[str, Any]:
+def link_row(rate_mbit: float | None, raw: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What a link is: its nominal rate, and what a raw stream carries, in Mbit/s of payload by message size.
 
-    It misses its nominal rate if the stream of largest messages does, from any rank.
+    Args:
+        rate_mbit: nominal; None: not shaped.
+        raw: what each rank saw as the sender. A link misses its rate if anyone's stream does.
     """
-    largest = max(raw, key=int)
-    rates = [raw[largest] / 1e6, least[largest] / 1e6]
+    sizes = list(raw[0]["rates"])
+    each = [link_bound.steady(rate_mbit, one["rates"]).rate / 1e6 for one in raw]
     return {
         "rate_mbit": rate_mbit,
         "burst_bytes": None if rate_mbit is None else link_bound.burst_bytes(rate_mbit),
-        "raw_mbit": {size: rate / 1e6 for size, rate in raw.items()},
-        "raw_least_mbit": {size: rate / 1e6 for size, rate in least.items()},
-        "on_the_line_mbit": link_bound.on_the_line(rates[1]),
-        "misses_nominal": any(link_bound.misses_nominal(rate, rate_mbit) for rate in rates),
+        "congestion_control": raw[0]["congestion_control"],
+        "raw_mbit": {size: max(one["rates"][size] for one in raw) / 1e6 for size in sizes},
+        "raw_least_mbit": {size: min(one["rates"][size] for one in raw) / 1e6 for size in sizes},
+        "steady_mbit": max(each),
+        "on_the_line_mbit": link_bound.on_the_line(min(each)),
+        "misses_nominal": any(link_bound.misses_nominal(one, rate_mbit) for one in each),
     }
 
 
@@ -67,7 +71,7 @@ def cell(
         wire: statistics.median(map(max, *(one["bounds"][wire] for one in answers))) * 1e3
         for wire in link_bound.ITEMSIZE
     }
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name in answers[0]["seconds"]:
         variant = found[name]
         steps_s = list(map(max, *(one["seconds"][name] for one in answers)))
@@ -129,14 +133,15 @@ def _not_published(link: Mapping[str, Any], shared_cores: bool) -> str | None:
     return None
 
 
-def show_link(link: Mapping[str, Any], congestion_control: str) -> None:
+def show_link(link: Mapping[str, Any]) -> None:
     """The raw rates of a link, a line."""
     sizes = ", ".join(f"{size_name(int(size))} {rate:,.0f}" for size, rate in link["raw_mbit"].items())
-    print(f"\nlink: {rate_name(link['rate_mbit'])}, {congestion_control}; raw stream, Mbit/s of payload: {sizes}")
+    carries = f"a long stream {link['steady_mbit']:,.0f}; by size {sizes}"
+    print(f"\nlink: {rate_name(link['rate_mbit'])}, {link['congestion_control']}; Mbit/s of payload: {carries}")
     if link["rate_mbit"] is not None:
         share = link["on_the_line_mbit"] / link["rate_mbit"]
         said = "MISSED: its cells are not published" if link["misses_nominal"] else "ok"
-        print(f"  the slowest rank's largest messages, with headers: {share:.1%} of the nominal rate: {said}")
+        print(f"  the slowest rank's, headers counted: {share:.1%} of the nominal rate: {said}")
 
 
 def show(cell: Mapping[str, Any]) -> None:

@@ -10,7 +10,8 @@ left behind even where the command is killed: `setpriv --pdeathsig` ends unshare
 room with unshare.
 
 tbf shapes what leaves either end of each veth: what a rank sends, and what it is sent. It counts Ethernet frames, as
-the nominal rate of a real link does, of which 95.6 % is payload. TCP's congestion control is cubic, Linux's default.
+the nominal rate of a real link does, of which 95.6 % is payload. TCP's congestion control is cubic, Linux's default,
+where the kernel has it.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import link_bound
-from records import BenchError
 
 TOOLS = ("unshare", "setpriv", "nsenter", "ip", "tc")
 INTERFACE = "eth0"
 PORT = 29500  # in rank 0's namespace, where nobody else listens
 QUEUE_BYTES = 16 * 2**20  # of tbf; TCP itself keeps what waits there small
 CONGESTION_CONTROL = "cubic"
+_AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+_SUBNET = "10.77.0.0/16"
 _NAMESPACES = ("--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 _HOW = (
     "this needs user namespaces. As root, or with: sysctl -w user.max_user_namespaces=10000 "
@@ -39,16 +41,20 @@ _HOW = (
 )
 
 
+class LinkError(Exception):
+    """There can be no network here; the message is the one line that says why. (Of this file's own: no torch here.)"""
+
+
 def tool(name: str) -> str:
     """Where a program is; ip and tc lie where an ordinary user's PATH may not lead.
 
     Raises:
-        BenchError: it is not there.
+        LinkError: it is not there.
     """
     found = shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))
     if found is None:
         package = "iproute2" if name in ("ip", "tc") else "util-linux"
-        raise BenchError(f"{name} is not installed: it is in the package {package}")
+        raise LinkError(f"{name} is not installed: it is in the package {package}")
     return found
 
 
@@ -56,13 +62,13 @@ def check_allowed() -> None:
     """Whether namespaces can be made here.
 
     Raises:
-        BenchError: a tool is missing, or they cannot; it says how to get them.
+        LinkError: a tool is missing, or they cannot; it says how to get them.
     """
     for name in TOOLS:
         tool(name)
     tried = subprocess.run([tool("unshare"), *_NAMESPACES, "true"], capture_output=True, text=True, check=False)
     if tried.returncode != 0:
-        raise BenchError(f"{tried.stderr.strip() or 'unshare failed'}: {_HOW}")
+        raise LinkError(f"{tried.stderr.strip() or 'unshare failed'}: {_HOW}")
 
 
 def room_command(script: Path, *arguments: str) -> list[str]:
@@ -101,7 +107,7 @@ class Network:
         pids: of the ranks, each in a namespace of its own by now.
 
     Raises:
-        BenchError: the kernel or iproute2 refuses something.
+        LinkError: the kernel or iproute2 refuses something.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
@@ -117,6 +123,9 @@ class Network:
             _run("ip", "address", "add", f"{address(rank)}/16", "dev", INTERFACE, within=pid)
             _run("ip", "link", "set", "dev", INTERFACE, "up", within=pid)
             _run("ip", "link", "set", "dev", "lo", "up", within=pid)
+            if CONGESTION_CONTROL in _AVAILABLE.read_text().split():  # by route: a namespace may not choose its default
+                route = (_SUBNET, "dev", INTERFACE, "src", address(rank), "congctl", "lock", CONGESTION_CONTROL)
+                _run("ip", "route", "replace", *route, within=pid)
 
     def shape(self, rate_mbit: float | None) -> None:
         """Every link gets this rate, both ways; None: none is shaped."""
@@ -134,29 +143,17 @@ def tbf(rate_mbit: float) -> list[str]:
     return ["tbf", "rate", f"{round(rate_mbit * 1e6)}bit", "burst", str(burst), "limit", str(QUEUE_BYTES)]
 
 
-def settle_congestion_control() -> str:
-    """Takes Linux's default where this process may; what its namespace then has."""
-    setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-    available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
-    try:
-        if CONGESTION_CONTROL in available.read_text().split():
-            setting.write_text(CONGESTION_CONTROL)
-        return setting.read_text().strip()
-    except OSError as error:  # a container may forbid it: what is there is used, and the record says what
-        return f"unknown ({error.strerror})"
-
-
 def sent_bytes(interface: str = INTERFACE) -> int:
     """What has left through an interface of this process's namespace.
 
     Raises:
-        BenchError: there is no such interface.
+        LinkError: there is no such interface.
     """
     for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
         name, _, counters = line.partition(":")
         if name.strip() == interface:
             return int(counters.split()[8])
-    raise BenchError(f"no network interface {interface!r} here")
+    raise LinkError(f"no network interface {interface!r} here")
 
 
 def _run(name: str, *arguments: str, within: int | None = None) -> str:
@@ -165,5 +162,5 @@ def _run(name: str, *arguments: str, within: int | None = None) -> str:
         command = [tool("nsenter"), "--target", str(within), "--net", *command]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise BenchError(f"{name} {' '.join(arguments)}: {done.stderr.strip()}")
+        raise LinkError(f"{name} {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import link_bound
 import link_network
 import link_raw
 import link_steps
@@ -21,7 +22,7 @@ import link_training
 import link_variants
 import torch
 import torch.distributed as dist
-from records import BenchError, line_of
+from records import line_of
 
 GROUP_TIMEOUT = datetime.timedelta(minutes=5)
 
@@ -46,13 +47,12 @@ class Rank:
         if what == "raw":
             return self._raw()
         if what == "steps":
-            raw = {int(size): rate for size, rate in command["raw"].items()}
             variants = link_variants.picked(command["variants"])
             steps = link_steps.measure(
                 command["model"],
                 variants,
                 command["rounds"],
-                raw,
+                link_bound.Link(**command["link"]),
                 self._sent_bytes,
                 warmup_rounds=command["warmup_rounds"],
             )
@@ -61,12 +61,12 @@ class Rank:
             return link_training.train(command["task"], command["variant"], command["limit_s"])
         raise ValueError(f"a rank cannot {what!r}")
 
-    def _raw(self) -> dict[int, float]:
+    def _raw(self) -> dict[str, Any]:
         """From this rank to the next; each has its turn, the others wait."""
-        found: dict[int, float] = {}
+        found: dict[str, Any] = {}
         for sender in range(self.ranks):
             receiver = (sender + 1) % self.ranks
-            found |= link_raw.stream(
+            seen = link_raw.stream(
                 self.rank,
                 sender,
                 receiver,
@@ -74,6 +74,7 @@ class Rank:
                 self._addresses[receiver],
                 link_raw.SIZES_BYTES,
             )
+            found = found if seen is None else dataclasses.asdict(seen)
         return found
 
     def _sent_bytes(self) -> int:
@@ -89,7 +90,7 @@ def main() -> int:
             print(json.dumps(said), file=replies, flush=True)
 
         os.sched_setaffinity(0, {settings["core"]})
-        reply({"ok": link_network.settle_congestion_control()})  # from now on this process has its namespace
+        reply({"ok": None})  # from now on this process has its namespace
         sys.stdin.readline()  # the network is there
         return _serve(reply, settings)
 

@@ -11,20 +11,29 @@ import socket
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from records import BenchError
 
 SIZES_BYTES = (64 * 1024, 2**20, 4 * 2**20, 16 * 2**20)
-REPEATS = 5
+REPEATS = 3
 IDLE_S = 0.02
 TIMEOUT_S = 60.0
 _PIECE_BYTES = 2**20
 
 
-def stream(rank: int, sender: int, receiver: int, own: str, peer: str, sizes: Sequence[int]) -> dict[int, float]:
-    """What the sender sees, in bit/s of payload by size; empty on every other rank. All ranks call it.
+@dataclass(frozen=True, kw_only=True)
+class Raw:
+    """What a sender saw: bit/s of payload by size of message, and by which congestion control."""
+
+    rates: dict[int, float]
+    congestion_control: str
+
+
+def stream(rank: int, sender: int, receiver: int, own: str, peer: str, sizes: Sequence[int]) -> Raw | None:
+    """What the sender sees; None on every other rank. All ranks call it.
 
     Args:
         rank: this one.
@@ -39,16 +48,17 @@ def stream(rank: int, sender: int, receiver: int, own: str, peer: str, sizes: Se
         listening.settimeout(TIMEOUT_S)
         port[0] = listening.getsockname()[1]
     dist.broadcast(port, src=receiver)
-    rates: dict[int, float] = {}
+    seen = None
     if listening is not None:
         with listening, listening.accept()[0] as link:
             _receive_all(link, sizes)
     elif rank == sender:
         with socket.create_connection((peer, int(port)), TIMEOUT_S) as link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            rates = _send_all(link, sizes)
+            control = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+            seen = Raw(rates=_send_all(link, sizes), congestion_control=control)
     dist.barrier()
-    return rates
+    return seen
 
 
 def own_address() -> str:

@@ -1,11 +1,13 @@
 """Process 1 of the namespaces: starts the ranks, joins them by a network, sets its rate, and has them measure.
 
 What it has to do comes on stdin, a JSON object; what it finds goes out through the pipe that `--replies` names, a JSON
-object a line, each as soon as it is there: a run that reaches its limit keeps what it has.
+object a line, each as soon as it is there: a run that reaches its limit keeps what it has. It imports no torch, for
+whose sake ranks would wait.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import selectors
@@ -15,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import link_bound
 import link_network
-from link_network import Network
-from records import BenchError, entry
+from link_network import LinkError, Network
 
 RANK = Path(__file__).with_name("link_rank.py")
 
@@ -51,15 +53,15 @@ class _Started:
         """Its next.
 
         Raises:
-            BenchError: it says so, or it is gone.
+            LinkError: it says so, or it is gone.
         """
         line = self.replies.readline()
         if not line:
             status = self.process.wait()
-            raise BenchError(f"rank {self.rank} is gone, with status {status}; what it wrote is above")
+            raise LinkError(f"rank {self.rank} is gone, with status {status}; what it wrote is above")
         said = json.loads(line)
         if "error" in said:
-            raise BenchError(said["error"])
+            raise LinkError(said["error"])
         return said["ok"]
 
 
@@ -72,7 +74,7 @@ class Ranks:
 
     def __init__(self, cores: Sequence[int]) -> None:
         self._ranks = [_Started(rank, len(cores), core) for rank, core in enumerate(cores)]
-        self.congestion_control: str = self._answers()[0]
+        self._answers()
         self._network = Network([one.process.pid for one in self._ranks])
         for one in self._ranks:
             one.tell({"network": True})
@@ -107,16 +109,15 @@ def work(jobs: Sequence[Mapping[str, Any]], ranks: Ranks, out: TextIO) -> None:
     At each new rate the raw stream is measured from every rank, and every command is told of the quickest.
     """
     rate: object = ranks  # none that a job can have
-    raw: dict[str, float] = {}
+    link: dict[str, Any] = {}
     for job in jobs:
         if job["rate_mbit"] != rate:
             rate = job["rate_mbit"]
             ranks.shape(job["rate_mbit"])
             each = ranks.ask({"do": "raw"})
-            raw = {size: max(one[size] for one in each) for size in each[0]}
-            least = {size: min(one[size] for one in each) for size in each[0]}
-            _say(out, {"rate_mbit": rate, "raw": raw, "raw_least": least})
-        answers = ranks.ask({**job["command"], "raw": raw})
+            _say(out, {"rate_mbit": rate, "raw": each})
+            link = dataclasses.asdict(link_bound.quickest(job["rate_mbit"], each))
+        answers = ranks.ask({**job["command"], "link": link})
         _say(out, {"job": job, "answers": answers})
 
 
@@ -130,12 +131,11 @@ def main() -> int:
     with os.fdopen(int(sys.argv[1]), "w") as out:
         try:
             ranks = Ranks(settings["cores"])
-            _say(out, {"congestion_control": ranks.congestion_control})
             work(settings["jobs"], ranks, out)
-        except BenchError as error:
+        except LinkError as error:
             _say(out, {"error": str(error)})
     return 0
 
 
 if __name__ == "__main__":
-    entry(main)
+    sys.exit(main())

@@ -12,11 +12,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import harness
 import link_bound
-import link_variants
 import step_training
 import torch
 import torch.distributed as dist
@@ -64,7 +62,7 @@ def measure(
     model: str,
     variants: Mapping[str, Variant],
     rounds: int,
-    raw: Mapping[int, float],
+    link: link_bound.Link,
     sent_bytes: Callable[[], int],
     *,
     warmup_rounds: int = WARMUP_ROUNDS,
@@ -75,7 +73,7 @@ def measure(
         model: see models.py.
         variants: by name.
         rounds: in which each is timed once.
-        raw: the link's rate, for the bound.
+        link: for the bound.
         sent_bytes: reads the counter.
         warmup_rounds: before them, in which results are checked.
 
@@ -118,7 +116,7 @@ def measure(
     finally:
         gc.unfreeze()
     elements = sum(numel for _, numel in readiness[0])
-    bounds = _bounds(seconds, readiness, raw)
+    bounds = _bounds(seconds, readiness, link)
     return Steps(parameters=len(truth.before), elements=elements, seconds=seconds, bytes=sent, bounds=bounds)
 
 
@@ -134,7 +132,7 @@ def _finite(name: str, training: Training) -> harness.Case:
 
 
 def _bounds(
-    seconds: Mapping[str, list[float]], readiness: list[list[tuple[float, int]]], raw: Mapping[int, float]
+    seconds: Mapping[str, list[float]], readiness: list[list[tuple[float, int]]], link: link_bound.Link
 ) -> dict[str, list[float]]:
     """By wire, of every round. What the clock itself costs is no part of it."""
     found: dict[str, list[float]] = {wire: [] for wire in link_bound.ITEMSIZE}
@@ -143,7 +141,7 @@ def _bounds(
         scale = min(1.0, local_s / clocked_s)
         scaled = [(ready_s * scale, numel) for ready_s, numel in ready]
         for wire in found:
-            found[wire].append(link_bound.step_bound_s(local_s, scaled, wire, ranks, raw))
+            found[wire].append(link_bound.step_bound_s(local_s, scaled, wire, ranks, link))
     return found
 
 
