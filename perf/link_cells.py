@@ -10,16 +10,10 @@ import link_bound
 import link_variants
 from link_variants import POWERSGD
 from records import Spread
+from report_link import rate_name
 from step_variants import FLOOR, Variant
 
 UNLIMITED = "unlimited"
-
-
-def rate_name(rate_mbit: float | None) -> str:
-    """As tables call a rate."""
-    if rate_mbit is None:
-        return UNLIMITED
-    return f"{rate_mbit:g} Mbit/s" if rate_mbit < 1000 else f"{rate_mbit / 1000:g} Gbit/s"
 
 
 def size_name(size_bytes: int) -> str:

@@ -97,7 +97,7 @@ TASKS: Mapping[str, TrainingTask] = {
         most_steps=400,
         learning_rate=3e-3,
     ),
-    "code": TrainingTask(build=_code_model, batch=_code_batch, target=2.4, most_steps=600, learning_rate=1e-3),
+    "code": TrainingTask(build=_code_model, batch=_code_batch, target=2.7, most_steps=400, learning_rate=3e-4),
 }
 
 

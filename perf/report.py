@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import records
+import report_link
 import report_plots
 import report_tables
 from records import BenchError
-from report_tables import Lines, Record
+from report_words import Lines, Record
 
 DOCS = records.CHECKOUT / "docs"
 PAGE = DOCS / "performance.md"
@@ -26,7 +27,7 @@ README = records.CHECKOUT / "README.md"
 # Benchmarks of a table, by the block of the page that it is in.
 BLOCKS = tuple(name.replace("_", "-") for name in report_tables.TABLES)
 MISSED, SUMMARY = "missed", "summary"
-ONLY_CPU = ("clip", "schedule", "prediction", "modes")
+ONLY_CPU = ("clip", "link", "schedule", "prediction", "modes")
 _BEGIN = re.compile(r"<!-- begin (?P<name>[a-z-]+)\b[^>]*-->\n")
 NO_GPU = "No result on a GPU yet."
 NOTHING = "Not measured yet."
@@ -167,6 +168,11 @@ def pages(found: Sequence[Record]) -> dict[Path, tuple[str, str]]:
     }
 
 
+def _drawn() -> list[Path]:
+    """The pictures of records that are there."""
+    return [*DOCS.glob("performance_*.png"), *DOCS.glob(report_link.PICTURE)]
+
+
 def differences(found: Sequence[Record]) -> list[str]:
     """What is not as the records give it; of a picture only whether there is one."""
     wrong = []
@@ -176,7 +182,7 @@ def differences(found: Sequence[Record]) -> list[str]:
             at = next((number for number, (one, other) in enumerate(lines, 1) if one != other), 1)
             wrong.append(f"{path.relative_to(records.CHECKOUT)} is not what the records give, from line {at} on")
     pictures = {name for record in found if (name := report_plots.name_of(record)) is not None}
-    there = {path.name for path in DOCS.glob("performance_*.png")}
+    there = {path.name for path in _drawn()}
     wrong += [f"docs/{name} is missing" for name in sorted(pictures - there)]
     return wrong + [f"docs/{name} is of no record" for name in sorted(there - pictures)]
 
@@ -204,7 +210,7 @@ def main() -> int:
     for name, record in drawn.items():
         report_plots.draw(record, DOCS / name)
         print(f"docs/{name} drawn")
-    for path in DOCS.glob("performance_*.png"):
+    for path in _drawn():
         if path.name not in drawn:
             path.unlink()
             print(f"docs/{path.name} removed: it is of no record")

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import report_link
 from records import BenchError
-from report_tables import OURS, TORCH_CASE, Record, family
+from report_tables import OURS, TORCH_CASE, family
+from report_words import Record
 
 WIDTH_INCHES, DPI = 9.0, 110
 OURS_COLOUR, TORCH_COLOUR, OTHER_COLOUR = "#2060a0", "#b0b0b0", "#d9d9d9"
@@ -20,7 +22,12 @@ OURS_COLOUR, TORCH_COLOUR, OTHER_COLOUR = "#2060a0", "#b0b0b0", "#d9d9d9"
 def name_of(record: Record) -> str | None:
     """The picture's file name; None: this record has none."""
     drawn = PICTURES.get(family(record["what"]) or "")
-    return None if drawn is None or drawn(record) is None else f"performance_{record['what']}_{record['device']}.png"
+    if drawn is None or drawn(record) is None:
+        return None
+    # The README shows the network's, whose other records are parts of it, or training.
+    if family(record["what"]) == "link":
+        return report_link.PICTURE if record["what"] == "link" else None
+    return f"performance_{record['what']}_{record['device']}.png"
 
 
 def draw(record: Record, path: Path) -> None:
@@ -130,4 +137,5 @@ PICTURES: Mapping[str, Callable[[Record], Callable[[Path], None] | None]] = {
     "kernels": _kernels,
     "step": _step,
     "scale": _scale,
+    "link": report_link.picture,
 }

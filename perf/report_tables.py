@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-Record = Mapping[str, Any]
-Lines = list[str]
+import report_link
+from report_words import MISSED, MORE, SLOWER, Lines, Record, number, ratio_text, share_of, table
 
 # Names in the records, as perf/kernel_cases.py and perf/step_variants.py give them.
 OURS, NORMS = "ours", "ours, norms"
@@ -21,17 +21,8 @@ NATIVE, NATIVE_VIEWS, BF16 = "ours native", "ours native, views", "ours bf16"
 HOOK_BF16 = "fused_hook bf16, views"
 DECIDING = (NATIVE, NATIVE_VIEWS, BF16, HOOK_BF16)
 HEADLINE_PAIRS = ("fp32-bf16", "fp32-fp32", "bf16-bf16", "fp32-native", "bf16-native")
-SLOWER = "**slower**"
-MORE = "**more**"
-MISSED = "**MISSED**"
 # Of perf/bench_modes.py: what it measures once and again; the scenarios that a reader decides by.
 _MODE_BASE, _MODE_SUMMARY = "synchronous", ("pauses of 4, in turns", "always")
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Lines:
-    """Markdown; numbers to the right, the first column to the left."""
-    body = [f"| {' | '.join(row)} |" for row in rows]
-    return [f"| {' | '.join(headings)} |", f"| --- |{' ---: |' * (len(headings) - 1)}", *body]
 
 
 def origin(record: Record) -> Lines:
@@ -46,26 +37,9 @@ def origin(record: Record) -> Lines:
     ]
 
 
-def ratio_text(ratio: float | None) -> str:
-    """A time of ours as a share of another's; above 1 it is marked."""
-    if ratio is None:
-        return "-"
-    return f"{ratio:.2f} {SLOWER}" if ratio > 1.005 else f"{ratio:.2f}"
-
-
 def is_torchs(name: str) -> bool:
     """Whether a variant has nothing of ours in it: torch's own, or what is rebuilt where torch lacks it."""
     return name.startswith(("torch", "rebuilt"))
-
-
-def number(value: float | None, places: int = 2) -> str:
-    """A number, or a dash where there is none."""
-    return "-" if value is None else f"{round(value, places) + 0.0:,.{places}f}"  # + 0.0: no "-0.00"
-
-
-def share_of(value: float | None, whole: float) -> float | None:
-    """None where the whole is nothing that can be measured."""
-    return None if value is None or whole <= 0 else value / whole
 
 
 def kernels(record: Record) -> Lines:
@@ -434,6 +408,8 @@ def missed(record: Record) -> Lines:
             for one in record["verdicts"]
             if not one["met"]
         ]
+    if family(what) == "link":
+        return report_link.missed(record)
     if family(what) in ("modes", "data_parallel"):
         return [
             _not_judged(one) or f"{one['what']} {number(one['figure'])}, at most {one['most']:g}"
@@ -497,6 +473,8 @@ def summary(record: Record) -> Lines:
         return _kernels_summary(record)
     if what == "step" or (record["device"] != "cpu" and re.fullmatch(r"step-\d+ranks", what)):  # as many as GPUs
         return [*_step_summary(record), *_memory_summary(record)]
+    if what == "link":
+        return report_link.summary(record)
     if what == "clip":
         return _clip_summary(record)
     if what == "modes":
@@ -612,6 +590,7 @@ def _range(ratios: Sequence[float]) -> str:
 TABLES: Mapping[str, Callable[[Record], Lines]] = {
     "kernels": kernels,
     "step": step,
+    "link": report_link.link,
     "clip": clip,
     "host": host,
     "scale": scale,

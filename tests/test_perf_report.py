@@ -47,6 +47,7 @@ KERNELS = {
 }
 MODE = {key: [5.0, 6.0] for key in ("ms", "p20_ms", "p80_ms", "flush_ms")} | {"ratio": [1.0, 1.0]}
 WAY = {"median_ms": 2.0, "p20_ms": 1.5, "p80_ms": 2.5, "ratio_to_torch": None}
+STEP = {"failed": None, "wire": "bf16", "step_ms": 50.0}
 FINDING = {"what": "pack, one", "value": 0.5, "sign": ">=", "bound": 0.9, "unit": "x", "met": False}
 # By what, the least that its table wants.
 CONTENT: dict[str, dict[str, Any]] = {
@@ -84,6 +85,41 @@ CONTENT: dict[str, dict[str, Any]] = {
             {"what": "bf16, Many", "of": "torch DDP", "by": "ours bf16", "ratio": 1.75, "met": False, "required": 1.0},
             {"what": "memory of bf16 is more", "met": False},
             {"what": "native, Many", "met": None, "why_not": "it takes nothing"},
+        ],
+    },
+    "link": {
+        "ranks": 2,
+        "rounds": 9,
+        "links": [],
+        "training": [],
+        "ended_early": None,
+        "cells": [
+            {
+                "model": "resnet18",
+                "rate_mbit": 300,
+                "parameters": 2,
+                "elements": 16,
+                "not_published": None,
+                "bound_ms": {"native": 30.0, "bf16": 20.0, "fp16": 20.0},
+                "torch_best": {"native": "torch DDP", "bf16": "torch hook"},
+                "aa_ratio": 1.0,
+                "variants": {
+                    "no DDP": {**STEP, "step_ms": 10.0},
+                    "torch DDP": STEP,
+                    "torch hook": {**STEP, "step_ms": 40.0},
+                    "ours bf16": STEP,
+                },
+            }
+        ],
+        "verdicts": [
+            {
+                "what": "resnet18 at 300 Mbit/s, bf16",
+                "of": "torch hook",
+                "ours_ms": 50.0,
+                "torch_ms": 40.0,
+                "ratio": 1.25,
+            }
+            | {"bound_ms": 20.0, "required_ms": 36.0, "met": False}
         ],
     },
     "clip": {
@@ -198,6 +234,7 @@ CONTENT: dict[str, dict[str, Any]] = {
 MISSED = {
     "kernels": ["share of the copy is 0.500, at least 0.90"],
     "step-clip": ["1.75 of 'torch DDP', at most 1.00", "memory of bf16 is more", "native, Many: not judged, it takes"],
+    "link": ["resnet18 at 300 Mbit/s, bf16: 50 ms, 1.25 of 'torch hook', at most 36 ms"],
     "scale": ["reduction against bytes: it bends"],
     "schedule_cost": ["recording share 2.000%, less than 1.0%"],
     "prediction": ["rank correlation 0.50, at least 0.9", "median error 30.0%, at most 25%"],
@@ -212,6 +249,7 @@ MISSED = {
 LOST = {
     "kernels": "| cat | 1 | 1.25 **slower** |",
     "step-clip": "| 0.75 | 1.50 **slower** |",
+    "link": "| 300 Mbit/s | 10 | 50 | - | 0.60 | 40 | 1.25 **slower** |",
     "clip": "| 1.50 **slower** |",
     "host": "| 2.50 **slower** |",
     "scale": "**MISSED**: it bends",
@@ -285,6 +323,7 @@ def test_the_summary_is_a_dozen_lines_that_a_reader_decides_by(folder: Path) -> 
         "- `make gpu-check`: 1 of 2 stages ok, 0 of 1 demands met",
         "- pack, 2 cases, 2 of them **slower**: 1.25 to 1.25 of the time of the fastest of torch's ways; "
         "0.93 to 0.93 of a copy's rate",
+        "- a step of resnet18 at bf16, as a share of torch's best 16-bit hook's: 300 Mbit/s 1.25 **slower**",
         "- points of accuracy that a mode loses against synchronous, digits: asynchronous 1.25",
         "- always 5 times slower: a step of each rank, as a share of synchronous's: "
         "asynchronous 0.20 and 1.12 **slower**",
@@ -396,7 +435,8 @@ def test_what_is_written_by_hand_is_left_alone() -> None:
 
 def test_pictures_are_of_records_that_have_something_to_draw(folder: Path) -> None:
     names = {report_plots.name_of(record) for record in report.latest_records(folder)}
-    assert names - {None} == {f"performance_{what}_cpu.png" for what in ("kernels", "step-clip", "scale")}
+    drawn = {f"performance_{what}_cpu.png" for what in ("kernels", "step-clip", "scale")}
+    assert names - {None} == {*drawn, "link.png"}
     assert report_plots.name_of({**records.provenance("cpu"), "what": "scale", "sweeps": {}}) is None
 
 
