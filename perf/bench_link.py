@@ -41,6 +41,7 @@ import link_variants
 import models
 import records
 from records import BenchError
+from report_link import rate_name
 
 ROOM = Path(__file__).with_name("link_room.py")
 MODELS = ("resnet18", "gpt2-7m", "mlp-8m", "many:2000x64")
@@ -81,11 +82,20 @@ def jobs(asked: argparse.Namespace) -> list[dict[str, Any]]:
                     "variants": asked.variants,
                     "rounds": asked.rounds,
                     "warmup_rounds": asked.warmup,
+                    "trace": _trace_folder(asked.trace, model, rate),
                 }
                 for model in asked.models
             ]
         found += [{"rate_mbit": rate, "command": command} for command in each]
     return found
+
+
+def _trace_folder(trace: Path | None, model: str, rate_mbit: float | None) -> str | None:
+    if trace is None:
+        return None
+    return str(
+        trace.resolve() / f"{model}-{rate_name(rate_mbit)}".translate(str.maketrans({":": "-", " ": "", "/": "-"}))
+    )
 
 
 def room(settings: Mapping[str, object], limit_s: float) -> Iterator[dict[str, Any]]:
@@ -191,6 +201,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="resnet18 at 1 Gbit/s, five variants; no record by itself")
     parser.add_argument("--train", action="store_true", help=f"time to a loss: {', '.join(link_training.TASKS)}")
     parser.add_argument("--here", action="store_true", help="over the present network, as a rank that torchrun started")
+    parser.add_argument(
+        "--trace", type=Path, metavar="DIR", help="traces of ours, for `fusedreduce trace`, behind the rounds"
+    )
     parser.add_argument("--check", action="store_true", help="exit status 1 if a target is missed")
     parser.add_argument("--out", type=Path, help=f"folder for the JSON (default: perf/{records.RESULTS.name})")
     parser.add_argument("--rehearse", action="store_true", help="too small for numbers: the record says so")

@@ -55,6 +55,7 @@ class Rank:
                 link_bound.Link(**command["link"]),
                 self._sent_bytes,
                 warmup_rounds=command["warmup_rounds"],
+                trace=command["trace"],
             )
             return dataclasses.asdict(steps)
         if what == "train":

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import harness
 import link_bound
@@ -24,8 +25,11 @@ from step_training import Task, Training
 from step_variants import FLOOR, Variant
 from torch import nn
 
+import fusedreduce
+
 WARMUP_ROUNDS = 12  # ours looks at its times after a few steps and keeps to a plan from then on
 BARRIERS = 15
+TRACED_STEPS = 10
 
 
 class GradientClock:
@@ -66,6 +70,7 @@ def measure(
     sent_bytes: Callable[[], int],
     *,
     warmup_rounds: int = WARMUP_ROUNDS,
+    trace: str | None = None,
 ) -> Steps:
     """Every rank calls it alike.
 
@@ -76,15 +81,18 @@ def measure(
         link: for the bound.
         sent_bytes: reads the counter.
         warmup_rounds: before them, in which results are checked.
+        trace: a folder, where each of our wrappers leaves a trace of some more steps; None: nowhere.
 
     Raises:
         BenchError: something is wrong in what a variant left.
     """
     truth, new, _ = step_training.new_training(Task(model=model), torch.device("cpu"), dist.get_rank())
     clock = GradientClock()
-    cases = {}
+    cases, trainings = {}, {}
     for name, variant in variants.items():
-        made = new(name, dataclasses.replace(variant, build=clock.attach) if name == CLOCKED else variant)
+        trainings[name] = made = new(
+            name, dataclasses.replace(variant, build=clock.attach) if name == CLOCKED else variant
+        )
         cases[name] = _finite(name, made) if variant.wire == POWERSGD else made.case()
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     sent: dict[str, list[int]] = {name: [] for name in cases}
@@ -115,9 +123,21 @@ def measure(
                     case.check()
     finally:
         gc.unfreeze()
+    if trace is not None:
+        _record(trainings, Path(trace))
     elements = sum(numel for _, numel in readiness[0])
     bounds = _bounds(seconds, readiness, link)
     return Steps(parameters=len(truth.before), elements=elements, seconds=seconds, bytes=sent, bounds=bounds)
+
+
+def _record(trainings: Mapping[str, Training], folder: Path) -> None:
+    """A trace of each of our wrappers, for `fusedreduce trace`."""
+    for name, training in trainings.items():
+        if isinstance(training.model, fusedreduce.DistributedDataParallel):
+            with training.model.record_trace(folder / name.replace(" ", "-")):
+                for _ in range(TRACED_STEPS):
+                    dist.barrier()
+                    training.step()
 
 
 def _finite(name: str, training: Training) -> harness.Case:
