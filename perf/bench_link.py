@@ -1,7 +1,7 @@
 """Training steps over a real network on one machine: namespaces joined by links of a given rate.
 
     fusedreduce bench link                               # four models, five rates, every variant: most of an hour
-    fusedreduce bench link --quick                       # ResNet-18 at 1 Gbit/s, five variants: about a minute
+    fusedreduce bench link --quick                       # ResNet-18 at 1 Gbit/s, six ways: about a minute
     fusedreduce bench link --models mlp-8m --rates 300 2000 --variants "ours bf16" "batched copies, views"
     fusedreduce bench link --train --rates 1000          # time to a common loss, on digits and on Python's sources
     torchrun ... -m fusedreduce.cli bench link --here    # over the network between the machines that torchrun started
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import selectors
 import subprocess
 import time
@@ -93,9 +94,8 @@ def jobs(asked: argparse.Namespace) -> list[dict[str, Any]]:
 def _trace_folder(trace: Path | None, model: str, rate_mbit: float | None) -> str | None:
     if trace is None:
         return None
-    return str(
-        trace.resolve() / f"{model}-{rate_name(rate_mbit)}".translate(str.maketrans({":": "-", " ": "", "/": "-"}))
-    )
+    name = f"{model}-{rate_name(rate_mbit)}".replace(" ", "")
+    return str(trace.resolve() / re.sub(r"[^\w.]", "-", name))
 
 
 def room(settings: Mapping[str, object], limit_s: float) -> Iterator[dict[str, Any]]:
@@ -198,7 +198,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=link_steps.WARMUP_ROUNDS, help="rounds before them, not timed")
     parser.add_argument("--ranks", type=int, default=2, help="each with a core of its own (default: 2)")
     parser.add_argument("--limit-s", type=float, help=f"everything is killed after that (default: {LIMIT_S:.0f})")
-    parser.add_argument("--quick", action="store_true", help="resnet18 at 1 Gbit/s, five variants; no record by itself")
+    parser.add_argument("--quick", action="store_true", help="resnet18 at 1 Gbit/s, few variants; no record by itself")
     parser.add_argument("--train", action="store_true", help=f"time to a loss: {', '.join(link_training.TASKS)}")
     parser.add_argument("--here", action="store_true", help="over the present network, as a rank that torchrun started")
     parser.add_argument(
