@@ -28,7 +28,7 @@ OPS: tuple[Op, ...] = ("mean", "sum")
 Wire = Literal["native", "bf16", "fp16"]
 CheckFinite = Literal["off", "count", "raise"]
 CHECKS_FINITE: tuple[CheckFinite, ...] = ("off", "count", "raise")
-WIRES: Mapping[str, str | None] = {"native": None, "bf16": "bfloat16", "fp16": "float16"}  # torch's names
+WIRES: Mapping[Wire, str | None] = {"native": None, "bf16": "bfloat16", "fp16": "float16"}  # torch's names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -189,6 +189,8 @@ def fault_of(words: list[str]) -> str:
             return missing_option(options, script) if script.is_file() else f"there is no command {command}"
         case ["python" | "torchrun", *rest] if "-m" in rest:
             module, *options = rest[rest.index("-m") + 1 :]
+            if module == "fusedreduce.cli":
+                return fault_of(["fusedreduce", *options])
             spec = importlib.util.find_spec(module) if module.startswith("fusedreduce.") else None
             if spec is None or spec.origin is None:
                 return f"there is no module {module}" if module.startswith("fusedreduce.") else ""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from fusedreduce.config import WIRES
+from fusedreduce.config import WIRES, wire_dtype
 from fusedreduce.errors import TraceError
 from fusedreduce.kernels import dispatch
 from fusedreduce.kernels.table import ChunkTable, PointerTable
@@ -137,7 +137,7 @@ def of_trace(folder: Path) -> Backward:
 
 def copy_costs(device: torch.device) -> dict[str, tuple[Linear, Linear]]:
     """Packing and unpacking of fp32 gradients on this device, by wire, as straight lines in its bytes."""
-    return {wire: _copies(device, dtype or torch.float32) for wire, dtype in WIRES.items()}
+    return {wire: _copies(device, wire_dtype(wire) or torch.float32) for wire in WIRES}
 
 
 def _copies(device: torch.device, dtype: torch.dtype) -> tuple[Linear, Linear]:
@@ -165,7 +165,8 @@ def forecast(backward: Backward, costs: Mapping[str, Costs]) -> list[Row]:
         costs: of a bucket, by wire.
     """
     rows = []
-    for wire, dtype in WIRES.items():
+    for wire in WIRES:
+        dtype = wire_dtype(wire)
         share = min(1.0, dtype.itemsize / backward.itemsize_bytes) if dtype else 1.0
         wire_bytes = tuple(round(size * share) for size in backward.problem.size_bytes)
         asked = dataclasses.replace(backward.problem, wire_bytes=wire_bytes, costs=costs[wire])

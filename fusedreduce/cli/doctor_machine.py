@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from fusedreduce.config import WIRES
+from fusedreduce.config import WIRES, wire_dtype
 from fusedreduce.kernels import dispatch, reference
 from fusedreduce.kernels.table import ChunkTable, PointerTable
 from fusedreduce.planning.layout import aligned_layout
@@ -78,13 +78,13 @@ def machine_findings(known: dict[str, Any]) -> list[Finding]:
 def check_kernels(device: torch.device) -> Finding:
     """Whether pack and unpack leave the right bits on a device, for every wire."""
     began = time.monotonic()
-    mixed = [(name, dtype or torch.float32, _MIXED) for name, dtype in WIRES.items()]
+    mixed = [(name, wire_dtype(name) or torch.float32, _MIXED) for name in WIRES]
     wrong: list[str] = []
     paths = set()
-    for name, wire_dtype, dtypes in (*mixed, ("native", torch.float64, (torch.float64,))):
+    for name, wire, dtypes in (*mixed, ("native", torch.float64, (torch.float64,))):
         try:
             with _current(device), dispatch.count_launches() as launched:
-                problem = _compare(device, wire_dtype, dtypes)
+                problem = _compare(device, wire, dtypes)
             paths |= {launch.path for launch in launched}
         except Exception as error:
             problem = one_line(error)

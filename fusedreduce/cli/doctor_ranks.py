@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fusedreduce.comm.agreement import ranks_text
 from fusedreduce.comm.aside import KeyValueStore
 from fusedreduce.comm.store import listen_or_connect
-from fusedreduce.config import WIRES
+from fusedreduce.config import WIRES, wire_dtype
 from fusedreduce.planning.costs import Linear, fit
 
 from . import measure
@@ -142,9 +142,9 @@ def measure_link(device: torch.device) -> dict[str, Any]:
     """
     size = dist.get_world_size()
     rows = []
-    for wire, dtype in WIRES.items():
+    for wire in WIRES:
         for size_bytes in SIZES_BYTES:
-            ms = _all_reduce_ms(size_bytes, dtype or torch.float32, device)
+            ms = _all_reduce_ms(size_bytes, wire_dtype(wire) or torch.float32, device)
             rate = 2 * (size - 1) / size * size_bytes * 8 / ms / 1e6
             rows.append({"wire": wire, "bytes": size_bytes, "ms": ms, "gbit_per_s": rate})
     latency_us = _all_reduce_ms(4, torch.float32, device) * 1e3
