@@ -32,6 +32,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """As torch's. The hook takes the place of the wire that was installed."""
+        self._check_comm_hook(hook)
         self._give_way(getattr(hook, "__qualname__", repr(hook)))
         super().register_comm_hook(state, hook)
 

@@ -60,7 +60,7 @@ def main() -> None:
         "ours imported": sorted(name for name in ("torch", "argparse", "typing") if name in sys.modules),
         "relative": os.path.exists(os.path.basename(__file__)),
         "unbuffered": sys.stdout.line_buffering,
-        "finder": str(importlib.util.find_spec("json").origin),
+        "finder": getattr(importlib.util.find_spec("json"), "origin", None),
     }
     if "--child" in sys.argv:
         with multiprocessing.get_context("spawn").Pool(1) as pool:

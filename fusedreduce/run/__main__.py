@@ -48,15 +48,17 @@ def main(argv: Sequence[str]) -> NoReturn:
         options.read(environment)
         if not program or program in (["-m"], ["--"]):
             raise ValueError("no program was given: a script, -m and a module, or -- and a command")
-        if program[0] == "--":
-            blind, program = _blind_flags(program[1:]), program[1:]
-        else:
-            program = [sys.executable, *_interpreter_flags(), *program]
+        launches = program[0] == "--"
+        program = program[1:] if launches else program
+        if launches:
+            blind = _blind_flags(program)
         if blind:
             raise ValueError(
                 f"python -{blind[0]} reads no PYTHONPATH or no sitecustomize, by which the program and what it starts "
                 "are reached: leave that flag out, or call fusedreduce.install() in the script"
             )
+        if not launches:
+            program = [sys.executable, *_interpreter_flags(), *program]
     except ValueError as error:
         parser.error(str(error))
     _set(environment)

@@ -19,6 +19,8 @@ from fusedreduce.reducer import Reducer
 
 from . import options
 
+# Of a step: a smaller share is no loss that the planner's model could tell.
+_LEAST_LOSS = 0.01
 _begun = False
 
 
@@ -98,8 +100,9 @@ class Told(installed.Installation):
     def _at_end(self) -> None:
         for end in self._live:
             end()
-        if self._ended and not self._quiet:
-            _print(last_line(self._ended))
+        ended, self._ended = self._ended, []
+        if ended and not self._quiet:
+            _print(last_line(ended))
 
 
 def first_line(module: str, reducer: Reducer) -> str:
@@ -111,9 +114,7 @@ def first_line(module: str, reducer: Reducer) -> str:
         rounded = "" if sent == native else f", though gradients are rounded to {config.wire}"
         parts.append(f"nothing travels{rounded}")
     else:
-        parts.append(
-            f"{_megabytes(sent)} of gradients a step" + (f" for {_megabytes(native)}" if sent != native else "")
-        )
+        parts.append(f"{_amount(sent)} of gradients a step" + (f" for {_amount(native)}" if sent != native else ""))
     if reducer.find_unused_parameters and not reducer.static_graph:
         parts.append("no plan is learned, because of find_unused_parameters=True")
     if reducer.gradient_as_bucket_view and not reducer.has_views:
@@ -124,31 +125,24 @@ def first_line(module: str, reducer: Reducer) -> str:
 def last_line(ended: Sequence[Ended]) -> str:
     """What all reducers of this process have done."""
     steps = sum(one.steps for one in ended)
-    parts = [f"{steps} step{'s' if steps > 1 else ''}" + (f" of {len(ended)} wrappers" if len(ended) > 1 else "")]
+    parts = [f"{steps} step{'s' if steps > 1 else ''}" + (f" of {len(ended)} reducers" if len(ended) > 1 else "")]
     sums = [one for one in ended if one.wire_bytes is not None and one.ranks > 1]
     native, sent = (
         sum(one.steps * one.native_bytes for one in sums),
         sum(one.steps * (one.wire_bytes or 0) for one in sums),
     )
     if sums and native != sent:
-        parts.append(
-            f"{_megabytes(sent)} of gradients travelled for {_megabytes(native)} ({1 - sent / native:.0%} less)"
-        )
+        parts.append(f"{_amount(sent)} of gradients travelled for {_amount(native)} ({1 - sent / native:.0%} less)")
     elif sums:
-        parts.append(f"{_megabytes(sent)} of gradients travelled, in their own dtype")
+        parts.append(f"{_amount(sent)} of gradients travelled, in their own dtype")
     if any(one.wire_bytes is None for one in ended):
         parts.append("a comm hook decided what travelled")
     longest = max(ended, key=lambda one: one.steps)
     if longest.forecast is not None:
         backward, finish, theirs = longest.forecast
-        parts.append(
-            f"{1 - backward / finish:.0%} of the time from backward to the last gradient is exposed, as planned"
-        )
-        if theirs < finish:
-            parts.append(
-                f"the planner expects torch's own class to be {finish - theirs:.1f} ms a step ahead on this link, "
-                "should its copies cost nothing"
-            )
+        parts.append(f"{1 - backward / finish:.0%} of backward and reduction exposed, by the planner's model")
+        if finish - theirs > _LEAST_LOSS * finish:
+            parts.append(f"which expects torch's own class to be up to {finish - theirs:.1f} ms a step ahead here")
     return "; ".join(parts)
 
 
@@ -158,8 +152,11 @@ def _bytes(reducer: Reducer) -> tuple[int, int]:
     return sum(one.numel() * one.element_size() for one in dense), sum(map(reducer.config.wire_bytes, dense))
 
 
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.2f} MB"
+def _amount(size_bytes: int) -> str:
+    for unit, one in (("GB", 1e9), ("MB", 1e6)):
+        if size_bytes >= one:
+            return f"{size_bytes / one:.2f} {unit}"
+    return f"{size_bytes / 1e3:.2f} kB"
 
 
 def _rank(otherwise: int) -> int:
