@@ -85,7 +85,7 @@ def relinked(text: str, folder: PurePosixPath, page: PurePosixPath) -> str:
 
 
 def read_from_checkout(app: Sphinx, name: str, content: list[str]) -> None:
-    """Puts README.md and CONTRIBUTING.md in front of what their pages hold, and mends the links of all pages."""
+    """Shows README.md and CONTRIBUTING.md, with the toctrees of their pages, and mends the links of all pages."""
     page = PurePosixPath("docs", app.env.doc2path(name, base=False))
     if page.suffix != ".md":
         return
@@ -93,8 +93,9 @@ def read_from_checkout(app: Sphinx, name: str, content: list[str]) -> None:
     for file, shown_as in OUTSIDE.items():
         if name == shown_as:
             app.env.note_dependency(str(DOCS.parent / file))
-            text = (DOCS.parent / file).read_text()
-            content[0] = relinked(text, PurePosixPath(), page) + "\n" + content[0].partition("\n")[2]
+            text = relinked((DOCS.parent / file).read_text(), PurePosixPath(), page)
+            _, fence, toctree = content[0].partition("```{toctree}")
+            content[0] = f"{text}\n{fence}{toctree}"
 
 
 def keep_indented_blocks(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
