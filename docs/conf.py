@@ -25,8 +25,6 @@ version = release = fusedreduce.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_static"]
-# Pages that a toctree names ahead of their being written.
-suppress_warnings = ["toc.not_readable"]
 
 myst_heading_anchors = 6  # links to headings as git hosts name them
 default_role = "py:obj"  # docstrings put code in single backticks: a link where it names something, else just code
