@@ -204,7 +204,7 @@ def missing_option(words: list[str], script: Path) -> str:
     text = "".join(source.read_text() for source in sources)
     fields = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(fusedreduce.ReduceConfig)}
     for word in words:
-        if word == "--" or word.endswith(".py"):
+        if word in ("--", "-m") or word.endswith(".py"):
             break
         option = word.partition("=")[0]
         if option.startswith("--") and option not in {"--help", *fields} and f'"{option}"' not in text:
