@@ -165,6 +165,7 @@ def take(said: Mapping[str, Any], found: Found, *, shared_cores: bool, counted: 
             link_cells.show(cell)
         else:
             run = {"task": command["task"], "variant": command["variant"], "rate_mbit": said["job"]["rate_mbit"]}
+            run["not_published"] = link_cells.not_published(found.links[-1], shared_cores)
             found.training.append({**run, **answers[0]})
             link_cells.show_training(found.training[-1])
 

@@ -29,6 +29,7 @@ BURST_S = 1e-3
 MISSED_SHARE = 0.03  # of the nominal rate: a link that is off by more is not published
 BELOW_SHARE = 0.02  # a median below the bound by more than that is no measurement
 WIRE_SLACK_SHARE, WIRE_SLACK_BYTES = 0.06, 64 * 1024  # headers, acknowledgements, padding, the agreements of a step
+BARRIER_BYTES = 1024  # by how much a barrier's own bytes, which are taken off, may differ from one to the next
 TARGET_MODELS = ("resnet18", "gpt2-7m", "mlp-8m")
 TARGET_RATES_MBIT = (300, 1000)
 TARGET_SHARE = {"bf16": 0.90, "native": 0.95}
@@ -110,7 +111,7 @@ def step_bound_s(
 def wrong_bytes(sent_bytes: float, numel: int, wire: str, ranks: int) -> str | None:
     """What is wrong with the bytes that all ranks together put on the wire in a step; None: nothing."""
     must = ranks * must_send_bytes(numel, wire, ranks)
-    if sent_bytes < must:
+    if sent_bytes < must - ranks * BARRIER_BYTES:
         return f"{sent_bytes:,.0f} bytes on the wire, {must:,.0f} are needed"
     if sent_bytes > must * (1 + WIRE_SLACK_SHARE) + ranks * WIRE_SLACK_BYTES:
         return f"{sent_bytes:,.0f} bytes on the wire, {must:,.0f} are needed: more than headers explain"

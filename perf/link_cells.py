@@ -87,7 +87,7 @@ def cell(
         "rate_mbit": link["rate_mbit"],
         "parameters": answers[0]["parameters"],
         "elements": elements,
-        "not_published": _not_published(link, shared_cores),
+        "not_published": not_published(link, shared_cores),
         "bound_ms": bounds_ms,
         "torch_best": link_variants.torch_best(medians, found),
         "aa_ratio": link_variants.noise(medians),
@@ -115,7 +115,7 @@ def _failed(
     return None if sent_bytes is None else link_bound.wrong_bytes(sent_bytes, elements, variant.wire, ranks)
 
 
-def _not_published(link: Mapping[str, Any], shared_cores: bool) -> str | None:
+def not_published(link: Mapping[str, Any], shared_cores: bool) -> str | None:
     """Why a cell is not shown, nor judged; None: it is."""
     if shared_cores:
         return "shared cores"

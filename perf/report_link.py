@@ -133,8 +133,15 @@ def _training(runs: Sequence[Mapping[str, Any]]) -> Lines:
             number(run["step_ms"], 1),
         ]
         for run in runs
+        if run["not_published"] is None
     ]
-    return ["Training to a loss:", "", *table(["what", "loss", "seconds", "steps", "ms a step"], rows), ""]
+    reasons = dict.fromkeys(
+        f"{rate_name(run['rate_mbit'])}, {run['not_published']}" for run in runs if run["not_published"] is not None
+    )
+    hidden = [line for reason in reasons for line in (f"Not shown: {reason}.", "")]
+    if not rows:
+        return hidden
+    return ["Training to a loss:", "", *table(["what", "loss", "seconds", "steps", "ms a step"], rows), "", *hidden]
 
 
 def _verdicts(verdicts: Sequence[Mapping[str, Any]]) -> Lines:

@@ -2,9 +2,9 @@
 
 Much of their time, tests with rank processes wait for sleeps and timeouts, and those of the kernels keep one core
 busy: on two cores, both at once take little longer than one of them. The second process runs what was collected from
-the files in BESIDE, which start no rank processes and demand nothing of a clock that a busy machine would not give.
-It writes its reports to a file, and the first, when it is through with everything else, reads them: one list of
-tests, one summary, one JUnit file.
+the files in BESIDE, which start no rank processes (but for test_link.py's, which wait for imports most of their few
+seconds) and demand nothing of a clock that a busy machine would not give. It writes its reports to a file, and the
+first, when it is through with everything else, reads them: one list of tests, one summary, one JUnit file.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ BESIDE = frozenset(
         "kernels",
         "launch_path",
         "layout",
+        "link",
         "local_group",
         "local_reducer",
         "modes",

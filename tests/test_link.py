@@ -23,6 +23,7 @@ import torch
 import bench_link
 import link_bound
 import link_cells
+import link_here
 import link_network
 import link_steps
 import link_variants
@@ -87,7 +88,8 @@ def test_bytes_on_the_wire_are_what_a_variant_must_send_and_headers() -> None:
     assert link_bound.must_send_bytes(1000, "fp16", 4) == 3000.0
     numel = 10**7
     assert link_bound.wrong_bytes(80e6, numel, "native", 2) is None
-    assert link_bound.wrong_bytes(80e6 - 1, numel, "native", 2) == "79,999,999 bytes on the wire, 80,000,000 are needed"
+    assert link_bound.wrong_bytes(80e6 - 2048, numel, "native", 2) is None
+    assert link_bound.wrong_bytes(79e6, numel, "native", 2) == "79,000,000 bytes on the wire, 80,000,000 are needed"
     assert link_bound.wrong_bytes(80e6 * 1.06 + 2**17, numel, "native", 2) is None
     assert "more than headers explain" in str(link_bound.wrong_bytes(80e6, numel, "bf16", 2))
 
@@ -192,10 +194,11 @@ def record(**changed: Any) -> dict[str, Any]:
 def test_the_page_has_ratios_the_bound_and_what_is_lost(tmp_path: Path) -> None:
     found = cell(ours_bf16=[0.5] * 3)
     run = {"task": "digits", "variant": "ours bf16", "rate_mbit": 300, "target": 0.15, "steps": 7, "step_ms": 2.0}
+    run |= {"not_published": None, "reached_s": None}
     made = record(
         cells=[found],
         links=[LINK],
-        training=[{**run, "reached_s": None}, {**run, "reached_s": 1.25}],
+        training=[run, {**run, "reached_s": 1.25}, {**run, "rate_mbit": None, "not_published": "shared cores"}],
         verdicts=link_bound.verdicts([found]),
         ended_early="--limit-s 9 was reached",
     )
@@ -203,6 +206,7 @@ def test_the_page_has_ratios_the_bound_and_what_is_lost(tmp_path: Path) -> None:
     assert "| 1 Gbit/s | 100 | 800 | 0.88 | 0.75 | 480 | 1.04 **slower** | - | - | 0.83 | 200 / - | - |" in page
     assert "| 1 Gbit/s | 956 | 1.000 | 16 MiB 964 |" in page
     assert "| digits, 300 Mbit/s, ours bf16 | 0.15 | not reached | 7 | 2.0 |" in page and "| 1.2 | 7 |" in page
+    assert "Not shown: unlimited, shared cores." in page and "digits, unlimited" not in page
     assert "| resnet18 at 1000 Mbit/s, bf16 | 500 | 480 | 400 | 432 | **MISSED** |" in page
     assert "Not all was measured: --limit-s 9 was reached." in page
     assert report_link.missed(made) == [
@@ -280,6 +284,12 @@ def test_gradients_are_clocked_in_the_order_in_which_they_are_ready() -> None:
     model(*models.batch("mlp", 0, torch.device("cpu"))).backward()
     assert [numel for _, numel in clock.ready][-2:] in ([512, 784 * 512], [784 * 512, 512])
     assert len(clock.ready) == 8 and clock.ready == sorted(clock.ready, key=lambda one: one[0])
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert link_here.interface_of("127.0.0.1") == "lo"
+    with pytest.raises(BenchError, match="GLOO_SOCKET_IFNAME"):
+        link_here.interface_of("203.0.113.9")
 
 
 # Namespaces
