@@ -77,6 +77,7 @@ def cell(
             "step_ms": spread.median_ms,
             "step_p20_ms": spread.p20_ms,
             "step_p80_ms": spread.p80_ms,
+            "cpu_ms": statistics.median(map(max, *(one["cpu_seconds"][name] for one in answers))) * 1e3,
             "sent_bytes": sent,
             "failed": _failed(variant, spread.median_ms, bounds_ms, sent if counted else None, elements, ranks),
             "samples_ms": [round(one * 1e3, 3) for one in steps_s],
@@ -146,12 +147,14 @@ def show(cell: Mapping[str, Any]) -> None:
     print(f"{cell['elements']:,} elements; bound, ms: {bounds}; the same twice: {noise}")
     if cell["not_published"] is not None:
         print(f"  not published: {cell['not_published']}")
-    print(f"  {'variant':56} {'step ms':>8} {'p20':>8} {'p80':>8} {'/ bound':>8} {'/ torch':>8} {'sent MB':>8}")
+    print(
+        f"  {'variant':56} {'step ms':>8} {'p20':>8} {'p80':>8} {'/ bound':>8} {'/ torch':>8} {'cpu ms':>8} {'sent MB':>8}"
+    )
     for name, row in cell["variants"].items():
         line = f"  {name:56} {row['step_ms']:8.1f} {row['step_p20_ms']:8.1f} {row['step_p80_ms']:8.1f}"
         of_bound, of_torch = ratios(cell, name)
         line += "".join(f" {'-' if one is None else f'{one:.3f}':>8}" for one in (of_bound, of_torch))
-        line += f" {row['sent_bytes'] / 1e6:8.1f}"
+        line += f" {row['cpu_ms']:8.1f} {row['sent_bytes'] / 1e6:8.1f}"
         print(line + (f"  FAILED: {row['failed']}" if row["failed"] is not None else ""))
 
 

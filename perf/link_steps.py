@@ -53,11 +53,12 @@ class GradientClock:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What one rank found of one model: per variant the seconds and the bytes sent of each round, and the bounds."""
+    """What one rank found of one model: of each variant and round seconds, those of its core, bytes; and the bounds."""
 
     parameters: int
     elements: int
     seconds: dict[str, list[float]]
+    cpu_seconds: dict[str, list[float]]
     bytes: dict[str, list[int]]
     bounds: dict[str, list[float]]
 
@@ -95,6 +96,7 @@ def measure(
         )
         cases[name] = _finite(name, made) if variant.wire == POWERSGD else made.case()
     seconds: dict[str, list[float]] = {name: [] for name in cases}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in cases}
     sent: dict[str, list[int]] = {name: [] for name in cases}
     readiness: list[list[tuple[float, int]]] = []
     barrier_bytes = _barrier_bytes(sent_bytes)
@@ -110,12 +112,13 @@ def measure(
                 clock.ready.clear()
                 dist.barrier()
                 before = sent_bytes()
-                begin_s = time.perf_counter()
+                cpu_begin_s, begin_s = time.process_time(), time.perf_counter()  # the former of all threads, Gloo's too
                 case.run()
-                elapsed_s = time.perf_counter() - begin_s
+                elapsed_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - cpu_begin_s
                 dist.barrier()
                 if round_number >= 0:
                     seconds[name].append(elapsed_s)
+                    cpu_seconds[name].append(cpu_s)
                     sent[name].append(sent_bytes() - before - barrier_bytes)
                     if name == CLOCKED:
                         readiness.append([(ready_s - begin_s, numel) for ready_s, numel in clock.ready])
@@ -127,7 +130,14 @@ def measure(
         _record(trainings, Path(trace))
     elements = sum(numel for _, numel in readiness[0])
     bounds = _bounds(seconds, readiness, link)
-    return Steps(parameters=len(truth.before), elements=elements, seconds=seconds, bytes=sent, bounds=bounds)
+    return Steps(
+        parameters=len(truth.before),
+        elements=elements,
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        bytes=sent,
+        bounds=bounds,
+    )
 
 
 def _record(trainings: Mapping[str, Training], folder: Path) -> None:

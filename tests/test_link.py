@@ -113,6 +113,7 @@ def answer(**seconds: list[float]) -> dict[str, Any]:
         "parameters": 3,
         "elements": 10_000_000,
         "seconds": named,
+        "cpu_seconds": dict(named),
         "bytes": {name: [need.get(wires[name], 10)] * 3 for name in named},
         "bounds": {"native": [0.6] * 3, "bf16": [0.4] * 3, "fp16": [0.4] * 3},
     }
@@ -135,6 +136,7 @@ def cell(**changed: list[float]) -> dict[str, Any]:
     for rank in (one, other):
         for hook in ("torch bf16_compress_hook", "torch fp16_compress_hook"):
             rank["seconds"][hook] = [0.5 if "bf16" in hook else 0.48] * 3
+            rank["cpu_seconds"][hook] = [0.1, 0.2, 0.3]
             rank["bytes"][hook] = [20_000_000] * 3
     return link_cells.cell("resnet18", LINK, [one, other], shared_cores=False)
 
@@ -144,6 +146,7 @@ def test_a_cell_is_as_slow_as_its_slowest_rank_and_compares_equal_bytes() -> Non
     row = found["variants"]["ours native"]
     assert row["samples_ms"] == [700.0, 900.0, 800.0] and row["step_ms"] == pytest.approx(800.0)
     assert row["sent_bytes"] == 80_000_000 and row["failed"] is None
+    assert found["variants"]["torch bf16_compress_hook"]["cpu_ms"] == pytest.approx(200.0)
     assert found["torch_best"] == {
         "native": "torch DDP, views",
         "bf16": "torch fp16_compress_hook",
