@@ -26,7 +26,7 @@ PAGE = DOCS / "performance.md"
 README = records.CHECKOUT / "README.md"
 # Benchmarks of a table, by the block of the page that it is in.
 BLOCKS = tuple(name.replace("_", "-") for name in report_tables.TABLES)
-MISSED, SUMMARY = "missed", "summary"
+MISSED, SUMMARY, HEADLINE = "missed", "summary", "headline"
 ONLY_CPU = ("clip", "link", "schedule", "prediction", "modes")
 _BEGIN = re.compile(r"<!-- begin (?P<name>[a-z-]+)\b[^>]*-->\n")
 NO_GPU = "No result on a GPU yet."
@@ -69,6 +69,7 @@ def blocks(found: Sequence[Record]) -> dict[str, str]:
         made[name] = "\n".join(lines).strip()
     made[MISSED] = _listed(found, report_tables.missed, "Nothing that was measured missed what it was to reach.")
     made[SUMMARY] = _summary(found)
+    made[HEADLINE] = _headline(found)
     return made
 
 
@@ -93,6 +94,12 @@ def _summary(found: Sequence[Record]) -> str:
     if all(record["device"] == "cpu" for record in found):
         paragraphs.append(NO_GPU)
     return "\n\n".join(paragraphs)
+
+
+def _headline(found: Sequence[Record]) -> str:
+    """Of the latest record over links of given rates: what a step takes."""
+    lines = [line for record in found if record["what"] == "link" for line in _of(report_link.headline, record)]
+    return "\n".join(f"- {line}" for line in lines) or NOTHING
 
 
 def _of(lines: Callable[[Record], Lines], record: Record) -> Lines:
@@ -163,7 +170,7 @@ def pages(found: Sequence[Record]) -> dict[Path, tuple[str, str]]:
     made = blocks(found)
     texts = {PAGE: PAGE.read_text(), README: README.read_text()}
     return {
-        path: (text, filled(text, made, needed=[*BLOCKS, MISSED, SUMMARY] if path == PAGE else [SUMMARY]))
+        path: (text, filled(text, made, needed=[*BLOCKS, MISSED, SUMMARY] if path == PAGE else [HEADLINE]))
         for path, text in texts.items()
     }
 

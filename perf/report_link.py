@@ -11,6 +11,7 @@ from report_words import MISSED, Lines, Record, number, ratio_text, table
 PICTURE = "link.png"
 NATIVE, BF16, FP16, HOOK = "ours native", "ours bf16", "ours fp16", "fused_hook bf16, views"
 LOCAL = "no DDP"
+HEADLINE_MBIT = 1000
 POWERSGD = ("torch PowerSGD rank 1", "torch PowerSGD rank 4")
 FAILED = "failed"
 TITLES = {"resnet18": "ResNet-18", "gpt2-7m": "GPT, 6.9 M parameters", "mlp-8m": "MLP, 8.4 M parameters"}
@@ -190,6 +191,19 @@ def summary(record: Record) -> Lines:
         if words:
             lines.append(f"a step of {model} at bf16, as a share of torch's best 16-bit hook's: {', '.join(words)}")
     return lines
+
+
+def headline(record: Record) -> Lines:
+    """For the README: by model what a step takes at 1 Gbit/s, beside torch's."""
+    lines = []
+    for cell in record["cells"]:
+        best = cell["torch_best"]
+        times = [_ms(cell, name) for name in (BF16, best.get("native"), best.get("bf16"))]
+        if cell["rate_mbit"] == HEADLINE_MBIT and cell["not_published"] is None and None not in times:
+            ours, native, hook = (number(one, 0) for one in times)
+            title = TITLES.get(cell["model"], cell["model"])
+            lines.append(f"{title}: **{ours} ms** a step, where torch's DDP takes {native} and its best 16-bit hook {hook}")
+    return lines[:3]
 
 
 def picture(record: Record) -> Callable[[Path], None] | None:

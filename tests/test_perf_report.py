@@ -282,7 +282,7 @@ def test_the_pages_are_what_the_records_give() -> None:
 
 def test_every_benchmark_has_a_block_and_every_block_a_place() -> None:
     made = report.blocks([])
-    assert set(made) == {*report.BLOCKS, report.MISSED, report.SUMMARY}
+    assert set(made) == {*report.BLOCKS, report.MISSED, report.SUMMARY, report.HEADLINE}
     text = report.filled(report.PAGE.read_text(), made, needed=[*report.BLOCKS, report.MISSED])
     assert report.filled(text, made) == text
     assert set(report.pages([])) == {report.PAGE, report.README}
@@ -345,6 +345,23 @@ def test_the_summary_of_a_gpu_has_the_whole_matrix_or_the_headline_and_steps_of_
     assert "- synchronising Many, 1 ranks" in said
     assert report.NO_GPU not in said
     assert report.blocks([record, record | {"what": "kernels"}])[report.SUMMARY].count("- pack, 2 cases") == 1
+
+
+def test_the_readme_has_what_a_step_takes_at_1_gbit_and_hides_what_is_not_published(tmp_path: Path) -> None:
+    (cell,) = CONTENT["link"]["cells"]
+    said = "- ResNet-18: **50 ms** a step, where torch's DDP takes 50 and its best 16-bit hook 40"
+    for change, expected in (
+        ({"rate_mbit": 1000}, said),
+        ({}, report.NOTHING),
+        ({"rate_mbit": 1000, "not_published": "shared cores"}, report.NOTHING),
+        (
+            {"rate_mbit": 1000, "variants": cell["variants"] | {"ours bf16": {**STEP, "failed": "wrong"}}},
+            report.NOTHING,
+        ),
+    ):
+        content = CONTENT["link"] | {"cells": [cell | change]}
+        record = records.read(records.write(tmp_path, "link", "cpu", **content))
+        assert report.blocks([record])[report.HEADLINE] == expected
 
 
 def test_names_are_those_of_the_records() -> None:
