@@ -147,9 +147,8 @@ def show(cell: Mapping[str, Any]) -> None:
     print(f"{cell['elements']:,} elements; bound, ms: {bounds}; the same twice: {noise}")
     if cell["not_published"] is not None:
         print(f"  not published: {cell['not_published']}")
-    print(
-        f"  {'variant':56} {'step ms':>8} {'p20':>8} {'p80':>8} {'/ bound':>8} {'/ torch':>8} {'cpu ms':>8} {'sent MB':>8}"
-    )
+    headings = ("step ms", "p20", "p80", "/ bound", "/ torch", "cpu ms", "sent MB")
+    print(f"  {'variant':56} {' '.join(f'{heading:>8}' for heading in headings)}")
     for name, row in cell["variants"].items():
         line = f"  {name:56} {row['step_ms']:8.1f} {row['step_p20_ms']:8.1f} {row['step_p80_ms']:8.1f}"
         of_bound, of_torch = ratios(cell, name)
