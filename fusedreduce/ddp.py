@@ -331,6 +331,7 @@ class DistributedDataParallel(TorchDDP):
         native = dataclasses.replace(config, wire="native", op="mean")
         if native == config or not hasattr(self, "reducer") or self._ours().has_comm_hook:
             return ""
+        admission.check_mode(config.sync_mode, {"a comm hook": True})
         reducer = self._ours()
         reducer.check_finalized()
         if reducer.state is ReducerState.ARMED:

@@ -22,7 +22,7 @@ from typing import Any
 CASE_TIMEOUT_S = 120.0
 GROUP_TIMEOUT_S = 60.0
 RANKS_ENVIRONMENT = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "fusedreduce", "pytest", "hook_cases", "ddp_cases"]
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "fusedreduce._public", "pytest", "hook_cases", "ddp_cases"]
 
 
 class RankPool:

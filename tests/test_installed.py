@@ -178,10 +178,37 @@ def test_a_hook_between_forward_and_backward_is_refused() -> None:
     assert made.reduce_config.wire == "native"
 
 
+def test_a_mode_that_excludes_hooks_keeps_its_wire() -> None:
+    config = ReduceConfig(wire="bf16", sync_mode=fusedreduce.BoundedStaleness(1))
+    fusedreduce.install(config)
+    made = DDP(model())
+    with pytest.raises(ValueError, match="a comm hook"):
+        made.register_comm_hook(None, half_hook)
+    assert isinstance(made, installed.DistributedDataParallel) and made.reduce_config == config
+
+
 def test_mixed_precision_has_its_own_hook() -> None:
     fusedreduce.install(BF16)
     made = DDP(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
     assert isinstance(made, installed.DistributedDataParallel) and made.reduce_config.wire == "native"
+
+
+def test_a_wire_that_the_backend_cannot_sum_falls_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    def check_wire(_: object, dtype: torch.dtype, device: torch.device) -> None:
+        asked.append(dtype)
+        if dtype is torch.bfloat16:
+            raise fusedreduce.UnsupportedWireError("no bfloat16 here")
+
+    monkeypatch.setattr("fusedreduce.comm.distributed.ProcessGroupCommunicator.check_wire", check_wire)
+    fusedreduce.install(BF16, fallback=True)
+    assert type(DDP(model())) is DDP and asked == [torch.bfloat16]
+    assert "no bfloat16 here" in caplog.records[0].message
+    fusedreduce.install(fallback=True)
+    assert isinstance(DDP(model().double()), installed.DistributedDataParallel) and asked[1:] == [torch.float64]
 
 
 @pytest.mark.parametrize("why", ["cap", "mode", "plan", "asynchronous"])
@@ -273,7 +300,7 @@ def test_the_last_line() -> None:
     ended = process.Ended(100, 8, 4_000_000, 2_000_000, Forecast(80.0, 100.0, 90.0))
     assert process.last_line([ended]) == (
         "100 steps; 200.00 MB of gradients travelled for 400.00 MB (50% less); 20% of backward and reduction exposed, "
-        "by the planner's model; which expects torch's own class to be up to 10.0 ms a step ahead here"
+        "by the planner's model; by which torch's own class may be up to 10.0 ms a step faster here"
     )
     native = ended._replace(wire_bytes=4_000_000, forecast=Forecast(80.0, 100.0, 120.0))
     assert process.last_line([native]) == (

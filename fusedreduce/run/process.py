@@ -65,7 +65,7 @@ class Told(installed.Installation):
     def __init__(self, asked: options.Options) -> None:
         super().__init__(asked.config, asked.fallback)
         self._quiet = asked.quiet
-        self._rank = int(os.environ.get("RANK", "0"))
+        self._is_first = os.environ.get("RANK", "0") == "0"
         self._live: list[weakref.finalize[..., Any]] = []
         self._ended: list[Ended] = []
         # Unlike what atexit is given this also runs in processes that multiprocessing forks.
@@ -74,7 +74,7 @@ class Told(installed.Installation):
     def wrapped(self, made: installed.DistributedDataParallel) -> None:
         """Says so of the first one. Each reducer is held as long as its wrapper, for what it has counted."""
         reducer = made._ours()
-        first, self._rank = not self._live, _rank(self._rank)
+        first, self._is_first = not self._live, self._is_rank_0()
         end = weakref.finalize(made, self._note, reducer)
         end.atexit = False
         self._live.append(end)
@@ -88,11 +88,15 @@ class Told(installed.Installation):
 
     def warn(self, text: str) -> None:
         """On stderr of rank 0."""
-        if _rank(self._rank) == 0:
+        if self._is_rank_0():
             _print(text)
 
+    def _is_rank_0(self) -> bool:
+        """Of the default group; as it was, or as the environment has it, where there is none (any more)."""
+        return dist.get_rank() == 0 if dist.is_initialized() else self._is_first
+
     def _note(self, reducer: Reducer) -> None:
-        if self._rank == 0 and reducer.steps:
+        if self._is_first and reducer.steps:
             native, sent = _bytes(reducer)
             ranks, forecast = reducer.communicator.size, reducer.forecast()
             self._ended.append(Ended(reducer.steps, ranks, native, None if reducer.has_comm_hook else sent, forecast))
@@ -142,7 +146,7 @@ def last_line(ended: Sequence[Ended]) -> str:
         backward, finish, theirs = longest.forecast
         parts.append(f"{1 - backward / finish:.0%} of backward and reduction exposed, by the planner's model")
         if finish - theirs > _LEAST_LOSS * finish:
-            parts.append(f"which expects torch's own class to be up to {finish - theirs:.1f} ms a step ahead here")
+            parts.append(f"by which torch's own class may be up to {finish - theirs:.1f} ms a step faster here")
     return "; ".join(parts)
 
 
@@ -157,10 +161,6 @@ def _amount(size_bytes: int) -> str:
         if size_bytes >= one:
             return f"{size_bytes / one:.2f} {unit}"
     return f"{size_bytes / 1e3:.2f} kB"
-
-
-def _rank(otherwise: int) -> int:
-    return dist.get_rank() if dist.is_initialized() else otherwise
 
 
 def _print(text: str) -> None:

@@ -2,16 +2,16 @@
 
 Takes the folder off sys.path, has torch's DistributedDataParallel make wrappers of ours once torch defines it, and
 gives way to the sitecustomize that would have been imported without it. Neither torch nor fusedreduce is imported here.
-"""
 
-from __future__ import annotations
+Written so that any Python 3 reads it: a script may start tools that have one of their own.
+"""
 
 import os
 import sys
 
 TYPE_CHECKING = False  # as type checkers read it; every Python that is started would have to import `typing`
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any
@@ -23,31 +23,34 @@ class _Finder:
     """Finds that one module as it would be found without this, and has `_patch` see it once it is executed."""
 
     def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
         if name != _MODULE:
             return None
         for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
                 if spec.loader is not None:
                     self._watch(spec.loader)
                 return spec
         return None
 
-    def _watch(self, loader: Any) -> None:
-        execute: Callable[[ModuleType], None] = loader.exec_module
+    def _watch(self, loader: "Any") -> None:
+        execute = loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
+        def exec_module(module: "ModuleType") -> None:
             del loader.exec_module  # the loader's own again
+            execute(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-            execute(module)
             _patch(module)
 
         loader.exec_module = exec_module
 
 
-def _patch(module: Any) -> None:
+def _patch(module: "Any") -> None:
     """Has torch's class start fusedreduce when it is first called: torch itself is still being imported here."""
     import atexit
     import functools
@@ -56,7 +59,7 @@ def _patch(module: Any) -> None:
     torch_init = kind.__init__
 
     @functools.wraps(torch_init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: "Any", *args: "Any", **kwargs: "Any") -> None:
         from fusedreduce.run import process
 
         process.initialise(__init__, torch_init, self, args, kwargs)
@@ -71,8 +74,8 @@ def _warn_if_unused(pid: int) -> None:
     if pid != os.getpid() or c10d is None or "fusedreduce.run.process" in sys.modules:
         return
     started = c10d.is_initialized() or getattr(c10d, "_default_pg_init_method", None) is not None
-    rank = c10d.get_rank() if c10d.is_initialized() else int(os.environ.get("RANK", "0"))
-    if started and rank == 0 and sys.stderr is not None:
+    rank = str(c10d.get_rank()) if c10d.is_initialized() else os.environ.get("RANK", "0")
+    if started and rank == "0" and sys.stderr is not None:
         sys.stderr.write(
             "fusedreduce: this program made no torch.nn.parallel.DistributedDataParallel, so nothing was changed\n"
         )
