@@ -101,6 +101,7 @@ class Installation:
 _installation: Installation | None = None
 # What `install` has put in the place of torch's `__init__`, and that.
 _placed: tuple[Callable[..., None], Callable[..., None]] | None = None
+_decided = False
 
 
 def install(config: ReduceConfig | None = None, *, fallback: bool = False) -> None:
@@ -134,15 +135,16 @@ def install(config: ReduceConfig | None = None, *, fallback: bool = False) -> No
 
 def uninstall() -> None:
     """torch's DistributedDataParallel makes its own wrappers again; those that were made stay as they are."""
-    global _installation, _placed
+    global _installation, _placed, _decided
+    _decided = True
     if _placed is not None and TorchDDP.__init__ is _placed[0]:  # else another library has wrapped what we placed
         TorchDDP.__init__ = _placed[1]  # type: ignore[method-assign]
     _installation = _placed = None
 
 
-def is_installed() -> bool:
-    """Whether `install` holds."""
-    return _installation is not None
+def is_decided() -> bool:
+    """Whether this program has called `install` or `uninstall` itself."""
+    return _decided
 
 
 def hold(placed: Callable[..., None], torch_init: Callable[..., None], installation: Installation) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import subprocess
-import sys
 
 import torch
 import torch.distributed as dist
@@ -49,7 +47,7 @@ def weights(wrap: str, epochs: int, workers: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--launch", nargs="+", default=["env"])  # or subprocess, spawn, forkserver
+    parser.add_argument("--launch", nargs="+", default=["env"])  # or spawn, forkserver
     parser.add_argument("--wrap", default="torch", choices=("torch", "none"))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--port", type=int, default=29500)
@@ -59,14 +57,6 @@ def main() -> None:
     for method in arguments.launch:
         if method == "env":
             train(0, arguments)
-        elif method == "subprocess":
-            group = {"WORLD_SIZE": str(arguments.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(arguments.port)}
-            ranks = [
-                subprocess.Popen([sys.executable, *sys.orig_argv[1:2]], env={**os.environ, **group, "RANK": str(rank)})
-                for rank in range(arguments.ranks)
-            ]
-            statuses = [one.wait() for one in ranks]
-            assert not any(statuses)
         else:
             mp.start_processes(  # type: ignore[attr-defined]
                 train, args=(arguments,), nprocs=arguments.ranks, start_method=method

@@ -253,6 +253,28 @@ def told(capsys: pytest.CaptureFixture[str], *, quiet: bool = False) -> process.
     return installation
 
 
+@pytest.mark.parametrize(("says", "wire"), [("nothing", "bf16"), ("install", "fp16"), ("uninstall", None)])
+def test_what_the_program_says_counts_in_place_of_the_command(
+    monkeypatch: pytest.MonkeyPatch, says: str, wire: str | None
+) -> None:
+    monkeypatch.setattr(process, "_begun", False)
+    monkeypatch.setattr(installed, "_decided", False)
+    monkeypatch.setenv("FUSEDREDUCE_WIRE", "bf16")
+
+    def placed(self: DDP, *args: Any, **kwargs: Any) -> None:  # by site/sitecustomize.py
+        process.initialise(placed, TORCH_INIT, self, args, kwargs)
+
+    monkeypatch.setattr(DDP, "__init__", placed)
+    if says == "install":
+        fusedreduce.install(ReduceConfig(wire="fp16"))
+    elif says == "uninstall":
+        fusedreduce.uninstall()
+    made = DDP(model())
+    assert made.reduce_config.wire == wire if isinstance(made, installed.DistributedDataParallel) else wire is None
+    fusedreduce.uninstall()
+    assert type(DDP(model())) is DDP
+
+
 def test_rank_0_tells_what_it_wraps_and_what_came_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     installation = told(capsys)
     first, second = DDP(model()), DDP(model(), find_unused_parameters=True)

@@ -32,7 +32,7 @@ def initialise(
     if not _begun:
         _begun = True
         asked = options.read(os.environ)
-        if not installed.is_installed():  # else by the script itself, whose word counts
+        if not installed.is_decided():  # what the program itself says counts
             installed.hold(placed, torch_init, Told(asked))
     installed.initialise(torch_init, made, args, kwargs)
 
