@@ -151,9 +151,10 @@ def verdicts(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if cell["not_published"] is not None:
             continue
         for wire, share in TARGET_SHARE.items():
-            ours, best = cell["variants"].get(f"ours {wire}"), cell["torch_best"].get(wire)
-            if ours is None or best is None:
+            name, best = cell["ours_best"].get(wire), cell["torch_best"].get(wire)
+            if name is None or best is None:
                 continue
+            ours = cell["variants"][name]
             target = Target(
                 ours_ms=ours["step_ms"],
                 torch_ms=cell["variants"][best]["step_ms"],

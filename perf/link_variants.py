@@ -4,17 +4,18 @@ no DDP                                  each rank alone; beside it the same with
 torch DDP's four forms                  with and without views, with and without batched copies
 torch's 16-bit hooks                    with and without views, and with batched copies; one of these twice
 torch PowerSGD rank 1, rank 4           an approximation: it is timed, and its gradients are only to be finite
-ours native, bf16, fp16; the hook       the wrapper by wire, without views; fused_hook on torch's DDP
+ours native, bf16, fp16; the hook       the wrapper by wire, native with views too; fused_hook on torch's DDP
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 
 import harness
 import step_variants
 from records import BenchError
-from step_variants import BF16, FLOOR, FP16, HOOK_BF16, NATIVE, TORCH_HOOKS, Variant
+from step_variants import BF16, FLOOR, FP16, HOOK_BF16, NATIVE, NATIVE_VIEWS, TORCH_HOOKS, Variant
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
@@ -22,12 +23,12 @@ CLOCKED = "no DDP, clocked"
 POWERSGD = "powersgd"  # as Variant.wire: of no dtype
 POWERSGD_RANKS = (1, 4)
 POWERSGD_START = 2  # steps that are averaged exactly first; torch takes no fewer
-OURS = (NATIVE, BF16, FP16, HOOK_BF16)
+OURS = (NATIVE, NATIVE_VIEWS, BF16, FP16, HOOK_BF16)
 ONE_BUCKET_MB = 100_000
 # Where nothing but the wire decides, the quickest of torch's; it takes part twice.
 STRONGEST = step_variants.batched_hook("bf16", TORCH_HOOKS["bf16"])[0]
 AGAIN = f"{STRONGEST}, again"
-QUICK = (harness.torch_batched(views=True)[0], STRONGEST, AGAIN, NATIVE, BF16)
+QUICK = (harness.torch_batched(views=True)[0], STRONGEST, AGAIN, NATIVE, NATIVE_VIEWS, BF16)
 # What only the step benchmark asks.
 _LEFT_OUT = ("torch allreduce_hook, views", step_variants.NOOP, step_variants.TORCH_AGAIN)
 
@@ -77,6 +78,13 @@ def torch_best(medians_ms: dict[str, float], found: dict[str, Variant]) -> dict[
         if rivals:
             best[wire] = min(rivals, key=medians_ms.__getitem__)
     return best
+
+
+def ours_best(medians_ms: dict[str, float], found: Collection[str]) -> dict[str, str]:
+    """By wire the quickest of ours; where none has a time, the first that took part."""
+    forms = {"native": (NATIVE, NATIVE_VIEWS), "bf16": (BF16,), "fp16": (FP16,)}
+    taken = {wire: [name for name in names if name in found] for wire, names in forms.items()}
+    return {wire: min(names, key=lambda name: medians_ms.get(name, math.inf)) for wire, names in taken.items() if names}
 
 
 def noise(medians_ms: dict[str, float]) -> float | None:

@@ -157,6 +157,10 @@ def test_a_cell_is_as_slow_as_its_slowest_rank_and_compares_equal_bytes() -> Non
     assert of_bound == pytest.approx(1.025) and of_torch == pytest.approx(0.41 / 0.48)
     assert link_cells.ratios(found, "torch PowerSGD rank 1") == (None, None)
     assert found["variants"]["torch PowerSGD rank 1"]["failed"] is None  # it sends less: no bound is its own
+    assert found["ours_best"] == {"native": "ours native", "bf16": "ours bf16"}
+    with_views = answer(**{**TIMES, "ours_native__views": [0.65] * 3})
+    [judged] = link_bound.verdicts([link_cells.cell("resnet18", LINK, [with_views] * 2, shared_cores=False)])
+    assert judged["what"].endswith(", native") and judged["ours_ms"] == pytest.approx(650.0)
     bf16, native = link_bound.verdicts([found])
     assert bf16["what"] == "resnet18 at 1000 Mbit/s, bf16" and bf16["met"] and bf16["of"] == "torch fp16_compress_hook"
     assert native["ratio"] == pytest.approx(1.0) and native["met"] is False
@@ -271,7 +275,7 @@ def test_options_that_make_no_sense_are_one_error(monkeypatch: pytest.MonkeyPatc
 
 def test_what_takes_part_is_what_the_page_names() -> None:
     found = link_variants.variants()
-    assert {report_link.LOCAL, report_link.NATIVE, report_link.BF16, report_link.FP16, report_link.HOOK} <= set(found)
+    assert {report_link.LOCAL, report_link.BF16, report_link.FP16, report_link.HOOK} <= set(found)
     assert {*report_link.POWERSGD, *link_variants.QUICK, *bench_link.TRAINED} <= set(found)
     assert sum(one.side == "torch" and one.wire == "native" for one in found.values()) == 4
     for wire in ("bf16", "fp16"):

@@ -102,6 +102,7 @@ CONTENT: dict[str, dict[str, Any]] = {
                 "not_published": None,
                 "bound_ms": {"native": 30.0, "bf16": 20.0, "fp16": 20.0},
                 "torch_best": {"native": "torch DDP", "bf16": "torch hook"},
+                "ours_best": {"bf16": "ours bf16"},
                 "aa_ratio": 1.0,
                 "variants": {
                     "no DDP": {**STEP, "step_ms": 10.0},
