@@ -20,12 +20,14 @@ from typing import NamedTuple
 
 import pytest
 
+import fusedreduce
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # From the top: a file imports from lines below its own only, or from its own folder. `fusedreduce` itself,
 # the public names, stands under the command line, which uses them as anybody does.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("cli", "run"),
+    ("cli", "integrations", "run"),
     ("__init__",),
     ("_public",),
     ("installed",),
@@ -185,6 +187,18 @@ def planning_is_pure(source: Source) -> list[str]:
     return _imports_outside(source, "planning", PLANNING_MAY_IMPORT, PLANNING_MAY_IMPORT_OF_OURS)
 
 
+def integrations_use_public_names(source: Source) -> list[str]:
+    """integrations/ imports of ours what `fusedreduce` itself offers, and its own files."""
+    if source.layer != "integrations":
+        return []
+    public = {f"fusedreduce.{name}" for name in fusedreduce.__all__}
+    return [
+        source.fault(node, f"imports {name}, which is not one of fusedreduce's public names")
+        for node, name in imports(source)
+        if layer_of(name) not in (None, "integrations") and name not in public
+    ]
+
+
 def _imports_outside(source: Source, layer: str, others: set[str], ours: set[str]) -> list[str]:
     if source.layer != layer:
         return []
@@ -283,6 +297,7 @@ RULES: tuple[Rule, ...] = (
     imports_go_down,
     kernels_stand_alone,
     planning_is_pure,
+    integrations_use_public_names,
     torch_distributed_has_one_caller,
     triton_is_guarded_once,
     only_the_command_line_prints,
@@ -308,6 +323,8 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
     (planning_is_pure, "fusedreduce/planning/layout.py", "import torch"),
     (planning_is_pure, "fusedreduce/planning/layout.py", "from ..kernels.table import ChunkTable"),
     (planning_is_pure, "fusedreduce/planning/layout.py", "from fusedreduce.comm import protocol"),
+    (integrations_use_public_names, "fusedreduce/integrations/lightning.py", "from fusedreduce.fold import Folder"),
+    (integrations_use_public_names, "fusedreduce/integrations/lightning.py", "from ..clip import clip_grad_norm_"),
     (torch_distributed_has_one_caller, "fusedreduce/exchange.py", "import torch.distributed as dist"),
     (torch_distributed_has_one_caller, "fusedreduce/exchange.py", "from torch import distributed"),
     (torch_distributed_has_one_caller, "fusedreduce/comm/local.py", "from torch.distributed import ReduceOp"),
@@ -330,6 +347,7 @@ GOOD: tuple[tuple[str, str], ...] = (
     ("fusedreduce/cli/__init__.py", "import fusedreduce\nimport torch.distributed\nprint(fusedreduce)"),
     ("fusedreduce/cli/demo.py", "try:\n    import matplotlib\nexcept ImportError: ..."),
     ("fusedreduce/__init__.py", "from .hook import fused_hook"),
+    ("fusedreduce/integrations/lightning.py", "import lightning\nfrom fusedreduce import Reducer\nfrom . import parts"),
     ("fusedreduce/hook.py", "from torch.distributed import GradBucket\nfrom . import exchange"),
     ("fusedreduce/comm/distributed.py", "import torch.distributed\nfrom .protocol import Communicator"),
     ("fusedreduce/unused.py", "wait_for(self._pending, what, self._communicator)"),
