@@ -1,8 +1,9 @@
-# make demo | test | docs | conformance | check | compile | clean: each sets up what it needs in .venv, once.
+# make demo | test | docs | conformance | integrations | check | compile | clean: each sets up what it needs, once.
 # make gpu-check uses what the machine has: a GPU, torch and triton.
 #
 #   PYTHON=python3.12     the interpreter to build .venv with (default: the first fit one on PATH)
-#   ARGS="--steps 20"     arguments for `fusedreduce demo`, tests/conformance/run.py or perf/gpu_check.py
+#   ARGS="--steps 20"     arguments for `fusedreduce demo`, tests/conformance/run.py, tests/integrations/run_pages.py or
+#                         perf/gpu_check.py
 #   GPU_PYTHON=python3.12 the interpreter of gpu-check (default: python3)
 
 PYTHON ?=
@@ -13,11 +14,13 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # One install serves every target: the test extra contains the others, and a second set-up would save little.
 STAMP := $(VENV)/.installed
+# The frameworks of docs/frameworks, in an environment of their own: they bring many packages, with bounds of their own.
+FRAMEWORKS := .venv-integrations
 PERF := $(if $(wildcard perf/*.py),perf)
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs conformance check compile gpu-check clean
+.PHONY: help demo test docs conformance integrations check compile gpu-check clean
 .DELETE_ON_ERROR:
 
 # A caller's settings that would aim Python or pip past .venv.
@@ -56,10 +59,11 @@ help:
 	@echo "make test         install into $(VENV) and run every check and every test"
 	@echo "make docs         build the documentation as a site, in out/site; a warning is an error"
 	@echo "make conformance  run torch's own DDP tests against ours (ARGS=\"--world 3\", ARGS=\"--hook bf16\", ...)"
+	@echo "make integrations  run docs/frameworks with the real packages, in $(FRAMEWORKS) (ARGS=\"ray\", ARGS=\"accelerate trainer\", ...)"
 	@echo "make gpu-check    with this machine's python3, torch and triton: all that only an NVIDIA GPU can say, in 9 minutes"
 	@echo "make check        lint, format and types only"
 	@echo "make compile      every kernel compiled for every architecture, and its machine code checked"
-	@echo "make clean        remove $(VENV) and everything else that was made here"
+	@echo "make clean        remove $(VENV), $(FRAMEWORKS) and everything else that was made here"
 
 $(STAMP): pyproject.toml constraints.txt Makefile
 	@if ! $(PY) -c "$$FIT_PYTHON" 2>/dev/null || ! $(PY) -m pip --version >/dev/null 2>&1; then \
@@ -114,11 +118,28 @@ conformance: $(STAMP)
 	@echo "==> torch's own DDP tests $(ARGS)"
 	@$(PY) tests/conformance/run.py $(ARGS)
 
+# torch first, alone: asked for beside packages that depend on it, pip may look for it in their words, and find a build
+# with CUDA.
+$(FRAMEWORKS)/.installed: $(STAMP) $(wildcard tests/integrations/*.txt)
+	@echo "==> installing the frameworks into $(FRAMEWORKS) (once; 2 GB and some minutes)"
+	@rm -rf $(FRAMEWORKS) && $(PY) -m venv $(FRAMEWORKS)
+	@$(FRAMEWORKS)/bin/python -m pip install --quiet --constraint tests/integrations/constraints.txt pip setuptools
+	@$(FRAMEWORKS)/bin/python -m pip install --quiet $$(grep -o '^torch==.*' tests/integrations/constraints.txt)
+	@$(FRAMEWORKS)/bin/python -m pip install --quiet --constraint tests/integrations/constraints.txt \
+	  --requirement tests/integrations/requirements.txt
+	@$(FRAMEWORKS)/bin/python -m pip install --quiet --constraint tests/integrations/constraints.txt \
+	  --no-build-isolation --editable .
+	@pwd -P >$@
+
+integrations: $(FRAMEWORKS)/.installed
+	@echo "==> frameworks $(ARGS)"
+	@env -u TRITON_INTERPRET $(FRAMEWORKS)/bin/python tests/integrations/run_pages.py $(ARGS)
+
 gpu-check:
 	@echo "==> what only a GPU can say $(ARGS)"
 	@env -u TRITON_INTERPRET $(if $(PYTHONPATH),PYTHONPATH="$(PYTHONPATH)") $(GPU_PYTHON) perf/gpu_check.py $(ARGS)
 
 clean:
-	@echo "==> removing $(VENV), out/, build outputs and caches"
-	@rm -rf $(VENV) out build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@echo "==> removing $(VENV), $(FRAMEWORKS), out/, build outputs and caches"
+	@rm -rf $(VENV) $(FRAMEWORKS) out build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -path ./.git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """Cases for `make integrations`: Accelerate and the Hugging Face Trainer, with torch's wrapper and with `install()`.
 
-    torchrun --nproc-per-node=2 accelerate_cases.py
+    torchrun --standalone --nproc-per-node=2 accelerate_cases.py
 
 Each case trains twice from the same seed, on the same two ranks, and demands the same losses, weights and state-dict
 keys, bit for bit; where clipping is folded into the optimizer, within CLIPPING_BOUND.
@@ -80,7 +80,9 @@ def accelerator(**kwargs: Any) -> Accelerator:
 def net() -> nn.Sequential:
     """A small network, the same on every call."""
     torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.BatchNorm1d(64), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4))
+    return nn.Sequential(
+        nn.Linear(16, 64), nn.ReLU(), nn.BatchNorm1d(64), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)
+    )
 
 
 def data(samples: int = 96) -> torch.utils.data.DataLoader[Any]:

@@ -1,6 +1,6 @@
 """Cases for `make integrations`: trainings under Lightning's "ddp" and under ours, on the same two ranks.
 
-    torchrun --nproc-per-node=2 lightning_cases.py lightning        (or pytorch_lightning)
+    torchrun --standalone --nproc-per-node=2 lightning_cases.py lightning        (or pytorch_lightning)
 
 Each case trains twice from the same seed and demands the same losses, weights and state-dict keys, bit for bit. Where
 clipping is folded into the optimizer, or a loss is scaled, the last bits may differ: the bound stands at the case.
