@@ -80,13 +80,14 @@ def test_what_is_compared() -> None:
         (exact, {"losses": [1.0, 0.51], "weights": "a"}),
         (exact, {"losses": [1.0, 0.5], "weights": "b"}),
         (exact, {**reference, "wrapper": "torch.nn.parallel.distributed"}),
-        (exact, {**reference, "resumed": True}),
-        (exact, {**reference, "keys": ["module.weight"]}),
+        (exact, {**reference, "resumed": False}),
         (rounded, {"losses": [1.0, 0.6], "weights": "b"}),
         (rounded, reference),
     ):
         with pytest.raises(run_pages.Failed):
             run_pages.compared(one, reference, found)
+    with pytest.raises(run_pages.Failed, match="other keys"):
+        run_pages.compared(exact, {**reference, "keys": ["a"]}, {**reference, "keys": ["module.a"]})
 
 
 def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
