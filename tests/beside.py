@@ -44,6 +44,7 @@ BESIDE = frozenset(
         "gpu",
         "gpu_local",
         "gpu_observed",
+        "integrations",
         "installed",
         "kernels",
         "launch_path",
