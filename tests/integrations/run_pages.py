@@ -76,6 +76,7 @@ class Failed(Exception):
 
 def main() -> int:
     """Runs the parts that are named, or all; the exit status."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as SIGINT does: what runs is ended on the way out
     asked = sys.argv[1:]
     unknown = set(asked) - {part.name for part in PARTS}
     if unknown:
