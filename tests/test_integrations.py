@@ -16,9 +16,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from test_packaging import ROOT
 
 import fusedreduce.integrations
+from fusedreduce.integrations import lightning_parts
 
 sys.path.append(str(ROOT / "tests" / "integrations"))
 import pages
@@ -44,6 +46,29 @@ def test_a_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatc
 
 def test_the_folder_itself_imports_nothing() -> None:
     assert [name for name in vars(fusedreduce.integrations) if not name.startswith("__")] in ([], ["lightning_parts"])
+
+
+def test_what_folds() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    folding = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]
+    assert all(lightning_parts.can_fold(kind(weights, lr=0.1, fused=True)) for kind in folding)
+    assert not any(lightning_parts.can_fold(kind(weights, lr=0.1)) for kind in folding)
+    assert not lightning_parts.can_fold(torch.optim.Adagrad(weights, fused=True))
+    mixed = torch.optim.AdamW([{"params": weights, "fused": False}], fused=True)
+    assert not lightning_parts.can_fold(mixed)
+
+
+def test_names_of_strategies() -> None:
+    seen: dict[str, Any] = {}
+
+    class Registry:
+        def register(self, name: str, strategy: type, **kwargs: Any) -> None:
+            seen[name] = (strategy, kwargs["reduce"].wire, kwargs.get("find_unused_parameters", False))
+
+    lightning_parts.register(Registry(), str)
+    assert seen["fused_ddp"] == (str, "native", False)
+    assert seen["fused_ddp_bf16_find_unused_parameters_true"] == (str, "bf16", True)
+    assert len(seen) == 6
 
 
 def test_every_page_is_run_and_no_other() -> None:
