@@ -25,7 +25,8 @@ def train(cls: Any, *, whole: bool, **kwargs: Any) -> Results:
     """Eight steps."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 4))
+    middle = [layer for _ in range(3) for layer in (nn.Linear(512, 512), nn.GELU())]
+    model: Any = nn.Sequential(nn.Linear(16, 512), nn.GELU(), *middle, nn.Linear(512, 4))
     if not whole:
         model = torch.compile(model, backend=BACKEND)
     ddp = cls(model, **kwargs)
@@ -55,8 +56,8 @@ def compiled_wrapper() -> str:
 
 
 def compiled_wrapper_small_buckets() -> str:
-    """With so small buckets that Dynamo splits the graph."""
-    return demand_same(whole=True, bucket_cap_mb=0.05)
+    """Small enough for Dynamo to split the graph. (Below 1 MiB, its first bucket's size, it fails with torch's wrapper too.)"""
+    return demand_same(whole=True, bucket_cap_mb=1)
 
 
 def compiled_module() -> str:
