@@ -1,7 +1,9 @@
 """`make integrations`: every script of docs/frameworks, and the cases beside this file, with the real packages.
 
-    python tests/integrations/run_pages.py            everything; writes docs/frameworks/record.md
-    python tests/integrations/run_pages.py ray        the pages and cases so called; writes nothing
+    python tests/integrations/run_pages.py            everything
+    python tests/integrations/run_pages.py ray        the pages and cases so called
+
+What was run is written into docs/frameworks/record.md, in the place of what the same parts had there.
 
 Each script runs as its page says, with torch's wrapper and with ours, at wire native and bf16, and by `fusedreduce.run`
 where the page has that. Losses and weights must be equal bit for bit at native; with bf16 every loss must be within
@@ -87,9 +89,8 @@ def main() -> int:
             for row in run_cases(part) if part.cases else run_page(part):
                 print(f"{'ok    ' if row.passed else 'FAILED'} {row.part}: {row.what}: {row.result}", flush=True)
                 rows.append(row)
-    if not asked:
-        RECORD.write_text(record(rows))
-        print(f"written: {RECORD.relative_to(ROOT)}")
+    RECORD.write_text(record(rows, RECORD.read_text() if RECORD.exists() else ""))
+    print(f"written: {RECORD.relative_to(ROOT)}")
     failed = sum(not row.passed for row in rows)
     print(f"{len(rows) - failed} passed, {failed} failed")
     return 1 if failed else 0
@@ -138,7 +139,7 @@ def compared(run: Run, reference: dict[str, Any] | None, found: dict[str, Any]) 
     if run.exact:
         if any(theirs != mine for theirs, mine in pairs):
             raise Failed(f"losses differ: {pairs}")
-        if found.get("weights") != reference.get("weights"):
+        if found["weights"] != reference["weights"]:
             raise Failed("weights differ")
         return f"{len(pairs)} losses and the weights equal to torch's, bit for bit{notes}"
     apart = max(abs(theirs - mine) / abs(theirs) for theirs, mine in pairs)
@@ -230,27 +231,30 @@ def versions_of(part: Part) -> str:
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in part.packages)
 
 
-def record(rows: list[Row]) -> str:
-    """The page."""
+def record(rows: list[Row], before: str) -> str:
+    """The page, with the rows of `before` where a part was not run now."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
+    machine = f"{platform.python_version()}, {os.cpu_count()} cores"
+    when = f"{datetime.date.today()} {commit or 'unknown'}"
+    ran = {row.part for row in rows}
     lines = [
-        "# The last run of `make integrations`",
-        "",
-        f"Written by the run, on {datetime.date.today()}, of commit {commit or 'unknown'}; not by hand. 2 ranks, CPU,",
-        f"Gloo, torch {importlib.metadata.version('torch')}, Python {platform.python_version()},"
-        f" {os.cpu_count()} cores.",
-        f"{sum(row.passed for row in rows)} passed, {sum(not row.passed for row in rows)} failed.",
-        "",
-        "| part | package | what | result | s |",
-        "|---|---|---|---|---|",
+        one for one in before.splitlines() if one.startswith("| ") and one.split(" | ")[0][2:] not in {*ran, "part"}
     ]
     for row in rows:
         result = ("" if row.passed else "**failed** ") + row.result.replace("|", "/").replace("\n", " ")
         seconds = f"{row.seconds:.0f}" if row.seconds else ""
-        lines.append(f"| {row.part} | {row.packages} | {row.what} | {result} | {seconds} |")
-    return "\n".join(lines) + "\n"
+        lines.append(f"| {row.part} | {row.packages} | {row.what} | {result} | {seconds} | {when} |")
+    order = [part.name for part in PARTS]
+    lines.sort(key=lambda one: order.index(one.split(" | ")[0][2:]))
+    return f"""# The last runs of `make integrations`
+
+Written by the runs, not by hand. 2 ranks, CPU, Gloo, torch {importlib.metadata.version("torch")}, Python {machine}.
+
+| part | package | what | result | s | when, of which commit |
+|---|---|---|---|---|---|
+""" + "".join(f"{one}\n" for one in lines)
 
 
 if __name__ == "__main__":
