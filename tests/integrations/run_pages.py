@@ -246,7 +246,6 @@ def record(rows: list[Row], before: str) -> str:
         result = ("" if row.passed else "**failed** ") + row.result.replace("|", "/").replace("\n", " ")
         seconds = f"{row.seconds:.0f}" if row.seconds else ""
         lines.append(f"| {row.part} | {row.packages} | {row.what} | {result} | {seconds} | {when} |")
-    order = [part.name for part in PARTS]
     lines.sort(key=lambda one: order.index(one.split(" | ")[0][2:]))
     return f"""# The last runs of `make integrations`
 
