@@ -56,7 +56,7 @@ def compiled_wrapper() -> str:
 
 
 def compiled_wrapper_small_buckets() -> str:
-    """Small enough for Dynamo to split the graph. (Below its first bucket's size, 1 MiB, it fails, with torch's too.)"""
+    """Small enough for Dynamo to split the graph. (Below 1 MiB, its first bucket, it fails, with torch's too.)"""
     return demand_same(whole=True, bucket_cap_mb=1)
 
 

@@ -238,10 +238,9 @@ def record(rows: list[Row], before: str) -> str:
     ).stdout.strip()
     machine = f"{platform.python_version()}, {os.cpu_count()} cores"
     when = f"{datetime.date.today()} {commit or 'unknown'}"
-    ran = {row.part for row in rows}
-    lines = [
-        one for one in before.splitlines() if one.startswith("| ") and one.split(" | ")[0][2:] not in {*ran, "part"}
-    ]
+    order = [part.name for part in PARTS]
+    kept = set(order) - {row.part for row in rows}
+    lines = [one for one in before.splitlines() if one.removeprefix("| ").split(" | ")[0] in kept]
     for row in rows:
         result = ("" if row.passed else "**failed** ") + row.result.replace("|", "/").replace("\n", " ")
         seconds = f"{row.seconds:.0f}" if row.seconds else ""
