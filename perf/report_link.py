@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,9 @@ def link(record: Record) -> Lines:
             "",
         ]
     for model in dict.fromkeys(cell["model"] for cell in record["cells"]):
-        lines += _model([cell for cell in record["cells"] if cell["model"] == model])
+        lines += _model([cell for cell in _by_rate(record["cells"]) if cell["model"] == model])
     if record["links"]:
-        lines += _links(record["links"])
+        lines += _links(_by_rate(record["links"]))
     if record["training"]:
         lines += _training(record["training"])
     if record["verdicts"]:
@@ -47,6 +48,11 @@ def link(record: Record) -> Lines:
     if record["ended_early"] is not None:
         lines += [f"Not all was measured: {record['ended_early']}.", ""]
     return lines[:-1]
+
+
+def _by_rate(measured: Sequence[Cell]) -> list[Cell]:
+    """From the slowest link to one without a limit, in whichever order they were measured."""
+    return sorted(measured, key=lambda row: row["rate_mbit"] or math.inf)
 
 
 def _model(cells: Sequence[Cell]) -> Lines:
@@ -188,7 +194,7 @@ def summary(record: Record) -> Lines:
     for model in dict.fromkeys(cell["model"] for cell in record["cells"]):
         words = [
             f"{rate_name(cell['rate_mbit'])} {_of(cell, BF16, cell['torch_best'].get('bf16'))}"
-            for cell in record["cells"]
+            for cell in _by_rate(record["cells"])
             if cell["model"] == model and cell["not_published"] is None
         ]
         if words:
@@ -213,7 +219,7 @@ def headline(record: Record) -> Lines:
 
 def picture(record: Record) -> Callable[[Path], None] | None:
     """Step time by link speed, a panel per model; None: nothing of that was measured."""
-    cells = [cell for cell in record["cells"] if cell["model"] in TITLES and cell["not_published"] is None]
+    cells = [cell for cell in _by_rate(record["cells"]) if cell["model"] in TITLES and cell["not_published"] is None]
     shown = [cell for cell in cells if {"native", "bf16"} <= cell["torch_best"].keys() and _ms(cell, BF16) is not None]
     found = list(dict.fromkeys(cell["model"] for cell in shown))
     if not found:
