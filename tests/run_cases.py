@@ -58,7 +58,10 @@ def register(wrapper: DDP, hook: str) -> None:
 
 def weights_of_script(rank: int, world: int) -> str:
     """What the script prints with torch's class, in these processes."""
-    return run_train.weights(wrap="torch", epochs=4, workers=0)
+    try:
+        return run_train.weights(wrap="torch", epochs=4, workers=0)
+    finally:
+        run_train.KEPT.clear()
 
 
 def hooks_win(rank: int, world: int) -> None:

@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+KEPT: list[nn.Module] = []  # a script's wrapper is often global, and lives as long as its process
+
 
 def train(rank: int, arguments: argparse.Namespace) -> None:
     if arguments.launch != ["env"]:
@@ -34,6 +36,7 @@ def weights(wrap: str, epochs: int, workers: int) -> str:
     wrapper: nn.Module = model
     if wrap != "none":
         wrapper = DDP(model)
+    KEPT.append(wrapper)
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)

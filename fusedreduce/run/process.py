@@ -67,6 +67,7 @@ class Told(installed.Installation):
         self._quiet = asked.quiet
         self._is_first = os.environ.get("RANK", "0") == "0"
         self._live: list[weakref.finalize[..., Any]] = []
+        self._told: weakref.WeakSet[Reducer] = weakref.WeakSet()
         self._ended: list[Ended] = []
         # Unlike what atexit is given this also runs in processes that multiprocessing forks.
         Finalize(None, self._at_end, exitpriority=100)
@@ -74,6 +75,9 @@ class Told(installed.Installation):
     def wrapped(self, made: installed.DistributedDataParallel) -> None:
         """Says so of the first one. Each reducer is held as long as its wrapper, for what it has counted."""
         reducer = made._ours()
+        if reducer in self._told:  # a hook that the constructor registers has been here
+            return
+        self._told.add(reducer)
         first, self._is_first = not self._live, self._is_rank_0()
         end = weakref.finalize(made, self._note, reducer)
         end.atexit = False
@@ -103,7 +107,9 @@ class Told(installed.Installation):
 
     def _at_end(self) -> None:
         for end in self._live:
-            end()
+            alive = end.detach()  # a call would do nothing: weakref's own exit function has run by now
+            if alive is not None:
+                self._note(*alive[2])
         ended, self._ended = self._ended, []
         if ended and not self._quiet:
             _print(last_line(ended))
