@@ -99,9 +99,15 @@ class DistributedDataParallel(TorchDDP):
     _reduce_agreed: bool | None  # None: not compared; else whether all ranks compute alike
 
     def __init__(self, module: nn.Module, *args: Any, reduce: ReduceConfig | None = None, **kwargs: Any) -> None:
+        self._prepare(reduce, module, *args, **kwargs)
+        super().__init__(module, *args, **kwargs)
+
+    def _prepare(self, reduce: ReduceConfig | None, *args: Any, **kwargs: Any) -> None:
+        """What comes before torch's constructor, with its arguments: ranks compare model and settings."""
         if reduce is not None and not isinstance(reduce, ReduceConfig):
             raise TypeError(f"reduce must be a fusedreduce.ReduceConfig, got {reduce!r}")
-        given = _arguments(module, *args, **kwargs)
+        given = _arguments(*args, **kwargs)
+        module = given["module"]
         _check_known(given)
         warn_of_switches()
         self._reduce_config = reduce or ReduceConfig()
@@ -117,7 +123,6 @@ class DistributedDataParallel(TorchDDP):
             self._reduce_agreed = self._agree(module, given, problem)
         if problem is not None:
             raise problem
-        super().__init__(module, *args, **kwargs)
 
     @property
     def reduce_config(self) -> ReduceConfig:

@@ -76,9 +76,12 @@ class Installation:
             torch_init(made, *args, **kwargs)
             return
         made.__class__ = DistributedDataParallel
-        made.__init__(*args, **kwargs, reduce=self.config)  # type: ignore[misc]
         assert isinstance(made, DistributedDataParallel)
-        self.wrapped(made)
+        # Not its constructor: that calls torch's, where another library that has wrapped ours would come in again.
+        made._prepare(self.config, *args, **kwargs)
+        torch_init(made, *args, **kwargs)
+        if hasattr(made, "reducer"):  # else torch's class reduces every parameter itself, late
+            self.wrapped(made)
 
     def wrapped(self, made: DistributedDataParallel) -> None:
         """A wrapper has been made, or has got a new reducer."""

@@ -128,6 +128,20 @@ def test_another_librarys_wrapper_of_the_constructor_stays() -> None:
         DDP.__init__ = TORCH_INIT  # type: ignore[method-assign]
 
 
+def test_what_another_library_does_in_the_constructor_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fusedreduce.install()
+    ours = DDP.__init__
+
+    @functools.wraps(ours)
+    def theirs(self: DDP, *args: Any, **kwargs: Any) -> None:
+        ours(self, *args, **kwargs)
+        self.register_comm_hook(None, half_hook)  # torch, and we, take one
+
+    monkeypatch.setattr(DDP, "__init__", theirs)
+    made = DDP(model())
+    assert isinstance(made, installed.DistributedDataParallel) and len(made._comm_hooks) == 1
+
+
 def test_what_is_copied_or_pickled_is_of_the_public_class() -> None:
     plain = pickle.dumps(DDP(model()))
     fusedreduce.install(BF16)
@@ -143,16 +157,17 @@ def test_what_is_copied_or_pickled_is_of_the_public_class() -> None:
 
 
 @pytest.mark.parametrize("config", [BF16, ReduceConfig(wire="bf16", op="sum"), ReduceConfig()])
-@pytest.mark.parametrize("when", ["at once", "after steps", "static graph"])
+@pytest.mark.parametrize("when", ["at once", "after steps", "static graph", "static graph, after steps"])
 def test_the_wire_gives_way_to_a_comm_hook(config: ReduceConfig, when: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fusedreduce.installed")
-    hooked = DDP(model(), static_graph=when == "static graph")
+    static = when.startswith("static graph")
+    hooked = DDP(model(), static_graph=static)
     hooked.register_comm_hook(None, half_hook)
     wanted = gradients(hooked)
     fusedreduce.install(config)
-    made = DDP(model(), static_graph=when == "static graph")
+    made = DDP(model(), static_graph=static)
     assert isinstance(made, installed.DistributedDataParallel)
-    if when == "after steps":
+    if when.endswith("after steps"):
         gradients(made)
     made.register_comm_hook(None, half_hook)
     assert made.reduce_config == ReduceConfig()
@@ -295,6 +310,31 @@ def test_rank_0_tells_what_it_wraps_and_what_came_of_it(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "fusedreduce: 9 steps of 3 reducers; a comm hook decided what travelled\n"
     installation._at_end()
     assert capsys.readouterr().err == "", "once"
+
+
+def test_a_hook_of_the_constructors_own_is_counted_once(capsys: pytest.CaptureFixture[str]) -> None:
+    installation = told(capsys)
+    made = DDP(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    assert isinstance(made, installed.DistributedDataParallel)
+    made._ours().steps = 2  # torch's mixed precision runs on devices that have events
+    dropped, first = capsys.readouterr().err.splitlines()
+    assert "takes the place of wire='bf16'" in dropped and "wire native" in first
+    installation._at_end()
+    assert capsys.readouterr().err == "fusedreduce: 2 steps; a comm hook decided what travelled\n"
+
+
+def test_where_torch_reduces_all_there_is_nothing_to_tell(capsys: pytest.CaptureFixture[str]) -> None:
+    installation = told(capsys)
+    module = model()
+    module.register_parameter("frozen", nn.Parameter(torch.ones(1), requires_grad=False))  # torch wants one
+    made = DDP(
+        module,
+        delay_all_reduce_named_params=[one for one in module.named_parameters() if one[1].requires_grad],
+        param_to_hook_all_reduce=module.get_parameter("0.weight"),
+    )
+    assert isinstance(made, installed.DistributedDataParallel) and not hasattr(made, "reducer")
+    installation._at_end()
+    assert capsys.readouterr().err == ""
 
 
 def test_quiet_leaves_warnings(capsys: pytest.CaptureFixture[str]) -> None:
