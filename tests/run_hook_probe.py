@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import json
 import sys
+import tempfile
 
 NAME = "torch.nn.parallel.distributed"
 found = importlib.util.find_spec(NAME)  # imports torch.nn.parallel, and with it the module
@@ -28,8 +29,9 @@ seen = {
 print(json.dumps(seen))
 # A process group, but no wrapper.
 from torch import distributed as dist  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from torch.testing._internal.distributed import fake_pg  # noqa: E402, F401
 
-dist.init_process_group("fake", store=FakeStore(), rank=int(sys.argv[1]), world_size=2)
+with tempfile.NamedTemporaryFile() as store:
+    dist.init_process_group("fake", init_method=f"file://{store.name}", rank=int(sys.argv[1]), world_size=2)
 if len(sys.argv) > 2:
     dist.destroy_process_group()

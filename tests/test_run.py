@@ -65,6 +65,13 @@ def test_a_program_sees_what_it_sees_without(
     assert ours.stderr == plain.stderr
 
 
+def test_a_program_that_is_no_python_ignores_no_more_signals(folder: Path) -> None:
+    """Python ignores SIGPIPE, and a shell would go on doing so: `yes | head` would tell of a broken pipe."""
+    shown = ("grep", "SigIgn", "/proc/self/status")
+    plain = subprocess.run(shown, capture_output=True, text=True, check=True)
+    assert started(*RUN, "--", *shown, cwd=folder).stdout == plain.stdout
+
+
 def test_an_exception_has_no_frame_of_ours(folder: Path) -> None:
     (folder / "fails.py").write_text("def fails():\n    raise KeyError('x')\n\n\nfails()\n")
     plain, ours = started("fails.py", cwd=folder), started(*RUN, "fails.py", cwd=folder)
@@ -98,8 +105,10 @@ def test_torchs_module_is_imported_as_without(folder: Path) -> None:
     assert json.loads(ours.stdout) == json.loads(plain.stdout)
     said = "fusedreduce: this program made no torch.nn.parallel.DistributedDataParallel, so nothing was changed\n"
     assert ours.stderr == plain.stderr + said
-    other = started(*RUN, probe, "1", "destroyed", cwd=folder, RANK="1")
-    assert other.returncode == 0 and other.stderr == plain.stderr
+    for rank, wanted in (("0", plain.stderr + said), ("1", plain.stderr), (None, plain.stderr)):
+        variables = {} if rank is None else {"RANK": rank}
+        ended = started(*RUN, probe, rank or "0", "destroyed", cwd=folder, **variables)
+        assert (ended.returncode, ended.stderr) == (0, wanted), "without RANK every rank would take itself for rank 0"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
@@ -62,6 +63,8 @@ def main(argv: Sequence[str]) -> NoReturn:
     except ValueError as error:
         parser.error(str(error))
     _set(environment)
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python; a launcher that is none would go on ignoring them
+        signal.signal(ignored, signal.SIG_DFL)
     try:
         os.execvpe(program[0], program, environment)
     except OSError as error:
@@ -89,12 +92,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fusedreduce {fusedreduce.__version__}")
     for name in (*options.FIELDS, *options.SWITCHES):
-        text = f"{options.described(name)} [{options.variable(name)}]".replace("%", "%%")
-        flag = options.flag(name)
+        flag, text = options.flag(name), options.described(name).replace("%", "%%")
         if options.is_switch(name):
             value = "0" if flag.startswith("--no-") else "1"
+            text = f"{text} [{options.variable(name)}={value}]"
             parser.add_argument(flag, dest=name, action="store_const", const=value, help=text)
         else:
+            text = f"{text} [{options.variable(name)}]"
             parser.add_argument(flag, dest=name, metavar=options.metavar(name), help=text)
     return parser
 

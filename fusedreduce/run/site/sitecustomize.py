@@ -74,7 +74,7 @@ def _warn_if_unused(pid: int) -> None:
     if pid != os.getpid() or c10d is None or "fusedreduce.run.process" in sys.modules:
         return
     started = c10d.is_initialized() or getattr(c10d, "_default_pg_init_method", None) is not None
-    rank = str(c10d.get_rank()) if c10d.is_initialized() else os.environ.get("RANK", "0")
+    rank = str(c10d.get_rank()) if c10d.is_initialized() else os.environ.get("RANK")
     if started and rank == "0" and sys.stderr is not None:
         sys.stderr.write(
             "fusedreduce: this program made no torch.nn.parallel.DistributedDataParallel, so nothing was changed\n"
