@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
 import re
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from on_device import pick
 from test_cli_plan import RUN
 
@@ -32,11 +36,13 @@ FACTS: dict[str, Any] = {
     "host": "a",
     "versions": {"python": "3.12.1", "torch": "2.13.0+cu130", "triton": "3.7.1", "numpy": "2", "fusedreduce": "1"},
     "cores": 2,
+    "affinity": "0x3",
     "processor": None,
     "gpus": [GPU, GPU],
     "driver": "580.95.05",
     "nccl": "2.28.3",
 }
+untyped: Any = dist  # names that torch does not say it exports
 CPU = FACTS | {"gpus": [], "driver": None, "nccl": None, "processor": "A CPU, 2 cores"}
 
 
@@ -194,6 +200,8 @@ def test_what_there_is_to_say_of_a_link() -> None:
     assert slow.status == "warning" and "GLOO_SOCKET_IFNAME" in slow.action
     assert crowded.text.startswith("3 ranks share 2 cores of a") and crowded.action == "start at most one rank per core"
     assert no_gain.text.startswith("bf16: ") and "wire='native'" in no_gain.action
+    pinned = [CPU | {"cores": 1, "affinity": hex(1 << core)} for core in range(3)]
+    assert doctor_ranks.link_findings(link(100, 10), pinned) == [fine], "a core each"
     assert doctor_ranks.line(link(100, 10), "native").fs(16 * 1024**2) == pytest.approx(10e12, rel=1e-3)
 
 
@@ -222,6 +230,26 @@ def test_ranks_that_do_not_come_are_named_in_time(
         assert broken["status"] == "broken" and broken["text"].startswith(said) and broken["action"]
 
 
+def test_nobody_leaves_before_the_report_is_printed_nor_the_store_before_the_others() -> None:
+    store = untyped.HashStore()
+    first, second = (doctor_ranks.Peers(rank, 2, store, 20.0) for rank in range(2))
+    waits = threading.Thread(target=second.leave, kwargs={"printed": False, "without": ()})
+    waits.start()
+    waits.join(0.1)
+    assert waits.is_alive(), "rank 0 has not printed"
+    first.leave(printed=True, without=())
+    assert store.check([f"{doctor_ranks._PREFIX}/0/gone/1"]), "rank 1 needs no store any more"
+    waits.join(5)
+    assert not waits.is_alive()
+
+
+def test_a_rank_that_is_gone_keeps_nobody() -> None:
+    began = time.monotonic()
+    doctor_ranks.Peers(0, 3, untyped.HashStore(), 20.0).leave(printed=True, without=(1, 2))
+    doctor_ranks.Peers(1, 3, untyped.HashStore(), 0.1).leave(printed=False, without=(2,))
+    assert time.monotonic() - began < 10.0
+
+
 def test_a_forecast_follows_bytes_and_link() -> None:
     """100 equal gradients that come evenly in 100 ms; all of them take 80 ms on 5 Gbit/s, 0.4 ms on 1,000."""
     backward = doctor_forecast.of_model(12_500_000, 100.0)
@@ -241,6 +269,18 @@ def test_a_forecast_follows_bytes_and_link() -> None:
     fast = doctor_forecast.forecast(backward, link_costs(1000))
     finding, wire = doctor_forecast.advice(backward, fast)
     assert (finding.status, finding.action, wire) == ("note", "stay with torch's DDP", None)
+
+
+@pytest.mark.parametrize("backward_ms", [None, 100.0])
+def test_a_backward_that_nobody_has_measured_is_said_to_be_assumed(backward_ms: float | None) -> None:
+    report = doctor.Report(2, [], [])
+    asked = argparse.Namespace(model=12_500_000, backward_ms=backward_ms)
+    doctor._add_forecast(report, asked, None, link_costs(1))
+    (found,) = report.findings
+    assert report.backward is not None
+    assert report.backward.title.endswith(f"backward of {backward_ms or 400.0:.1f} ms")
+    assert ("if backward takes as long as one all-reduce" in found.text) is (backward_ms is None)
+    assert ("--backward-ms" in found.action) is (backward_ms is None)
 
 
 def test_a_recorded_backward_needs_no_ranks(alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

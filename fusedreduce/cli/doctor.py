@@ -84,6 +84,7 @@ class Report:
         rows: the forecast, a wire each.
         wire: which one to take; None: nothing is gained.
         speaks: this rank prints it.
+        missing: ranks that were lost.
     """
 
     ranks: int
@@ -94,11 +95,12 @@ class Report:
     rows: Sequence[Row] = ()
     wire: str | None = None
     speaks: bool = True
+    missing: Sequence[int] = ()
 
     @property
     def status(self) -> int:
         """Of the process."""
-        return int(any(one.status == "broken" for one in self.findings))
+        return int(any(finding.status == "broken" for finding in self.findings))
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -119,11 +121,14 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         environment.choose_device(backend, size)
     except ValueError as error:
         parser.error(str(error))
-    report = _together(rank, size, address, backend, arguments, recorded)
+    report = Report(size, [], [], speaks=rank == 0)
+    peers = _together(report, rank, address, backend, arguments, recorded)
     if report.speaks:
         _print(report, as_json_only=arguments.json)
     sys.stdout.flush()
     sys.stderr.flush()
+    if peers is not None:
+        peers.leave(printed=report.speaks, without=report.missing)
     # No ordinary exit: tearing a process group down may wait for peers that are gone (see demo_worker).
     os._exit(report.status)
 
@@ -137,42 +142,42 @@ def _alone() -> Report:
 
 
 def _together(
+    report: Report,
     rank: int,
-    size: int,
     address: tuple[str, int],
     backend: str,
     arguments: argparse.Namespace,
     recorded: Backward | None,
-) -> Report:
-    """The report of all ranks; of this one alone if the others cannot be reached."""
+) -> Peers | None:
+    """Fills the report of all ranks, or of this one alone if the others cannot be reached; None: they never could."""
     device = torch.device("cuda", torch.cuda.current_device()) if "cuda" in backend else torch.device("cpu")
     known = doctor_machine.facts()
     own = [*doctor_machine.machine_findings(known), doctor_machine.check_kernels(device)]
-    report = Report(size, [known], own, speaks=rank == 0)
+    report.known, report.findings = [known], own
+    peers = None
     try:
-        peers = doctor_ranks.meet(rank, size, address, arguments.timeout)
+        peers = doctor_ranks.meet(rank, report.ranks, address, arguments.timeout)
         heard = peers.exchange("machine", [known, list(map(dataclasses.asdict, own))])
-        report.known = [one for one, _ in heard]
-        report.findings = _merged([[Finding(**one) for one in found] for _, found in heard])
+        report.known = [facts for facts, _ in heard]
+        report.findings = _merged([[Finding(**fields) for fields in found] for _, found in heard])
         report.findings += doctor_ranks.differences(report.known)
-        if size > 1:
+        if report.ranks > 1:
             _measure(report, peers, backend, device, arguments, recorded)
         else:
             _add_forecast(report, arguments, recorded, _recorded_costs(recorded))
-        # Who hosts the store must not be gone before the others have read it.
-        peers.exchange("end", None)
     except MissingRanksError as error:
         action = (
             f"see whether {ranks_text(error.ranks)} started, on which host, and what it printed; the hosts must reach "
             f"{address[0]}:{address[1]}"
         )
         report.findings.append(Finding("broken", "ranks", str(error), action))
-        report.speaks = rank == min(set(range(size)).difference(error.ranks))
+        report.missing = error.ranks
+        report.speaks = rank == min(set(range(report.ranks)).difference(error.ranks))
     except RuntimeError as error:
         action = f"start all ranks with torchrun, and see that this host reaches {address[0]}:{address[1]}"
         report.findings.append(Finding("broken", "ranks", f"rank {rank}: {one_line(error)}", action))
         report.speaks = True  # nobody else may have heard of it
-    return report
+    return peers
 
 
 def _measure(
@@ -196,7 +201,7 @@ def _measure(
         problem = one_line(error)
     # Rank 0's numbers count: those of the link are the same on all. A rank that failed at once waits for one that runs
     # into a timeout.
-    mine = [problem, {wire: [dataclasses.asdict(one) for one in pair] for wire, pair in copies.items()}]
+    mine = [problem, {wire: [dataclasses.asdict(line) for line in pair] for wire, pair in copies.items()}]
     heard = peers.exchange("link", mine, longer_s=peers.timeout_s)
     failed = [rank for rank, (why, _) in enumerate(heard) if why]
     if failed or link is None:
@@ -231,12 +236,17 @@ def _add_forecast(
         action = "start it on two ranks or more: torchrun --nproc-per-node=2 -m fusedreduce.cli doctor ..."
         report.findings.append(Finding("note", "forecast", text, action))
         return
+    assumed = recorded is None and arguments.backward_ms is None
     if recorded is None:
         all_ms = costs["native"].wire.fs(4 * arguments.model) / 1e12
         recorded = doctor_forecast.of_model(arguments.model, arguments.backward_ms or max(all_ms, 0.001))
     report.backward = recorded
     report.rows = doctor_forecast.forecast(recorded, costs)
     advice, report.wire = doctor_forecast.advice(recorded, report.rows)
+    if assumed:
+        text = f"{advice.text}, if backward takes as long as one all-reduce of its fp32 gradients"
+        action = f"{advice.action}; give --backward-ms, on which all of this depends"
+        advice = dataclasses.replace(advice, text=text, action=action)
     report.findings.append(advice)
 
 
@@ -245,16 +255,16 @@ def _merged(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
     ranks: dict[tuple[str, str, str], list[int]] = {}
     first: dict[tuple[str, str, str], Finding] = {}
     for rank, found in enumerate(findings):
-        for one in found:
+        for finding in found:
             # How long a check took, and on which device of a host, differs.
-            key = (one.status, one.about, "" if one.status == "ok" else one.text)
+            key = (finding.status, finding.about, "" if finding.status == "ok" else finding.text)
             ranks.setdefault(key, []).append(rank)
-            first.setdefault(key, one)
+            first.setdefault(key, finding)
     merged = []
     for kind, on in ranks.items():
-        one = first[kind]
+        finding = first[kind]
         some = "" if len(on) == len(findings) else f"{ranks_text(on)}: "
-        merged.append(dataclasses.replace(one, text=some + one.text))
+        merged.append(dataclasses.replace(finding, text=some + finding.text))
     return merged
 
 
@@ -262,27 +272,27 @@ def _print(report: Report, *, as_json_only: bool) -> None:
     if as_json_only:
         print(as_json(_plain(report)))
         return
-    hosts = len({one["host"] for one in report.known})
+    hosts = len({machine["host"] for machine in report.known})
     where = f"{report.ranks} ranks on {hosts} host{'s'[: hosts > 1]}" if report.ranks > 1 else "one process"
     print(f"fusedreduce doctor: {where}\n")
-    for number, one in enumerate(report.findings):
-        again = number and report.findings[number - 1].about == one.about
-        _print_finding(one, "" if again else one.about)
-        last = number + 1 == len(report.findings) or report.findings[number + 1].about != one.about
-        if last and one.about == "link" and report.link is not None:
+    for number, finding in enumerate(report.findings):
+        again = number and report.findings[number - 1].about == finding.about
+        _print_finding(finding, "" if again else finding.about)
+        last = number + 1 == len(report.findings) or report.findings[number + 1].about != finding.about
+        if last and finding.about == "link" and report.link is not None:
             _print_lines(_link_table(report.link))
-        if one.about == "forecast" and report.rows:
+        if finding.about == "forecast" and report.rows:
             _print_lines(_forecast_table(report))
-    counts = [sum(one.status == status for one in report.findings) for status in ("broken", "warning")]
+    counts = [sum(finding.status == status for finding in report.findings) for status in ("broken", "warning")]
     print(f"\n{counts[0]} broken, {counts[1]} warning{'s'[: counts[1] != 1]}")
 
 
-def _print_finding(one: Finding, about: str) -> None:
-    head = f"{_MARKS[one.status]:<8} {about:<{_ABOUT_WIDTH}} "
-    print(textwrap.fill(one.text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
-    if one.action:
+def _print_finding(finding: Finding, about: str) -> None:
+    head = f"{_MARKS[finding.status]:<8} {about:<{_ABOUT_WIDTH}} "
+    print(textwrap.fill(finding.text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
+    if finding.action:
         indent = " " * len(head)
-        print(textwrap.fill(one.action, _WIDTH, initial_indent=f"{indent}-> ", subsequent_indent=f"{indent}   "))
+        print(textwrap.fill(finding.action, _WIDTH, initial_indent=f"{indent}-> ", subsequent_indent=f"{indent}   "))
 
 
 def _print_lines(lines: Sequence[str]) -> None:
@@ -330,7 +340,7 @@ def _plain(report: Report) -> dict[str, Any]:
     return {
         "status": report.status,
         "ranks": report.ranks,
-        "findings": [dataclasses.asdict(one) for one in report.findings],
+        "findings": [dataclasses.asdict(finding) for finding in report.findings],
         "machines": report.known,
         "link": report.link,
         "forecast": forecast,

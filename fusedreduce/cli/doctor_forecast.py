@@ -105,7 +105,7 @@ def of_model(numel: int, backward_ms: float) -> Backward:
     ends = [numel * (index + 1) // count for index in range(count)]
     numels = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     ready_ns = [round(backward_ms * 1e6) * (count - index) // count for index in range(count)]
-    sizes = tuple(4 * one for one in numels)
+    sizes = tuple(4 * elements for elements in numels)
     known = Problem(
         ready_ns=tuple(ready_ns),
         wire_bytes=sizes,
@@ -126,11 +126,11 @@ def of_trace(folder: Path) -> Backward:
     """
     traces = read(folder)
     first = traces[0]
-    costs = next((one.costs for one in traces if one.costs is not None), None) or measured_costs(traces)
+    costs = next((trace.costs for trace in traces if trace.costs is not None), None) or measured_costs(traces)
     known = problem(traces, costs or Costs(wire=FREE), first.caps.planned_limit_bytes)
     if max(known.ready_ns) < 0:
         raise TraceError(f"{folder} has no gradient's time")
-    bytes_, numel = sum(known.size_bytes), sum(one.numel for one in first.parameters)
+    bytes_, numel = sum(known.size_bytes), sum(parameter.numel for parameter in first.parameters)
     title = f"{numel:,} parameters recorded in {folder.name}, backward of {max(known.ready_ns) / 1e6:.1f} ms"
     return Backward(title, known, max(1, round(bytes_ / max(numel, 1))), first.caps, costs)
 
@@ -147,9 +147,9 @@ def _copies(device: torch.device, dtype: torch.dtype) -> tuple[Linear, Linear]:
         gradients = [torch.zeros(numel, device=device)]
         chunks = ChunkTable((numel,), (0,), (torch.float32,), numel, shapes=[((numel,), (1,))])
         pointers, wire = PointerTable(), torch.zeros(numel, dtype=dtype, device=device)
-        one = torch.ones(1, device=device)
-        pack = functools.partial(dispatch.pack, gradients, chunks, pointers, wire, one, vouched=True)
-        unpack = functools.partial(dispatch.unpack, gradients, chunks, pointers, wire, one, vouched=True)
+        unit = torch.ones(1, device=device)
+        pack = functools.partial(dispatch.pack, gradients, chunks, pointers, wire, unit, vouched=True)
+        unpack = functools.partial(dispatch.unpack, gradients, chunks, pointers, wire, unit, vouched=True)
         for samples, copy in ((packs, pack), (unpacks, unpack)):
             copy()
             took_s = statistics.median(measure.seconds(device, copy) for _ in range(_COPY_TIMES))

@@ -63,6 +63,7 @@ def facts() -> dict[str, Any]:
         "host": socket.gethostname(),
         "versions": {name: found[name] for name in _SHOWN},
         "cores": len(os.sched_getaffinity(0)),
+        "affinity": hex(sum(1 << core for core in os.sched_getaffinity(0))),  # as taskset writes it
         "processor": None if gpus else hardware("cpu", 1),
         "gpus": [_gpu(index) for index in range(gpus)],
         "driver": _driver(),
@@ -89,7 +90,7 @@ def check_kernels(device: torch.device) -> Finding:
         except Exception as error:
             problem = one_line(error)
         if problem:
-            wrong.append(f"wire {name}, gradients {'/'.join(str(one)[6:] for one in dtypes)}: {problem}")
+            wrong.append(f"wire {name}, gradients {'/'.join(str(dtype)[6:] for dtype in dtypes)}: {problem}")
     if wrong:
         action = (
             "do not train with this build: install a tested pair of torch and triton "
@@ -124,15 +125,15 @@ def _compare(device: torch.device, wire_dtype: torch.dtype, dtypes: Sequence[tor
     divisor, scale = (torch.tensor([value], dtype=compute) for value in (_DIVISOR, _SCALE))
     wire, ours = torch.full((layout.numel,), 7.0, dtype=wire_dtype), torch.full((layout.numel,), 7.0, dtype=wire_dtype)
     reference.pack(gradients, chunks(), PointerTable(), wire, divisor)
-    ours, there = ours.to(device), [one.clone().to(device) for one in gradients]
+    ours, there = ours.to(device), [gradient.clone().to(device) for gradient in gradients]
     # Vouched for, as the reducer does: on CPU that takes the quick forms, which are not the definition.
     table, pointers = chunks(), PointerTable()
     dispatch.pack(there, table, pointers, ours, divisor.to(device), vouched=True)
     if difference := _difference("packed", [wire], [ours]):
         return difference
     for tensors in (gradients, there):
-        for one in tensors:
-            one.fill_(7.0)
+        for tensor in tensors:
+            tensor.fill_(7.0)
     reference.unpack(gradients, chunks(), PointerTable(), wire, scale)
     dispatch.unpack(there, table, pointers, ours, scale.to(device), vouched=True)
     return _difference("unpacked", gradients, there)
@@ -140,7 +141,7 @@ def _compare(device: torch.device, wire_dtype: torch.dtype, dtypes: Sequence[tor
 
 def _difference(what: str, expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> str:
     """The first element that differs in any bit; any NaN is as good as another."""
-    for number, (right, found) in enumerate(zip(expected, (one.cpu() for one in got), strict=True)):
+    for number, (right, found) in enumerate(zip(expected, (tensor.cpu() for tensor in got), strict=True)):
         bits = _BITS[right.element_size()]
         wrong = (right.view(bits) != found.view(bits)) & ~(right.isnan() & found.isnan())
         if wrong.any():

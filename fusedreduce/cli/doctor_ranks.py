@@ -7,11 +7,13 @@ not come is named, and ranks whose versions differ can say so before they need a
 from __future__ import annotations
 
 import datetime
+import functools
 import json
+import operator
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,16 +80,45 @@ class Peers:
         Raises:
             MissingRanksError: some have said nothing within the timeout.
         """
-        keys = [f"{self._prefix}/{what}/{rank}" for rank in range(self.size)]
+        keys = {rank: f"{self._prefix}/{what}/{rank}" for rank in range(self.size)}
         self._store.set(keys[self.rank], json.dumps(mine))
         patience_s = self.timeout_s + longer_s
+        if missing := self._missing(keys, patience_s):
+            raise MissingRanksError(what, missing, patience_s)
+        return [json.loads(self._store.get(key)) for key in keys.values()]
+
+    def leave(self, *, printed: bool, without: Sequence[int]) -> None:
+        """Returns once some rank has printed; on rank 0, which may host the store, once nobody needs that any more.
+
+        A launcher ends all ranks as soon as one has failed, so a rank that leaves early may keep the report from being
+        printed. Nobody waits longer than the timeout, and nothing depends on it any more if that is not enough.
+
+        Args:
+            printed: this rank has printed the report.
+            without: ranks that are gone, for which nobody waits.
+        """
+        key = f"{self._prefix}/printed"
+        gone = {rank: f"{self._prefix}/gone/{rank}" for rank in range(self.size) if rank not in without}
+        try:
+            if printed:
+                self._store.set(key, "")
+            else:
+                self._missing({self.rank: key}, self.timeout_s)
+            self._store.set(gone[self.rank], "")
+            if self.rank == 0:
+                self._missing(gone, self.timeout_s)
+        except RuntimeError:
+            return  # whoever hosted the store is gone, and with it what there was to wait for
+
+    def _missing(self, keys: Mapping[int, str], patience_s: float) -> list[int]:
+        """Ranks whose key nobody has set when the time is over."""
         end = time.monotonic() + patience_s
-        missing = list(range(self.size))
+        missing = list(keys)
         while missing := [rank for rank in missing if not self._store.check([keys[rank]])]:
             if time.monotonic() >= end:
-                raise MissingRanksError(what, missing, patience_s)
+                break
             time.sleep(_ASK_EVERY_S)
-        return [json.loads(self._store.get(key)) for key in keys]
+        return missing
 
     def join(self, backend: str) -> None:
         """Makes the default process group of these ranks."""
@@ -113,17 +144,19 @@ def differences(known: Sequence[dict[str, Any]]) -> list[Finding]:
         known: `doctor_machine.facts` of each rank.
     """
     found = []
-    values = {name: [one["versions"][name] for one in known] for name in known[0]["versions"]}
-    values["NCCL"] = [one["nccl"] for one in known]
-    values["GPU"] = [", ".join(sorted({gpu["name"] for gpu in one["gpus"]})) or None for one in known]
+    values = {name: [machine["versions"][name] for machine in known] for name in known[0]["versions"]}
+    values["NCCL"] = [machine["nccl"] for machine in known]
+    values["GPU"] = [", ".join(sorted({gpu["name"] for gpu in machine["gpus"]})) or None for machine in known]
     for name, held in values.items():
         if len(set(held)) > 1:
-            ranks = {value: [rank for rank, one in enumerate(held) if one == value] for value in dict.fromkeys(held)}
+            ranks = {
+                value: [rank for rank, theirs in enumerate(held) if theirs == value] for value in dict.fromkeys(held)
+            }
             text = f"{name} differs: " + ", ".join(
                 f"{value or 'none'} on {ranks_text(on)}" for value, on in ranks.items()
             )
             most = max(ranks, key=lambda value: len(ranks[value]))
-            others = ranks_text([rank for rank, one in enumerate(held) if one != most])
+            others = ranks_text([rank for rank, theirs in enumerate(held) if theirs != most])
             if name in ("torch", "triton", "fusedreduce", "NCCL"):
                 found.append(Finding("broken", "ranks", text, f"install the same {name} everywhere: change {others}"))
             else:
@@ -169,8 +202,12 @@ def link_findings(link: dict[str, Any], known: Sequence[dict[str, Any]]) -> list
     else:
         found.append(Finding("ok", "link", text))
     for host, ranks in _hosts(known).items():
-        if not known[ranks[0]]["gpus"] and len(ranks) > (cores := known[ranks[0]]["cores"]):
-            text = f"{len(ranks)} ranks share {cores} cores of {host}: these times are of the cores, not of the link"
+        # A launcher may have given each rank a core of its own: what counts is all that they have together.
+        masks = [int(known[rank]["affinity"], 16) for rank in ranks]
+        cores = functools.reduce(operator.or_, masks).bit_count()
+        if not known[ranks[0]]["gpus"] and len(ranks) > cores:
+            some = f"{cores} core{'s'[: cores != 1]}"
+            text = f"{len(ranks)} ranks share {some} of {host}: these times are of the cores, not of the link"
             found.append(Finding("warning", "link", text, "start at most one rank per core"))
     # As many bytes are twice as many elements.
     slow = [wire for wire in WIRES if wire != "native" and _ms(link, wire) / 2 > _NO_GAIN * _ms(link, "native")]
@@ -198,8 +235,8 @@ def _ms(link: dict[str, Any], wire: str) -> float:
 
 def _hosts(known: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
     hosts: dict[str, list[int]] = {}
-    for rank, one in enumerate(known):
-        hosts.setdefault(one["host"], []).append(rank)
+    for rank, machine in enumerate(known):
+        hosts.setdefault(machine["host"], []).append(rank)
     return hosts
 
 
@@ -220,4 +257,4 @@ def _slowest(times_s: Sequence[float], device: torch.device) -> list[float]:
     """Each time as the slowest rank had it: the same on every rank."""
     shared = torch.tensor(times_s, dtype=torch.float64, device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-    return [float(one) for one in shared.tolist()]
+    return [float(time_s) for time_s in shared.tolist()]
