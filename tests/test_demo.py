@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -235,44 +235,65 @@ def test_a_variant_that_is_wrong_fails_and_is_named_alone(
         assert titles.pop() == f"{answers}: handwritten digits, 2 ranks on CPU, over loopback"
 
 
-def with_rows(monkeypatch: pytest.MonkeyPatch, rows: Sequence[Row], out: Path) -> int:
-    """The demo, whose ranks are said to have found these; its exit status."""
-    monkeypatch.setattr(demo, "run_ranks", lambda *_, **__: None)
+def with_rows(
+    monkeypatch: pytest.MonkeyPatch,
+    rows: Sequence[Row],
+    out: Path,
+    *options: str,
+    asked: list[tuple[int, results.Job]] | None = None,
+) -> int:
+    """The demo, whose ranks are said to have found these; its exit status. `asked` takes what they were to do."""
+
+    def take(module: str, folder: Path, ranks: int, *, loopback: bool) -> None:
+        if asked is not None:
+            asked.append((ranks, results.read_job(folder)))
+
+    monkeypatch.setattr(demo, "run_ranks", take)
     monkeypatch.setattr(results, "read_rows", lambda _: list(rows))
     for name in ("read", "merge"):
         monkeypatch.setattr(demo, name, lambda _: None)
     monkeypatch.setattr(trace, "write", lambda *_: "")
-    return main(["demo", "--device", "cpu", "--out", str(out)])
+    return main(["demo", "--device", "cpu", "--out", str(out), *options])
+
+
+def test_ranks_are_given_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, results.Job]] = []
+    options = ("--ranks", "3", "--wire", "bf16", "--wire", "native", "--steps", "7", "--seed", "5")
+    assert with_rows(monkeypatch, [row()], tmp_path, *options, asked=asked) == 0
+    job = results.Job(device="cpu", wires=("bf16", "native"), steps=7, seed=5, launcher_pid=os.getpid())
+    assert asked == [(3, job)]
 
 
 def one_step(rank: int, world: int, folder: str) -> list[Row]:
-    """The shortest run that there is."""
+    """The shortest run that there is; behind it one bit of the last variant's weights flips on the last rank."""
     job = results.Job(device="cpu", wires=("bf16",), steps=1, seed=0, launcher_pid=0)
-    return demo_worker.train(job, torch.device("cpu"), rank, Path(folder))
+    summed_up = demo_worker._row
+
+    def flip(run: demo_worker.Run, *rest: Any) -> Row:
+        if run.variant.name == "bf16 scaled" and rank == world - 1:
+            next(run.contender.ddp.module.parameters()).data.view(-1).view(torch.uint8)[0] ^= 1
+        return summed_up(run, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo_worker, "_row", flip)
+        return demo_worker.train(job, torch.device("cpu"), rank, Path(folder))
 
 
-def test_one_step_is_a_run_too(two: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_step_is_a_run_too_and_a_bit_that_differs_between_ranks_is_found_on_all(
+    two: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows, others = two.run(one_step, str(tmp_path / "trace"))
     assert [one.name for one in rows] == ["torch DDP", "hook bf16", "wrapper bf16", "torch scaled", "bf16 scaled"]
     assert [one.losses for one in rows] == [one.losses for one in others]
+    assert [one.difference for one in rows] == [one.difference for one in others]
     assert with_rows(monkeypatch, rows, tmp_path / "out") == 1, "nothing is learnt in one step"
+    (reason,) = capsys.readouterr().err.splitlines()
+    assert reason.startswith("fusedreduce demo: error: bf16 scaled: 0.weight on rank 1 is not what it is on rank 0; ")
+    assert "; torch DDP ended at" in reason
     found = json.loads((tmp_path / "out" / "demo.json").read_text())
     assert found["command"] == "fusedreduce demo --device cpu --out out"
-    for variant in found["variants"]:
-        assert (variant["parameters_equal"], variant["step_ms"]) == (True, None), "only the probe; JSON has no NaN"
-
-
-def flip_a_bit(rank: int, world: int) -> tuple[str | None, str | None]:
-    """What differs between ranks before and after one bit of one parameter has flipped on the last one."""
-    model = digits.build_model(seed=0)
-    before = measure.difference_between_ranks(model, torch.device("cpu"))
-    if rank == world - 1:
-        next(model.parameters()).data.view(-1).view(torch.uint8)[0] ^= 1
-    return before, measure.difference_between_ranks(model, torch.device("cpu"))
-
-
-def test_a_bit_that_differs_between_ranks_is_found_on_all(two: RankPool) -> None:
-    assert two.run(flip_a_bit) == [(None, "0.weight on rank 1 is not what it is on rank 0")] * 2
+    assert [variant["parameters_equal"] for variant in found["variants"]] == [True] * 4 + [False]
+    assert [variant["step_ms"] for variant in found["variants"]] == [None] * 5, "only the probe; JSON has no NaN"
 
 
 class Failure(NamedTuple):
@@ -321,6 +342,14 @@ def test_a_traceback_is_kept_and_its_file_named(
     assert (tmp_path / "demo-error.txt").read_text() == "Traceback ..."
 
 
+@pytest.fixture
+def heeds_interrupts() -> Iterator[None]:
+    """A test run in the background of a script ignores SIGINT, and the demo would then do so too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     ("does", "status", "said"),
     [
@@ -330,6 +359,7 @@ def test_a_traceback_is_kept_and_its_file_named(
     ],
 )
 def test_a_rank_that_dies_is_named_and_a_signal_while_ranks_start_ends_them(
+    heeds_interrupts: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
