@@ -42,13 +42,13 @@ import link_variants
 import models
 import records
 from records import BenchError
-from report_link import rate_name
+from report_link import POWERSGD, rate_name
 
 ROOM = Path(__file__).with_name("link_room.py")
 MODELS = ("resnet18", "gpt2-7m", "mlp-8m", "many:2000x64")
 RATES_MBIT = (300.0, 1000.0, 2000.0, 5000.0, None)
 TRAIN_RATES_MBIT = (1000.0,)
-TRAINED = (*link_variants.QUICK[:2], "torch PowerSGD rank 1", "torch PowerSGD rank 4", *link_variants.QUICK[3:])
+TRAINED = (*(name for name in link_variants.QUICK if name != link_variants.AGAIN), *POWERSGD)
 ROUNDS, QUICK_ROUNDS = 20, 10
 LIMIT_S, QUICK_LIMIT_S = 7200.0, 300.0
 TRAIN_VARIANT_LIMIT_S = 300.0  # on its clock
@@ -69,11 +69,12 @@ def jobs(asked: argparse.Namespace) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for rate in asked.rates:
         if asked.train:
-            named = [name for name in link_variants.picked(asked.variants) if name in (asked.variants or TRAINED)]
+            taken = link_variants.picked(asked.variants or TRAINED)
             each = [
                 {"do": "train", "task": task, "variant": name, "limit_s": TRAIN_VARIANT_LIMIT_S}
                 for task in asked.models
-                for name in named
+                for name, variant in taken.items()
+                if variant.side != "floor"
             ]
         else:
             each = [
@@ -99,7 +100,12 @@ def _trace_folder(trace: Path | None, model: str, rate_mbit: float | None) -> st
 
 
 def room(settings: Mapping[str, object], limit_s: float) -> Iterator[dict[str, Any]]:
-    """Runs link_room.py and gives what it says, as it says it; after `limit_s` {"limit": ...}, and it is killed."""
+    """Runs link_room.py and gives what it says, as it says it; it is killed when this ends, however it ends.
+
+    Raises:
+        TimeoutError: it has taken longer than `limit_s`.
+        BenchError: it ended otherwise than by having done all.
+    """
     read, write = os.pipe()
     command = link_network.room_command(ROOM, str(write))
     process = subprocess.Popen(
@@ -209,10 +215,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help=f"folder for the JSON (default: perf/{records.RESULTS.name})")
     parser.add_argument("--rehearse", action="store_true", help="too small for numbers: the record says so")
     asked = parser.parse_args()
-    if asked.ranks < 2 or (asked.rounds or 2) < 2 or asked.warmup < 1:
+    if asked.ranks < 2 or (asked.rounds is not None and asked.rounds < 2) or asked.warmup < 1:
         parser.error("at least 2 ranks, 2 rounds and 1 round of warm-up")
+    if asked.limit_s is not None and not asked.limit_s > 0:
+        parser.error("--limit-s must be more than 0")
     if asked.train and asked.quick:
         parser.error("--quick is about steps: leave --train out")
+    if asked.here and (asked.rates or asked.limit_s or asked.check):
+        parser.error("--here takes the present network, for as long as it takes: no --rates, --limit-s or --check")
     known: Sequence[str] = tuple(link_training.TASKS) if asked.train else models.NAMES
     for name in asked.models or ():
         if asked.train and name not in known:
@@ -231,21 +241,27 @@ def options() -> argparse.Namespace:
     return asked
 
 
-def record_name(asked: argparse.Namespace) -> str:
-    """The whole run is "link"; runs of less lie beside it."""
+def record_name(asked: argparse.Namespace, *, complete: bool) -> str:
+    """The whole run is "link", of which the README has its numbers; runs of less lie beside it.
+
+    Args:
+        asked: from `options`.
+        complete: all of it was measured.
+    """
     if asked.train:
         return "link-train"
     whole = set(asked.models) >= set(MODELS) and set(asked.rates) >= set(RATES_MBIT) and not asked.variants
-    return "link" if whole else "link-part"
+    return "link" if whole and complete else "link-part"
 
 
 def show_verdicts(verdicts: Sequence[Mapping[str, Any]]) -> None:
     """A line each."""
     print("\ntargets:" if verdicts else "\ntargets: none of what was measured has one")
-    for one in verdicts:
-        said = f"  {one['what']}: {one['ours_ms']:.1f} ms, {one['ratio']:.3f} of {one['of']!r} ({one['torch_ms']:.1f})"
-        said += f"; bound {one['bound_ms']:.1f}; required <= {one['required_ms']:.1f}"
-        print(f"{said}: {records.verdict_word(one)}")
+    for verdict in verdicts:
+        ours_ms, ratio, torch_ms = verdict["ours_ms"], verdict["ratio"], verdict["torch_ms"]
+        said = f"  {verdict['what']}: {ours_ms:.1f} ms, {ratio:.3f} of {verdict['of']!r} ({torch_ms:.1f})"
+        said += f"; bound {verdict['bound_ms']:.1f}; required <= {verdict['required_ms']:.1f}"
+        print(f"{said}: {records.verdict_word(verdict)}")
 
 
 def main() -> int:
@@ -259,6 +275,9 @@ def main() -> int:
         link_network.check_allowed()
     except link_network.LinkError as error:
         raise BenchError(str(error)) from None
+    writes = asked.out is not None or not (asked.quick or asked.rehearse)
+    if writes:
+        records.make_folder(asked.out or records.RESULTS)  # now, and not after an hour
     have = sorted(os.sched_getaffinity(0))
     cores = [have[rank % len(have)] for rank in range(asked.ranks)]
     found = Found()
@@ -266,16 +285,18 @@ def main() -> int:
         collect(asked, cores, found)
     except TimeoutError:
         found.ended_early = f"--limit-s {asked.limit_s:g} was reached"
+    except BenchError as error:  # what was checked and timed before it is worth keeping
+        found.ended_early = str(error)
     if not found.cells and not found.training:
-        raise BenchError(f"nothing was measured: {found.ended_early}")
+        raise BenchError(found.ended_early)
     verdicts = link_bound.verdicts(found.cells)
     if not asked.train:
         show_verdicts(verdicts)
-    if asked.out is not None or not (asked.quick or asked.rehearse):
-        print(f"\n{write(asked, found, name=record_name(asked))}")
+    if writes:
+        print(f"\n{write(asked, found, name=record_name(asked, complete=found.ended_early is None))}")
     if found.ended_early is not None:
         raise BenchError(f"{found.ended_early}: the rest is missing")
-    return 1 if asked.check and not all(one["met"] for one in verdicts) else 0
+    return 1 if asked.check and not all(verdict["met"] for verdict in verdicts) else 0
 
 
 def write(asked: argparse.Namespace, found: Found, *, name: str) -> Path:

@@ -28,7 +28,7 @@ GSO_BYTES = 64 * 1024  # the largest packet that the kernel hands down before it
 BURST_S = 1e-3
 MISSED_SHARE = 0.03  # of the nominal rate: a link that is off by more is not published
 BELOW_SHARE = 0.02  # a median below the bound by more than that is no measurement
-WIRE_SLACK_SHARE, WIRE_SLACK_BYTES = 0.06, 64 * 1024  # headers, acknowledgements, padding, the agreements of a step
+WIRE_SLACK_SHARE, WIRE_SLACK_BYTES = 0.02, 64 * 1024  # headers of 64 KiB packets, acknowledgements, padding, agreements
 BARRIER_BYTES = 1024  # by how much a barrier's own bytes, which are taken off, may differ from one to the next
 TARGET_MODELS = ("resnet18", "gpt2-7m", "mlp-8m")
 TARGET_RATES_MBIT = (300, 1000)
@@ -80,7 +80,7 @@ def steady(rate_mbit: float | None, rates: Mapping[str, float]) -> Link:
 
 def quickest(rate_mbit: float | None, raw: Sequence[Mapping[str, Any]]) -> Link:
     """The link as the rank with the quickest stream sees it: what the bound is computed for."""
-    links = [steady(rate_mbit, one["rates"]) for one in raw]
+    links = [steady(rate_mbit, seen["rates"]) for seen in raw]
     return max(links, key=lambda link: link.rate)
 
 

@@ -29,16 +29,16 @@ def link_row(rate_mbit: float | None, raw: Sequence[Mapping[str, Any]]) -> dict[
         raw: what each rank saw as the sender. A link misses its rate if anyone's stream does.
     """
     sizes = list(raw[0]["rates"])
-    each = [link_bound.steady(rate_mbit, one["rates"]).rate / 1e6 for one in raw]
+    each = [link_bound.steady(rate_mbit, seen["rates"]).rate / 1e6 for seen in raw]
     return {
         "rate_mbit": rate_mbit,
         "burst_bytes": None if rate_mbit is None else link_bound.burst_bytes(rate_mbit),
         "congestion_control": raw[0]["congestion_control"],
-        "raw_mbit": {size: max(one["rates"][size] for one in raw) / 1e6 for size in sizes},
-        "raw_least_mbit": {size: min(one["rates"][size] for one in raw) / 1e6 for size in sizes},
+        "raw_mbit": {size: max(seen["rates"][size] for seen in raw) / 1e6 for size in sizes},
+        "raw_least_mbit": {size: min(seen["rates"][size] for seen in raw) / 1e6 for size in sizes},
         "steady_mbit": max(each),
         "on_the_line_mbit": link_bound.on_the_line(min(each)),
-        "misses_nominal": any(link_bound.misses_nominal(one, rate_mbit) for one in each),
+        "misses_nominal": any(link_bound.misses_nominal(rate, rate_mbit) for rate in each),
     }
 
 
@@ -62,25 +62,25 @@ def cell(
     ranks, elements = len(answers), answers[0]["elements"]
     found = link_variants.variants()
     bounds_ms = {
-        wire: statistics.median(map(max, *(one["bounds"][wire] for one in answers))) * 1e3
+        wire: statistics.median(map(max, *(answer["bounds"][wire] for answer in answers))) * 1e3
         for wire in link_bound.ITEMSIZE
     }
     rows: dict[str, dict[str, Any]] = {}
     for name in answers[0]["seconds"]:
         variant = found[name]
-        steps_s = list(map(max, *(one["seconds"][name] for one in answers)))
+        steps_s = list(map(max, *(answer["seconds"][name] for answer in answers)))
         spread = Spread.of(steps_s)
-        sent = statistics.median(map(_sum, *(one["bytes"][name] for one in answers)))
+        sent = statistics.median(map(sum, zip(*(answer["bytes"][name] for answer in answers), strict=True)))
         rows[name] = {
             "side": variant.side,
             "wire": variant.wire,
             "step_ms": spread.median_ms,
             "step_p20_ms": spread.p20_ms,
             "step_p80_ms": spread.p80_ms,
-            "cpu_ms": statistics.median(map(max, *(one["cpu_seconds"][name] for one in answers))) * 1e3,
+            "cpu_ms": statistics.median(map(max, *(answer["cpu_seconds"][name] for answer in answers))) * 1e3,
             "sent_bytes": sent,
             "failed": _failed(variant, spread.median_ms, bounds_ms, sent if counted else None, elements, ranks),
-            "samples_ms": [round(one * 1e3, 3) for one in steps_s],
+            "samples_ms": [round(step_s * 1e3, 3) for step_s in steps_s],
         }
     medians = {name: float(row["step_ms"]) for name, row in rows.items() if row["failed"] is None}
     return {
@@ -95,10 +95,6 @@ def cell(
         "aa_ratio": link_variants.noise(medians),
         "variants": rows,
     }
-
-
-def _sum(*each: float) -> float:
-    return sum(each)
 
 
 def _failed(
@@ -153,7 +149,7 @@ def show(cell: Mapping[str, Any]) -> None:
     for name, row in cell["variants"].items():
         line = f"  {name:56} {row['step_ms']:8.1f} {row['step_p20_ms']:8.1f} {row['step_p80_ms']:8.1f}"
         of_bound, of_torch = ratios(cell, name)
-        line += "".join(f" {'-' if one is None else f'{one:.3f}':>8}" for one in (of_bound, of_torch))
+        line += "".join(f" {'-' if ratio is None else f'{ratio:.3f}':>8}" for ratio in (of_bound, of_torch))
         line += f" {row['cpu_ms']:8.1f} {row['sent_bytes'] / 1e6:8.1f}"
         print(line + (f"  FAILED: {row['failed']}" if row["failed"] is not None else ""))
 

@@ -1,6 +1,7 @@
 """The link benchmark over the present network, where torchrun has started the ranks: nothing is shaped, nor pinned.
 
 Other traffic may go through the interface, and ranks of one machine share its counters: bytes are shown, not judged.
+A machine with fewer cores than ranks is found, and the result marked.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import bench_link
@@ -38,12 +39,13 @@ def run(asked: argparse.Namespace) -> NoReturn:
     rank = Rank(os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(link_raw.own_address()))
     found = bench_link.Found()
     asked.rates, asked.ranks = [None], rank.ranks
+    shared = shares_cores(gather([socket.gethostname(), sorted(os.sched_getaffinity(0))]))
     raw_of_all = gather(rank.do({"do": "raw"}))
     link = dataclasses.asdict(link_bound.quickest(None, raw_of_all))
-    _take(rank, found, {"rate_mbit": None, "raw": raw_of_all})
+    _take(rank, found, {"rate_mbit": None, "raw": raw_of_all}, shared_cores=shared)
     for job in bench_link.jobs(asked):
         answers = gather(rank.do({**job["command"], "link": link}))
-        _take(rank, found, {"job": job, "answers": answers})
+        _take(rank, found, {"job": job, "answers": answers}, shared_cores=shared)
     if rank.rank == 0 and asked.out is not None:
         print(f"\n{bench_link.write(asked, found, name='link-here')}")
     dist.barrier()
@@ -51,9 +53,20 @@ def run(asked: argparse.Namespace) -> NoReturn:
     os._exit(0)  # Gloo's threads may outlive the interpreter and abort the process
 
 
-def _take(rank: Rank, found: bench_link.Found, said: Mapping[str, Any]) -> None:
+def _take(rank: Rank, found: bench_link.Found, said: Mapping[str, Any], *, shared_cores: bool) -> None:
     if rank.rank == 0:
-        bench_link.take(said, found, shared_cores=False, counted=False)
+        bench_link.take(said, found, shared_cores=shared_cores, counted=False)
+
+
+def shares_cores(places: Sequence[tuple[str, Sequence[int]]]) -> bool:
+    """Whether a host has more ranks than cores for them.
+
+    Args:
+        places: of each rank its host, and the cores on which it may run.
+    """
+    hosts = [host for host, _ in places]
+    cores = {host: {core for name, on in places if name == host for core in on} for host in hosts}
+    return any(hosts.count(host) > len(cores[host]) for host in cores)
 
 
 def gather(value: object) -> list[Any]:
@@ -66,7 +79,7 @@ def gather(value: object) -> list[Any]:
     padded[: len(text)] = text
     texts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(texts, padded)
-    return [json.loads(bytes(one[: int(n)].tolist())) for one, n in zip(texts, lengths, strict=True)]
+    return [json.loads(bytes(received[: int(n)].tolist())) for received, n in zip(texts, lengths, strict=True)]
 
 
 def interface_of(address: str) -> str:

@@ -75,7 +75,7 @@ def all_addresses() -> list[str]:
     own = torch.tensor(list(socket.inet_aton(own_address())), dtype=torch.int64)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
-    return [socket.inet_ntoa(bytes(one.tolist())) for one in found]
+    return [socket.inet_ntoa(bytes(address.tolist())) for address in found]
 
 
 def _send_all(link: socket.socket, sizes: Sequence[int]) -> dict[int, float]:

@@ -8,6 +8,7 @@ whose sake ranks would wait.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import selectors
@@ -75,9 +76,9 @@ class Ranks:
     def __init__(self, cores: Sequence[int]) -> None:
         self._ranks = [_Started(rank, len(cores), core) for rank, core in enumerate(cores)]
         self._answers()
-        self._network = Network([one.process.pid for one in self._ranks])
-        for one in self._ranks:
-            one.tell({"network": True})
+        self._network = Network([started.process.pid for started in self._ranks])
+        for started in self._ranks:
+            started.tell({"network": True})
         self._answers()
 
     def shape(self, rate_mbit: float | None) -> None:
@@ -86,16 +87,26 @@ class Ranks:
 
     def ask(self, command: Mapping[str, object]) -> list[Any]:
         """What all ranks answer, by rank."""
-        for one in self._ranks:
-            one.tell(command)
+        for started in self._ranks:
+            started.tell(command)
         return self._answers()
+
+    def end(self) -> None:
+        """Ends them and waits for each: only then is the time that it had of the cores this process's own.
+
+        What is left to the kernel, which ends them with this process, would pass for other work in the record.
+        """
+        for started in self._ranks:
+            started.process.kill()
+        for started in self._ranks:
+            started.process.wait()
 
     def _answers(self) -> list[Any]:
         """Whoever fails first is heard, though another may wait for it without end."""
         answers: dict[int, Any] = {}
         with selectors.DefaultSelector() as selector:
-            for one in self._ranks:
-                selector.register(one.replies, selectors.EVENT_READ, one)
+            for started in self._ranks:
+                selector.register(started.replies, selectors.EVENT_READ, started)
             while len(answers) < len(self._ranks):
                 for key, _ in selector.select():
                     answers[key.data.rank] = key.data.answer()
@@ -104,21 +115,18 @@ class Ranks:
 
 
 def work(jobs: Sequence[Mapping[str, Any]], ranks: Ranks, out: TextIO) -> None:
-    """Does one job after the other, each {"rate_mbit": ..., "do": a rank's command}.
+    """Does one job after the other, each {"rate_mbit": ..., "command": a rank's}.
 
     At each new rate the raw stream is measured from every rank, and every command is told of the quickest.
     """
-    rate: object = ranks  # none that a job can have
-    link: dict[str, Any] = {}
-    for job in jobs:
-        if job["rate_mbit"] != rate:
-            rate = job["rate_mbit"]
-            ranks.shape(job["rate_mbit"])
-            each = ranks.ask({"do": "raw"})
-            _say(out, {"rate_mbit": rate, "raw": each})
-            link = dataclasses.asdict(link_bound.quickest(job["rate_mbit"], each))
-        answers = ranks.ask({**job["command"], "link": link})
-        _say(out, {"job": job, "answers": answers})
+    for rate_mbit, at_this_rate in itertools.groupby(jobs, key=lambda job: job["rate_mbit"]):
+        ranks.shape(rate_mbit)
+        each = ranks.ask({"do": "raw"})
+        _say(out, {"rate_mbit": rate_mbit, "raw": each})
+        link = dataclasses.asdict(link_bound.quickest(rate_mbit, each))
+        for job in at_this_rate:
+            answers = ranks.ask({**job["command"], "link": link})
+            _say(out, {"job": job, "answers": answers})
 
 
 def _say(out: TextIO, said: Mapping[str, object]) -> None:
@@ -131,7 +139,10 @@ def main() -> int:
     with os.fdopen(int(sys.argv[1]), "w") as out:
         try:
             ranks = Ranks(settings["cores"])
-            work(settings["jobs"], ranks, out)
+            try:
+                work(settings["jobs"], ranks, out)
+            finally:
+                ranks.end()
         except LinkError as error:
             _say(out, {"error": str(error)})
     return 0

@@ -145,6 +145,6 @@ def train(task_name: str, variant: str, limit_s: float) -> dict[str, Any]:
         "reached_s": reached_s,
         "steps": len(losses),
         "step_ms": statistics.median(spans) * 1e3,
-        "losses": [round(one, 5) for one in losses],
-        "seconds": [round(one, 4) for one in ends],
+        "losses": [round(shared_loss, 5) for shared_loss in losses],
+        "seconds": [round(end, 4) for end in ends],
     }

@@ -41,7 +41,7 @@ def variants() -> dict[str, Variant]:
     for rank in POWERSGD_RANKS:
         found[f"torch PowerSGD rank {rank}"] = Variant(build=_powersgd(rank), side="torch", wire=POWERSGD)
     ours = {name: found[name] for name in OURS}
-    torchs = {name: one for name, one in found.items() if one.side == "torch" and name not in _LEFT_OUT}
+    torchs = {name: variant for name, variant in found.items() if variant.side == "torch" and name not in _LEFT_OUT}
     floor = found[FLOOR]
     return {FLOOR: floor, CLOCKED: floor, **torchs, AGAIN: found[STRONGEST], **ours}
 
@@ -56,13 +56,13 @@ def picked(names: Sequence[str]) -> dict[str, Variant]:
         BenchError: a name that is in none.
     """
     found = variants()
-    taken = {name for name, one in found.items() if one.side == "floor" or not names}
+    taken = {name for name, variant in found.items() if variant.side == "floor" or not names}
     for asked in names:
         like = [name for name in found if asked in name]
         if not like:
             raise BenchError(f"no variant {asked!r}; there are: {', '.join(found)}")
         taken.update([asked] if asked in found else like)
-    return {name: one for name, one in found.items() if name in taken}
+    return {name: variant for name, variant in found.items() if name in taken}
 
 
 def torch_best(medians_ms: dict[str, float], found: dict[str, Variant]) -> dict[str, str]:
@@ -72,8 +72,8 @@ def torch_best(medians_ms: dict[str, float], found: dict[str, Variant]) -> dict[
         equal = {"native": ("native",)}.get(wire, ("bf16", "fp16"))
         rivals = [
             name
-            for name, one in found.items()
-            if one.side == "torch" and one.wire in equal and name in medians_ms and name != AGAIN
+            for name, variant in found.items()
+            if variant.side == "torch" and variant.wire in equal and name in medians_ms and name != AGAIN
         ]
         if rivals:
             best[wire] = min(rivals, key=medians_ms.__getitem__)

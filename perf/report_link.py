@@ -122,12 +122,12 @@ def _bound_of(cell: Cell, wire: str, best: str | None) -> str:
 
 def _links(links: Sequence[Mapping[str, Any]]) -> Lines:
     rows = []
-    for one in links:
-        of_nominal = None if one["rate_mbit"] is None else one["on_the_line_mbit"] / one["rate_mbit"]
-        missed = f" {MISSED}" if one["misses_nominal"] else ""
-        sizes = ", ".join(f"{int(size) / 2**20:g} MiB {rate:,.0f}" for size, rate in one["raw_mbit"].items())
+    for seen in links:
+        of_nominal = None if seen["rate_mbit"] is None else seen["on_the_line_mbit"] / seen["rate_mbit"]
+        missed = f" {MISSED}" if seen["misses_nominal"] else ""
+        sizes = ", ".join(f"{int(size) / 2**20:g} MiB {rate:,.0f}" for size, rate in seen["raw_mbit"].items())
         rows.append(
-            [rate_name(one["rate_mbit"]), number(one["steady_mbit"], 0), f"{number(of_nominal, 3)}{missed}", sizes]
+            [rate_name(seen["rate_mbit"]), number(seen["steady_mbit"], 0), f"{number(of_nominal, 3)}{missed}", sizes]
         )
     headings = ["link", "raw stream, Mbit/s of payload", "with headers, of nominal", "by size of message"]
     return ["What a raw TCP stream carries:", "", *table(headings, rows), ""]
@@ -157,14 +157,14 @@ def _training(runs: Sequence[Mapping[str, Any]]) -> Lines:
 def _verdicts(verdicts: Sequence[Mapping[str, Any]]) -> Lines:
     rows = [
         [
-            one["what"],
-            number(one["ours_ms"], 0),
-            number(one["torch_ms"], 0),
-            number(one["bound_ms"], 0),
-            number(one["required_ms"], 0),
-            _word(one),
+            verdict["what"],
+            number(verdict["ours_ms"], 0),
+            number(verdict["torch_ms"], 0),
+            number(verdict["bound_ms"], 0),
+            number(verdict["required_ms"], 0),
+            _word(verdict),
         ]
-        for one in verdicts
+        for verdict in verdicts
     ]
     headings = ["target", "ours ms", "torch's best ms", "bound ms", "required, at most", ""]
     return [*table(headings, rows), ""]
@@ -179,12 +179,12 @@ def _word(verdict: Mapping[str, Any]) -> str:
 def missed(record: Record) -> Lines:
     """Targets that were not reached."""
     return [
-        f"{one['what']}: not judged, {one['why_not']}"
-        if one["met"] is None
-        else f"{one['what']}: {one['ours_ms']:.0f} ms, {number(one['ratio'])} of {one['of']!r}, "
-        f"at most {one['required_ms']:.0f} ms"
-        for one in record["verdicts"]
-        if not one["met"]
+        f"{verdict['what']}: not judged, {verdict['why_not']}"
+        if verdict["met"] is None
+        else f"{verdict['what']}: {verdict['ours_ms']:.0f} ms, {number(verdict['ratio'])} of {verdict['of']!r}, "
+        f"at most {verdict['required_ms']:.0f} ms"
+        for verdict in record["verdicts"]
+        if not verdict["met"]
     ]
 
 
