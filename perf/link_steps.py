@@ -27,7 +27,8 @@ from torch import nn
 
 import fusedreduce
 
-WARMUP_ROUNDS = 12  # ours looks at its times after a few steps and keeps to a plan from then on
+WARMUP_ROUNDS = 15  # our wrapper looks at its times in steps 10 to 12 and has its plan from step 15 on
+SETTLING_ROUNDS = 4  # those of them in which the others take part, which rebuild buckets after the first step
 BARRIERS = 15
 TRACED_STEPS = 10
 
@@ -81,7 +82,7 @@ def measure(
         rounds: in which each is timed once.
         link: for the bound.
         sent_bytes: reads the counter.
-        warmup_rounds: before them, in which results are checked.
+        warmup_rounds: before them, in which results are checked; of all but our wrapper the last few of them.
         trace: a folder, where each of our wrappers leaves a trace of some more steps; None: nowhere.
 
     Raises:
@@ -107,6 +108,8 @@ def measure(
                 gc.collect()
                 gc.freeze()  # as harness.take_turns: no training run holds the objects of all cases
             for name in (names[turn] for turn in harness.turns(len(names), round_number)):
+                if round_number < -SETTLING_ROUNDS and variants[name].side != "wrapper":
+                    continue
                 case = cases[name]
                 case.prepare()
                 clock.ready.clear()
