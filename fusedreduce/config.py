@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Mapping
@@ -139,6 +140,7 @@ class ReduceConfig:
         return {**dataclasses.asdict(self), "plan": digest, "sync_mode": repr(self.sync_mode)}
 
 
+@functools.cache  # the hook asks for every bucket
 def wire_dtype(wire: Wire) -> torch.dtype | None:
     """A wire's dtype; None: the gradients' own."""
     import torch

@@ -95,6 +95,10 @@ def refusals_are_shared(rank: int, world: int) -> None:
         ours = DDP(model(), init_sync=False)
         assert isinstance(ours, installed.DistributedDataParallel)
         assert all(map(torch.equal, trained(ours, rank), plain))
+        fusedreduce.install(BF16, fallback=rank == 0)
+        with pytest.raises(fusedreduce.AgreementError, match="fallback is asked for on rank 0 only"):
+            DDP(model())
+        fusedreduce.install(BF16, fallback=True)
         # Ranks that were given different models are no refusal: torch's class would raise it too.
         with pytest.raises(fusedreduce.AgreementError, match="appears not to match|same model"):
             DDP(nn.Linear(2, 2 + rank))

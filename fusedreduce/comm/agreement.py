@@ -73,8 +73,7 @@ def agree_on_parameters(
     hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in descriptions]
     digest = hashlib.blake2b(b"".join(hashes), digest_size=16).hexdigest()
     about = {"parameters": len(descriptions), "digest": digest, "problem": problem[:_PROBLEM_SHOWN]}
-    mine = json.dumps({**about, "arithmetic": arithmetic}).encode()
-    held = [_parse(raw) for raw in communicator.all_gather_bytes(mine, CAPACITY_BYTES, device)]
+    held = _first_words(communicator, {**about, "arithmetic": arithmetic}, device)
     refusals = _problems(held)
     if refusals:
         error = AgreementError(f"not every rank can reduce its model. {' | '.join(refusals)}")
@@ -111,10 +110,23 @@ def problems_of_ranks(communicator: Communicator, problem: str, device: torch.de
         communicator: the ranks; each calls this at the same place.
         problem: this rank's; "" where it has none.
         device: where the backend takes tensors.
+
+    Raises:
+        AgreementError: other ranks do not ask, but compare their models already.
     """
-    mine = json.dumps({"problem": problem[:_PROBLEM_SHOWN]}).encode()
-    held = [_parse(raw) for raw in communicator.all_gather_bytes(mine, CAPACITY_BYTES, device)]
-    return " | ".join(_problems(held))
+    return " | ".join(
+        _problems(_first_words(communicator, {"problem": problem[:_PROBLEM_SHOWN], "fallback": True}, device))
+    )
+
+
+def _first_words(communicator: Communicator, mine: dict[str, object], device: torch.device) -> list[dict[str, object]]:
+    """What each rank says first of its wrapper."""
+    raws = communicator.all_gather_bytes(json.dumps(mine).encode(), CAPACITY_BYTES, device)
+    held = [_parse(raw) for raw in raws]
+    asking = [rank for rank, one in enumerate(held) if one.get("fallback")]
+    if 0 < len(asking) < len(held):
+        raise AgreementError(f"fallback is asked for on {ranks_text(asking)} only. Give every rank the same")
+    return held
 
 
 def _problems(held: Sequence[Mapping[str, object]]) -> list[str]:
