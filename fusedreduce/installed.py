@@ -25,10 +25,7 @@ _logger = logging.getLogger(__name__)
 
 
 class DistributedDataParallel(ddp.DistributedDataParallel):
-    """What torch's class makes while `install` holds: its wire gives way to a comm hook.
-
-    What is pickled or copied of it is a `fusedreduce.DistributedDataParallel`.
-    """
+    """What torch's class makes while `install` holds: its wire gives way to a comm hook."""
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """As torch's. The hook takes the place of the wire that was installed."""
@@ -45,10 +42,6 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         if dropped and _installation is not None:
             _installation.say(f"the script's comm hook {hook} takes the place of {dropped}")
             _installation.wrapped(self)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(protocol)
-        return object.__new__, (ddp.DistributedDataParallel,), *reduced[2:]
 
 
 class Installation:

@@ -142,7 +142,7 @@ def test_what_another_library_does_in_the_constructor_is_done_once(monkeypatch: 
     assert isinstance(made, installed.DistributedDataParallel) and len(made._comm_hooks) == 1
 
 
-def test_what_is_copied_or_pickled_is_of_the_public_class() -> None:
+def test_what_is_copied_or_pickled_is_of_the_same_class() -> None:
     plain = pickle.dumps(DDP(model()))
     fusedreduce.install(BF16)
     made = DDP(model())
@@ -151,8 +151,10 @@ def test_what_is_copied_or_pickled_is_of_the_public_class() -> None:
     torch.save(made, saved)
     saved.seek(0)
     for one in (copy.deepcopy(made), pickle.loads(pickle.dumps(made)), torch.load(saved, weights_only=False)):
-        assert type(one) is fusedreduce.DistributedDataParallel and one.reduce_config == BF16
+        assert type(one) is type(made) and one.reduce_config == BF16
         assert_equal(gradients(one), wanted)
+        one.register_comm_hook(None, half_hook)
+        assert one.reduce_config == ReduceConfig(), "a copy's wire gives way as well"
     assert type(pickle.loads(plain)) is DDP, "what torch's class has saved stays torch's"
 
 
