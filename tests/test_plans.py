@@ -17,12 +17,14 @@ from loopback import Loopback, ThreadWorld
 from fusedreduce import AgreementError, BucketCaps, ReduceConfig, Reducer
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import variants
+from fusedreduce.planning.costs import Costs, Linear
 from fusedreduce.planning.plan import ParameterKind, Plan
 from fusedreduce.planning.policies import ready_plan, static_plan
 from fusedreduce.planning.readiness import Average, Readiness
 from fusedreduce.planning.saved import dump, load, plan_hash
 from fusedreduce.planning.schedule import head_of_line_ns
 from fusedreduce.planning.timeline import MISSING_NS
+from fusedreduce.plans import Forecast
 from fusedreduce.reductions import PackedReduction
 
 NAMES, NUMELS = ["a", "b", "c", "d"], [1, 2, 3, 4]
@@ -354,3 +356,17 @@ def test_without_them_that_change_is_made() -> None:
     with Reducer(given, Loopback(), config, caps=BucketCaps(cap_bytes=12, planned_bytes=10**6)) as reducer:
         train(reducer, given, 18)
         assert len(reducer.plan) == 1 and reducer.stats()["plans"] == 1
+
+
+def test_a_forecast_has_our_bytes_for_us_and_torchs_for_torch() -> None:
+    parameters = [torch.zeros(4, requires_grad=True) for _ in range(2)]
+    reducer = Reducer(parameters, Loopback(), ReduceConfig(wire="bf16"))
+    assert reducer.forecast() is None, "nothing is measured"
+    scheduler = reducer._plans.scheduler
+    scheduler.readiness.add([1_000_000, 2_000_000], [])
+    scheduler.schedule.costs = Costs(
+        wire=Linear(fixed_ns=1_000_000, fs_per_byte=10**12 // 16), pack=Linear(fixed_ns=500_000, fs_per_byte=0)
+    )
+    # Ours: gradients and pack, then 1 ms and 16 bytes; torch's: gradients, then 1 ms and 32 bytes.
+    assert reducer.forecast() == Forecast(backward_ms=2.5, finish_ms=4.5, torch_finish_ms=5.0)
+    reducer.close()
