@@ -242,7 +242,7 @@ def options() -> argparse.Namespace:
 
 
 def record_name(asked: argparse.Namespace, *, complete: bool) -> str:
-    """The whole run is "link", of which the README has its numbers; runs of less lie beside it.
+    """A run of all that has targets is "link", of which the README has its numbers; runs of less lie beside it.
 
     Args:
         asked: from `options`.
@@ -250,8 +250,10 @@ def record_name(asked: argparse.Namespace, *, complete: bool) -> str:
     """
     if asked.train:
         return "link-train"
-    whole = set(asked.models) >= set(MODELS) and set(asked.rates) >= set(RATES_MBIT) and not asked.variants
-    return "link" if whole and complete else "link-part"
+    all_models = set(asked.models) >= set(link_bound.TARGET_MODELS)
+    all_rates = set(asked.rates) >= set(link_bound.TARGET_RATES_MBIT)
+    judged = all_models and all_rates and not asked.variants
+    return "link" if judged and complete else "link-part"
 
 
 def show_verdicts(verdicts: Sequence[Mapping[str, Any]]) -> None:

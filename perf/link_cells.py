@@ -91,6 +91,7 @@ def cell(
         "not_published": not_published(link, shared_cores),
         "bound_ms": bounds_ms,
         "torch_best": link_variants.torch_best(medians, found),
+        "torch_sized": link_variants.torch_best(medians, found, sized=True),
         "ours_best": link_variants.ours_best(medians, rows),
         "aa_ratio": link_variants.noise(medians),
         "variants": rows,

@@ -3,6 +3,7 @@
 no DDP                                  each rank alone; beside it the same with a clock on every gradient
 torch DDP's four forms                  with and without views, with and without batched copies
 torch's 16-bit hooks                    with and without views, and with batched copies; one of these twice
+with buckets of 2, 4, 8 MiB             torch DDP and its bf16 hook, views: sizes that a user could find by trying
 torch PowerSGD rank 1, rank 4           an approximation: it is timed, and its gradients are only to be finite
 ours native, bf16, fp16; the hook       the wrapper by wire, native with views too; fused_hook on torch's DDP
 """
@@ -25,6 +26,7 @@ POWERSGD_RANKS = (1, 4)
 POWERSGD_START = 2  # steps that are averaged exactly first; torch takes no fewer
 OURS = (NATIVE, NATIVE_VIEWS, BF16, FP16, HOOK_BF16)
 ONE_BUCKET_MB = 100_000
+SIZES_MB = (2, 4, 8)
 # Where nothing but the wire decides, the quickest of torch's; it takes part twice.
 STRONGEST = step_variants.batched_hook("bf16", TORCH_HOOKS["bf16"])[0]
 AGAIN = f"{STRONGEST}, again"
@@ -40,10 +42,20 @@ def variants() -> dict[str, Variant]:
         found[f"torch {wire}_compress_hook"] = Variant(build=harness.hooked(hook), side="torch", wire=wire)
     for rank in POWERSGD_RANKS:
         found[f"torch PowerSGD rank {rank}"] = Variant(build=_powersgd(rank), side="torch", wire=POWERSGD)
+    for size_mb in SIZES_MB:
+        options = {"gradient_as_bucket_view": True, "bucket_cap_mb": size_mb}
+        found[sized("torch DDP, views", size_mb)] = Variant(build=harness.torch_ddp(**options), side="torch")
+        hook = harness.hooked(TORCH_HOOKS["bf16"], **options)
+        found[sized("torch bf16_compress_hook, views", size_mb)] = Variant(build=hook, side="torch", wire="bf16")
     ours = {name: found[name] for name in OURS}
     torchs = {name: variant for name, variant in found.items() if variant.side == "torch" and name not in _LEFT_OUT}
     floor = found[FLOOR]
     return {FLOOR: floor, CLOCKED: floor, **torchs, AGAIN: found[STRONGEST], **ours}
+
+
+def sized(name: str, size_mb: int) -> str:
+    """The variant `name` with buckets of another size than torch's own."""
+    return f"{name}, buckets of {size_mb} MiB"
 
 
 def picked(names: Sequence[str]) -> dict[str, Variant]:
@@ -65,8 +77,14 @@ def picked(names: Sequence[str]) -> dict[str, Variant]:
     return {name: variant for name, variant in found.items() if name in taken}
 
 
-def torch_best(medians_ms: dict[str, float], found: dict[str, Variant]) -> dict[str, str]:
-    """By wire the quickest of torch's with as many bytes: 16-bit hooks are one, whichever of the two dtypes."""
+def torch_best(medians_ms: dict[str, float], found: dict[str, Variant], *, sized: bool = False) -> dict[str, str]:
+    """By wire the quickest of torch's with as many bytes: 16-bit hooks are one, whichever of the two dtypes.
+
+    Args:
+        medians_ms: of those that were measured.
+        found: all variants.
+        sized: those with other bucket sizes than torch's own count too.
+    """
     best = {}
     for wire in ("native", "bf16", "fp16"):
         equal = {"native": ("native",)}.get(wire, ("bf16", "fp16"))
@@ -74,6 +92,7 @@ def torch_best(medians_ms: dict[str, float], found: dict[str, Variant]) -> dict[
             name
             for name, variant in found.items()
             if variant.side == "torch" and variant.wire in equal and name in medians_ms and name != AGAIN
+            if sized or not name.endswith("MiB")
         ]
         if rivals:
             best[wire] = min(rivals, key=medians_ms.__getitem__)

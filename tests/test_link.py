@@ -211,7 +211,10 @@ def test_the_page_has_ratios_the_bound_and_what_is_lost(tmp_path: Path) -> None:
         ended_early="--limit-s 9 was reached",
     )
     page = "\n".join(report_link.link(made))
-    assert "| 1 Gbit/s | 100 | 800 | 0.88 | 0.75 | 480 | 1.04 **slower** | - | - | 0.83 | 200 / - | - |" in page
+    assert (
+        "| 1 Gbit/s | 100 | 800 | 800 | 0.88 | 0.75 | 480 | 480 | 1.04 **slower** | - | - | 0.83 | 200 / - | - |"
+        in page
+    )
     assert "| 1 Gbit/s | 956 | 1.000 | 16 MiB 964 |" in page
     assert "| digits, 300 Mbit/s, ours bf16 | 0.15 | not reached | 7 | 2.0 |" in page and "| 1.2 | 7 |" in page
     assert "Not shown: unlimited, shared cores." in page and "digits, unlimited" not in page
@@ -306,7 +309,9 @@ def test_what_takes_part_is_what_the_page_names() -> None:
     found = link_variants.variants()
     assert {report_link.LOCAL, report_link.BF16, report_link.FP16, report_link.HOOK} <= set(found)
     assert {*report_link.POWERSGD, *link_variants.QUICK, *bench_link.TRAINED} <= set(found)
-    assert sum(one.side == "torch" and one.wire == "native" for one in found.values()) == 4
+    forms = [name for name, variant in found.items() if variant.side == "torch" and variant.wire == "native"]
+    sizes = [link_variants.sized("torch DDP, views", size_mb) for size_mb in link_variants.SIZES_MB]
+    assert len(forms) == 4 + len(sizes) and set(sizes) < set(forms)
     for wire in ("bf16", "fp16"):
         assert {f"torch {wire}_compress_hook", f"torch {wire}_compress_hook, views"} <= set(found)
     assert set(link_variants.picked(["ours bf16"])) == {"no DDP", "no DDP, clocked", "ours bf16"}
