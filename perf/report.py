@@ -97,8 +97,10 @@ def _summary(found: Sequence[Record]) -> str:
 
 
 def _headline(found: Sequence[Record]) -> str:
-    """Of the latest record over links of given rates: what a step takes."""
-    lines = [line for record in found if record["what"] == "link" for line in _of(report_link.headline, record)]
+    """What a step takes over a link, of a run of all that has targets; without one, of a run of less."""
+    runs = {record["what"]: record for record in found if record["what"] in ("link", "link-part")}
+    run = runs.get("link", runs.get("link-part"))
+    lines = [] if run is None else _of(report_link.headline, run)
     return "\n".join(f"- {line}" for line in lines) or NOTHING
 
 
