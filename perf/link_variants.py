@@ -58,6 +58,11 @@ def sized(name: str, size_mb: int) -> str:
     return f"{name}, buckets of {size_mb} MiB"
 
 
+SIZED = frozenset(
+    sized(name, size_mb) for name in ("torch DDP, views", "torch bf16_compress_hook, views") for size_mb in SIZES_MB
+)
+
+
 def picked(names: Sequence[str]) -> dict[str, Variant]:
     """Those that are called as one of `names` or, if none is called so, hold it; and the floors, always.
 
@@ -92,7 +97,7 @@ def torch_best(medians_ms: dict[str, float], found: dict[str, Variant], *, sized
             name
             for name, variant in found.items()
             if variant.side == "torch" and variant.wire in equal and name in medians_ms and name != AGAIN
-            if sized or not name.endswith("MiB")
+            if sized or name not in SIZED
         ]
         if rivals:
             best[wire] = min(rivals, key=medians_ms.__getitem__)

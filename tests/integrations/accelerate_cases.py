@@ -6,7 +6,6 @@ Each case trains twice from the same seed, on the same two ranks, and demands th
 keys, bit for bit; where clipping is folded into the optimizer, within CLIPPING_BOUND.
 """
 
-import json
 import sys
 import tempfile
 import warnings
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cases
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -340,12 +340,7 @@ CASES: tuple[Callable[[], str], ...] = (
 def main() -> None:
     """Runs the cases, or those named on the command line."""
     warnings.filterwarnings("ignore")
-    dist.init_process_group("gloo")
-    for case in [one for one in CASES if not sys.argv[1:] or one.__name__ in sys.argv[1:]]:
-        found = case()
-        if dist.get_rank() == 0:
-            print(json.dumps({"case": case.__name__, "found": found}), flush=True)
-    dist.destroy_process_group()
+    cases.run(CASES, sys.argv[1:])
 
 
 if __name__ == "__main__":

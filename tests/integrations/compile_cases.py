@@ -3,12 +3,12 @@
 torchrun --standalone --nproc-per-node=2 compile_cases.py
 """
 
-import json
 import shutil
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import cases
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -70,12 +70,7 @@ CASES: tuple[Callable[[], str], ...] = (compiled_wrapper, compiled_wrapper_small
 
 def main() -> None:
     """Runs the cases, or those named on the command line."""
-    dist.init_process_group("gloo")
-    for case in [one for one in CASES if not sys.argv[1:] or one.__name__ in sys.argv[1:]]:
-        found = case()
-        if dist.get_rank() == 0:
-            print(json.dumps({"case": case.__name__, "found": found}), flush=True)
-    dist.destroy_process_group()
+    cases.run(CASES, sys.argv[1:])
 
 
 if __name__ == "__main__":

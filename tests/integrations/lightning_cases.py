@@ -7,7 +7,6 @@ clipping is folded into the optimizer, or a loss is scaled, the last bits may di
 """
 
 import importlib
-import json
 import sys
 import tempfile
 import warnings
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import cases
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -424,13 +424,7 @@ CASES: tuple[Callable[[], str], ...] = (
 def main() -> None:
     """Runs the cases, or those named on the command line."""
     warnings.filterwarnings("ignore")
-    dist.init_process_group("gloo")
-    chosen = [one for one in CASES if not sys.argv[2:] or one.__name__ in sys.argv[2:]]
-    for case in chosen:
-        found = case()
-        if dist.get_rank() == 0:
-            print(json.dumps({"case": case.__name__, "found": found}), flush=True)
-    dist.destroy_process_group()
+    cases.run(CASES, sys.argv[2:])
 
 
 if __name__ == "__main__":
