@@ -52,7 +52,7 @@ class ReduceConfig:
             and fp16 gradients share buckets; "planned": what a model of the measured costs says ends first. "static"
             never follows a clock, nor does any policy under `torch.use_deterministic_algorithms`. Reducer and wrapper
             only. See docs/scheduling.md.
-        replan_every: look at the plan again after so many synchronised steps; 0: only once, after the first few.
+        replan_every: look at the plan again after so many synchronised steps; 0: only within the first 30.
         plan: a plan to keep to, as `plan_json()` gives it; one for another number of ranks is not used. Wrapper and
             reducer only.
         link: latency in us and bandwidth in Gbit/s of one all-reduce, for the cost model; None: measured.

@@ -27,7 +27,7 @@ from torch import nn
 
 import fusedreduce
 
-WARMUP_ROUNDS = 15  # our wrapper looks at its times in steps 10 to 12 and has its plan from step 15 on
+WARMUP_ROUNDS = 31  # our wrapper looks at its times up to step 28, and has its last plan from step 31 on
 SETTLING_ROUNDS = 4  # those of them in which the others take part, which rebuild buckets after the first step
 BARRIERS = 15
 TRACED_STEPS = 10

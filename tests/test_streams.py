@@ -14,7 +14,7 @@ from loopback import Loopback
 from fusedreduce import Reducer, bucket_set
 from fusedreduce.planning.assignment import BucketCaps
 from fusedreduce.planning.plan import ParameterKind, Plan
-from fusedreduce.planning.schedule import FIRST_REPORT, Model
+from fusedreduce.planning.schedule import REPORTS, Model
 from fusedreduce.scheduler import Scheduler
 from fusedreduce.streams import Streams
 
@@ -163,7 +163,7 @@ def test_what_ranks_agree_on_is_read_behind_the_stream_that_waited_for_it(
     plan: Plan = ((0,),)
     scheduler = Scheduler(model, 0, Loopback(), DEVICE)
     scheduler.readiness.add([1], [])
-    for _ in range(FIRST_REPORT):
+    for _ in range(REPORTS[0]):
         scheduler.close_round(None)
     backward, forward = current[0], FakeStream()
     for collective in ("the report", "the comparison"):

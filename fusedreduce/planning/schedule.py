@@ -9,9 +9,11 @@ Rounds count the synchronised steps since the schedule began; a rank without inp
     end of round 12    ranks compare the plan's hash
     from round 13 on   that plan
 
-and again every `replan_every` rounds, with two profiled ones ahead of the report. Both reductions are issued behind
-the last bucket's, so they keep their place among the user's own collectives on every rank; their results are read
-before the next round. (Two rounds: on a GPU the device's times are there only after the step.)
+Rounds 19 and 27 report again, with two profiled ones ahead: what the first report knows of gradients is from steps of
+another plan, whose collectives took the processor, the memory and the link at other times. So do every `replan_every`
+rounds from there on. Both reductions are issued behind the last bucket's, so they keep their place among the user's own
+collectives on every rank; their results are read before the next round. (Two rounds: on a GPU the device's times are
+there only after the step.)
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from .planner import MISSING_NS, Problem, ready_order, timeline
 from .policies import best_plan, ready_plan, static_plan
 from .saved import plan_hash
 
-FIRST_REPORT = 11
-FIRST_PROFILED = range(8, FIRST_REPORT)
+REPORTS = (11, 19, 27)
+FIRST_PROFILED = range(8, REPORTS[0])
 PROFILED_AGAIN = 2
 _WINDOW = len(FIRST_PROFILED)
 # A plan is left alone unless buckets wait for the head of the line for more than this share of backward, or the model
@@ -139,7 +141,7 @@ class Schedule:
 
     Args:
         model: what is planned.
-        replan_every: rounds between two looks at the plan; 0: one look.
+        replan_every: rounds between two reports, from the last of REPORTS on; 0: there is none behind those.
         round: the one that runs, or is about to.
     """
 
@@ -152,11 +154,10 @@ class Schedule:
 
     def place(self) -> int | None:
         """This round's place among those that are profiled for one report, the last is _WINDOW - 1; None: it isn't."""
-        ahead = FIRST_REPORT - self.round
-        if ahead < 0 < self.replan_every:
-            ahead %= self.replan_every
-            return _WINDOW - ahead if 0 < ahead <= PROFILED_AGAIN else None
-        return _WINDOW - ahead if 0 < ahead <= _WINDOW else None
+        report = self._next_report()
+        ahead = report - self.round if report is not None else 0
+        window = _WINDOW if report == REPORTS[0] else PROFILED_AGAIN
+        return _WINDOW - ahead if 0 < ahead <= window else None
 
     def profiles(self) -> bool:
         """Whether every parameter tells its time in this round."""
@@ -164,8 +165,7 @@ class Schedule:
 
     def reports(self) -> bool:
         """Whether this round ends with the reduction of all ranks' numbers."""
-        since = self.round - FIRST_REPORT
-        return since == 0 or (since > 0 < self.replan_every and since % self.replan_every == 0)
+        return self.round == self._next_report()
 
     def confirms(self) -> bool:
         """Whether this round ends with the comparison of the plan that followed."""
@@ -244,6 +244,13 @@ class Schedule:
         model = self.model
         return static_plan(model.kinds, model.caps, model.cap_policy, self.arrival or ready_order(ready_ns))
 
+    def _next_report(self) -> int | None:
+        """This round if it reports, else the next that does; None: none does any more."""
+        since = self.round - REPORTS[-1]
+        if since <= 0:
+            return next(one for one in REPORTS if one >= self.round)
+        return self.round + -since % self.replan_every if self.replan_every else None
+
     def _learn(self, samples: Sequence[int], plan: Plan) -> None:
         """Keeps what was measured in the latest rounds, across plans."""
         buckets = len(plan)
@@ -277,6 +284,10 @@ class Schedule:
             probes = [one.probe_ns for one in self._rounds if one.probe_ns is not None]
             least = [(PROBE_BYTES, min(probes))] if probes else []
             wire = fit(least + [sample for one in self._rounds for sample in one.wire])
+            if wire is not None and probes:
+                # A line through a few large buckets takes for latency what delayed them: on a link of 1 Gbit/s, beside
+                # backward on the same core, 9 ms where it was 0.5.
+                wire = Linear(fixed_ns=min(wire.fixed_ns, min(probes)), fs_per_byte=wire.fs_per_byte)
         if wire is None:
             return None
         pack = fit_copy([sample for one in self._rounds for sample in one.pack])
