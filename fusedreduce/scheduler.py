@@ -146,7 +146,7 @@ class Scheduler:
                 raise AgreementError(
                     f"ranks have decided on different plans from the same numbers: hash {decision.hash:016x} on rank "
                     f"{self._communicator.rank}, {-least:016x} to {most:016x} over all. Do all ranks run the same "
-                    "versions of fusedreduce and Python? policy='ready' with replan_every=0 decides nothing"
+                    "versions of fusedreduce and Python? policy='static' decides nothing"
                 )
             if decision.plan != plan and not frozen:
                 self.changes += 1

@@ -29,7 +29,7 @@ import fusedreduce
 
 POLICIES = ("static", "ready", "planned")
 TORCH, TORCH_AGAIN = "torch DDP", "torch DDP, again"
-LEARNING_STEPS = 18
+LEARNING_STEPS = 32
 LOOK_EVERY = 8
 RECORDING_ALLOWED = 0.01
 LOOKING_ALLOWED = 0.005

@@ -27,8 +27,8 @@ from fusedreduce.comm.distributed import ProcessGroupCommunicator
 _TWO_LAYERS_MB, _ONE_LAYER_MB = 0.002, 0.001
 _STEPS = 7
 _STEADY = 3
-# Another plan is decided on before step 14, from what the ranks have measured: until then the host waits.
-_STEPS_TO_PLAN = 18
+# Plans are decided on before steps 14, 22 and 30, from what the ranks have measured: until then the host waits.
+_STEPS_TO_PLAN = 34
 # One step, from forward to the optimizer's.
 Body = Callable[[Any, Optimizer, torch.Tensor], None]
 

@@ -146,3 +146,22 @@ def test_a_copy_always_has_a_cost() -> None:
     assert fit_copy([(10, 110), (30, 130)]) == line
     assert fit_copy([(10, 30), (10, 20), (10, 90)]) == Linear(fixed_ns=0, fs_per_byte=3 * FS_PER_NS), "one size"
     assert fit_copy([(0, 30)]) == fit_copy([]) == FREE
+
+
+def test_a_line_that_starts_above_what_is_known_starts_there_and_keeps_the_bytes() -> None:
+    # Four large buckets, the larger ones by chance quicker: alone a flat line, which costs no bytes at all.
+    samples = [(4_000_000, 12_000_000), (5_000_000, 11_000_000), (6_000_000, 10_000_000), (7_000_000, 9_000_000)]
+    flat = fit(samples)
+    assert flat is not None and flat.fs_per_byte == 0
+    found = fit([(1024, 500_000), *samples], 500_000)
+    assert found is not None and found.fixed_ns <= 500_000
+    slowest, quickest = 11_500_000 / 4_000_000, 8_500_000 / 7_000_000
+    assert quickest <= found.fs_per_byte / FS_PER_NS <= slowest
+    assert fit(samples, 10_500_000) == flat, "what is known says nothing against it"
+
+
+@given(st.integers(0, 10**6), st.integers(1, 10**6), st.sets(st.integers(1, 10**8), min_size=2, max_size=20))
+def test_an_exact_line_stays_whatever_is_known_of_its_start(fixed_ns: int, ns_per_byte: int, sizes: set[int]) -> None:
+    samples = [(size, fixed_ns + ns_per_byte * size) for size in sizes]
+    line = Linear(fixed_ns=fixed_ns, fs_per_byte=ns_per_byte * FS_PER_NS)
+    assert fit(samples, fixed_ns) == fit(samples, 2 * fixed_ns) == fit(samples) == line

@@ -35,7 +35,7 @@ def test_deterministic_algorithms(two: RankPool) -> None:
     two.run(ddp_schedule_cases.deterministic)
 
 
-@pytest.mark.parametrize("fails_at", range(9, 16))
+@pytest.mark.parametrize("fails_at", [*range(9, 16), *range(18, 23)])
 def test_a_step_that_fails_in_any_round_of_an_agreement_can_be_reset(two: RankPool, fails_at: int) -> None:
     two.run(ddp_schedule_cases.reset_between, fails_at)
 

@@ -28,8 +28,8 @@ from fusedreduce.planning.simulation.models import MODELS
 from fusedreduce.streams import Streams
 
 MIB = 2**20
-# The first step shows rank 0's order. Rounds begin behind it, and the plan that round 11 leads to is in use from 13 on.
-STEPS = 15
+# The first step shows rank 0's order. Rounds begin behind it, and the plan that round 27 leads to is in use from 29 on.
+STEPS = 31
 HOST_CALL_NS = 20_000  # between two looks at the host's clock, of which device times must hold nothing
 
 

@@ -261,7 +261,8 @@ def train(reducer: Reducer, given: list[torch.Tensor], steps: int) -> None:
 
 def test_looking_takes_five_collectives_at_first_and_four_later() -> None:
     given, communicator = parameters(*[torch.float32] * 3), Loopback()
-    with Reducer(given, communicator, ReduceConfig(replan_every=8), caps=BucketCaps(cap_bytes=12)) as reducer:
+    config = ReduceConfig(policy="ready", replan_every=8)
+    with Reducer(given, communicator, config, caps=BucketCaps(cap_bytes=12)) as reducer:
         train(reducer, given, ROUNDS)
         probes, reports = 3 + 2 + 2 + 2, 4
         assert communicator.count("max") == probes + 2 * reports, "numbers, and the hash of what follows"
@@ -354,7 +355,7 @@ def test_without_them_that_change_is_made() -> None:
     given = parameters(*[torch.float32] * 4)
     config = ReduceConfig(policy="planned", link=(1e6, 1.0))
     with Reducer(given, Loopback(), config, caps=BucketCaps(cap_bytes=12, planned_bytes=10**6)) as reducer:
-        train(reducer, given, 18)
+        train(reducer, given, 34)
         assert len(reducer.plan) == 1 and reducer.stats()["plans"] == 1
 
 

@@ -123,6 +123,7 @@ def test_torchs_module_is_imported_as_without(folder: Path) -> None:
         (("--stall-report-s", "soon", "x.py"), {}, 2, "--stall-report-s .*soon"),
         (("x.py",), {"FUSEDREDUCE_FALLBACK": "maybe"}, 2, "--fallback .*use one of"),
         (("x.py",), {"FUSEDREDUCE_SYNC_MODE": "x"}, 2, "FUSEDREDUCE_SYNC_MODE is no option.*flush"),
+        (("x.py",), {"FUSEDREDUCE_WIRES": "bf16"}, 2, "FUSEDREDUCE_WIRES is no option.*did you mean FUSEDREDUCE_WIRE?"),
         (("--sync-mode", "x", "x.py"), {}, 2, "unrecognized arguments: --sync-mode"),
         ((), {}, 2, "no program was given"),
         (("--wire", "bf16", "--"), {}, 2, "no program was given"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 FS_PER_NS = 1_000_000
 # 8 bits at 1 ns each.
@@ -65,16 +66,17 @@ class Costs:
     unpack: Linear = FREE
 
 
-def fit(samples: Sequence[tuple[int, int]]) -> Linear | None:
+def fit(samples: Sequence[tuple[int, int]], most_fixed_ns: int | None = None) -> Linear | None:
     """The line through what was measured, whatever the order and whatever a quarter of it says.
 
     The slope is the median of the slopes between any two sizes, the fixed part the median of what the slope leaves;
     each size counts with the median of its times. Of more than 64 sizes, 64 count, spread evenly over their ranks. A
-    line that falls is taken as flat. A line that starts below zero is replaced by the one through zero, its slope the
-    median of time by bytes.
+    line that falls is taken as flat. A line that starts below zero, or above `most_fixed_ns`, is replaced by the one
+    that starts there, its slope the median, by bytes, of time by bytes.
 
     Args:
         samples: (bytes, ns) of single buckets.
+        most_fixed_ns: what is known to be no less than the fixed part; None: nothing.
 
     Returns:
         The line; None if that is nothing to go by: fewer than two sizes, or times that come out as zero.
@@ -94,9 +96,10 @@ def fit(samples: Sequence[tuple[int, int]]) -> Linear | None:
     )
     slope = max(slope, 0)
     fixed_fs = _median([ns * FS_PER_NS - slope * size for size, ns in points])
-    if fixed_fs < 0:
-        fixed_fs = 0
-        slope = _median([ns * FS_PER_NS // size for size, ns in points if size])
+    most_fs = fixed_fs if most_fixed_ns is None else most_fixed_ns * FS_PER_NS
+    if not 0 <= fixed_fs <= most_fs:
+        fixed_fs = max(min(fixed_fs, most_fs), 0)
+        slope = _median_by_bytes([(max(ns * FS_PER_NS - fixed_fs, 0) // size, size) for size, ns in points if size])
     line = Linear(fixed_ns=fixed_fs // FS_PER_NS, fs_per_byte=slope)
     return None if line == FREE else line
 
@@ -126,6 +129,14 @@ def _points(samples: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     if last < MOST_SIZES:
         return points
     return [points[rank * last // (MOST_SIZES - 1)] for rank in range(MOST_SIZES)]
+
+
+def _median_by_bytes(rates: list[tuple[int, int]]) -> int:
+    """Of (rate, bytes) the rate at which half of the bytes went at least as fast."""
+    ascending = sorted(rates)
+    sent = accumulate(size for _, size in ascending)
+    half = sum(size for _, size in rates) / 2
+    return next(rate for (rate, _), so_far in zip(ascending, sent, strict=True) if so_far >= half)
 
 
 def _median(values: list[int]) -> int:

@@ -228,9 +228,8 @@ class Schedule:
             waits_ns = head_of_line_ns(plan, ready_ns)
             moves = 100 * min(stall_ns, waits_ns) > STALL_PERCENT * backward_ns
             return Decision(by_readiness if moves else plan, why, self.costs)
-        total_bytes = sum(model.wire_bytes)
-        if total_bytes < model.least_bytes:
-            return Decision(plan, f"kept: {total_bytes} bytes are less than a bucket costs; {text}", self.costs)
+        if self._keeps_plan():
+            return Decision(plan, f"kept: fewer bytes in all than a bucket costs; {text}", self.costs)
         problem = model.problem(ready_ns, self.costs)
         name, best = best_plan(problem, {"ready": by_readiness, "static": self.static(ready_ns)})
         now, then = timeline(plan, problem), timeline(best, problem)
@@ -246,10 +245,16 @@ class Schedule:
 
     def _next_report(self) -> int | None:
         """This round if it reports, else the next that does; None: none does any more."""
+        if self.costs is not None and self._keeps_plan():
+            return None
         since = self.round - REPORTS[-1]
         if since <= 0:
             return next(one for one in REPORTS if one >= self.round)
         return self.round + -since % self.replan_every if self.replan_every else None
+
+    def _keeps_plan(self) -> bool:
+        """Whether so little travels that no measurement changes the plan."""
+        return self.model.policy == "planned" and sum(self.model.wire_bytes) < self.model.least_bytes
 
     def _learn(self, samples: Sequence[int], plan: Plan) -> None:
         """Keeps what was measured in the latest rounds, across plans."""
@@ -283,11 +288,10 @@ class Schedule:
             # The probe runs beside the first bucket's packing: its latency is the least that was seen.
             probes = [one.probe_ns for one in self._rounds if one.probe_ns is not None]
             least = [(PROBE_BYTES, min(probes))] if probes else []
-            wire = fit(least + [sample for one in self._rounds for sample in one.wire])
-            if wire is not None and probes:
-                # A line through a few large buckets takes for latency what delayed them: on a link of 1 Gbit/s, beside
-                # backward on the same core, 9 ms where it was 0.5.
-                wire = Linear(fixed_ns=min(wire.fixed_ns, min(probes)), fs_per_byte=wire.fs_per_byte)
+            # A line through a few large buckets takes for latency what delayed them: on a link of 1 Gbit/s, beside
+            # backward on the same core, 9 ms where it was 0.5.
+            most_ns = min(probes, default=None)
+            wire = fit(least + [sample for one in self._rounds for sample in one.wire], most_ns)
         if wire is None:
             return None
         pack = fit_copy([sample for one in self._rounds for sample in one.pack])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import os
 import re
@@ -70,6 +71,10 @@ def read(environment: Mapping[str, str]) -> Options:
     for name, why in LEFT_OUT.items():
         if variable(name) in environment:
             raise ValueError(f"{variable(name)} is no option of this command: {why}. Use fusedreduce.install()")
+    for name in sorted(name for name in environment if name.startswith(PREFIX)):
+        near = difflib.get_close_matches(name.removeprefix(PREFIX).lower(), [*FIELDS, *SWITCHES], 1, 0.75)
+        if near and name != variable(near[0]):
+            raise ValueError(f"{name} is no option of this command: did you mean {variable(near[0])}?")
     given: dict[str, Any] = {}
     for name in (*FIELDS, *SWITCHES):
         text = environment.get(variable(name))
