@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import kernel_cases
 import link_bound
 import link_cells
 import link_network
@@ -41,6 +42,7 @@ import link_training
 import link_variants
 import models
 import records
+import torch
 from records import BenchError
 from report_link import POWERSGD, rate_name
 
@@ -273,6 +275,8 @@ def main() -> int:
         import link_here  # imports this file
 
         link_here.run(asked)
+    if not asked.rehearse:
+        kernel_cases.prove_path(torch.device("cpu"))
     try:
         link_network.check_allowed()
     except link_network.LinkError as error:
