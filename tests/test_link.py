@@ -21,6 +21,7 @@ import torch
 
 # isort: split
 import bench_link
+import kernel_cases
 import link_bound
 import link_cells
 import link_here
@@ -240,7 +241,7 @@ def test_what_was_measured_before_something_went_wrong_is_kept(monkeypatch: pyte
 
     monkeypatch.setattr(link_network, "check_allowed", lambda: None)
     monkeypatch.setattr(bench_link, "room", room)
-    monkeypatch.setattr(bench_link.kernel_cases, "prove_path", lambda _: None)
+    monkeypatch.setattr(kernel_cases, "prove_path", lambda _: None)
     typed = ["bench_link.py", "--models", "resnet18", "mlp-8m", "--rates", "1000", "--out"]
     monkeypatch.setattr(sys, "argv", [*typed, "/dev/null/folder"])
     with pytest.raises(BenchError, match="cannot be made"):
