@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from fake_cuda import FakeCuda
+from fake_streams import FakeEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,3 +139,71 @@ def test_which_wires_are_narrower() -> None:
     assert [may_flush(torch.float32, wire) for wire in wires] == [False, True, True]
     assert not any(may_flush(gradient, wire) for gradient in (torch.bfloat16, torch.float16) for wire in wires)
     assert [may_flush(torch.float64, wire) for wire in (torch.float64, *wires[1:])] == [False, True, True]
+
+
+def test_other_memory_behind_the_same_tensor_is_noticed() -> None:
+    """`gradient.data = ...` moves a tensor that stays the same object."""
+    table, chunks = PointerTable(), ChunkTable([3], [0], [torch.float32], 3)
+    gradient, elsewhere = torch.ones(3), torch.zeros(3)
+    before = table.upload([gradient], chunks, CPU)
+    gradient.data = elsewhere
+    assert not table.holds([gradient], chunks), "what was checked is another piece of memory"
+    after = table.upload([gradient], chunks, CPU)
+    assert after is not before and after[0].item() == elsewhere.data_ptr()
+
+
+# On CUDA, where launches lag behind: fake_cuda.py
+
+
+def test_a_table_that_a_graph_reads_is_never_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replays come at any time, and read the addresses that were there when it was captured."""
+    cuda = FakeCuda(monkeypatch)
+    with cuda.recording():
+        table, chunks = PointerTable(), ChunkTable([3], [0], [torch.float32], 3)
+        gradients = [torch.ones(3, device=cuda.device) for _ in range(6)]
+
+        def launch(gradient: torch.Tensor) -> torch.Tensor:
+            addresses = table.upload([gradient], chunks, cuda.device)
+            table.launched()
+            return addresses
+
+        of_before = launch(gradients[0])
+        with monkeypatch.context() as capturing:
+            capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            assert launch(gradients[0]) is of_before
+            made_in_it = launch(gradients[1])
+        assert launch(gradients[1]) is not made_in_it, "only a replay fills it"
+        for gradient in gradients[2:]:
+            later = launch(gradient)
+            assert later is not of_before and later is not made_in_it
+        assert of_before.tolist() == [gradients[0].data_ptr(), 0]
+        assert made_in_it.tolist() == [gradients[1].data_ptr(), 0]
+
+
+def test_gradients_that_move_in_every_step_need_a_few_tables_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU is always two launches behind: a table is free again when its launch has run, whichever it is."""
+    launched = 0
+
+    class Late(FakeEvent):
+        """Has come when two others have been recorded after it."""
+
+        recorded_at = 0
+
+        def record(self, stream: object = None) -> None:
+            self.recorded_at = launched
+
+        def query(self) -> bool:
+            return launched - self.recorded_at >= 2
+
+    cuda = FakeCuda(monkeypatch)
+    with cuda.recording():
+        monkeypatch.setattr(torch.cuda, "Event", Late)
+        table, chunks = PointerTable(), ChunkTable([3], [0], [torch.float32], 3)
+        gradients = [torch.ones(3, device=cuda.device) for _ in range(4)]
+        tables = []
+        for step in range(12):
+            tables.append(table.upload([gradients[step % 4]], chunks, cuda.device))
+            launched += 1
+            table.launched()
+            assert tables[-1].tolist() == [gradients[step % 4].data_ptr(), 0]
+    assert table.uploads == 12 and len({one.data_ptr() for one in tables}) == 3, "no more than are read at a time"
