@@ -39,6 +39,11 @@ def _overlapping_wire(call: Call) -> None:
     call.gradients[0] = call.wire[1:5]
 
 
+def _in_place_of_another_dtype(call: Call) -> None:
+    call.wire = torch.full((12,), 7.0, dtype=torch.float16)
+    call.gradients[0] = call.wire.view(torch.float32)[:4]
+
+
 def _set(**changes: Any) -> Callable[[Call], None]:
     def spoil(call: Call) -> None:
         for name, value in changes.items():
@@ -76,6 +81,7 @@ BAD = {
     "sparse": (_gradient(torch.ones(6).to_sparse()), TypeError, "layout torch.sparse_coo"),
     "overlap": (_overlapping, ValueError, "gradients 0 and 1 overlap"),
     "wire overlap": (_overlapping_wire, ValueError, "gradient 0 overlaps the wire"),
+    "in place of another dtype": (_in_place_of_another_dtype, ValueError, "gradient 0 overlaps the wire"),
     "negated view": (_gradient(torch.zeros(6, dtype=torch.complex64).conj().imag), ValueError, "lazily negated|gaps"),
     "scalar in wire": (_inside_the_wire, ValueError, "lies inside the wire buffer"),
     "wire in graph": (_set(wire=torch.ones(12, requires_grad=True)), ValueError, "requires a gradient"),

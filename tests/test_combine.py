@@ -174,6 +174,18 @@ def test_tables_are_made_once_for_each_set_of_addresses() -> None:
     assert tensors[1].eq(4).all() and others[1].eq(2).all()
 
 
+@interpreted
+def test_other_outputs_of_the_same_tensors_are_the_ones_written() -> None:
+    """A sum for one rank after a sum for another, or for all: what is read, and how it is added, is the same."""
+    tables, parts = CombineTables(), Centralized().parts(2, 100)
+    tensors = [torch.full((100,), 1.0), torch.full((100,), 2.0)]
+    outputs = [torch.zeros(100) for _ in range(3)]
+    for written in ([outputs[0]], [outputs[1]], [outputs[2], tensors[1]]):
+        combine(tensors, written, parts, tables=tables)
+        assert all(one.eq(3.0).all() for one in written), "the sum went elsewhere"
+    assert tensors[0].eq(1.0).all()
+
+
 def test_dispatch_takes_the_torch_path_on_cpu() -> None:
     tensors = [torch.tensor([256.0], dtype=torch.bfloat16), *[torch.ones(1, dtype=torch.bfloat16) for _ in range(2)]]
     with dispatch.count_launches() as counted:

@@ -150,6 +150,28 @@ def test_one_huge_beside_many_tiny() -> None:
     assert_same(wire, (torch.cat(gradients) / 2).half())
 
 
+@pytest.mark.parametrize("block", [4, 10**6])
+@pytest.mark.parametrize("function", [pack, reference.pack], ids=["kernel", "torch"])
+def test_fp64_near_a_tie_of_its_wire_is_rounded_once(
+    function: Any, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an fp32 rounded to nearest, what lies a little beside a tie is that tie, and goes to the even neighbour."""
+    monkeypatch.setattr(reference, "BLOCK_NUMEL", block)
+    step, nudge = 2.0**-10, 2.0**-40
+    nearest = {
+        1 + step / 2 - nudge: 1.0,
+        1 + step / 2: 1.0,
+        1 + step / 2 + nudge: 1 + step,
+        1 + 3 * step / 2 - nudge: 1 + step,
+        1 + 3 * step / 2: 1 + 2 * step,
+        1 + 3 * step / 2 + nudge: 1 + 2 * step,
+    }
+    gradient = torch.tensor([*nearest, *[-one for one in nearest]], dtype=torch.float64)
+    wire, chunks = torch.empty(12, dtype=torch.float16), ChunkTable([12], [0], [torch.float64], 12)
+    function([gradient * 3], chunks, PointerTable(), wire, torch.tensor([3.0], dtype=torch.float64))
+    assert wire.tolist() == [*nearest.values(), *[-one for one in nearest.values()]]
+
+
 def test_nothing_at_all() -> None:
     chunks = ChunkTable([], [], [], 0)
     pack([], chunks, PointerTable(), torch.empty(0), torch.ones(1))

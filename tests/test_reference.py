@@ -339,6 +339,24 @@ def test_views_follow_a_wire_that_has_moved() -> None:
     assert kept[0].tolist() == [8.0] * 4 + [-8.0] * 3 + [0.0], "an old wire is not written to"
 
 
+@pytest.mark.parametrize("vouched", [False, True])
+@pytest.mark.parametrize("wire_dtype", FLOATS)
+def test_padding_of_every_length_is_zeros(wire_dtype: torch.dtype, vouched: bool) -> None:
+    """Some of it is zeroed as a range, some by its indices: none is left out between the two."""
+    lengths = [*range(140), 1000]
+    offsets = np.cumsum([length + 2 for length in lengths]) - 2  # slots of two elements, each behind its padding
+    numel = int(offsets[-1]) + 2 + 64
+    shapes: list[Shape] = [((2,), (1,))] * len(lengths)
+    chunks = ChunkTable([2] * len(lengths), offsets.tolist(), [torch.float32] * len(lengths), numel, shapes=shapes)
+    wire = torch.full((numel,), float("nan"), dtype=wire_dtype)
+    gradients = [torch.full((2,), 6.0) for _ in lengths]
+    reference.pack(gradients, chunks, PointerTable(), wire, torch.tensor([3.0]), vouched=vouched)
+    expected = torch.zeros(numel, dtype=wire_dtype)
+    for offset in offsets.tolist():
+        expected[offset : offset + 2] = 2.0
+    assert_same(wire, expected)
+
+
 # The quick forms: what torch.cat lays out, what is converted in blocks, and what torch divides in 16 bits.
 
 

@@ -187,6 +187,19 @@ def test_small_gradients_of_other_strides_are_searched_in_the_order_of_their_slo
 
 
 @pytest.mark.parametrize("pack", PACKS)
+def test_padding_has_no_by_products(pack: Any) -> None:
+    """It has rows of the table, behind those of the data; where by-products lie there are those of the next bucket."""
+    chunks = ChunkTable([5, 3], [0, 8], [torch.float32] * 2, 16)
+    assert (chunks.data_rows, len(chunks.rows)) == (2, 4)
+    room = new_source_partials(6, CPU)
+    room.first_non_finite.fill_(77)
+    room.flushed.fill_(88)
+    pack([torch.ones(5), None], chunks, PointerTable(), torch.empty(16), torch.ones(1), room.part(1, 3))
+    assert room.first_non_finite.tolist() == [77, -1, -1, 77, 77, 77]
+    assert room.flushed.tolist() == [88, 0, 0, 88, 88, 88]
+
+
+@pytest.mark.parametrize("pack", PACKS)
 def test_slots_of_one_shared_buffer_and_missing_ones(pack: Any) -> None:
     buffer = torch.randn(350) * 1e-8
     buffer[260] = -float("inf")

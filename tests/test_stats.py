@@ -108,6 +108,19 @@ def test_nothing_at_all(module: Any) -> None:
     assert module.reduce_source_partials(chunks.new_source_partials(CPU), spans).first.tolist() == [-1, -1]
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("module", MODULES)
+def test_a_nan_of_either_sign_is_the_largest(module: Any, sign: float) -> None:
+    """x86 sets the sign of the NaN that it makes of infinity minus infinity."""
+    nan = torch.tensor(float("nan"), dtype=torch.float64).copysign(torch.tensor(sign))
+    peaks = torch.tensor([2.0, float("inf"), 0.0, 1.0], dtype=torch.float64)
+    peaks[2] = nan
+    assert peaks[2].signbit().item() is (sign < 0)
+    totals = module.reduce_partials(Partials(peaks, peaks, torch.tensor([-1, 0, 0, -1])), _spans([(0, 3), (3, 4)]))
+    assert totals.parameter_peaks[0].isnan() and totals.parameter_peaks[1] == 1.0
+    assert totals.total[1].isnan(), "and of all parameters"
+
+
 def test_the_same_sums_wherever_the_rows_lie() -> None:
     generator = torch.Generator().manual_seed(5)
     rows = torch.rand(2000, generator=generator, dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from interpreter_defects import store_as_interpreted
 
 from fusedreduce.kernels import measure as measure_file
-from fusedreduce.kernels import reference
+from fusedreduce.kernels import reference, reference_stats
 from fusedreduce.kernels import scale as scale_file
 from fusedreduce.kernels import unpack as unpack_file
 from fusedreduce.kernels.table import ChunkTable, PointerTable, Shape, new_partials
@@ -332,6 +333,23 @@ def test_the_number_of_threads_does_not_change_a_bit(dtype: torch.dtype) -> None
             for name, tensor in vars(found[which]).items():
                 assert_same(getattr(other, name).view(torch.float64), tensor.view(torch.float64))
     assert_partials(found[0], expected_partials_fast(gradients, chunks))
+
+
+def test_threads_have_scratch_memory_of_their_own() -> None:
+    """Ranks may be threads, and torch's operators let others run: one's squares must not be another's."""
+    held: list[torch.Tensor] = []
+
+    def use() -> None:
+        held.append(reference_stats.scratch(torch.float32, CPU, 100))
+
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    use()
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert len({one.untyped_storage().data_ptr() for one in held}) == 3
+    again = reference_stats.scratch(torch.float32, CPU, 50)
+    assert again.data_ptr() == held[0].data_ptr(), "and none is allocated anew"
 
 
 def expected_partials_fast(gradients: Sequence[torch.Tensor], chunks: ChunkTable) -> Any:
