@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from loopback import Loopback
 from ranks import group_of_one
 
 import fusedreduce
+from fusedreduce import exchange
 from fusedreduce.bucket import Bucket, BucketCache, BucketKey, BucketState
+from fusedreduce.kernels import dispatch
 from fusedreduce.planning.layout import flat_layout
 
 
@@ -215,6 +219,40 @@ def test_a_bucket_under_way_or_failed_is_not_given_out_again() -> None:
     assert cache.find(key, 256) is None
     other = torch.ones(3)
     assert not cache.knows(key, [other]) and cache.take(key, 512, [other], make) not in (None, first)
+
+
+def _bucket_of_three() -> Bucket:
+    return Bucket(flat_layout(3), [torch.float32], torch.bfloat16, torch.device("cpu"), "bucket 0")
+
+
+def test_a_bucket_is_not_given_out_while_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A future's callback unpacks, while another module's backward may ask for a bucket."""
+    cache, weight = BucketCache(), torch.ones(3)
+    key = BucketKey(0, 3, torch.float32, torch.bfloat16, torch.device("cpu"))
+    ours = cache.take(key, 64, [weight], _bucket_of_three)
+    in_flight = exchange.start(ours, [torch.ones(3)], Loopback())
+    in_flight.pending.wait()
+    given_out, unpack = [], dispatch.unpack
+
+    def unpack_while_another_asks(*arguments: Any, **options: Any) -> None:
+        given_out.append(cache.find(key, 64))
+        unpack(*arguments, **options)
+
+    monkeypatch.setattr(dispatch, "unpack", unpack_while_another_asks)
+    exchange.finish(in_flight)
+    assert given_out == [None] and cache.find(key, 64) is ours
+
+
+def test_a_bucket_of_a_module_that_is_gone_is_let_go_by_the_next_one() -> None:
+    """Its wire is memory, and its address may be another module's by then, on this rank alone."""
+    cache, weights = BucketCache(), [torch.ones(3), torch.ones(3)]
+    key = BucketKey(0, 3, torch.float32, torch.bfloat16, torch.device("cpu"))
+    gone = cache.take(key, 64, weights[:1], _bucket_of_three)
+    gone.state = BucketState.IDLE
+    seen = weakref.ref(gone)
+    del weights[0], gone
+    later = cache.take(key, 128, weights, _bucket_of_three)
+    assert seen() is None and cache.find(key, 64) is None and cache.buckets() == [later]
 
 
 @pytest.mark.parametrize("modules", [1, 4])

@@ -110,6 +110,39 @@ def test_gradients_packed_ahead_of_their_bucket_have_it_too() -> None:
         clear(large)
 
 
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_what_is_packed_ahead_is_divided_once_where_by_products_are_wanted(op: Any, views: bool) -> None:
+    """Pack then goes over the whole bucket, also where gradients are views that hold the quotients already."""
+    parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 300_000)]
+    reducer = Reducer(
+        parameters,
+        Loopback([constant(0.0)]),
+        ReduceConfig(op=op, grad_stats=True, check_finite="count"),
+        gradient_as_bucket_view=views,
+    )
+    for number in range(5):
+        divisor = 4.0 if op == "sum" else None
+        step(reducer, [torch.full_like(one, 3.0) for one in parameters], divisor=divisor)
+        for one in parameters:
+            assert one.grad is not None and one.grad.eq(3.0 / (divisor or 2.0)).all(), number
+        clear(parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_fp16_gradients_of_four_ranks_average_to_what_fp16_holds(dtype: torch.dtype) -> None:
+    """What they come back to has no room for more than the wire: nothing is held back for behind the sum."""
+    value = 40_000.0 if dtype is torch.float16 else 32_000.0
+
+    def case(communicator: Communicator) -> torch.Tensor | None:
+        parameters = [torch.zeros(3, dtype=dtype, requires_grad=True)]
+        step(Reducer(parameters, communicator, ReduceConfig(wire="fp16")), [torch.full((3,), value, dtype=dtype)])
+        return parameters[0].grad
+
+    for gradient in ThreadWorld(4).run(case):
+        assert torch.equal(gradient, torch.full((3,), value, dtype=dtype))
+
+
 def test_what_each_rank_can_hold_in_fp16_a_sum_of_all_can_hold_on_the_wire() -> None:
     def case(communicator: Communicator) -> torch.Tensor | None:
         parameters = [torch.zeros(3, requires_grad=True)]
