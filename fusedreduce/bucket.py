@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -114,7 +115,8 @@ class BucketCache:
     """
 
     def __init__(self) -> None:
-        self._by_address: dict[tuple[BucketKey, int], Bucket] = {}
+        # Weak: the address of a module that is gone may be another one's buffer by now, and on this rank alone.
+        self._by_address: MutableMapping[tuple[BucketKey, int], Bucket] = WeakValueDictionary()
         self._homes: MutableMapping[torch.Tensor, _Home] = WeakIdKeyDictionary()
 
     def find(self, key: BucketKey, address: int) -> Bucket | None:
@@ -148,9 +150,9 @@ class BucketCache:
             home.buckets.append(bucket)
         bucket.state = BucketState.TAKEN
         alive = {id(one) for one in self.buckets()}
-        self._by_address = {
-            where: one for where, one in self._by_address.items() if one is not bucket and id(one) in alive
-        }
+        for where, one in list(self._by_address.items()):
+            if one is bucket or id(one) not in alive:
+                del self._by_address[where]
         self._by_address[key, address] = bucket
         return bucket
 
