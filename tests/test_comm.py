@@ -127,6 +127,21 @@ def test_a_buckets_next_step_starts_its_time_anew(caplog: pytest.LogCaptureFixtu
     assert not caplog.records
 
 
+def test_a_step_that_begins_while_the_last_one_is_looked_at_is_watched(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    monitor = StallMonitor(poll_s=3600.0, clock=clock)
+
+    def done() -> bool:
+        monitor.watch("bucket", "bucket 0 in its next step", lambda: False, 10.0, CPU)
+        return True
+
+    monitor.watch("bucket", "bucket 0", done, 10.0, CPU)
+    assert monitor.look() == 1
+    clock.now += 11.0
+    assert monitor.look() == 1
+    assert "bucket 0 in its next step has not finished after 11.0 s" in caplog.text
+
+
 def test_the_thread_ends_when_nothing_is_left() -> None:
     monitor = StallMonitor(poll_s=0.01)
     monitor.watch("bucket", "bucket 0", lambda: True, 10.0, CPU)

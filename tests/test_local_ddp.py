@@ -280,6 +280,23 @@ def test_join_may_end_with_the_first_rank_that_has_no_inputs() -> None:
     assert first == "Rank 0 exhausted all inputs." and all("at least one rank that exhausted" in one for one in others)
 
 
+def test_a_step_is_sampled_once_whatever_forwards_follow() -> None:
+    """Of a forward without a backward there is nothing to log: its times are of no step."""
+
+    def case(communicator: LocalCommunicator, model: nn.Module) -> None:
+        ddp = wrapped(communicator, model)
+        for given in batches(communicator.rank, 3):
+            loss_of(ddp(given)).backward()
+        ddp(given)
+        sampled = dict(ddp._get_ddp_logging_data())
+        for _ in range(2):
+            ddp(given)
+        assert dict(ddp._get_ddp_logging_data()) == sampled
+        assert sampled["iteration"] == 3 and sampled["avg_backward_compute_time"] > 0
+
+    on_ranks(case)
+
+
 def test_planned_buckets_a_trace_and_a_plan_to_keep(tmp_path: Path) -> None:
     def case(communicator: LocalCommunicator, model: nn.Module) -> tuple[list[torch.Tensor], str]:
         ddp = wrapped(communicator, model, reduce=ReduceConfig(policy="planned", wire="bf16"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loopback import Loopback, ThreadWorld
+from loopback import Loopback, ThreadWorld, constant
 
 from fusedreduce import AgreementError, BucketCaps, ReduceConfig, Reducer
 from fusedreduce.comm.protocol import Communicator
@@ -224,6 +224,21 @@ def test_a_plan_for_another_world_is_not_used(caplog: pytest.LogCaptureFixture) 
         assert found.plan == reducer.plan and found.world_size == 3
 
 
+def test_a_plan_that_was_given_is_looked_at_anew_in_another_group() -> None:
+    given = parameters(torch.float32, torch.float32)
+    plan: Plan = ((0,), (1,))
+    with Reducer(given, Loopback(), ReduceConfig(plan=saved(plan, 2, world_size=3))) as reducer:
+        train(reducer, given, 2)
+        assert reducer.plan == plan
+        two_ranks = Loopback([constant(0.5)])
+        reducer.set_communicator(two_ranks)
+        assert reducer.plan == ((0, 1),), "it is for three ranks, and these are two"
+        train(reducer, given, 2)
+        assert two_ranks.count("broadcast") == 1, "they learn one of their own"
+        reducer.set_communicator(Loopback())
+        assert reducer.plan == plan
+
+
 def test_a_peer_with_another_plan_is_an_error_on_every_rank() -> None:
     communicator = Loopback()
 
@@ -243,6 +258,18 @@ def test_ranks_that_decide_on_different_plans_raise() -> None:
     given = parameters(torch.float32, torch.float32)
     reducer = Reducer(given, communicator, caps=BucketCaps(cap_bytes=12))
     communicator.numbers = lambda mine: mine + (mine.numel() == 3)
+    with pytest.raises(AgreementError, match="different plans from the same numbers"):
+        train(reducer, given, 16)
+
+
+@pytest.mark.parametrize("theirs", [-1, 1])
+def test_a_rank_raises_whether_its_hash_is_the_largest_or_the_least(theirs: int) -> None:
+    """An error of some ranks only leaves them in the next collective without the others."""
+    communicator = Loopback()
+    given = parameters(torch.float32, torch.float32)
+    reducer = Reducer(given, communicator, caps=BucketCaps(cap_bytes=12))
+    other = torch.tensor([theirs, -theirs, 0])
+    communicator.numbers = lambda mine: mine + other if mine.numel() == 3 else mine
     with pytest.raises(AgreementError, match="different plans from the same numbers"):
         train(reducer, given, 16)
 
@@ -335,6 +362,27 @@ def test_after_a_reset_ranks_know_the_same_again() -> None:
     first, *others = ThreadWorld(3).run(case)
     assert not isinstance(first, BaseException), first
     assert all(other == first for other in others) and first[1] is not None
+
+
+def test_after_a_reset_ranks_that_hold_different_plans_begin_again() -> None:
+    """One rank has gone on to the plan that all have decided on, when all give up."""
+
+    def case(communicator: Communicator) -> Any:
+        given = parameters(*[torch.float32] * 4)
+        config = ReduceConfig(policy="planned", link=(1e6, 1.0))
+        reducer = Reducer(given, communicator, config, caps=BucketCaps(cap_bytes=12, planned_bytes=10**6))
+        train(reducer, given, 14)
+        if communicator.rank == 0:
+            reducer.prepare_for_forward()
+        held = len(reducer.plan)
+        reducer.reset()
+        train(reducer, given, 3)
+        return held, reducer.plan, [parameter.grad.tolist() for parameter in given if parameter.grad is not None]
+
+    first, second = ThreadWorld(2).run(case)
+    assert not isinstance(first, BaseException), first
+    assert (first[0], second[0]) == (1, 4), "otherwise this has tested nothing"
+    assert first[1:] == second[1:] and first[2] == [[1.0] * 3] * 4
 
 
 @pytest.mark.parametrize("steps", [12, 13])

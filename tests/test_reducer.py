@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from leaf_steps import TRAVELS
-from loopback import PEERS, Loopback, Peer, ThreadWorld, constant
+from leaf_steps import TRAVELS, shadow_step, sparse_like
+from leaf_steps import step as leaf_step
+from loopback import PEERS, Call, Loopback, Peer, ThreadWorld, constant
 from torch.utils.checkpoint import checkpoint
 
 from fusedreduce import AgreementError, BucketCaps, CollectiveError, FusedReduceError, ReduceConfig, Reducer
@@ -246,6 +247,21 @@ def test_gradients_with_other_strides_are_reduced_and_counted() -> None:
     assert int(reducer.stats()["restrided"]) >= 5, "the large one; copying a small one costs nothing more on CPU"
 
 
+def test_a_gradient_that_had_other_strides_once_leaves_nothing_behind() -> None:
+    parameters, communicator = _parameters(((128, 129), (3,))), Loopback()
+    reducer = Reducer(parameters, communicator)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="grad and param do not obey")
+        for step in range(9):
+            gradients = _gradients(parameters)
+            if step % 4 == 1:
+                parameters[0].grad = torch.zeros(129, 128).t()
+            _step(reducer, parameters, gradients)
+            _all_mean(parameters, gradients, communicator)
+            _clear(parameters)
+    assert reducer.stats()["restrided"] == 2
+
+
 def test_mixed_dtypes_share_buckets_on_a_16_bit_wire_from_the_second_step_on() -> None:
     def plans(wire: Wire, policy: Literal["ready", "static"]) -> list[list[set[torch.dtype]]]:
         parameters = [one for dtype in (torch.float32, torch.bfloat16) for one in _parameters(((3,), (4,)), dtype)]
@@ -417,6 +433,23 @@ def test_no_sync_accumulates_and_the_next_step_reduces_the_sum() -> None:
         assert communicator.count("all_reduce") == before
         _step(reducer, parameters, parts[2])
         _all_mean(parameters, [(a + b) + c for a, b, c in zip(*parts, strict=True)], communicator, torch.bfloat16)
+        _clear(parameters)
+
+
+def test_an_inner_no_sync_leaves_the_outer_one_on() -> None:
+    """A helper that uses it may be called within it."""
+    parameters, communicator = _parameters(SMALL), Loopback()
+    reducer = Reducer(parameters, communicator, caps=CAPS)
+    for _ in range(3):
+        parts = [_gradients(parameters) for _ in range(3)]
+        before = communicator.count("all_reduce")
+        with reducer.no_sync():
+            with reducer.no_sync():
+                _step(reducer, parameters, parts[0])
+            _step(reducer, parameters, parts[1])
+        assert communicator.count("all_reduce") == before, "a backward behind the inner one was reduced"
+        _step(reducer, parameters, parts[2])
+        _all_mean(parameters, [(a + b) + c for a, b, c in zip(*parts, strict=True)], communicator)
         _clear(parameters)
 
 
@@ -640,18 +673,37 @@ def test_which_parameters_are_unused_may_change_and_no_sync_counts() -> None:
     assert not reducer.unused_always_same and reducer.rebuilt is False
 
 
-def test_ranks_with_different_unused_parameters_agree() -> None:
+@pytest.mark.parametrize("first", ["own", "common"])
+def test_ranks_with_different_unused_parameters_agree(first: str) -> None:
+    """Which of its gradients comes first: the one that only this rank has, or one that all have."""
+
     def case(communicator: Communicator) -> list[torch.Tensor | None]:
         parameters = [torch.ones(3, requires_grad=True) for _ in range(4)]
         reducer = Reducer(parameters, communicator, find_unused_parameters=True, caps=BucketCaps(cap_bytes=12))
         for _ in range(5):
             _clear(parameters)
-            used = [communicator.rank, 2]
+            used = [communicator.rank, 2] if first == "own" else [2, communicator.rank]
             _step(reducer, parameters, [torch.full((3,), 1.0 + communicator.rank)] * 4, used)
         return [parameter.grad for parameter in parameters]
 
     for held in ThreadWorld(2).run(case):
         assert [None if one is None else one.tolist() for one in held] == [[0.5] * 3, [1.0] * 3, [1.5] * 3, None]
+
+
+def test_a_gradient_that_only_a_peer_has_lies_as_its_parameter_does() -> None:
+    values = torch.randn(129, 128)
+
+    def case(communicator: Communicator) -> torch.Tensor | None:
+        turned = torch.zeros(128, 129).t().requires_grad_()
+        parameters = [turned, torch.zeros(3, requires_grad=True)]
+        reducer = Reducer(parameters, communicator, find_unused_parameters=True)
+        _step(reducer, parameters, [values, torch.ones(3)], [0, 1] if communicator.rank else [1])
+        assert turned.grad is not None and turned.grad.stride() == turned.stride()
+        return turned.grad
+
+    for held in ThreadWorld(2).run(case):
+        assert not isinstance(held, BaseException), held
+        _same(held, values / 2)
 
 
 def test_a_parameter_that_no_search_finds_but_gets_a_gradient_is_named() -> None:
@@ -823,6 +875,35 @@ def test_a_static_graph_knows_its_unused_parameters(views: bool, used_by_peers: 
         _clear(parameters)
 
 
+def test_a_static_graphs_order_is_that_of_each_parameters_last_gradient() -> None:
+    weight, bias = parameters = _parameters(((4, 4), (4,)))
+    reducer = Reducer(parameters, Loopback(), static_graph=True, caps=BucketCaps(cap_bytes=8))
+    counted: list[int] = []
+    for index, parameter in enumerate(parameters):
+        parameter.register_post_accumulate_grad_hook(lambda _, index=index: counted.append(index))  # type: ignore[misc]
+    loss = _checkpoints_around(weight, bias, torch.ones(2, 4, requires_grad=True))
+    reducer.prepare_for_backward(loss)
+    loss.backward()
+    assert counted == [0, 1, 0], "the weight is not ready with its first gradient"
+    reducer.prepare_for_forward()
+    assert reducer.last_order == (1, 0) and reducer.plan == ((1,), (0,))
+
+
+def test_a_static_graph_whose_first_step_failed_is_counted_anew() -> None:
+    parameters, communicator = _parameters(((3,), (4,), (5,))), Loopback()
+    reducer = Reducer(parameters, communicator, static_graph=True, caps=BucketCaps(cap_bytes=8))
+    handle = parameters[0].register_hook(_boom)
+    with pytest.raises(ZeroDivisionError):
+        _step(reducer, parameters, _gradients(parameters))
+    handle.remove()
+    reducer.reset()
+    for _ in range(4):
+        _clear(parameters)
+        gradients = _gradients(parameters)
+        _step(reducer, parameters, gradients)
+        _all_mean(parameters, gradients, communicator)
+
+
 def test_a_static_graph_that_changes_raises() -> None:
     parameters = _parameters(((3,), (4,)))
     for few in (0, 6):
@@ -891,6 +972,20 @@ def test_data_behind_a_view_is_reduced_and_the_view_comes_back() -> None:
         gradients = _gradients(parameters)
         _step(reducer, parameters, gradients)
         _all_mean(parameters, [a + b for a, b in zip(before, gradients, strict=True)], communicator)
+
+
+def test_zero_grad_zeroes_a_gradient_that_was_put_in_a_views_place() -> None:
+    parameters, communicator = _parameters(((3,), (4,))), Loopback()
+    reducer = Reducer(parameters, communicator, gradient_as_bucket_view=True)
+    for _ in range(5):
+        _step(reducer, parameters, _gradients(parameters))
+        parameters[1].grad = torch.ones(4)
+        reducer.zero_grad()
+        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in parameters)
+        gradients = _gradients(parameters)
+        _step(reducer, parameters, gradients)
+        _all_mean(parameters, gradients, communicator)
+        _clear(parameters)
 
 
 def test_data_put_behind_a_view_during_backward_is_reduced() -> None:
@@ -1076,6 +1171,34 @@ def test_a_comm_hook_takes_the_place_of_the_wire(views: bool) -> None:
     assert communicator.count("all_reduce") == 0 and reducer.stats()["wire_bytes"] == 0
     with pytest.raises(RuntimeError, match="only be called once"):
         reducer.register_comm_hook(None, _mean_hook)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_comm_hook_is_shown_zeros_where_there_is_no_gradient(views: bool) -> None:
+    """And of a parameter that no rank has used nothing is copied out of what it returns."""
+    parameters, communicator = _parameters(((3,), (4,), (5,))), Loopback([_uses(1, 1, 0)])
+    reducer = Reducer(parameters, communicator, find_unused_parameters=True, gradient_as_bucket_view=views)
+    shown: dict[int, torch.Tensor] = {}
+
+    def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        shown.update({id(parameter): gradient.clone() for parameter, gradient in pairs})
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer().add_(0.5).div_(2))
+        return future
+
+    reducer.register_comm_hook(None, hook)
+    for used in ([0, 1, 2], [0], [2, 0], [0]):
+        _clear(parameters)
+        gradients = _gradients(parameters)
+        _step(reducer, parameters, gradients, used)
+        for index, parameter in enumerate(parameters):
+            local = gradients[index] if index in used else torch.zeros_like(gradients[index])
+            _same(shown[id(parameter)], local, f"parameter {index} of a step that uses {used}")
+            if index < 2 or index in used:
+                _same(parameter.grad, (local + 0.5) / 2)
+            else:
+                assert parameter.grad is None, "nobody used it"
 
 
 def test_a_comm_hook_and_a_wire_exclude_each_other() -> None:
@@ -1297,6 +1420,42 @@ def test_reset_compares_how_far_each_rank_has_come() -> None:
         reducer.reset()
 
 
+def test_in_a_new_group_resets_are_counted_anew() -> None:
+    """Ranks meet there by the count, and one that is new to all of them has reset nothing yet."""
+    old, group, fresh = Loopback(), Loopback(), Loopback()
+    reducer = Reducer(_parameters(((3,),)), old)
+    for _ in range(2):
+        reducer.reset()
+    reducer.set_communicator(group)
+    reducer.reset()
+    Reducer(_parameters(((3,),)), fresh).reset()
+    assert old.count("aside reset 2") == 1
+    assert [call.kind for call in group.calls] == [call.kind for call in fresh.calls] == ["aside reset 1"]
+
+
+class _Counted:
+    """The all-reduce of ones with which a join counts the ranks that still have inputs: one."""
+
+    def wait(self) -> None:
+        """It is there."""
+
+    def result(self) -> list[torch.Tensor]:
+        return [torch.ones(1)]
+
+
+def test_reset_forgets_the_divisor_and_the_futures_of_the_step_that_was_given_up() -> None:
+    parameters, communicator = _parameters(((3,), (4,))), Loopback()
+    reducer = Reducer(parameters, communicator)
+    failed: torch.futures.Future[Any] = torch.futures.Future()
+    failed.set_exception(ValueError("of the step that was given up"))  # type: ignore[arg-type]
+    reducer.divide_by_ranks_counted(_Counted())
+    reducer.wait_at_end([failed])
+    reducer.reset()
+    gradients = _gradients(parameters)
+    _step(reducer, parameters, gradients)
+    _all_mean(parameters, gradients, communicator)
+
+
 def test_reset_drops_gradients_that_a_collective_may_still_write() -> None:
     parameters = _parameters(((3,), (4,)))
     reducer = Reducer(parameters, Loopback(), gradient_as_bucket_view=True)
@@ -1439,6 +1598,42 @@ def test_a_graph_that_outlives_the_reducer_does_not_keep_it(no_collector: None) 
         _same(parameter.grad, gradient)
 
 
+# Ranks without inputs
+
+
+def _issued(inputs: int, **options: Any) -> tuple[list[Call], int]:
+    """What a rank issues and counts in 25 steps, of which it has inputs for the first; its peers have for all."""
+    parameters, communicator = _parameters((*SMALL, (6, 2))), Loopback()
+    count = len(parameters)
+    communicator.order = lambda _: torch.arange(count).flip(0)
+    kind = torch.tensor([0, 1, 0])  # sparse, of one sparse dimension, fp32
+    communicator.gathered = lambda _, mine: kind if mine.numel() == len(kind) else mine
+    sparse = [False] * (count - 1) + [True]
+    config = ReduceConfig(check_finite="count")
+    with Reducer(parameters, communicator, config, caps=CAPS, sparse=sparse, **options) as reducer:
+        for step in range(25):
+            _clear(parameters)
+            if step < inputs:
+                leaf_step(reducer, [*_gradients(parameters[:-1]), sparse_like(parameters[-1], [1, 2])])
+            else:
+                shadow_step(reducer)
+        return communicator.calls, int(reducer.stats()["collectives"])
+
+
+@pytest.mark.parametrize("option", ["", "find_unused_parameters", "static_graph"])
+@pytest.mark.parametrize("inputs", [0, 1, 10])
+def test_a_rank_without_inputs_issues_what_the_others_do(inputs: int, option: str) -> None:
+    """From any step on: before an order is known, before anybody has had a sparse gradient, among profiled steps."""
+    options = {option: True} if option else {}
+    assert _issued(inputs, **options)[0] == _issued(25, **options)[0]
+
+
+@pytest.mark.parametrize("inputs", [0, 1, 10])
+def test_a_rank_without_inputs_counts_the_collectives_that_it_takes_part_in(inputs: int) -> None:
+    """reset() compares these counts: where they differ it gives the group up."""
+    assert _issued(inputs)[1] == _issued(25)[1]
+
+
 # Numbers
 
 
@@ -1568,9 +1763,11 @@ def test_other_strides_and_sparse_flags_are_another_model() -> None:
         ({"caps": BucketCaps(first_bytes=5)}, "first_bucket_bytes"),
         ({"caps": BucketCaps(cap_bytes=5)}, "bucket_cap_bytes"),
         ({"caps": BucketCaps(listed_bytes=(5, 6))}, "bucket_caps_bytes"),
+        ({"caps": BucketCaps(planned_bytes=5)}, "planned_bytes"),
         ({"find_unused_parameters": True}, "find_unused_parameters"),
         ({"static_graph": True}, "static_graph"),
         ({"gradient_as_bucket_view": True}, "gradient_as_bucket_view"),
+        ({"skip_unused_buckets": True}, "skip_unused_buckets"),
     ],
 )
 def test_other_settings_on_another_rank_are_named_everywhere(options: dict[str, Any], name: str) -> None:

@@ -310,6 +310,21 @@ def test_a_wrapper_is_freed_without_the_garbage_collector(alone: None, options: 
         gc.enable()
 
 
+def test_the_outputs_of_the_last_forward_are_not_kept(alone: None) -> None:
+    """Until the next forward has made its own there would be two graphs in memory."""
+    ddp = fusedreduce.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    gc.disable()
+    try:
+        for _ in range(3):
+            output = ddp(torch.ones(2, 3))
+            kept = weakref.ref(output)
+            output.sum().backward()
+            del output
+            assert kept() is None
+    finally:
+        gc.enable()
+
+
 def test_wrapping_again_is_no_nesting(alone: None) -> None:
     model = nn.Linear(3, 4)
     for _ in range(2):

@@ -260,6 +260,13 @@ def test_busy_periods_of_the_example() -> None:
     assert busy_periods(last_to_issue(ranks), [10, 30]) == [(10, 10), (30, 10)]
 
 
+def test_a_busy_period_with_a_sparse_gradient_in_it_tells_nothing() -> None:
+    """Nobody knows the bytes of one, and so not what the bucket that was queued beside it cost."""
+    buckets = seen([0, 5, 100, 105, 200], [12, 40, 130, 140, 220])
+    assert busy_periods(buckets, [10, None, None, 10, 20]) == [(20, 20)]
+    assert busy_periods(buckets, [10, 30, 10, 10, 20]) == [(20, 20), (10, 20), (20, 20)]
+
+
 @settings(max_examples=300)
 @given(st.data())
 def test_busy_periods_find_what_a_fifo_channel_cost_whatever_the_ranks_clocks_and_delays(data: st.DataObject) -> None:

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import pytest
 import sparse_cases
 import torch
-from leaf_steps import sparse_like, step
+from leaf_steps import clear, sparse_like, step
+from loopback import Loopback
 from ranks import RankPool
 
-from fusedreduce import Reducer
+from fusedreduce import FusedReduceError, Reducer
 from fusedreduce.comm.local import LocalGroup
 
 
@@ -64,6 +65,29 @@ def test_an_error_of_one_rank_does_not_keep_the_others_waiting_for_sums_that_com
     ranks: RankPool, name: str, how: str
 ) -> None:
     ranks.run(sparse_cases.changed_here, name, how)
+
+
+@pytest.mark.parametrize("how", ["written to", "replaced"])
+def test_a_sparse_gradient_that_changes_after_it_was_taken_is_named(how: str) -> None:
+    table, dense = torch.zeros(4, 2, requires_grad=True), torch.zeros(3, requires_grad=True)
+    reducer = Reducer([table, dense], Loopback(), sparse=[True, False])
+
+    def meddle(_: torch.Tensor) -> None:
+        assert table.grad is not None, "it is ready first"
+        if how == "replaced":
+            table.grad = table.grad.clone()
+        else:
+            table.grad.mul_(2)
+
+    def once() -> None:
+        clear([table, dense])
+        step(reducer, [sparse_like(table, [1, 2]), torch.ones(3)], ready=[0, 1])
+
+    for _ in range(3):
+        once()
+    dense.register_post_accumulate_grad_hook(meddle)
+    with pytest.raises(FusedReduceError, match=rf"gradient of parameter 0 \(parameter 0\) was {how} after"):
+        once()
 
 
 def test_a_reducer_that_is_given_up_leaves_its_ranks_without_the_garbage_collector() -> None:

@@ -108,6 +108,20 @@ def test_what_we_do_on_autograds_thread_does_not_count_as_backward(now: list[int
     assert second.end_ns == 469
 
 
+def test_what_we_did_in_one_step_does_not_count_in_the_next(now: list[int]) -> None:
+    clock = StepClock(1, CPU)
+    for step in range(3):
+        clock.arm(1, closely=True, forward_ns=0)
+        clock.begin()
+        now[0] += 100  # backward
+        clock.enter()
+        clock.arrive(0)
+        now[0] += 1000  # packing
+        clock.leave()
+        look = clock.taken()
+        assert look is not None and look.ready_ns == [100], step
+
+
 def test_a_collective_whose_end_nobody_told_tells_nothing(now: list[int]) -> None:
     clock = StepClock(1, CPU)
     clock.arm(1, closely=True, forward_ns=MISSING_NS)

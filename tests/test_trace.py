@@ -587,3 +587,16 @@ def test_a_recorded_reducer_has_the_profilers_labels(tmp_path: Path) -> None:
     assert {name.split()[0] for name in staged} == {
         f"fusedreduce::{stage}" for stage in ("pack", "all_reduce", "unpack")
     }
+
+
+def test_a_second_recording_has_steps_of_its_own(tmp_path: Path) -> None:
+    parameter = torch.zeros(3, requires_grad=True)
+    with Reducer([parameter], Loopback(PEERS), ReduceConfig(policy="static")) as reducer:
+        for folder, steps in (("first", 3), ("second", 2), ("third", 4)):
+            with reducer.record_trace(tmp_path / folder, limit=3):
+                for _ in range(steps):
+                    loss = parameter.sum()
+                    reducer.prepare_for_backward(loss)
+                    loss.backward()
+    found = [json.loads((tmp_path / folder / "rank0.json").read_text()) for folder in ("first", "second", "third")]
+    assert [[step["step"] for step in one["steps"]] for one in found] == [[1, 2, 3], [4, 5], [6, 7, 8]]
