@@ -880,7 +880,7 @@ def test_a_static_graphs_order_is_that_of_each_parameters_last_gradient() -> Non
     reducer = Reducer(parameters, Loopback(), static_graph=True, caps=BucketCaps(cap_bytes=8))
     counted: list[int] = []
     for index, parameter in enumerate(parameters):
-        parameter.register_post_accumulate_grad_hook(lambda _, index=index: counted.append(index))  # type: ignore[misc]
+        parameter.register_post_accumulate_grad_hook(lambda _, index=index: counted.append(index))
     loss = _checkpoints_around(weight, bias, torch.ones(2, 4, requires_grad=True))
     reducer.prepare_for_backward(loss)
     loss.backward()
@@ -1447,7 +1447,7 @@ def test_reset_forgets_the_divisor_and_the_futures_of_the_step_that_was_given_up
     parameters, communicator = _parameters(((3,), (4,))), Loopback()
     reducer = Reducer(parameters, communicator)
     failed: torch.futures.Future[Any] = torch.futures.Future()
-    failed.set_exception(ValueError("of the step that was given up"))  # type: ignore[arg-type]
+    failed.set_exception(ValueError("of the step that was given up"))
     reducer.divide_by_ranks_counted(_Counted())
     reducer.wait_at_end([failed])
     reducer.reset()
