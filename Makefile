@@ -1,4 +1,4 @@
-# make demo | test | docs | conformance | integrations | check | compile | clean: each sets up what it needs, once.
+# make demo | test | docs | faults | conformance | integrations | check | compile | clean: each sets up what it needs, once.
 # make gpu-check uses what the machine has: a GPU, torch and triton.
 #
 #   PYTHON=python3.12     the interpreter to build .venv with (default: the first fit one on PATH)
@@ -20,7 +20,7 @@ PERF := $(if $(wildcard perf/*.py),perf)
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs conformance integrations check compile gpu-check clean
+.PHONY: help demo test docs faults conformance integrations check compile gpu-check clean
 .DELETE_ON_ERROR:
 
 # A caller's settings that would aim Python or pip past .venv.
@@ -58,6 +58,7 @@ help:
 	@echo "make demo         install into $(VENV) and run the demo (ARGS=... are its arguments)"
 	@echo "make test         install into $(VENV) and run every check and every test"
 	@echo "make docs         build the documentation as a site, in out/site; a warning is an error"
+	@echo "make faults       plant faults one by one, and see that tests find each (ARGS=\"kernels\", ARGS=\"--list\", ...)"
 	@echo "make conformance  run torch's own DDP tests against ours (ARGS=\"--world 3\", ARGS=\"--hook bf16\", ...)"
 	@echo "make integrations  run docs/frameworks with the real packages, in $(FRAMEWORKS) (ARGS=\"ray\", ARGS=\"accelerate trainer\", ...)"
 	@echo "make gpu-check    with this machine's python3, torch and triton: all that only an NVIDIA GPU can say, in 9 minutes"
@@ -96,6 +97,10 @@ docs: $(STAMP)
 	@rm -rf out/site
 	@env -u TRITON_INTERPRET $(PY) -m sphinx -q -W --keep-going -b html -d out/doctrees docs out/site
 	@echo "the site: out/site/index.html"
+
+faults: $(STAMP)
+	@echo "==> planted faults $(ARGS)"
+	@$(PY) tests/faults/run.py $(ARGS)
 
 compile: $(STAMP)
 	@echo "==> compiling every kernel ahead of time, for each architecture"
