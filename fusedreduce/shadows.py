@@ -54,7 +54,9 @@ class Shadows:
         return complete
 
     def used_map(self, *, joined: bool) -> torch.Tensor:
-        """int32 per parameter: on how many ranks it was used in the latest step; `joined`: zeros to take part with."""
+        """int32 per parameter: on how many ranks it was used in the latest step; `joined`: zeros, for the sum in which
+        the caller is about to take part."""
+        self._pipeline.issued += joined
         used = self._pipeline.used
         return used.local() if joined or used.last is None else used.last
 
@@ -63,6 +65,7 @@ class Shadows:
         used = self._pipeline.used
         if not used.always and used.asks():
             used.start()
+            self._pipeline.issued += 1
             used.finish()
 
     def end(self) -> None:
