@@ -100,7 +100,7 @@ docs: $(STAMP)
 
 faults: $(STAMP)
 	@echo "==> planted faults $(ARGS)"
-	@$(PY) tests/faults/run.py $(ARGS)
+	@$(PY) tests/faults/plant.py $(ARGS)
 
 compile: $(STAMP)
 	@echo "==> compiling every kernel ahead of time, for each architecture"

@@ -1,8 +1,8 @@
 """Plants one fault at a time in a copy of the package, and runs the tests that must find it.
 
-    python tests/faults/run.py                       # all
-    python tests/faults/run.py core hook-divides-twice    # a file's, or single ones
-    python tests/faults/run.py --list
+    python tests/faults/plant.py                       # all
+    python tests/faults/plant.py core hook-divides-twice    # a file's, or single ones
+    python tests/faults/plant.py --list
 
 Each fault in `*.toml` is a small wrong change: what it would do to a training run, the text that it replaces, and the
 tests of which every one must fail. A change of the product that loses a property shows as a failed test; one that loses
