@@ -206,6 +206,22 @@ def test_a_peers_inf_in_a_parameter_outside_skips_here_too() -> None:
     assert side.scaler.get_scale() == 8.0
 
 
+def test_a_peers_inf_is_heard_by_a_rank_without_a_gradient_there() -> None:
+    """Whether ranks are asked cannot depend on what this one has: the others would wait for it."""
+    side = Side(ours=True, init_scale=16.0)
+    extra = torch.ones(3, requires_grad=True)
+    optimizer = AdamW([*side.held, extra], fused=True)
+    one = torch.ones((), dtype=torch.float64).view(torch.int64)
+    side.communicator.numbers = lambda mine: torch.full_like(mine, int(one))
+    side.scaler.scale(side.loss(0)).backward()
+    before = [held.detach().clone() for held in side.held]
+    side.scaler.step(optimizer)
+    side.scaler.update()
+    assert extra.grad is None and side.communicator.count("max") == 1
+    _same(before, side.held)
+    assert side.scaler.get_scale() == 8.0
+
+
 @pytest.mark.parametrize("change", [None, 2.0**3, 2.0**17])
 def test_four_micro_batches_with_a_scale_change_in_between(change: float | None) -> None:
     """Against the same sums without a scale: with powers of two the same bits."""

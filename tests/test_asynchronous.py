@@ -284,6 +284,37 @@ def test_the_example_of_the_module() -> None:
         assert gradient is not None and gradient.unique().tolist() == [owed]
 
 
+def test_what_was_owed_over_a_checkpoint_is_not_contributed_again() -> None:
+    """The example, with a checkpoint in place of the second step's landing: 3 + 2 + 3 all the same."""
+    stage = Stage(2)
+    ranks = build(stage, 1)
+    for rank, value in zip(ranks, (3.0, 5.0), strict=True):
+        full(rank, value)
+    stage.together(lambda number: ranks[number].contributions.state())
+    for rank, value in zip(ranks, (1.0, 7.0), strict=True):
+        full(rank, value)
+        for parameter in rank.parameters:
+            parameter.grad = None
+    assert [rank.given[0].unique().tolist() for rank in ranks] == [[5.0], [11.0]], "what was owed is given"
+    stage.together(lambda number: ranks[number].contributions.drain())
+    for rank in ranks:
+        rank.count()
+        assert rank.given[0].unique().tolist() == [8.0], "the sum of both averages"
+
+
+def test_draining_takes_along_what_waited_to_be_issued() -> None:
+    """Of a rank that is ahead: it meets zeros of those that have taken fewer steps."""
+    stage = Stage(2)
+    fast, slow = build(stage, 1)
+    for _ in range(4):
+        full(fast, 2.0)
+    full(slow, 6.0)
+    assert fast.contributions.waits
+    drained = stage.together(lambda number: (fast, slow)[number].contributions.drain())
+    assert [one.landed for one in drained] == [2, 2]
+    assert fast.contributions.empty and slow.contributions.empty, "nothing waits any more"
+
+
 def test_draining_adds_to_gradients_that_wait_for_a_step() -> None:
     stage = Stage(2)
     here, there = build(stage, 2)

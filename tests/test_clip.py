@@ -428,6 +428,22 @@ def test_a_coefficient_is_not_for_what_a_failed_backward_has_added(reset: bool) 
         run.optimizer.step()
 
 
+def test_a_coefficient_is_not_for_the_next_gradients_in_the_same_memory() -> None:
+    """A step that was never taken, gradients zeroed in place, and another synchronised backward."""
+    run = Run("sgd")
+    run.backward(1)
+    clip_grad_norm_(run.reducer, 0.3, run.optimizer)
+    held = [one.grad for one in run.parameters]
+    run.optimizer.zero_grad(set_to_none=False)
+    loss = torch.stack([(one * 2.0).sum() for one in run.parameters]).sum()
+    run.reducer.prepare_for_backward(loss)
+    loss.backward()
+    before = run.gradients()
+    assert all(one.grad is other for one, other in zip(run.parameters, held, strict=True)), "or this shows nothing"
+    run.optimizer.step()
+    assert all(map(torch.equal, before, run.gradients())), "a coefficient of other gradients"
+
+
 def test_gradients_changed_in_place_after_a_clip_are_divided_with_the_rest() -> None:
     run = Run("sgd")
     run.backward(1)
@@ -577,6 +593,21 @@ def test_several_optimizers_and_groups() -> None:
             one.step()
         run.compare()
         assert exact_norm(run.gradients()) == pytest.approx(0.3, rel=1e-5)
+
+
+def test_an_optimizer_that_steps_twice_before_another_divides_once() -> None:
+    run = Run("sgd")
+    both = [SGD(held, 0.1, fused=True) for held in (run.parameters[:2], run.parameters[2:])]
+    run.backward(0)
+    clip_grad_norm_(run.reducer, 0.3, both)  # their steps are watched from now on
+    run.backward(1)
+    clip_grad_norm_(run.reducer, 0.3, both)
+    both[0].step()
+    before = run.gradients()[:2]
+    both[0].step()
+    assert all(map(torch.equal, before, run.gradients())), "its gradients are clipped by now"
+    both[1].step()
+    assert exact_norm(run.gradients()) == pytest.approx(0.3, rel=1e-5)
 
 
 def test_a_copy_or_a_loaded_state_still_folds() -> None:
@@ -904,6 +935,20 @@ def test_torchs_wrapper_is_measured_and_clipped_in_place(alone: None) -> None:
         _trained(ddp)
         with pytest.raises(FusedReduceError, match="under no_sync"):
             clip_grad_norm_(ddp, 1.0)
+
+
+def test_a_clip_counts_ignored_parameters_that_had_no_gradient_before(alone: None) -> None:
+    model = _model()
+    model._ddp_params_and_buffers_to_ignore = ["2.bias"]  # type: ignore[assignment]
+    ddp = TorchDDP(model)
+    ddp.register_comm_hook(fusedreduce.FusedHookState(), fusedreduce.fused_hook)
+    _trained(ddp)
+    model[2].bias.grad = None
+    clip_grad_norm_(ddp, math.inf)
+    _trained(ddp)
+    everything = exact_norm([one.grad for one in ddp.parameters()])  # type: ignore[misc]
+    assert float(clip_grad_norm_(ddp, 0.3, include_ignored=True)) == pytest.approx(everything, rel=1e-6)
+    assert exact_norm([one.grad for one in ddp.parameters()]) == pytest.approx(0.3, rel=1e-5)  # type: ignore[misc]
 
 
 def test_our_wrapper_and_parameters_that_it_ignores(alone: None) -> None:

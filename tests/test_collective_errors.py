@@ -362,6 +362,17 @@ def test_a_peer_that_is_late_is_told_too_and_at_once(peers: Peers) -> None:
     assert results[last][1] < 0.2 and all(0.2 < took < 0.6 for _, took in results[:2])
 
 
+def test_who_goes_on_is_told_of_one_that_finishes_before_all_have_come() -> None:
+    """Whatever the third peer will call, it cannot become one operation any more."""
+    peers = Peers(3)
+    sessions = run_threads([lambda n=n: peers.register(n, timeout_s=0.5) for n in range(3)])  # type: ignore[misc]
+    handle = sessions[0].all_reduce_async(torch.ones(1))
+    text = same(run_threads([lambda: caught(sessions[1].finish), lambda: caught(handle.wait)]), PeerLost)
+    assert "peer 1 called finish, while others go on: all_reduce on peer 0" in text, text
+    assert str(caught(lambda: sessions[2].all_reduce(torch.ones(1)))) == text
+    run_threads([lambda one=one: good(one) for one in sessions])  # type: ignore[misc]
+
+
 def test_handles_of_a_peer_that_never_comes_become_ready() -> None:
     peers = Peers(2)
 

@@ -117,6 +117,23 @@ def test_an_overflow_in_one_replica_skips_one_step_and_lowers_the_scale_once(mod
         assert loop.weight() == -7.0 * 7
 
 
+def test_what_lands_in_flush_has_its_own_scale() -> None:
+    """Three steps overflow at the old scale; the last of them lands in flush, beside one of the new scale."""
+    loop = Weight(BoundedStaleness(2))
+    scales = []
+
+    def finish() -> None:
+        loop.finish()
+        scales.append(loop.scaler.get_scale())
+
+    with loop.dp:
+        for values in ((math.inf, 1.0), (math.inf, 1.0), (math.inf, 1.0), (1.0, 1.0)):
+            loop.backward(*values)
+            finish()
+        loop.dp.flush(step=finish)
+    assert scales == [1024.0, 1024.0, 512.0, 512.0, 512.0, 512.0], "lowered once"
+
+
 def test_a_step_without_gradients_does_not_count_for_growth() -> None:
     loop = Weight(BoundedStaleness(3), growth_interval=2)
     scales = []

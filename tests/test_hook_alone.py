@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from loopback import Loopback
 from ranks import group_of_one
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import fusedreduce
 from fusedreduce import exchange
@@ -151,6 +153,24 @@ def test_the_profiler_shows_the_stages_by_name(alone: None) -> None:
         _hook(state, torch.ones(3))
     names = " ".join(event.name for event in profile.events())
     assert "fusedreduce::pack bucket 0" in names and "fusedreduce::all_reduce bucket 0" in names
+
+
+def test_what_every_rank_refuses_leaves_ddp_as_it_was(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised behind DDP's own end of backward: else the next one would find that unfinished."""
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    ddp.register_comm_hook(fusedreduce.FusedHookState(wire="bf16"), fusedreduce.fused_hook)
+
+    def disagree(*_: object) -> None:
+        raise fusedreduce.AgreementError("options differ")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fusedreduce.hook.agree", disagree)
+        with pytest.raises(fusedreduce.AgreementError, match="options differ"):
+            ddp(torch.ones(1, 3)).sum().backward()
+    assert ddp.module.weight.grad is not None and ddp.module.weight.grad.eq(1).all(), "nothing is lost"
+    ddp.zero_grad()
+    ddp(torch.full((1, 3), 2.0)).sum().backward()
+    assert ddp.module.weight.grad.eq(2).all()
 
 
 def test_a_new_process_group_ends_being_out_of_step() -> None:

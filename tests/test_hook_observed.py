@@ -339,3 +339,15 @@ def test_an_fp16_wire_divides_in_two_powers_of_two() -> None:
                 assert mean.tolist() == [2.0**-26 if expected else 0.0] * 5
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wire", ["native", "fp16"])
+def test_fp16_gradients_are_divided_once_where_they_are_the_wire(wire: Any) -> None:
+    """Nothing is unpacked there that could take a split off again."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        bucket: Any = Shown(0, [torch.full((5,), 16.0, dtype=torch.float16)], last=True)
+        mean = fusedreduce.fused_hook(fusedreduce.FusedHookState(wire=wire), bucket).wait()
+        assert mean.dtype is torch.float16 and mean.tolist() == [16.0 / 8] * 5
+    finally:
+        dist.destroy_process_group()

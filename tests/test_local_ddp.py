@@ -718,6 +718,19 @@ def test_a_future_is_done_well_or_not() -> None:
     on_ranks(case)
 
 
+def test_a_result_lands_once_however_often_it_is_waited_for() -> None:
+    def case(communicator: LocalCommunicator, model: nn.Module) -> None:
+        rows = [torch.empty(2) for _ in range(RANKS)]
+        mine = torch.full((2,), float(communicator.rank))
+        work = dist.all_gather(rows, mine, group=communicator.process_group(), async_op=True)
+        assert work is not None and work.wait() and rows[2].tolist() == [2.0, 2.0]
+        rows[2].fill_(-1.0)
+        assert work.is_success() and work.wait()
+        assert rows[2].tolist() == [-1.0, -1.0], "the result is the caller's"
+
+    on_ranks(case)
+
+
 def test_what_the_group_cannot_do_says_so() -> None:
     def case(communicator: LocalCommunicator, model: nn.Module) -> None:
         group, one = communicator.process_group(), torch.ones(RANKS)

@@ -122,6 +122,19 @@ def test_of_sparse_16_bit_tensors_the_sum_is_rounded_once() -> None:
     assert LocalGroup(3, timeout_s=10).run(case) == [258.0] * 3
 
 
+def test_every_rank_has_a_sparse_sum_of_its_own() -> None:
+    group = LocalGroup(3, timeout_s=10)
+    ranks = [group.communicator(rank) for rank in range(3)]
+    index = torch.tensor([[1]])
+    pendings = [
+        one.all_reduce_sparse(torch.sparse_coo_tensor(index, torch.ones(1), (2,), check_invariants=True))
+        for one in ranks
+    ]
+    sums = [one.future().wait()[0] for one in pendings]
+    sums[0].mul_(2.0)  # a gradient that is clipped, say
+    assert [one.to_dense().tolist() for one in sums] == [[0.0, 6.0], [0.0, 3.0], [0.0, 3.0]]
+
+
 def test_tensors_of_inference_mode_and_those_that_require_a_gradient() -> None:
     def case(communicator: LocalCommunicator) -> list[float]:
         with torch.inference_mode():

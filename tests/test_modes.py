@@ -632,6 +632,31 @@ def test_flush_gives_nothing_again_that_an_optimizer_has_stepped_with(zeroed_aft
     assert torch.equal(parameters[0].detach(), torch.full((3,), -31.0))
 
 
+def test_flush_adds_its_landings_up_also_behind_an_optimizers_step() -> None:
+    """What was stepped with is not wanted again, but what lands in `flush` is, all of it."""
+    parameters = [torch.zeros(3, requires_grad=True)]
+    reducer = Reducer(parameters, Loopback([lambda mine: mine.clone()]), _stale(2))
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    for number in range(5):
+        optimizer.zero_grad()
+        step(reducer, [torch.full((3,), 2.0**number)])
+        optimizer.step()
+    assert reducer.flush().steps == 2
+    _same([parameters[0].grad], [torch.full((3,), 8.0 + 16.0)])
+
+
+def test_flush_leaves_no_optimizer_a_gradient_that_it_has_stepped_with() -> None:
+    parameters = [torch.zeros(3, requires_grad=True), torch.zeros(2, requires_grad=True)]
+    reducer = Reducer(parameters, Loopback([lambda mine: mine.clone()]), _stale(2))
+    optimizers = [torch.optim.SGD([one], lr=1.0) for one in parameters]
+    for value in (1.0, 2.0):
+        step(reducer, [torch.full((3,), value), torch.full((2,), value)])
+    assert reducer.flush(*optimizers).steps == 2
+    for one in parameters:
+        assert torch.equal(one.detach(), torch.full(one.shape, -3.0))
+        assert one.grad is None, "the next step would take it once more"
+
+
 def test_a_synchronous_reducer_has_nothing_to_flush_or_to_keep() -> None:
     for mode in (Synchronous(), BoundedStaleness(0)):
         parameters = [torch.zeros(3, requires_grad=True)]
@@ -747,6 +772,29 @@ def test_a_checkpoint_is_plain_and_stays_as_it_was_saved() -> None:
         clear(parameters)
     for one, other in zip(state["steps"], kept["steps"], strict=True):
         _same(list(one["averages"].values()), list(other["averages"].values()))
+
+
+def test_a_checkpoint_has_each_steps_own_average_and_leaves_gradients_alone() -> None:
+    reducer, parameters = _with_steps()
+    for parameter in parameters:
+        parameter.grad = torch.full(parameter.shape, 7.0)
+    mine = [parameter.grad for parameter in parameters]
+    state = reducer.state_dict()
+    for kept, number in zip(state["steps"], (2, 3), strict=True):
+        _same(list(kept["averages"].values()), [Loopback().mean(one) for one in _drawn(number)], number)
+    assert all(parameter.grad is one for parameter, one in zip(parameters, mine, strict=True))
+    _same(mine, [torch.full(shape, 7.0) for shape in SHAPES], "gradients of the user's")
+
+
+def test_landing_leaves_a_loaded_checkpoint_as_it_was() -> None:
+    """It may be loaded again: landings are added up in other memory."""
+    state = _with_steps()[0].state_dict()
+    kept = copy.deepcopy(state)
+    reducer = Reducer(_parameters(), Loopback(), _stale(2))
+    reducer.load_state_dict(state)
+    assert reducer.flush().steps == 2
+    for one, before in zip(state["steps"], kept["steps"], strict=True):
+        _same(list(one["averages"].values()), list(before["averages"].values()))
 
 
 def _saved(state: Any) -> Any:

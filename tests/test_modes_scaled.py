@@ -169,3 +169,20 @@ def test_a_coefficient_that_waits_is_for_no_other_landing() -> None:
     optimizer.zero_grad()  # the last clip waits, and its step is never taken
     reducer.flush(optimizer)
     assert torch.equal(parameters[0].detach(), torch.full((4,), -1.0))
+
+
+def test_a_step_of_flush_is_told_of_its_own_landing() -> None:
+    """The first averages come in `flush`, and both overflow: the scale that both were made with is lowered once."""
+    loop = Loop(2, wire="fp16")
+    for _ in range(2):
+        loop.backward(100.0)
+        loop.finish()
+    scales = [loop.scaler.get_scale()]
+
+    def one_step() -> None:
+        loop.finish()
+        loop.optimizer.zero_grad()
+        scales.append(loop.scaler.get_scale())
+
+    assert loop.reducer.flush(step=one_step).steps == 2
+    assert scales == [1024.0, 512.0, 512.0] and loop.steps == 0

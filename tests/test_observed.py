@@ -458,6 +458,18 @@ def test_what_is_launched_for_a_norm(wire: Wire, views: bool) -> None:
             assert functions == (["reduce_partials"] if stats else ["measure", "reduce_partials"] * 6)
 
 
+def test_a_norm_is_of_the_reduction_whatever_becomes_of_complex_gradients() -> None:
+    """Their largest absolute value is no by-product: it is read before they are the user's."""
+    parameters = [torch.zeros(4, dtype=torch.complex64, requires_grad=True), torch.zeros(5, requires_grad=True)]
+    reducer = Reducer(parameters, Loopback((_half,)), ReduceConfig(grad_stats=True))
+    step(reducer, [torch.full((4,), 3.0 + 4.0j), torch.ones(5)])
+    exact = exact_norms(parameters, math.inf)
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+    assert_close([*reducer.observed.grad_norms(math.inf).values(), reducer.observed.grad_norm(math.inf)], exact)
+
+
 def test_other_norms_are_refused() -> None:
     reducer = Reducer([torch.zeros(3, requires_grad=True)], Loopback())
     for norm_type in (1.0, 0.0, -math.inf, math.nan):

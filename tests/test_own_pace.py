@@ -296,6 +296,51 @@ def test_a_step_that_raises_in_flush_on_one_rank_is_told_to_all() -> None:
     assert time.monotonic() - began < 10.0
 
 
+def driven(group: LocalGroup, dtype: torch.dtype = torch.float32) -> list[tuple[Reducer, list[torch.Tensor]]]:
+    """Both ranks of a group that one thread drives, with a parameter each, and one contribution under way at most."""
+    made = []
+    for rank in range(group.size):
+        parameters = [torch.zeros(3, dtype=dtype, requires_grad=True)]
+        made.append((Reducer(parameters, group.communicator(rank), config(1), agreed=True), parameters))
+    return made
+
+
+def test_an_overflow_is_contributed_to_nobody() -> None:
+    """Of a rank that is about to skip its step, under a loss scaler: what the others are given stays finite."""
+    scaler = nn.Module()  # any object: what counts is that there is one
+    with LocalGroup(2, timeout_s=5.0, one_thread=True) as group:
+        (first, mine), (second, others) = driven(group)
+        for one in (first, second):
+            one.observed.units.attach(scaler)
+        backward(first, mine, float("inf"))
+        assert first.stats()["contributions"] == 0
+        clear(mine)
+        backward(second, others, 1.0)
+        backward(first, mine, 3.0)
+        clear(others)
+        backward(second, others, 1.0)
+        assert (first_of(mine), first_of(others)) == ([2.0], [2.0]), "1 and 3 have met"
+        for one in (first, second):
+            one.close()
+
+
+def test_sums_of_fp16_gradients_travel_in_fp32() -> None:
+    """A rank that is ahead sends the sum of many steps, which fp16 could not hold."""
+    with LocalGroup(2, timeout_s=5.0, one_thread=True) as group:
+        (ahead, mine), (behind, others) = driven(group, torch.float16)
+        for _ in range(6):  # the first one is under way, five wait
+            clear(mine)
+            backward(ahead, mine, 20000.0)
+        for value in (20000.0, 40000.0):
+            clear(others)
+            backward(behind, others, value)
+        clear(mine)
+        backward(ahead, mine, 0.0)
+        assert first_of(mine) == [(5 * 20000.0 + 40000.0) / 2 - 5 * 20000.0]
+        for one in (ahead, behind):
+            one.close()
+
+
 @pytest.mark.parametrize("after", [Synchronous(), BoundedStaleness(1), BoundedStaleness(2), Asynchronous()], ids=repr)
 @pytest.mark.parametrize("before", [Synchronous(), BoundedStaleness(1), Asynchronous()], ids=repr)
 def test_gradients_of_no_sync_are_reduced_in_the_mode_that_follows(before: SyncMode, after: SyncMode) -> None:
