@@ -554,8 +554,6 @@ def test_a_step_takes_one_small_collective_more_and_off_takes_none(wire: Wire, v
                     step(reducer, [torch.randn_like(one) for one in parameters])
                 found.append(communicator.calls[before:])
             told = sum(call.kind != "gather" for one in found for call in one)
-            if communicator.rank == 1 and mode == "unused":
-                told -= 1  # of the used map, which join itself issues
             assert reducer.stats()["collectives"] == told
             return found
 
