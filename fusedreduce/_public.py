@@ -7,7 +7,11 @@ from .comm.local import LocalGroup as LocalGroup
 from .comm.strategies import Centralized as Centralized
 from .comm.strategies import Ring as Ring
 from .comm.strategies import Tree as Tree
+from .config import Asynchronous as Asynchronous
+from .config import BoundedStaleness as BoundedStaleness
+from .config import FlushReport as FlushReport
 from .config import ReduceConfig as ReduceConfig
+from .config import Synchronous as Synchronous
 from .data_parallel import DataParallel as DataParallel
 from .ddp import DistributedDataParallel as DistributedDataParallel
 from .environment import init_process_group as init_process_group
@@ -21,10 +25,6 @@ from .hook import FusedHookState as FusedHookState
 from .hook import fused_hook as fused_hook
 from .installed import install as install
 from .installed import uninstall as uninstall
-from .modes import Asynchronous as Asynchronous
-from .modes import BoundedStaleness as BoundedStaleness
-from .modes import FlushReport as FlushReport
-from .modes import Synchronous as Synchronous
 from .planning.assignment import BucketCaps as BucketCaps
 from .reducer import Reducer as Reducer
 from .sync_server import SyncServer as SyncServer

@@ -14,10 +14,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .comm.agreement import agree_on_parameters
 from .comm.protocol import Communicator
 from .comm.waiting import collective_failed
-from .config import ReduceConfig
+from .config import ReduceConfig, SyncMode, is_synchronous
 from .errors import AgreementError
 from .kernels import dispatch
-from .modes import SyncMode, is_synchronous
 from .planning.assignment import BucketCaps
 
 

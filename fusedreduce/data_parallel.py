@@ -22,10 +22,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .config import ReduceConfig
+from .config import FlushReport, ReduceConfig, SyncMode
 from .errors import FusedReduceError
 from .later.optimizer_steps import flush_step
-from .modes import FlushReport, SyncMode
 from .reducer import Reducer
 from .replicated.joined import Call, Joined, Output
 from .replicated.real import RealGradients, Scaling

@@ -32,14 +32,13 @@ from . import admission
 from .asynchronous import own_pace
 from .comm.agreement import problems_of_ranks
 from .comm.local_process_group import LocalProcessGroup, backend_name, communicator_of
-from .config import ReduceConfig
+from .config import Asynchronous, FlushReport, ReduceConfig, SyncMode
 from .ddp_logging import Logger
 from .environment import warn_of_switches
 from .errors import AgreementError, CollectiveError
 from .finite import NonFiniteReport
 from .grad_bucket import GradBucket
 from .gradients import GradientTable, real_dtype
-from .modes import Asynchronous, FlushReport, SyncMode
 from .planning.assignment import MIB, BucketCaps
 from .planning.saved import load as load_plan
 from .reducer import Reducer, ReducerState

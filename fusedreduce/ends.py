@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from .asynchronous.own_pace import OwnPace
 from .bucket_set import BucketMaker, BucketSet
 from .comm.protocol import Communicator
+from .config import Asynchronous, staleness
 from .later import averages
 from .later.under_way import StepsUnderWay, StepUnderWay
-from .modes import Asynchronous, staleness
 from .observed import Observed
 from .reductions import Members
 from .units import LossScale

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from .asynchronous.own_pace import OwnPace
 from .asynchronous.resync import equalize
+from .config import FlushReport, SyncMode, is_synchronous
 from .ends import Ended
 from .errors import AgreementError, CollectiveError, FusedReduceError
 from .later.set_aside import SetAside
-from .modes import FlushReport, SyncMode, is_synchronous
 from .observed import Observed
 from .pipeline import Pipeline
 from .units import LossScale

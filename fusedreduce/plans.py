@@ -21,8 +21,7 @@ import torch
 from .bucket_set import kind_of
 from .comm.protocol import Communicator
 from .comm.waiting import collective_failed
-from .config import ReduceConfig
-from .modes import Asynchronous, SyncMode, is_synchronous
+from .config import Asynchronous, ReduceConfig, SyncMode, is_synchronous
 from .planning.assignment import BucketCaps
 from .planning.costs import Costs
 from .planning.plan import Plan, check_groups, first_plan

@@ -47,13 +47,12 @@ from .backward_hooks import BackwardHooks, refuse_compiled_autograd
 from .bucket_set import BucketMaker
 from .comm.protocol import Communicator
 from .comm.waiting import collective_failed
-from .config import ReduceConfig
+from .config import FlushReport, ReduceConfig, SyncMode
 from .deferred import in_backward
 from .errors import FusedReduceError
 from .failures import Failures, lost_error
 from .late_averages import LateAverages
 from .later import optimizer_steps
-from .modes import FlushReport, SyncMode
 from .observed import Observed
 from .parameter_hooks import ParameterHooks
 from .pipeline import Pipeline

@@ -35,9 +35,8 @@ from torch.utils.hooks import RemovableHandle
 
 from .comm.local import LocalCommunicator, LocalGroup
 from .comm.threads import run_in_threads
-from .config import ReduceConfig
+from .config import ReduceConfig, Synchronous
 from .errors import CollectiveError, FusedReduceError
-from .modes import Synchronous
 from .planning.assignment import BucketCaps
 from .reducer import Reducer, ReducerState
 from .unused import tensors_in

@@ -19,8 +19,8 @@ from torch.optim import SGD, AdamW, Optimizer
 import fusedreduce
 from fusedreduce import FusedGradScaler, ReduceConfig
 from fusedreduce.comm.distributed import ProcessGroupCommunicator
+from fusedreduce.config import Asynchronous, FlushReport, Synchronous
 from fusedreduce.deferred import in_backward
-from fusedreduce.modes import Asynchronous, FlushReport, Synchronous
 
 QUICK_S = 0.004
 SLOW = 10.0

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
-from fusedreduce.modes import Asynchronous, BoundedStaleness, FlushReport, Synchronous
+from fusedreduce.config import Asynchronous, BoundedStaleness, FlushReport, Synchronous
 
 
 def _stale(model: nn.Module, k: int, wire: str = "native", **options: Any) -> fusedreduce.DistributedDataParallel:

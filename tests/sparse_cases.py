@@ -131,7 +131,7 @@ def wrapped(how: str, **more: Any) -> Any:
 def left_out(rank: int, world: int, how: str) -> None:
     """Tables that some ranks, or all, leave out, in other steps others."""
     ddp, local = wrapped(how, find_unused_parameters=True), model()
-    late = fusedreduce.modes.staleness(ddp.sync_mode)
+    late = fusedreduce.config.staleness(ddp.sync_mode)
     wanted: list[list[torch.Tensor | None]] = []
     for step in range(4 * len(LEFT_OUT)):
         used = ALL - LEFT_OUT[step % len(LEFT_OUT)][rank]
@@ -223,11 +223,11 @@ def disagreed(rank: int, world: int, what: str, before: int, how: str) -> str:
                 module.zero_grad()
                 loss_of(module((indices(rank, step), ALL)), world).backward()
             wanted = expected(local, world)
-            if not fusedreduce.modes.staleness(ddp.sync_mode):
+            if not fusedreduce.config.staleness(ddp.sync_mode):
                 assert_gradients(ddp.module, wanted)
 
     def until_it_lands() -> None:
-        for step in range(1 + fusedreduce.modes.staleness(ddp.sync_mode)):
+        for step in range(1 + fusedreduce.config.staleness(ddp.sync_mode)):
             spoilt[0] = rank == world - 1 and step == 0
             ddp.zero_grad()
             loss_of(ddp((indices(rank, 0), ALL)), world).backward()

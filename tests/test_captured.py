@@ -27,8 +27,8 @@ from fusedreduce import (
     Synchronous,
     clip_grad_norm_,
 )
+from fusedreduce.config import SyncMode
 from fusedreduce.kernels import dispatch
-from fusedreduce.modes import SyncMode
 from fusedreduce.reducer import ReducerState
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=400)

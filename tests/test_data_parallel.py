@@ -43,9 +43,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedreduce import FusedReduceError, ReduceConfig
 from fusedreduce.comm.local import LocalGroup
+from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous
 from fusedreduce.data_parallel import DataParallel
 from fusedreduce.kernels import dispatch
-from fusedreduce.modes import Asynchronous, BoundedStaleness, Synchronous
 from fusedreduce.reducer import Reducer
 from fusedreduce.replicated.replicas import Replicas
 from fusedreduce.replicated.scatter import balanced, flatten

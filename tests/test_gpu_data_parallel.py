@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from fusedreduce import ReduceConfig
+from fusedreduce.config import BoundedStaleness
 from fusedreduce.data_parallel import DataParallel
 from fusedreduce.kernels import dispatch
-from fusedreduce.modes import BoundedStaleness
 
 TOLERANCE = 1e-12
 TIMEOUT_S = 30.0

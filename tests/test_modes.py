@@ -21,8 +21,8 @@ from loopback import Loopback, ThreadWorld
 
 from fusedreduce import BucketCaps, CollectiveError, FusedReduceError, NonFiniteGradientError, ReduceConfig, Reducer
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
+from fusedreduce.config import Asynchronous, BoundedStaleness, FlushReport, Synchronous
 from fusedreduce.kernels import dispatch
-from fusedreduce.modes import Asynchronous, BoundedStaleness, FlushReport, Synchronous
 from fusedreduce.planning.saved import plan_hash
 from fusedreduce.reducer import ReducerState
 

@@ -11,8 +11,8 @@ from loopback import Loopback
 from torch import nn
 
 from fusedreduce import FusedGradScaler, ReduceConfig, Reducer, clip_grad_norm_
+from fusedreduce.config import BoundedStaleness
 from fusedreduce.kernels import dispatch
-from fusedreduce.modes import BoundedStaleness
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ from fusedreduce import ReduceConfig, Reducer
 from fusedreduce.asynchronous.own_pace import OwnPace
 from fusedreduce.comm.local import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending
+from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, SyncMode
 from fusedreduce.errors import AgreementError, CollectiveError, FusedReduceError
 from fusedreduce.kernels import dispatch
-from fusedreduce.modes import Asynchronous, BoundedStaleness, Synchronous, SyncMode
 from fusedreduce.observed import Observed
 from fusedreduce.reducer import ReducerState
 from fusedreduce.reductions import Members

@@ -64,7 +64,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trace",),
     ("planning",),
     ("config",),
-    ("modes",),
     ("environment",),
     ("errors",),
     ("kernels",),

@@ -20,9 +20,8 @@ import torch
 
 from ..bucket_set import BucketMaker
 from ..comm.protocol import Communicator
-from ..config import ReduceConfig
+from ..config import Asynchronous, ReduceConfig
 from ..gradients import real_dtype
-from ..modes import Asynchronous
 from ..observed import Observed
 from ..reductions import Members
 from ..streams import Streams

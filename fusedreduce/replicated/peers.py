@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..comm.local import LocalCommunicator, LocalGroup
-from ..config import ReduceConfig
-from ..modes import Asynchronous, SyncMode, is_synchronous
+from ..config import Asynchronous, ReduceConfig, SyncMode, is_synchronous
 from ..planning.assignment import MIB, BucketCaps
 from ..reducer import Reducer
 from .replicas import Replicas

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import ReduceConfig
+from ..config import FlushReport, ReduceConfig
 from ..errors import CollectiveError, FusedReduceError
 from ..gradients import GradientTable
-from ..modes import FlushReport
 from ..reducer import Reducer
 from ..units import LossScale
 from .peers import Peers, launch
