@@ -3,10 +3,11 @@
 from . import collective as collective
 from .amp import FusedGradScaler as FusedGradScaler
 from .clip import clip_grad_norm_ as clip_grad_norm_
-from .comm.local import LocalGroup as LocalGroup
-from .comm.strategies import Centralized as Centralized
-from .comm.strategies import Ring as Ring
-from .comm.strategies import Tree as Tree
+from .comm.init_process_group import init_process_group as init_process_group
+from .comm.local.group import LocalGroup as LocalGroup
+from .comm.local.strategies import Centralized as Centralized
+from .comm.local.strategies import Ring as Ring
+from .comm.local.strategies import Tree as Tree
 from .config import Asynchronous as Asynchronous
 from .config import BoundedStaleness as BoundedStaleness
 from .config import FlushReport as FlushReport
@@ -14,7 +15,6 @@ from .config import ReduceConfig as ReduceConfig
 from .config import Synchronous as Synchronous
 from .data_parallel import DataParallel as DataParallel
 from .ddp import DistributedDataParallel as DistributedDataParallel
-from .environment import init_process_group as init_process_group
 from .errors import AgreementError as AgreementError
 from .errors import CollectiveError as CollectiveError
 from .errors import FusedReduceError as FusedReduceError

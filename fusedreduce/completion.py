@@ -11,7 +11,7 @@ import torch
 from . import exchange
 from .bucket import BucketState
 from .bucket_rows import BucketRows
-from .comm.monitor import StallMonitor
+from .comm.stall_monitor import StallMonitor
 from .comm.waiting import collective_error
 from .deferred import DeferredErrors
 from .exchange import InFlight

@@ -31,10 +31,10 @@ from torch.optim import Optimizer
 from . import admission
 from .asynchronous import own_pace
 from .comm.agreement import problems_of_ranks
-from .comm.local_process_group import LocalProcessGroup, backend_name, communicator_of
+from .comm.init_process_group import warn_of_switches
+from .comm.local.process_group import LocalProcessGroup, backend_name, communicator_of
 from .config import Asynchronous, FlushReport, ReduceConfig, SyncMode
 from .ddp_logging import Logger
-from .environment import warn_of_switches
 from .errors import AgreementError, CollectiveError
 from .finite import NonFiniteReport
 from .grad_bucket import GradBucket

@@ -31,10 +31,10 @@ from . import exchange
 from .bucket import Bucket, BucketCache, BucketKey
 from .bucket_rows import BucketRows
 from .comm.agreement import agree
-from .comm.local import LocalCommunicator
-from .comm.local_process_group import communicator_of
-from .comm.monitor import StallMonitor
+from .comm.local.group import LocalCommunicator
+from .comm.local.process_group import communicator_of
 from .comm.protocol import Communicator, Pending
+from .comm.stall_monitor import StallMonitor
 from .comm.waiting import collective_failed, wait_for
 from .completion import Finish, FinishSparse
 from .config import CheckFinite, ReduceConfig, Wire, wire_dtype

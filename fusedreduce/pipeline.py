@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from .bucket_set import BucketMaker, BucketSet
-from .comm.monitor import StallMonitor
 from .comm.protocol import Communicator
+from .comm.stall_monitor import StallMonitor
 from .comm.waiting import wait_for
 from .config import ReduceConfig
 from .ends import Ended, Ends

@@ -33,8 +33,8 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from .comm.local import LocalCommunicator, LocalGroup
-from .comm.threads import run_in_threads
+from .comm.local.group import LocalCommunicator, LocalGroup
+from .comm.local.threads import run_in_threads
 from .config import ReduceConfig, Synchronous
 from .errors import CollectiveError, FusedReduceError
 from .planning.assignment import BucketCaps

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from records import BenchError
 
 from fusedreduce import BucketCaps, ReduceConfig, Reducer
-from fusedreduce.comm.distributed import ProcessGroupCommunicator
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.kernels import dispatch
 from fusedreduce.kernels.table import ChunkTable, PointerTable
 from fusedreduce.planning.layout import aligned_layout

@@ -26,9 +26,9 @@ STAGES: tuple[tuple[str, str, str], ...] = (
     ("launch", "fusedreduce.pipeline", "Pipeline.launch"),
     ("pack", "fusedreduce.exchange", "start"),
     ("pack", "fusedreduce.exchange", "start_early"),
-    ("issue the collective", "fusedreduce.comm.distributed", "ProcessGroupCommunicator.all_reduce"),
+    ("issue the collective", "fusedreduce.comm.process_group", "ProcessGroupCommunicator.all_reduce"),
     ("backward ends", "fusedreduce.reducer", "Reducer._backward_ends"),
-    ("wait", "fusedreduce.comm.distributed", "_Work.wait"),
+    ("wait", "fusedreduce.comm.process_group", "_Work.wait"),
     ("future's callback", "fusedreduce.completion", "Finish.__call__"),
     ("unpack", "fusedreduce.exchange", "finish"),
 )

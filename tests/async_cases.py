@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import fusedreduce
 from fusedreduce import FusedGradScaler, ReduceConfig
-from fusedreduce.comm.distributed import ProcessGroupCommunicator
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.config import Asynchronous, FlushReport, Synchronous
 from fusedreduce.deferred import in_backward
 

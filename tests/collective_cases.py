@@ -65,7 +65,7 @@ def listen_or_connect(host: str, port: int, listens: bool, timeout_s: float) -> 
     """
     import torch.distributed as dist
 
-    from fusedreduce.comm import store
+    from fusedreduce.collective import node_collectives as store
 
     if host != "here":
         return store.listen_or_connect(host, port, listens, timeout_s)

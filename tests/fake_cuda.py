@@ -28,7 +28,7 @@ from order_trace import Awaited, tensors_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusedreduce import exchange, gradients, parameter_hooks
-from fusedreduce.comm.distributed import ProcessGroupCommunicator
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.kernels import dispatch, measure, pack, reference, reference_stats, scale, stats, unpack, variants
 from fusedreduce.kernels.table import PointerTable
 

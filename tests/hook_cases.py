@@ -422,7 +422,7 @@ def disagreement(rank: int, world: int, as_view: bool) -> tuple[str, str, bool, 
 
 def unsupported_wire(rank: int, world: int) -> tuple[str, str, bool]:
     """A backend that cannot sum the wire's dtype."""
-    from fusedreduce.comm import distributed
+    from fusedreduce.comm import process_group as distributed
 
     ddp, state = hooked(mlp(), "bf16")
     local = copy.deepcopy(ddp.module)
@@ -441,7 +441,7 @@ def unsupported_wire(rank: int, world: int) -> tuple[str, str, bool]:
 
 def unlisted_backend(rank: int, world: int) -> tuple[str, list[str]]:
     """A backend that is in no table is asked with one element, on every rank alike."""
-    from fusedreduce.comm import distributed
+    from fusedreduce.comm import process_group as distributed
 
     known = distributed._SUMMABLE.pop(("gloo", "cpu"))
     try:

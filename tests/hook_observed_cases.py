@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fusedreduce
-from fusedreduce.comm.distributed import ProcessGroupCommunicator
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.errors import NonFiniteGradientError
 from fusedreduce.kernels import dispatch
 

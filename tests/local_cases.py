@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from fusedreduce.comm.distributed import ProcessGroupCommunicator
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.comm.protocol import Communicator, ReduceOp
 from fusedreduce.errors import CollectiveError
 

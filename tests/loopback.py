@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fusedreduce.comm.local import LocalCommunicator, LocalGroup
+from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
 
 TIMEOUT_S = 10.0

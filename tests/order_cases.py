@@ -22,7 +22,7 @@ from fusedreduce import (
     clip_grad_norm_,
     fused_hook,
 )
-from fusedreduce.comm.distributed import ProcessGroupCommunicator
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
 
 _TWO_LAYERS_MB, _ONE_LAYER_MB = 0.002, 0.001
 _STEPS = 7

@@ -23,7 +23,7 @@ from order_check import HOST, Access, Entry, Kind, Stream
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import fusedreduce
-from fusedreduce.comm.monitor import StallMonitor
+from fusedreduce.comm.stall_monitor import StallMonitor
 from fusedreduce.kernels.dispatch import does_work
 from fusedreduce.kernels.variants import Variant
 

@@ -33,8 +33,8 @@ import stage_streams  # isort: skip
 
 from fusedreduce import ends, parameter_hooks
 from fusedreduce.cli.variants import variants
-from fusedreduce.comm import local_operations
-from fusedreduce.comm.strategies import Ring
+from fusedreduce.comm.local import operations as local_operations
+from fusedreduce.comm.local.strategies import Ring
 from fusedreduce.config import ReduceConfig
 from fusedreduce.kernels import combine, dispatch, pack, scale
 from fusedreduce.step_clock import StepClock

@@ -26,9 +26,9 @@ from fusedreduce.collective import (
     Tree,
     register,
 )
+from fusedreduce.collective.node_collectives import _key, _number
 from fusedreduce.collective.tensors import copies, is_dense
-from fusedreduce.comm.store import _key, _number
-from fusedreduce.comm.strategies import Strategy
+from fusedreduce.comm.local.strategies import Strategy
 
 OPS = ("sum", "mean", "min", "max", "product")
 # How peers are placed: (local, nodes).

@@ -54,7 +54,7 @@ from fusedreduce.collective.operations import (
     judge,
     lost,
 )
-from fusedreduce.comm.aside import Exchange
+from fusedreduce.comm.store_exchange import Exchange
 from fusedreduce.errors import CollectiveError, FusedReduceError
 
 PLACES = {"threads": (3, 1), "nodes": (1, 3), "both": (2, 2)}

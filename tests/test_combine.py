@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter_defects import store_as_interpreted
 
-from fusedreduce.comm.strategies import Centralized, Ring, Strategy, Tree
+from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
 from fusedreduce.kernels import dispatch, reference_combine
 from fusedreduce.kernels.combine import CombineTables, combine, serves
 from fusedreduce.kernels.parts import ADD, FOLD, PUSH, Part, depth, steps

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedreduce.comm.agreement import CAPACITY_BYTES, agree
-from fusedreduce.comm.monitor import StallMonitor
+from fusedreduce.comm.stall_monitor import StallMonitor
 from fusedreduce.errors import AgreementError, FusedReduceError
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def test_what_is_no_json_object_is_refused_and_never_unpickled(garbage: bytes) -
 
 
 def test_settings_that_do_not_fit_are_our_own_mistake() -> None:
-    from fusedreduce.comm.distributed import ProcessGroupCommunicator
+    from fusedreduce.comm.process_group import ProcessGroupCommunicator
 
     communicator = ProcessGroupCommunicator.__new__(ProcessGroupCommunicator)
     with pytest.raises(ValueError, match="does not fit"):

@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fusedreduce import FusedReduceError, ReduceConfig
-from fusedreduce.comm.local import LocalGroup
+from fusedreduce.comm.local.group import LocalGroup
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous
 from fusedreduce.data_parallel import DataParallel
 from fusedreduce.kernels import dispatch

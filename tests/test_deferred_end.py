@@ -26,7 +26,7 @@ from fusedreduce import (
     Reducer,
     clip_grad_norm_,
 )
-from fusedreduce.comm.local import LocalCommunicator, LocalGroup
+from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
 from fusedreduce.deferred import in_backward
 from fusedreduce.kernels import dispatch

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fusedreduce import FusedReduceError, init_process_group
-from fusedreduce.environment import warn_of_switches
+from fusedreduce.comm.init_process_group import warn_of_switches
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 GOOD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

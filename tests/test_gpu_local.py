@@ -10,8 +10,8 @@ import pytest
 import torch
 from on_device import pick
 
-from fusedreduce.comm.local import LocalCommunicator, LocalGroup
-from fusedreduce.comm.strategies import Centralized, Ring, Strategy, Tree
+from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
+from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
 from fusedreduce.kernels import combine, dispatch, reference_combine
 from fusedreduce.kernels.parts import Part
 

@@ -199,7 +199,7 @@ def test_a_collective_that_fails_is_remembered_in_its_own_class(
 ) -> None:
     buffer = torch.eye(3).to_sparse() if sparse else torch.ones(3)
     state = fusedreduce.FusedHookState(wire="bf16")
-    kind = "fusedreduce.comm.distributed.ProcessGroupCommunicator"
+    kind = "fusedreduce.comm.process_group.ProcessGroupCommunicator"
     for method in ("all_reduce", "all_reduce_sparse"):
         monkeypatch.setattr(f"{kind}.{method}", lambda self, tensor: FailedWork())
     bucket: Any = FakeBucket(buffer)
@@ -217,7 +217,7 @@ def test_an_empty_bucket_takes_no_collective(alone: None, monkeypatch: pytest.Mo
     state = fusedreduce.FusedHookState(wire="bf16")
     _hook(state, torch.ones(3))
     monkeypatch.setattr(
-        "fusedreduce.comm.distributed.ProcessGroupCommunicator.all_reduce", lambda self, tensor: pytest.fail("issued")
+        "fusedreduce.comm.process_group.ProcessGroupCommunicator.all_reduce", lambda self, tensor: pytest.fail("issued")
     )
     assert _hook(state, torch.empty(0)).numel() == 0
     assert state.stats()["steps"] == 2

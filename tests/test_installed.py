@@ -220,7 +220,7 @@ def test_a_wire_that_the_backend_cannot_sum_falls_back(
         if dtype is torch.bfloat16:
             raise fusedreduce.UnsupportedWireError("no bfloat16 here")
 
-    monkeypatch.setattr("fusedreduce.comm.distributed.ProcessGroupCommunicator.check_wire", check_wire)
+    monkeypatch.setattr("fusedreduce.comm.process_group.ProcessGroupCommunicator.check_wire", check_wire)
     fusedreduce.install(BF16, fallback=True)
     assert type(DDP(model())) is DDP and asked == [torch.bfloat16]
     assert "no bfloat16 here" in caplog.records[0].message

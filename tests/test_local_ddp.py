@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
 from fusedreduce import Asynchronous, BoundedStaleness, LocalGroup, ReduceConfig
-from fusedreduce.comm.local import LocalCommunicator
-from fusedreduce.comm.local_process_group import LocalProcessGroup
+from fusedreduce.comm.local.group import LocalCommunicator
+from fusedreduce.comm.local.process_group import LocalProcessGroup
 from fusedreduce.config import Wire
 from fusedreduce.errors import AgreementError, CollectiveError
 from fusedreduce.kernels import dispatch

@@ -17,12 +17,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fusedreduce.comm import channel, local_operations
 from fusedreduce.comm.agreement import agree
-from fusedreduce.comm.local import LocalCommunicator, LocalGroup
-from fusedreduce.comm.meeting import LocalPending, Meeting
+from fusedreduce.comm.local import operations as local_operations
+from fusedreduce.comm.local import sequence as channel
+from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
+from fusedreduce.comm.local.rendezvous import LocalPending, Meeting
+from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
 from fusedreduce.comm.protocol import Communicator, ReduceOp
-from fusedreduce.comm.strategies import Centralized, Ring, Strategy, Tree
 from fusedreduce.errors import AgreementError, CollectiveError, UnsupportedWireError
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from ranks import RankPool
 
-from fusedreduce.comm.local import LocalGroup
-from fusedreduce.comm.strategies import Centralized, Ring, Strategy, Tree
+from fusedreduce.comm.local.group import LocalGroup
+from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
 
 
 @pytest.fixture(scope="module")

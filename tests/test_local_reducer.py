@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from fusedreduce.comm.local import LocalGroup
+from fusedreduce.comm.local.group import LocalGroup
+from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.comm.strategies import Centralized, Ring, Strategy, Tree
 from fusedreduce.config import Policy, ReduceConfig, Wire
 from fusedreduce.planning.assignment import BucketCaps
 from fusedreduce.reducer import Reducer

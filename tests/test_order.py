@@ -15,8 +15,8 @@ from order_check import Entry, Rule, Violation, check
 
 from fusedreduce import exchange
 from fusedreduce.bucket import Bucket
-from fusedreduce.comm import distributed
-from fusedreduce.comm.distributed import ProcessGroupCommunicator
+from fusedreduce.comm import process_group as distributed
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.finite import FiniteCheck
 from fusedreduce.kernels import table, variants
 from fusedreduce.planning.layout import flat_layout

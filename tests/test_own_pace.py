@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 from fusedreduce import ReduceConfig, Reducer
 from fusedreduce.asynchronous.own_pace import OwnPace
-from fusedreduce.comm.local import LocalCommunicator, LocalGroup
+from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, SyncMode
 from fusedreduce.errors import AgreementError, CollectiveError, FusedReduceError

@@ -64,7 +64,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trace",),
     ("planning",),
     ("config",),
-    ("environment",),
     ("errors",),
     ("kernels",),
 )
@@ -73,12 +72,12 @@ PLANNING_MAY_IMPORT = {"numpy"}
 PLANNING_MAY_IMPORT_OF_OURS = {"planning", "config", "errors"}
 # hook.py names the types of torch's hook interface; the command line and environment.py start process groups.
 MAY_NAME_TORCH_DISTRIBUTED = (
-    "fusedreduce/comm/distributed.py",
-    "fusedreduce/comm/local_process_group.py",
-    "fusedreduce/comm/store.py",
+    "fusedreduce/comm/process_group.py",
+    "fusedreduce/comm/local/process_group.py",
+    "fusedreduce/collective/node_collectives.py",
     "fusedreduce/ddp.py",
     "fusedreduce/hook.py",
-    "fusedreduce/environment.py",
+    "fusedreduce/comm/init_process_group.py",
     "fusedreduce/cli/",
     "fusedreduce/run/process.py",
 )
@@ -87,13 +86,13 @@ MAY_GUARD_TRITON = ("fusedreduce/kernels/dispatch.py",)
 MAY_WAIT: dict[str, set[str]] = {
     "fusedreduce/comm/waiting.py": {"pending.wait", "came.wait"},
     # what a Pending's own `wait` is made of
-    "fusedreduce/comm/distributed.py": {"self.work.wait", "exchange.wait"},
-    "fusedreduce/comm/store.py": {"self._work.wait"},
-    "fusedreduce/comm/local.py": {"pending.wait"},
-    "fusedreduce/comm/local_process_group.py": {"pending.wait", "self.wait"},
+    "fusedreduce/comm/process_group.py": {"self.work.wait", "exchange.wait"},
+    "fusedreduce/collective/node_collectives.py": {"self._work.wait"},
+    "fusedreduce/comm/local/group.py": {"pending.wait"},
+    "fusedreduce/comm/local/process_group.py": {"pending.wait", "self.wait"},
     # threads of this process, and keys in a store
-    "fusedreduce/comm/meeting.py": {"meeting.changed.wait"},
-    "fusedreduce/comm/threads.py": {"one.wait"},
+    "fusedreduce/comm/local/rendezvous.py": {"meeting.changed.wait"},
+    "fusedreduce/comm/local/threads.py": {"one.wait"},
     "fusedreduce/replicated/workers.py": {"round_.wait", "self._latest.wait"},
     "fusedreduce/collective/lobby.py": {"self._changed.wait", "exchange.wait"},
     "fusedreduce/collective/room.py": {"self._changed.wait", "self._exchange.wait"},
@@ -310,7 +309,7 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
     (imports_go_down, "fusedreduce/bucket.py", "def f() -> None:\n    import fusedreduce.hook"),
     (imports_go_down, "fusedreduce/bucket.py", "importlib.import_module('fusedreduce.hook')"),
     (imports_go_down, "fusedreduce/bucket.py", "if TYPE_CHECKING:\n    from .exchange import InFlight"),
-    (imports_go_down, "fusedreduce/comm/distributed.py", "from ..bucket import Bucket"),
+    (imports_go_down, "fusedreduce/comm/process_group.py", "from ..bucket import Bucket"),
     (imports_go_down, "fusedreduce/amp.py", "from .clip import clip_grad_norm_"),
     (imports_go_down, "fusedreduce/exchange.py", "from . import fused_hook"),
     (imports_go_down, "fusedreduce/__init__.py", "from .cli import main"),
@@ -326,7 +325,7 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
     (integrations_use_public_names, "fusedreduce/integrations/lightning.py", "from ..clip import clip_grad_norm_"),
     (torch_distributed_has_one_caller, "fusedreduce/exchange.py", "import torch.distributed as dist"),
     (torch_distributed_has_one_caller, "fusedreduce/exchange.py", "from torch import distributed"),
-    (torch_distributed_has_one_caller, "fusedreduce/comm/local.py", "from torch.distributed import ReduceOp"),
+    (torch_distributed_has_one_caller, "fusedreduce/comm/local/group.py", "from torch.distributed import ReduceOp"),
     (torch_distributed_has_one_caller, "fusedreduce/bucket.py", "torch.distributed.barrier()"),
     (triton_is_guarded_once, "fusedreduce/kernels/pack.py", "try: import triton\nexcept ImportError: ..."),
     (triton_is_guarded_once, "fusedreduce/hook.py", "try:\n    from .kernels import pack\nexcept: ..."),
@@ -339,7 +338,7 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
     (one_function_waits, "fusedreduce/pipeline.py", "for future in installed:\n    future.wait()"),
     (one_function_waits, "fusedreduce/hook.py", "list(map(torch.futures.Future.wait, futures))"),
     (one_function_waits, "fusedreduce/hook.py", "torch.futures.wait_all(futures)"),
-    (one_function_waits, "fusedreduce/comm/distributed.py", "dist.all_reduce(tensor, async_op=True).wait()"),
+    (one_function_waits, "fusedreduce/comm/process_group.py", "dist.all_reduce(tensor, async_op=True).wait()"),
 )
 # (where it stands, code that breaks no rule)
 GOOD: tuple[tuple[str, str], ...] = (
@@ -348,7 +347,7 @@ GOOD: tuple[tuple[str, str], ...] = (
     ("fusedreduce/__init__.py", "from .hook import fused_hook"),
     ("fusedreduce/integrations/lightning.py", "import lightning\nfrom fusedreduce import Reducer\nfrom . import parts"),
     ("fusedreduce/hook.py", "from torch.distributed import GradBucket\nfrom . import exchange"),
-    ("fusedreduce/comm/distributed.py", "import torch.distributed\nfrom .protocol import Communicator"),
+    ("fusedreduce/comm/process_group.py", "import torch.distributed\nfrom .protocol import Communicator"),
     ("fusedreduce/unused.py", "wait_for(self._pending, what, self._communicator)"),
     ("fusedreduce/planning/layout.py", "import math\nimport numpy as np\nfrom ..errors import PlanError"),
     ("fusedreduce/kernels/dispatch.py", "try:\n    from . import pack\nexcept ImportError:\n    pack = None"),

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from fusedreduce.asynchronous import resync
 from fusedreduce.asynchronous.resync import Drift, equalize
-from fusedreduce.comm.local import LocalGroup
+from fusedreduce.comm.local.group import LocalGroup
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.errors import AgreementError, CollectiveError
 

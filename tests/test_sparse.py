@@ -14,7 +14,7 @@ from loopback import Loopback
 from ranks import RankPool
 
 from fusedreduce import FusedReduceError, Reducer
-from fusedreduce.comm.local import LocalGroup
+from fusedreduce.comm.local.group import LocalGroup
 
 
 @pytest.fixture(scope="module", params=[2, 3])

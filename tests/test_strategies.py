@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedreduce.comm.strategies import Centralized, Ring, Strategy, Tree, balanced
+from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree, balanced
 
 SIZES = range(2, 17)
 NUMELS = range(65)

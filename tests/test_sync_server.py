@@ -42,7 +42,7 @@ from fusedreduce import (
     Reducer,
     SyncServer,
 )
-from fusedreduce.comm.local import LocalCommunicator
+from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.kernels import dispatch
 from fusedreduce.sync_server import DeviceState, SyncDevice
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fusedreduce import environment
+from fusedreduce.comm import init_process_group as environment
 from fusedreduce.comm.agreement import ranks_text
 from fusedreduce.config import WIRES
 from fusedreduce.errors import TraceError

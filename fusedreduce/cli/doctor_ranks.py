@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusedreduce.collective.node_collectives import listen_or_connect
 from fusedreduce.comm.agreement import ranks_text
-from fusedreduce.comm.aside import KeyValueStore
-from fusedreduce.comm.store import listen_or_connect
+from fusedreduce.comm.store_exchange import KeyValueStore
 from fusedreduce.config import WIRES, wire_dtype
 from fusedreduce.planning.costs import Linear, fit
 

@@ -1,7 +1,7 @@
 """Checked collectives among peers that are threads, processes, or both: see `session.register`."""
 
-from ..comm.local import LocalGroup
-from ..comm.strategies import Centralized, Ring, Tree
+from ..comm.local.group import LocalGroup
+from ..comm.local.strategies import Centralized, Ring, Tree
 from .config import CollectiveConfig
 from .errors import (
     AllReduceOperationMismatch,

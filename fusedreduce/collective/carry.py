@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..comm.local import LocalCommunicator, LocalGroup
+from ..comm.local.group import LocalCommunicator, LocalGroup
+from ..comm.local.strategies import Strategy
 from ..comm.protocol import Pending
-from ..comm.store import Wide, WidePending
-from ..comm.strategies import Strategy
 from ..comm.waiting import wait_for
 from .config import CollectiveConfig
+from .node_collectives import Wide, WidePending
 from .operations import Description, Verdict
 from .tensors import copies, empty_bytes, wire_op
 

@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.store import is_group
-from ..comm.strategies import Centralized, Ring, Strategy, Tree
+from ..comm.local.strategies import Centralized, Ring, Strategy, Tree
 from .errors import InvalidConfig
+from .node_collectives import is_group
 
 _ADDRESS_OPTIONS = ("global_address", "global_rank", "global_world_size")
 # A node's own: nobody else's can be equal.

@@ -17,22 +17,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..comm.aside import Exchange, KeyValueStore
-from ..comm.local import LocalGroup
-from ..comm.store import (
-    Wide,
-    default_group,
-    is_group,
-    listen_or_connect,
-    own_gloo,
-    rank_and_size,
-    store_of,
-)
+from ..comm.local.group import LocalGroup
+from ..comm.store_exchange import Exchange, KeyValueStore
 from ..comm.waiting import wait_for
 from ..errors import CollectiveError
 from .carry import Place
 from .config import CollectiveConfig
 from .errors import CollectiveSessionError, InvalidConfig, MultipleRegister, PeerLost
+from .node_collectives import Wide, default_group, is_group, listen_or_connect, own_gloo, rank_and_size, store_of
 from .operations import (
     Description,
     Verdict,

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..comm.aside import Exchange
-from ..comm.store import Wide
+from ..comm.store_exchange import Exchange
 from .carry import Carried, Carrier, Place
 from .config import CollectiveConfig
 from .errors import PeerLost
+from .node_collectives import Wide
 from .operations import Description, Verdict, decode_verdict, descriptions_of, encode, failed, judge, lost
 
 # How often a node that waits for a peer of its own looks whether the others have given up.

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..comm.local.strategies import Strategy
 from ..comm.protocol import ReduceOp
-from ..comm.strategies import Strategy
 from .operations import OPS, Description
 
 _COMPUTED_IN: Mapping[torch.dtype, torch.dtype] = {

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..comm.local import LocalCommunicator, LocalGroup
+from ..comm.local.group import LocalCommunicator, LocalGroup
 from ..config import Asynchronous, ReduceConfig, SyncMode, is_synchronous
 from ..planning.assignment import MIB, BucketCaps
 from ..reducer import Reducer

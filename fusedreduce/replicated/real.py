@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..comm.local import LocalGroup
+from ..comm.local.group import LocalGroup
 from ..config import ReduceConfig
 from ..errors import FusedReduceError
 from ..later import optimizer_steps

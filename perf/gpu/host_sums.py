@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from fusedreduce.comm.distributed import ProcessGroupCommunicator
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.comm.protocol import ReduceOp
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from ..kernels.parts import Part
+from ...kernels.parts import Part
 
 
 @dataclass(frozen=True)

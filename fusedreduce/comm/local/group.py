@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from ..errors import CollectiveError, UnsupportedWireError
-from .channel import Channel, Generation
-from .local_operations import COMPUTED_WIDE, Workshop
-from .meeting import Arrival, LocalPending
-from .protocol import ReduceOp
+from ...errors import CollectiveError, UnsupportedWireError
+from ..protocol import ReduceOp
+from .operations import COMPUTED_WIDE, Workshop
+from .rendezvous import Arrival, LocalPending
+from .sequence import Channel, Generation
 from .strategies import Centralized, Strategy
 from .threads import run_in_threads
 
 if TYPE_CHECKING:
-    from .local_process_group import LocalProcessGroup
+    from .process_group import LocalProcessGroup
 
 T = TypeVar("T")
 _CENTRALIZED = Centralized()
@@ -95,7 +95,7 @@ class LocalGroup:
             self._refuse_closed()
             if rank in self.unaware:
                 self.unaware[rank].check(f"rank {rank} cannot make a communicator", rank)
-            return LocalCommunicator(self._generation.roots.channel(rank), rank)
+            return LocalCommunicator(self, self._generation.roots.channel(rank), rank)
 
     def communicators(self) -> list[LocalCommunicator]:
         """One for every rank, on a channel of their own: for who drives them all, or deals them out.
@@ -109,7 +109,7 @@ class LocalGroup:
             self._refuse_closed()
             channel = Channel(self._generation, f"together {self._together}")
             self._together += 1
-            return [LocalCommunicator(channel, rank) for rank in range(self.size)]
+            return [LocalCommunicator(self, channel, rank) for rank in range(self.size)]
 
     def rejoin(self, *ranks: int) -> None:
         """These ranks know of all aborts so far: the communicators that they make next are of the new generation."""
@@ -174,16 +174,12 @@ class LocalGroup:
 class LocalCommunicator:
     """One rank of a LocalGroup (comm.protocol.Communicator). Several threads may use it, one at a time."""
 
-    def __init__(self, channel: Channel, rank: int) -> None:
+    def __init__(self, group: LocalGroup, channel: Channel, rank: int) -> None:
+        self.group = group
         self._channel = channel
         self._rank = rank
         self._issued = 0
         self.lost = ""  # see Ranks
-
-    @property
-    def group(self) -> LocalGroup:
-        """Whose it is."""
-        return self._channel.generation.group
 
     @property
     def rank(self) -> int:
@@ -200,14 +196,14 @@ class LocalCommunicator:
 
         Nobody waits for another here: there is nothing to connect.
         """
-        return LocalCommunicator(self._channel.siblings.channel(self._rank), self._rank)
+        return LocalCommunicator(self.group, self._channel.siblings.channel(self._rank), self._rank)
 
     def process_group(self) -> LocalProcessGroup:
         """This rank for torch: `DistributedDataParallel(model, process_group=communicator.process_group())`.
 
         A new object each time; they share this communicator's sequence of collectives.
         """
-        from .local_process_group import LocalProcessGroup
+        from .process_group import LocalProcessGroup
 
         return LocalProcessGroup(self)
 
@@ -220,7 +216,7 @@ class LocalCommunicator:
         Communicators that the group makes afterwards are of the next generation. Only the first abort of one counts.
         """
         generation = self._channel.generation
-        generation.group._renew(generation, self._rank)
+        self.group._renew(generation, self._rank)
         generation.fail(f"rank {self._rank} gave up: {type(error).__name__}: {error}", error)
 
     def timeout_s(self, device: torch.device | None = None) -> float:

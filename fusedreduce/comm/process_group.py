@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_le
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import CollectiveError, UnsupportedWireError
-from .aside import Exchange
 from .protocol import ReduceOp
+from .store_exchange import Exchange
 from .waiting import collective_failed, wait_for
 
 _ALL_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from .errors import FusedReduceError
+from ..errors import FusedReduceError
 
 _CUDA_BACKEND = "nccl"
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

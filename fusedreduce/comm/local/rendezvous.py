@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..errors import CollectiveError
-from .agreement import ranks_text
-from .protocol import ReduceOp
+from ...errors import CollectiveError
+from ..agreement import ranks_text
+from ..protocol import ReduceOp
 
 _logger = logging.getLogger(__name__)
 

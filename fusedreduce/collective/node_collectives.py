@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from .aside import KeyValueStore
-from .distributed import REDUCE_OPS
-from .protocol import ReduceOp
+from ..comm.process_group import REDUCE_OPS
+from ..comm.protocol import ReduceOp
+from ..comm.store_exchange import KeyValueStore
 
 _untyped: Any = dist  # names that torch does not say it exports
 _ASK_EVERY_S = 0.01

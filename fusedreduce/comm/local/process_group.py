@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..errors import CollectiveError
-from .distributed import REDUCE_OPS, ProcessGroupCommunicator
-from .local import LocalCommunicator
-from .protocol import Pending, ReduceOp
+from ...errors import CollectiveError
+from ..process_group import REDUCE_OPS, ProcessGroupCommunicator
+from ..protocol import Pending, ReduceOp
+from .group import LocalCommunicator
 
 
 class LocalProcessGroup(dist.ProcessGroup):

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..kernels import dispatch
-from .meeting import Arrival, Outcome
-from .protocol import ReduceOp
+from ...kernels import dispatch
+from ..protocol import ReduceOp
+from .rendezvous import Arrival, Outcome
 from .strategies import Strategy
 
 if TYPE_CHECKING:
-    from ..kernels.combine import CombineTables
+    from ...kernels.combine import CombineTables
 
 _PAIRWISE: Mapping[ReduceOp, Callable[..., torch.Tensor]] = {
     "sum": torch.add,

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ..errors import CollectiveError
+from ...errors import CollectiveError
 
 T = TypeVar("T")
 

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from ..errors import CollectiveError
-from .agreement import ranks_text
-from .local_operations import perform
-from .meeting import Arrival, LocalPending, Meeting
+from ...errors import CollectiveError
+from ..agreement import ranks_text
+from .operations import Workshop, perform
+from .rendezvous import Arrival, LocalPending, Meeting
 
-if TYPE_CHECKING:
-    from .local import LocalGroup
+
+class Group(Protocol):
+    """What a generation uses of its group, a LocalGroup."""
+
+    size: int
+    timeout_s: float
+    one_thread: bool
+    lock: threading.RLock
+    workshop: Workshop
+    unaware: dict[int, Generation]
 
 
 class Siblings:
@@ -47,7 +55,7 @@ class Siblings:
 class Generation:
     """All channels from one abort of the group to the next."""
 
-    def __init__(self, group: LocalGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = group
         self.problem = ""
         self.cause: BaseException | None = None
