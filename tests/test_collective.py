@@ -27,7 +27,7 @@ from fusedreduce.collective import (
     register,
 )
 from fusedreduce.collective.node_collectives import _key, _number
-from fusedreduce.collective.tensors import copies, is_dense
+from fusedreduce.collective.payload import copies, is_dense
 from fusedreduce.comm.local.strategies import Strategy
 
 OPS = ("sum", "mean", "min", "max", "product")
@@ -42,7 +42,7 @@ def _peers(request: pytest.FixtureRequest) -> Peers:
 
 @pytest.fixture(autouse=True)
 def _stores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusedreduce.collective.lobby.listen_or_connect", listen_or_connect)
+    monkeypatch.setattr("fusedreduce.collective.registration.listen_or_connect", listen_or_connect)
 
 
 # The options.

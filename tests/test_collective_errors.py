@@ -45,7 +45,7 @@ from fusedreduce.collective import (
     register,
 )
 from fusedreduce.collective.errors import BY_NAME
-from fusedreduce.collective.operations import (
+from fusedreduce.collective.verdicts import (
     Description,
     Verdict,
     decode_descriptions,
@@ -67,7 +67,7 @@ def _peers(request: pytest.FixtureRequest) -> Peers:
 
 @pytest.fixture(autouse=True)
 def _stores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusedreduce.collective.lobby.listen_or_connect", listen_or_connect)
+    monkeypatch.setattr("fusedreduce.collective.registration.listen_or_connect", listen_or_connect)
 
 
 # The verdict, as a function.
@@ -397,7 +397,7 @@ def test_who_is_interrupted_while_it_decides_keeps_nobody_beyond_the_timeout(mon
         sessions[number] = one
     handle = sessions[0].all_reduce_async(torch.ones(1))
     with monkeypatch.context() as patched:
-        patched.setattr("fusedreduce.collective.room.judge", _interrupted)
+        patched.setattr("fusedreduce.collective.peer_group.judge", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             sessions[1].all_reduce_async(torch.ones(1))
     [error] = run_threads([lambda: caught(handle.wait)])

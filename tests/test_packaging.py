@@ -94,8 +94,8 @@ MAY_WAIT: dict[str, set[str]] = {
     "fusedreduce/comm/local/rendezvous.py": {"meeting.changed.wait"},
     "fusedreduce/comm/local/threads.py": {"one.wait"},
     "fusedreduce/replicated/workers.py": {"round_.wait", "self._latest.wait"},
-    "fusedreduce/collective/lobby.py": {"self._changed.wait", "exchange.wait"},
-    "fusedreduce/collective/room.py": {"self._changed.wait", "self._exchange.wait"},
+    "fusedreduce/collective/registration.py": {"self._changed.wait", "exchange.wait"},
+    "fusedreduce/collective/peer_group.py": {"self._changed.wait", "self._exchange.wait"},
     # handles of a session's operations, which a session's user waits for too
     "fusedreduce/collective/session.py": {
         "self.all_reduce_async(tensor, op).wait",

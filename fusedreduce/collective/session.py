@@ -18,10 +18,7 @@ import torch
 
 from .config import CollectiveConfig
 from .errors import InvalidConfig, MultipleUnregister
-from .lobby import Lobby, lobby_and_caller
-from .operations import Description, Kind
-from .room import Operation, Room, reset_verdict
-from .tensors import (
+from .payload import (
     dtype_name,
     flat,
     flat_bytes,
@@ -31,6 +28,9 @@ from .tensors import (
     reduced,
     root_problem,
 )
+from .peer_group import Operation, Room, reset_verdict
+from .registration import Lobby, lobby_and_caller
+from .verdicts import Description, Kind
 
 
 class Handle:

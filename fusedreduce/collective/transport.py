@@ -19,8 +19,8 @@ from ..comm.protocol import Pending
 from ..comm.waiting import wait_for
 from .config import CollectiveConfig
 from .node_collectives import Wide, WidePending
-from .operations import Description, Verdict
-from .tensors import copies, empty_bytes, wire_op
+from .payload import copies, empty_bytes, wire_op
+from .verdicts import Description, Verdict
 
 
 @dataclass(frozen=True)

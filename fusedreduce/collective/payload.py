@@ -13,7 +13,7 @@ import torch
 
 from ..comm.local.strategies import Strategy
 from ..comm.protocol import ReduceOp
-from .operations import OPS, Description
+from .verdicts import OPS, Description
 
 _COMPUTED_IN: Mapping[torch.dtype, torch.dtype] = {
     torch.float16: torch.float32,

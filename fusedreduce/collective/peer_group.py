@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 import torch
 
 from ..comm.store_exchange import Exchange
-from .carry import Carried, Carrier, Place
 from .config import CollectiveConfig
 from .errors import PeerLost
 from .node_collectives import Wide
-from .operations import Description, Verdict, decode_verdict, descriptions_of, encode, failed, judge, lost
+from .transport import Carried, Carrier, Place
+from .verdicts import Description, Verdict, decode_verdict, descriptions_of, encode, failed, judge, lost
 
 # How often a node that waits for a peer of its own looks whether the others have given up.
 _LOOK_EVERY_S = 0.02

@@ -21,22 +21,12 @@ from ..comm.local.group import LocalGroup
 from ..comm.store_exchange import Exchange, KeyValueStore
 from ..comm.waiting import wait_for
 from ..errors import CollectiveError
-from .carry import Place
 from .config import CollectiveConfig
 from .errors import CollectiveSessionError, InvalidConfig, MultipleRegister, PeerLost
 from .node_collectives import Wide, default_group, is_group, listen_or_connect, own_gloo, rank_and_size, store_of
-from .operations import (
-    Description,
-    Verdict,
-    decode_verdict,
-    descriptions_of,
-    encode,
-    failed,
-    judge,
-    lost,
-    peers_text,
-)
-from .room import Room
+from .peer_group import Room
+from .transport import Place
+from .verdicts import Description, Verdict, decode_verdict, descriptions_of, encode, failed, judge, lost, peers_text
 
 _lobbies: MutableMapping[Any, Lobby] = WeakKeyDictionary()
 _alone: dict[tuple[str, int], Lobby] = {}  # one peer per node and no group: by address and node
