@@ -25,6 +25,6 @@ from .hook import FusedHookState as FusedHookState
 from .hook import fused_hook as fused_hook
 from .installed import install as install
 from .installed import uninstall as uninstall
-from .planning.assignment import BucketCaps as BucketCaps
+from .planning.bucketing import BucketCaps as BucketCaps
 from .reducer import Reducer as Reducer
 from .sync_server import SyncServer as SyncServer

@@ -17,7 +17,7 @@ from .comm.waiting import collective_failed
 from .config import ReduceConfig, SyncMode, is_synchronous
 from .errors import AgreementError
 from .kernels import dispatch
-from .planning.assignment import BucketCaps
+from .planning.bucketing import BucketCaps
 
 
 class Owner(Protocol):

@@ -39,8 +39,8 @@ from .errors import AgreementError, CollectiveError
 from .finite import NonFiniteReport
 from .grad_bucket import GradBucket
 from .gradients import GradientTable, real_dtype
-from .planning.assignment import MIB, BucketCaps
-from .planning.saved import load as load_plan
+from .planning.bucketing import MIB, BucketCaps
+from .planning.plan_file import load as load_plan
 from .reducer import Reducer, ReducerState
 from .unused import tensors_in
 

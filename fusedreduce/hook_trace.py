@@ -20,7 +20,7 @@ from .comm.protocol import Communicator
 from .config import ReduceConfig
 from .device_clock import Watched
 from .parameter_hooks import ParameterHooks
-from .planning.assignment import BucketCaps
+from .planning.bucketing import BucketCaps
 from .planning.plan import Plan
 from .planning.readiness import Readiness
 from .planning.timeline import MISSING_NS

@@ -22,11 +22,11 @@ from .bucket_set import kind_of
 from .comm.protocol import Communicator
 from .comm.waiting import collective_failed
 from .config import Asynchronous, ReduceConfig, SyncMode, is_synchronous
-from .planning.assignment import BucketCaps
-from .planning.costs import Costs
+from .planning.bucketing import BucketCaps
+from .planning.cost_model import Costs
 from .planning.plan import Plan, check_groups, first_plan
+from .planning.plan_file import dump, load
 from .planning.policies import ready_plan, static_plan
-from .planning.saved import dump, load
 from .planning.schedule import Model
 from .planning.timeline import timeline
 from .scheduler import Scheduler

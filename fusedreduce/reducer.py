@@ -56,9 +56,9 @@ from .later import optimizer_steps
 from .observed import Observed
 from .parameter_hooks import ParameterHooks
 from .pipeline import Pipeline
-from .planning.assignment import BucketCaps
+from .planning.bucketing import BucketCaps
 from .planning.plan import Plan
-from .planning.saved import plan_hash
+from .planning.plan_file import plan_hash
 from .planning.timeline import MISSING_NS
 from .plans import Forecast, Plans
 from .recording import Recording

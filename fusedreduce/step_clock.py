@@ -18,7 +18,7 @@ import torch
 
 from .comm.protocol import Pending, Ranks
 from .device_clock import DeviceClock, Watched
-from .planning.channel import seen
+from .planning.link_timing import seen
 from .planning.schedule import BucketTimes, StepTimes
 from .planning.timeline import MISSING_NS
 from .trace import StepMarks, stall_ns

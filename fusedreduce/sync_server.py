@@ -37,7 +37,7 @@ from .comm.local.group import LocalCommunicator, LocalGroup
 from .comm.local.threads import run_in_threads
 from .config import ReduceConfig, Synchronous
 from .errors import CollectiveError, FusedReduceError
-from .planning.assignment import BucketCaps
+from .planning.bucketing import BucketCaps
 from .reducer import Reducer, ReducerState
 from .unused import tensors_in
 

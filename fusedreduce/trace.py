@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .planning.costs import Costs
+from .planning.cost_model import Costs
 from .planning.plan import Plan
 from .planning.timeline import MISSING_NS
 

@@ -32,11 +32,11 @@ from torch import nn
 
 import fusedreduce
 from fusedreduce import exchange
-from fusedreduce.planning.assignment import BucketCaps
+from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.plan import ParameterKind, Plan
+from fusedreduce.planning.plan_file import dump
 from fusedreduce.planning.planner import Problem, optimum, timeline
 from fusedreduce.planning.policies import ready_plan
-from fusedreduce.planning.saved import dump
 from fusedreduce.traces import files as trace_file
 from fusedreduce.traces.problem import problem as problem_of
 

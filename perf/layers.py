@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from records import BenchError
 
-from fusedreduce.planning.assignment import DEFAULT_CAP_BYTES, assign_by_size
+from fusedreduce.planning.bucketing import DEFAULT_CAP_BYTES, assign_by_size
 
 Size = tuple[int, ...]
 

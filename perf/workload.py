@@ -28,7 +28,7 @@ from fusedreduce.kernels.table import (
     new_partials,
     new_source_partials,
 )
-from fusedreduce.planning.assignment import DEFAULT_CAP_BYTES
+from fusedreduce.planning.bucketing import DEFAULT_CAP_BYTES
 from fusedreduce.planning.layout import aligned_layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

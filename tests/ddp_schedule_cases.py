@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
 from fusedreduce import plans
-from fusedreduce.planning.saved import plan_hash
+from fusedreduce.planning.plan_file import plan_hash
 from fusedreduce.traces.files import read
 
 WIDTH = 64

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fusedreduce.bucket_set import kind_of
 from fusedreduce.config import CAP_POLICIES, CapPolicy
-from fusedreduce.planning.assignment import MIB, BucketCaps, assign_by_size
+from fusedreduce.planning.bucketing import MIB, BucketCaps, assign_by_size
 from fusedreduce.planning.plan import ParameterKind, first_plan, learned_plan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)

@@ -15,9 +15,9 @@ from traces import COSTS, FakeRun, edit
 
 from fusedreduce.cli import main, simulate
 from fusedreduce.cli import plan as command
-from fusedreduce.planning import saved
-from fusedreduce.planning.assignment import MIB, BucketCaps, assign_by_size
-from fusedreduce.planning.costs import Costs, Linear
+from fusedreduce.planning import plan_file as saved
+from fusedreduce.planning.bucketing import MIB, BucketCaps, assign_by_size
+from fusedreduce.planning.cost_model import Costs, Linear
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.planner import ready_order, timeline
 from fusedreduce.planning.timeline import MISSING_NS

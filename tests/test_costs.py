@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedreduce.planning.costs import FREE, FS_PER_NS, MOST_SIZES, Costs, Linear, fit, fit_copy
+from fusedreduce.planning.cost_model import FREE, FS_PER_NS, MOST_SIZES, Costs, Linear, fit, fit_copy
 
 MIB = 1024 * 1024
 lines = st.builds(Linear, fixed_ns=st.integers(10, 10**7), fs_per_byte=st.integers(0, 10**7))

@@ -19,8 +19,8 @@ from loopback import Loopback, LoopbackPending, constant
 from fusedreduce import ReduceConfig, Reducer, bucket_set
 from fusedreduce.comm.protocol import Pending, ReduceOp
 from fusedreduce.kernels import dispatch
-from fusedreduce.planning.assignment import UNLIMITED_BYTES, BucketCaps
-from fusedreduce.planning.costs import FS_PER_NS, Costs, Linear
+from fusedreduce.planning.bucketing import UNLIMITED_BYTES, BucketCaps
+from fusedreduce.planning.cost_model import FS_PER_NS, Costs, Linear
 from fusedreduce.planning.planner import timeline
 from fusedreduce.planning.policies import best_plan, ready_plan
 from fusedreduce.planning.schedule import GAIN_PERCENT

@@ -26,7 +26,7 @@ from fusedreduce.cli import doctor, doctor_forecast, doctor_machine, doctor_rank
 from fusedreduce.cli.doctor_machine import Finding, check_kernels, machine_findings
 from fusedreduce.config import WIRES
 from fusedreduce.kernels import dispatch
-from fusedreduce.planning.costs import Costs, Linear
+from fusedreduce.planning.cost_model import Costs, Linear
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter's overflows
 ROOT = Path(__file__).resolve().parent.parent

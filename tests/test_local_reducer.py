@@ -11,7 +11,7 @@ from fusedreduce.comm.local.group import LocalGroup
 from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import Policy, ReduceConfig, Wire
-from fusedreduce.planning.assignment import BucketCaps
+from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.reducer import Reducer
 
 PEERS = 4

@@ -23,7 +23,7 @@ from fusedreduce import BucketCaps, CollectiveError, FusedReduceError, NonFinite
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
 from fusedreduce.config import Asynchronous, BoundedStaleness, FlushReport, Synchronous
 from fusedreduce.kernels import dispatch
-from fusedreduce.planning.saved import plan_hash
+from fusedreduce.planning.plan_file import plan_hash
 from fusedreduce.reducer import ReducerState
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=150)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusedreduce.planning.assignment import assign_by_size
+from fusedreduce.planning.bucketing import assign_by_size
 
 # isort: split
 import bench_host

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fusedreduce.planning import exact, several
-from fusedreduce.planning.beside import TermsBeside, earliest_beside
-from fusedreduce.planning.costs import FREE, FS_PER_NS, Costs, Linear
+from fusedreduce.planning import exact
+from fusedreduce.planning import several_groups as several
+from fusedreduce.planning.beside_groups import TermsBeside, earliest_beside
+from fusedreduce.planning.bucket_group import Job, Lane
+from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear
 from fusedreduce.planning.cuts import Terms, earliest
-from fusedreduce.planning.lane import Job, Lane
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.planner import MISSING_NS, Problem, choose, optimum, ready_order, timeline
 

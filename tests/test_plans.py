@@ -17,11 +17,11 @@ from loopback import Loopback, ThreadWorld, constant
 from fusedreduce import AgreementError, BucketCaps, ReduceConfig, Reducer
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import variants
-from fusedreduce.planning.costs import Costs, Linear
+from fusedreduce.planning.cost_model import Costs, Linear
 from fusedreduce.planning.plan import ParameterKind, Plan
+from fusedreduce.planning.plan_file import dump, load, plan_hash
 from fusedreduce.planning.policies import ready_plan, static_plan
 from fusedreduce.planning.readiness import Average, Readiness
-from fusedreduce.planning.saved import dump, load, plan_hash
 from fusedreduce.planning.schedule import head_of_line_ns
 from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.plans import Forecast

@@ -18,7 +18,7 @@ from fusedreduce.comm.protocol import Communicator
 from fusedreduce.errors import FusedReduceError
 from fusedreduce.grad_bucket import GradBucket
 from fusedreduce.kernels import dispatch
-from fusedreduce.planning.assignment import BucketCaps
+from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.reducer import Reducer, ReducerState
 from fusedreduce.reductions import PackedReduction
 

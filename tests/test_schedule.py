@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fusedreduce.config import Policy
-from fusedreduce.planning.assignment import BucketCaps
-from fusedreduce.planning.channel import Seen, busy_periods, last_to_issue, seen
+from fusedreduce.planning.bucketing import BucketCaps
+from fusedreduce.planning.link_timing import Seen, busy_periods, last_to_issue, seen
 from fusedreduce.planning.plan import ParameterKind, Plan
 from fusedreduce.planning.planner import MISSING_NS
 from fusedreduce.planning.policies import ready_plan

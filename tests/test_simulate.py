@@ -14,14 +14,22 @@ from hypothesis import strategies as st
 
 from fusedreduce.cli import simulate as command
 from fusedreduce.cli.scheduling_page import Table, page
-from fusedreduce.planning.assignment import MIB, BucketCaps
-from fusedreduce.planning.clusters import Row, Steps
-from fusedreduce.planning.costs import FREE, FS_PER_NS, Costs, Linear
+from fusedreduce.planning.bucketing import MIB, BucketCaps
+from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import Plan
-from fusedreduce.planning.simulate import POLICIES, agreed, compare, on_network, policy_plans, problem_of, simulate
+from fusedreduce.planning.simulation.clusters import Row, Steps
 from fusedreduce.planning.simulation.models import MODELS
 from fusedreduce.planning.simulation.networks import ACCELERATORS, NETWORKS, Network, copies, costs, fastest_fs, lines
 from fusedreduce.planning.simulation.noise import QUIET, Noise, moments_of, ready_times
+from fusedreduce.planning.simulation.simulate import (
+    POLICIES,
+    agreed,
+    compare,
+    on_network,
+    policy_plans,
+    problem_of,
+    simulate,
+)
 from fusedreduce.planning.timeline import MISSING_NS, Problem, timeline
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "scheduling_table.md"

@@ -10,7 +10,7 @@ import torch
 from device_time import DEVICE, FakeGpu, FakeStream
 from loopback import Loopback
 
-from fusedreduce.planning.channel import Seen
+from fusedreduce.planning.link_timing import Seen
 from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.step_clock import StepClock
 from fusedreduce.trace import StepMarks, stall_ns

@@ -12,7 +12,7 @@ from leaf_steps import clear, given
 from loopback import Loopback
 
 from fusedreduce import Reducer, bucket_set
-from fusedreduce.planning.assignment import BucketCaps
+from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.plan import ParameterKind, Plan
 from fusedreduce.planning.schedule import REPORTS, Model
 from fusedreduce.scheduler import Scheduler

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ranks import RankPool
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedreduce.planning.assignment import MIB, assign_by_size
+from fusedreduce.planning.bucketing import MIB, assign_by_size
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.torch_caps import TorchCaps, nearest
 

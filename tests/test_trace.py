@@ -21,7 +21,7 @@ from traces import COSTS, EPOCH_NS, FakeRun, edit
 
 from fusedreduce import ReduceConfig, Reducer
 from fusedreduce.errors import TraceError
-from fusedreduce.planning.assignment import BucketCaps
+from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.reductions import Members

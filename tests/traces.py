@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fusedreduce.planning.costs import FS_PER_NS, Costs, Linear
+from fusedreduce.planning.cost_model import FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.trace import Recorder, StepMarks, group_text

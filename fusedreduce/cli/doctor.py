@@ -20,8 +20,8 @@ from fusedreduce.comm import init_process_group as environment
 from fusedreduce.comm.agreement import ranks_text
 from fusedreduce.config import WIRES
 from fusedreduce.errors import TraceError
-from fusedreduce.planning.assignment import MIB
-from fusedreduce.planning.costs import Costs, Linear
+from fusedreduce.planning.bucketing import MIB
+from fusedreduce.planning.cost_model import Costs, Linear
 
 from . import doctor_forecast, doctor_machine, doctor_ranks
 from .doctor_forecast import Backward, Row

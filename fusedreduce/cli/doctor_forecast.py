@@ -23,9 +23,9 @@ from fusedreduce.config import WIRES, wire_dtype
 from fusedreduce.errors import TraceError
 from fusedreduce.kernels import dispatch
 from fusedreduce.kernels.table import ChunkTable, PointerTable
-from fusedreduce.planning.assignment import MIB, UNLIMITED_BYTES, BucketCaps
-from fusedreduce.planning.costs import FREE, FS_PER_NS, Costs, Linear, fit_copy
-from fusedreduce.planning.simulate import policy_plans, simulate
+from fusedreduce.planning.bucketing import MIB, UNLIMITED_BYTES, BucketCaps
+from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear, fit_copy
+from fusedreduce.planning.simulation.simulate import policy_plans, simulate
 from fusedreduce.planning.timeline import Problem
 from fusedreduce.traces.files import read
 from fusedreduce.traces.problem import measured_costs, problem

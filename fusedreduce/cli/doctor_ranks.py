@@ -23,7 +23,7 @@ from fusedreduce.collective.node_collectives import listen_or_connect
 from fusedreduce.comm.agreement import ranks_text
 from fusedreduce.comm.store_exchange import KeyValueStore
 from fusedreduce.config import WIRES, wire_dtype
-from fusedreduce.planning.costs import Linear, fit
+from fusedreduce.planning.cost_model import Linear, fit
 
 from . import measure
 from .doctor_machine import Finding

@@ -11,13 +11,13 @@ from typing import Any, cast
 
 from fusedreduce.config import CAP_POLICIES, CapPolicy
 from fusedreduce.errors import TraceError
-from fusedreduce.planning import saved
-from fusedreduce.planning.assignment import MIB, BucketCaps
-from fusedreduce.planning.clusters import Case
-from fusedreduce.planning.costs import FREE, FS_PER_BYTE_AT_1_GBIT_S, FS_PER_NS, Costs, Linear
+from fusedreduce.planning import plan_file as saved
+from fusedreduce.planning.bucketing import MIB, BucketCaps
+from fusedreduce.planning.cost_model import FREE, FS_PER_BYTE_AT_1_GBIT_S, FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.planner import Problem, ready_order, timeline
 from fusedreduce.planning.policies import best_plan, ready_plan, static_plan
+from fusedreduce.planning.simulation.clusters import Case
 from fusedreduce.planning.torch_caps import TorchCaps, nearest
 from fusedreduce.traces.files import RankTrace, read
 from fusedreduce.traces.problem import kinds, measured_costs, problem, ready_times_ns, shares

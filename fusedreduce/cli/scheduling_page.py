@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fusedreduce.planning.assignment import MIB, UNLIMITED_BYTES, BucketCaps
-from fusedreduce.planning.clusters import GAIN, LOSS, RIVALS, Row
-from fusedreduce.planning.simulate import POLICIES
+from fusedreduce.planning.bucketing import MIB, UNLIMITED_BYTES, BucketCaps
+from fusedreduce.planning.simulation.clusters import GAIN, LOSS, RIVALS, Row
 from fusedreduce.planning.simulation.models import Model
 from fusedreduce.planning.simulation.networks import ACCELERATORS, Network, fastest_fs, lines
 from fusedreduce.planning.simulation.noise import Noise
+from fusedreduce.planning.simulation.simulate import POLICIES
 
 HEADS = (
     *("network", "ranks", "compute", *POLICIES, *(f"{name}, noise" for name in POLICIES)),

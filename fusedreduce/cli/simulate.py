@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 
 from fusedreduce.config import WIRES
-from fusedreduce.planning.assignment import MIB, BucketCaps
-from fusedreduce.planning.clusters import Case, Row, rows
-from fusedreduce.planning.simulate import problem_of
+from fusedreduce.planning.bucketing import MIB, BucketCaps
+from fusedreduce.planning.simulation.clusters import Case, Row, rows
 from fusedreduce.planning.simulation.models import MODELS, Model
 from fusedreduce.planning.simulation.networks import ACCELERATORS, NETWORKS, Network, copies
 from fusedreduce.planning.simulation.noise import Noise
+from fusedreduce.planning.simulation.simulate import problem_of
 
 from .scheduling_page import HEADS, Table, cells, page
 

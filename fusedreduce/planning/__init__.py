@@ -1,1 +1,1 @@
-"""Pure planning: layouts of buckets. No torch, no communication, no kernels."""
+"""Layouts, bucketing, cost models and plans: pure, no torch, no communication, no kernels."""

@@ -33,7 +33,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from .lane import Lane, filled
+from .bucket_group import Lane, filled
 
 
 def earliest(lane: Lane) -> list[int]:

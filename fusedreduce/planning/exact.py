@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .lane import Lane
-from .several import Cuts, Score
+from .bucket_group import Lane
+from .several_groups import Cuts, Score
 
 # Ways looked at, times lanes: a tenth of a second on a slow core.
 MOST_WAYS = 40_000

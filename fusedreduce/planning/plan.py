@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from ..config import CapPolicy
-from .assignment import UNLIMITED_BYTES, BucketCaps, assign_by_size
+from .bucketing import UNLIMITED_BYTES, BucketCaps, assign_by_size
 
 Plan = tuple[tuple[int, ...], ...]
 

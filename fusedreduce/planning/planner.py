@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from .cuts import earliest
 from .exact import better
 from .plan import Plan
-from .several import cut_in_turn, lanes_of, plan_of, score_of
+from .several_groups import cut_in_turn, lanes_of, plan_of, score_of
 from .timeline import MISSING_NS, Problem, Timeline, ready_order, timeline
 
 __all__ = ["MISSING_NS", "Problem", "Timeline", "choose", "optimum", "ready_order", "timeline"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..config import CapPolicy
-from .assignment import BucketCaps
+from .bucketing import BucketCaps
 from .plan import ParameterKind, Plan, learned_plan
 from .planner import choose, optimum
 from .timeline import Problem

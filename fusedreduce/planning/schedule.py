@@ -24,13 +24,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..config import CapPolicy, Policy
-from .assignment import BucketCaps
-from .channel import Seen, busy_periods
-from .costs import Costs, Linear, fit, fit_copy
+from .bucketing import BucketCaps
+from .cost_model import Costs, Linear, fit, fit_copy
+from .link_timing import Seen, busy_periods
 from .plan import ParameterKind, Plan
+from .plan_file import plan_hash
 from .planner import MISSING_NS, Problem, ready_order, timeline
 from .policies import best_plan, ready_plan, static_plan
-from .saved import plan_hash
 
 REPORTS = (11, 19, 27)
 FIRST_PROFILED = range(8, REPORTS[0])

@@ -22,7 +22,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .costs import FS_PER_NS, Costs
+from .cost_model import FS_PER_NS, Costs
 from .plan import ParameterKind, Plan
 
 # Stands for a time that nobody knows, here and in traces.

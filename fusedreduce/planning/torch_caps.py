@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 
-from .assignment import MIB, assign_by_size
+from .bucketing import MIB, assign_by_size
 from .plan import Plan
 
 _MOST_DIGITS = 20

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedreduce.config import ReduceConfig
-from fusedreduce.planning import saved
+from fusedreduce.planning import plan_file as saved
 
 PREFIX = "FUSEDREDUCE_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..errors import TraceError
-from ..planning.assignment import BucketCaps
-from ..planning.costs import Costs, Linear
+from ..planning.bucketing import BucketCaps
+from ..planning.cost_model import Costs, Linear
 from ..planning.plan import Plan
 from ..planning.timeline import MISSING_NS
 from ..trace import FORMAT, MARKS, VERSION, BucketMarks, StepMarks

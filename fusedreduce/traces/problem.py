@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from ..planning.channel import busy_periods, last_to_issue, seen
-from ..planning.costs import Costs, fit, fit_copy
+from ..planning.cost_model import Costs, fit, fit_copy
+from ..planning.link_timing import busy_periods, last_to_issue, seen
 from ..planning.plan import ParameterKind
 from ..planning.timeline import MISSING_NS, Problem
 from ..trace import BucketMarks, StepMarks

@@ -34,7 +34,7 @@ from fusedreduce import streams
 from fusedreduce.config import Wire
 from fusedreduce.kernels import dispatch
 from fusedreduce.kernels.table import ChunkTable, PointerTable
-from fusedreduce.planning.assignment import BucketCaps
+from fusedreduce.planning.bucketing import BucketCaps
 
 SLOW_CYCLES = 20_000_000  # 10 ms and more
 WIDTH = 256

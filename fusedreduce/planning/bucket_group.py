@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from .costs import FS_PER_NS
+from .cost_model import FS_PER_NS
 from .timeline import Problem
 
 

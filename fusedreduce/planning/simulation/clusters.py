@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from .assignment import BucketCaps
-from .costs import FREE, FS_PER_NS, Costs
+from ..bucketing import BucketCaps
+from ..cost_model import FREE, FS_PER_NS, Costs
+from ..timeline import Problem
+from .networks import Network
+from .noise import Noise
 from .simulate import Outcome, agreed, compare, on_network, policy_plans
-from .simulation.networks import Network
-from .simulation.noise import Noise
-from .timeline import Problem
 
 # Few ranks need many steps for their mean.
 _MOST_STEPS, _RANK_STEPS = 16, 8192

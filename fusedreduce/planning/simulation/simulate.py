@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .assignment import UNLIMITED_BYTES, BucketCaps
-from .costs import FREE, FS_PER_NS, Costs, Linear
-from .plan import ParameterKind, Plan
-from .policies import best_plan, ready_plan, static_plan
-from .simulation.models import Workload
-from .simulation.networks import Network, costs, fastest_fs, lines
-from .simulation.noise import LONGEST_FS, QUIET, Noise, Times, moments_of, ready_times
-from .timeline import Problem
+from ..bucketing import UNLIMITED_BYTES, BucketCaps
+from ..cost_model import FREE, FS_PER_NS, Costs, Linear
+from ..plan import ParameterKind, Plan
+from ..policies import best_plan, ready_plan, static_plan
+from ..timeline import Problem
+from .models import Workload
+from .networks import Network, costs, fastest_fs, lines
+from .noise import LONGEST_FS, QUIET, Noise, Times, moments_of, ready_times
 
 POLICIES = ("static", "ready", "capped", "planned")
 

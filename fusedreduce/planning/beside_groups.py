@@ -13,8 +13,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from .bucket_group import Job, Lane
 from .cuts import Terms, minimise
-from .lane import Job, Lane
 
 
 def earliest_beside(lane: Lane, jobs: Sequence[Job], most_steps: int) -> tuple[list[int], int]:

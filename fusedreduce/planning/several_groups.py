@@ -10,9 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from .beside import earliest_beside
+from .beside_groups import earliest_beside
+from .bucket_group import Job, Lane
 from .cuts import earliest
-from .lane import Job, Lane
 from .plan import Plan
 from .timeline import Problem
 
