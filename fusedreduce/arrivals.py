@@ -19,7 +19,7 @@ from .errors import FusedReduceError
 from .parameter_hooks import ParameterHooks
 from .pipeline import Pipeline
 from .step import Step
-from .step_clock import StepClock
+from .trace.step_clock import StepClock
 from .units import LossUnits
 
 # After a step that needed all hooks: so many that would not have, before they are taken off again (4 us each).

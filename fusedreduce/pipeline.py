@@ -38,7 +38,7 @@ from .plans import Plans
 from .recording import Recording
 from .reductions import HookedReduction, Members, Reduction
 from .step import Step
-from .step_clock import Looked, StepClock
+from .trace.step_clock import Looked, StepClock
 from .units import Unscaling
 from .unused import UsedMap, UsedSum
 

@@ -30,7 +30,7 @@ from .planning.policies import ready_plan, static_plan
 from .planning.schedule import Model
 from .planning.timeline import timeline
 from .scheduler import Scheduler
-from .trace import group_text
+from .trace.recorder import group_text
 
 _logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from .errors import FusedReduceError
 from .planning.plan import Plan
 from .planning.timeline import MISSING_NS
 from .plans import Plans
-from .step_clock import Looked
-from .trace import Recorder
+from .trace.recorder import Recorder
+from .trace.step_clock import Looked
 
 
 class Recording:

@@ -65,8 +65,8 @@ from .recording import Recording
 from .reductions import CommHook, SparseKinds
 from .shadows import Shadows
 from .step import Step, unfinished_text
-from .step_clock import StepClock
 from .streams import refuse_capture
+from .trace.step_clock import StepClock
 from .units import LossScale
 from .unused import UsedMap, tensors_in, unreachable
 

@@ -19,7 +19,7 @@ from .errors import AgreementError, CollectiveError
 from .planning.plan import Plan
 from .planning.readiness import Readiness
 from .planning.schedule import PROBE_BYTES, Decision, Model, Schedule
-from .step_clock import Looked
+from .trace.step_clock import Looked
 
 _logger = logging.getLogger(__name__)
 

@@ -37,8 +37,8 @@ from fusedreduce.planning.plan import ParameterKind, Plan
 from fusedreduce.planning.plan_file import dump
 from fusedreduce.planning.planner import Problem, optimum, timeline
 from fusedreduce.planning.policies import ready_plan
-from fusedreduce.traces import files as trace_file
-from fusedreduce.traces.problem import problem as problem_of
+from fusedreduce.trace import reader as trace_file
+from fusedreduce.trace.problem import problem as problem_of
 
 MB = 1_000_000
 PROFILED_STEPS = 24

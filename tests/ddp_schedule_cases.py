@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fusedreduce
 from fusedreduce import plans
 from fusedreduce.planning.plan_file import plan_hash
-from fusedreduce.traces.files import read
+from fusedreduce.trace.reader import read
 
 WIDTH = 64
 

@@ -37,8 +37,8 @@ from fusedreduce.comm.local import operations as local_operations
 from fusedreduce.comm.local.strategies import Ring
 from fusedreduce.config import ReduceConfig
 from fusedreduce.kernels import combine, dispatch, pack, scale
-from fusedreduce.step_clock import StepClock
 from fusedreduce.streams import Streams
+from fusedreduce.trace.step_clock import StepClock
 
 MARK = "pytest.mark.gpu"
 

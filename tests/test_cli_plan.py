@@ -21,9 +21,9 @@ from fusedreduce.planning.cost_model import Costs, Linear
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.planner import ready_order, timeline
 from fusedreduce.planning.timeline import MISSING_NS
-from fusedreduce.trace import group_text
-from fusedreduce.traces.files import read
-from fusedreduce.traces.problem import problem
+from fusedreduce.trace.problem import problem
+from fusedreduce.trace.reader import read
+from fusedreduce.trace.recorder import group_text
 
 LAYERS = 24
 # A chain of layers, the last first; every fourth of them wide.

@@ -18,8 +18,8 @@ from traces import FakeRun, edit
 from fusedreduce.cli import main
 from fusedreduce.cli import trace as command
 from fusedreduce.planning.timeline import MISSING_NS
-from fusedreduce.traces.files import read
-from fusedreduce.traces.report import Run, merge
+from fusedreduce.trace.reader import read
+from fusedreduce.trace.report import Run, merge
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from torch import nn
 import fusedreduce
 from fusedreduce.kernels import dispatch, reference, reference_stats
 from fusedreduce.kernels.table import ChunkTable, PointerTable, SourceTotals, Totals
-from fusedreduce.traces.files import read
+from fusedreduce.trace.reader import read
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter's overflows and NaNs
 SUM_RTOL = 30 * 2.0**-24  # as in test_kernels.py

@@ -12,8 +12,8 @@ from loopback import Loopback
 
 from fusedreduce.planning.link_timing import Seen
 from fusedreduce.planning.timeline import MISSING_NS
-from fusedreduce.step_clock import StepClock
-from fusedreduce.trace import StepMarks, stall_ns
+from fusedreduce.trace.recorder import StepMarks, stall_ns
+from fusedreduce.trace.step_clock import StepClock
 
 CPU = torch.device("cpu")
 

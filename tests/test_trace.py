@@ -25,11 +25,11 @@ from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.reductions import Members
-from fusedreduce.trace import MARKS, BucketMarks, Recorder, StepMarks, bucket_label, group_text, stall_ns
-from fusedreduce.traces.chrome import LANES, chrome_trace, slices
-from fusedreduce.traces.files import RankTrace, read
-from fusedreduce.traces.problem import kinds, measured_costs, problem, ready_times_ns, shares
-from fusedreduce.traces.report import Figures, figures, finish_ns, merge
+from fusedreduce.trace.chrome import LANES, chrome_trace, slices
+from fusedreduce.trace.problem import kinds, measured_costs, problem, ready_times_ns, shares
+from fusedreduce.trace.reader import RankTrace, read
+from fusedreduce.trace.recorder import MARKS, BucketMarks, Recorder, StepMarks, bucket_label, group_text, stall_ns
+from fusedreduce.trace.report import Figures, figures, finish_ns, merge
 
 HAND: tuple[tuple[int, ...], ...] = ((30, 30, 32, 45, 60, 62), (12, 32, 33, 50, 62, 63), (40, 41, 43, 70, 70, 75))
 

@@ -11,7 +11,7 @@ from typing import Any
 from fusedreduce.planning.cost_model import FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.timeline import MISSING_NS
-from fusedreduce.trace import Recorder, StepMarks, group_text
+from fusedreduce.trace.recorder import Recorder, StepMarks, group_text
 
 # 2 us and 1 ns per byte; packing 1 us and 0.1 ns per byte, unpacking 0.1 ns per byte.
 COSTS = Costs(

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from fusedreduce.config import WIRES, Wire
-from fusedreduce.traces.files import read
-from fusedreduce.traces.report import merge
+from fusedreduce.trace.reader import read
+from fusedreduce.trace.report import merge
 
 from . import picture, report, results, trace
 from .digits import BATCH_IMAGES, TRAINING_IMAGES

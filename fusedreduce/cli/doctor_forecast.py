@@ -27,8 +27,8 @@ from fusedreduce.planning.bucketing import MIB, UNLIMITED_BYTES, BucketCaps
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear, fit_copy
 from fusedreduce.planning.simulation.simulate import policy_plans, simulate
 from fusedreduce.planning.timeline import Problem
-from fusedreduce.traces.files import read
-from fusedreduce.traces.problem import measured_costs, problem
+from fusedreduce.trace.problem import measured_costs, problem
+from fusedreduce.trace.reader import read
 
 from . import measure
 from .doctor_machine import Finding

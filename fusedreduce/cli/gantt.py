@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusedreduce.traces.chrome import LANES, Lane, Slice, slices
-from fusedreduce.traces.report import Run
+from fusedreduce.trace.chrome import LANES, Lane, Slice, slices
+from fusedreduce.trace.report import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

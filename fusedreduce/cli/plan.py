@@ -19,9 +19,9 @@ from fusedreduce.planning.planner import Problem, ready_order, timeline
 from fusedreduce.planning.policies import best_plan, ready_plan, static_plan
 from fusedreduce.planning.simulation.clusters import Case
 from fusedreduce.planning.torch_caps import TorchCaps, nearest
-from fusedreduce.traces.files import RankTrace, read
-from fusedreduce.traces.problem import kinds, measured_costs, problem, ready_times_ns, shares
-from fusedreduce.traces.report import start_ns
+from fusedreduce.trace.problem import kinds, measured_costs, problem, ready_times_ns, shares
+from fusedreduce.trace.reader import RankTrace, read
+from fusedreduce.trace.report import start_ns
 
 from . import simulate
 from .trace import beside, columns, milliseconds, replace_file, writable

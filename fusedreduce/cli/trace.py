@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from fusedreduce.errors import TraceError
-from fusedreduce.trace import bucket_label
-from fusedreduce.traces.chrome import chrome_trace
-from fusedreduce.traces.files import read
-from fusedreduce.traces.report import Figures, Run, figures, finish_ns, merge
+from fusedreduce.trace.chrome import chrome_trace
+from fusedreduce.trace.reader import read
+from fusedreduce.trace.recorder import bucket_label
+from fusedreduce.trace.report import Figures, Run, figures, finish_ns, merge
 
 from . import gantt
 

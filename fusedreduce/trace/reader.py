@@ -14,8 +14,8 @@ from ..planning.bucketing import BucketCaps
 from ..planning.cost_model import Costs, Linear
 from ..planning.plan import Plan
 from ..planning.timeline import MISSING_NS
-from ..trace import FORMAT, MARKS, VERSION, BucketMarks, StepMarks
 from . import fields
+from .recorder import FORMAT, MARKS, VERSION, BucketMarks, StepMarks
 
 Source = Literal["wrapper", "reducer", "hook"]
 SOURCES: tuple[Source, ...] = get_args(Source)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from ..errors import TraceError
 from ..planning.timeline import MISSING_NS
-from ..trace import StepMarks, covered_ns, stall_ns
-from .files import RankTrace
+from .reader import RankTrace
+from .recorder import StepMarks, covered_ns, stall_ns
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .planning.cost_model import Costs
-from .planning.plan import Plan
-from .planning.timeline import MISSING_NS
+from ..planning.cost_model import Costs
+from ..planning.plan import Plan
+from ..planning.timeline import MISSING_NS
 
 FORMAT = "fusedreduce-trace"
 VERSION = 1

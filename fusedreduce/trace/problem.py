@@ -9,8 +9,8 @@ from ..planning.cost_model import Costs, fit, fit_copy
 from ..planning.link_timing import busy_periods, last_to_issue, seen
 from ..planning.plan import ParameterKind
 from ..planning.timeline import MISSING_NS, Problem
-from ..trace import BucketMarks, StepMarks
-from .files import RankTrace, Step
+from .reader import RankTrace, Step
+from .recorder import BucketMarks, StepMarks
 
 _WIDE = {"float64": "float64", "complex128": "float64"}
 

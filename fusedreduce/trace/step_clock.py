@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .comm.protocol import Pending, Ranks
+from ..comm.protocol import Pending, Ranks
+from ..planning.link_timing import seen
+from ..planning.schedule import BucketTimes, StepTimes
+from ..planning.timeline import MISSING_NS
 from .device_clock import DeviceClock, Watched
-from .planning.link_timing import seen
-from .planning.schedule import BucketTimes, StepTimes
-from .planning.timeline import MISSING_NS
-from .trace import StepMarks, stall_ns
+from .recorder import StepMarks, stall_ns
 
 
 @dataclass

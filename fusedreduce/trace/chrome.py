@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..planning.timeline import MISSING_NS
-from ..trace import BucketMarks, bucket_label
-from .files import RankTrace
+from .reader import RankTrace
+from .recorder import BucketMarks, bucket_label
 from .report import Run, finish_ns, start_ns
 
 Lane = Literal["compute", "pack", "wire", "unpack"]

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .comm.protocol import Pending, Ranks
-from .comm.waiting import wait_for
-from .planning.timeline import MISSING_NS
-from .trace import StepMarks
+from ..comm.protocol import Pending, Ranks
+from ..comm.waiting import wait_for
+from ..planning.timeline import MISSING_NS
+from .recorder import StepMarks
 
 Watched = Pending | torch.futures.Future[torch.Tensor]
 

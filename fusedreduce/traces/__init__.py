@@ -1,1 +1,0 @@
-"""Recorded traces: read, checked, merged, told as figures and as a timeline."""
