@@ -24,13 +24,13 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import SGD, Optimizer
 
 from . import admission
+from .buckets.gradient_table import index_of
+from .buckets.loss_scale import LossScale
 from .data_parallel import DataParallel
 from .ddp import DistributedDataParallel, uncompiled
 from .errors import FusedReduceError
-from .gradients import index_of
 from .reducer import Reducer
 from .replicated.real import RealGradients
-from .units import LossScale
 
 Wrapper = DistributedDataParallel | DataParallel | Reducer
 # What has the gradients of a wrapper: those it reduces, or those its replicas have in common.

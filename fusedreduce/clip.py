@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
 from .amp import Reduces, is_unscaled, reducer_of
+from .buckets.gradient_table import GradientTable
 from .data_parallel import DataParallel
 from .ddp import DistributedDataParallel, uncompiled
 from .errors import FusedReduceError
 from .fold import Clipped, can_wait, check_can_fold
-from .gradients import GradientTable
 from .reducer import Reducer
 
 _NORM_TYPES = (2.0, math.inf)

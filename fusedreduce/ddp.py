@@ -30,15 +30,15 @@ from torch.optim import Optimizer
 
 from . import admission
 from .asynchronous import own_pace
+from .buckets.grad_bucket import GradBucket
+from .buckets.gradient_table import GradientTable, real_dtype
+from .buckets.stats.non_finite import NonFiniteReport
 from .comm.agreement import problems_of_ranks
 from .comm.init_process_group import warn_of_switches
 from .comm.local.process_group import LocalProcessGroup, backend_name, communicator_of
 from .config import Asynchronous, FlushReport, ReduceConfig, SyncMode
 from .ddp_logging import Logger
 from .errors import AgreementError, CollectiveError
-from .finite import NonFiniteReport
-from .grad_bucket import GradBucket
-from .gradients import GradientTable, real_dtype
 from .planning.bucketing import MIB, BucketCaps
 from .planning.plan_file import load as load_plan
 from .reducer import Reducer, ReducerState

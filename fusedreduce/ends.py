@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .asynchronous.own_pace import OwnPace
-from .bucket_set import BucketMaker, BucketSet
+from .buckets.bucket_set import BucketMaker, BucketSet
+from .buckets.loss_scale import LossScale
+from .buckets.reduction import Members
+from .buckets.stats.grad_stats import Observed
 from .comm.protocol import Communicator
 from .config import Asynchronous, staleness
 from .later import averages
 from .later.under_way import StepsUnderWay, StepUnderWay
-from .observed import Observed
-from .reductions import Members
-from .units import LossScale
 from .unused import UsedMap
 
 # Calls what writes a bucket's gradients, on the stream where that belongs.

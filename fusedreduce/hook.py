@@ -27,9 +27,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from . import exchange
-from .bucket import Bucket, BucketCache, BucketKey
-from .bucket_rows import BucketRows
+from .buckets import exchange
+from .buckets.bucket import Bucket, BucketCache, BucketKey
+from .buckets.deferred_errors import DeferredErrors, in_backward
+from .buckets.stats.bucket_partials import BucketRows
+from .buckets.stats.non_finite import NonFiniteReport
+from .buckets.streams import refuse_capture
 from .comm.agreement import agree
 from .comm.local.group import LocalCommunicator
 from .comm.local.process_group import communicator_of
@@ -38,15 +41,12 @@ from .comm.stall_monitor import StallMonitor
 from .comm.waiting import collective_failed, wait_for
 from .completion import Finish, FinishSparse
 from .config import CheckFinite, ReduceConfig, Wire, wire_dtype
-from .deferred import DeferredErrors, in_backward
 from .errors import AgreementError, CollectiveError, FusedReduceError
-from .finite import NonFiniteReport
 from .hook_observed import HookObserved, ShownStep
 from .hook_trace import HookTrace
 from .kernels import dispatch
 from .kernels.table import WIRE_DTYPES
 from .planning.layout import flat_layout
-from .streams import refuse_capture
 
 _logger = logging.getLogger(__name__)
 _STALL_SHARE_OF_TIMEOUT = 0.8

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from .asynchronous.own_pace import OwnPace
 from .asynchronous.resync import equalize
+from .buckets.loss_scale import LossScale
+from .buckets.stats.grad_stats import Observed
 from .config import FlushReport, SyncMode, is_synchronous
 from .ends import Ended
 from .errors import AgreementError, CollectiveError, FusedReduceError
 from .later.set_aside import SetAside
-from .observed import Observed
 from .pipeline import Pipeline
-from .units import LossScale
 
 _NO_SYNC_WAITS = (
     "gradients of backwards under no_sync() wait here: first run the synchronised backward that they belong to, or "

@@ -23,7 +23,11 @@ from typing import Any
 
 import torch
 
-from .bucket_set import BucketMaker, BucketSet
+from .buckets.bucket_set import BucketMaker, BucketSet
+from .buckets.comm_hook import HookedReduction
+from .buckets.loss_scale import Unscaling
+from .buckets.reduction import Members, Reduction
+from .buckets.stats.grad_stats import Observed
 from .comm.protocol import Communicator
 from .comm.stall_monitor import StallMonitor
 from .comm.waiting import wait_for
@@ -31,15 +35,12 @@ from .config import ReduceConfig
 from .ends import Ended, Ends
 from .errors import FusedReduceError
 from .later.under_way import untouched_of
-from .observed import Observed
 from .planning.plan import Plan
 from .planning.timeline import MISSING_NS
 from .plans import Plans
 from .recording import Recording
-from .reductions import HookedReduction, Members, Reduction
 from .step import Step
 from .trace.step_clock import Looked, StepClock
-from .units import Unscaling
 from .unused import UsedMap, UsedSum
 
 _STALL_SHARE_OF_TIMEOUT = 0.8

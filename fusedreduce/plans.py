@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .bucket_set import kind_of
+from .buckets.bucket_set import kind_of
 from .comm.protocol import Communicator
 from .comm.waiting import collective_failed
 from .config import Asynchronous, ReduceConfig, SyncMode, is_synchronous

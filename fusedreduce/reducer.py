@@ -44,16 +44,20 @@ from . import admission
 from .arrivals import Arrivals
 from .asynchronous import own_pace
 from .backward_hooks import BackwardHooks, refuse_compiled_autograd
-from .bucket_set import BucketMaker
+from .buckets.bucket_set import BucketMaker
+from .buckets.comm_hook import CommHook
+from .buckets.deferred_errors import in_backward
+from .buckets.loss_scale import LossScale
+from .buckets.sparse_kinds import SparseKinds
+from .buckets.stats.grad_stats import Observed
+from .buckets.streams import refuse_capture
 from .comm.protocol import Communicator
 from .comm.waiting import collective_failed
 from .config import FlushReport, ReduceConfig, SyncMode
-from .deferred import in_backward
 from .errors import FusedReduceError
 from .failures import Failures, lost_error
 from .late_averages import LateAverages
 from .later import optimizer_steps
-from .observed import Observed
 from .parameter_hooks import ParameterHooks
 from .pipeline import Pipeline
 from .planning.bucketing import BucketCaps
@@ -62,12 +66,9 @@ from .planning.plan_file import plan_hash
 from .planning.timeline import MISSING_NS
 from .plans import Forecast, Plans
 from .recording import Recording
-from .reductions import CommHook, SparseKinds
 from .shadows import Shadows
 from .step import Step, unfinished_text
-from .streams import refuse_capture
 from .trace.step_clock import StepClock
-from .units import LossScale
 from .unused import UsedMap, tensors_in, unreachable
 
 _logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import torch
 
+from .buckets.grad_bucket import GradBucket
+from .buckets.stats.grad_stats import Observed
 from .comm.waiting import wait_for
-from .grad_bucket import GradBucket
-from .observed import Observed
 from .pipeline import Pipeline
 from .plans import Plans
 

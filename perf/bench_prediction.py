@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fusedreduce
-from fusedreduce import exchange
+from fusedreduce.buckets import exchange
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.plan import ParameterKind, Plan
 from fusedreduce.planning.plan_file import dump

@@ -24,13 +24,13 @@ STAGES: tuple[tuple[str, str, str], ...] = (
     ("parameters' hooks", "fusedreduce.reducer", "Reducer.on_gradient"),
     ("comm hook", "fusedreduce", "fused_hook"),
     ("launch", "fusedreduce.pipeline", "Pipeline.launch"),
-    ("pack", "fusedreduce.exchange", "start"),
-    ("pack", "fusedreduce.exchange", "start_early"),
+    ("pack", "fusedreduce.buckets.exchange", "start"),
+    ("pack", "fusedreduce.buckets.exchange", "start_early"),
     ("issue the collective", "fusedreduce.comm.process_group", "ProcessGroupCommunicator.all_reduce"),
     ("backward ends", "fusedreduce.reducer", "Reducer._backward_ends"),
     ("wait", "fusedreduce.comm.process_group", "_Work.wait"),
     ("future's callback", "fusedreduce.completion", "Finish.__call__"),
-    ("unpack", "fusedreduce.exchange", "finish"),
+    ("unpack", "fusedreduce.buckets.exchange", "finish"),
 )
 # What may run on a thread that Python did not start: Gloo's.
 _FOREIGN = ("fusedreduce.completion", "Finish.__call__")

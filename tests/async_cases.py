@@ -18,9 +18,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import fusedreduce
 from fusedreduce import FusedGradScaler, ReduceConfig
+from fusedreduce.buckets.deferred_errors import in_backward
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.config import Asynchronous, FlushReport, Synchronous
-from fusedreduce.deferred import in_backward
 
 QUICK_S = 0.004
 SLOW = 10.0

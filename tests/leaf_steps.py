@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from fusedreduce import Reducer
-from fusedreduce.grad_bucket import GradBucket
-from fusedreduce.units import LossScale
+from fusedreduce.buckets.grad_bucket import GradBucket
+from fusedreduce.buckets.loss_scale import LossScale
 
 Wire = Literal["native", "bf16", "fp16"]
 # (wire, gradients are views): every way in which a dense bucket travels.

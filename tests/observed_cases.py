@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
+from fusedreduce.buckets.loss_scale import LossScale
+from fusedreduce.buckets.stats.non_finite import Culprit, NonFiniteReport
 from fusedreduce.errors import NonFiniteGradientError
-from fusedreduce.finite import Culprit, NonFiniteReport
 from fusedreduce.reducer import Reducer
-from fusedreduce.units import LossScale
 
 STEPS = 7
 

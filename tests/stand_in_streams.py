@@ -16,7 +16,8 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 
-from fusedreduce import bucket_set, parameter_hooks, streams
+from fusedreduce import parameter_hooks
+from fusedreduce.buckets import bucket_set, streams
 from fusedreduce.kernels import dispatch
 
 CUDA = torch.device("cuda", 0)

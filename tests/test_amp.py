@@ -27,8 +27,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import fusedreduce
 from fusedreduce import FusedReduceError, ReduceConfig, Reducer, amp
 from fusedreduce.amp import FusedGradScaler
+from fusedreduce.buckets.gradient_table import index_of
 from fusedreduce.clip import clip_grad_norm_
-from fusedreduce.gradients import index_of
 from fusedreduce.kernels import dispatch
 
 MakeOptimizer = Callable[[Sequence[torch.Tensor]], Optimizer]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedreduce.bucket_set import kind_of
+from fusedreduce.buckets.bucket_set import kind_of
 from fusedreduce.config import CAP_POLICIES, CapPolicy
 from fusedreduce.planning.bucketing import MIB, BucketCaps, assign_by_size
 from fusedreduce.planning.plan import ParameterKind, first_plan, learned_plan

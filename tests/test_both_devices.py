@@ -32,12 +32,12 @@ from torch.autograd.graph import Node
 import stage_streams  # isort: skip
 
 from fusedreduce import ends, parameter_hooks
+from fusedreduce.buckets.streams import Streams
 from fusedreduce.cli.variants import variants
 from fusedreduce.comm.local import operations as local_operations
 from fusedreduce.comm.local.strategies import Ring
 from fusedreduce.config import ReduceConfig
 from fusedreduce.kernels import combine, dispatch, pack, scale
-from fusedreduce.streams import Streams
 from fusedreduce.trace.step_clock import StepClock
 
 MARK = "pytest.mark.gpu"

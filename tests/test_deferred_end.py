@@ -26,9 +26,9 @@ from fusedreduce import (
     Reducer,
     clip_grad_norm_,
 )
+from fusedreduce.buckets.deferred_errors import in_backward
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
-from fusedreduce.deferred import in_backward
 from fusedreduce.kernels import dispatch
 from fusedreduce.later import optimizer_steps
 from fusedreduce.reducer import ReducerState

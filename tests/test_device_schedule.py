@@ -16,7 +16,9 @@ import torch
 from device_time import DEVICE, FakeGpu, FakeStream
 from loopback import Loopback, LoopbackPending, constant
 
-from fusedreduce import ReduceConfig, Reducer, bucket_set
+from fusedreduce import ReduceConfig, Reducer
+from fusedreduce.buckets import bucket_set
+from fusedreduce.buckets.streams import Streams
 from fusedreduce.comm.protocol import Pending, ReduceOp
 from fusedreduce.kernels import dispatch
 from fusedreduce.planning.bucketing import UNLIMITED_BYTES, BucketCaps
@@ -25,7 +27,6 @@ from fusedreduce.planning.planner import timeline
 from fusedreduce.planning.policies import best_plan, ready_plan
 from fusedreduce.planning.schedule import GAIN_PERCENT
 from fusedreduce.planning.simulation.models import MODELS
-from fusedreduce.streams import Streams
 
 MIB = 2**20
 # The first step shows rank 0's order. Rounds begin behind it, and the plan that round 27 leads to is in use from 29 on.

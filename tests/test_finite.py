@@ -28,14 +28,15 @@ from leaf_steps import (
 )
 from loopback import Call, Loopback, LoopbackPending, ThreadWorld
 
-from fusedreduce import BucketCaps, CollectiveError, FusedReduceError, ReduceConfig, Reducer, by_products
+from fusedreduce import BucketCaps, CollectiveError, FusedReduceError, ReduceConfig, Reducer
+from fusedreduce.buckets import dense as packed
+from fusedreduce.buckets.stats import partial_stats as by_products
+from fusedreduce.buckets.stats.non_finite import Culprit, FiniteCheck, Named, NonFiniteReport
 from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.errors import NonFiniteGradientError
-from fusedreduce.finite import Culprit, FiniteCheck, Named, NonFiniteReport
 from fusedreduce.kernels import dispatch, reference
 from fusedreduce.kernels.table import Totals
 from fusedreduce.reducer import ReducerState
-from fusedreduce.reductions import packed
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=400)
 BAD = (math.nan, math.inf, -math.inf)
@@ -487,7 +488,7 @@ def test_nothing_is_raised_while_a_loss_scaler_is_attached(caplog: pytest.LogCap
     reducer.observed.units.attach(SCALER)
     gradients = [torch.randn_like(one) for one in parameters]
     _plant(gradients[0], 2, math.inf)
-    with caplog.at_level(logging.INFO, logger="fusedreduce.finite"):
+    with caplog.at_level(logging.INFO, logger="fusedreduce.buckets.stats.non_finite"):
         step(reducer, list(gradients))
     assert (report := _latest(reducer)) is not None and report.culprits[0] == Culprit(0, "layer.0", 2)
     assert [one.levelno for one in caplog.records] == [logging.INFO], "overflows are how it looks for its scale"
@@ -508,7 +509,7 @@ def test_count_logs_where_it_concerns_and_goes_on(caplog: pytest.LogCaptureFixtu
             step(reducer, list(gradients))
         return reducer.observed.finite_check().steps
 
-    with caplog.at_level(logging.INFO, logger="fusedreduce.finite"):
+    with caplog.at_level(logging.INFO, logger="fusedreduce.buckets.stats.non_finite"):
         assert _results(ThreadWorld(3), case) == [3, 3, 3]
     for rank, level in ((0, logging.WARNING), (1, logging.WARNING), (2, logging.INFO)):
         lines = [one for one in caplog.records if one.getMessage().startswith(f"rank {rank}: step ")]

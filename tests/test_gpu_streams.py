@@ -17,9 +17,9 @@ sys.path.append(str(perf_path.PERF / "gpu"))
 import stage_streams
 
 import fusedreduce
+from fusedreduce.buckets.streams import Streams
 from fusedreduce.config import Wire
 from fusedreduce.kernels import dispatch
-from fusedreduce.streams import Streams
 
 # Wires, and whether gradients are views of the buckets.
 TRAVELS: list[tuple[Wire, bool]] = [("native", False), ("native", True), ("bf16", False), ("fp16", False)]

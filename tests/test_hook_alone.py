@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedreduce
-from fusedreduce import exchange
-from fusedreduce.bucket import Bucket, BucketCache, BucketKey, BucketState
+from fusedreduce.buckets import exchange
+from fusedreduce.buckets.bucket import Bucket, BucketCache, BucketKey, BucketState
 from fusedreduce.kernels import dispatch
 from fusedreduce.planning.layout import flat_layout
 
@@ -135,7 +135,7 @@ def test_after_a_failure_of_this_rank_alone_the_state_says_that_it_cannot_be_use
     state = fusedreduce.FusedHookState()
     _hook(state, torch.ones(3))
     with monkeypatch.context() as patch:
-        patch.setattr("fusedreduce.exchange.dispatch.pack", _out_of_memory)
+        patch.setattr("fusedreduce.buckets.exchange.dispatch.pack", _out_of_memory)
         with pytest.raises(RuntimeError, match="out of memory"):
             _hook(state, torch.ones(3))
     with pytest.raises(fusedreduce.FusedReduceError, match="rank 0: an earlier reduction failed.*out of memory"):
@@ -306,7 +306,7 @@ def test_whatever_fails_on_this_rank_alone_ends_reducing(
         raise kind("only here")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fusedreduce.exchange.dispatch.pack", fail)
+        patch.setattr("fusedreduce.buckets.exchange.dispatch.pack", fail)
         with pytest.raises(kind, match="only here"):
             _hook(state, torch.ones(3))
     with pytest.raises(fusedreduce.FusedReduceError, match="an earlier reduction failed.*only here"):

@@ -17,8 +17,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fusedreduce
+from fusedreduce.buckets.exchange import fp16_split
 from fusedreduce.errors import NonFiniteGradientError
-from fusedreduce.exchange import fp16_split
 from fusedreduce.kernels import dispatch
 
 WIRES = ("native", "bf16", "fp16")

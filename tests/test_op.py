@@ -12,8 +12,8 @@ from leaf_steps import Wire, clear, step
 from loopback import Loopback, ThreadWorld, constant
 
 from fusedreduce import AgreementError, BucketCaps, ReduceConfig, Reducer
+from fusedreduce.buckets.exchange import fp16_split
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.exchange import fp16_split
 from fusedreduce.kernels import dispatch
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=150)

@@ -13,15 +13,15 @@ from fake_streams import FakeWork
 from order_cases import AGREED, CASES, Case, layers, step
 from order_check import Entry, Rule, Violation, check
 
-from fusedreduce import exchange
-from fusedreduce.bucket import Bucket
+from fusedreduce.buckets import exchange
+from fusedreduce.buckets.bucket import Bucket
+from fusedreduce.buckets.stats.non_finite import FiniteCheck
+from fusedreduce.buckets.streams import Streams
 from fusedreduce.comm import process_group as distributed
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
-from fusedreduce.finite import FiniteCheck
 from fusedreduce.kernels import table, variants
 from fusedreduce.planning.layout import flat_layout
 from fusedreduce.scheduler import Scheduler
-from fusedreduce.streams import Streams
 
 
 def fake_outline(patch: pytest.MonkeyPatch, name: str, **options: Any) -> list[tuple[str, str, int]]:

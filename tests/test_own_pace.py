@@ -16,15 +16,15 @@ from torch.optim import SGD
 
 from fusedreduce import ReduceConfig, Reducer
 from fusedreduce.asynchronous.own_pace import OwnPace
+from fusedreduce.buckets.reduction import Members
+from fusedreduce.buckets.stats.grad_stats import Observed
+from fusedreduce.buckets.streams import Streams
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, SyncMode
 from fusedreduce.errors import AgreementError, CollectiveError, FusedReduceError
 from fusedreduce.kernels import dispatch
-from fusedreduce.observed import Observed
 from fusedreduce.reducer import ReducerState
-from fusedreduce.reductions import Members
-from fusedreduce.streams import Streams
 
 
 def model() -> nn.Module:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from loopback import Loopback, ThreadWorld, constant
 
 from fusedreduce import AgreementError, BucketCaps, ReduceConfig, Reducer
+from fusedreduce.buckets.dense import PackedReduction
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import variants
 from fusedreduce.planning.cost_model import Costs, Linear
@@ -25,7 +26,6 @@ from fusedreduce.planning.readiness import Average, Readiness
 from fusedreduce.planning.schedule import head_of_line_ns
 from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.plans import Forecast
-from fusedreduce.reductions import PackedReduction
 
 NAMES, NUMELS = ["a", "b", "c", "d"], [1, 2, 3, 4]
 

@@ -22,9 +22,9 @@ from loopback import PEERS, Call, Loopback, Peer, ThreadWorld, constant
 from torch.utils.checkpoint import checkpoint
 
 from fusedreduce import AgreementError, BucketCaps, CollectiveError, FusedReduceError, ReduceConfig, Reducer
+from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.comm.agreement import agree_on_parameters
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.grad_bucket import GradBucket
 from fusedreduce.kernels import dispatch, reference
 from fusedreduce.planning.schedule import FIRST_PROFILED
 from fusedreduce.reducer import ReducerState

@@ -14,13 +14,13 @@ from loopback import Loopback, ThreadWorld, constant
 from torch import nn
 
 import fusedreduce
+from fusedreduce.buckets.dense import PackedReduction
+from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.errors import FusedReduceError
-from fusedreduce.grad_bucket import GradBucket
 from fusedreduce.kernels import dispatch
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.reducer import Reducer, ReducerState
-from fusedreduce.reductions import PackedReduction
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,13 @@ import torch
 from leaf_steps import clear, given
 from loopback import Loopback
 
-from fusedreduce import Reducer, bucket_set
+from fusedreduce import Reducer
+from fusedreduce.buckets import bucket_set
+from fusedreduce.buckets.streams import Streams
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.plan import ParameterKind, Plan
 from fusedreduce.planning.schedule import REPORTS, Model
 from fusedreduce.scheduler import Scheduler
-from fusedreduce.streams import Streams
 
 DEVICE = torch.device("cuda", 0)
 

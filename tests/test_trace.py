@@ -20,11 +20,11 @@ from torch.profiler import profile
 from traces import COSTS, EPOCH_NS, FakeRun, edit
 
 from fusedreduce import ReduceConfig, Reducer
+from fusedreduce.buckets.reduction import Members
 from fusedreduce.errors import TraceError
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.timeline import MISSING_NS
-from fusedreduce.reductions import Members
 from fusedreduce.trace.chrome import LANES, chrome_trace, slices
 from fusedreduce.trace.problem import kinds, measured_costs, problem, ready_times_ns, shares
 from fusedreduce.trace.reader import RankTrace, read

@@ -33,11 +33,11 @@ from loopback import Loopback, ThreadWorld
 from torch.utils.checkpoint import checkpoint
 
 from fusedreduce import BucketCaps, FusedReduceError, ReduceConfig, Reducer
+from fusedreduce.buckets import dense as packed
+from fusedreduce.buckets.loss_scale import LossScale
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import dispatch, reference
 from fusedreduce.reducer import ReducerState
-from fusedreduce.reductions import packed
-from fusedreduce.units import LossScale
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=400)
 NUMELS = (3, 35, 1, 40, 24, 7, 60)

@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 
+from ..buckets.exchange import InFlight
 from ..comm.protocol import Communicator
 from ..errors import CollectiveError, FusedReduceError
-from ..exchange import InFlight
 from .ledger import Ledger, Strip
 
 _STATE_VERSION = 1

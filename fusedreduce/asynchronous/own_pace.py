@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from ..bucket_set import BucketMaker
+from ..buckets.bucket_set import BucketMaker
+from ..buckets.gradient_table import real_dtype
+from ..buckets.reduction import Members
+from ..buckets.stats.grad_stats import Observed
+from ..buckets.streams import Streams
 from ..comm.protocol import Communicator
 from ..config import Asynchronous, ReduceConfig
-from ..gradients import real_dtype
-from ..observed import Observed
-from ..reductions import Members
-from ..streams import Streams
 from .contributions import Contributions, Drained
 from .ledger import Ledger
 

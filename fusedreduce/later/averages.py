@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..reductions import Members
-from ..units import LossScale, Unscaling
+from ..buckets.loss_scale import LossScale, Unscaling
+from ..buckets.reduction import Members
 from .under_way import StepUnderWay
 
 _VERSION = 1

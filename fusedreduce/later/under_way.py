@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..bucket_set import BucketSet
-from ..finite import Started
-from ..reductions import Members
-from ..units import Unscaling
+from ..buckets.bucket_set import BucketSet
+from ..buckets.loss_scale import Unscaling
+from ..buckets.reduction import Members
+from ..buckets.stats.non_finite import Started
 from ..unused import UsedSum
 
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..buckets.loss_scale import LossScale
+from ..buckets.stats.grad_stats import Observed
 from ..comm.local.group import LocalGroup
 from ..config import ReduceConfig
 from ..errors import FusedReduceError
 from ..later import optimizer_steps
-from ..observed import Observed
-from ..units import LossScale
 
 _NAMES_SHOWN = 4
 

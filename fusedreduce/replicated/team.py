@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..buckets.gradient_table import GradientTable
+from ..buckets.loss_scale import LossScale
 from ..config import FlushReport, ReduceConfig
 from ..errors import CollectiveError, FusedReduceError
-from ..gradients import GradientTable
 from ..reducer import Reducer
-from ..units import LossScale
 from .peers import Peers, launch
 from .real import RealGradients, Scaling
 from .replicas import Replicas

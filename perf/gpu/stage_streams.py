@@ -30,7 +30,7 @@ from stage import Skipped, Stage, entry, run_parts, synchronize
 from torch import nn
 
 import fusedreduce
-from fusedreduce import streams
+from fusedreduce.buckets import streams
 from fusedreduce.config import Wire
 from fusedreduce.kernels import dispatch
 from fusedreduce.kernels.table import ChunkTable, PointerTable

@@ -12,10 +12,10 @@ import torch
 from ..comm.protocol import Communicator, Pending
 from ..comm.waiting import wait_for
 from ..errors import FusedReduceError
-from ..grad_bucket import GradBucket
 from ..kernels.checks import is_dense
 from ..kernels.table import ChunkTable, Partials, Shape, SourcePartials
-from ..units import Unscaling
+from .grad_bucket import GradBucket
+from .loss_scale import Unscaling
 
 _NAMES_SHOWN = 50
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ..comm.protocol import Communicator, Pending
-from ..grad_bucket import GradBucket
-from ..gradients import real_dtype, summary, values_of
-from ..units import Unscaling
-from .hooked import CommHook, call_hook, reduced_value
-from .members import Members, TakenAtOnce, UnderWay, as_real, changed_error, wait_for_bucket
+from .comm_hook import CommHook, call_hook, reduced_value
+from .grad_bucket import GradBucket
+from .gradient_table import real_dtype, summary, values_of
+from .loss_scale import Unscaling
+from .reduction import Members, TakenAtOnce, UnderWay, as_real, changed_error, wait_for_bucket
 from .sparse_kinds import KindsOfStep, SparseKinds, kind_of
 
 

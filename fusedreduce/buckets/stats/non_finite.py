@@ -14,10 +14,10 @@ from typing import Protocol
 
 import torch
 
-from .comm.protocol import Communicator, Pending
-from .comm.waiting import collective_failed, wait_for
-from .errors import NonFiniteGradientError
-from .kernels.table import Totals
+from ...comm.protocol import Communicator, Pending
+from ...comm.waiting import collective_failed, wait_for
+from ...errors import NonFiniteGradientError
+from ...kernels.table import Totals
 
 _logger = logging.getLogger(__name__)
 _REPORTS_KEPT = 100

@@ -10,8 +10,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .kernels.table import ChunkTable, PointerTable, Shape
-from .planning.layout import Layout
+from ..kernels.table import ChunkTable, PointerTable, Shape
+from ..planning.layout import Layout
 
 
 class BucketState(enum.Enum):

@@ -11,22 +11,13 @@ import torch
 from ..comm.protocol import Communicator
 from ..comm.waiting import wait_for
 from ..errors import FusedReduceError
-from ..grad_bucket import GradBucket
-from ..gradients import real_dtype, real_numel
 from ..kernels import dispatch
 from ..kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
-from ..units import Unscaling
-from .members import (
-    Members,
-    TakenAtOnce,
-    UnderWay,
-    as_real,
-    changed_error,
-    dense_shape,
-    like_parameter,
-    row_spans,
-)
-from .views import GradientViews
+from .grad_bucket import GradBucket
+from .gradient_table import real_dtype, real_numel
+from .gradient_views import GradientViews
+from .loss_scale import Unscaling
+from .reduction import Members, TakenAtOnce, UnderWay, as_real, changed_error, dense_shape, like_parameter, row_spans
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 

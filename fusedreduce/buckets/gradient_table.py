@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .kernels import dispatch
-from .kernels.checks import is_dense
-from .kernels.table import DTYPE_CODES, ChunkTable, Partials, PointerTable, Totals
+from ..kernels import dispatch
+from ..kernels.checks import is_dense
+from ..kernels.table import DTYPE_CODES, ChunkTable, Partials, PointerTable, Totals
 
 
 @dataclass(frozen=True)

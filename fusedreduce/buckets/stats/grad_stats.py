@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from .by_products import ByProducts
-from .comm.protocol import Communicator, Pending
-from .comm.waiting import collective_failed, wait_for
-from .config import ReduceConfig, Wire
-from .finite import FiniteCheck, Named, Started
-from .grad_bucket import GradBucket
-from .gradients import GradientTable, index_of, real_dtype, real_numel
-from .kernels.table import Totals
-from .reductions import Reduction
-from .units import LossUnits
+from ...comm.protocol import Communicator, Pending
+from ...comm.waiting import collective_failed, wait_for
+from ...config import ReduceConfig, Wire
+from ...kernels.table import Totals
+from ..grad_bucket import GradBucket
+from ..gradient_table import GradientTable, index_of, real_dtype, real_numel
+from ..loss_scale import LossUnits
+from ..reduction import Reduction
+from .non_finite import FiniteCheck, Named, Started
+from .partial_stats import ByProducts
 
 # Zeros in place of gradients, and their reduction.
 Shadow = tuple[GradBucket, Pending | torch.futures.Future[torch.Tensor]]

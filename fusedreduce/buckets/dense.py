@@ -8,17 +8,18 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from .. import exchange
-from ..bucket import Bucket, BucketState
 from ..comm.protocol import Communicator, Pending
-from ..exchange import InFlight
-from ..grad_bucket import GradBucket
-from ..gradients import real_dtype, real_numel
 from ..kernels import dispatch
 from ..kernels.table import Partials, PointerTable, SourcePartials
 from ..planning.layout import aligned_layout, flat_layout
-from ..units import Unscaling
-from .members import (
+from . import exchange
+from .bucket import Bucket, BucketState
+from .exchange import InFlight
+from .grad_bucket import GradBucket
+from .gradient_table import real_dtype, real_numel
+from .gradient_views import GradientViews
+from .loss_scale import Unscaling
+from .reduction import (
     Collecting,
     Members,
     UnderWay,
@@ -29,7 +30,6 @@ from .members import (
     row_spans,
     wait_for_bucket,
 )
-from .views import GradientViews
 
 # From so many elements on a gradient is packed by itself, while it is in the cache; that costs a hook, 10 us. Several
 # smaller ones per hook, so many together, gain nothing (200 x 50,000).

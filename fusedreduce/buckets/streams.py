@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from .errors import FusedReduceError
+from ..errors import FusedReduceError
 
 
 def refuse_capture(device: torch.device, rank: int) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from .gradients import Gathered, index_of, values_of
-from .kernels import dispatch
-from .kernels.table import Partials, SourcePartials, SourceTotals, Spans, Totals, new_partials, new_source_partials
-from .reductions import Reduction
+from ...kernels import dispatch
+from ...kernels.table import Partials, SourcePartials, SourceTotals, Spans, Totals, new_partials, new_source_partials
+from ..gradient_table import Gathered, index_of, values_of
+from ..reduction import Reduction
 
 
 class ByProducts:

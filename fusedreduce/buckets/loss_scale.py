@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .deferred import in_backward
-from .errors import FusedReduceError
+from ..errors import FusedReduceError
+from .deferred_errors import in_backward
 from .exchange import scalar
-from .gradients import GradientTable
+from .gradient_table import GradientTable
 
 
 @dataclass(frozen=True, eq=False)

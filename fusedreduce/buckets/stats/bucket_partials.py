@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import torch
 
-from .gradients import real_dtype, real_numel, summary
-from .kernels import dispatch
-from .kernels.table import ChunkTable, Partials, PointerTable, SourcePartials, new_partials, new_source_partials
+from ...kernels import dispatch
+from ...kernels.table import ChunkTable, Partials, PointerTable, SourcePartials, new_partials, new_source_partials
+from ..gradient_table import real_dtype, real_numel, summary
 
 
 class BucketRows:

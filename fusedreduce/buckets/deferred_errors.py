@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from .comm.protocol import Ranks
-from .comm.waiting import wait_for
-from .errors import FusedReduceError, NonFiniteGradientError
+from ..comm.protocol import Ranks
+from ..comm.waiting import wait_for
+from ..errors import FusedReduceError, NonFiniteGradientError
 
 
 class DeferredErrors:

@@ -21,12 +21,12 @@ import torch
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+from ..comm.protocol import Communicator, Pending
+from ..comm.waiting import collective_failed
+from ..config import Op
+from ..kernels import dispatch
+from ..kernels.table import Partials, SourcePartials
 from .bucket import Bucket, BucketState
-from .comm.protocol import Communicator, Pending
-from .comm.waiting import collective_failed
-from .config import Op
-from .kernels import dispatch
-from .kernels.table import Partials, SourcePartials
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from .comm.protocol import Communicator
-from .config import ReduceConfig
+from ..comm.protocol import Communicator
+from ..config import ReduceConfig
+from ..kernels import dispatch
+from ..planning.plan import ParameterKind, Plan
+from .comm_hook import CommHook, HookedReduction
+from .dense import PackedReduction
 from .exchange import fp16_split
-from .gradients import real_dtype
-from .kernels import dispatch
-from .planning.plan import ParameterKind, Plan
-from .reductions import (
-    CommHook,
-    HookedReduction,
-    Members,
-    PackedReduction,
-    Reduction,
-    SparseKinds,
-    SparseReduction,
-)
+from .gradient_table import real_dtype
+from .reduction import Members, Reduction
+from .sparse import SparseReduction
+from .sparse_kinds import SparseKinds
 from .streams import Streams
 
 
