@@ -26,5 +26,5 @@ from .hook import fused_hook as fused_hook
 from .installed import install as install
 from .installed import uninstall as uninstall
 from .planning.bucketing import BucketCaps as BucketCaps
-from .reducer import Reducer as Reducer
+from .reducer.reducer import Reducer as Reducer
 from .sync_server import SyncServer as SyncServer

@@ -23,13 +23,13 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import SGD, Optimizer
 
-from . import admission
 from .buckets.gradient_table import index_of
 from .buckets.loss_scale import LossScale
 from .data_parallel import DataParallel
 from .ddp import DistributedDataParallel, uncompiled
 from .errors import FusedReduceError
-from .reducer import Reducer
+from .reducer import validation as admission
+from .reducer.reducer import Reducer
 from .replicated.real import RealGradients
 
 Wrapper = DistributedDataParallel | DataParallel | Reducer

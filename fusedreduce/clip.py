@@ -24,7 +24,7 @@ from .data_parallel import DataParallel
 from .ddp import DistributedDataParallel, uncompiled
 from .errors import FusedReduceError
 from .fold import Clipped, can_wait, check_can_fold
-from .reducer import Reducer
+from .reducer.reducer import Reducer
 
 _NORM_TYPES = (2.0, math.inf)
 # What torch adds to the norm before it divides.

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from .config import FlushReport, ReduceConfig, SyncMode
 from .errors import FusedReduceError
-from .later.optimizer_steps import flush_step
-from .reducer import Reducer
+from .reducer.optimizer_hooks import flush_step
+from .reducer.reducer import Reducer
 from .replicated.joined import Call, Joined, Output
 from .replicated.real import RealGradients, Scaling
 from .replicated.replicas import check_module

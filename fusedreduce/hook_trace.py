@@ -18,11 +18,11 @@ import torch
 
 from .comm.protocol import Communicator
 from .config import ReduceConfig
-from .parameter_hooks import ParameterHooks
 from .planning.bucketing import BucketCaps
 from .planning.plan import Plan
 from .planning.readiness import Readiness
 from .planning.timeline import MISSING_NS
+from .reducer.parameter_hooks import ParameterHooks
 from .trace.device_clock import Watched
 from .trace.recorder import Recorder, group_text
 from .trace.step_clock import StepClock

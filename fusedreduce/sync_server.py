@@ -38,8 +38,8 @@ from .comm.local.threads import run_in_threads
 from .config import ReduceConfig, Synchronous
 from .errors import CollectiveError, FusedReduceError
 from .planning.bucketing import BucketCaps
-from .reducer import Reducer, ReducerState
-from .unused import tensors_in
+from .reducer.reducer import Reducer, ReducerState
+from .reducer.unused_parameters import tensors_in
 
 T = TypeVar("T")
 _NAMES_SHOWN = 20

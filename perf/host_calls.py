@@ -18,16 +18,16 @@ from typing import Any
 
 # (stage, module, attribute), of the wrapper and of the hook. A stage's time is without that of stages within it.
 STAGES: tuple[tuple[str, str, str], ...] = (
-    ("arm", "fusedreduce.reducer", "Reducer.prepare_for_forward"),
-    ("arm", "fusedreduce.reducer", "Reducer.prepare_for_backward"),
-    ("backward begins", "fusedreduce.reducer", "Reducer._backward_begins"),
-    ("parameters' hooks", "fusedreduce.reducer", "Reducer.on_gradient"),
+    ("arm", "fusedreduce.reducer.reducer", "Reducer.prepare_for_forward"),
+    ("arm", "fusedreduce.reducer.reducer", "Reducer.prepare_for_backward"),
+    ("backward begins", "fusedreduce.reducer.reducer", "Reducer._backward_begins"),
+    ("parameters' hooks", "fusedreduce.reducer.reducer", "Reducer.on_gradient"),
     ("comm hook", "fusedreduce", "fused_hook"),
-    ("launch", "fusedreduce.pipeline", "Pipeline.launch"),
+    ("launch", "fusedreduce.reducer.pipeline", "Pipeline.launch"),
     ("pack", "fusedreduce.buckets.exchange", "start"),
     ("pack", "fusedreduce.buckets.exchange", "start_early"),
     ("issue the collective", "fusedreduce.comm.process_group", "ProcessGroupCommunicator.all_reduce"),
-    ("backward ends", "fusedreduce.reducer", "Reducer._backward_ends"),
+    ("backward ends", "fusedreduce.reducer.reducer", "Reducer._backward_ends"),
     ("wait", "fusedreduce.comm.process_group", "_Work.wait"),
     ("future's callback", "fusedreduce.completion", "Finish.__call__"),
     ("unpack", "fusedreduce.buckets.exchange", "finish"),

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
-from fusedreduce import plans
 from fusedreduce.planning.plan_file import plan_hash
+from fusedreduce.reducer import plans
 from fusedreduce.trace.reader import read
 
 WIDTH = 64

@@ -27,12 +27,12 @@ from order_check import HOST
 from order_trace import Awaited, tensors_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fusedreduce import parameter_hooks
 from fusedreduce.buckets import exchange
 from fusedreduce.buckets import gradient_table as gradients
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.kernels import dispatch, measure, pack, reference, reference_stats, scale, stats, unpack, variants
 from fusedreduce.kernels.table import PointerTable
+from fusedreduce.reducer import parameter_hooks
 
 _CPU = torch.device("cpu")
 _MADE_HOST_FIRST = ("tensor", "as_tensor")  # then copied to their device

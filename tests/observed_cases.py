@@ -23,7 +23,7 @@ import fusedreduce
 from fusedreduce.buckets.loss_scale import LossScale
 from fusedreduce.buckets.stats.non_finite import Culprit, NonFiniteReport
 from fusedreduce.errors import NonFiniteGradientError
-from fusedreduce.reducer import Reducer
+from fusedreduce.reducer.reducer import Reducer
 
 STEPS = 7
 

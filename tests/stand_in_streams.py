@@ -16,9 +16,9 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 
-from fusedreduce import parameter_hooks
 from fusedreduce.buckets import bucket_set, streams
 from fusedreduce.kernels import dispatch
+from fusedreduce.reducer import parameter_hooks
 
 CUDA = torch.device("cuda", 0)
 _STREAM = "stand-in stream"

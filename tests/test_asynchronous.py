@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopback_stage import Stage
 
-from fusedreduce.asynchronous import ledger as ledger_module
-from fusedreduce.asynchronous.contributions import Contributions
-from fusedreduce.asynchronous.ledger import Ledger, _blocks
 from fusedreduce.buckets.reduction import Members
 from fusedreduce.errors import CollectiveError, FusedReduceError
 from fusedreduce.planning.layout import aligned_layout
+from fusedreduce.reducer.modes import asynchronous_bucket as ledger_module
+from fusedreduce.reducer.modes.asynchronous_bucket import Ledger, _blocks
+from fusedreduce.reducer.modes.contributions import Contributions
 
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 WIRES = (None, torch.bfloat16)

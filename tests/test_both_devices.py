@@ -31,13 +31,14 @@ from torch.autograd.graph import Node
 # on the path since test_gpu_streams was imported
 import stage_streams  # isort: skip
 
-from fusedreduce import ends, parameter_hooks
 from fusedreduce.buckets.streams import Streams
 from fusedreduce.cli.variants import variants
 from fusedreduce.comm.local import operations as local_operations
 from fusedreduce.comm.local.strategies import Ring
 from fusedreduce.config import ReduceConfig
 from fusedreduce.kernels import combine, dispatch, pack, scale
+from fusedreduce.reducer import parameter_hooks
+from fusedreduce.reducer.modes import step_end as ends
 from fusedreduce.trace.step_clock import StepClock
 
 MARK = "pytest.mark.gpu"

@@ -46,7 +46,7 @@ from fusedreduce.comm.local.group import LocalGroup
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous
 from fusedreduce.data_parallel import DataParallel
 from fusedreduce.kernels import dispatch
-from fusedreduce.reducer import Reducer
+from fusedreduce.reducer.reducer import Reducer
 from fusedreduce.replicated.replicas import Replicas
 from fusedreduce.replicated.scatter import balanced, flatten
 from fusedreduce.replicated.summed import add_up, totals

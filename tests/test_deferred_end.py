@@ -30,8 +30,8 @@ from fusedreduce.buckets.deferred_errors import in_backward
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
 from fusedreduce.kernels import dispatch
-from fusedreduce.later import optimizer_steps
-from fusedreduce.reducer import ReducerState
+from fusedreduce.reducer import optimizer_hooks as optimizer_steps
+from fusedreduce.reducer.reducer import ReducerState
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=150)
 SHAPES = ((3,), (5, 7), (1,), (40,))

@@ -36,7 +36,7 @@ from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.errors import NonFiniteGradientError
 from fusedreduce.kernels import dispatch, reference
 from fusedreduce.kernels.table import Totals
-from fusedreduce.reducer import ReducerState
+from fusedreduce.reducer.reducer import ReducerState
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=400)
 BAD = (math.nan, math.inf, -math.inf)

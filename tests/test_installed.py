@@ -24,7 +24,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import fusedreduce
 from fusedreduce import ReduceConfig, installed
-from fusedreduce.plans import Forecast
+from fusedreduce.reducer.plans import Forecast
 from fusedreduce.run import options, process
 
 TORCH_INIT, TORCH_SIGNATURE, TORCH_VARS = DDP.__init__, inspect.signature(DDP), set(vars(DDP))

@@ -12,7 +12,7 @@ from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import Policy, ReduceConfig, Wire
 from fusedreduce.planning.bucketing import BucketCaps
-from fusedreduce.reducer import Reducer
+from fusedreduce.reducer.reducer import Reducer
 
 PEERS = 4
 STEPS = 100

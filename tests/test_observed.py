@@ -32,13 +32,14 @@ from leaf_steps import (
 )
 from loopback import PEERS, Loopback, ThreadRank, ThreadWorld
 
-from fusedreduce import BucketCaps, ReduceConfig, Reducer, plans
+from fusedreduce import BucketCaps, ReduceConfig, Reducer
 from fusedreduce.buckets import dense as packed
 from fusedreduce.buckets.gradient_table import GradientTable
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import POLICIES, Policy
 from fusedreduce.kernels import dispatch, reference
 from fusedreduce.kernels.table import CHUNK_NUMEL, Totals
+from fusedreduce.reducer import plans
 
 # Several buckets, several parameters in most.
 CAPS = BucketCaps(first_bytes=64, cap_bytes=400)

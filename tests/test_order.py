@@ -21,7 +21,7 @@ from fusedreduce.comm import process_group as distributed
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.kernels import table, variants
 from fusedreduce.planning.layout import flat_layout
-from fusedreduce.scheduler import Scheduler
+from fusedreduce.reducer.scheduler import Scheduler
 
 
 def fake_outline(patch: pytest.MonkeyPatch, name: str, **options: Any) -> list[tuple[str, str, int]]:

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import SGD
 
 from fusedreduce import ReduceConfig, Reducer
-from fusedreduce.asynchronous.own_pace import OwnPace
 from fusedreduce.buckets.reduction import Members
 from fusedreduce.buckets.stats.grad_stats import Observed
 from fusedreduce.buckets.streams import Streams
@@ -24,7 +23,8 @@ from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, SyncMode
 from fusedreduce.errors import AgreementError, CollectiveError, FusedReduceError
 from fusedreduce.kernels import dispatch
-from fusedreduce.reducer import ReducerState
+from fusedreduce.reducer.modes.asynchronous import OwnPace
+from fusedreduce.reducer.reducer import ReducerState
 
 
 def model() -> nn.Module:

@@ -25,7 +25,7 @@ from fusedreduce.planning.policies import ready_plan, static_plan
 from fusedreduce.planning.readiness import Average, Readiness
 from fusedreduce.planning.schedule import head_of_line_ns
 from fusedreduce.planning.timeline import MISSING_NS
-from fusedreduce.plans import Forecast
+from fusedreduce.reducer.plans import Forecast
 
 NAMES, NUMELS = ["a", "b", "c", "d"], [1, 2, 3, 4]
 

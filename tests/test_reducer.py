@@ -27,7 +27,7 @@ from fusedreduce.comm.agreement import agree_on_parameters
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import dispatch, reference
 from fusedreduce.planning.schedule import FIRST_PROFILED
-from fusedreduce.reducer import ReducerState
+from fusedreduce.reducer.reducer import ReducerState
 
 Wire = Literal["native", "bf16", "fp16"]
 WIRE_DTYPES: dict[Wire, torch.dtype | None] = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}

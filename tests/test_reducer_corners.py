@@ -20,7 +20,7 @@ from fusedreduce.comm.protocol import Communicator
 from fusedreduce.errors import FusedReduceError
 from fusedreduce.kernels import dispatch
 from fusedreduce.planning.bucketing import BucketCaps
-from fusedreduce.reducer import Reducer, ReducerState
+from fusedreduce.reducer.reducer import Reducer, ReducerState
 
 
 @pytest.fixture(autouse=True)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
-from fusedreduce.asynchronous import resync
-from fusedreduce.asynchronous.resync import Drift, equalize
 from fusedreduce.comm.local.group import LocalGroup
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.errors import AgreementError, CollectiveError
+from fusedreduce.reducer.modes import average_parameters as resync
+from fusedreduce.reducer.modes.average_parameters import Drift, equalize
 
 Make = Callable[[Sequence[torch.Tensor]], Optimizer]
 MAKERS: dict[str, Make] = {

@@ -19,7 +19,7 @@ from fusedreduce.planning.plan import ParameterKind, Plan
 from fusedreduce.planning.planner import MISSING_NS
 from fusedreduce.planning.policies import ready_plan
 from fusedreduce.planning.schedule import BucketTimes, Model, Schedule, StepTimes
-from fusedreduce.step import Step
+from fusedreduce.reducer.step import Step
 
 PARAMETERS = 7
 

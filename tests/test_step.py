@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedreduce import FusedReduceError
-from fusedreduce.step import Step, unfinished_text
+from fusedreduce.reducer.step import Step, unfinished_text
 
 
 def _bucket_of(plan: list[list[int]]) -> list[int]:

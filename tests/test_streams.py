@@ -17,7 +17,7 @@ from fusedreduce.buckets.streams import Streams
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.plan import ParameterKind, Plan
 from fusedreduce.planning.schedule import REPORTS, Model
-from fusedreduce.scheduler import Scheduler
+from fusedreduce.reducer.scheduler import Scheduler
 
 DEVICE = torch.device("cuda", 0)
 

@@ -37,7 +37,7 @@ from fusedreduce.buckets import dense as packed
 from fusedreduce.buckets.loss_scale import LossScale
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import dispatch, reference
-from fusedreduce.reducer import ReducerState
+from fusedreduce.reducer.reducer import ReducerState
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=400)
 NUMELS = (3, 35, 1, 40, 24, 7, 60)

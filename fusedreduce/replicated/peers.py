@@ -15,7 +15,7 @@ import torch
 from ..comm.local.group import LocalCommunicator, LocalGroup
 from ..config import Asynchronous, ReduceConfig, SyncMode, is_synchronous
 from ..planning.bucketing import MIB, BucketCaps
-from ..reducer import Reducer
+from ..reducer.reducer import Reducer
 from .replicas import Replicas
 from .workers import Workers
 

@@ -24,7 +24,7 @@ from ..buckets.stats.grad_stats import Observed
 from ..comm.local.group import LocalGroup
 from ..config import ReduceConfig
 from ..errors import FusedReduceError
-from ..later import optimizer_steps
+from ..reducer import optimizer_hooks as optimizer_steps
 
 _NAMES_SHOWN = 4
 

@@ -24,7 +24,7 @@ from ..buckets.gradient_table import GradientTable
 from ..buckets.loss_scale import LossScale
 from ..config import FlushReport, ReduceConfig
 from ..errors import CollectiveError, FusedReduceError
-from ..reducer import Reducer
+from ..reducer.reducer import Reducer
 from .peers import Peers, launch
 from .real import RealGradients, Scaling
 from .replicas import Replicas

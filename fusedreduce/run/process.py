@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fusedreduce import installed
-from fusedreduce.plans import Forecast
-from fusedreduce.reducer import Reducer
+from fusedreduce.reducer.plans import Forecast
+from fusedreduce.reducer.reducer import Reducer
 
 from . import options
 

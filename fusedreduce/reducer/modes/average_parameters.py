@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..buckets.gradient_table import real_dtype
-from ..comm.agreement import CAPACITY_BYTES
-from ..comm.protocol import Communicator
-from ..comm.waiting import collective_failed, wait_for
-from ..errors import AgreementError, FusedReduceError
+from ...buckets.gradient_table import real_dtype
+from ...comm.agreement import CAPACITY_BYTES
+from ...comm.protocol import Communicator
+from ...comm.waiting import collective_failed, wait_for
+from ...errors import AgreementError, FusedReduceError
 
 # Elements that are averaged at a time: 16 MiB in fp32, of which five are alive.
 _PIECE_NUMEL = 1 << 22

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 import torch
 
-from .buckets.loss_scale import LossUnits
-from .errors import FusedReduceError
+from ..buckets.loss_scale import LossUnits
+from ..errors import FusedReduceError
+from ..trace.step_clock import StepClock
 from .parameter_hooks import ParameterHooks
 from .pipeline import Pipeline
 from .step import Step
-from .trace.step_clock import StepClock
 
 # After a step that needed all hooks: so many that would not have, before they are taken off again (4 us each).
 _CLEAN_STEPS = 3

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .asynchronous.own_pace import OwnPace
-from .buckets.bucket_set import BucketMaker, BucketSet
-from .buckets.loss_scale import LossScale
-from .buckets.reduction import Members
-from .buckets.stats.grad_stats import Observed
-from .comm.protocol import Communicator
-from .config import Asynchronous, staleness
-from .later import averages
-from .later.under_way import StepsUnderWay, StepUnderWay
-from .unused import UsedMap
+from ...buckets.bucket_set import BucketMaker, BucketSet
+from ...buckets.loss_scale import LossScale
+from ...buckets.reduction import Members
+from ...buckets.stats.grad_stats import Observed
+from ...comm.protocol import Communicator
+from ...config import Asynchronous, staleness
+from ..unused_parameters import UsedMap
+from . import staleness_state as averages
+from .asynchronous import OwnPace
+from .steps_in_flight import StepsUnderWay, StepUnderWay
 
 # Calls what writes a bucket's gradients, on the stream where that belongs.
 Write = Callable[[Members, Callable[[], None]], None]

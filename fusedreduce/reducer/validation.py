@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .comm.agreement import agree_on_parameters
-from .comm.protocol import Communicator
-from .comm.waiting import collective_failed
-from .config import ReduceConfig, SyncMode, is_synchronous
-from .errors import AgreementError
-from .kernels import dispatch
-from .planning.bucketing import BucketCaps
+from ..comm.agreement import agree_on_parameters
+from ..comm.protocol import Communicator
+from ..comm.waiting import collective_failed
+from ..config import ReduceConfig, SyncMode, is_synchronous
+from ..errors import AgreementError
+from ..kernels import dispatch
+from ..planning.bucketing import BucketCaps
 
 
 class Owner(Protocol):

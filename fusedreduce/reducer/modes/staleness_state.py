@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ..buckets.loss_scale import LossScale, Unscaling
-from ..buckets.reduction import Members
-from .under_way import StepUnderWay
+from ...buckets.loss_scale import LossScale, Unscaling
+from ...buckets.reduction import Members
+from .steps_in_flight import StepUnderWay
 
 _VERSION = 1
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .errors import FusedReduceError
-from .planning.plan import Plan
-from .planning.timeline import MISSING_NS
+from ..errors import FusedReduceError
+from ..planning.plan import Plan
+from ..planning.timeline import MISSING_NS
+from ..trace.recorder import Recorder
+from ..trace.step_clock import Looked
 from .plans import Plans
-from .trace.recorder import Recorder
-from .trace.step_clock import Looked
 
 
 class Recording:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .errors import FusedReduceError
+from ..errors import FusedReduceError
 from .step import Step
 
 

@@ -23,25 +23,25 @@ from typing import Any
 
 import torch
 
-from .buckets.bucket_set import BucketMaker, BucketSet
-from .buckets.comm_hook import HookedReduction
-from .buckets.loss_scale import Unscaling
-from .buckets.reduction import Members, Reduction
-from .buckets.stats.grad_stats import Observed
-from .comm.protocol import Communicator
-from .comm.stall_monitor import StallMonitor
-from .comm.waiting import wait_for
-from .config import ReduceConfig
-from .ends import Ended, Ends
-from .errors import FusedReduceError
-from .later.under_way import untouched_of
-from .planning.plan import Plan
-from .planning.timeline import MISSING_NS
+from ..buckets.bucket_set import BucketMaker, BucketSet
+from ..buckets.comm_hook import HookedReduction
+from ..buckets.loss_scale import Unscaling
+from ..buckets.reduction import Members, Reduction
+from ..buckets.stats.grad_stats import Observed
+from ..comm.protocol import Communicator
+from ..comm.stall_monitor import StallMonitor
+from ..comm.waiting import wait_for
+from ..config import ReduceConfig
+from ..errors import FusedReduceError
+from ..planning.plan import Plan
+from ..planning.timeline import MISSING_NS
+from ..trace.step_clock import Looked, StepClock
+from .modes.step_end import Ended, Ends
+from .modes.steps_in_flight import untouched_of
 from .plans import Plans
 from .recording import Recording
 from .step import Step
-from .trace.step_clock import Looked, StepClock
-from .unused import UsedMap, UsedSum
+from .unused_parameters import UsedMap, UsedSum
 
 _STALL_SHARE_OF_TIMEOUT = 0.8
 

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from ..buckets.bucket_set import BucketMaker
-from ..buckets.gradient_table import real_dtype
-from ..buckets.reduction import Members
-from ..buckets.stats.grad_stats import Observed
-from ..buckets.streams import Streams
-from ..comm.protocol import Communicator
-from ..config import Asynchronous, ReduceConfig
+from ...buckets.bucket_set import BucketMaker
+from ...buckets.gradient_table import real_dtype
+from ...buckets.reduction import Members
+from ...buckets.stats.grad_stats import Observed
+from ...buckets.streams import Streams
+from ...comm.protocol import Communicator
+from ...config import Asynchronous, ReduceConfig
+from .asynchronous_bucket import Ledger
 from .contributions import Contributions, Drained
-from .ledger import Ledger
 
 
 class OwnPace:

@@ -40,36 +40,36 @@ import torch
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from . import admission
-from .arrivals import Arrivals
-from .asynchronous import own_pace
+from ..buckets.bucket_set import BucketMaker
+from ..buckets.comm_hook import CommHook
+from ..buckets.deferred_errors import in_backward
+from ..buckets.loss_scale import LossScale
+from ..buckets.sparse_kinds import SparseKinds
+from ..buckets.stats.grad_stats import Observed
+from ..buckets.streams import refuse_capture
+from ..comm.protocol import Communicator
+from ..comm.waiting import collective_failed
+from ..config import FlushReport, ReduceConfig, SyncMode
+from ..errors import FusedReduceError
+from ..planning.bucketing import BucketCaps
+from ..planning.plan import Plan
+from ..planning.plan_file import plan_hash
+from ..planning.timeline import MISSING_NS
+from ..trace.step_clock import StepClock
+from . import optimizer_hooks as optimizer_steps
+from . import validation as admission
 from .backward_hooks import BackwardHooks, refuse_compiled_autograd
-from .buckets.bucket_set import BucketMaker
-from .buckets.comm_hook import CommHook
-from .buckets.deferred_errors import in_backward
-from .buckets.loss_scale import LossScale
-from .buckets.sparse_kinds import SparseKinds
-from .buckets.stats.grad_stats import Observed
-from .buckets.streams import refuse_capture
-from .comm.protocol import Communicator
-from .comm.waiting import collective_failed
-from .config import FlushReport, ReduceConfig, SyncMode
-from .errors import FusedReduceError
+from .delayed_averages import LateAverages
 from .failures import Failures, lost_error
-from .late_averages import LateAverages
-from .later import optimizer_steps
+from .join import Shadows
+from .modes import asynchronous as own_pace
 from .parameter_hooks import ParameterHooks
 from .pipeline import Pipeline
-from .planning.bucketing import BucketCaps
-from .planning.plan import Plan
-from .planning.plan_file import plan_hash
-from .planning.timeline import MISSING_NS
 from .plans import Forecast, Plans
+from .readiness import Arrivals
 from .recording import Recording
-from .shadows import Shadows
 from .step import Step, unfinished_text
-from .trace.step_clock import StepClock
-from .unused import UsedMap, tensors_in, unreachable
+from .unused_parameters import UsedMap, tensors_in, unreachable
 
 _logger = logging.getLogger(__name__)
 

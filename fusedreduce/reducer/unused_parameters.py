@@ -9,9 +9,9 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from .comm.numbers import on_device
-from .comm.protocol import Communicator, Pending
-from .comm.waiting import wait_for
+from ..comm.numbers import on_device
+from ..comm.protocol import Communicator, Pending
+from ..comm.waiting import wait_for
 
 
 def tensors_in(output: object) -> list[torch.Tensor]:

@@ -18,19 +18,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .buckets.bucket_set import kind_of
-from .comm.protocol import Communicator
-from .comm.waiting import collective_failed
-from .config import Asynchronous, ReduceConfig, SyncMode, is_synchronous
-from .planning.bucketing import BucketCaps
-from .planning.cost_model import Costs
-from .planning.plan import Plan, check_groups, first_plan
-from .planning.plan_file import dump, load
-from .planning.policies import ready_plan, static_plan
-from .planning.schedule import Model
-from .planning.timeline import timeline
+from ..buckets.bucket_set import kind_of
+from ..comm.protocol import Communicator
+from ..comm.waiting import collective_failed
+from ..config import Asynchronous, ReduceConfig, SyncMode, is_synchronous
+from ..planning.bucketing import BucketCaps
+from ..planning.cost_model import Costs
+from ..planning.plan import Plan, check_groups, first_plan
+from ..planning.plan_file import dump, load
+from ..planning.policies import ready_plan, static_plan
+from ..planning.schedule import Model
+from ..planning.timeline import timeline
+from ..trace.recorder import group_text
 from .scheduler import Scheduler
-from .trace.recorder import group_text
 
 _logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import torch
 
-from .buckets.grad_bucket import GradBucket
-from .buckets.stats.grad_stats import Observed
-from .comm.waiting import wait_for
+from ..buckets.grad_bucket import GradBucket
+from ..buckets.stats.grad_stats import Observed
+from ..comm.waiting import wait_for
 from .pipeline import Pipeline
 from .plans import Plans
 

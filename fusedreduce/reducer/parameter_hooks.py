@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from .errors import FusedReduceError
+from ..errors import FusedReduceError
 
 # Nodes of which one is asked for in each forward until the old graphs are gone.
 _ASKED = 4

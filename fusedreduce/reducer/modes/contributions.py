@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 
-from ..buckets.exchange import InFlight
-from ..comm.protocol import Communicator
-from ..errors import CollectiveError, FusedReduceError
-from .ledger import Ledger, Strip
+from ...buckets.exchange import InFlight
+from ...comm.protocol import Communicator
+from ...errors import CollectiveError, FusedReduceError
+from .asynchronous_bucket import Ledger, Strip
 
 _STATE_VERSION = 1
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..buckets.deferred_errors import in_backward
+from ...buckets.deferred_errors import in_backward
 
 
 class SetAside:

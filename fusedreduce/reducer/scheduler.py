@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 import torch
 
-from .comm.numbers import on_device
-from .comm.protocol import Communicator, Pending
-from .comm.waiting import collective_failed, wait_for
-from .errors import AgreementError, CollectiveError
-from .planning.plan import Plan
-from .planning.readiness import Readiness
-from .planning.schedule import PROBE_BYTES, Decision, Model, Schedule
-from .trace.step_clock import Looked
+from ..comm.numbers import on_device
+from ..comm.protocol import Communicator, Pending
+from ..comm.waiting import collective_failed, wait_for
+from ..errors import AgreementError, CollectiveError
+from ..planning.plan import Plan
+from ..planning.readiness import Readiness
+from ..planning.schedule import PROBE_BYTES, Decision, Model, Schedule
+from ..trace.step_clock import Looked
 
 _logger = logging.getLogger(__name__)
 

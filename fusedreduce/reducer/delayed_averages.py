@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .asynchronous.own_pace import OwnPace
-from .asynchronous.resync import equalize
-from .buckets.loss_scale import LossScale
-from .buckets.stats.grad_stats import Observed
-from .config import FlushReport, SyncMode, is_synchronous
-from .ends import Ended
-from .errors import AgreementError, CollectiveError, FusedReduceError
-from .later.set_aside import SetAside
+from ..buckets.loss_scale import LossScale
+from ..buckets.stats.grad_stats import Observed
+from ..config import FlushReport, SyncMode, is_synchronous
+from ..errors import AgreementError, CollectiveError, FusedReduceError
+from .modes.asynchronous import OwnPace
+from .modes.average_parameters import equalize
+from .modes.gradient_stash import SetAside
+from .modes.step_end import Ended
 from .pipeline import Pipeline
 
 _NO_SYNC_WAITS = (

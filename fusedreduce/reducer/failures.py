@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .comm.protocol import Communicator
-from .comm.waiting import mark_lost
-from .errors import CollectiveError, FusedReduceError
+from ..comm.protocol import Communicator
+from ..comm.waiting import mark_lost
+from ..errors import CollectiveError, FusedReduceError
 
 
 class Failures:

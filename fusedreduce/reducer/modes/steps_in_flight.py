@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 import torch
 
-from ..buckets.bucket_set import BucketSet
-from ..buckets.loss_scale import Unscaling
-from ..buckets.reduction import Members
-from ..buckets.stats.non_finite import Started
-from ..unused import UsedSum
+from ...buckets.bucket_set import BucketSet
+from ...buckets.loss_scale import Unscaling
+from ...buckets.reduction import Members
+from ...buckets.stats.non_finite import Started
+from ..unused_parameters import UsedSum
 
 
 class Lands(Protocol):

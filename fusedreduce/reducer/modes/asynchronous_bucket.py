@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..buckets import exchange
-from ..buckets.bucket import Bucket, BucketState
-from ..buckets.exchange import InFlight
-from ..buckets.gradient_table import real_dtype, real_numel
-from ..buckets.reduction import Members, as_real, dense_shape, wait_for_bucket
-from ..comm.protocol import Communicator
-from ..planning.layout import Layout, aligned_layout, flat_layout
+from ...buckets import exchange
+from ...buckets.bucket import Bucket, BucketState
+from ...buckets.exchange import InFlight
+from ...buckets.gradient_table import real_dtype, real_numel
+from ...buckets.reduction import Members, as_real, dense_shape, wait_for_bucket
+from ...comm.protocol import Communicator
+from ...planning.layout import Layout, aligned_layout, flat_layout
 
 # Elements of a block on CPU: 256 KiB of fp32, three of which fit into a core's second cache.
 _BLOCK_NUMEL = 65536

@@ -1,0 +1,1 @@
+"""Synchronisation modes other than Synchronous: bounded staleness, and the asynchronous mode."""
