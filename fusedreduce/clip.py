@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from .amp import Reduces, is_unscaled, reducer_of
 from .buckets.gradient_table import GradientTable
-from .data_parallel import DataParallel
-from .ddp import DistributedDataParallel, uncompiled
 from .errors import FusedReduceError
 from .fold import Clipped, can_wait, check_can_fold
+from .parallel.data_parallel import DataParallel
+from .parallel.ddp import DistributedDataParallel, uncompiled
 from .reducer.reducer import Reducer
 
 _NORM_TYPES = (2.0, math.inf)

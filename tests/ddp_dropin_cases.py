@@ -236,7 +236,7 @@ def _of_mebibytes() -> nn.Module:
 
 def debugged(rank: int, world: int) -> list[str]:
     """What is logged while a wrapper is made and used."""
-    ddp_logging = logging.getLogger("fusedreduce.ddp_logging")
+    ddp_logging = logging.getLogger("fusedreduce.parallel.logging_data")
     kept: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: kept.append(record.getMessage())  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ from torch.nn.parallel import distributed as torch_ddp
 from torch.optim.swa_utils import AveragedModel
 
 import fusedreduce
-from fusedreduce import ddp as ours_ddp
+from fusedreduce.parallel import ddp as ours_ddp
 
 # Agreement
 

@@ -16,7 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fusedreduce
-from fusedreduce import ReduceConfig, installed
+from fusedreduce import ReduceConfig
+from fusedreduce.parallel import install as installed
 
 BF16 = ReduceConfig(wire="bf16")
 

@@ -44,13 +44,13 @@ from torch.utils.checkpoint import checkpoint
 from fusedreduce import FusedReduceError, ReduceConfig
 from fusedreduce.comm.local.group import LocalGroup
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous
-from fusedreduce.data_parallel import DataParallel
 from fusedreduce.kernels import dispatch
+from fusedreduce.parallel.data_parallel import DataParallel
+from fusedreduce.parallel.replicas.local_sum import add_up, totals
+from fusedreduce.parallel.replicas.replicate import Replicas
+from fusedreduce.parallel.replicas.scatter_gather import balanced, flatten
+from fusedreduce.parallel.replicas.thread_pool import Workers, _let_openmp_threads_go, _pause_openmp
 from fusedreduce.reducer.reducer import Reducer
-from fusedreduce.replicated.replicas import Replicas
-from fusedreduce.replicated.scatter import balanced, flatten
-from fusedreduce.replicated.summed import add_up, totals
-from fusedreduce.replicated.workers import Workers, _let_openmp_threads_go, _pause_openmp
 
 TOLERANCE = 1e-13
 TIMEOUT_S = 20.0

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import fusedreduce
 from fusedreduce import FusedGradScaler, FusedReduceError, ReduceConfig, clip_grad_norm_
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, SyncMode
-from fusedreduce.data_parallel import DataParallel
 from fusedreduce.kernels import dispatch
+from fusedreduce.parallel.data_parallel import DataParallel
 
 TIMEOUT_S = 20.0
 EVERY_MODE: tuple[SyncMode, ...] = (Synchronous(), BoundedStaleness(1), BoundedStaleness(2), Asynchronous(2))

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from fusedreduce import ReduceConfig
 from fusedreduce.config import BoundedStaleness
-from fusedreduce.data_parallel import DataParallel
 from fusedreduce.kernels import dispatch
+from fusedreduce.parallel.data_parallel import DataParallel
 
 TOLERANCE = 1e-12
 TIMEOUT_S = 30.0

@@ -164,7 +164,7 @@ def test_what_every_rank_refuses_leaves_ddp_as_it_was(alone: None, monkeypatch: 
         raise fusedreduce.AgreementError("options differ")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fusedreduce.hook.agree", disagree)
+        patch.setattr("fusedreduce.parallel.hook.agree", disagree)
         with pytest.raises(fusedreduce.AgreementError, match="options differ"):
             ddp(torch.ones(1, 3)).sum().backward()
     assert ddp.module.weight.grad is not None and ddp.module.weight.grad.eq(1).all(), "nothing is lost"
@@ -345,7 +345,9 @@ def test_a_bucket_whose_parameters_have_moved_is_given_up_whatever_its_index() -
 
 def test_a_new_process_group_agrees_on_every_bucket_again(monkeypatch: pytest.MonkeyPatch) -> None:
     agreed: list[str] = []
-    monkeypatch.setattr("fusedreduce.hook.agree", lambda c, what, settings, device: agreed.append(str(settings)))
+    monkeypatch.setattr(
+        "fusedreduce.parallel.hook.agree", lambda c, what, settings, device: agreed.append(str(settings))
+    )
     state = fusedreduce.FusedHookState()
     buffers = [torch.ones(3), torch.ones(4)]
     for groups in (1, 2):

@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import fusedreduce
-from fusedreduce import ReduceConfig, installed
+from fusedreduce import ReduceConfig
+from fusedreduce.parallel import install as installed
 from fusedreduce.reducer.plans import Forecast
 from fusedreduce.run import options, process
 
@@ -161,7 +162,7 @@ def test_what_is_copied_or_pickled_is_of_the_same_class() -> None:
 @pytest.mark.parametrize("config", [BF16, ReduceConfig(wire="bf16", op="sum"), ReduceConfig()])
 @pytest.mark.parametrize("when", ["at once", "after steps", "static graph", "static graph, after steps"])
 def test_the_wire_gives_way_to_a_comm_hook(config: ReduceConfig, when: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "fusedreduce.installed")
+    caplog.set_level(logging.INFO, "fusedreduce.parallel.install")
     static = when.startswith("static graph")
     hooked = DDP(model(), static_graph=static)
     hooked.register_comm_hook(None, half_hook)

@@ -36,10 +36,10 @@ def test_torchrun_native_gives_torchs_weights_and_bf16_half_of_the_bytes(two: Ra
     plain, same = two.run(run_cases.weights_of_script)
     [native], _ = run(*TORCHRUN, port, *RUN, "--wire", "native", "--quiet", script, cwd=tmp_path)
     assert plain.startswith("torch.nn.parallel.distributed ") and plain == same
-    assert native == plain.replace("torch.nn.parallel.distributed", "fusedreduce.installed")
+    assert native == plain.replace("torch.nn.parallel.distributed", "fusedreduce.parallel.install")
     launcher = ("--", sys.executable, *TORCHRUN, port)
     [bf16], told = run(*RUN, "--wire", "bf16", *launcher, script, "--epochs", "2", cwd=tmp_path)
-    assert bf16.startswith("fusedreduce.installed ")
+    assert bf16.startswith("fusedreduce.parallel.install ")
     first, last = told
     assert (
         first
@@ -54,7 +54,7 @@ def test_processes_that_a_script_starts_are_reached(tmp_path: Path) -> None:
     port = str(free_port())
     found, told = run(*RUN, "--wire", "bf16", str(SCRIPT), *started, "--ranks", "1", "--port", port, cwd=tmp_path)
     [only] = found
-    assert only.startswith("fusedreduce.installed ")
+    assert only.startswith("fusedreduce.parallel.install ")
     assert [line.split(": ")[1] for line in told] == ["Sequential on 1 rank", "32 steps"] * 2
 
 

@@ -44,7 +44,7 @@ from fusedreduce import (
 )
 from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.kernels import dispatch
-from fusedreduce.sync_server import DeviceState, SyncDevice
+from fusedreduce.parallel.sync_server import DeviceState, SyncDevice
 
 HANGS_S = 0.2  # for those who are to wait in vain
 Leaves = list[torch.Tensor]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from fusedreduce import installed
+from fusedreduce.parallel import install as installed
 from fusedreduce.reducer.plans import Forecast
 from fusedreduce.reducer.reducer import Reducer
 

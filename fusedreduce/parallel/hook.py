@@ -27,26 +27,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from .buckets import exchange
-from .buckets.bucket import Bucket, BucketCache, BucketKey
-from .buckets.deferred_errors import DeferredErrors, in_backward
-from .buckets.stats.bucket_partials import BucketRows
-from .buckets.stats.non_finite import NonFiniteReport
-from .buckets.streams import refuse_capture
-from .comm.agreement import agree
-from .comm.local.group import LocalCommunicator
-from .comm.local.process_group import communicator_of
-from .comm.protocol import Communicator, Pending
-from .comm.stall_monitor import StallMonitor
-from .comm.waiting import collective_failed, wait_for
-from .completion import Finish, FinishSparse
-from .config import CheckFinite, ReduceConfig, Wire, wire_dtype
-from .errors import AgreementError, CollectiveError, FusedReduceError
-from .hook_observed import HookObserved, ShownStep
+from ..buckets import exchange
+from ..buckets.bucket import Bucket, BucketCache, BucketKey
+from ..buckets.deferred_errors import DeferredErrors, in_backward
+from ..buckets.stats.bucket_partials import BucketRows
+from ..buckets.stats.non_finite import NonFiniteReport
+from ..buckets.streams import refuse_capture
+from ..comm.agreement import agree
+from ..comm.local.group import LocalCommunicator
+from ..comm.local.process_group import communicator_of
+from ..comm.protocol import Communicator, Pending
+from ..comm.stall_monitor import StallMonitor
+from ..comm.waiting import collective_failed, wait_for
+from ..config import CheckFinite, ReduceConfig, Wire, wire_dtype
+from ..errors import AgreementError, CollectiveError, FusedReduceError
+from ..kernels import dispatch
+from ..kernels.table import WIRE_DTYPES
+from ..planning.layout import flat_layout
+from .hook_completion import Finish, FinishSparse
+from .hook_stats import HookObserved, ShownStep
 from .hook_trace import HookTrace
-from .kernels import dispatch
-from .kernels.table import WIRE_DTYPES
-from .planning.layout import flat_layout
 
 _logger = logging.getLogger(__name__)
 _STALL_SHARE_OF_TIMEOUT = 0.8

@@ -28,21 +28,21 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
-from .buckets.grad_bucket import GradBucket
-from .buckets.gradient_table import GradientTable, real_dtype
-from .buckets.stats.non_finite import NonFiniteReport
-from .comm.agreement import problems_of_ranks
-from .comm.init_process_group import warn_of_switches
-from .comm.local.process_group import LocalProcessGroup, backend_name, communicator_of
-from .config import Asynchronous, FlushReport, ReduceConfig, SyncMode
-from .ddp_logging import Logger
-from .errors import AgreementError, CollectiveError
-from .planning.bucketing import MIB, BucketCaps
-from .planning.plan_file import load as load_plan
-from .reducer import validation as admission
-from .reducer.modes import asynchronous as own_pace
-from .reducer.reducer import Reducer, ReducerState
-from .reducer.unused_parameters import tensors_in
+from ..buckets.grad_bucket import GradBucket
+from ..buckets.gradient_table import GradientTable, real_dtype
+from ..buckets.stats.non_finite import NonFiniteReport
+from ..comm.agreement import problems_of_ranks
+from ..comm.init_process_group import warn_of_switches
+from ..comm.local.process_group import LocalProcessGroup, backend_name, communicator_of
+from ..config import Asynchronous, FlushReport, ReduceConfig, SyncMode
+from ..errors import AgreementError, CollectiveError
+from ..planning.bucketing import MIB, BucketCaps
+from ..planning.plan_file import load as load_plan
+from ..reducer import validation as admission
+from ..reducer.modes import asynchronous as own_pace
+from ..reducer.reducer import Reducer, ReducerState
+from ..reducer.unused_parameters import tensors_in
+from .logging_data import Logger
 
 # What this class hands to torch's constructor or honours itself. An argument that a later torch adds is refused unless
 # it has its default value: it might be read by the C++ reducer alone.

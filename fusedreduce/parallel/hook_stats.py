@@ -18,17 +18,17 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .buckets.bucket import Bucket
-from .buckets.gradient_table import Gathered
-from .buckets.stats.bucket_partials import BucketRows, RowsTogether
-from .buckets.stats.grad_stats import counted_numel, norm_of, plain_numbers
-from .buckets.stats.non_finite import FiniteCheck, NonFiniteReport, Started
-from .buckets.stats.partial_stats import one_source
-from .comm.protocol import Communicator
-from .config import ReduceConfig
-from .errors import FusedReduceError
-from .kernels import dispatch
-from .kernels.table import SourceTotals, Totals
+from ..buckets.bucket import Bucket
+from ..buckets.gradient_table import Gathered
+from ..buckets.stats.bucket_partials import BucketRows, RowsTogether
+from ..buckets.stats.grad_stats import counted_numel, norm_of, plain_numbers
+from ..buckets.stats.non_finite import FiniteCheck, NonFiniteReport, Started
+from ..buckets.stats.partial_stats import one_source
+from ..comm.protocol import Communicator
+from ..config import ReduceConfig
+from ..errors import FusedReduceError
+from ..kernels import dispatch
+from ..kernels.table import SourceTotals, Totals
 
 
 class HookObserved:

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from ..errors import FusedReduceError
-from ..reducer import validation as admission
+from ...errors import FusedReduceError
+from ...reducer import validation as admission
 
 _NAMES_SHOWN = 8
 _CONTAINERS = (list, tuple)

@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..buckets.gradient_table import GradientTable
-from ..buckets.loss_scale import LossScale
-from ..config import FlushReport, ReduceConfig
-from ..errors import CollectiveError, FusedReduceError
-from ..reducer.reducer import Reducer
+from ...buckets.gradient_table import GradientTable
+from ...buckets.loss_scale import LossScale
+from ...config import FlushReport, ReduceConfig
+from ...errors import CollectiveError, FusedReduceError
+from ...reducer.reducer import Reducer
+from .local_sum import add_up, added_up_sparse, is_sparse, totals
+from .module_gradients import RealGradients, Scaling
 from .peers import Peers, launch
-from .real import RealGradients, Scaling
-from .replicas import Replicas
-from .scatter import Nested
-from .summed import add_up, added_up_sparse, is_sparse, totals
-from .workers import Turns, Workers, modes_are_active
+from .replicate import Replicas
+from .scatter_gather import Nested
+from .thread_pool import Turns, Workers, modes_are_active
 
 # From so many elements on, adding up is divided among the workers.
 _SHARED_NUMEL = 1 << 17

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from .buckets import exchange
-from .buckets.bucket import BucketState
-from .buckets.deferred_errors import DeferredErrors
-from .buckets.exchange import InFlight
-from .buckets.stats.bucket_partials import BucketRows
-from .comm.stall_monitor import StallMonitor
-from .comm.waiting import collective_error
+from ..buckets import exchange
+from ..buckets.bucket import BucketState
+from ..buckets.deferred_errors import DeferredErrors
+from ..buckets.exchange import InFlight
+from ..buckets.stats.bucket_partials import BucketRows
+from ..comm.stall_monitor import StallMonitor
+from ..comm.waiting import collective_error
 from .hook_trace import HookTrace
 
 

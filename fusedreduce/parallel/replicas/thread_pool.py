@@ -28,7 +28,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from ..errors import FusedReduceError
+from ...errors import FusedReduceError
 
 T = TypeVar("T")
 _Queue: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..buckets.loss_scale import LossScale
-from ..buckets.stats.grad_stats import Observed
-from ..comm.local.group import LocalGroup
-from ..config import ReduceConfig
-from ..errors import FusedReduceError
-from ..reducer import optimizer_hooks as optimizer_steps
+from ...buckets.loss_scale import LossScale
+from ...buckets.stats.grad_stats import Observed
+from ...comm.local.group import LocalGroup
+from ...config import ReduceConfig
+from ...errors import FusedReduceError
+from ...reducer import optimizer_hooks as optimizer_steps
 
 _NAMES_SHOWN = 4
 

@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from .comm.protocol import Communicator
-from .config import ReduceConfig
-from .planning.bucketing import BucketCaps
-from .planning.plan import Plan
-from .planning.readiness import Readiness
-from .planning.timeline import MISSING_NS
-from .reducer.parameter_hooks import ParameterHooks
-from .trace.device_clock import Watched
-from .trace.recorder import Recorder, group_text
-from .trace.step_clock import StepClock
+from ..comm.protocol import Communicator
+from ..config import ReduceConfig
+from ..planning.bucketing import BucketCaps
+from ..planning.plan import Plan
+from ..planning.readiness import Readiness
+from ..planning.timeline import MISSING_NS
+from ..reducer.parameter_hooks import ParameterHooks
+from ..trace.device_clock import Watched
+from ..trace.recorder import Recorder, group_text
+from ..trace.step_clock import StepClock
 
 _logger = logging.getLogger(__name__)
 

@@ -22,14 +22,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .config import FlushReport, ReduceConfig, SyncMode
-from .errors import FusedReduceError
-from .reducer.optimizer_hooks import flush_step
-from .reducer.reducer import Reducer
-from .replicated.joined import Call, Joined, Output
-from .replicated.real import RealGradients, Scaling
-from .replicated.replicas import check_module
-from .replicated.scatter import (
+from ..config import FlushReport, ReduceConfig, SyncMode
+from ..errors import FusedReduceError
+from ..reducer.optimizer_hooks import flush_step
+from ..reducer.reducer import Reducer
+from .replicas.autograd_bridge import Call, Joined, Output
+from .replicas.engine import Team
+from .replicas.module_gradients import RealGradients, Scaling
+from .replicas.replicate import check_module
+from .replicas.scatter_gather import (
     Nested,
     flatten,
     is_batched,
@@ -41,8 +42,7 @@ from .replicated.scatter import (
     scattered,
     warn_of_scalars,
 )
-from .replicated.team import Team
-from .replicated.workers import Turns, Workers
+from .replicas.thread_pool import Turns, Workers
 
 _TYPES = ("cpu", "cuda")
 

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..comm.local.group import LocalCommunicator, LocalGroup
-from ..config import Asynchronous, ReduceConfig, SyncMode, is_synchronous
-from ..planning.bucketing import MIB, BucketCaps
-from ..reducer.reducer import Reducer
-from .replicas import Replicas
-from .workers import Workers
+from ...comm.local.group import LocalCommunicator, LocalGroup
+from ...config import Asynchronous, ReduceConfig, SyncMode, is_synchronous
+from ...planning.bucketing import MIB, BucketCaps
+from ...reducer.reducer import Reducer
+from .replicate import Replicas
+from .thread_pool import Workers
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from ..config import ReduceConfig
 from . import ddp
-from .config import ReduceConfig
 
 _logger = logging.getLogger(__name__)
 

@@ -33,13 +33,13 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from .comm.local.group import LocalCommunicator, LocalGroup
-from .comm.local.threads import run_in_threads
-from .config import ReduceConfig, Synchronous
-from .errors import CollectiveError, FusedReduceError
-from .planning.bucketing import BucketCaps
-from .reducer.reducer import Reducer, ReducerState
-from .reducer.unused_parameters import tensors_in
+from ..comm.local.group import LocalCommunicator, LocalGroup
+from ..comm.local.threads import run_in_threads
+from ..config import ReduceConfig, Synchronous
+from ..errors import CollectiveError, FusedReduceError
+from ..planning.bucketing import BucketCaps
+from ..reducer.reducer import Reducer, ReducerState
+from ..reducer.unused_parameters import tensors_in
 
 T = TypeVar("T")
 _NAMES_SHOWN = 20

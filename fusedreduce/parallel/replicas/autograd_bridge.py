@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from .scatter import joined, parts_of
-from .team import Roots, Team
+from .engine import Roots, Team
+from .scatter_gather import joined, parts_of
 
 
 @dataclass(frozen=True)
