@@ -1,8 +1,6 @@
 """The public names, which `fusedreduce` hands on when one of them is asked for."""
 
 from . import collective as collective
-from .amp import FusedGradScaler as FusedGradScaler
-from .clip import clip_grad_norm_ as clip_grad_norm_
 from .comm.init_process_group import init_process_group as init_process_group
 from .comm.local.group import LocalGroup as LocalGroup
 from .comm.local.strategies import Centralized as Centralized
@@ -19,6 +17,8 @@ from .errors import FusedReduceError as FusedReduceError
 from .errors import NonFiniteGradientError as NonFiniteGradientError
 from .errors import TraceError as TraceError
 from .errors import UnsupportedWireError as UnsupportedWireError
+from .optim.clip import clip_grad_norm_ as clip_grad_norm_
+from .optim.grad_scaler import FusedGradScaler as FusedGradScaler
 from .parallel.data_parallel import DataParallel as DataParallel
 from .parallel.ddp import DistributedDataParallel as DistributedDataParallel
 from .parallel.hook import FusedHookState as FusedHookState

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils import clip_grad_norm_ as torch_clip
 from torch.optim import SGD, AdamW, Optimizer
 
-from fusedreduce.amp import FusedGradScaler
-from fusedreduce.clip import clip_grad_norm_
+from fusedreduce.optim.clip import clip_grad_norm_
+from fusedreduce.optim.grad_scaler import FusedGradScaler
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "fused": lambda model: AdamW(model.parameters(), lr=0.01, fused=True),

@@ -25,11 +25,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import fusedreduce
-from fusedreduce import FusedReduceError, ReduceConfig, Reducer, amp
-from fusedreduce.amp import FusedGradScaler
+from fusedreduce import FusedReduceError, ReduceConfig, Reducer
 from fusedreduce.buckets.gradient_table import index_of
-from fusedreduce.clip import clip_grad_norm_
 from fusedreduce.kernels import dispatch
+from fusedreduce.optim import grad_scaler as amp
+from fusedreduce.optim.clip import clip_grad_norm_
+from fusedreduce.optim.grad_scaler import FusedGradScaler
 
 MakeOptimizer = Callable[[Sequence[torch.Tensor]], Optimizer]
 OPTIMIZERS: dict[str, MakeOptimizer] = {

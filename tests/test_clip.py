@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedreduce
 from fusedreduce import FusedReduceError, ReduceConfig, Reducer
-from fusedreduce.amp import FusedGradScaler
-from fusedreduce.clip import clip_grad_norm_
-from fusedreduce.fold import Folder
 from fusedreduce.kernels import dispatch
+from fusedreduce.optim.clip import clip_grad_norm_
+from fusedreduce.optim.folded_step import Folder
+from fusedreduce.optim.grad_scaler import FusedGradScaler
 
 SHAPES = ((3,), (5, 7), (1,), (0,), (40,), (8, 3))
 MakeOptimizer = Callable[[Sequence[torch.Tensor]], Optimizer]

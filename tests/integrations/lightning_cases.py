@@ -26,7 +26,7 @@ from torch.nn import functional
 
 import fusedreduce
 from fusedreduce import ReduceConfig
-from fusedreduce.fold import Clipped
+from fusedreduce.optim.folded_step import Clipped
 
 PACKAGE = sys.argv[1]
 if PACKAGE == "lightning":

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from .errors import FusedReduceError
+from ..errors import FusedReduceError
 
 _MISSING = object()
 

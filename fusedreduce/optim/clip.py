@@ -18,13 +18,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
-from .amp import Reduces, is_unscaled, reducer_of
-from .buckets.gradient_table import GradientTable
-from .errors import FusedReduceError
-from .fold import Clipped, can_wait, check_can_fold
-from .parallel.data_parallel import DataParallel
-from .parallel.ddp import DistributedDataParallel, uncompiled
-from .reducer.reducer import Reducer
+from ..buckets.gradient_table import GradientTable
+from ..errors import FusedReduceError
+from ..parallel.data_parallel import DataParallel
+from ..parallel.ddp import DistributedDataParallel, uncompiled
+from ..reducer.reducer import Reducer
+from .folded_step import Clipped, can_wait, check_can_fold
+from .grad_scaler import Reduces, is_unscaled, reducer_of
 
 _NORM_TYPES = (2.0, math.inf)
 # What torch adds to the norm before it divides.

@@ -23,14 +23,14 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import SGD, Optimizer
 
-from .buckets.gradient_table import index_of
-from .buckets.loss_scale import LossScale
-from .errors import FusedReduceError
-from .parallel.data_parallel import DataParallel
-from .parallel.ddp import DistributedDataParallel, uncompiled
-from .parallel.replicas.module_gradients import RealGradients
-from .reducer import validation as admission
-from .reducer.reducer import Reducer
+from ..buckets.gradient_table import index_of
+from ..buckets.loss_scale import LossScale
+from ..errors import FusedReduceError
+from ..parallel.data_parallel import DataParallel
+from ..parallel.ddp import DistributedDataParallel, uncompiled
+from ..parallel.replicas.module_gradients import RealGradients
+from ..reducer import validation as admission
+from ..reducer.reducer import Reducer
 
 Wrapper = DistributedDataParallel | DataParallel | Reducer
 # What has the gradients of a wrapper: those it reduces, or those its replicas have in common.
