@@ -285,7 +285,7 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
     (imports_go_down, "fusedreduce/buckets/bucket.py", "importlib.import_module('fusedreduce.parallel.hook')"),
     (imports_go_down, "fusedreduce/buckets/bucket.py", "if TYPE_CHECKING:\n    from ..plans import Plans"),
     (imports_go_down, "fusedreduce/comm/process_group.py", "from ..bucket import Bucket"),
-    (imports_go_down, "fusedreduce/optim/grad_scaler.py", "from .clip import clip_grad_norm_"),
+    (imports_go_down, "fusedreduce/optim/grad_scaler.py", "from ..cli import main"),
     (imports_go_down, "fusedreduce/buckets/exchange.py", "from .. import fused_hook"),
     (imports_go_down, "fusedreduce/__init__.py", "from .cli import main"),
     (imports_go_down, "fusedreduce/kernels/pack.py", "from ..errors import FusedReduceError"),
@@ -299,7 +299,7 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
     (
         integrations_use_public_names,
         "fusedreduce/integrations/lightning.py",
-        "from fusedreduce.optim.folded_step import Folder",
+        "from fusedreduce.optim.clip import x",
     ),
     (integrations_use_public_names, "fusedreduce/integrations/lightning.py", "from ..clip import clip_grad_norm_"),
     (torch_distributed_has_one_caller, "fusedreduce/buckets/exchange.py", "import torch.distributed as dist"),
