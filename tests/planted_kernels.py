@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fusedreduce.kernels import aot
+from fusedreduce.kernels.aot import compile as aot
 from fusedreduce.kernels.chunk import (
     DIVIDE,
     NOTHING,

@@ -20,8 +20,9 @@ import triton
 from fake_driver import activate, at_odd_address, run_compiled
 from triton.backends.compiler import GPUTarget
 
-from fusedreduce.kernels import aot, support
-from fusedreduce.kernels.machine_code import (
+from fusedreduce.kernels import support
+from fusedreduce.kernels.aot import compile as aot
+from fusedreduce.kernels.aot.disassembly import (
     Access,
     Frame,
     Instruction,
@@ -31,8 +32,8 @@ from fusedreduce.kernels.machine_code import (
     parse_sass,
     shortest_turn,
 )
-from fusedreduce.kernels.machine_record import RECORD, Place, Table, dump, load
-from fusedreduce.kernels.machine_rules import BranchFigures, Violation
+from fusedreduce.kernels.aot.record import RECORD, Place, Table, dump, load
+from fusedreduce.kernels.aot.rules import BranchFigures, Violation
 from fusedreduce.kernels.variants import TRITON_NAMES, Variant
 
 # Every file of kernels, mixed and fp64, with and without by-products; the rest is left to `make test`.

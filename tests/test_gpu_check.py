@@ -32,7 +32,8 @@ import step_variants
 import sweep
 import timing
 
-from fusedreduce.kernels import aot, dispatch, measure, pack, scale, stats, unpack
+from fusedreduce.kernels import dispatch, measure, pack, scale, stats, unpack
+from fusedreduce.kernels.aot import compile as aot
 from fusedreduce.kernels.variants import Variant
 
 PRELUDE = """

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fusedreduce.kernels.machine_record import BranchRow, Place, Row, Table, accesses, compare, dump, load
+from fusedreduce.kernels.aot.record import BranchRow, Place, Row, Table, accesses, compare, dump, load
 
 PLACE = Place("sm_90", "pack[mixed, wire bf16]")
 BRANCH = "fp32->bf16"

@@ -21,7 +21,8 @@ import triton
 from records import BenchError, provenance
 from stage import Stage, count_compilations, entry, synchronize
 
-from fusedreduce.kernels import aot, dispatch, measure, pack, scale, stats, unpack, variants
+from fusedreduce.kernels import dispatch, measure, pack, scale, stats, unpack, variants
+from fusedreduce.kernels.aot import compile as aot
 from fusedreduce.kernels.table import ChunkTable, PointerTable
 
 CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,temperature.gpu,power.draw,power.limit,pstate"

@@ -25,9 +25,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .machine_code import Block, Frame, access_of, in_loop, shortest_turn
+from ..variants import Variant
+from .disassembly import Block, Frame, access_of, in_loop, shortest_turn
 from .provenance import SINGLE_FUNCTIONS, VECTOR_FUNCTIONS, Branch, Sources
-from .variants import Variant
 
 # Where threads of a program may exchange values, besides kernels that have no dtype branches (the second stage).
 REDUCERS = ("chunk_sum", "chunk_faults", "careful_sum")
@@ -92,7 +92,7 @@ def examine(
 
     Args:
         target: the architecture's name, for messages.
-        blocks: its basic blocks, from `machine_code`.
+        blocks: its basic blocks, from `disassembly`.
         threads: of one program.
         must_be_zero: what the compiler says of stack and spills.
     """

@@ -4,7 +4,7 @@
     python -m fusedreduce.kernels.aot --record
 
 What is compiled is what `Variant.launch` launches: the same signature, constexprs, warps and options, and no
-alignment. `machine_rules` says what the code must look like; `machine_record` keeps how good it was, as --record found
+alignment. `rules` says what the code must look like; `record` keeps how good it was, as --record found
 it. Exit status 1 if a rule is broken, a kernel does not compile or a figure is worse than recorded, 2 if Triton was
 imported as an interpreter. Columns:
 
@@ -42,12 +42,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import combine, measure, pack, scale, stats, support, unpack
-from .machine_code import parse_gcn, parse_sass
-from .machine_record import RECORD, BranchRow, Place, Row, Table, compare, dump, load
-from .machine_rules import BranchFigures, Violation, examine
-from .triton_versions import attributes_of_constexprs
-from .variants import TRITON_NAMES, WARP_SIZE, Variant, interpreted, tuning_for
+from .. import combine, measure, pack, scale, stats, support, unpack
+from ..triton_versions import attributes_of_constexprs
+from ..variants import TRITON_NAMES, WARP_SIZE, Variant, interpreted, tuning_for
+from .disassembly import parse_gcn, parse_sass
+from .record import RECORD, BranchRow, Place, Row, Table, compare, dump, load
+from .rules import BranchFigures, Violation, examine
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         chosen.json.write_text(json.dumps({"triton": triton.__version__, "kernels": as_objects}, indent=1) + "\n")
     return 1 if (violations or worse) and (chosen.check or chosen.record) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Where machine code was written: from the lines that an instruction carries to jit functions and dtype branches.
 
-`frames` are an instruction's lines, innermost first, as `machine_code` reads them. Example, in pack for a bf16 wire:
+`frames` are an instruction's lines, innermost first, as `disassembly` reads them. Example, in pack for a bf16 wire:
 chunk.py:33, chunk.py:146, pack.py:73 is load_vector (line 33), called by convert_chunk (146), called by the kernel with
 tl.float32 for SOURCE and WIRE for DESTINATION: an access of load_vector in the branch fp32->bf16.
 """
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from triton.runtime.jit import JITFunction
 
-from .machine_code import Frame
-from .variants import Variant
+from ..variants import Variant
+from .disassembly import Frame
 
 VECTOR_FUNCTIONS = ("load_vector", "store_vector")
 SINGLE_FUNCTIONS = ("load_single", "store_single")

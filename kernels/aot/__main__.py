@@ -1,0 +1,7 @@
+"""`python -m fusedreduce.kernels.aot`."""
+
+import sys
+
+from .compile import main
+
+sys.exit(main())
