@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import perf_path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedreduce.cli import simulate as command
-from fusedreduce.cli.scheduling_page import Table, page
+from fusedreduce.cli.simulate import Table
 from fusedreduce.planning.bucketing import MIB, BucketCaps
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import Plan
@@ -32,6 +33,10 @@ from fusedreduce.planning.simulation.simulate import (
 )
 from fusedreduce.planning.timeline import MISSING_NS, Problem, timeline
 
+# isort: split
+import scheduling_page
+
+assert perf_path.PERF.name == "perf"
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "scheduling_table.md"
 
 line = st.builds(Linear, fixed_ns=st.integers(0, 50), fs_per_byte=st.integers(0, 3 * FS_PER_NS))
@@ -441,7 +446,7 @@ def test_a_cap_below_a_byte(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def _page(rows: Sequence[Row], caps: BucketCaps | None = None) -> str:
-    return page(
+    made: str = scheduling_page.page(
         [Table(name="A model", details="details", rows=rows)],
         command="command",
         networks=[NETWORKS["ndr"]],
@@ -449,6 +454,7 @@ def _page(rows: Sequence[Row], caps: BucketCaps | None = None) -> str:
         noise=QUIET,
         caps=caps or BucketCaps(),
     )
+    return made
 
 
 def test_the_page_counts_what_is_gained_and_lists_what_is_lost() -> None:
@@ -478,8 +484,8 @@ def test_the_documents_table_is_what_its_command_prints(
 ) -> None:
     """Of the whole page, which takes half a minute, a part: what the words say, and some of the figures."""
     kept = TABLE.read_text()
-    assert "Made by `fusedreduce plan --simulate --markdown`;" in kept
-    command.run(_arguments("--model", model, "--wire", wire, "--network", network, "--ranks", ranks, "--markdown"))
+    assert "Made by `python perf/scheduling_page.py`;" in kept
+    scheduling_page.main(["--model", model, "--wire", wire, "--network", network, "--ranks", ranks])
     made = capsys.readouterr().out
     assert _words(made) == _words(kept)
     name, rows = made.split("\n## ")[2].split("\n", 1)

@@ -1,25 +1,28 @@
 """`fusedreduce plan --simulate`: what each policy leaves exposed of communication, on clusters that are not at hand.
 
 `run` simulates known models, `table` any problem, such as one that was read from a trace; `text` shows it.
+perf/scheduling_page.py makes the page of the documentation from `tables`.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from fusedreduce.config import WIRES
 from fusedreduce.planning.bucketing import MIB, BucketCaps
-from fusedreduce.planning.simulation.clusters import Case, Row, rows
+from fusedreduce.planning.simulation.clusters import RIVALS, Case, Row, rows
 from fusedreduce.planning.simulation.models import MODELS, Model
 from fusedreduce.planning.simulation.networks import ACCELERATORS, NETWORKS, Network, copies
 from fusedreduce.planning.simulation.noise import Noise
-from fusedreduce.planning.simulation.simulate import problem_of
+from fusedreduce.planning.simulation.simulate import POLICIES, problem_of
 
-from .scheduling_page import HEADS, Table, cells, page
-
+HEADS = (
+    *("network", "ranks", "compute", *POLICIES, *(f"{name}, noise" for name in POLICIES)),
+    *("buckets", *(f"{name} saves" for name in RIVALS), "verdict"),
+)
 _RANKS = (8, 64, 512, 4096, 16384)
 _ITEMSIZE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _NOTES = """\
@@ -27,6 +30,21 @@ Exposed, in ms and as a share of the step: from where the slowest rank's backwar
 gradient reduced and unpacked on any rank; packing and unpacking are in it. (fusedreduce trace, and plan without
 --simulate, count from the end of backward with its packing.) static, ready: torch's caps. planned: the planner's
 buckets. capped: the same, none above the cap of static. saves: of a step under static, without and with noise."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One model on many clusters.
+
+    Args:
+        name: the model and what travels.
+        details: what else runs on a rank.
+        rows: one per cluster.
+    """
+
+    name: str
+    details: str
+    rows: Sequence[Row]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,26 +68,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--straggler", type=_straggler, default=(0.0, 1.0), metavar="SHARE:SLOWDOWN", help="as 0.01:1.2 (default: none)"
     )
     group.add_argument("--seed", type=_count, default=1, metavar="N", help="of the random delays (%(default)s)")
-    group.add_argument("--markdown", action="store_true", help="print docs/scheduling_table.md")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulates known models; the exit status."""
     try:
-        _caps(arguments)
+        caps_of(arguments)
     except (ValueError, OverflowError) as error:
         print(f"fusedreduce plan: error: argument --cap-mb: {error}", file=sys.stderr)
         return 2
-    found = (
-        _table(model, wire, arguments) for model in map(MODELS.__getitem__, arguments.model) for wire in arguments.wire
-    )
-    if arguments.markdown:
-        print(_page(list(found), arguments))
-        return 0
-    for one in found:
+    for one in tables(arguments):
         print(f"{_text(f'{one.name}; {one.details}', one.rows)}\n", flush=True)
     print(_NOTES)
     return 0
+
+
+def tables(arguments: argparse.Namespace) -> Iterator[Table]:
+    """Of known models, as they were asked for; simulated when each is taken."""
+    for model in map(MODELS.__getitem__, arguments.model):
+        for wire in arguments.wire:
+            batch = arguments.batch or model.batch
+            yield Table(
+                name=f"{model.title}, wire {wire}",
+                details=f"{batch} {model.sample} per rank, {arguments.gradients} gradients",
+                rows=table(_case(model, wire, arguments), arguments, caps_of(arguments)),
+            )
 
 
 def table(case: Callable[[Network], Case], arguments: argparse.Namespace, caps: BucketCaps) -> list[Row]:
@@ -81,7 +104,25 @@ def table(case: Callable[[Network], Case], arguments: argparse.Namespace, caps: 
         caps: limits of the buckets.
     """
     networks = list(map(NETWORKS.__getitem__, arguments.network))
-    return list(rows(case, networks, arguments.ranks, _noise(arguments), caps))
+    return list(rows(case, networks, arguments.ranks, noise_of(arguments), caps))
+
+
+def caps_of(arguments: argparse.Namespace) -> BucketCaps:
+    """Limits of the buckets.
+
+    Raises:
+        ValueError, OverflowError: --cap-mb is no such limit.
+    """
+    if arguments.cap_mb is None:
+        return BucketCaps()
+    cap_bytes = int(arguments.cap_mb * MIB)
+    return BucketCaps(first_bytes=cap_bytes, cap_bytes=cap_bytes, planned_bytes=cap_bytes)
+
+
+def noise_of(arguments: argparse.Namespace) -> Noise:
+    """How ranks differ."""
+    share, slowdown = arguments.straggler
+    return Noise(jitter=arguments.jitter, straggler_share=share, straggler_slowdown=slowdown, seed=arguments.seed)
 
 
 def _case(model: Model, wire: str, arguments: argparse.Namespace) -> Callable[[Network], Case]:
@@ -98,11 +139,18 @@ def _case(model: Model, wire: str, arguments: argparse.Namespace) -> Callable[[N
     return case
 
 
-def _caps(arguments: argparse.Namespace) -> BucketCaps:
-    if arguments.cap_mb is None:
-        return BucketCaps()
-    cap_bytes = int(arguments.cap_mb * MIB)
-    return BucketCaps(first_bytes=cap_bytes, cap_bytes=cap_bytes, planned_bytes=cap_bytes)
+def cells(row: Row) -> list[str]:
+    """What stands under HEADS."""
+    return [
+        row.network.title,
+        f"{row.ranks:,}",
+        f"{row.quiet.compute_ms:.1f}",
+        *(f"{row.quiet.exposed_ms[name]:.2f} ({row.quiet.share(name):.1%})" for name in POLICIES),
+        *(f"{row.noisy.exposed_ms[name]:.2f}" for name in POLICIES),
+        "/".join(str(row.buckets[name]) for name in POLICIES),
+        *(", ".join(map(percent, row.saved(policy))) for policy in RIVALS),
+        row.verdict("planned"),
+    ]
 
 
 def text(title: str, found: Sequence[Row]) -> str:
@@ -115,31 +163,6 @@ def _text(title: str, found: Sequence[Row]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = ["  ".join([*map(str.rjust, line[:-1], widths), line[-1]]).rstrip() for line in lines]
     return "\n".join([f"{title}: ms exposed", "", padded[0], "-" * len(padded[0]), *padded[1:]])
-
-
-def _table(model: Model, wire: str, arguments: argparse.Namespace) -> Table:
-    batch = arguments.batch or model.batch
-    return Table(
-        name=f"{model.title}, wire {wire}",
-        details=f"{batch} {model.sample} per rank, {arguments.gradients} gradients",
-        rows=table(_case(model, wire, arguments), arguments, _caps(arguments)),
-    )
-
-
-def _page(tables: Sequence[Table], arguments: argparse.Namespace) -> str:
-    return page(
-        tables,
-        command=shlex.join(["fusedreduce", *arguments.typed]),
-        networks=list(map(NETWORKS.__getitem__, arguments.network)),
-        models=list(map(MODELS.__getitem__, arguments.model)),
-        noise=_noise(arguments),
-        caps=_caps(arguments),
-    )
-
-
-def _noise(arguments: argparse.Namespace) -> Noise:
-    share, slowdown = arguments.straggler
-    return Noise(jitter=arguments.jitter, straggler_share=share, straggler_slowdown=slowdown, seed=arguments.seed)
 
 
 def _names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
@@ -155,6 +178,11 @@ def _names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
 
 def _counts(typed: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(_count, typed.split(","))))
+
+
+def percent(share: float) -> str:
+    """A share of one as a percentage."""
+    return f"{round(share, 3) + 0.0:.1%}"  # + 0.0: without it, -0.0 % where a trifle is lost
 
 
 def _count(typed: str) -> int:

@@ -1,21 +1,23 @@
-"""docs/scheduling_table.md: simulated clusters as a page, what follows first, then every figure."""
+"""docs/scheduling_table.md: simulated clusters as a page, what follows first, then every figure.
+
+python perf/scheduling_page.py > docs/scheduling_table.md     # half a minute; the options are those of
+                                                              # `fusedreduce plan --simulate`
+"""
 
 from __future__ import annotations
 
+import argparse
+import shlex
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+from fusedreduce.cli.simulate import HEADS, Table, add_arguments, caps_of, cells, noise_of, percent, tables
 from fusedreduce.planning.bucketing import MIB, UNLIMITED_BYTES, BucketCaps
 from fusedreduce.planning.simulation.clusters import GAIN, LOSS, RIVALS, Row
-from fusedreduce.planning.simulation.models import Model
-from fusedreduce.planning.simulation.networks import ACCELERATORS, Network, fastest_fs, lines
+from fusedreduce.planning.simulation.models import MODELS, Model
+from fusedreduce.planning.simulation.networks import ACCELERATORS, NETWORKS, Network, fastest_fs, lines
 from fusedreduce.planning.simulation.noise import Noise
-from fusedreduce.planning.simulation.simulate import POLICIES
 
-HEADS = (
-    *("network", "ranks", "compute", *POLICIES, *(f"{name}, noise" for name in POLICIES)),
-    *("buckets", *(f"{name} saves" for name in RIVALS), "verdict"),
-)
 # Of the networks' table: a bucket of torch's, over a few hosts.
 _SIZE_BYTES, _RANKS = 25 * MIB, 64
 _PAGE = """\
@@ -67,21 +69,6 @@ What *planned* saves of a step, the least and the most over all numbers of ranks
 {tables}"""
 
 
-@dataclass(frozen=True)
-class Table:
-    """One model on many clusters.
-
-    Args:
-        name: the model and what travels.
-        details: what else runs on a rank.
-        rows: one per cluster.
-    """
-
-    name: str
-    details: str
-    rows: Sequence[Row]
-
-
 def page(
     tables: Sequence[Table],
     *,
@@ -126,20 +113,6 @@ def page(
     )
 
 
-def cells(row: Row) -> list[str]:
-    """What stands under HEADS."""
-    return [
-        row.network.title,
-        f"{row.ranks:,}",
-        f"{row.quiet.compute_ms:.1f}",
-        *(f"{row.quiet.exposed_ms[name]:.2f} ({row.quiet.share(name):.1%})" for name in POLICIES),
-        *(f"{row.noisy.exposed_ms[name]:.2f}" for name in POLICIES),
-        "/".join(str(row.buckets[name]) for name in POLICIES),
-        *(", ".join(map(_percent, row.saved(policy))) for policy in RIVALS),
-        row.verdict("planned"),
-    ]
-
-
 def _as_long(row: Row, one: str, other: str) -> bool:
     """Whether two policies take the same time, without and with noise."""
     return all(steps.exposed_ms[one] == steps.exposed_ms[other] for steps in (row.quiet, row.noisy))
@@ -155,7 +128,7 @@ def _overview(tables: Sequence[Table], networks: Sequence[Network]) -> str:
     for table in tables:
         on = [[row for row in table.rows if row.network is network] for network in networks]
         saved = [sorted(share for row in some for share in row.saved("planned")) for some in on]
-        found.append(_line([table.name, *(f"{_percent(one[0])} to {_percent(one[-1])}" for one in saved)]))
+        found.append(_line([table.name, *(f"{percent(one[0])} to {percent(one[-1])}" for one in saved)]))
     return "\n".join(found)
 
 
@@ -197,5 +170,24 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes / MIB:g} MiB"
 
 
-def _percent(share: float) -> str:
-    return f"{round(share, 3) + 0.0:.1%}"  # + 0.0: without it, -0.0 % where a trifle is lost
+def main(typed: Sequence[str]) -> int:
+    """Prints the page; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.set_defaults(cap_mb=None)
+    arguments = parser.parse_args(typed)
+    print(
+        page(
+            list(tables(arguments)),
+            command=shlex.join(["python", "perf/scheduling_page.py", *typed]),
+            networks=list(map(NETWORKS.__getitem__, arguments.network)),
+            models=list(map(MODELS.__getitem__, arguments.model)),
+            noise=noise_of(arguments),
+            caps=caps_of(arguments),
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
