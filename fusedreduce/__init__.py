@@ -23,6 +23,7 @@ __all__ = [
     "FusedReduceError",
     "LocalGroup",
     "NonFiniteGradientError",
+    "ProcessGroupCommunicator",
     "ReduceConfig",
     "Reducer",
     "Ring",

@@ -6,6 +6,7 @@ from .comm.local.group import LocalGroup as LocalGroup
 from .comm.local.strategies import Centralized as Centralized
 from .comm.local.strategies import Ring as Ring
 from .comm.local.strategies import Tree as Tree
+from .comm.process_group import ProcessGroupCommunicator as ProcessGroupCommunicator
 from .config import Asynchronous as Asynchronous
 from .config import BoundedStaleness as BoundedStaleness
 from .config import FlushReport as FlushReport

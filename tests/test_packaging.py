@@ -1,7 +1,7 @@
 """The package as users get it, and the order in which its files may import each other.
 
 The rules about sources are functions from one parsed file to its faults, listed in RULES. Each holds for the
-whole package and is shown to bite on snippets that break it (BAD). A new file goes into LAYERS.
+whole package and is shown to bite on snippets that break it (BAD). A new folder goes into FLOORS.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,28 +26,28 @@ import fusedreduce
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# From the top: a file imports from lines below its own only, or from its own folder. `fusedreduce` itself,
-# the public names, stands under the command line, which uses them as anybody does.
-LAYERS: tuple[tuple[str, ...], ...] = (
+# From the top: a file imports from lines below that of its room (a folder or a file of the root), or from its own room,
+# where no two import each other (`folders_import_one_way`). What uses the library as anybody does stands above it.
+FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli", "integrations", "run"),
-    ("__init__",),
-    ("_public",),
+    ("__init__", "_public"),
     ("optim",),
     ("parallel",),
-    ("collective",),
     ("reducer",),
-    ("buckets",),
-    ("trace",),
-    ("comm",),
-    ("planning",),
-    ("config",),
-    ("errors",),
-    ("kernels",),
+    ("buckets", "collective", "trace"),
+    ("comm", "planning"),
+    ("config", "errors", "kernels"),
 )
+# (file, what it imports all the same): the reason.
+MAY_IMPORT_EACH_OTHER = {
+    ("fusedreduce/comm/local/group.py", "fusedreduce.comm.local.process_group.LocalProcessGroup"): (
+        "LocalCommunicator.process_group() is public, and what it makes holds a LocalCommunicator"
+    ),
+}
 KERNELS_MAY_IMPORT = {"torch", "triton", "numpy"}
 PLANNING_MAY_IMPORT = {"numpy"}
 PLANNING_MAY_IMPORT_OF_OURS = {"planning", "config", "errors"}
-# hook.py names the types of torch's hook interface; the command line and environment.py start process groups.
+# hook.py names the types of torch's hook interface; the command line and init_process_group.py start process groups.
 MAY_NAME_TORCH_DISTRIBUTED = (
     "fusedreduce/comm/process_group.py",
     "fusedreduce/comm/local/process_group.py",
@@ -90,7 +92,8 @@ class Source(NamedTuple):
     tree: ast.Module
 
     @property
-    def layer(self) -> str:
+    def room(self) -> str:
+        """The folder of the root, or the root's own file, that it belongs to."""
         return self.path.removesuffix(".py").split("/")[1]
 
     def in_any(self, prefixes: tuple[str, ...]) -> bool:
@@ -129,25 +132,47 @@ def imports(source: Source, within: ast.AST | None = None) -> Iterator[tuple[ast
             yield from ((node, str(name.value)) for name in node.args[:1] if isinstance(name, ast.Constant))
 
 
-def layer_of(name: str) -> str | None:
-    """The layer a dotted name belongs to; None if it is not ours."""
+def room_of(name: str) -> str | None:
+    """The room that a dotted name belongs to; None if it is not ours."""
     first, *rest = name.split(".")
     if first != "fusedreduce":
         return None
-    return rest[0] if rest and any(rest[0] in layer for layer in LAYERS) else "__init__"
+    return rest[0] if rest and any(rest[0] in floor for floor in FLOORS) else "__init__"
 
 
 def imports_go_down(source: Source) -> list[str]:
-    """No file imports from a line of LAYERS at or above its own, its own folder excepted."""
-    rank = {name: number for number, layer in enumerate(LAYERS) for name in layer}
-    if source.layer not in rank:
-        return [source.fault(source.tree, f"{source.layer} has no place in LAYERS")]
-    found = ((node, name, layer_of(name)) for node, name in imports(source))
+    """No file imports from a floor at or above its own, its own room excepted."""
+    rank = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+    if source.room not in rank:
+        return [source.fault(source.tree, f"{source.room} has no place in FLOORS")]
+    found = ((node, name, room_of(name)) for node, name in imports(source))
     return [
-        source.fault(node, f"imports {name}, which is not below {source.layer}")
-        for node, name, layer in found
-        if layer is not None and layer != source.layer and rank[layer] <= rank[source.layer]
+        source.fault(node, f"imports {name}, which is not below {source.room}")
+        for node, name, room in found
+        if room is not None and room != source.room and rank[room] <= rank[source.room]
+        if not {room, source.room} <= {"__init__", "_public"}
     ]
+
+
+def folders_import_one_way(sources: Sequence[Source]) -> list[str]:
+    """Within each folder, its files and subfolders import each other one way."""
+    paths = [tuple(source.path.removesuffix(".py").split("/")) for source in sources]
+    known = {path[:length] for path in paths for length in range(1, len(path) + 1)}
+    graphs: defaultdict[tuple[str, ...], defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for source, path in zip(sources, paths, strict=True):
+        for _, name in imports(source):
+            target = tuple(name.split("."))
+            shared = next((at for at, pair in enumerate(zip(path, target, strict=False)) if pair[0] != pair[1]), 0)
+            if shared and (source.path, name) not in MAY_IMPORT_EACH_OTHER:
+                entry = target[shared] if target[: shared + 1] in known else "__init__"
+                graphs[path[:shared]][path[shared]].add(entry)
+    faults = []
+    for folder, graph in graphs.items():
+        try:
+            TopologicalSorter({entry: needed - {entry} for entry, needed in graph.items()}).prepare()
+        except CycleError as error:
+            faults.append(f"{'/'.join(folder)}: imports go round: {' <- '.join(error.args[1])}")
+    return faults
 
 
 def kernels_stand_alone(source: Source) -> list[str]:
@@ -162,24 +187,24 @@ def planning_is_pure(source: Source) -> list[str]:
 
 def integrations_use_public_names(source: Source) -> list[str]:
     """integrations/ imports of ours what `fusedreduce` itself offers, and its own files."""
-    if source.layer != "integrations":
+    if source.room != "integrations":
         return []
     public = {f"fusedreduce.{name}" for name in fusedreduce.__all__}
     return [
         source.fault(node, f"imports {name}, which is not one of fusedreduce's public names")
         for node, name in imports(source)
-        if layer_of(name) not in (None, "integrations") and name not in public
+        if room_of(name) not in (None, "integrations") and name not in public
     ]
 
 
-def _imports_outside(source: Source, layer: str, others: set[str], ours: set[str]) -> list[str]:
-    if source.layer != layer:
+def _imports_outside(source: Source, room: str, others: set[str], ours: set[str]) -> list[str]:
+    if source.room != room:
         return []
     allowed = others | sys.stdlib_module_names
     return [
         source.fault(node, f"imports {name}")
         for node, name in imports(source)
-        if (layer_of(name) not in ours if layer_of(name) else name.split(".")[0] not in allowed)
+        if (room_of(name) not in ours if room_of(name) else name.split(".")[0] not in allowed)
     ]
 
 
@@ -206,7 +231,7 @@ def triton_is_guarded_once(source: Source) -> list[str]:
     return [
         source.fault(node, f"imports {name} and carries on if that fails")
         for node, name in guarded
-        if name.split(".")[0] == "triton" or layer_of(name) == "kernels"
+        if name.split(".")[0] == "triton" or room_of(name) == "kernels"
     ]
 
 
@@ -279,12 +304,12 @@ RULES: tuple[Rule, ...] = (
 )
 # (the rule it breaks, where it would stand, the code)
 BAD: tuple[tuple[Rule, str, str], ...] = (
-    (imports_go_down, "fusedreduce/buckets/bucket.py", "from ..pipeline import Pipeline"),
-    (imports_go_down, "fusedreduce/buckets/bucket.py", "from fusedreduce import exchange"),
+    (imports_go_down, "fusedreduce/buckets/bucket.py", "from ..reducer.pipeline import Pipeline"),
+    (imports_go_down, "fusedreduce/buckets/bucket.py", "from fusedreduce import parallel"),
     (imports_go_down, "fusedreduce/buckets/bucket.py", "def f() -> None:\n    import fusedreduce.parallel.hook"),
     (imports_go_down, "fusedreduce/buckets/bucket.py", "importlib.import_module('fusedreduce.parallel.hook')"),
-    (imports_go_down, "fusedreduce/buckets/bucket.py", "if TYPE_CHECKING:\n    from ..plans import Plans"),
-    (imports_go_down, "fusedreduce/comm/process_group.py", "from ..bucket import Bucket"),
+    (imports_go_down, "fusedreduce/buckets/bucket.py", "if TYPE_CHECKING:\n    from ..reducer.plans import Plans"),
+    (imports_go_down, "fusedreduce/comm/process_group.py", "from ..buckets.bucket import Bucket"),
     (imports_go_down, "fusedreduce/optim/grad_scaler.py", "from ..cli import main"),
     (imports_go_down, "fusedreduce/buckets/exchange.py", "from .. import fused_hook"),
     (imports_go_down, "fusedreduce/__init__.py", "from .cli import main"),
@@ -323,7 +348,7 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
 GOOD: tuple[tuple[str, str], ...] = (
     ("fusedreduce/cli/__init__.py", "import fusedreduce\nimport torch.distributed\nprint(fusedreduce)"),
     ("fusedreduce/cli/demo.py", "try:\n    import matplotlib\nexcept ImportError: ..."),
-    ("fusedreduce/__init__.py", "from .hook import fused_hook"),
+    ("fusedreduce/__init__.py", "from .parallel.hook import fused_hook"),
     ("fusedreduce/integrations/lightning.py", "import lightning\nfrom fusedreduce import Reducer\nfrom . import parts"),
     ("fusedreduce/parallel/hook.py", "from torch.distributed import GradBucket\nfrom .buckets import exchange"),
     ("fusedreduce/comm/process_group.py", "import torch.distributed\nfrom .protocol import Communicator"),
@@ -350,6 +375,23 @@ def test_rule_bites(rule: Rule, path: str, code: str) -> None:
 def test_rules_let_pass(path: str, code: str) -> None:
     source = Source(path, ast.parse(code))
     assert [fault for rule in RULES for fault in rule(source)] == []
+
+
+def test_folders_import_one_way() -> None:
+    assert folders_import_one_way(package_sources()) == []
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"comm/agreement.py": "from .protocol import Ranks", "comm/protocol.py": "from . import agreement"},
+        {"buckets/a.py": "def f() -> None:\n    from .stats.b import c", "buckets/stats/b.py": "from ..a import d"},
+        {"trace/a.py": "import fusedreduce.trace.b", "trace/b.py": "from .c import d", "trace/c.py": "from . import a"},
+        {"collective/__init__.py": "from .session import Session", "collective/session.py": "from . import Session"},
+    ],
+)
+def test_imports_that_go_round_are_found(files: Mapping[str, str]) -> None:
+    assert folders_import_one_way([Source(f"fusedreduce/{path}", ast.parse(code)) for path, code in files.items()])
 
 
 def test_every_rule_is_shown_to_bite() -> None:
