@@ -323,14 +323,14 @@ def _compressed(model: nn.Module, _: Recorder) -> nn.Module:
 
 _BF16: Mapping[str, Any] = {"wire": "bf16"}
 _OBSERVED: Mapping[str, Any] = {"grad_stats": True, "check_finite": "count"}
-_SETTLES = {"unused.py: nowhere": "which rank has used a parameter that this one has not (docs/limits.md)"}
+_SETTLES = {"unused_parameters.py: nowhere": "which rank has used a parameter that this one has not (docs/limits.md)"}
 _KINDS = {"sparse_kinds.py: agreed_kind": "of what kind sparse gradients are, on all ranks (docs/limits.md)"}
-_ASKS = {"ledger.py: anywhere": "the same, of a contribution that has come"}
+_ASKS = {"asynchronous_bucket.py: anywhere": "the same, of a contribution that has come"}
 _COUNTS = {"pipeline.py: _counted_ranks": "how many ranks still have inputs divides the gradients (docs/limits.md)"}
-_DECIDES = {"amp.py: step": "torch's GradScaler.step asks whether to step, unless the optimizer is fused"}
+_DECIDES = {"grad_scaler.py: step": "torch's GradScaler.step asks whether to step, unless the optimizer is fused"}
 _DIVIDES = {"exchange.py: scalar": "a divisor that is new is uploaded at once: to be mended"}
-_RAISES = {"finite.py: _report": "check_finite='raise' waits at the end of each step, to raise in it"}
-_LOOKS = {"own_pace.py: end_step": "an asynchronous step under a scaler is skipped at once, or not"}
+_RAISES = {"non_finite.py: _report": "check_finite='raise' waits at the end of each step, to raise in it"}
+_LOOKS = {"asynchronous.py: end_step": "an asynchronous step under a scaler is skipped at once, or not"}
 
 # By name. Every way in, every mode; what the host waits for is named.
 CASES: Mapping[str, Callable[[], Case]] = {

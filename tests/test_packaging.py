@@ -209,7 +209,7 @@ def _imports_outside(source: Source, room: str, others: set[str], ours: set[str]
 
 
 def torch_distributed_has_one_caller(source: Source) -> list[str]:
-    """torch.distributed is imported, or reached as an attribute of torch, in comm/distributed.py only."""
+    """torch.distributed is imported, or reached as an attribute of torch, in comm/process_group.py only."""
     if source.in_any(MAY_NAME_TORCH_DISTRIBUTED):
         return []
     named = [(node, name) for node, name in imports(source) if f"{name}.".startswith("torch.distributed.")]

@@ -84,7 +84,8 @@ class KindsOfStep:
     """
 
     def __init__(self, kinds: SparseKinds, pending: Pending, gathered: torch.Tensor) -> None:
-        # Not in a cycle with them: the collector, maybe on a thread of Gloo's, would drop the group. See completion.py.
+        # Not in a cycle with them: the collector, maybe on a thread of Gloo's, would drop the group (see
+        # parallel/hook_completion.py).
         self._kinds: SparseKinds = weakref.proxy(kinds)
         self._pending = pending
         self._gathered = gathered

@@ -1,6 +1,6 @@
 """clip_grad_norm_: torch's, with the norm from the reduction and the coefficient folded into a fused optimizer.
 
-    optimizer given     its own step divides the gradients (see fold.py); no pass
+    optimizer given     its own step divides the gradients (see folded_step.py); no pass
     none given          gradient *= coefficient, one fused launch: 8 bytes per element of fp32
     norm                of the reduction (reuse_norm, or under FusedGradScaler): no pass; else one launch: 4 bytes
 

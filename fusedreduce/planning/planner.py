@@ -2,7 +2,7 @@
 
 Pure: the same numbers give the same plan on every rank. Launch order is that in which buckets become ready, and within
 a group a bucket is a run of parameters in that order. `timeline.py` holds the model, `cuts.py` the search in one group
-(exact), `several.py` and `exact.py` what several groups need beyond it.
+(exact), `several_groups.py` and `exact.py` what several groups need beyond it.
 """
 
 from __future__ import annotations

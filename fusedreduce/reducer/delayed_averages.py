@@ -1,7 +1,8 @@
 """LateAverages: what a reducer keeps and does in modes where averages come later than their own step.
 
-What `.grad` holds of earlier steps is kept apart from what backwards make (set_aside.py); what is under way lands in
-`flush`, or goes into a checkpoint. In the synchronous mode there is nothing to do. Called under the reducer's lock.
+What `.grad` holds of earlier steps is kept apart from what backwards make (modes/gradient_stash.py); what is under way
+lands in `flush`, or goes into a checkpoint. In the synchronous mode there is nothing to do. Called under the reducer's
+lock.
 """
 
 from __future__ import annotations

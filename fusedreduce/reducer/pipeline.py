@@ -6,9 +6,9 @@
                   observed; then the sums of sparse gradients whose kind nobody knew before
     per bucket    finish, in the same order: check that nothing has changed since, wait, unpack
 
-When a step begins and when a bucket is ready others say (reducer.py, arrivals.py); how it ends in modes where its
-averages come later, ends.py. A rank without inputs issues the same with zeros (shadows.py). Called under the reducer's
-lock.
+When a step begins and when a bucket is ready others say (reducer.py, readiness.py); how it ends in modes where its
+averages come later, modes/step_end.py. A rank without inputs issues the same with zeros (join.py). Called under the
+reducer's lock.
 """
 
 from __future__ import annotations

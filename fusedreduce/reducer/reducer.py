@@ -10,10 +10,10 @@
 One step: armed (prepare_for_backward) -> each parameter's hook marks it ready -> a bucket whose parameters all are is
 launched, strictly in plan order, so that all ranks issue the same collectives in the same order whatever their own
 readiness was -> when backward is done a callback of the autograd engine finishes the buckets in that order. Which
-parameters' hooks tell is up to arrivals.py, what is issued to pipeline.py.
+parameters' hooks tell is up to readiness.py, what is issued to pipeline.py.
 
 Where ranks share an autograd thread (Communicator.waits_in_backward) that callback leaves the step launched, and the
-calling thread finishes it: in `finalize`, or when it next needs a gradient (optimizer_steps.py).
+calling thread finishes it: in `finalize`, or when it next needs a gradient (optimizer_hooks.py).
 
 The first step uses one bucket per dtype and device. Then rank 0's order of readiness is broadcast and every rank cuts
 it into buckets by the same pure function. With find_unused_parameters (and no static graph) nothing is learned:
@@ -495,8 +495,9 @@ class Reducer:
             buffers: become rank 0's (Asynchronous only).
 
         In the asynchronous mode everything lands at once, and what this rank is owed is added to `.grad`; then
-        parameters, and the states that `optimizers` keep of them, become the same on all ranks (see resync.py).
-        `optimizers` and `step` go together there: the latter is called in place of stepping the former.
+        parameters, and the states that `optimizers` keep of them, become the same on all ranks (see
+        modes/average_parameters.py). `optimizers` and `step` go together there: the latter is called in place of
+        stepping the former.
 
         Returns:
             How many steps have landed, and how far parameters were apart.

@@ -7,7 +7,7 @@
     unpack   unpacking begins
     end      the gradients are reduced
 
-Times are ns of the host's clock since the step's backward began, MISSING_NS where nothing was seen. `traces/files.py`
+Times are ns of the host's clock since the step's backward began, MISSING_NS where nothing was seen. `reader.py`
 reads what is written here.
 """
 

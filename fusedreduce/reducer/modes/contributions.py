@@ -11,7 +11,8 @@ sequence of collectives of their own, in which nothing else is issued. What hold
 
     sum over steps of what `.grad` was given, and of what `drain` gives  ==  sum over n of average n,   to rounding
 
-Without momentum and the like every rank's parameters end alike; with them, ranks drift apart (see resync.py).
+Without momentum and the like every rank's parameters end alike; with them, ranks drift apart (see
+average_parameters.py).
 
 Example: W = 2, one number, gradients 3, 1 here and 5, 7 there. Step 0 uses 3 and issues contribution 0. By step 1 the
 peer's has come: average 4, so step 1 uses 1 + (4 - 3) = 2, and issues 1. Draining gives (1 + 7) / 2 - 1 = 3. Given: 3 +
