@@ -18,7 +18,7 @@ except ModuleNotFoundError:  # not on every machine with a GPU
     hypothesis = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from ranks import RankPool
+    from support.ranks import RankPool
 
 if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -51,7 +51,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A process group of one."""
-    from ranks import group_of_one  # not before TRITON_INTERPRET is set
+    from support.ranks import group_of_one  # not before TRITON_INTERPRET is set
 
     with group_of_one():
         yield
@@ -72,7 +72,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def group(device: torch.device) -> Iterator[None]:
     """A process group of one, on a GPU NCCL's."""
-    from ranks import group_of_one
+    from support.ranks import group_of_one
 
     with group_of_one(device.type):
         yield
@@ -91,7 +91,7 @@ def three() -> Iterator[RankPool]:
 
 
 def _pool(world: int) -> Iterator[RankPool]:
-    from ranks import RankPool
+    from support.ranks import RankPool
 
     pool = RankPool(world)
     yield pool

@@ -28,7 +28,8 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_gpu_tests_are_collected_and_what_needs_hypothesis_is_skipped() -> None:
-    on_gpu, others = sorted(HERE.glob("test_gpu_*.py")), ("test_gpu.py", "test_streams.py", "test_kernels.py")
+    on_gpu = sorted(HERE.glob("gpu/test_gpu*.py"))
+    others = ("buckets/test_streams.py", "kernels/test_kernels.py")
     command = [sys.executable, "-c", WITHOUT, "-p", "no:cacheprovider", "--collect-only", "-q"]
     done = subprocess.run(
         [*command, *map(str, on_gpu), *(str(HERE / name) for name in others)],
@@ -41,5 +42,5 @@ def test_gpu_tests_are_collected_and_what_needs_hypothesis_is_skipped() -> None:
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
     found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
-    assert found == {f"tests/{file.name}" for file in on_gpu} | {"tests/test_gpu.py", "tests/test_streams.py"}, text
+    assert found == {f"tests/gpu/{file.name}" for file in on_gpu} | {"tests/buckets/test_streams.py"}, text
     assert text.count("hypothesis is not installed") == 1, text

@@ -25,7 +25,7 @@ from fusedreduce.kernels.table import ChunkTable, PointerTable, may_flush
 
 SEED = 6
 RANDOM_CASES, REHEARSED_CASES = 240, 6
-# What fp32 sums of 8,192 squares may be off by, whatever their order; as in tests/test_kernels.py.
+# What fp32 sums of 8,192 squares may be off by, whatever their order; as in tests/kernels/test_kernels.py.
 SUM_RTOL = 30 * 2.0**-24
 ODD = 0x61C88647  # index times this, mod 2^32: every bit pattern once in any 2^32 in a row
 BLOCK_NUMEL = 2**26

@@ -1,0 +1,112 @@
+"""Sparse gradients that some ranks, or all, leave out: every mode and door in which there may be such."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support import sparse_cases
+from support.leaf_steps import clear, sparse_like, step
+from support.loopback import Loopback
+from support.ranks import RankPool
+
+from fusedreduce import FusedReduceError, Reducer
+from fusedreduce.comm.local.group import LocalGroup
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    pool = RankPool(request.param)
+    pool.run(sparse_cases.make_groups)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("how", sparse_cases.WAYS)
+def test_tables_that_ranks_leave_out(ranks: RankPool, how: str) -> None:
+    ranks.run(sparse_cases.left_out, how)
+
+
+def test_a_static_graph_in_which_ranks_use_different_tables(ranks: RankPool) -> None:
+    ranks.run(sparse_cases.static)
+
+
+@pytest.mark.parametrize("search", [False, True])
+@pytest.mark.parametrize("how", ["plain", "hook", "search, looked at"])
+@pytest.mark.parametrize("steps", [(2, 3, 5), (4, 0, 2), (0, 3, 0)])
+def test_ranks_run_out_of_inputs(ranks: RankPool, steps: tuple[int, ...], how: str, search: bool) -> None:
+    ranks.run(sparse_cases.joined, steps, how, search)
+
+
+def test_a_gradient_that_was_kept_of_an_unused_table_stays(ranks: RankPool) -> None:
+    ranks.run(sparse_cases.kept)
+
+
+@pytest.mark.parametrize("how", ["search", "staleness"])
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize(("what", "shown"), [("dense", "dense and"), ("cells", "sparse of 2 sparse dimensions and")])
+def test_a_gradient_of_another_kind_is_the_same_error_on_every_rank(
+    ranks: RankPool, what: str, shown: str, before: int, how: str
+) -> None:
+    messages = ranks.run(sparse_cases.disagreed, what, before, how)
+    assert len(set(messages)) == 1, messages
+    world = len(messages)
+    assert "The gradient of rows.weight must be sparse (torch.sparse_coo), and of one kind" in messages[0], messages
+    assert f"{shown} torch.float32 on rank {world - 1}" in messages[0], messages
+    assert ("In the steps before it was sparse of 1 sparse dimensions" in messages[0]) == bool(before), messages
+
+
+@pytest.mark.parametrize("how", ["search", "hook"])
+@pytest.mark.parametrize("name", ["dense.weight", "rows.weight"])
+def test_an_error_of_one_rank_does_not_keep_the_others_waiting_for_sums_that_come_late(
+    ranks: RankPool, name: str, how: str
+) -> None:
+    ranks.run(sparse_cases.changed_here, name, how)
+
+
+@pytest.mark.parametrize("how", ["written to", "replaced"])
+def test_a_sparse_gradient_that_changes_after_it_was_taken_is_named(how: str) -> None:
+    table, dense = torch.zeros(4, 2, requires_grad=True), torch.zeros(3, requires_grad=True)
+    reducer = Reducer([table, dense], Loopback(), sparse=[True, False])
+
+    def meddle(_: torch.Tensor) -> None:
+        assert table.grad is not None, "it is ready first"
+        if how == "replaced":
+            table.grad = table.grad.clone()
+        else:
+            table.grad.mul_(2)
+
+    def once() -> None:
+        clear([table, dense])
+        step(reducer, [sparse_like(table, [1, 2]), torch.ones(3)], ready=[0, 1])
+
+    for _ in range(3):
+        once()
+    dense.register_post_accumulate_grad_hook(meddle)
+    with pytest.raises(FusedReduceError, match=rf"gradient of parameter 0 \(parameter 0\) was {how} after"):
+        once()
+
+
+def test_a_reducer_that_is_given_up_leaves_its_ranks_without_the_garbage_collector() -> None:
+    # Which may run on one of Gloo's threads, where a process group must not end.
+    table, communicator = torch.zeros(4, 2, requires_grad=True), LocalGroup(1).communicator(0)
+    reducer = Reducer([table], communicator, sparse=[True])
+    for _ in range(2):
+        table.grad = None
+        step(reducer, [sparse_like(table, [1, 2])])
+    alive = weakref.ref(communicator)
+    gc.collect()
+    gc.disable()
+    try:
+        del reducer, communicator
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+def test_our_hook_on_torchs_class(ranks: RankPool, wire: str) -> None:
+    ranks.run(sparse_cases.through_torchs_ddp, wire)

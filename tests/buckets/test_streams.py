@@ -1,0 +1,217 @@
+"""Streams, with stand-ins for CUDA's: who waits for whom, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from support.leaf_steps import clear, given
+from support.loopback import Loopback
+
+from fusedreduce import Reducer
+from fusedreduce.buckets import bucket_set
+from fusedreduce.buckets.streams import Streams
+from fusedreduce.planning.bucketing import BucketCaps
+from fusedreduce.planning.plan import ParameterKind, Plan
+from fusedreduce.planning.schedule import REPORTS, Model
+from fusedreduce.reducer.scheduler import Scheduler
+
+DEVICE = torch.device("cuda", 0)
+
+
+class FakeStream:
+    """A stream that writes down whom it waits for."""
+
+    made = 0
+
+    def __init__(self, device: torch.device = DEVICE) -> None:
+        FakeStream.made += 1
+        self.cuda_stream = FakeStream.made
+        self.device = device
+        self.waited_for: list[FakeStream] = []
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.waited_for.append(other)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        assert event.stream is not None, "an event that was never recorded is no event"
+        self.waited_for.append(event.stream)
+
+
+class FakeEvent:
+    """An event that knows where it was recorded."""
+
+    def __init__(self) -> None:
+        self.stream: FakeStream | None = None
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        current: Any = torch.cuda.current_stream(DEVICE)
+        self.stream = stream or current
+
+    def query(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
+    """The stack of current streams; its last is current."""
+    stack = [FakeStream()]
+
+    @contextmanager
+    def use(stream: FakeStream) -> Iterator[None]:
+        stack.append(stream)
+        try:
+            yield
+        finally:
+            stack.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stack[-1])
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    return stack
+
+
+def test_pack_waits_for_every_other_stream_that_made_a_gradient(current: list[FakeStream]) -> None:
+    streams, backward = Streams([0] * 4 + [1], DEVICE), current[0]
+    one, two, elsewhere = FakeStream(), FakeStream(), FakeStream(torch.device("cuda", 1))
+    for parameter, stream in enumerate((backward, one, two, elsewhere)):
+        current.append(stream)
+        streams.record(parameter, DEVICE)
+        current.pop()
+    streams.wait_for_gradients(0, DEVICE)
+    assert backward.waited_for == [one, two]
+    streams.wait_for_gradients(1, DEVICE)
+    assert backward.waited_for == [one, two], "nothing was recorded for the other bucket"
+
+
+def test_the_outer_stream_waits_for_the_side_stream_also_when_unpack_raises(current: list[FakeStream]) -> None:
+    streams, backward = Streams([0], DEVICE), current[0]
+    sides: list[Any] = []
+    for fails in (False, True):
+        try:
+            with streams.beside(DEVICE):
+                sides.append(current[-1])
+                assert sides[-1] is not backward and backward.waited_for == sides[:-1]
+                if fails:
+                    raise MemoryError
+        except MemoryError:
+            assert fails
+        assert backward.waited_for == sides and current == [backward]
+    assert sides[0] is sides[1], "one side stream per device"
+
+
+def test_nothing_happens_on_a_cpu() -> None:
+    streams = Streams([0], torch.device("cpu"))
+    streams.wait_for_gradients(0, torch.device("cpu"))
+    with streams.beside(torch.device("cpu")), streams.on(torch.device("cpu")):
+        assert not streams.on_cuda
+
+
+def test_what_reads_all_packs_waits_for_those_on_other_streams_once(current: list[FakeStream]) -> None:
+    streams, backward, other = Streams([0, 1], DEVICE), current[0], FakeStream()
+    for stream in (backward, other, other):
+        current.append(stream)
+        streams.packed(DEVICE)
+        current.pop()
+    streams.wait_for_packs()
+    assert backward.waited_for == [other]
+    streams.wait_for_packs()
+    assert backward.waited_for == [other]
+
+
+def test_nodes_are_made_anew_on_the_one_stream_that_a_buckets_had(current: list[FakeStream]) -> None:
+    streams, other = Streams([0, 0, 1, 1, 2], DEVICE), FakeStream()
+    for parameter, stream in enumerate([other, other, other, current[0], other]):
+        assert streams.of_nodes(0) is None, "some are missing yet"
+        current.append(stream)
+        streams.record(parameter, DEVICE)
+        current.pop()
+    within = streams.of_nodes(0)
+    assert within is not None
+    with within:
+        assert current[-1] is other
+    assert streams.of_nodes(1) is None, "its nodes are on two streams"
+    on_cpu = Streams([0], torch.device("cpu")).of_nodes(0)
+    assert on_cpu is not None
+
+
+def test_what_ranks_agree_on_is_read_behind_the_stream_that_waited_for_it(
+    current: list[FakeStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward that reads it may run on another stream than the one that backward was called on."""
+    model = Model(
+        kinds=[ParameterKind(4, 0, 0)],
+        wire_bytes=[4],
+        caps=BucketCaps(),
+        cap_policy="c10d",
+        share=False,
+        policy="ready",
+        link=None,
+        least_bytes=0,
+    )
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)
+    tolist, read_on = torch.Tensor.tolist, list[tuple[FakeStream, list[FakeStream]]]()
+
+    def read(tensor: torch.Tensor) -> Any:
+        read_on.append((current[-1], list(current[-1].waited_for)))
+        return tolist(tensor)
+
+    plan: Plan = ((0,),)
+    scheduler = Scheduler(model, 0, Loopback(), DEVICE)
+    scheduler.readiness.add([1], [])
+    for _ in range(REPORTS[0]):
+        scheduler.close_round(None)
+    backward, forward = current[0], FakeStream()
+    for collective in ("the report", "the comparison"):
+        assert scheduler.report(plan) == 1, collective
+        scheduler.complete()
+        scheduler.close_round(None)
+        current.append(forward)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "tolist", read)
+            plan = scheduler.settle(plan)
+        current.pop()
+        assert read_on.pop() == (forward, [backward]), collective
+        assert not read_on
+        forward.waited_for.clear()
+
+
+@pytest.mark.parametrize("from_step", [0, 1, 4])
+def test_a_parameter_first_used_in_a_later_step_has_its_stream_waited_for(
+    from_step: int, current: list[FakeStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With find_unused_parameters a plan's first step need not show every gradient."""
+    backward, other = current[0], FakeStream()
+    on_gradient, wait = Reducer.on_gradient, Streams.wait_for_gradients
+    waited: list[list[FakeStream]] = []
+
+    def accumulated(reducer: Reducer, index: int) -> None:
+        if index == 1:
+            current.append(other)
+        on_gradient(reducer, index)
+        if index == 1:
+            current.pop()
+
+    def waits(streams: Streams, bucket: int, _: torch.device) -> None:
+        backward.waited_for.clear()
+        wait(streams, bucket, DEVICE)
+        waited.append(list(backward.waited_for))
+
+    monkeypatch.setattr(Reducer, "on_gradient", accumulated)
+    monkeypatch.setattr(Streams, "wait_for_gradients", waits)
+    monkeypatch.setattr(bucket_set, "Streams", lambda bucket_of, _: Streams(bucket_of, DEVICE))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    parameters = [torch.zeros(3, requires_grad=True) for _ in range(2)]
+    with Reducer(parameters, Loopback(), find_unused_parameters=True) as reducer:
+        for step in range(6):
+            clear(parameters)
+            both = step >= from_step
+            loss = given(parameters, [torch.ones(3), torch.ones(3) if both else None], [1, 0])
+            reducer.prepare_for_backward(loss)
+            loss.backward()
+    assert waited == [[]] * from_step + [[other]] * (6 - from_step)

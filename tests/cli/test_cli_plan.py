@@ -1,0 +1,237 @@
+"""`fusedreduce plan` as a user runs it: policies side by side, plan.json, torch's argument, and what it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.test_cli_trace import refused
+from support.traces import COSTS, FakeRun, edit
+
+from fusedreduce.cli import main, simulate
+from fusedreduce.cli import plan as command
+from fusedreduce.planning import plan_file as saved
+from fusedreduce.planning.bucketing import MIB, BucketCaps, assign_by_size
+from fusedreduce.planning.cost_model import Costs, Linear
+from fusedreduce.planning.plan import Plan
+from fusedreduce.planning.planner import ready_order, timeline
+from fusedreduce.planning.timeline import MISSING_NS
+from fusedreduce.trace.problem import problem
+from fusedreduce.trace.reader import read
+from fusedreduce.trace.recorder import group_text
+
+LAYERS = 24
+# A chain of layers, the last first; every fourth of them wide.
+RUN = FakeRun(
+    plan=tuple((number,) for number in reversed(range(LAYERS))),
+    ready_ns=[(LAYERS - number) * 9_000 for number in range(LAYERS)],
+    numels=[4_000 if number % 4 else 20_000 for number in range(LAYERS)],
+    options={"caps": {"first_bytes": MIB, "cap_bytes": 25 * MIB, "listed_bytes": [], "planned_bytes": None}},
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    RUN.write(tmp_path / "traces")
+    return tmp_path / "traces"
+
+
+def rows_of(out: str) -> dict[str, list[float]]:
+    """The table: buckets, last collective, finish, exposed, by policy."""
+    names = ("static", "ready", "planned", "recorded")
+    words = [line.split() for line in out.splitlines() if line.split()[:1] and line.split()[0] in names]
+    return {row[0]: [float(cell) for cell in row[1:]] for row in words}
+
+
+def plan_in(folder: Path) -> saved.SavedPlan:
+    parameters = read(folder)[0].parameters
+    names, numels = [one.name for one in parameters], [one.numel for one in parameters]
+    return saved.load((folder / "plan.json").read_text(), names=names, numels=numels)
+
+
+def caps_in(out: str) -> list[float]:
+    (line,) = [line for line in out.splitlines() if line.startswith("bucket_cap_mb_list=")]
+    found: list[float] = ast.literal_eval(line.partition("=")[2])
+    return found
+
+
+def test_policies_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "2 ranks, cpu, wrapper; 24 parameters" in out and "all-reduce 2.0 us and 8.00 Gbit/s" in out
+    rows = rows_of(out)
+    assert list(rows) == ["static", "ready", "planned", "recorded"]
+    assert rows["planned"][1] <= min(row[1] for row in rows.values())
+    assert rows["static"][0] == 1 and rows["recorded"][0] == LAYERS, "a cap of 25 MiB holds everything"
+    assert rows["planned"][1] < rows["static"][1]
+    found = plan_in(folder)
+    assert (found.world_size, found.wire, len(found.plan)) == (2, "bf16", rows["planned"][0])
+    asked = problem(read(folder), COSTS)
+    assert round(timeline(found.plan, asked).last_done / 1e12, 3) == rows["planned"][1]
+    assert sorted(path.name for path in folder.iterdir()) == ["plan.json", "rank0.json", "rank1.json"]
+
+
+def test_torchs_argument_gives_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(folder)]) == 0
+    out = capsys.readouterr().out
+    found = plan_in(folder).plan
+    assert f"With it torch makes the plan's {len(found)} buckets" in out
+    asked = problem(read(folder), COSTS)
+    limits = [int(cap_mb * MIB) for cap_mb in caps_in(out)]
+    order = ready_order(asked.ready_ns)
+    assert set(map(frozenset, assign_by_size(asked.size_bytes, ["f"] * LAYERS, limits, order=order))) == set(
+        map(frozenset, found)
+    )
+
+
+def test_costs_caps_and_folder_can_be_given(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out_folder = tmp_path / "out"
+    # A latency that nothing makes up for: as few buckets as the cap allows. 4 bytes an element, 24 x 4,000 and more.
+    assert main(["plan", str(folder), "--costs", "1e6,1000", "--cap-mb", "0.4", "--out", str(out_folder)]) == 0
+    out = capsys.readouterr().out
+    assert "all-reduce 1000000.0 us and 1000.00 Gbit/s" in out
+    total = sum(4 * numel for numel in RUN.numels)
+    assert rows_of(out)["planned"][0] == -(-total // int(0.4 * MIB)) and not (folder / "plan.json").exists()
+    assert main(["plan", str(folder), "--costs", "0,0.001", "--out", str(out_folder)]) == 0
+    assert rows_of(capsys.readouterr().out)["planned"][1] > 1000, "1 Mbit/s"
+
+
+def test_costs_are_measured_where_no_rank_knows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FakeRun(costs=None).write(tmp_path)
+    assert main(["plan", str(tmp_path)]) == 0
+    assert "all-reduce 2.0 us and 8.00 Gbit/s" in capsys.readouterr().out
+
+
+def test_a_hooks_trace_gives_torchs_argument_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def as_hook(found: dict[str, Any]) -> None:
+        found.update(source="hook", costs=None, config={"wire": "bf16"})
+        for parameter in found["parameters"]:
+            parameter["ready_ns"] = MISSING_NS
+
+    for rank in range(2):
+        edit(folder, as_hook, rank)
+    assert main(["plan", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "No plan.json: torch's reducer" in out and caps_in(out) and not (folder / "plan.json").exists()
+
+
+def test_dtypes_share_buckets_in_the_plan_and_not_in_torchs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def mix(found: dict[str, Any]) -> None:
+        for number, parameter in enumerate(found["parameters"]):
+            parameter["group"] = group_text("torch.bfloat16" if number % 2 else "torch.float32", "cpu")
+
+    for rank in range(2):
+        edit(folder, mix, rank)
+    assert main(["plan", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert any({number % 2 for number in bucket} == {0, 1} for bucket in plan_in(folder).plan)
+    traces = read(folder)
+    apart = problem(traces, COSTS, share=False)
+    limits = [int(cap_mb * MIB) for cap_mb in caps_in(out)]
+    torchs = assign_by_size(apart.size_bytes, apart.groups, limits, order=ready_order(apart.ready_ns))
+    caps = BucketCaps(first_bytes=MIB, cap_bytes=25 * MIB)
+    usual = assign_by_size(apart.size_bytes, apart.groups, caps.limits_bytes, order=ready_order(apart.ready_ns))
+
+    def ends(plan: list[tuple[int, ...]]) -> int:
+        return timeline(tuple(plan), apart).last_done
+
+    assert ends(torchs) <= ends(usual)
+    assert "torch makes" in out
+
+
+def test_no_policy_is_better_than_planned_on_any_rank_count(tmp_path: Path) -> None:
+    for ranks in (1, 2, 5):
+        FakeRun(ranks=ranks).write(tmp_path / str(ranks))
+        traces = read(tmp_path / str(ranks))
+        for link in (Linear(fixed_ns=0, fs_per_byte=10), Linear(fixed_ns=10**6, fs_per_byte=10**7)):
+            asked = problem(traces, Costs(wire=link))
+            plans = command.policies(traces, asked, traces[0].caps, share=True)
+            ends = {name: timeline(plan, asked).last_done for name, plan in plans.items()}
+            assert ends["planned"] == min(ends.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "arguments are required: FOLDER, or --simulate"),
+        (["nowhere"], "No such file or directory"),
+        (
+            ["traces", "--costs", "5"],
+            "argument --costs: two numbers, latency in us and Gbit/s, such as 20,100; got '5'",
+        ),
+        (["traces", "--costs", "5,0"], "argument --costs: two numbers"),
+        (["traces", "--costs", "nan,1"], "argument --costs: two numbers"),
+        (["traces", "--costs=-1,1"], "argument --costs: two numbers"),
+        (["traces", "--costs", "1,2,3"], "argument --costs: two numbers"),
+        (["traces", "--cap-mb", "0"], "argument --cap-mb: must be at least one byte, got 0.0"),
+        (["traces", "--cap-mb", "inf"], "argument --cap-mb: must be at least one byte, got inf"),
+        (["traces", "--out", "/dev/null"], "--out: '/dev/null' is not a folder that can be written to"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    options: list[str], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    refused(["plan", *options], said, capsys)
+
+
+def forget_times(found: dict[str, Any]) -> None:
+    for parameter in found["parameters"]:
+        parameter["ready_ns"] = MISSING_NS
+    for step in found["steps"]:
+        step["buckets"] = [[MISSING_NS] * 6 for _ in step["buckets"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda found: found.update(version=2), "its version is 2"),
+        (forget_times, "the trace has no gradient's time"),
+    ],
+)
+def test_a_bad_trace_is_refused_in_one_line(
+    change: Callable[[dict[str, Any]], None], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        edit(folder, change, rank)
+    refused(["plan", str(folder)], said, capsys)
+
+
+def test_a_link_that_does_not_fit_has_to_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FakeRun(plan=((3, 2, 1, 0),), costs=None).write(tmp_path)
+    refused(["plan", str(tmp_path)], "buckets of fewer than two sizes): give --costs", capsys)
+    assert main(["plan", str(tmp_path), "--costs", "20,10"]) == 0
+
+
+def test_a_simulation_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[argparse.Namespace] = []
+
+    def run(arguments: argparse.Namespace) -> int:
+        handed.append(arguments)
+        return 7
+
+    monkeypatch.setattr(simulate, "run", run)
+    assert main(["plan", "--simulate"]) == 7
+    assert handed[0].simulate and handed[0].folder is None
+
+
+def test_a_recorded_run_is_simulated_on_clusters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--simulate", "--network", "25gbe", "--ranks", "8,64", "--cap-mb", "0.5"]
+    assert main(["plan", str(folder), *options]) == 0
+    out = capsys.readouterr().out
+    assert "2 ranks, cpu, wrapper; 24 parameters" in out and "buckets of 0.5 MiB" in out
+    assert out.count("25 GbE") >= 2 and not (folder / "plan.json").exists()
+
+
+def test_the_file_is_a_plan_for_this_model_only(folder: Path) -> None:
+    assert main(["plan", str(folder)]) == 0
+    text = (folder / "plan.json").read_text()
+    plan: Plan = tuple(map(tuple, json.loads(text)["buckets"]))
+    assert sorted(number for bucket in plan for number in bucket) == list(range(LAYERS))
+    with pytest.raises(ValueError, match="other parameters"):
+        saved.load(text, names=["other"], numels=[1])

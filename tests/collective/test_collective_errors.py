@@ -1,0 +1,824 @@
+"""Collective sessions: every kind of error, on every peer alike, and the session afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.collective_cases import (
+    TIMEOUT_S,
+    Peers,
+    caught,
+    free_port,
+    good,
+    listen_or_connect,
+    run_threads,
+    same,
+    values,
+)
+
+from fusedreduce.collective import (
+    AllReduceOperationMismatch,
+    AllReduceShapeMismatch,
+    BroadcastMultipleTensors,
+    BroadcastNoTensor,
+    BroadcastRootMismatch,
+    CollectiveConfig,
+    CollectiveSessionError,
+    DTypeMismatch,
+    InvalidArgument,
+    InvalidConfig,
+    KindMismatch,
+    LocalGroup,
+    MultipleRegister,
+    MultipleUnregister,
+    PeerLost,
+    PendingOperations,
+    ReduceOperationMismatch,
+    ReduceRootMismatch,
+    ReduceShapeMismatch,
+    RegisterNotFirstOperation,
+    RegisterParamsMismatch,
+    Ring,
+    Session,
+    SessionReset,
+    UnsupportedDType,
+    register,
+)
+from fusedreduce.collective.errors import BY_NAME
+from fusedreduce.collective.verdicts import (
+    Description,
+    Verdict,
+    decode_descriptions,
+    decode_verdict,
+    encode,
+    judge,
+    lost,
+)
+from fusedreduce.comm.store_exchange import Exchange
+from fusedreduce.errors import CollectiveError, FusedReduceError
+
+PLACES = {"threads": (3, 1), "nodes": (1, 3), "both": (2, 2)}
+
+
+@pytest.fixture(params=PLACES, name="peers")
+def _peers(request: pytest.FixtureRequest) -> Peers:
+    return Peers(*PLACES[request.param])
+
+
+@pytest.fixture(autouse=True)
+def _stores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusedreduce.collective.registration.listen_or_connect", listen_or_connect)
+
+
+# The verdict, as a function.
+
+
+def _all_reduce(peer: int, **changes: Any) -> Description:
+    held: dict[str, Any] = {"op": "sum", "shape": (2, 3), "stride": (3, 1), "dtype": "float32", **changes}
+    return Description(peer, "all_reduce", **held)
+
+
+def test_agreement_is_no_error() -> None:
+    assert judge([_all_reduce(peer) for peer in range(3)], "operation 0") == Verdict()
+
+
+def test_a_verdict_names_peers_and_values() -> None:
+    verdict = judge([_all_reduce(2), _all_reduce(1, shape=(4,)), _all_reduce(0)], "operation 7")
+    assert verdict.error == (
+        "AllReduceShapeMismatch",
+        "operation 7 (all_reduce): shapes differ: (2, 3) on peers 0, 2; (4,) on peer 1. Nothing was reduced",
+    )
+
+
+def test_who_is_missing_is_named() -> None:
+    name, text = lost([_all_reduce(1)], range(4), "operation 2", 0.5).error or ("", "")
+    assert name == "PeerLost" and "peers 0, 2, 3 did not come within 0.5 s" in text and "all_reduce on peer 1" in text
+
+
+_descriptions = st.builds(
+    Description,
+    peer=st.integers(0, 5),
+    kind=st.sampled_from(["all_reduce", "reduce", "broadcast", "finish", "register"]),
+    op=st.sampled_from([None, "sum", "mean"]),
+    root=st.sampled_from([None, 0, 1]),
+    shape=st.sampled_from([None, (), (2, 3)]),
+    stride=st.sampled_from([None, (), (3, 1)]),
+    dtype=st.sampled_from([None, "float32", "int64"]),
+    settings=st.sampled_from([(), (("world_size", 2),), (("world_size", 3),)]),
+    problem=st.sampled_from([None, ("InvalidArgument", "why")]),
+)
+
+
+@given(st.lists(_descriptions, min_size=1, max_size=6, unique_by=lambda one: one.peer), st.randoms())
+def test_a_verdict_depends_on_nothing_but_what_all_said(held: list[Description], order: random.Random) -> None:
+    """Whoever finds it, in whatever order peers came, and after travelling as text."""
+    verdict = judge(held, "operation 3")
+    shuffled = decode_descriptions(encode(held))
+    order.shuffle(shuffled)
+    assert judge(shuffled, "operation 3") == verdict
+    assert decode_verdict(encode(verdict)) == verdict
+    if verdict.error is not None:
+        error = verdict.raised()
+        assert type(error).__name__ == verdict.error[0] in BY_NAME and isinstance(error, FusedReduceError)
+        assert "peer" in str(error)
+
+
+@pytest.mark.parametrize("garbage", ["", "7", "null", "[]", "{}", "[1]", '{"error": 5, "source": null}', "\x80"])
+def test_garbage_is_refused(garbage: str) -> None:
+    with pytest.raises(ValueError, match="no verdict|Expecting|Extra|column"):
+        decode_verdict(garbage)
+    with pytest.raises(ValueError, match="no descriptions|Expecting|Extra|column"):
+        decode_descriptions(garbage)
+
+
+# The exchange, over a store.
+
+
+@pytest.mark.parametrize("kind", ["HashStore", "TCPStore"])
+def test_an_exchange_has_one_verdict_and_leaves_no_keys(kind: str) -> None:
+    import torch.distributed as dist
+
+    stores: Any = dist
+    store = stores.HashStore() if kind == "HashStore" else stores.TCPStore("127.0.0.1", 0, None, True)
+    ends = [Exchange(store, "x", node, 3) for node in range(3)]
+    before = store.num_keys()
+    for number in range(5):
+        decide = lambda held: "+".join(held[node] for node in sorted(held))  # noqa: E731
+        assert ends[2].post(number, "c", False, decide) is None and ends[2].look(number) is None
+        assert ends[0].post(number, "a", False, decide) is None
+        assert ends[0].present(number) == {0: "a", 2: "c"}
+        if number % 2:
+            assert ends[1].post(number, "b", False, decide) == "a+b+c"
+            assert ends[0].propose(number, "lost") == "a+b+c" == ends[2].wait(number, 0.0)
+        else:
+            assert ends[0].propose(number, "lost") == "lost"
+            assert ends[1].post(number, "b", False, decide) == "lost" == ends[1].look(number)
+        for end in ends:
+            end.take(number)
+    assert store.num_keys() == before
+    assert ends[0].post(9, "a", True, decide) is None
+    assert ends[1].post(9, "b", False, decide) == "a+b"
+
+
+def test_one_who_waits_keeps_nobody_from_the_store() -> None:
+    """A TCPStore's client has one lock, and its own `wait` holds it."""
+    import torch.distributed as dist
+
+    stores: Any = dist
+    store = stores.TCPStore("127.0.0.1", 0, None, True)
+    one, other = (Exchange(store, "x", node, 2) for node in range(2))
+    found: list[str | None] = []
+    waiter = threading.Thread(target=lambda: found.append(one.wait(0, time.monotonic() + 10)))
+    waiter.start()
+    began = time.monotonic()
+    for _ in range(50):
+        other.propose(0, "now")
+    waiter.join(10)
+    assert found == ["now"] and time.monotonic() - began < 2
+
+
+# Every kind, on every peer.
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A disagreement: what peer p of n calls, and what all must be told."""
+
+    error: type[CollectiveSessionError]
+    call: Callable[[Session, int], Any]
+    says: tuple[str, ...]
+
+
+def _odd(session: Session) -> bool:
+    return session.peer == 1
+
+
+KINDS = {
+    "all_reduce shape": Kind(
+        AllReduceShapeMismatch,
+        lambda s, n: s.all_reduce(values(s.peer, (2,) if _odd(s) else (3,))),
+        ("(2,) on peer 1", "(3,) on peers 0"),
+    ),
+    "all_reduce op": Kind(
+        AllReduceOperationMismatch,
+        lambda s, n: s.all_reduce(values(s.peer), "max" if _odd(s) else "sum"),
+        ("max on peer 1", "sum on peers 0"),
+    ),
+    "all_reduce dtype": Kind(
+        DTypeMismatch,
+        lambda s, n: s.all_reduce(values(s.peer).to(torch.bfloat16 if _odd(s) else torch.float32)),
+        ("bfloat16 on peer 1", "float32 on peers 0"),
+    ),
+    "reduce shape": Kind(
+        ReduceShapeMismatch,
+        lambda s, n: s.reduce(values(s.peer, () if False else ((1, 3) if _odd(s) else (3,))), "sum", 0),
+        ("(1, 3) on peer 1", "(3,) on peers 0"),
+    ),
+    "reduce op": Kind(
+        ReduceOperationMismatch,
+        lambda s, n: s.reduce(values(s.peer), "product" if _odd(s) else "min", 0),
+        ("product on peer 1", "min on peers 0"),
+    ),
+    "reduce root": Kind(
+        ReduceRootMismatch,
+        lambda s, n: s.reduce(values(s.peer), "sum", 1 if _odd(s) else 0),
+        ("1 on peer 1", "0 on peers 0"),
+    ),
+    "reduce dtype": Kind(
+        DTypeMismatch,
+        lambda s, n: s.reduce(values(s.peer).to(torch.float64 if _odd(s) else torch.float32), "sum", 0),
+        ("float64 on peer 1", "float32 on peers 0"),
+    ),
+    "broadcast root": Kind(
+        BroadcastRootMismatch,
+        lambda s, n: s.broadcast(values(0) if s.peer == 0 else None, root=1 if _odd(s) else 0),
+        ("1 on peer 1", "0 on peers 0"),
+    ),
+    "broadcast from another than root": Kind(
+        BroadcastRootMismatch,
+        lambda s, n: s.broadcast(values(0) if _odd(s) else None, root=0),
+        ("root 0 on peers 0", "the tensor is peer 1's"),
+    ),
+    "broadcast of nothing": Kind(BroadcastNoTensor, lambda s, n: s.broadcast(None), ("none of peers 0",)),
+    "broadcast of two": Kind(
+        BroadcastMultipleTensors,
+        lambda s, n: s.broadcast(values(s.peer, (s.peer + 1,)) if s.peer < 2 else None),
+        ("float32 (1,) on peer 0", "float32 (2,) on peer 1"),
+    ),
+    "kinds": Kind(
+        KindMismatch,
+        lambda s, n: s.broadcast(values(0)) if _odd(s) else s.all_reduce(values(0)),
+        ("broadcast on peer 1", "all_reduce on peers 0"),
+    ),
+    "mean of integers": Kind(
+        UnsupportedDType, lambda s, n: s.all_reduce(torch.ones(2, dtype=torch.int64), "mean"), ("peer 1", "int64")
+    ),
+    "float8, of one": Kind(
+        UnsupportedDType,
+        lambda s, n: s.all_reduce(torch.ones(2).to(torch.float8_e5m2 if _odd(s) else torch.float32)),
+        ("peer 1", "float8_e5m2", "use one of float16"),
+    ),
+    "bool": Kind(UnsupportedDType, lambda s, n: s.reduce(torch.ones(2).bool(), "max"), ("peer 0", "bool")),
+    "unknown op": Kind(
+        InvalidArgument, lambda s, n: s.all_reduce(values(0), "avg" if _odd(s) else "sum"), ("peer 1", "'avg'", "mean")
+    ),
+    "no tensor": Kind(
+        InvalidArgument,
+        lambda s, n: s.all_reduce([1.0] if _odd(s) else values(0)),  # type: ignore[arg-type]
+        ("peer 1", "list"),
+    ),
+    "sparse": Kind(
+        InvalidArgument,
+        lambda s, n: s.broadcast(torch.eye(2).to_sparse() if s.peer == 0 else None),
+        ("peer 0", "sparse"),
+    ),
+    "meta": Kind(
+        InvalidArgument,
+        lambda s, n: s.all_reduce(torch.ones(2, device="meta" if _odd(s) else "cpu")),
+        ("peer 1", "meta"),
+    ),
+    "no such root": Kind(
+        InvalidArgument, lambda s, n: s.reduce(values(0), "sum", n if _odd(s) else 0), ("peer 1", "root must be a peer")
+    ),
+    "a negative root of broadcast": Kind(
+        InvalidArgument, lambda s, n: s.broadcast(values(0), root=-1), ("peer 0", "got -1")
+    ),
+    "finish among operations": Kind(
+        PeerLost,
+        lambda s, n: s.finish() if _odd(s) else s.all_reduce(values(0)),
+        ("peer 1 called finish", "all_reduce on peer"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_peer_is_told_the_same_and_the_session_goes_on(peers: Peers, name: str) -> None:
+    kind = KINDS[name]
+
+    def case(session: Session) -> CollectiveSessionError:
+        if session.peer == 0:
+            time.sleep(0.02)  # comes late
+        error = caught(lambda: kind.call(session, session.size))
+        good(session)
+        return error
+
+    text = same(peers.run(case), kind.error)
+    # Peers of a node that finishes may be told before all others have come.
+    for words in kind.says[:1] if "finish" in name else kind.says:
+        assert words in text, text
+    if issubclass(kind.error, UnsupportedDType | DTypeMismatch):
+        assert issubclass(kind.error, TypeError)
+
+
+def test_every_class_has_a_test_here() -> None:
+    elsewhere = {
+        InvalidConfig,
+        MultipleRegister,
+        RegisterParamsMismatch,
+        RegisterNotFirstOperation,
+        MultipleUnregister,
+        PendingOperations,
+        SessionReset,
+    }
+    assert set(BY_NAME.values()) == elsewhere | {kind.error for kind in KINDS.values()}
+
+
+def test_an_error_is_raised_by_wait_and_others_under_way_are_none_of_its_business(peers: Peers) -> None:
+    def case(session: Session) -> CollectiveSessionError:
+        handles = [session.all_reduce_async(values(0, (3 if turn != 1 or _odd(session) else 2,))) for turn in range(3)]
+        for turn in (2, 0):
+            result = handles[turn].wait()
+            assert result is not None and torch.equal(result, session.size * values(0, (3,)))
+        error = caught(handles[1].wait)
+        assert str(caught(handles[1].wait)) == str(error) and handles[1].ready()
+        good(session)
+        return error
+
+    same(peers.run(case), AllReduceShapeMismatch)
+
+
+# Peers that do not come.
+
+
+def test_a_peer_that_is_late_is_told_too_and_at_once(peers: Peers) -> None:
+    last = peers.total - 1
+    barrier = threading.Barrier(peers.total)
+
+    def case(session: Session) -> tuple[CollectiveSessionError, float]:
+        good(session)
+        if session.peer == last:
+            time.sleep(0.6)
+        began = time.monotonic()
+        error = caught(lambda: session.all_reduce(torch.ones(3)))
+        took = time.monotonic() - began
+        barrier.wait(5)
+        good(session)
+        return error, took
+
+    results = peers.run(case, timeout_s=0.25)
+    text = same([error for error, _ in results], PeerLost)
+    assert f"peer {last} did not come within 0.25 s" in text or f"{last - 1}, {last} did not come" in text
+    assert issubclass(PeerLost, CollectiveError)
+    assert results[last][1] < 0.2 and all(0.2 < took < 0.6 for _, took in results[:2])
+
+
+def test_who_goes_on_is_told_of_one_that_finishes_before_all_have_come() -> None:
+    """Whatever the third peer will call, it cannot become one operation any more."""
+    peers = Peers(3)
+    sessions = run_threads([lambda n=n: peers.register(n, timeout_s=0.5) for n in range(3)])  # type: ignore[misc]
+    handle = sessions[0].all_reduce_async(torch.ones(1))
+    text = same(run_threads([lambda: caught(sessions[1].finish), lambda: caught(handle.wait)]), PeerLost)
+    assert "peer 1 called finish, while others go on: all_reduce on peer 0" in text, text
+    assert str(caught(lambda: sessions[2].all_reduce(torch.ones(1)))) == text
+    run_threads([lambda one=one: good(one) for one in sessions])  # type: ignore[misc]
+
+
+def test_handles_of_a_peer_that_never_comes_become_ready() -> None:
+    peers = Peers(2)
+
+    def case(session: Session) -> str:
+        if session.peer == 1:
+            time.sleep(0.5)
+            return ""
+        handle = session.all_reduce_async(torch.ones(1))
+        assert not handle.ready()
+        time.sleep(0.2)
+        assert handle.ready()
+        return str(caught(handle.wait))
+
+    results = peers.run(case, timeout_s=0.15)
+    # Peer 1 calls finish where peer 0 is in an operation already, and reads its verdict.
+    assert "peer 1 did not come" in str(results[0])
+
+
+def test_who_is_interrupted_while_it_decides_keeps_nobody_beyond_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers, sessions = Peers(2), {}
+    for number, one in enumerate(run_threads([lambda n=n: peers.register(n, timeout_s=0.2) for n in range(2)])):  # type: ignore[misc]
+        sessions[number] = one
+    handle = sessions[0].all_reduce_async(torch.ones(1))
+    with monkeypatch.context() as patched:
+        patched.setattr("fusedreduce.collective.peer_group.judge", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sessions[1].all_reduce_async(torch.ones(1))
+    [error] = run_threads([lambda: caught(handle.wait)])
+    assert type(error) is PeerLost and "the peers came, but not to a verdict within 0.2 s" in str(error)
+    run_threads([lambda one=one: good(one) for one in sessions.values()])  # type: ignore[misc]
+
+
+def test_who_is_interrupted_between_verdict_and_collective_loses_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = Peers(1, 2)
+    with monkeypatch.context() as patched:
+        taken = Exchange.take
+
+        def take(self: Exchange, number: int) -> None:
+            taken(self, number)
+            if threading.current_thread() is interrupted[0] and self._prefix.endswith("operation"):
+                interrupted.clear()
+                interrupted.append(None)
+                raise KeyboardInterrupt
+
+        interrupted: list[Any] = [None]
+        patched.setattr(Exchange, "take", take)
+
+        def case(session: Session) -> torch.Tensor | None:
+            handle = session.all_reduce_async(torch.ones(1))
+            if session.peer == 1:
+                interrupted[0] = threading.current_thread()
+                with pytest.raises(KeyboardInterrupt):
+                    handle.wait()
+            total = handle.wait()
+            good(session)
+            return total
+
+        assert peers.run(case) == [torch.full((1,), 2.0)] * 2
+
+
+def _interrupted(*_: object) -> Verdict:
+    raise KeyboardInterrupt
+
+
+def test_ready_and_wait_of_one_handle_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    with register(0) as session:
+        handle = session.all_reduce_async(torch.ones(1))
+        settle = session._room.settle
+
+        def meanwhile(operation: Any, block: bool) -> bool:
+            monkeypatch.setattr(session._room, "settle", settle)
+            run_threads([handle.wait])
+            return settle(operation, block)
+
+        monkeypatch.setattr(session._room, "settle", meanwhile)
+        assert handle.ready()
+
+
+def test_a_thread_that_dies_ends_the_session_for_the_others_at_once() -> None:
+    """LocalGroup.run gives the group up; nobody waits for the timeout."""
+    group = LocalGroup(3)
+    told: list[str] = []
+
+    def case(communicator: Any) -> None:
+        session = register(communicator.rank, "cpu", CollectiveConfig(world_size=3, timeout_s=60), group)
+        good(session)
+        if communicator.rank == 1:
+            raise ArithmeticError("divided by cucumber")
+        error = caught(lambda: session.all_reduce(torch.ones(1)))
+        again = caught(lambda: session.all_reduce(torch.ones(1)))
+        assert type(error) is type(again) is PeerLost
+        told.append(str(error))
+
+    began = time.monotonic()
+    with pytest.raises(ArithmeticError):
+        group.run(case)
+    assert time.monotonic() - began < 10
+    assert len(told) == 2 and all("rank 1 gave up: ArithmeticError: divided by cucumber" in text for text in told)
+
+    def again(communicator: Any) -> None:
+        with register(communicator.rank, "cpu", CollectiveConfig(world_size=3, timeout_s=10), group) as session:
+            good(session)
+
+    group.run(again)
+
+
+def test_a_thread_that_dies_before_it_registers_is_not_waited_for() -> None:
+    group = LocalGroup(3)
+    told: list[str] = []
+
+    def case(communicator: Any) -> None:
+        if communicator.rank == 1:
+            time.sleep(0.1)
+            raise ArithmeticError("before")
+        config = CollectiveConfig(world_size=3, timeout_s=60)
+        told.append(str(caught(lambda: register(communicator.rank, "cpu", config, group))))
+
+    began = time.monotonic()
+    with pytest.raises(ArithmeticError):
+        group.run(case)
+    assert time.monotonic() - began < 10
+    assert told == ["register: a peer gave up, or the group was closed; peer 1 had not come"] * 2
+
+
+def test_communicators_of_the_peers_own_meet_whatever_is_registered_between() -> None:
+    group = LocalGroup(2, timeout_s=5)
+
+    def case(rank: int) -> None:
+        own = group.communicator(0) if rank == 0 else None
+        with register(rank, "cpu", CollectiveConfig(world_size=2, timeout_s=5), group) as session:
+            own = own or group.communicator(1)
+            own.all_reduce(torch.ones(1)).wait()
+            good(session)
+
+    assert run_threads([lambda: case(0), lambda: case(1)]) == [None, None]
+
+
+def test_closing_the_group_ends_the_session() -> None:
+    peers = Peers(2)
+    group: Any = peers.groups[0]
+
+    def case(session: Session) -> str:
+        if session.peer == 1:
+            time.sleep(0.05)
+            group.close()
+        return str(caught(lambda: session.all_reduce(torch.ones(1))))
+
+    def peer(number: int) -> str:
+        return case(peers.register(number))
+
+    assert all("the group is closed" in str(one) for one in run_threads([lambda: peer(0), lambda: peer(1)]))
+
+
+# The end.
+
+
+def test_finish_with_work_that_was_never_waited_for(peers: Peers) -> None:
+    def case(session: Session) -> CollectiveSessionError:
+        handle = session.all_reduce_async(torch.ones(1))
+        if not _odd(session):
+            handle.wait()
+        error = caught(session.finish)
+        handle.wait()
+        good(session)
+        return error
+
+    text = same(peers.run(case), PendingOperations)
+    assert "peer 1: operations 0 are under way" in text
+
+
+def test_reset_is_heard_by_those_who_wait_and_all_may_register_again(peers: Peers) -> None:
+    last = peers.total - 1
+    for _ in range(2):
+
+        def peer(number: int) -> tuple[str, str]:
+            session = peers.register(number)
+            good(session)
+            if number == last:
+                time.sleep(0.1)
+                session.reset()
+                error = caught(lambda: session.all_reduce(torch.ones(1)))
+                assert type(error) is RegisterNotFirstOperation
+                return "", str(error)
+            handle = session.all_reduce_async(torch.ones(1))
+            error = caught(lambda: session.reduce(torch.ones(1)))
+            assert type(error) is SessionReset and str(caught(handle.wait)) == str(error)
+            assert type(caught(lambda: session.broadcast(None))) is RegisterNotFirstOperation
+            return str(error), ""
+
+        began = time.monotonic()
+        results = run_threads([lambda number=number: peer(number) for number in range(peers.total)])  # type: ignore[misc]
+        assert time.monotonic() - began < 5
+        assert all(isinstance(one, tuple) for one in results), results
+        assert {one for one, _ in results[:-1]} == {
+            f"peer {last} called reset(): the session is forgotten, register again"
+        }
+
+    def again(session: Session) -> None:
+        good(session)
+
+    assert peers.run(again) == [None] * peers.total
+
+
+def test_all_may_reset_at_once(peers: Peers) -> None:
+    def case(session: Session) -> None:
+        with contextlib.suppress(RegisterNotFirstOperation):  # another was quicker
+            session.all_reduce_async(torch.ones(1))
+        session.reset()
+        session.reset()
+
+    def peer(number: int) -> None:
+        case(peers.register(number))
+
+    assert run_threads([lambda n=n: peer(n) for n in range(peers.total)]) == [None] * peers.total  # type: ignore[misc]
+    assert peers.run(lambda s: good(s)) == [None] * peers.total
+
+
+def test_leaving_by_an_exception_tells_the_others(peers: Peers) -> None:
+    def peer(number: int) -> str:
+        with peers.register(number) as session:
+            if number == 0:
+                raise KeyError("mine")
+            return str(caught(lambda: session.all_reduce(torch.ones(1))))
+
+    results = run_threads([lambda n=n: peer(n) for n in range(peers.total)])  # type: ignore[misc]
+    assert isinstance(results[0], KeyError)
+    # What was raised inside `with` was caught there, and then finish() finds the session gone.
+    assert all(
+        isinstance(one, RegisterNotFirstOperation) and "peer 0 called reset()" in str(one) for one in results[1:]
+    )
+
+
+# Registering.
+
+
+def test_options_that_differ_are_named_on_every_peer(peers: Peers) -> None:
+    def peer(number: int) -> CollectiveSessionError:
+        options = {"timeout_s": 7.5, "strategy": Ring()} if number == 1 else {"timeout_s": 8.0}
+        error = caught(lambda: peers.register(number, **options))
+        with peers.register(number) as session:
+            good(session)
+        return error
+
+    text = same(run_threads([lambda n=n: peer(n) for n in range(peers.total)]), RegisterParamsMismatch)  # type: ignore[misc]
+    others = ", ".join(str(n) for n in range(peers.total) if n != 1)
+    assert f"timeout_s: 8.0 on peers {others}; 7.5 on peer 1" in text
+    assert f'strategy: "Tree(arity=2)" on peers {others}; "Ring()" on peer 1' in text and "world_size" not in text
+
+
+@pytest.mark.parametrize("option", ["global_rank", "global_world_size", "global_group"])
+def test_local_peers_that_disagree_in_where_their_node_stands(option: str) -> None:
+    """Found before anything is reached out to: nobody listens there."""
+    group, address = LocalGroup(2), f"here:{free_port()}"
+    world: Any = torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1)  # type: ignore[attr-defined]
+
+    def peer(number: int) -> CollectiveSessionError:
+        place: dict[str, Any] = {"global_address": address, "global_rank": 0, "global_world_size": 2}
+        place[option] = place.get(option, 0) + number
+        if option == "global_group":
+            place = {"global_group": world} if number else {}
+        config = CollectiveConfig(world_size=2, timeout_s=TIMEOUT_S, **place)
+        claimed = number + 2 * (config.global_rank or 0)
+        return caught(lambda: register(claimed, "cpu", config, group))
+
+    began = time.monotonic()
+    text = same(run_threads([lambda: peer(0), lambda: peer(1)]), RegisterParamsMismatch)
+    assert f"{option}: " in text and " on peer 0; " in text and time.monotonic() - began < TIMEOUT_S / 2
+
+
+def test_an_option_that_reads_like_two_values_is_one() -> None:
+    held = [Description(peer, "register", settings=(("global_address", "a; b:1"),)) for peer in range(2)]
+    assert judge(held, "register").error is None
+
+
+def test_a_peer_that_registers_late_is_told_too(peers: Peers) -> None:
+    given_up, barrier = threading.Barrier(peers.total), threading.Barrier(peers.total)
+
+    def peer(number: int) -> CollectiveSessionError:
+        if number == 0:
+            given_up.wait(30)
+        error = caught(lambda: peers.register(number, timeout_s=0.2))
+        if number:
+            given_up.wait(30)
+        barrier.wait(5)
+        with peers.register(number) as session:
+            good(session)
+        return error
+
+    errors = run_threads([lambda n=n: peer(n) for n in range(peers.total)])  # type: ignore[misc]
+    if peers.nodes == 1:
+        assert "peer 0 did not come within 0.2 s" in same(errors, PeerLost)
+    else:  # node 0 is the host
+        assert all(type(error) is PeerLost for error in errors), errors
+
+
+def test_a_config_that_does_not_fit_the_group_fails_for_all() -> None:
+    peers = Peers(2)
+
+    def peer(number: int) -> CollectiveSessionError:
+        error = caught(lambda: peers.register(number, world_size=3 if number else 2))
+        good_session = peers.register(number)
+        good(good_session)
+        good_session.finish()
+        return error
+
+    errors = run_threads([lambda: peer(0), lambda: peer(1)])
+    assert "peer 1: world_size is 3, but the group has 2 peers" in same(errors, InvalidConfig)
+
+
+def test_two_callers_that_claim_one_peer(peers: Peers) -> None:
+    if peers.local == 1:
+        pytest.skip("a node of one peer has no second caller")
+    n = peers.total
+
+    def peer(number: int) -> CollectiveSessionError:
+        claimed = 0 if number == 1 else number
+        error = caught(lambda: peers.register(claimed))
+        with peers.register(number) as session:
+            good(session)
+        return error
+
+    errors = run_threads([lambda k=k: peer(k) for k in range(n)])  # type: ignore[misc]
+    assert "several are peer 0" in same(errors, MultipleRegister)
+
+
+def test_a_nested_register_concerns_its_caller_only(peers: Peers) -> None:
+    def case(session: Session) -> CollectiveSessionError:
+        error = caught(lambda: peers.register(session.peer))
+        good(session)
+        return error
+
+    for number, error in enumerate(peers.run(case)):
+        assert type(error) is MultipleRegister and f"peer {number} is registered already" in str(error)
+
+
+@pytest.mark.parametrize("peer", [-1, 2, True, "0", 1.0])
+def test_a_peer_too_many_is_refused_and_the_others_are_not_disturbed(peer: Any) -> None:
+    peers = Peers(2)
+
+    def case(session: Session) -> None:
+        if session.peer == 0:
+            error = caught(lambda: peers.groups[0] and register(peer, "cpu", peers.config(0), peers.groups[0]))
+            assert type(error) is InvalidConfig and "the group's are 0 to 1" in str(error)
+        good(session)
+
+    assert peers.run(case) == [None, None]
+
+
+def test_what_cannot_be_registered_with() -> None:
+    with pytest.raises(InvalidConfig, match="there is no group"):
+        register(0, "cpu", CollectiveConfig(world_size=2))
+    with pytest.raises(InvalidConfig, match="must be a LocalGroup"):
+        register(0, "cpu", CollectiveConfig(), group=3)
+    with pytest.raises(InvalidConfig, match="must be a CollectiveConfig"):
+        register(0, "cpu", {"world_size": 1})  # type: ignore[arg-type]
+    with pytest.raises(InvalidConfig, match="on cpu or cuda"):
+        register(0, "meta")
+
+
+def test_an_address_where_somebody_else_listens() -> None:
+    import socket
+
+    with socket.socket() as held:
+        held.bind(("0.0.0.0", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        config = CollectiveConfig(timeout_s=2, global_address=f"127.0.0.1:{port}", global_rank=0, global_world_size=2)
+        with pytest.raises(InvalidConfig, match="node 0 cannot listen at global_address"):
+            register(0, "cpu", config)
+
+
+def test_an_address_where_nobody_listens() -> None:
+    config = CollectiveConfig(
+        timeout_s=0.3, global_address=f"127.0.0.1:{free_port()}", global_rank=1, global_world_size=2
+    )
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="node 1 cannot reach node 0 at global_address .*: nobody answers"):
+        register(1, "cpu", config)
+    assert time.monotonic() - began < 0.6
+
+
+# All together.
+
+_GOOD = ("all_reduce", "reduce", "broadcast", "max", "async")
+_plans = st.lists(st.one_of(st.sampled_from(_GOOD), st.sampled_from(sorted(KINDS))), min_size=1, max_size=8)
+
+
+@settings(max_examples=40)
+@given(_plans, st.integers(0, 2**31))
+def test_any_sequence_of_operations_and_disagreements(plan: list[str], seed: int) -> None:
+    """On threads that sleep at random: every peer gets the right results, and where planted the same error."""
+    _run_plan(Peers(3), plan, seed, 0.002)
+
+
+@settings(max_examples=8)
+@given(_plans, st.integers(0, 2**31), st.sampled_from([(1, 3), (2, 2)]))
+def test_any_sequence_among_nodes(plan: list[str], seed: int, place: tuple[int, int]) -> None:
+    _run_plan(Peers(*place), plan, seed, 0.002)
+
+
+def _run_plan(peers: Peers, plan: list[str], seed: int, most_s: float) -> None:
+    n = peers.total
+
+    def case(session: Session) -> list[Any]:
+        sleeps = random.Random(seed + session.peer)
+        outcomes: list[Any] = []
+        handles = []
+        mine = torch.full((2,), session.peer + 1)
+        for turn, name in enumerate(plan):
+            if sleeps.random() < 0.5:
+                time.sleep(sleeps.random() * most_s)
+            if name in KINDS:
+                error = caught(lambda name=name: KINDS[name].call(session, n))  # type: ignore[misc]
+                outcomes.append((type(error), "" if "finish" in name else str(error)))
+            elif name == "all_reduce":
+                outcomes.append(session.all_reduce(mine).tolist())
+            elif name == "max":
+                outcomes.append(session.all_reduce(mine, "max").tolist())
+            elif name == "reduce":
+                result = session.reduce(mine, "sum", turn % n)
+                assert (result is not None) == (session.peer == turn % n)
+                assert result is None or result[0].item() == n * (n + 1) // 2
+            elif name == "broadcast":
+                outcomes.append(session.broadcast(mine if session.peer == turn % n else None).tolist())
+            else:
+                handles.append((turn, session.all_reduce_async(mine * (turn + 1))))
+                if "finish among operations" in plan:
+                    handles[-1][1].wait()
+        sleeps.shuffle(handles)
+        for turn, handle in handles:
+            result = handle.wait()
+            assert result is not None and result[0].item() == (turn + 1) * n * (n + 1) // 2
+        return outcomes
+
+    results = peers.run(case)
+    assert all(one == results[0] for one in results), results
+    assert isinstance(results[0], list), results
+    planted = [KINDS[name].error for name in plan if name in KINDS]
+    assert [one[0] for one in results[0] if isinstance(one, tuple)] == planted

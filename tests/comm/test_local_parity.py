@@ -1,0 +1,83 @@
+"""A LocalGroup against torch.distributed (Gloo): the same contributions by rank, every collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support import local_cases
+from support.ranks import RankPool
+
+from fusedreduce.comm.local.group import LocalGroup
+from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+def _locally(size: int, strategy: Strategy, whole: bool) -> list[list[torch.Tensor]]:
+    group = LocalGroup(size, strategy=strategy, timeout_s=30)
+    return group.run(lambda communicator: local_cases.everything(communicator, whole))
+
+
+@pytest.mark.parametrize("strategy", [Centralized(), Tree(2), Ring()], ids=str)
+def test_two_peers_have_the_bits_of_two_ranks(two: RankPool, strategy: Strategy) -> None:
+    _assert_equal(two.run(local_cases.over_torch, False), _locally(2, strategy, False))
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_more_have_them_where_every_order_gives_the_same_sum(three: RankPool, four: RankPool, size: int) -> None:
+    theirs = {3: three, 4: four}[size].run(local_cases.over_torch, True)
+    for strategy in (Centralized(), Tree(2), Ring()):
+        _assert_equal(theirs, _locally(size, strategy, True))
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_sums_of_more_are_as_near_to_the_exact_one(three: RankPool, four: RankPool, size: int) -> None:
+    """Gloo's order of summation is its own, and on 16 bits it rounds after every addition; we round once.
+
+    Bound for us: half a unit of the result's dtype, and one of fp32 (fp64) of the sum of magnitudes per addition. For
+    Gloo: all additions in the dtype itself.
+    """
+    theirs = {3: three, 4: four}[size].run(local_cases.over_torch, False)
+    for strategy in (Centralized(), Tree(2), Ring()):
+        ours = _locally(size, strategy, False)
+        place = 0
+        for dtype in local_cases.DTYPES:
+            compute = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
+            unit = torch.finfo(dtype).eps
+            for numel in local_cases.NUMELS:
+                held = torch.stack([local_cases.contribution(rank, numel, dtype, False) for rank in range(size)])
+                exact, magnitude = held.double().sum(0), held.double().abs().sum(0)
+                for rank in range(size):
+                    off, their_off = ((side[rank][place].double() - exact).abs() for side in (ours, theirs))
+                    assert off.le(exact.abs() * unit / 2 + magnitude * compute * (size - 1)).all()
+                    assert their_off.le(magnitude * unit * (size - 1)).all()
+                place += 1
+            place += len(local_cases.OPS) - 1 + 4
+
+
+def test_groups_apart_come_and_go(two: RankPool) -> None:
+    for before, after in two.run(local_cases.groups_apart):
+        assert after <= before
+
+
+def test_texts_are_compared_beside_the_collectives_with_one_verdict(two: RankPool) -> None:
+    first, second = two.run(local_cases.exchanges_aside)
+    assert first == second == ["exchange 'late' among 2 ranks: ranks [1] did not come within 0.1 s"]
+
+
+def test_communicators_made_anew_do_not_read_what_was_written_before(two: RankPool) -> None:
+    two.run(local_cases.groups_made_anew)
+
+
+def _assert_equal(theirs: list[list[torch.Tensor]], ours: list[list[torch.Tensor]]) -> None:
+    for rank, (their, our) in enumerate(zip(theirs, ours, strict=True)):
+        for number, (one, other) in enumerate(zip(their, our, strict=True)):
+            assert one.dtype == other.dtype and one.shape == other.shape
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (rank, number, one, other)

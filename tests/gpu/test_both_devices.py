@@ -1,0 +1,295 @@
+"""Tests that run on CPU and on a GPU alike: each finds, on CPU, a fault that is planted in what it looks at.
+
+A test is of that kind if it has the argument `device` (conftest.py). What runs on a GPU alone is listed here.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+from cli import test_demo, test_doctor
+from gpu import test_gpu, test_gpu_data_parallel, test_gpu_local, test_gpu_modes, test_gpu_observed, test_gpu_streams
+from parallel import test_sync_server
+from support.ranks import group_of_one
+from torch.autograd.graph import Node
+
+# on the path since test_gpu_streams was imported
+import stage_streams  # isort: skip
+
+from fusedreduce.buckets.streams import Streams
+from fusedreduce.cli.variants import variants
+from fusedreduce.comm.local import operations as local_operations
+from fusedreduce.comm.local.strategies import Ring
+from fusedreduce.config import ReduceConfig
+from fusedreduce.kernels import combine, dispatch, pack, scale
+from fusedreduce.reducer import parameter_hooks
+from fusedreduce.reducer.modes import step_end as ends
+from fusedreduce.trace.step_clock import StepClock
+
+MARK = "pytest.mark.gpu"
+
+_GRAPHS = "needs CUDA graphs; test_captured.py has the refusals, under a stand-in that captures"
+ONLY_ON_A_GPU: Mapping[str, str] = {
+    "test_gpu.py::test_no_compilation_after_the_first_launch": (
+        "the interpreter compiles nothing; test_launch_path.py counts compilations against a stand-in driver"
+    ),
+    "test_gpu_data_parallel.py::test_threads_are_refused": "of CPUs they are not",
+    "test_gpu_graphs.py::test_a_module_whose_forward_and_backward_are_graphs_can_be_wrapped": _GRAPHS,
+    "test_gpu_graphs.py::test_a_step_of_the_wrapper_is_refused_and_both_capture_and_wrapper_go_on": _GRAPHS,
+    "test_gpu_graphs.py::test_a_step_with_the_hook_is_refused_and_the_next_one_works": _GRAPHS,
+    "test_gpu_graphs.py::test_the_stall_monitor_looks_during_a_capture_and_does_not_invalidate_it": (
+        "needs CUDA graphs; test_comm.py asks what the monitor's thread calls before it looks"
+    ),
+    "test_gpu_local.py::test_a_collective_is_behind_what_a_peer_has_queued_and_the_peer_behind_the_collective": (
+        "is about order between streams; on CPU whatever is done is done at once"
+    ),
+    "test_gpu_local.py::test_nothing_is_waited_for_on_the_host": "on CPU nothing goes on beside the host",
+    "test_gpu_local.py::test_the_kernel_is_compiled_before_the_first_step": "the interpreter compiles nothing",
+    "test_gpu_local.py::test_futures_are_ordered_with_streams": "is about order between streams",
+    "test_gpu_local.py::test_memory_comes_back_also_where_nobody_waits": (
+        "counts bytes of the GPU's allocator; test_local_group.py counts what is left on CPU"
+    ),
+    "test_gpu_local.py::test_peers_on_several_devices_end_with_the_same_bytes": (
+        "needs two GPUs; test_combine.py does on one CPU what is done between devices"
+    ),
+    "test_gpu_order.py::test_the_trace_is_that_of_the_stand_ins": "compares a GPU's trace with that of CPU stand-ins",
+    "test_gpu_modes.py::test_gradients_are_those_of_torchs_wrapper": (
+        "torch's mixed precision needs CUDA's events, its bf16 hook NCCL"
+    ),
+}
+
+
+class Planted(NamedTuple):
+    """A test, a fault with which it must fail on CPU, and the rest of its arguments."""
+
+    test: Callable[..., None]
+    plant: Callable[[pytest.MonkeyPatch], None]
+    arguments: Mapping[str, Any] = {}
+
+
+@functools.cache
+def functions_by_file() -> dict[Path, list[ast.FunctionDef]]:
+    """The test functions of every file but this one."""
+    found = {}
+    for path in Path(__file__).resolve().parents[1].rglob("test_*.py"):
+        text = path.read_text()
+        if path.name != Path(__file__).name and (MARK in text or "(device: " in text or "    device: " in text):
+            functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+            found[path] = [node for node in functions if node.name.startswith("test_")]
+    return found
+
+
+def given(owner: Any, name: str, change: Callable[..., tuple[Any, ...]]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Has a function of `owner` given what `change` makes of its positional arguments."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        right = getattr(owner, name)
+        patch.setattr(owner, name, lambda *arguments, **options: right(*change(*arguments), **options))
+
+    return plant
+
+
+def spoiled(owner: Any, name: str, spoil: Callable[..., object]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Has what a function of `owner` leaves spoiled; `spoil` takes its result and its positional arguments."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        right = getattr(owner, name)
+
+        def wrong(*arguments: Any, **options: Any) -> Any:
+            result = right(*arguments, **options)
+            spoil(result, *arguments)
+            return result
+
+        patch.setattr(owner, name, wrong)
+
+    return plant
+
+
+def twice(owner: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Has a function of `owner` called once more."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        right = getattr(owner, name)
+        spoiled(owner, name, lambda _, *arguments: right(*arguments))(patch)
+
+    return plant
+
+
+def replaced(owner: Any, name: str, by: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """Has an attribute of `owner` be something else."""
+    return lambda patch: patch.setattr(owner, name, by)
+
+
+def _flip_a_bit(tensor: torch.Tensor) -> None:
+    if tensor.numel():
+        tensor.view(torch.uint8)[-1] ^= 1
+
+
+def _add_a_second(_: None, clock: StepClock, bucket: int) -> None:
+    if clock.looks is not None:
+        clock.looks.marks.buckets[bucket].end_ns += 10**9
+
+
+def _one_rank_less(tensors: Sequence[torch.Tensor], *rest: Any) -> tuple[Any, ...]:
+    tensors[-1].zero_()
+    return (tensors, *rest)
+
+
+def _another_node(parameter: torch.Tensor) -> Node:
+    node = torch.ones(1, requires_grad=True).view(1).grad_fn
+    assert node is not None
+    return node
+
+
+NAMES = [one.name for one in variants(("native", "bf16", "fp16"))]
+TWO_ROWS_MISSING = {"device": "cpu", "variants": [{"name": name, "path": "torch"} for name in NAMES[:-2]]}
+A_BIT_OF_PACK = spoiled(pack, "pack", lambda _, *arguments: _flip_a_bit(arguments[3]))
+LAST_NOT_UNPACKED = given(dispatch, "unpack", lambda gradients, *rest: ([*gradients[:-1], None], *rest))
+HALF = given(dispatch, "pack", lambda *arguments: (*arguments[:4], 2 * arguments[4], *arguments[5:]))
+NORMS = spoiled(dispatch, "reduce_partials", lambda totals, *_: totals.parameter_sums.mul_(1.001))
+ONE_RANK_LESS = given(dispatch, "combine", _one_rank_less)
+ONE_RANK_MORE = replaced(ReduceConfig, "divisor", lambda self, size: size + 1.0)
+A_STEP_LATER = replaced(ends, "staleness", lambda mode: 2)
+BF16: Mapping[str, Any] = {"wire": "bf16"}
+
+PLANTED = {
+    "pack: one bit": Planted(test_gpu.test_pack_and_unpack_equal_the_reference_bit_for_bit, A_BIT_OF_PACK),
+    "pack: one bit of a large tensor": Planted(
+        test_gpu.test_large_tensors, A_BIT_OF_PACK, {"dtype": torch.float32, "wire_dtype": torch.float16}
+    ),
+    "pack: two launches": Planted(test_gpu.test_one_launch_each_whatever_the_number_of_parameters, twice(pack, "pack")),
+    "wrapper: a gradient is not written": Planted(
+        test_gpu.test_the_wrapper_on_a_stream_of_its_own, LAST_NOT_UNPACKED, {**BF16, "views": False}
+    ),
+    "wrapper: two launches to unpack": Planted(
+        test_gpu.test_the_wrapper_launches_two_kernels_per_bucket_and_never_waits_for_the_gpu,
+        twice(dispatch, "unpack"),
+        {"wire": "native"},
+    ),
+    "hook: half": Planted(test_gpu.test_the_hook_on_a_stream_of_its_own, HALF, BF16),
+    "hook: norms": Planted(test_gpu.test_what_the_hook_finds_out_costs_no_wait, NORMS, {"wire": "native"}),
+    "trace: a second too late": Planted(
+        test_gpu.test_a_trace_has_the_devices_times, spoiled(StepClock, "unpacked", _add_a_second)
+    ),
+    "combine: one bit": Planted(
+        test_gpu_local.test_the_kernel_has_the_references_bits,
+        spoiled(combine, "combine", lambda _, tensors, outputs, *rest: _flip_a_bit(outputs[-1])),
+        {"strategy": Ring()},
+    ),
+    "peers: one rank less": Planted(
+        test_gpu_local.test_eight_peers_on_one_device_end_with_the_same_bytes, ONE_RANK_LESS, {"strategy": Ring()}
+    ),
+    "peers: nothing is broadcast": Planted(
+        test_gpu_local.test_every_other_collective,
+        lambda patch: patch.setitem(local_operations._OPERATIONS, "broadcast", lambda *_: None),
+    ),
+    "scale: a gradient is left as it is": Planted(
+        test_gpu_observed.test_measure_and_scale_equal_the_reference,
+        given(scale, "scale", lambda gradients, *rest: ([*gradients[:-1], None], *rest)),
+        {"dtype": torch.float32},
+    ),
+    "clipping: two second stages": Planted(
+        test_gpu_observed.test_a_clipped_and_scaled_step_never_waits_for_the_gpu,
+        twice(dispatch, "reduce_partials"),
+        {**BF16, "views": False},
+    ),
+    "scaling: a gradient is zero": Planted(
+        test_gpu_observed.test_scaled_training_equals_torchs,
+        spoiled(dispatch, "unpack", lambda _, gradients, *rest: gradients[-1].zero_()),
+        {"wire": "native"},
+    ),
+    "attribution: the next element": Planted(
+        test_gpu_observed.test_a_planted_nan_is_found,
+        spoiled(dispatch, "reduce_source_partials", lambda totals, *_: totals.first[1].add_(1)),
+        {"wire": "native"},
+    ),
+    "norms: a thousandth": Planted(test_gpu_observed.test_norms_are_those_of_fp64, NORMS),
+    "replicas: one less": Planted(
+        test_gpu_data_parallel.test_gradients_are_those_of_the_whole_batch,
+        ONE_RANK_LESS,
+        {"which": 0, "reduce": ReduceConfig(check_finite="count")},
+    ),
+    "replicas: one less, in training": Planted(test_gpu_data_parallel.test_training_on_a_side_stream, ONE_RANK_LESS),
+    "replicas: one less, of two parameters": Planted(
+        test_gpu_data_parallel.test_replicas_use_different_parameters, ONE_RANK_LESS
+    ),
+    "replicas: a step later": Planted(test_gpu_data_parallel.test_bounded_staleness_and_amp, A_STEP_LATER),
+    "options: one rank more": Planted(
+        test_gpu_modes.test_gradients_are_those_without_a_wrapper, ONE_RANK_MORE, {"way": "unused"}
+    ),
+    "join: one rank more": Planted(test_gpu_modes.test_join_trains_as_without_it, ONE_RANK_MORE),
+    "staleness: a step later": Planted(
+        test_gpu_modes.test_bounded_staleness_gives_the_gradients_of_the_step_before, A_STEP_LATER, BF16
+    ),
+    "asynchronous: one rank more": Planted(
+        test_gpu_modes.test_asynchronous_alone_has_nothing_to_correct, ONE_RANK_MORE
+    ),
+    "streams: pack does not wait": Planted(
+        test_gpu_streams.test_pack_waits_for_the_late_one_of_two_streams,
+        replaced(Streams, "wait_for_gradients", lambda *_: None),
+        {**BF16, "views": False},
+    ),
+    "streams: nodes that nobody holds": Planted(
+        test_gpu_streams.test_gradients_have_the_streams_on_which_their_nodes_were_made,
+        spoiled(stage_streams.Branches, "__init__", lambda _, model, *rest: model._nodes.clear()),
+    ),
+    "streams: other nodes": Planted(
+        test_gpu_streams.test_the_wrapper_keeps_nodes_that_somebody_holds,
+        replaced(parameter_hooks, "_accumulator", _another_node),
+    ),
+    "demo: two rows missing": Planted(
+        test_demo.test_every_row_says_where_it_ran,
+        replaced(test_demo.Finished, "json", TWO_ROWS_MISSING),
+        {"finished_there": test_demo.Finished(0, "", "", Path())},
+    ),
+    "doctor: one wrong bit": Planted(
+        test_doctor.test_the_kernels_leave_the_right_bits,
+        replaced(dispatch, "unpack", test_doctor.flip(dispatch.unpack, 0)),
+    ),
+    "server: one rank less": Planted(test_sync_server.test_eight_devices_on_one, ONE_RANK_LESS),
+}
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter's overflows and NaNs
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    planted = PLANTED[name]
+    arguments = {"device": torch.device("cpu"), **planted.arguments}
+    takes = inspect.signature(planted.test).parameters
+    arguments |= {key: value for key, value in (("group", None), ("tmp_path", tmp_path)) if key in takes}
+    if "monkeypatch" in takes:
+        arguments["monkeypatch"] = monkeypatch
+    if hasattr(sys.modules[planted.test.__module__], "torch_path"):
+        monkeypatch.setattr(dispatch, "_triton_pack", None)
+    planted.plant(monkeypatch)
+    with group_of_one(), pytest.raises((AssertionError, pytest.fail.Exception)):
+        planted.test(**arguments)
+
+
+def test_every_test_of_both_devices_has_its_fault() -> None:
+    found = {
+        f"{path.name}::{test.name}"
+        for path, tests in functions_by_file().items()
+        for test in tests
+        if "device" in [argument.arg for argument in test.args.args]
+    }
+    assert {f"{one.test.__module__}.py::{one.test.__name__}" for one in PLANTED.values()} == found
+
+
+def test_what_runs_on_a_gpu_alone_is_listed_with_the_reason() -> None:
+    found = set()
+    for path, tests in functions_by_file().items():
+        alone = [test.name for test in tests if MARK in map(ast.unparse, test.decorator_list)]
+        assert path.read_text().count(f"{MARK}\n") == len(alone), f"{path.name}: mark tests one by one"
+        found |= {f"{path.name}::{name}" for name in alone}
+    assert found == set(ONLY_ON_A_GPU)

@@ -1,0 +1,177 @@
+"""Options and synchronisation modes of the wrapper in a group of one, on CPU and on a GPU, where NCCL carries them.
+
+Not here, because they need a second GPU: sums over NCCL, and plans from the device's clock, since a group of one
+measures nothing. Nor are sparse gradients, of which torch has no all-reduce over NCCL.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from support.on_device import own_stream, pick, synchronize
+from support.ranks import group_of_one
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from fusedreduce import Asynchronous, BoundedStaleness, DistributedDataParallel, ReduceConfig
+from fusedreduce.kernels import dispatch
+
+STEPS = 5
+CAP_MB = 0.001  # several buckets
+
+
+@pytest.fixture(autouse=True)
+def torch_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU not the interpreter, which takes tens of milliseconds for each bucket."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(dispatch, "_triton_pack", None)
+
+
+class Net(nn.Module):
+    """Embedding, two layers, a head; with `branches` a step uses one of the two, and a third one is never used."""
+
+    def __init__(self, *, branches: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(20, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3 if branches else 2))
+        self.head = nn.Linear(16, 4)
+        self._branches = branches
+
+    def forward(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
+        hidden = self.table(tokens).mean(1)
+        used = [self.layers[step % 2]] if self._branches else self.layers
+        for layer in used:
+            hidden = torch.tanh(layer(hidden))
+        result: torch.Tensor = self.head(hidden)
+        return result
+
+
+OPTIONS: Mapping[str, Mapping[str, bool]] = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "unused, views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+}
+# torch's own wrapper is the reference: options and hooks that it has on CUDA alone, or over NCCL.
+MIXED = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+TORCHS: Mapping[str, tuple[Mapping[str, Any], Any]] = {
+    "mixed precision": ({"mixed_precision": MIXED}, None),
+    "comm hook": ({}, default_hooks.bf16_compress_hook),
+    "comm hook, views": ({"gradient_as_bucket_view": True}, default_hooks.bf16_compress_hook),
+}
+
+
+def _tokens(device: torch.device, step: int) -> torch.Tensor:
+    return torch.randint(0, 20, (8, 3), generator=torch.Generator().manual_seed(step)).to(device)
+
+
+def _wrapped(net: nn.Module, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(net, bucket_cap_mb=CAP_MB, **options)
+
+
+def _loss(model: nn.Module, device: torch.device, step: int) -> torch.Tensor:
+    loss: torch.Tensor = model(_tokens(device, step), step).square().mean()
+    return loss
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if one.grad is None else one.grad.detach().clone() for one in model.parameters()]
+
+
+def _assert_equal(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None], what: str) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine is None) == (other is None), what
+        if mine is not None and other is not None:
+            assert torch.equal(mine, other), what
+
+
+@pytest.mark.parametrize("way", OPTIONS)
+def test_gradients_are_those_without_a_wrapper(device: torch.device, group: None, way: str) -> None:
+    net = Net(branches="find_unused_parameters" in OPTIONS[way]).to(device)
+    ddp = _wrapped(net, **OPTIONS[way])
+    alone = copy.deepcopy(ddp.module)
+    synchronize(device)
+    with own_stream(device):
+        for step in range(STEPS):
+            for model in (ddp, alone):
+                model.zero_grad()
+                _loss(model, device, step).backward()
+            _assert_equal(_gradients(ddp), _gradients(alone), f"step {step}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", TORCHS)
+def test_gradients_are_those_of_torchs_wrapper(way: str) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    options, hook = TORCHS[way]
+    with group_of_one("cuda"):
+        wrappers = [kind(Net().to(device), bucket_cap_mb=CAP_MB, **options) for kind in (DistributedDataParallel, DDP)]
+        for ddp in wrappers:
+            if hook is not None:
+                ddp.register_comm_hook(None, hook)
+        for step in range(STEPS):
+            for ddp in wrappers:
+                ddp.zero_grad()
+                _loss(ddp, device, step).backward()
+            ours, theirs = map(_gradients, wrappers)
+            _assert_equal(ours, theirs, f"step {step}")
+
+
+def test_join_trains_as_without_it(device: torch.device, group: None) -> None:
+    # torch's stand-in for a group on CPU cannot say how many ranks are left.
+    for by_initial in pick(device, cpu=(True,), cuda=(True, False)):
+        ddp = _wrapped(Net().to(device))
+        alone = copy.deepcopy(ddp.module)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (ddp, alone)]
+        with ddp.join(divide_by_initial_world_size=by_initial):
+            for step in range(STEPS):
+                for model, optimizer in zip((ddp, alone), optimizers, strict=True):
+                    optimizer.zero_grad()
+                    _loss(model, device, step).backward()
+                    optimizer.step()
+        for ours, theirs in zip(ddp.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+def test_bounded_staleness_gives_the_gradients_of_the_step_before(device: torch.device, group: None, wire: Any) -> None:
+    ddp = _wrapped(Net().to(device), reduce=ReduceConfig(wire=wire, sync_mode=BoundedStaleness(1)))
+    alone = copy.deepcopy(ddp.module)
+    before: list[torch.Tensor | None] = [None for _ in alone.parameters()]
+    synchronize(device)
+    with own_stream(device):
+        for step in range(STEPS):
+            for model in (ddp, alone):
+                model.zero_grad()
+                _loss(model, device, step).backward()
+            _assert_equal(_gradients(ddp), before, f"step {step}")
+            before = [one if one is None or wire == "native" else one.bfloat16().float() for one in _gradients(alone)]
+        ddp.zero_grad()
+        assert ddp.flush().steps == 1
+        _assert_equal(_gradients(ddp), before, "flushed")
+
+
+def test_asynchronous_alone_has_nothing_to_correct(device: torch.device, group: None) -> None:
+    ddp = _wrapped(Net().to(device), reduce=ReduceConfig(sync_mode=Asynchronous()))
+    alone = copy.deepcopy(ddp.module)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (ddp, alone)]
+    synchronize(device)
+    with own_stream(device):
+        for step in range(STEPS):
+            for model, optimizer in zip((ddp, alone), optimizers, strict=True):
+                optimizer.zero_grad()
+                _loss(model, device, step).backward()
+                optimizer.step()
+            _assert_equal(_gradients(ddp), _gradients(alone), f"step {step}")
+        assert ddp.flush(optimizers[0]).drift == 0.0
+        assert int(ddp.reduce_stats()["contributions"]) > 0
+        for ours, theirs in zip(ddp.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(ours, theirs)

@@ -1,0 +1,481 @@
+"""The check of machine code: it finds planted faults, passes real kernels, and looks at what is really launched.
+
+Compiling needs a process without TRITON_INTERPRET: as a script, this file compiles what the tests ask about and prints
+it. The full check of the real kernels is a step of its own in `make test`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from support import planted_kernels
+from support.fake_driver import activate, at_odd_address, run_compiled
+from triton.backends.compiler import GPUTarget
+
+from fusedreduce.kernels import support
+from fusedreduce.kernels.aot import compile as aot
+from fusedreduce.kernels.aot.disassembly import (
+    Access,
+    Frame,
+    Instruction,
+    access_of,
+    in_loop,
+    parse_gcn,
+    parse_sass,
+    shortest_turn,
+)
+from fusedreduce.kernels.aot.record import RECORD, Place, Table, dump, load
+from fusedreduce.kernels.aot.rules import BranchFigures, Violation
+from fusedreduce.kernels.variants import TRITON_NAMES, Variant
+
+# Every file of kernels, mixed and fp64, with and without by-products; the rest is left to `make test`.
+SUBSET = (
+    "pack[mixed, wire bf16, stats]",
+    "pack[fp64, wire fp16]",
+    "unpack[mixed, wire fp32]",
+    "unpack[fp64, wire bf16, stats]",
+    "measure[mixed]",
+    "scale[mixed]",
+    "combine[fp32]",
+    "combine[bf16, stacked]",
+    "parameter_totals",
+    "first_source",
+)
+# What each planted fault must be found by, and in which branches; None: in the kernel as a whole, others may suffer.
+BF16 = "bf16->fp32"
+FOUND_BY: dict[str, tuple[str | None, tuple[str, ...]]] = {
+    "none": (None, ()),
+    "scalar branch": (BF16, ("16 loads of 2 bytes in a block; the tile calls for 4 of 8", "vector width")),
+    "layout conversion": (BF16, ("exchange",)),
+    "missing branch": (BF16, ("branch: missing: no load_vector, load_single, store_vector, store_single",)),
+    "by hand": (BF16, ("placement", "goes round load_vector")),
+    "atomic": (BF16, ("memory", "atom")),
+    "spill": (None, ("stack",)),
+}
+SPILL_FIGURES = {"gfx942": ("vgpr_spill_count is ", "private_segment_fixed_size is ", "scratch_store")}
+EXCHANGE_FIGURES = {"gfx942": ("ds_write", "ds_read", "s_barrier")}
+PLANTED = [(planted.fault, target) for planted in planted_kernels.PLANTED for target in planted.targets]
+
+
+def compiled_here() -> dict[str, Any]:
+    """What only a process without the interpreter can find out."""
+    return {"planted": planted_messages(), "subset": subset_messages(), "launches": launches_and_compilations()}
+
+
+def planted_messages() -> dict[str, list[str]]:
+    found = {}
+    for planted in planted_kernels.PLANTED:
+        for name in planted.targets:
+            report = aot.report(planted_kernels.variant_of(planted, aot.TARGETS[name]), aot.TARGETS[name])
+            found[f"{planted.fault} on {name}"] = [str(violation) for violation in report.violations]
+    return found
+
+
+def subset_messages() -> dict[str, list[str]]:
+    return {
+        f"{variant.label} on {target.name}": [str(violation) for violation in aot.report(variant, target).violations]
+        for target in aot.TARGETS.values()
+        for variant in aot.all_variants(target)
+        if variant.label in SUBSET
+    }
+
+
+def launches_and_compilations() -> list[dict[str, Any]]:
+    """How Triton's launch path sees every variant, with aligned, misaligned and large tensors, beside what aot says."""
+    rows = []
+    for target in (aot.TARGETS["sm_90"], aot.TARGETS["gfx942"]):
+        driver = activate(GPUTarget(*target.key, target.warp_size))
+        for variant in aot.all_variants(target):
+            variant.kernel.device_caches.clear()
+            row = {
+                "name": f"{variant.label} on {target.name}",
+                "wanted": dict(variant.signature),
+                "seen": [_specialised(variant, tensors) for tensors in _operands(variant)],
+            }
+            if variant.label in SUBSET:
+                variant.launch(3, _operands(variant)[0])
+                row["launched"] = driver.launches[-1].compiled
+                row["examined"] = aot.compile_variant(variant, target).hash
+            rows.append(row)
+    return rows
+
+
+def _operands(variant: Variant) -> list[list[torch.Tensor | None]]:
+    """Arguments of one launch: aligned, at odd addresses, and of 3 GiB each (which "meta" tensors only claim to be)."""
+    dtypes = {f"*{name}": dtype for dtype, name in TRITON_NAMES.items()}
+    # A constexpr without a value is a pointer that is not given.
+    kinds = [kind for name, kind in variant.signature.items() if name not in variant.constexprs]
+    aligned = [torch.zeros(4, dtype=dtypes[kind]) if kind in dtypes else None for kind in kinds]
+    odd = [None if tensor is None else at_odd_address(tensor) for tensor in aligned]
+    large = [
+        None if tensor is None else torch.empty(3 * 2**30 // tensor.itemsize, dtype=tensor.dtype, device="meta")
+        for tensor in aligned
+    ]
+    return [aligned, odd, large]
+
+
+def _specialised(variant: Variant, tensors: Sequence[torch.Tensor | None]) -> dict[str, Any]:
+    """Signature, attributes and values that a launch would compile for; the hook stops it there."""
+    seen: list[Any] = []
+
+    def stop(*, compile: dict[str, Any], **about: Any) -> bool:
+        names = list(variant.signature)
+        seen.append(
+            {
+                "signature": compile["signature"],
+                "attributes": [value for value in compile["configs"][0].values() if value],
+                "constexprs": {names[place]: value for (place,), value in compile["constants"].items()},
+                "num_warps": compile["num_warps"],
+            }
+        )
+        return True
+
+    triton.knobs.runtime.jit_cache_hook = stop
+    variant.launch(3, tensors)
+    triton.knobs.runtime.jit_cache_hook = None
+    assert len(seen) == 1
+    return {**seen[0], "constexprs": {k: v for k, v in seen[0]["constexprs"].items() if v is not None}}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Any:
+    return run_compiled(__file__)
+
+
+@pytest.mark.parametrize(("fault", "target"), PLANTED)
+def test_planted_fault_is_found_and_named(compiled: Any, fault: str, target: str) -> None:
+    messages = compiled["planted"][f"{fault} on {target}"]
+    branch, words = FOUND_BY[fault]
+    where = f"planted[{fault}] on {target}" + (f", branch {branch}:" if branch else "")
+    named = [message for message in messages if message.startswith(where)]
+    if fault == "none":
+        assert messages == []
+    for word in words:
+        assert any(word.lower() in message.lower() for message in named), (word, messages)
+    if fault in ("scalar branch", "missing branch", "by hand", "atomic"):
+        assert named == messages, "the sound branches are blamed too"
+    if fault == "spill":
+        for word in SPILL_FIGURES.get(target, ("STACK is ", "STL", "LDL")):
+            assert any(word in message for message in messages), (word, messages)
+    if fault == "layout conversion":
+        for word in EXCHANGE_FIGURES.get(target, ("STS", "LDS", "BAR.SYNC")):
+            assert any(word in message for message in named), (word, messages)
+
+
+def test_real_kernels_pass(compiled: Any) -> None:
+    assert len(compiled["subset"]) == len(SUBSET) * len(aot.TARGETS)
+    assert [message for messages in compiled["subset"].values() for message in messages] == []
+
+
+def test_a_launch_compiles_for_exactly_what_the_variant_says(compiled: Any) -> None:
+    assert len(compiled["launches"]) == sum(len(aot.all_variants(aot.TARGETS[name])) for name in ("sm_90", "gfx942"))
+    for row in compiled["launches"]:
+        for seen in row["seen"]:
+            assert seen["signature"] == row["wanted"], row["name"]
+            assert seen["attributes"] == [], row["name"]
+        assert row["seen"][0] == row["seen"][1] == row["seen"][2], row["name"]
+
+
+def test_a_launch_uses_the_very_compilation_that_was_examined(compiled: Any) -> None:
+    rows = [row for row in compiled["launches"] if "launched" in row]
+    assert len(rows) == 2 * len(SUBSET)
+    for row in rows:
+        assert row["launched"] == row["examined"], row["name"]
+
+
+def test_values_of_constexprs_are_the_variants(compiled: Any) -> None:
+    for row in compiled["launches"]:
+        name, target = row["name"].rsplit(" on ", 1)
+        variant = next(variant for variant in aot.all_variants(aot.TARGETS[target]) if variant.label == name)
+        assert row["seen"][0]["constexprs"] == dict(variant.constexprs), name
+        assert row["seen"][0]["num_warps"] == variant.num_warps
+
+
+def test_a_listed_pair_is_shown_and_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "UNSUPPORTED", {("cuda", 90): {torch.bfloat16: "no such thing here"}})
+    monkeypatch.setattr(aot, "compile_variant", lambda variant, target: pytest.fail("compiled a listed pair"))
+    mixed = _labelled("pack[mixed, wire fp32]")
+    report = aot.report(mixed, aot.TARGETS["sm_90"])
+    assert report.unsupported == "no such thing here"
+    assert report.violations == ()
+    assert "pack[mixed, wire fp32]          unsupported: no such thing here" in aot.table([report])
+
+
+def test_an_unlisted_pair_that_does_not_compile_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(variant: Variant, target: aot.Target) -> Any:
+        raise RuntimeError("PassManager::run failed\nand much more")
+
+    monkeypatch.setattr(aot, "compile_variant", refuse)
+    report = aot.report(_labelled("pack[fp64, wire fp64]"), aot.TARGETS["gfx942"])
+    (violation,) = report.violations
+    assert str(violation) == (
+        "pack[fp64, wire fp64] on gfx942: compiles: RuntimeError: PassManager::run failed; "
+        "not listed in kernels/support.py"
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "dtypes", "refused"),
+    [
+        (("hip", "gfx906"), (torch.float32,), True),
+        (("hip", "gfx940"), (), True),
+        (("hip", "gfx942"), tuple(TRITON_NAMES), False),
+        (("cuda", 75), (torch.bfloat16,), False),
+        (("cuda", 90), tuple(TRITON_NAMES), False),
+    ],
+)
+def test_unsupported(target: tuple[str, int | str], dtypes: tuple[torch.dtype, ...], refused: bool) -> None:
+    assert (support.unsupported(target, dtypes) is not None) == refused
+
+
+def test_dtypes_of_a_variant() -> None:
+    assert aot.dtypes_of(_labelled("pack[fp64, wire bf16]")) == {torch.float64, torch.bfloat16, torch.int64}
+    assert aot.dtypes_of(_labelled("total")) == {torch.float64, torch.int64}
+
+
+def _labelled(label: str) -> Variant:
+    return next(variant for variant in aot.all_variants(aot.TARGETS["sm_90"]) if variant.label == label)
+
+
+# Two masked loads: the second sits behind a skip, and a loop goes round both.
+GCN = """
+kernel:
+\t.loc\t1 10 0 prologue_end              ; kernel.py:10:0
+\ts_load_dwordx2 s[0:1], s[2:3], 0x0
+.LBB0_1:                                ; =>This Inner Loop Header: Depth=1
+\t.loc\t2 33 19 is_stmt 1               ; chunk.py:33:19 @[ kernel.py:12:5 ]
+\tglobal_load_dwordx4 v[0:3], v[8:9], off
+\ts_and_saveexec_b64 s[4:5], vcc
+\ts_cbranch_execz .LBB0_3
+; %bb.2:
+\tglobal_load_dwordx4 v[4:7], v[8:9], off offset:2048
+.LBB0_3:
+\ts_cbranch_scc1 .LBB0_1
+; %bb.4:
+\ts_endpgm
+\t.section\t.rodata,"a",@progbits
+\ts_nop 0
+"""
+# Lines 2 and 4 of the PTX are what the SASS was made from; the store is one branch further, out of the loop.
+PTX = """.loc 1 10 0 // kernel.py:10:0
+ld.global.v4.b32
+.loc 2 33 19 // chunk.py:33:19 @[ kernel.py:12:5 ]
+st.global.v2.b32
+"""
+SASS = """
+kernel:
+\t//## File ".nv_debug_ptx_txt", line 2
+.L_x_1:
+        /*0000*/              @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0010*/                   BSSY B0, `(.L_x_2) ;
+        /*0020*/                   BSYNC B0 ;
+.L_x_2:
+        /*0030*/               @P1 BRA `(.L_x_1) ;
+        /*0040*/                   BRA `(.L_x_4) ;
+.L_x_3:
+        /*0050*/                   STL [R1], R0 ;
+        /*0060*/                   RET.REL.NODEC R2 `(kernel) ;
+.L_x_4:
+\t//## File ".nv_debug_ptx_txt", line 4
+        /*0070*/                   STG.E.64 desc[UR4][R2.64], R4 ;
+        /*0080*/                   EXIT ;
+"""
+
+
+def test_blocks_of_gcn_do_not_end_at_the_skip_of_a_masked_access() -> None:
+    entry, loop, end = blocks = parse_gcn(GCN)
+    assert [block.successors for block in blocks] == [[1], [1, 2], []]
+    assert [instruction.opcode for instruction in end.instructions] == ["s_endpgm"]
+    loads = [instruction for instruction in loop.instructions if access_of(instruction) is not None]
+    assert [access_of(load) for load in loads] == [Access("global", False, 16)] * 2
+    assert [load.frames for load in loads] == [(Frame("chunk.py", 33), Frame("kernel.py", 12))] * 2
+    assert access_of(entry.instructions[0]) == Access("scalar", False, 8)
+    assert (shortest_turn(blocks, 1), shortest_turn(blocks, 0)) == (5, None)
+    assert [in_loop(blocks, index) for index in range(3)] == [False, True, False]
+
+
+def test_blocks_of_sass() -> None:
+    loop, end, unreached = blocks = parse_sass(SASS, PTX)
+    assert [block.successors for block in blocks] == [[0, 1], [], []]
+    assert [instruction.opcode for instruction in end.instructions] == ["BRA", "STG.E.64", "EXIT"]
+    assert access_of(loop.instructions[0]) == Access("global", False, 16)
+    assert access_of(end.instructions[1]) == Access("global", True, 8)
+    assert access_of(unreached.instructions[0]) == Access("stack", True, 4)
+    assert loop.instructions[0].frames == (Frame("kernel.py", 10),)
+    assert end.instructions[1].frames == (Frame("chunk.py", 33), Frame("kernel.py", 12))
+    assert shortest_turn(blocks, 0) == 4
+
+
+@pytest.mark.parametrize(
+    ("opcode", "access"),
+    [
+        ("LDGSTS.E.BYPASS.LTC128B.128", Access("global", False, 16)),
+        ("LDG.E.U16.CONSTANT", Access("global", False, 2)),
+        ("LD.E.64", Access("other", False, 8)),
+        ("RED.E.ADD.F32.FTZ.RN.STRONG.GPU", Access("other", True, 4)),
+        ("SHFL.BFLY", Access("exchange", False, 4)),
+        ("REDUX.MIN", Access("exchange", False, 4)),
+        ("LDC.64", None),
+        ("FFMA.FTZ", None),
+        ("global_load_ushort", Access("global", False, 2)),
+        ("global_store_short_d16_hi", Access("global", True, 2)),
+        ("buffer_load_dwordx2", Access("global", False, 8)),
+        ("flat_load_dword", Access("other", False, 4)),
+        ("global_atomic_add_f32", Access("other", True, 4)),
+        ("scratch_store_dwordx4", Access("stack", True, 16)),
+        ("ds_bpermute_b32", Access("exchange", False, 0)),
+        ("v_add_f32_dpp", Access("exchange", False, 0)),
+        ("s_add_u32", None),
+        ("v_mov_b32_e32", None),
+    ],
+)
+def test_access_of(opcode: str, access: Access | None) -> None:
+    assert access_of(Instruction(opcode)) == access
+
+
+def test_resident_warps() -> None:
+    target = aot.TARGETS["sm_90"]
+    assert aot.resident_warps(target, registers=64, shared_bytes=0, num_warps=4) == 32
+    assert aot.resident_warps(target, registers=33, shared_bytes=0, num_warps=4) == 48  # rounded up to 40
+    assert aot.resident_warps(target, registers=16, shared_bytes=0, num_warps=1) == 32  # programs
+    assert aot.resident_warps(target, registers=16, shared_bytes=63 * 1024, num_warps=8) == 24
+
+
+BROKEN = aot.Report(
+    "pack[mixed, wire bf16, stats]", "sm_90", violations=(Violation("pack", "sm_90", "fp32->bf16", "stack", "STL"),)
+)
+SOUND = aot.Report(
+    "unpack[mixed, wire bf16, stats]",
+    "sm_90",
+    registers=255,
+    in_flight_bytes=128 * 1024,
+    branches={"bf16->fp32": BranchFigures(64, 123.4, {16: 4}, {16: 8})},
+    loads={16: 12, 8: 4, 4: 7, 2: 35},
+    stores={16: 12, 4: 17, 2: 24},
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "status"),
+    [
+        ([SOUND], ["--check"], 0),
+        ([SOUND, BROKEN], ["--check"], 1),
+        ([BROKEN], [], 0),
+    ],
+)
+def test_command_line(
+    rows: list[aot.Report],
+    flags: list[str],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(aot, "interpreted", lambda: False)
+    monkeypatch.setattr(aot, "report_all", lambda targets, jobs: [rows])
+    monkeypatch.setattr(aot, "RECORD", _recorded(tmp_path, rows))
+    file = tmp_path / "aot.json"
+    assert aot.main([*flags, "--arch", "sm_90", "--json", str(file)]) == status
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 100
+    assert ("FAILED pack on sm_90, branch fp32->bf16: stack: STL" in printed) == (BROKEN in rows)
+    assert [row["kernel"] for row in json.loads(file.read_text())["kernels"]] == [row.kernel for row in rows]
+
+
+def _recorded(folder: Path, rows: Sequence[aot.Report], version: str = triton.__version__) -> Path:
+    """A table of these rows, as if they had been found before."""
+    path = folder / "machine_code.json"
+    found = {Place(row.target, row.kernel): aot.row_of(row) for row in rows}
+    path.write_text(dump(Table(version, found)))
+    return path
+
+
+def _run(rows: Sequence[aot.Report], record: Path, *flags: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aot, "interpreted", lambda: False)
+        patch.setattr(aot, "report_all", lambda targets, jobs: [rows])
+        patch.setattr(aot, "RECORD", record)
+        return aot.main(flags)
+
+
+def test_a_figure_worse_than_recorded_fails_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = _recorded(tmp_path, [SOUND])
+    branch = dataclasses.replace(SOUND.branches["bf16->fp32"], loads={8: 8})
+    worse = dataclasses.replace(SOUND, registers=256, branches={"bf16->fp32": branch})
+    assert (_run([worse], record, "--check"), _run([worse], record)) == (1, 0)
+    out = capsys.readouterr().out
+    name = "unpack[mixed, wire bf16, stats] on sm_90"
+    assert f"FAILED {name}: registers: was 255, is 256\n" in out
+    assert f"FAILED {name}, branch bf16->fp32: loads: was 16x4, is 8x8\n" in out
+    assert "If that is meant, record it: python -m fusedreduce.kernels.aot --record" in out
+    assert _run([worse], record, "--record") == 0
+    assert _run([worse], record, "--check") == 0
+    assert "as recorded in machine_code.json" in capsys.readouterr().out
+
+
+def test_a_figure_better_than_recorded_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run([dataclasses.replace(SOUND, registers=80)], _recorded(tmp_path, [SOUND]), "--check") == 0
+    out = capsys.readouterr().out
+    assert "better unpack[mixed, wire bf16, stats] on sm_90: registers: was 255, is 80\n" in out
+    assert "Better than recorded: record it: python -m fusedreduce.kernels.aot --record" in out
+
+
+def test_another_triton_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = _recorded(tmp_path, [], version="3.0.0")
+    assert _run([SOUND], record, "--check") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"not compared: machine_code.json is of triton 3.0.0, this is {triton.__version__}"
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "<<<<<<< ours", '{"triton": "3.7.1"}', '{"triton": "3.7.1", "rows": [["a"]]}']
+)
+def test_no_table_to_compare_with_fails(text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "machine_code.json"
+    if text is not None:
+        record.write_text(text)
+    assert _run([SOUND], record, "--check") == 1
+    assert "FAILED machine_code.json: " in capsys.readouterr().out
+
+
+def test_what_breaks_a_rule_is_not_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "machine_code.json"
+    assert _run([SOUND, BROKEN], record, "--record") == 1
+    assert not record.exists()
+    with pytest.raises(SystemExit):
+        _run([SOUND], record, "--record", "--arch", "sm_90")
+    assert "leave out --arch" in capsys.readouterr().err
+
+
+def test_what_does_not_compile_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    variant = _labelled(SOUND.kernel)
+    unfit = aot.failed(variant, aot.TARGETS["sm_90"], RuntimeError("no"))
+    assert _run([unfit], _recorded(tmp_path, [SOUND]), "--check") == 1
+    assert capsys.readouterr().out.count("FAILED") == 1
+
+
+def test_the_table_kept_here_is_of_what_can_be_launched() -> None:
+    """Names alone; `make test` compares the figures. So a variant that is new is noticed without a compiler."""
+    kept = load(RECORD.read_text())
+    assert list(kept.rows) == [
+        Place(target.name, variant.label) for target in aot.TARGETS.values() for variant in aot.all_variants(target)
+    ]
+    assert dump(kept) == RECORD.read_text()
+
+
+def test_refuses_to_run_interpreted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(aot, "interpreted", lambda: True)
+    assert aot.main(["--check"]) == 2
+    assert "TRITON_INTERPRET" in capsys.readouterr().err
+
+
+if __name__ == "__main__":
+    json.dump(compiled_here(), sys.stdout)

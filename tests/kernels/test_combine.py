@@ -1,0 +1,237 @@
+"""combine: the reference against additions written out, the kernel in Triton's interpreter against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.buckets import Guarded, assert_same, poison
+from support.interpreter_defects import store_as_interpreted
+
+from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
+from fusedreduce.kernels import dispatch, reference_combine
+from fusedreduce.kernels.combine import CombineTables, combine, serves
+from fusedreduce.kernels.parts import ADD, FOLD, PUSH, Part, depth, steps
+from fusedreduce.kernels.variants import Tuning
+
+interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, on overflows and NaNs
+STRATEGIES: tuple[Strategy, ...] = (Centralized(), Ring(), Tree(1), Tree(2), Tree(3))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SPECIAL = (float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 65504.0, 3e38, 1e-40)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Contributions, how they are added, and where they lie in memory."""
+
+    dtype: torch.dtype
+    strategy: Strategy
+    peers: int
+    numel: int
+    shifts: tuple[int, ...]
+    scale: float
+    seed: int
+    root: int | None
+
+    def tensors(self) -> list[Guarded]:
+        generator = torch.Generator().manual_seed(self.seed)
+        values = [torch.randn(self.numel, generator=generator, dtype=torch.float64) for _ in range(self.peers)]
+        if self.numel and self.seed % 3 == 0:
+            for one in values:
+                places = torch.randint(self.numel, (3,), generator=generator)
+                one[places] = torch.tensor(SPECIAL, dtype=torch.float64)[torch.randint(8, (3,), generator=generator)]
+        return [Guarded.of(one.to(self.dtype), shift) for one, shift in zip(values, self.shifts, strict=True)]
+
+    def outputs(self, tensors: list[Guarded]) -> list[Guarded]:
+        if self.root is None:
+            return tensors
+        return [Guarded.of(poison(self.numel, self.dtype), self.shifts[0])] if self.root < 0 else [tensors[self.root]]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.strategy.parts(self.peers, self.numel)
+
+
+@st.composite
+def sums(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Sum:
+    peers = draw(st.integers(1, 9))
+    together = draw(st.booleans())
+    shift = draw(st.integers(0, 8))
+    shifts = [shift if together else draw(st.integers(0, 8)) for _ in range(peers)]
+    return Sum(
+        dtype=draw(st.sampled_from(dtypes)),
+        strategy=draw(st.sampled_from(STRATEGIES)),
+        peers=peers,
+        numel=draw(st.sampled_from((0, 1, 3, 16, 63, 64, 65, 200, 513))),
+        shifts=tuple(shifts),
+        scale=draw(st.sampled_from((1.0, 0.5, 1 / 3))),
+        seed=draw(st.integers(0, 2**20)),
+        root=draw(st.sampled_from((None, None, -1, 0, peers - 1))),
+    )
+
+
+def written_out(tensors: list[torch.Tensor], parts: tuple[Part, ...], scale: float) -> torch.Tensor:
+    """Every addition of every part, one by one, in fp32 (fp64), and one rounding."""
+    compute = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
+    result = torch.empty_like(tensors[0])
+    for part in parts:
+        held = [one[part.begin : part.end].to(compute) for one in tensors]
+        for into, source in part.adds:
+            held[into] = held[into] + held[source]
+        total = held[part.owner] * torch.tensor(scale, dtype=compute)
+        result[part.begin : part.end] = total.to(result.dtype)
+    return result
+
+
+@given(sums(), st.sampled_from((7, 64, 131072)))
+@settings(max_examples=200)
+def test_the_reference_adds_as_the_parts_say(case: Sum, block_numel: int) -> None:
+    tensors = case.tensors()
+    wanted = written_out([one.inner.clone() for one in tensors], case.parts, case.scale)
+    outputs = case.outputs(tensors)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference_combine, "BLOCK_NUMEL", block_numel)
+        reference_combine.combine(
+            [one.inner for one in tensors], [one.inner for one in outputs], case.parts, case.scale
+        )
+    for one in outputs:
+        assert_same(one.inner, wanted)
+    for one in (*tensors, *outputs):
+        one.assert_edges_untouched()
+    for one in tensors:
+        if all(one is not output for output in outputs):
+            assert_same(one.outer, one.before)
+
+
+@given(sums())
+@settings(max_examples=100)
+def test_between_devices_the_same_bits_come_out(case: Sum) -> None:
+    tensors = [one.inner for one in case.tensors()]
+    wanted = written_out([one.clone() for one in tensors], case.parts, case.scale)
+    for part in case.parts:
+        reference_combine._combine_along(tensors, tensors, part, case.scale)
+    for one in tensors:
+        assert_same(one, wanted)
+
+
+@interpreted
+@given(sums((torch.float32, torch.float16, torch.float64)))
+@settings(max_examples=120)
+def test_the_kernel_equals_the_reference(case: Sum) -> None:
+    tensors = case.tensors()
+    wanted = written_out([one.inner.clone() for one in tensors], case.parts, case.scale)
+    outputs = case.outputs(tensors)
+    with dispatch.count_launches() as counted:
+        dispatch._call(
+            "combine",
+            "interpreter",
+            combine,
+            [one.inner for one in tensors],
+            [one.inner for one in outputs],
+            case.parts,
+            case.scale,
+            tuning=Tuning(1024, 1),
+        )
+    assert counted[0].launches == (1 if case.numel else 0)
+    for one in outputs:
+        assert_same(one.inner, wanted)
+    for one in (*tensors, *outputs):
+        one.assert_edges_untouched()
+    for one in tensors:
+        if all(one is not output for output in outputs):
+            assert_same(one.outer, one.before)
+
+
+@interpreted
+@pytest.mark.parametrize("peers", [2, 3, 8])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_the_kernel_on_bf16_but_for_the_interpreters_rounding(strategy: Strategy, peers: int) -> None:
+    tensors = [torch.randn(300).bfloat16() for _ in range(peers)]
+    parts = strategy.parts(peers, 300)
+    wanted = torch.empty(300, dtype=torch.bfloat16)
+    store_as_interpreted(wanted, written_out([one.float() for one in tensors], parts, 0.5))
+    combine(tensors, tensors, parts, 0.5, tuning=Tuning(1024, 1))
+    for one in tensors:
+        assert_same(one, wanted)
+
+
+@interpreted
+def test_tables_are_made_once_for_each_set_of_addresses() -> None:
+    tables, strategy = CombineTables(), Ring()
+    tensors, parts = [torch.ones(100), torch.ones(100)], strategy.parts(2, 100)
+    combine(tensors, tensors, parts, tables=tables)
+    made = dict(tables._uploaded)
+    combine(tensors, tensors, parts, tables=tables)
+    assert tables._uploaded == made, "a table was made again"
+    others = [torch.ones(100), torch.ones(100)]
+    combine(others, others, parts, tables=tables)
+    assert len(tables._uploaded) == len(made) + 1, "the rows are the same"
+    assert tensors[1].eq(4).all() and others[1].eq(2).all()
+
+
+@interpreted
+def test_other_outputs_of_the_same_tensors_are_the_ones_written() -> None:
+    """A sum for one rank after a sum for another, or for all: what is read, and how it is added, is the same."""
+    tables, parts = CombineTables(), Centralized().parts(2, 100)
+    tensors = [torch.full((100,), 1.0), torch.full((100,), 2.0)]
+    outputs = [torch.zeros(100) for _ in range(3)]
+    for written in ([outputs[0]], [outputs[1]], [outputs[2], tensors[1]]):
+        combine(tensors, written, parts, tables=tables)
+        assert all(one.eq(3.0).all() for one in written), "the sum went elsewhere"
+    assert tensors[0].eq(1.0).all()
+
+
+def test_dispatch_takes_the_torch_path_on_cpu() -> None:
+    tensors = [torch.tensor([256.0], dtype=torch.bfloat16), *[torch.ones(1, dtype=torch.bfloat16) for _ in range(2)]]
+    with dispatch.count_launches() as counted:
+        dispatch.combine(tensors, tensors, Centralized().parts(3, 1))
+    assert counted[0].function == "combine" and counted[0].path == "torch"
+    assert [one.item() for one in tensors] == [258.0] * 3, "rounded once"
+
+
+@given(st.sampled_from(STRATEGIES), st.integers(1, 31))
+def test_every_order_fits_into_the_registers(strategy: Strategy, peers: int) -> None:
+    parts = strategy.parts(peers, 64)
+    assert serves(parts)
+    for part in parts:
+        program = steps(part.adds, part.owner)
+        assert sorted(peer for kind, peer in program if kind != FOLD) == list(range(peers))
+        assert depth(program) == 1 or isinstance(strategy, Tree)
+
+
+def test_steps_of_a_tree() -> None:
+    (part,) = Tree(2).parts(5, 1)
+    assert part.adds == ((1, 3), (1, 4), (0, 1), (0, 2))
+    assert steps(part.adds, 0) == ((PUSH, 1), (ADD, 3), (ADD, 4), (ADD, 0), (ADD, 2))
+    (part,) = Tree(2).parts(7, 1)
+    assert [kind for kind, _ in steps(part.adds, 0)] == [PUSH, ADD, ADD, ADD, PUSH, ADD, ADD, FOLD]
+
+
+@pytest.mark.parametrize("adds", [((0, 1), (2, 1)), ((0, 1), (1, 2)), ((0, 0),), ((0, 1), (2, 3))])
+def test_what_is_no_sum_is_refused(adds: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(ValueError, match="not a sum|not in the sum"):
+        steps(adds, 0)
+
+
+def test_arguments_that_do_not_fit_together_are_refused() -> None:
+    one, two = torch.ones(4), torch.ones(4)
+    parts = Centralized().parts(2, 4)
+    wrong: list[tuple[list[torch.Tensor], tuple[Part, ...], type[Exception], str]] = [
+        ([one, torch.ones(5)], parts, ValueError, "one size, not 4 and 5"),
+        ([one, two.double()], parts, TypeError, "one dtype, not torch.float32 and torch.float64"),
+        ([one.int(), two.int()], parts, TypeError, "torch.int32 cannot be combined"),
+        ([one, torch.ones(8)[::2]], parts, ValueError, "contiguous"),
+        ([one, two], Centralized().parts(2, 3), ValueError, "do not cover 4 elements"),
+        ([one, two], (Part(1, 4, ((0, 1),), 0),), ValueError, "do not cover 4 elements"),
+        ([], (), ValueError, "at least one tensor"),
+    ]
+    for tensors, given_parts, kind, message in wrong:
+        for function in (combine, reference_combine.combine):
+            with pytest.raises(kind, match=message):
+                function(tensors, tensors, given_parts)
+    assert one.eq(1).all() and two.eq(1).all()

@@ -1,0 +1,191 @@
+"""From the functions to the driver: how often they launch and compile, and with which arguments.
+
+Everything is real but the driver: as a script, without TRITON_INTERPRET, this file runs the scenarios on CPU tensors
+through Triton's own launch path for sm_90 and prints what reached the driver.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from support.fake_driver import Compilations, FakeDriver, activate, at_odd_address, run_compiled
+from triton.backends.compiler import GPUTarget
+
+from fusedreduce.kernels import measure, pack, scale, unpack, variants
+from fusedreduce.kernels import stats as stats_file
+from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
+
+PARAMETERS = (1, 10, 1000)
+TARGET = GPUTarget("cuda", 90, 32)
+MIXED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Bucket:
+    """Gradients of one bucket and everything a step passes to the kernels, each tensor at an odd address if asked."""
+
+    def __init__(self, parameters: int, dtypes: tuple[torch.dtype, ...], wire: torch.dtype, *, odd: bool) -> None:
+        place = at_odd_address if odd else torch.clone
+        generator = torch.Generator().manual_seed(parameters)
+        numels = torch.randint(0, 300, (parameters,), generator=generator).tolist()
+        numels[0] = 20_000 + parameters  # several chunks
+        kinds = [dtypes[slot % len(dtypes)] for slot in range(parameters)]
+        self.gradients: list[torch.Tensor | None] = [
+            place(torch.zeros(numel, dtype=kind)) for numel, kind in zip(numels, kinds, strict=True)
+        ]
+        offsets = [0, *torch.tensor(numels).cumsum(0).tolist()]
+        self.chunks = ChunkTable(numels, offsets[:-1], kinds, offsets[-1] + 5)
+        self.pointers = PointerTable()
+        self.wire = place(torch.zeros(offsets[-1] + 5, dtype=wire))
+        self.scalar = place(torch.ones(1, dtype=torch.float64 if torch.float64 in dtypes else torch.float32))
+        cpu = torch.device("cpu")
+        new, sources = self.chunks.new_partials(cpu), self.chunks.new_source_partials(cpu)
+        self.partials = Partials(place(new.sums), place(new.peaks), place(new.first_non_finite))
+        self.sources = SourcePartials(place(sources.first_non_finite), place(sources.flushed))
+        self.spans = place(self.chunks.spans(cpu))
+
+    def calls(self, *, stats: bool) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Everything that a step calls, with its arguments."""
+        partials, sources = (self.partials, self.sources) if stats else (None, None)
+        both = self.gradients, self.chunks, self.pointers
+        calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
+            "pack": (pack.pack, (*both, self.wire, self.scalar, sources)),
+            "unpack": (unpack.unpack, (*both, self.wire, self.scalar, partials)),
+            "scale": (scale.scale, (*both, self.scalar, partials)),
+        }
+        if stats:
+            calls["measure"] = measure.measure, (*both, self.partials)
+            calls["reduce"] = stats_file.reduce_partials, (self.partials, self.spans)
+            calls["reduce_source"] = stats_file.reduce_source_partials, (self.sources, self.spans)
+        return calls
+
+    def expected_addresses(self, *, stats: bool) -> dict[str, list[int]]:
+        """In the order of the kernels' signatures."""
+        device = self.wire.device
+        tables = [self.pointers.upload(self.gradients, self.chunks, device, self.wire), self.chunks.on(device)]
+        partials = list(vars(self.partials).values()) if stats else []
+        sources = list(vars(self.sources).values()) if stats else []
+        expected = {
+            "pack": [*tables, self.wire, self.scalar, *sources],
+            "unpack": [*tables, self.wire, self.scalar, *partials],
+            "scale": [*tables, self.scalar, *partials],
+        }
+        if stats:
+            expected["measure"] = [*tables, *partials]
+        return {name: [tensor.data_ptr() for tensor in tensors] for name, tensors in expected.items()}
+
+
+def launched_by(driver: FakeDriver, function: Any, *arguments: Any) -> list[dict[str, Any]]:
+    """What one call made the driver launch."""
+    driver.launches.clear()
+    function(*arguments)
+    return [
+        {"kernel": launch.kernel, "grid": launch.grid, "addresses": launch.addresses()} for launch in driver.launches
+    ]
+
+
+def one_launch_per_call(driver: FakeDriver) -> list[dict[str, Any]]:
+    """Every function for buckets of 1, 10 and 1,000 parameters."""
+    rows = []
+    for parameters in PARAMETERS:
+        for stats in (False, True):
+            bucket = Bucket(parameters, MIXED, torch.bfloat16, odd=False)
+            calls = bucket.calls(stats=stats).items()
+            row = {
+                "parameters": parameters,
+                "launched": {name: launched_by(driver, function, *given) for name, (function, given) in calls},
+                "expected": bucket.expected_addresses(stats=stats),
+                "rows": len(bucket.chunks.rows),
+                "data_rows": bucket.chunks.data_rows,
+            }
+            rows.append(row)
+    return rows
+
+
+def compilations_after_the_first() -> dict[str, list[str]]:
+    """What compiles in a first step, and then with other sizes, misaligned and moved tensors, missing gradients."""
+    compiled: dict[str, list[str]] = {}
+    for dtypes, wire in ((MIXED, torch.float16), ((torch.float64,), torch.float64)):
+        for stats in (False, True):
+            name = f"{wire}{', stats' if stats else ''}"
+            counter = Compilations()
+            _step(Bucket(2, dtypes, wire, odd=False), stats=stats)
+            compiled[f"first {name}"] = counter.names
+            counter = Compilations()
+            for parameters in (1, 3, 16, 17):
+                for odd in (False, True):
+                    bucket = Bucket(parameters, dtypes, wire, odd=odd)
+                    _step(bucket, stats=stats)
+                    bucket.gradients = [None if g is None else at_odd_address(g) for g in bucket.gradients]
+                    _step(bucket, stats=stats)
+                    bucket.gradients[0] = None
+                    _step(bucket, stats=stats)
+            compiled[f"later {name}"] = counter.names
+    return compiled
+
+
+def _step(bucket: Bucket, *, stats: bool) -> None:
+    for function, given in bucket.calls(stats=stats).values():
+        function(*given)
+
+
+def main() -> None:
+    driver = activate(TARGET)
+    for module in (variants, pack, unpack, measure, scale):
+        module.current_target = lambda device: ("cuda", 90)  # type: ignore[attr-defined]
+    json.dump({"calls": one_launch_per_call(driver), "compiled": compilations_after_the_first()}, sys.stdout)
+
+
+@pytest.fixture(scope="module")
+def observed() -> Any:
+    return run_compiled(__file__)
+
+
+def test_one_launch_whatever_the_number_of_parameters(observed: Any) -> None:
+    assert [call["parameters"] for call in observed["calls"]] == [1, 1, 10, 10, 1000, 1000]
+    kernels = {
+        "pack": ["_pack_kernel"],
+        "unpack": ["_unpack_kernel"],
+        "measure": ["_measure_kernel"],
+        "scale": ["_scale_kernel"],
+        "reduce": ["_parameter_totals_kernel", "_total_kernel"],
+        "reduce_source": ["_parameter_sources_kernel", "_first_source_kernel"],
+    }
+    for number, call in enumerate(observed["calls"]):
+        assert set(call["launched"]) == (set(kernels) if number % 2 else {"pack", "unpack", "scale"})
+        for name, launched in call["launched"].items():
+            assert [launch["kernel"] for launch in launched] == kernels[name], call["parameters"]
+
+
+def test_one_program_per_row_of_the_table(observed: Any) -> None:
+    for call in observed["calls"]:
+        assert call["rows"] > call["data_rows"] >= 3  # the long parameter has three rows, the padding one
+        for name, launched in call["launched"].items():
+            programs = {"pack": call["rows"], "reduce": call["parameters"], "reduce_source": call["parameters"]}
+            assert launched[0]["grid"] == [programs.get(name, call["data_rows"]), 1, 1]
+            assert [launch["grid"] for launch in launched[1:]] == [[1, 1, 1]] * (len(launched) - 1)
+
+
+def test_arguments_reach_the_kernel_in_the_order_of_its_signature(observed: Any) -> None:
+    for number, call in enumerate(observed["calls"]):
+        assert set(call["expected"]) == {"pack", "unpack", "scale", *(["measure"] if number % 2 else [])}
+        for name, expected in call["expected"].items():
+            assert call["launched"][name][0]["addresses"] == expected, name
+
+
+def test_each_variant_compiles_once_and_nothing_compiles_later(observed: Any) -> None:
+    # `one_launch_per_call` ran first, with another wire: the second stage and mixed gradients' scale and measure are
+    # compiled by then.
+    assert [name.partition(" ")[0] for name in observed["compiled"]] == ["first", "later"] * 4
+    for name, compiled in observed["compiled"].items():
+        wanted = ["_pack_kernel", "_unpack_kernel"] if name.startswith("first") else []
+        if name.startswith("first torch.float64"):
+            wanted += ["_scale_kernel", "_measure_kernel"] if "stats" in name else ["_scale_kernel"]
+        assert compiled == wanted, name
+
+
+if __name__ == "__main__":
+    main()

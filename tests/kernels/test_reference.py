@@ -1,0 +1,468 @@
+"""reference.py bit for bit against its definition, and against fp64 arithmetic in numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.buckets import FLOATS, Case, Guarded, assert_same, cases, poison
+
+from fusedreduce.kernels import reference, reference_quick
+from fusedreduce.kernels.table import ChunkTable, PointerTable, Shape
+
+WORLD_SIZES = (1.0, 2.0, 3.0, 5.0, 6.0, 7.0, 8.0, 1000.0, 16384.0)
+
+
+def _round_bf16(values: npt.NDArray[np.float32]) -> torch.Tensor:
+    """fp32 -> bf16, to nearest, ties to even, by integer arithmetic on the bits."""
+    bits = values.view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    quiet = np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+    return torch.from_numpy(quiet.view(np.int16).copy()).view(torch.bfloat16)
+
+
+def _round(values: npt.NDArray[np.float32], dtype: torch.dtype) -> torch.Tensor:
+    if dtype is torch.bfloat16:
+        return _round_bf16(values)
+    with np.errstate(over="ignore"):
+        kind = {torch.float32: np.float32, torch.float16: np.float16}[dtype]
+        return torch.from_numpy(values.astype(kind))
+
+
+@given(cases(WORLD_SIZES, fp64=False))
+@settings(max_examples=600)
+def test_pack_is_one_fp32_division_and_one_cast(case: Case) -> None:
+    chunks = case.table()
+    gradients: list[torch.Tensor | None] = [
+        None if missing else Guarded.of(case.values(slot), case.shifts[slot]).inner
+        for slot, missing in enumerate(case.missing)
+    ]
+    wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
+    reference.pack(gradients, chunks, PointerTable(), wire.inner, torch.tensor([case.scalar]))
+    wire.assert_edges_untouched()
+    expected = torch.zeros(chunks.wire_numel, dtype=case.wire)
+    for slot, gradient in enumerate(gradients):
+        if gradient is not None:
+            with np.errstate(all="ignore"):
+                quotient = (gradient.float().numpy() / np.float32(case.scalar)).astype(np.float32)
+            begin = chunks.offsets[slot]
+            expected[begin : begin + gradient.numel()] = _round(quotient, case.wire)
+    assert_same(wire.inner, expected)
+
+
+@given(cases((1.0, 0.5, 3.0), fp64=False))
+@settings(max_examples=300)
+def test_unpack_is_one_fp32_product_and_one_cast(case: Case) -> None:
+    chunks = case.table()
+    flat = torch.cat([case.values(slot).float() for slot in range(len(chunks))])
+    wire = torch.zeros(chunks.wire_numel)
+    wire[: flat.numel()] = flat
+    wire = wire.to(case.wire)
+    gradients = [
+        None if missing else Guarded.of(poison(case.numels[slot], case.dtypes[slot]), case.shifts[slot])
+        for slot, missing in enumerate(case.missing)
+    ]
+    inner = [None if one is None else one.inner for one in gradients]
+    reference.unpack(inner, chunks, PointerTable(), wire, torch.tensor([case.scalar]))
+    for slot, one in enumerate(gradients):
+        if one is not None:
+            one.assert_edges_untouched()
+            part = wire[chunks.offsets[slot] :][: one.inner.numel()].float().numpy()
+            with np.errstate(all="ignore"):
+                product = (part * np.float32(case.scalar)).astype(np.float32)
+                assert_same(one.inner, _round(product, case.dtypes[slot]))
+
+
+def _ulp(values: torch.Tensor) -> torch.Tensor:
+    """Distance to the next value of the same dtype, in fp64."""
+    info = torch.finfo(values.dtype)
+    exponent = torch.frexp(values.double().abs().clamp_min(info.tiny)).exponent - 1
+    return info.eps * 2.0 ** exponent.double()
+
+
+@given(st.sampled_from(FLOATS), st.sampled_from(FLOATS), st.sampled_from(WORLD_SIZES), st.integers(0, 2**30))
+@settings(max_examples=200)
+def test_pack_is_within_one_ulp_of_the_wire_of_fp64_arithmetic(
+    dtype: torch.dtype, wire_dtype: torch.dtype, divisor: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    gradient = (torch.randn(500, generator=generator) * 100).to(dtype)
+    chunks = ChunkTable([500], [0], [dtype], 500)
+    wire = torch.empty(500, dtype=wire_dtype)
+    reference.pack([gradient], chunks, PointerTable(), wire, torch.tensor([divisor]))
+    exact = torch.from_numpy(gradient.double().numpy() / np.float64(divisor))
+    assert ((wire.double() - exact).abs() <= _ulp(wire)).all()
+
+
+@given(st.sampled_from([torch.float16, torch.bfloat16]), st.integers(0, 2**30))
+@settings(max_examples=200)
+def test_fp64_to_16_bit_rounds_once(dtype: torch.dtype, seed: int) -> None:
+    """Nearest by exact comparison with both neighbours, ties to even; drawn close to ties, where two roundings fail."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = 2.0 ** torch.randint(-20, 14, (300,), generator=generator)
+    base = (torch.randn(300, generator=generator) * scales).to(dtype)
+    step = _ulp(base)
+    nudge = torch.tensor([0.0, 2.0**-30, -(2.0**-30)], dtype=torch.float64)
+    values = base.double() + step * (0.5 + nudge[torch.randint(0, 3, (300,), generator=generator)])
+    rounded = reference.round_once(values, dtype)
+    down = (rounded.view(torch.int16) - 1).view(dtype).double()
+    up = (rounded.view(torch.int16) + 1).view(dtype).double()
+    error = (rounded.double() - values).abs()
+    for neighbour in (down, up):
+        other = (neighbour - values).abs()
+        even = (rounded.view(torch.int16) & 1) == 0
+        assert ((error < other) | ((error == other) & even) | ~neighbour.isfinite()).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "expected"),
+    [
+        (1 + 2.0**-8 + 2.0**-40, torch.bfloat16, 1 + 2.0**-7),
+        (1 + 2.0**-11 + 2.0**-40, torch.float16, 1 + 2.0**-10),
+        (1e300, torch.float16, float("inf")),
+        (1e300, torch.bfloat16, float("inf")),
+        (-1e-300, torch.bfloat16, -0.0),
+        (float("-inf"), torch.float16, float("-inf")),
+        (3.4e38, torch.bfloat16, float("inf")),
+    ],
+)
+def test_fp64_to_16_bit_at_the_edges(value: float, dtype: torch.dtype, expected: float) -> None:
+    rounded = reference.round_once(torch.tensor([value], dtype=torch.float64), dtype)
+    assert_same(rounded, torch.tensor([expected], dtype=torch.float64).to(dtype))
+    assert reference.round_once(torch.tensor([float("nan")], dtype=torch.float64), dtype).isnan().all()
+
+
+@given(cases((3.0, 8.0), fp64=True))
+@settings(max_examples=100)
+def test_fp64_is_divided_in_fp64(case: Case) -> None:
+    chunks = case.table()
+    gradients = [case.values(slot) for slot in range(len(chunks))]
+    wire = torch.empty(chunks.wire_numel, dtype=case.wire)
+    reference.pack(gradients, chunks, PointerTable(), wire, torch.tensor([case.scalar], dtype=torch.float64))
+    for slot, gradient in enumerate(gradients):
+        with np.errstate(all="ignore"):
+            quotient = torch.from_numpy(gradient.numpy() / np.float64(case.scalar))
+        part = wire[chunks.offsets[slot] :][: gradient.numel()]
+        assert_same(part, reference.round_once(quotient, case.wire))
+
+
+def test_large_gradients_are_converted_block_by_block() -> None:
+    numel = 2 * reference.BLOCK_NUMEL + 5
+    gradient = torch.randn(numel)
+    chunks = ChunkTable([numel], [0], [torch.float32], numel)
+    wire = torch.empty(numel, dtype=torch.bfloat16)
+    reference.pack([gradient], chunks, PointerTable(), wire, torch.tensor([3.0]))
+    assert_same(wire, (gradient / torch.tensor(3.0)).bfloat16())
+
+
+# The ways around the checks that a reducer takes: vouched, done, and runs of small slots.
+
+
+def _shaped(numel: int, seed: int) -> Shape:
+    """Size and strides of a dense tensor of `numel` elements: flat, or transposed where it divides."""
+    if numel and numel % 3 == 0 and seed % 2:
+        return (3, numel // 3), (1, 3)
+    return (numel,), (1,)
+
+
+def _gradients(case: Case) -> list[Guarded | None]:
+    return [
+        None if missing else Guarded.of(case.values(slot), case.shifts[slot])
+        for slot, missing in enumerate(case.missing)
+    ]
+
+
+def _as_shaped(guarded: list[Guarded | None], shapes: list[Shape]) -> list[torch.Tensor | None]:
+    return [
+        None if one is None else one.inner.as_strided(size, strides, one.inner.storage_offset())
+        for one, (size, strides) in zip(guarded, shapes, strict=True)
+    ]
+
+
+def _table(case: Case, shapes: list[Shape] | None) -> ChunkTable:
+    plain = case.table()
+    return ChunkTable(
+        plain.numels, plain.offsets, plain.dtypes, plain.wire_numel, chunk_numel=case.chunk_numel, shapes=shapes
+    )
+
+
+def _packed_slot_by_slot(case: Case, guarded: list[Guarded | None]) -> torch.Tensor:
+    """The definition: every slot alone, zeros everywhere else."""
+    chunks = case.table()
+    wire = torch.zeros(chunks.wire_numel, dtype=case.wire)
+    divisor = torch.tensor(case.scalar, dtype=case.compute)
+    for slot, one in enumerate(guarded):
+        if one is not None:
+            begin = chunks.offsets[slot]
+            quotient = one.inner.to(case.compute) / divisor
+            wire[begin : begin + one.inner.numel()] = reference.round_once(quotient, case.wire)
+    return wire
+
+
+@given(cases(WORLD_SIZES), st.booleans(), st.booleans(), st.integers(0, 3))
+@settings(max_examples=150)
+def test_pack_is_slot_by_slot_whatever_is_vouched_for(case: Case, vouched: bool, shaped: bool, seed: int) -> None:
+    shapes = [_shaped(numel, seed) for numel in case.numels]
+    guarded = _gradients(case)
+    chunks, pointers = _table(case, shapes if shaped else None), PointerTable()
+    wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
+    divisor = torch.tensor([case.scalar], dtype=case.compute)
+    for _ in range(2):  # what the first call remembers must not change the second
+        wire.inner.copy_(poison(chunks.wire_numel, case.wire))
+        reference.pack(_as_shaped(guarded, shapes), chunks, pointers, wire.inner, divisor, vouched=vouched)
+        assert_same(wire.inner, _packed_slot_by_slot(case, guarded))
+    wire.assert_edges_untouched()
+
+
+@given(cases((1.0, 0.5, 3.0)), st.booleans(), st.booleans(), st.integers(0, 3))
+@settings(max_examples=150)
+def test_unpack_is_slot_by_slot_whatever_is_vouched_for(case: Case, vouched: bool, shaped: bool, seed: int) -> None:
+    shapes = [_shaped(numel, seed) for numel in case.numels]
+    chunks = _table(case, shapes if shaped else None)
+    wire = torch.full((chunks.wire_numel,), float("nan"), dtype=case.wire)
+    for slot, numel in enumerate(case.numels):
+        wire[chunks.offsets[slot] :][:numel] = reference.round_once(case.values(slot), case.wire)
+    before = wire.clone()
+    guarded = [
+        None if missing else Guarded.of(poison(case.numels[slot], case.dtypes[slot]), case.shifts[slot])
+        for slot, missing in enumerate(case.missing)
+    ]
+    scale = torch.tensor([case.scalar], dtype=case.compute)
+    pointers = PointerTable()
+    for _ in range(2):
+        reference.unpack(_as_shaped(guarded, shapes), chunks, pointers, wire, scale, vouched=vouched)
+        for slot, one in enumerate(guarded):
+            if one is not None:
+                one.assert_edges_untouched()
+                product = wire[chunks.offsets[slot] :][: one.inner.numel()].to(case.compute) * scale
+                assert_same(one.inner, reference.round_once(product, case.dtypes[slot]))
+    assert_same(wire, before)
+
+
+def _with_small_runs(case: Case, large: int, block: int, check: Callable[[], None]) -> None:
+    """Runs `check` with blocks so small that these few elements make many runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "LARGE_NUMEL", large)
+        patch.setattr(reference, "BLOCK_NUMEL", block)
+        check()
+
+
+@given(cases(WORLD_SIZES), st.sampled_from([1, 8, 100, 10**6]), st.sampled_from([16, 200, 10**6]), st.booleans())
+@settings(max_examples=150)
+def test_runs_of_any_length_and_slots_packed_ahead_give_the_same_wire(
+    case: Case, large: int, block: int, vouched: bool
+) -> None:
+    shapes = [_shaped(numel, 0) for numel in case.numels]
+    guarded = _gradients(case)
+    gradients = _as_shaped(guarded, shapes)
+
+    def check() -> None:
+        chunks = _table(case, shapes)
+        wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
+        divisor = torch.tensor([case.scalar], dtype=case.compute)
+        # Every second run: in another order than theirs, and not again afterwards.
+        runs = reference.runs(chunks)[::2]
+        before = wire.inner.clone()
+        pointers = PointerTable()
+        for run in reversed(runs):
+            own = gradients[run.slots.start : run.slots.stop]
+            reference.pack_run(own, run, chunks, pointers, wire.inner, divisor, vouched=vouched)
+        covered = torch.zeros(chunks.wire_numel, dtype=torch.bool)
+        for run in runs:
+            covered[run.begin : run.end] = True
+        assert_same(wire.inner[~covered], before[~covered])
+        done = frozenset(run.slots.start for run in runs)
+        ahead = {slot for run in runs for slot in run.slots}
+        later = [None if slot in ahead else gradient for slot, gradient in enumerate(gradients)]
+        reference.pack(later, chunks, PointerTable(), wire.inner, divisor, vouched=vouched, done=done)
+        wire.assert_edges_untouched()
+        assert_same(wire.inner, _packed_slot_by_slot(case, guarded))
+
+    _with_small_runs(case, large, block, check)
+
+
+@pytest.mark.parametrize("wire_dtype", FLOATS)
+@pytest.mark.parametrize("vouched", [False, True])
+def test_small_slots_before_between_and_after_large_ones(wire_dtype: torch.dtype, vouched: bool) -> None:
+    numels = (3, 0, reference.LARGE_NUMEL, 5, 0, 7, reference.LARGE_NUMEL - 1, 1, reference.BLOCK_NUMEL + 3, 0, 9)
+    offsets, end = [], 0
+    for slot, numel in enumerate(numels):
+        offsets.append(end + slot % 3)
+        end = offsets[-1] + numel
+    case = Case(
+        numels=numels,
+        gaps=tuple(slot % 3 for slot in range(len(numels))) + (4,),
+        dtypes=tuple(FLOATS[slot % 3] for slot in range(len(numels))),
+        wire=wire_dtype,
+        shifts=tuple(slot % 2 for slot in range(len(numels))),
+        wire_shift=1,
+        missing=tuple(slot in (5, 7) for slot in range(len(numels))),
+        chunk_numel=8192,
+        tile_bytes=4096,
+        scalar=3.0,
+        seed=7,
+        special=True,
+    )
+    for one in (case, dataclasses.replace(case, dtypes=(torch.float32,) * len(numels))):
+        shapes = [_shaped(numel, 1) for numel in numels]
+        guarded = _gradients(one)
+        chunks = _table(one, shapes)
+        assert chunks.offsets == tuple(offsets)
+        for missing in ((), (2,), (8,)):
+            some = [None if slot in missing else gradient for slot, gradient in enumerate(guarded)]
+            wire = Guarded.of(poison(chunks.wire_numel, wire_dtype), 1)
+            divisor = torch.tensor([3.0])
+            reference.pack(_as_shaped(some, shapes), chunks, PointerTable(), wire.inner, divisor, vouched=vouched)
+            wire.assert_edges_untouched()
+            assert_same(wire.inner, _packed_slot_by_slot(one, some))
+
+
+def test_views_follow_a_wire_that_has_moved() -> None:
+    shapes: list[Shape] = [((4,), (1,)), ((3,), (1,))]
+    chunks = ChunkTable([4, 3], [0, 4], [torch.float32] * 2, 8, shapes=shapes)
+    pointers, divisor = PointerTable(), torch.tensor([2.0])
+    kept = []
+    for value in (2.0, 4.0, 6.0):
+        wire = torch.full((8,), float("nan"))
+        kept.append(wire)
+        gradients = [torch.full((4,), value), torch.full((3,), -value)]
+        reference.pack(gradients, chunks, pointers, wire, divisor, vouched=True)
+        assert wire.tolist() == [value / 2] * 4 + [-value / 2] * 3 + [0.0]
+        reference.unpack(gradients, chunks, pointers, wire.mul_(8), torch.tensor([1.0]), vouched=True)
+        assert gradients[0].tolist() == [value * 4] * 4 and gradients[1].tolist() == [-value * 4] * 3
+    assert kept[0].tolist() == [8.0] * 4 + [-8.0] * 3 + [0.0], "an old wire is not written to"
+
+
+@pytest.mark.parametrize("vouched", [False, True])
+@pytest.mark.parametrize("wire_dtype", FLOATS)
+def test_padding_of_every_length_is_zeros(wire_dtype: torch.dtype, vouched: bool) -> None:
+    """Some of it is zeroed as a range, some by its indices: none is left out between the two."""
+    lengths = [*range(140), 1000]
+    offsets = np.cumsum([length + 2 for length in lengths]) - 2  # slots of two elements, each behind its padding
+    numel = int(offsets[-1]) + 2 + 64
+    shapes: list[Shape] = [((2,), (1,))] * len(lengths)
+    chunks = ChunkTable([2] * len(lengths), offsets.tolist(), [torch.float32] * len(lengths), numel, shapes=shapes)
+    wire = torch.full((numel,), float("nan"), dtype=wire_dtype)
+    gradients = [torch.full((2,), 6.0) for _ in lengths]
+    reference.pack(gradients, chunks, PointerTable(), wire, torch.tensor([3.0]), vouched=vouched)
+    expected = torch.zeros(numel, dtype=wire_dtype)
+    for offset in offsets.tolist():
+        expected[offset : offset + 2] = 2.0
+    assert_same(wire, expected)
+
+
+# The quick forms: what torch.cat lays out, what is converted in blocks, and what torch divides in 16 bits.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0, 7.0, 1000.0, 2.0**60, 2.0**100])
+def test_every_16_bit_number_is_divided_in_fp32_and_rounded_once(dtype: torch.dtype, divisor: float) -> None:
+    """torch's own operator does it, vectorised and not; nothing promises that but this test."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    for gradient in (every, every[1:1000], every[::3].contiguous()):
+        wire = torch.empty_like(gradient)
+        numel = gradient.numel()
+        chunks = ChunkTable([numel], [0], [dtype], numel, shapes=[((numel,), (1,))])
+        reference.pack([gradient], chunks, PointerTable(), wire, torch.tensor([divisor]), vouched=True)
+        assert_same(wire, (gradient.float() / torch.tensor(divisor)).to(dtype))
+        reference.unpack([wire], chunks, PointerTable(), gradient.clone(), torch.tensor([divisor]), vouched=True)
+        assert_same(wire, (gradient.float() * torch.tensor(divisor)).to(dtype))
+
+
+@st.composite
+def _joinable(draw: st.DrawFn) -> tuple[list[Shape], list[int]]:
+    """Dense shapes that mostly differ in their first dimension only, and the gap before each and after the last."""
+    rows = draw(st.sampled_from([(), (), (3,), (2, 5)]))
+    shapes: list[Shape] = []
+    for _ in range(draw(st.integers(1, 9))):
+        size = (draw(st.integers(0 if not rows else 1, 40)), *rows)
+        if draw(st.integers(0, 7)) == 0:
+            size = draw(st.sampled_from([(), (7,), (2, 2), (1, 3)]))
+        shapes.append((size, torch.empty(size).stride()))
+    gaps = [0] * len(shapes) if draw(st.booleans()) else [draw(st.integers(0, 3)) for _ in shapes]
+    return shapes, [*gaps, draw(st.sampled_from([0, 3, 100]))]
+
+
+@given(
+    _joinable(),
+    st.sampled_from(FLOATS),
+    st.sampled_from(FLOATS),
+    st.sampled_from([1.0, 2.0, 3.0]),
+    st.sampled_from(["fresh", "missing", "own slots", "negated", "any strides"]),
+    st.integers(0, 2**20),
+)
+@settings(max_examples=150)
+def test_small_gradients_of_any_shapes_are_packed_and_unpacked_slot_by_slot(
+    layout: tuple[list[Shape], list[int]], dtype: torch.dtype, wire_dtype: torch.dtype, by: float, kind: str, seed: int
+) -> None:
+    shapes, gaps = layout
+    generator = torch.Generator().manual_seed(seed)
+    numels, offsets, end = [int(np.prod(size)) for size, _ in shapes], [], 0
+    for numel, gap in zip(numels, gaps, strict=False):
+        offsets.append(end + gap)
+        end += gap + numel
+    wire = Guarded.of(poison(end + gaps[-1], wire_dtype), seed % 4)
+    gradients: list[torch.Tensor | None] = []
+    for nth, ((size, strides), offset) in enumerate(zip(shapes, offsets, strict=True)):
+        one = torch.randn(size, generator=generator).to(dtype)
+        if kind == "own slots" and dtype is wire_dtype and nth % 2:
+            one = wire.inner.as_strided(size, strides, wire.inner.storage_offset() + offset).copy_(one)
+        elif kind == "negated" and nth % 2 and dtype is wire_dtype is torch.float32:  # see uses_views
+            one = torch._neg_view(one)
+        elif kind == "any strides" and len(size) > 1:
+            one = one.transpose(0, 1).contiguous().transpose(0, 1)
+        gradients.append(None if kind == "missing" and nth % 3 == 1 else one)
+    expected = torch.zeros(wire.inner.numel(), dtype=wire_dtype)
+    for gradient, offset, numel in zip(gradients, offsets, numels, strict=True):
+        if gradient is not None:
+            expected[offset : offset + numel] = (gradient.float() / torch.tensor(by)).to(wire_dtype).reshape(-1)
+    chunks, pointers = ChunkTable(numels, offsets, [dtype] * len(shapes), end + gaps[-1], shapes=shapes), PointerTable()
+    reference.pack(gradients, chunks, pointers, wire.inner, torch.tensor([by]), vouched=True)
+    wire.assert_edges_untouched()
+    assert_same(wire.inner, expected)
+    reference.unpack(gradients, chunks, pointers, wire.inner, torch.tensor([by]), vouched=True)
+    for gradient, offset, numel in zip(gradients, offsets, numels, strict=True):
+        if gradient is not None:
+            product = expected[offset : offset + numel].float() * torch.tensor(by)
+            assert_same(gradient.resolve_neg().reshape(-1), product.to(dtype))
+
+
+@given(st.sampled_from(FLOATS), st.sampled_from(FLOATS), st.sampled_from([1.0, 2.0, 3.0]), st.integers(90, 400))
+@settings(max_examples=60)
+def test_blocks_of_any_number_give_the_same(dtype: torch.dtype, wire_dtype: torch.dtype, by: float, numel: int) -> None:
+    values = torch.randn(numel).to(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference_quick, "BLOCK_NUMEL", 64)
+        patch.setattr(reference, "LARGE_NUMEL", 80)
+        chunks = ChunkTable([numel, 20], [0, numel], [dtype] * 2, numel + 20, shapes=[((numel,), (1,)), ((20,), (1,))])
+        wire, pointers = poison(numel + 20, wire_dtype), PointerTable()
+        gradients = [values.clone(), values[:20].clone()]
+        for vouched in (True, False):  # large ones take the quick form in any case
+            reference.pack(gradients, chunks, pointers, wire.zero_(), torch.tensor([by]), vouched=vouched)
+            expected = (torch.cat([values, values[:20]]).float() / torch.tensor(by)).to(wire_dtype)
+            assert_same(wire, expected)
+        reference.unpack(gradients, chunks, pointers, wire, torch.tensor([by]), vouched=True)
+        assert_same(torch.cat(gradients), (expected.float() * torch.tensor(by)).to(dtype))
+
+
+def test_runs_that_grow_share_one_block_of_memory() -> None:
+    numels = [12_000 + nth // 36 * 90 + nth % 2 for nth in range(10 * 36)]
+    offsets = [0, *np.cumsum(numels).tolist()]
+    # In no shape that torch.cat lays out.
+    shapes: list[Shape] = [((n,), (1,)) if slot % 2 else ((n, 1), (1, 1)) for slot, n in enumerate(numels)]
+    chunks = ChunkTable(numels, offsets[:-1], [torch.float32] * len(numels), offsets[-1], shapes=shapes)
+    gradients = [torch.full(size, 3.0) for size, _ in shapes]
+    wire, pointers, by = torch.empty(offsets[-1], dtype=torch.bfloat16), PointerTable(), torch.tensor([3.0])
+    for _ in range(2):
+        reference.pack(gradients, chunks, pointers, wire, by, vouched=True)
+        assert torch.equal(wire, torch.ones_like(wire))
+        reference.unpack(gradients, chunks, pointers, wire, by, vouched=True)
+        assert all(bool((gradient == 3.0).all()) for gradient in gradients)
+    staged = [block for block, _ in reference_quick._kept(pointers, chunks)._staged.values()]
+    assert len(staged) > 1 and len({block.untyped_storage().data_ptr() for block in staged}) <= 2  # bf16 and fp32

@@ -1,0 +1,1391 @@
+"""DataParallel on CPU, with a thread per replica and with one: against one module on the whole batch.
+
+fp64, so that what is compared differs by the order of a few additions: TOLERANCE of the largest element.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import pickle
+import random
+import signal
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.data_parallel_models import (
+    CLASSES,
+    FEATURES,
+    Calls,
+    Experts,
+    Pair,
+    Record,
+    Seen,
+    Slotted,
+    Stores,
+    Tied,
+    batch,
+    mlp,
+)
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fusedreduce import FusedReduceError, ReduceConfig
+from fusedreduce.comm.local.group import LocalGroup
+from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous
+from fusedreduce.kernels import dispatch
+from fusedreduce.parallel.data_parallel import DataParallel
+from fusedreduce.parallel.replicas.local_sum import add_up, totals
+from fusedreduce.parallel.replicas.replicate import Replicas
+from fusedreduce.parallel.replicas.scatter_gather import balanced, flatten
+from fusedreduce.parallel.replicas.thread_pool import Workers, _let_openmp_threads_go, _pause_openmp
+from fusedreduce.reducer.reducer import Reducer
+
+TOLERANCE = 1e-13
+TIMEOUT_S = 20.0
+BOTH_WAYS = pytest.mark.parametrize("threads", [True, False], ids=["threads", "one_thread"])
+# On one device gradients are added up where they lie, unless something is to be observed, or a wire rounds.
+BY_REDUCERS = ReduceConfig(check_finite="count")
+BOTH_SUMS = pytest.mark.parametrize("reduce", [None, BY_REDUCERS], ids=["in_place", "reducers"])
+Build = Callable[..., DataParallel]
+
+
+def _replicas(dp: DataParallel) -> Replicas:
+    assert dp._team is not None
+    return dp._team.replicas
+
+
+@pytest.fixture(autouse=True)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch path, which is what CPU users get, unless the test is parametrized with another."""
+    if getattr(request, "param", "torch") == "torch":
+        monkeypatch.setattr(dispatch, "_triton_pack", None)
+
+
+@pytest.fixture
+def build() -> Iterator[Build]:
+    """DataParallel on so many CPUs; closed at the end."""
+    made: list[DataParallel] = []
+
+    def make(module: nn.Module, world: int = 2, **options: Any) -> DataParallel:
+        made.append(DataParallel(module, ["cpu"] * world, timeout_s=TIMEOUT_S, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def _gradients(module: nn.Module) -> list[torch.Tensor | None]:
+    return [None if one.grad is None else one.grad.clone() for one in module.parameters()]
+
+
+def _same(actual: nn.Module, expected: nn.Module) -> None:
+    """Gradients are there on both, or on neither, and are equal but for the order of additions."""
+    pairs = zip(actual.named_parameters(), expected.parameters(), strict=True)
+    for (name, one), other in pairs:
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None and other.grad is not None:
+            _close(one.grad, other.grad, name)
+
+
+def _close(one: torch.Tensor | None, other: torch.Tensor | None, what: str = "") -> None:
+    assert one is not None and other is not None
+    torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{what}: {text}")
+
+
+def _mse(module: Callable[..., Any], inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(module(inputs), targets)
+
+
+# The truth: what one module does with the whole batch
+
+
+@BOTH_WAYS
+@BOTH_SUMS
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_gradients_are_those_of_the_whole_batch(
+    build: Build, world: int, threads: bool, reduce: ReduceConfig | None
+) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module, world, threads=threads, reduce=reduce)
+    for samples in (8, 11, 24):
+        inputs, targets = batch(samples, seed=samples)
+        _mse(dp, inputs, targets).backward()
+        _mse(one, inputs, targets).backward()
+        _same(module, one)
+        module.zero_grad()
+        one.zero_grad()
+
+
+@BOTH_WAYS
+@BOTH_SUMS
+def test_forward_parallel_weighs_replicas_by_their_samples(
+    build: Build, threads: bool, reduce: ReduceConfig | None
+) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module, 3, threads=threads, reduce=reduce)
+    parts = [batch(samples, seed=samples) for samples in (5, 1, 3)]
+    outputs = dp.forward_parallel([inputs for inputs, _ in parts])
+    torch.stack([F.mse_loss(out, targets) for out, (_, targets) in zip(outputs, parts, strict=True)]).sum().backward()
+    _mse(one, torch.cat([inputs for inputs, _ in parts]), torch.cat([targets for _, targets in parts])).backward()
+    _same(module, one)
+
+
+@BOTH_WAYS
+@BOTH_SUMS
+def test_losses_of_forward_parallel_may_be_run_backward_one_by_one(
+    build: Build, threads: bool, reduce: ReduceConfig | None
+) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module, threads=threads, reduce=reduce)
+    parts = [batch(5, seed=1), batch(3, seed=2)]
+    for out, (_, targets) in zip(dp.forward_parallel([inputs for inputs, _ in parts]), parts, strict=True):
+        F.mse_loss(out, targets).backward()
+    _mse(one, torch.cat([inputs for inputs, _ in parts]), torch.cat([targets for _, targets in parts])).backward()
+    _same(module, one)
+
+
+def test_hundred_steps_equal_training_on_one_device(build: Build) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module, 3)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True) for each in (module, one)]
+    for step in range(100):
+        inputs, targets = batch(random.Random(step).randrange(3, 20), seed=step)
+        for each, optimizer in zip((dp, one), optimizers, strict=True):
+            optimizer.zero_grad()
+            _mse(each, inputs, targets).backward()
+            optimizer.step()
+    dp.verify_replicas()
+    for mine, other in zip(module.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)  # 100 steps of Adam divide by small numbers
+
+
+@pytest.mark.parametrize(
+    ("path", "wire"), [("torch", "native"), ("torch", "fp16"), ("triton", "bf16")], indirect=["path"]
+)
+def test_both_ways_give_the_same_bytes(build: Build, wire: Any) -> None:
+    found = []
+    for threads in (True, False):
+        module = mlp(torch.float32)
+        dp = build(module, 3, threads=threads, reduce=ReduceConfig(wire=wire))
+        for step in range(3):
+            inputs, targets = batch(10, seed=step, dtype=torch.float32)
+            _mse(dp, inputs, targets).backward()
+        found.append(_gradients(module))
+    for one, other in zip(*found, strict=True):
+        assert one is not None and other is not None and torch.equal(one, other)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_adding_up_gives_what_reducers_give(data: st.DataObject) -> None:
+    """Every element in exactly one share; the same bytes as through the reducers' wire."""
+    world = data.draw(st.integers(1, 4))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+    shapes = data.draw(st.lists(st.sampled_from([(), (0,), (3,), (5, 7), (40,), (2, 3, 4)]), min_size=1, max_size=5))
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    gradients = [
+        [
+            None if data.draw(st.booleans()) and data.draw(st.booleans()) else torch.randn(shape).to(dtype)
+            for shape in shapes
+        ]
+        for _ in range(world)
+    ]
+    transposed = [[one.mT.contiguous().mT if one is not None and one.dim() > 1 else one for one in gradients[0]]]
+    parameters = [[torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes] for _ in range(world)]
+    for own, each in zip(parameters, gradients, strict=True):
+        for parameter, gradient in zip(own, each, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+
+    def reduce(communicator: Any) -> None:
+        reducer = Reducer(
+            parameters[communicator.rank],
+            communicator,
+            ReduceConfig(op="sum"),
+            find_unused_parameters=True,
+            agreed=True,
+        )
+        reducer.remove_hooks()
+        reducer.prepare_for_backward()
+        with torch.no_grad():
+            for index in range(len(shapes)):
+                reducer.on_gradient(index)
+
+    with LocalGroup(world, timeout_s=TIMEOUT_S) as group:
+        group.run(reduce)
+    shares = data.draw(st.integers(1, 4))
+    several = transposed + gradients[1:]
+    for share in range(shares):
+        add_up(several, share, shares)
+    for total, parameter in zip(totals(several), parameters[0], strict=True):
+        assert (total is None) == (parameter.grad is None)
+        assert total is None or parameter.grad is None or torch.equal(total, parameter.grad)
+
+
+def test_a_16_bit_wire_rounds_once(build: Build) -> None:
+    module, one = mlp(torch.float32), mlp(torch.float32)
+    dp = build(module, reduce=ReduceConfig(wire="bf16", op="mean"))  # op is a sum all the same
+    inputs, targets = batch(8, dtype=torch.float32)
+    _mse(dp, inputs, targets).backward()
+    _mse(one, inputs, targets).backward()
+    for mine, other in zip(module.parameters(), one.parameters(), strict=True):
+        assert mine.grad is not None and other.grad is not None
+        assert torch.equal(mine.grad, mine.grad.bfloat16().float())
+        torch.testing.assert_close(mine.grad, other.grad, rtol=2**-6, atol=1e-3)
+
+
+# Any backward
+
+
+@BOTH_WAYS
+@BOTH_SUMS
+def test_two_forwards_in_one_loss(build: Build, threads: bool, reduce: ReduceConfig | None) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module, threads=threads, reduce=reduce)
+    real, fake = batch(6, seed=1)[0], batch(7, seed=2)[0]
+    for each in (dp, one):
+        (each(real).square().sum() - each(fake).sum() * each(real[:4]).mean()).backward()
+    _same(module, one)
+
+
+@BOTH_WAYS
+@BOTH_SUMS
+def test_backward_twice(build: Build, threads: bool, reduce: ReduceConfig | None) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module, threads=threads, reduce=reduce)
+    inputs, targets = batch(6)
+    for each in (dp, one):
+        loss = _mse(each, inputs, targets)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+    _same(module, one)
+
+
+@BOTH_WAYS
+@BOTH_SUMS
+def test_gradients_accumulate(build: Build, threads: bool, reduce: ReduceConfig | None) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module, threads=threads, reduce=reduce)
+    for step in range(6):
+        inputs, targets = batch(5 + step, seed=step)
+        local = step % 3 == 1
+        if local:
+            with dp.no_sync():
+                loss = _mse(dp, inputs, targets)
+            loss.backward()
+        else:
+            _mse(dp, inputs, targets).backward()
+        _mse(one, inputs, targets).backward()
+        _same(module, one)
+
+
+def test_zero_grad_of_the_optimizer_leaves_nothing_behind(build: Build) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with dp.no_sync():
+        _mse(dp, *batch(9, seed=1)).backward()
+    optimizer.zero_grad()
+    for each in (dp, one):
+        _mse(each, *batch(6, seed=2)).backward()
+    _same(module, one)
+
+
+def test_accumulated_weighted_means(build: Build) -> None:
+    """What is there is not weighted again (a divisor of the whole `.grad` would)."""
+    module, one = mlp(), mlp()
+    dp = build(module)
+    for step in range(3):
+        parts = [batch(1 + step, seed=step), batch(4, seed=10 + step)]
+        outputs = dp.forward_parallel([inputs for inputs, _ in parts])
+        torch.stack(
+            [F.mse_loss(out, targets) for out, (_, targets) in zip(outputs, parts, strict=True)]
+        ).sum().backward()
+        _mse(one, torch.cat([inputs for inputs, _ in parts]), torch.cat([targets for _, targets in parts])).backward()
+    _same(module, one)
+
+
+@BOTH_WAYS
+def test_inputs_get_gradients(build: Build, threads: bool) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module, threads=threads)
+    found = []
+    for each in (dp, one):
+        leaf = batch(7)[0].requires_grad_()
+        before = nn.Linear(FEATURES, FEATURES).double()
+        torch.nn.init.eye_(before.weight)
+        torch.nn.init.zeros_(before.bias)
+        each(before(leaf)).square().sum().backward()
+        assert leaf.grad is not None and before.weight.grad is not None
+        found.append((leaf.grad, before.weight.grad))
+    _same(module, one)
+    for mine, other in zip(*found, strict=True):
+        _close(mine, other)
+
+
+@BOTH_WAYS
+def test_autograd_grad_and_backward_of_some_inputs(build: Build, threads: bool) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module, threads=threads)
+    inputs = batch(6)[0].requires_grad_()
+    grads = []
+    for each, owner in ((dp, module), (one, one)):
+        grads.append(torch.autograd.grad(each(inputs).square().sum(), [inputs, *owner.parameters()]))
+        assert all(parameter.grad is None for parameter in owner.parameters()), "nothing is accumulated"
+        first = next(owner.parameters())
+        each(inputs).square().sum().backward(inputs=[first])
+        assert first.grad is not None and sum(one.grad is not None for one in owner.parameters()) == 1
+    _same(module, one)
+    for mine, other in zip(*grads, strict=True):
+        _close(mine, other)
+
+
+@BOTH_WAYS
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_of_gradients_are_refused(build: Build, threads: bool) -> None:
+    dp = build(mlp(), threads=threads)
+    inputs, targets = batch(4)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        _mse(dp, inputs, targets).backward(create_graph=True)
+    _mse(dp, inputs, targets).backward()
+
+
+def test_hooks_on_parameters_see_the_sum_once(build: Build) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module)
+    seen: list[torch.Tensor] = []
+    for each in (module, one):
+        weight = next(each.parameters())
+        weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        weight.register_post_accumulate_grad_hook(lambda one: seen.append(one.grad.clone()))
+    for each in (dp, one):
+        _mse(each, *batch(8)).backward()
+    _same(module, one)
+    assert len(seen) == 2
+    _close(seen[0], seen[1])
+
+
+@BOTH_WAYS
+def test_checkpoints_within_and_around(build: Build, threads: bool) -> None:
+    for reentrant in (True, False):
+        inner = mlp()
+        wrapped = Calls(lambda _, x, inner=inner, re=reentrant: checkpoint(inner, x, use_reentrant=re))
+        wrapped.add_module("inner", inner)
+        wrapped.call = _through_checkpoint(reentrant)
+        one = mlp()
+        dp = build(wrapped, threads=threads)
+        inputs, targets = batch(6)
+        for each in (dp, one):
+            _mse(each, inputs.clone().requires_grad_(), targets).backward()
+        _same(inner, one)
+
+        module, plain = mlp(), mlp()
+        dp = build(module, threads=threads)
+        F.mse_loss(checkpoint(dp, inputs.clone().requires_grad_(), use_reentrant=reentrant), targets).backward()
+        _mse(plain, inputs, targets).backward()
+        _same(module, plain)
+
+
+def _through_checkpoint(reentrant: bool) -> Callable[..., Any]:
+    return lambda module, x: checkpoint(module.inner, x, use_reentrant=reentrant)
+
+
+def test_forward_without_gradients_does_not_touch_the_reducers(build: Build) -> None:
+    module = mlp()
+    dp = build(module, reduce=BY_REDUCERS)
+    inputs, targets = batch(6)
+    with torch.no_grad():
+        assert not dp(inputs).requires_grad
+    dp.eval()
+    dp(inputs)
+    assert [one.steps for one in dp.reducers] == [0, 0]
+    _mse(dp, inputs, targets).backward()
+    assert [one.steps for one in dp.reducers] == [1, 1]
+    assert all(own.grad is None for one in dp.reducers for own in one.parameters), "replicas keep no gradients"
+
+
+# Modes
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_bounded_staleness(build: Build, threads: bool, late: int) -> None:
+    module: Any = mlp()
+    one = mlp()
+    dp = build(module, 3, threads=threads, reduce=ReduceConfig(sync_mode=BoundedStaleness(late)))
+    wanted: list[list[torch.Tensor | None]] = []
+
+    def compare(expected: list[torch.Tensor | None]) -> None:
+        for mine, other in zip(module.parameters(), expected, strict=True):
+            _close(mine.grad, other)
+
+    for step in range(6):
+        module.zero_grad()
+        one.zero_grad()
+        for part in range(3):  # two of them are no step of the reducers
+            inputs, targets = batch(7, seed=10 * step + part)
+            with contextlib.nullcontext() if part == 2 else dp.no_sync():
+                loss = _mse(dp, inputs, targets)
+            loss.backward()
+            _mse(one, inputs, targets).backward()
+        wanted.append(_gradients(one))
+        if step < late:
+            assert all(parameter.grad is None for parameter in module.parameters()), "withheld"
+        else:
+            compare(wanted[step - late])
+    if late:
+        with pytest.raises(FusedReduceError, match="under way"):
+            dp.set_sync_mode(Synchronous())
+        module[0].weight.requires_grad_(False)
+        with pytest.raises(FusedReduceError, match=r"under way: flush\(\)"):
+            dp(batch(6)[0])
+        module[0].weight.requires_grad_(True)
+    landed: list[int] = []
+
+    def step_with() -> None:
+        compare(wanted[6 - late + len(landed)])
+        landed.append(1)
+        module.zero_grad()
+
+    module.zero_grad()
+    assert dp.flush(step=step_with).steps == late == len(landed)
+    dp.set_sync_mode(Synchronous())
+    assert dp.sync_mode == Synchronous() and dp.reducers == ()
+    one.zero_grad()
+    for each in (dp, one):
+        _mse(each, *batch(9)).backward()
+    _same(module, one)
+
+
+def test_flush_steps_optimizers_after_each_landing(build: Build) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module, reduce=ReduceConfig(sync_mode=BoundedStaleness(2)))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (module, one)]
+    for step in range(2):
+        _mse(dp, *batch(7, seed=step)).backward()
+        optimizers[0].step()  # nothing has come yet
+    with pytest.raises(ValueError, match="not both"):
+        dp.flush(optimizers[0], step=optimizers[0].zero_grad)
+    assert dp.flush(optimizers[0]).steps == 2
+    fixed = mlp()  # both gradients were of the first parameters
+    for step in range(2):
+        fixed.zero_grad()
+        _mse(fixed, *batch(7, seed=step)).backward()
+        for into, other in zip(one.parameters(), fixed.parameters(), strict=True):
+            into.grad = other.grad
+        optimizers[1].step()
+    for mine, other in zip(module.parameters(), one.parameters(), strict=True):
+        _close(mine, other)
+
+
+def test_held_gradients_and_flush(build: Build) -> None:
+    dp = build(mlp(), reduce=ReduceConfig(sync_mode=BoundedStaleness(1)))
+    with dp.no_sync():
+        _mse(dp, *batch(6)).backward()
+    with pytest.raises(FusedReduceError, match="no_sync"):
+        dp.flush()
+    dp.zero_grad()
+    assert dp.flush().steps == 0
+
+
+def test_asynchronous_gives_what_it_owes(build: Build) -> None:
+    """What it gave, and what flush gives, is the sum of all sums; parameters stay as they are."""
+    module, one = mlp(), mlp()
+    dp = build(module, 3, reduce=ReduceConfig(sync_mode=Asynchronous(2)))
+    given = [torch.zeros_like(parameter) for parameter in module.parameters()]
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+
+    def take() -> None:
+        for total, parameter in zip(given, module.parameters(), strict=True):
+            if parameter.grad is not None:
+                total.add_(parameter.grad)
+        module.zero_grad()
+
+    for step in range(20):
+        for each in (dp, one):
+            _mse(each, *batch(7, seed=step)).backward()
+        take()
+    dp.flush()
+    take()
+    for total, other in zip(given, one.parameters(), strict=True):
+        _close(total, other.grad)
+    for parameter, value in zip(module.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+    with pytest.raises(ValueError, match="a thread per replica"):
+        build(mlp(), threads=False, reduce=ReduceConfig(sync_mode=Asynchronous()))
+
+
+# Which parameters
+
+
+@BOTH_WAYS
+@BOTH_SUMS
+@pytest.mark.parametrize("zeros", [(0, 0), (0, 1), (1, 1)])
+def test_replicas_use_different_parameters(
+    build: Build, zeros: tuple[int, int], threads: bool, reduce: ReduceConfig | None
+) -> None:
+    module, one = Experts(), Experts()
+    dp = build(module, threads=threads, reduce=reduce)
+    first, second = (torch.tensor([[float(zero), 2.0], [float(zero), 3.0]], dtype=torch.float64) for zero in zeros)
+    dp(torch.cat([first, second])).sum().backward()
+    (one(first).sum() + one(second).sum()).backward()
+    _same(module, one)
+    assert module.never.weight.grad is None
+
+
+@BOTH_WAYS
+@BOTH_SUMS
+def test_tied_frozen_and_listed_parameters(build: Build, threads: bool, reduce: ReduceConfig | None) -> None:
+    module, one = Tied(), Tied()
+    dp = build(module, threads=threads, reduce=reduce)
+    inputs = torch.randn(5, 4, dtype=torch.float64)
+    for each in (dp, one):
+        each(inputs).square().sum().backward()
+    _same(module, one)
+    assert module.frozen.grad is None
+
+
+def test_recurrent_layers(build: Build) -> None:
+    class Last(nn.LSTM):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            """The states of the last layer."""
+            out: torch.Tensor = super().forward(inputs)[0]
+            return out
+
+    torch.manual_seed(0)
+    one = Last(3, 4, batch_first=True).double()
+    module = copy.deepcopy(one)
+    dp = build(module)
+    inputs = torch.randn(5, 7, 3, dtype=torch.float64)
+    outputs = [each(inputs) for each in (dp, one)]
+    with pytest.raises(ValueError, match=r"output 1 cannot be concatenated.*\(1, 3, 4\), \(1, 2, 4\)"):
+        build(nn.LSTM(3, 4, batch_first=True).double())(inputs)
+    _close(outputs[0], outputs[1])
+    for out in outputs:
+        out.square().sum().backward()
+    _same(module, one)
+
+
+@BOTH_SUMS
+@BOTH_WAYS
+def test_sparse_gradients(build: Build, threads: bool, reduce: ReduceConfig | None) -> None:
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    module = copy.deepcopy(one)
+    dp = build(module, threads=threads, reduce=reduce)
+    indices = torch.tensor([1, 4, 4, 7, 1])
+    for each in (dp, one):
+        each(indices).square().sum().backward()
+    for mine, other in zip(module.parameters(), one.parameters(), strict=True):
+        assert mine.grad is not None and other.grad is not None and mine.grad.is_sparse == other.grad.is_sparse
+        torch.testing.assert_close(mine.grad.to_dense(), other.grad.to_dense())
+
+
+def test_nothing_to_train(build: Build) -> None:
+    module = mlp().requires_grad_(False)
+    dp = build(module)
+    inputs = batch(5)[0].requires_grad_()
+    dp(inputs).sum().backward()
+    assert inputs.grad is not None
+    assert build(mlp().requires_grad_(False), reduce=BY_REDUCERS).reducers == ()
+
+
+# The module changes
+
+
+def test_what_changes_of_the_module_is_seen(build: Build) -> None:
+    layers = [(nn.Linear(6, 6), nn.Dropout(0.0), nn.Linear(6, 3)) for _ in range(2)]
+    module: Any
+    one: Any
+    module, one = (nn.Sequential(*three).double() for three in layers)
+    one.load_state_dict(module.state_dict())
+    dp = build(module)
+    calls: list[str] = []
+
+    def compare() -> None:
+        inputs, targets = batch(6)
+        module.zero_grad()
+        one.zero_grad()
+        _mse(dp, inputs, targets).backward()
+        _mse(one, inputs, targets).backward()
+        _same(module, one)
+
+    compare()
+    for each in (module, one):
+        each[1].p = 1.0  # everything is dropped
+        each[0].register_forward_hook(lambda *_: calls.append(threading.current_thread().name))
+    compare()
+    assert len(calls) == 3, "hooks run once per replica"
+    for each in (module, one):
+        each[1].eval()
+        each[0].weight.requires_grad_(False)
+    compare()
+    for each in (module, one):
+        each[0].weight.requires_grad_(True)
+        torch.manual_seed(3)
+        each.append(nn.Linear(3, 3).double())
+    compare()
+    for each in (module, one):
+        each[0].weight.data = each[0].weight.data.clone() * 2
+        each.load_state_dict({name: value + 1 for name, value in each.state_dict().items()})
+    compare()
+    for each in (module, one):
+        each.load_state_dict({name: value - 1 for name, value in each.state_dict().items()}, assign=True)
+    compare()
+    for each in (module, one):
+        each[2].weight = nn.Parameter(torch.ones(3, 6, dtype=torch.float64))
+    compare()
+    dp.verify_replicas()
+    module.float()
+    one.float()
+    inputs, targets = batch(6, dtype=torch.float32)
+    module.zero_grad()
+    _mse(dp, inputs, targets).backward()
+    assert all(each.grad is not None and each.grad.dtype is torch.float32 for each in module.parameters())
+
+
+def test_a_weight_changed_between_forward_and_backward(build: Build) -> None:
+    module: Any = mlp()
+    dp = build(module)
+    loss = _mse(dp, *batch(6))
+    with torch.no_grad():
+        module[2].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    _mse(dp, *batch(6)).backward()
+
+
+def test_buffers_follow_replica_0(build: Build) -> None:
+    one: Any = nn.BatchNorm1d(3).double()
+    module: Any = nn.BatchNorm1d(3).double()
+    dp = build(module)
+    inputs = torch.randn(9, 3, dtype=torch.float64)
+    losses = [dp(inputs).square().sum(), dp(inputs + 1).square().sum()]  # both before either is run backward
+    torch.stack(losses).sum().backward()
+    one(inputs[:5])
+    one((inputs + 1)[:5])
+    _close(module.running_mean, one.running_mean)
+    assert int(module.num_batches_tracked) == 2
+    dp(inputs)
+    first, second = (own[0] for own in _replicas(dp).trained_by)
+    assert first is not second and first.data_ptr() == second.data_ptr() == module.weight.data_ptr()
+
+
+def test_a_buffer_that_is_replaced_stays_so(build: Build) -> None:
+    def call(module: Any, inputs: torch.Tensor) -> Any:
+        module.total = module.total + inputs.sum()
+        return inputs * module.weight
+
+    module: Any = Calls(call)
+    module.register_buffer("total", torch.zeros((), dtype=torch.float64))
+    dp = build(module)
+    dp(torch.ones(4, 2, dtype=torch.float64))
+    dp(torch.ones(4, 2, dtype=torch.float64))
+    assert float(module.total) == 8.0, "what replica 0 has seen"
+
+
+# Inputs and outputs
+
+
+@given(st.integers(0, 200), st.integers(1, 17))
+@settings(max_examples=60, deadline=None)
+def test_parts_are_balanced(count: int, parts: int) -> None:
+    sizes = balanced(count, parts)
+    assert sum(sizes) == count and len(sizes) == parts
+    assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+_leaves = st.one_of(st.integers(), st.text(max_size=3), st.just(torch.ones(2)), st.none())
+_nested = st.recursive(
+    _leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        st.builds(Pair, inner, inner),
+        st.builds(Record, inner, st.dictionaries(st.text(max_size=2), inner, max_size=2)),
+    ),
+    max_leaves=12,
+)
+
+
+@given(_nested)
+@settings(max_examples=80, deadline=None)
+def test_flatten_takes_apart_and_builds_again(value: object) -> None:
+    nested = flatten(value)
+    again = flatten(nested.rebuild(nested.leaves))
+    assert again.shape == nested.shape
+    assert len(again.leaves) == len(nested.leaves)
+    assert all(one is other for one, other in zip(again.leaves, nested.leaves, strict=True))
+
+
+@BOTH_WAYS
+def test_nested_arguments_and_outputs(build: Build, threads: bool) -> None:
+    def call(module: Calls, pair: Pair, *, extra: dict[str, Any], factor: torch.Tensor, name: str) -> Any:
+        logits = (pair.logits * module.weight + extra["bias"][0]) * factor
+        return {
+            "pair": Pair(logits, pair.hidden),
+            "record": Record(logits.sum(dim=1), {"name": name, "ids": pair.hidden.argmax(dim=1), "none": None}),
+            "list": [extra["bias"][0]],
+        }
+
+    def give(dp: Callable[..., Any]) -> Any:
+        extra = {"bias": [torch.arange(7.0, dtype=torch.float64).reshape(7, 1)]}
+        pair = Pair(inputs, targets)
+        return dp(pair, extra=extra, factor=torch.tensor(3.0, dtype=torch.float64), name="x")
+
+    inputs, targets = batch(7)
+    module, one = Calls(call), Calls(call)
+    found = give(build(module, 3, threads=threads)), give(one)
+    for mine, other in zip(*(flatten(each).leaves for each in found), strict=True):
+        assert type(mine) is type(other)
+        if isinstance(mine, torch.Tensor):
+            assert torch.equal(mine, other) and mine.requires_grad == other.requires_grad
+    for each in found:
+        (each["pair"].logits.sum() + each["record"].logits.square().sum()).backward()
+    _same(module, one)
+
+
+@BOTH_WAYS
+def test_another_dimension_and_inputs_that_are_returned(build: Build, threads: bool) -> None:
+    module, one = (Calls(lambda module, x: (x, x * module.weight)) for _ in range(2))
+    dp = build(module, 2, dim=1, threads=threads)
+    found = []
+    for each in (dp, one):
+        inputs = torch.arange(10.0, dtype=torch.float64).reshape(2, 5).requires_grad_()
+        same, out = each(inputs)
+        assert torch.equal(same, inputs)
+        (same.square().sum() + out.sum()).backward()
+        found.append(inputs.grad)
+    _same(module, one)
+    _close(found[0], found[1])
+
+
+def test_outputs_may_be_changed_in_place(build: Build) -> None:
+    module, one = mlp(), mlp()
+    for world in (1, 2):
+        dp = build(module, world)
+        for each in (dp, one):
+            out = each(batch(4)[0])
+            out.mul_(3).relu_()
+            out.sum().backward()
+        _same(module, one)
+        outputs = dp.forward_parallel([batch(4)[0]] * world)
+        for out in outputs:
+            out.mul_(2)
+        module.zero_grad()
+        one.zero_grad()
+
+
+@BOTH_WAYS
+def test_scalar_outputs_make_a_vector(build: Build, threads: bool) -> None:
+    module, one = (Calls(lambda module, x: (x * module.weight).mean()) for _ in range(2))
+    dp = build(module, threads=threads)
+    inputs = torch.arange(6.0, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="scalar"):
+        out = dp(inputs)
+    assert out.shape == (2,)
+    out.mean().backward()
+    one(inputs).backward()
+    _same(module, one)
+
+
+def test_outputs_that_cannot_be_gathered(build: Build) -> None:
+    inputs = torch.arange(4.0, dtype=torch.float64)
+    dp = build(Calls(lambda _, x: float(x[0])))
+    with pytest.raises(ValueError, match="differs between replicas.*forward_parallel"):
+        dp(inputs)
+    assert dp.forward_parallel([inputs[:2], inputs[2:]]) == [0.0, 2.0]
+    dp = build(Calls(lambda _, x: [x] * (1 + int(x[0] > 0))))
+    with pytest.raises(ValueError, match="not nested as"):
+        dp(inputs)
+    dp = build(Calls(lambda _, x: x if x[0] > 0 else "none"))
+    with pytest.raises(ValueError, match="some replicas"):
+        dp(inputs)
+
+
+def test_gradients_enter_the_input_of_forward_parallel_weighted(build: Build) -> None:
+    """What the inputs were made of gets the gradient of the same mean as the parameters do."""
+    before = nn.Linear(FEATURES, FEATURES).double()
+    module = mlp()
+    one, before_one = copy.deepcopy(module), copy.deepcopy(before)
+    dp = build(module)
+    inputs, targets = batch(5)
+    cut = [slice(0, 1), slice(1, 5)]
+    outputs = dp.forward_parallel([before(inputs[part]) for part in cut])
+    torch.stack([F.mse_loss(out, targets[part]) for out, part in zip(outputs, cut, strict=True)]).sum().backward()
+    _mse(lambda x: one(before_one(x)), inputs, targets).backward()
+    _same(module, one)
+    _same(before, before_one)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [([], "at least one device"), (["cpu", "cuda:0"], "of one type"), (["meta", "meta"], "CPUs or CUDA")],
+)
+def test_bad_devices(devices: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataParallel(mlp(), devices)
+
+
+def test_bad_modules() -> None:
+    with pytest.raises(ValueError, match="not initialised"):
+        DataParallel(nn.LazyLinear(3), ["cpu"])
+    with pytest.raises(ValueError, match="weight is on meta"):
+        DataParallel(nn.Linear(3, 3, device="meta"), ["cpu"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Linear(3, 3))
+    with pytest.raises(TypeError, match="TorchScript"):
+        DataParallel(scripted, ["cpu"])
+    with pytest.raises(TypeError, match=r"nn\.Module"):
+        DataParallel(lambda x: x, ["cpu"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="ReduceConfig"):
+        DataParallel(mlp(), ["cpu"], reduce="bf16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout_s"):
+        DataParallel(mlp(), ["cpu"], timeout_s=0)
+
+
+def test_bad_inputs(build: Build) -> None:
+    dp = build(mlp(), 3)
+    inputs, _ = batch(6)
+    with pytest.raises(ValueError, match="2 samples cannot be divided among 3"):
+        dp(inputs[:2])
+    with pytest.raises(ValueError, match="2 inputs for 3 devices"):
+        dp.forward_parallel([inputs, inputs])
+    with pytest.raises(ValueError, match="4 inputs for 3 devices"):
+        dp.forward_parallel([inputs] * 4)
+    with pytest.raises(ValueError, match="input 1 has no samples"):
+        dp.forward_parallel([inputs, inputs[:0], inputs])
+    with pytest.raises(ValueError, match="different numbers of samples.*6.*5"):
+        dp(inputs, inputs[:5])
+    with pytest.raises(ValueError, match="no tensor with dimensions"):
+        dp(3)
+    with pytest.raises(TypeError, match="PackedSequence"):
+        dp(nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]))
+    with pytest.raises(ValueError, match="no dimension 1"):
+        build(mlp(), 2, dim=1)(torch.ones(3, dtype=torch.float64))
+    dp.close()
+    dp.close()
+    for call in (lambda: dp(inputs), lambda: dp.forward_parallel([inputs] * 3), dp.verify_replicas):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+
+
+def test_verify_finds_a_planted_difference(build: Build) -> None:
+    module = mlp()
+    dp = build(module, 3)
+    dp.verify_replicas()
+    planted = _replicas(dp).trained_by[2][2]
+    planted.data = planted.detach().clone()
+    planted.data[0, 0] += 1e-9
+    with pytest.raises(FusedReduceError, match=r"2\.weight on replica 2"):
+        dp.verify_replicas()
+    dp(batch(6)[0])  # mends it
+    dp.verify_replicas()
+
+
+# What goes wrong
+
+
+@BOTH_WAYS
+def test_an_error_in_a_forward(build: Build, threads: bool) -> None:
+    def call(module: Calls, inputs: torch.Tensor) -> torch.Tensor:
+        if inputs[0] == 4.0:
+            raise KeyError("a fault of its own")
+        return inputs * module.weight
+
+    dp = build(Calls(call), threads=threads)
+    with pytest.raises(KeyError, match="a fault of its own") as caught:
+        dp(torch.tensor([1.0, 2.0, 4.0, 5.0], dtype=torch.float64))
+    assert any("replica 1 of 2, on cpu" in note for note in caught.value.__notes__)
+    dp(torch.ones(4, dtype=torch.float64)).sum().backward()
+
+
+@BOTH_WAYS
+def test_an_error_in_a_backward(build: Build, threads: bool) -> None:
+    class Faulty(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+            ctx.faulty = bool(inputs[0] == 4.0)
+            return inputs.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            if ctx.faulty:
+                raise KeyError("a fault of its own")
+            return gradient
+
+    module, one = (Calls(lambda module, x: Faulty.apply(x * module.weight / 2)) for _ in range(2))
+    dp = build(module, threads=threads)
+    began = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(KeyError, match="a fault of its own"):
+            dp(torch.tensor([1.0, 2.0, 4.0, 5.0], dtype=torch.float64)).sum().backward()
+        assert module.weight.grad is None
+        inputs = torch.ones(4, dtype=torch.float64)
+        for each in (dp, one):
+            each(inputs).sum().backward()
+        _same(module, one)
+        module.zero_grad()
+        one.zero_grad()
+    assert time.monotonic() - began < TIMEOUT_S / 2, "nobody waited for a replica that had given up"
+
+
+@BOTH_WAYS
+def test_an_error_in_the_reduction(build: Build, threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module, 3, threads=threads, reduce=BY_REDUCERS)
+    original = Reducer.prepare_for_backward
+
+    def prepare(self: Reducer, *args: Any, **kwargs: Any) -> None:
+        if self is faulty:
+            raise MemoryError("no room")
+        original(self, *args, **kwargs)
+
+    faulty: Reducer | None = dp.reducers[1]
+    monkeypatch.setattr(Reducer, "prepare_for_backward", prepare)
+    began = time.monotonic()
+    with pytest.raises(MemoryError, match="no room"):
+        _mse(dp, *batch(6)).backward()
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    assert all(parameter.grad is None for parameter in module.parameters())
+    faulty = None
+    for each in (dp, one):
+        _mse(each, *batch(7, seed=1)).backward()
+    _same(module, one)
+
+
+def test_an_interrupt_waits_for_the_workers(build: Build) -> None:
+    """Nobody writes gradients afterwards."""
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            started.release()
+            sent.wait(TIMEOUT_S)
+            time.sleep(0.2)
+            ended.append(1)
+            return gradient
+
+    started, sent, ended = threading.Semaphore(0), threading.Event(), list[int]()
+    module = Calls(lambda module, x: Slow.apply(x * module.weight))
+    dp = build(module)
+    out = dp(torch.ones(4, dtype=torch.float64)).sum()
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        for _ in range(2):  # a job that has not begun never would
+            started.acquire()
+        signal.pthread_kill(main, signal.SIGINT)
+        sent.set()
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        out.backward()
+    assert len(ended) == 2 and module.weight.grad is None
+    dp(torch.ones(4, dtype=torch.float64)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where one comes within a callback
+@BOTH_WAYS
+@pytest.mark.parametrize("late", [0, 1])
+def test_interrupts_at_any_moment(build: Build, threads: bool, late: int) -> None:
+    """Nothing waits for ever, and the next backward gives what it should. Some come while another is dealt with."""
+    module, one = mlp(), mlp()
+    inputs, targets = batch(8)
+    _mse(one, inputs, targets).backward()
+    config = ReduceConfig(sync_mode=BoundedStaleness(late), check_finite="count")
+    armed, main, chance = threading.Event(), threading.get_ident(), random.Random(late)
+
+    def on_signal(*_: object) -> None:
+        if armed.is_set():
+            raise KeyboardInterrupt
+
+    def interrupt(delays: list[float]) -> None:
+        for delay in delays:
+            time.sleep(delay)
+            signal.pthread_kill(main, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        for _ in range(6):
+            dp = build(module, 2, threads=threads, reduce=config)
+            delays = [chance.random() * 0.004 for _ in range(chance.choice([1, 1, 2]))]
+            kicker = threading.Thread(target=interrupt, args=(delays,))
+            with contextlib.suppress(KeyboardInterrupt):
+                armed.set()
+                kicker.start()
+                while kicker.is_alive():
+                    _mse(dp, inputs, targets).backward()
+            with contextlib.suppress(KeyboardInterrupt):
+                armed.clear()
+            armed.clear()
+            kicker.join()
+            for _ in range(1 + late):
+                dp.zero_grad()
+                _mse(dp, inputs, targets).backward()
+            _same(module, one)
+            dp.close()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_several_threads_of_the_user(build: Build) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module)
+    errors: list[BaseException] = []
+
+    def train(number: int) -> None:
+        try:
+            for step in range(5):
+                _mse(dp, *batch(8, seed=10 * number + step)).backward()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for seed in (10 * number + step for number in range(3) for step in range(5)):
+        _mse(one, *batch(8, seed=seed)).backward()
+    _same(module, one)
+
+
+@BOTH_WAYS
+def test_a_step_of_flush_that_raises(build: Build, threads: bool) -> None:
+    """What had not landed is given up, and the next backward works."""
+    module, one = mlp(), mlp()
+    dp = build(module, threads=threads, reduce=ReduceConfig(sync_mode=BoundedStaleness(2)))
+    for _ in range(2):
+        _mse(dp, *batch(6)).backward()
+    with pytest.raises(ZeroDivisionError):
+        dp.flush(step=lambda: 1 // 0)  # type: ignore[arg-type]
+    dp.zero_grad()
+    _mse(dp, *batch(7)).backward()
+    _mse(one, *batch(7)).backward()
+    assert dp.flush().steps == 1
+    _same(module, one)
+
+
+def test_calls_within_itself_are_errors_and_no_deadlocks(build: Build) -> None:
+    dp = build(Calls(lambda module, x: dp(x)))
+    with pytest.raises(FusedReduceError, match="within its own replicas"):
+        dp(torch.ones(4))
+    stale = build(mlp(), reduce=ReduceConfig(sync_mode=BoundedStaleness(1)))
+    _mse(stale, *batch(6)).backward()
+    with pytest.raises(FusedReduceError, match="within flush"):
+        stale.flush(step=lambda: stale(batch(6)[0]))
+
+
+def test_backward_after_close_is_an_error(build: Build) -> None:
+    dp = build(mlp())
+    loss = _mse(dp, *batch(6))
+    dp.close()
+    with pytest.raises(FusedReduceError, match="closed"):
+        loss.backward()
+
+
+def test_a_forked_process_has_threads_of_its_own(build: Build) -> None:
+    module, one = mlp(), mlp()
+    dp = build(module)
+    dp(batch(6)[0])
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            _mse(dp, *batch(7)).backward()
+            _mse(one, *batch(7)).backward()
+            _same(module, one)
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + TIMEOUT_S
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+    assert ended == (child, 0)
+    _mse(dp, *batch(7)).backward()
+
+
+def test_openmp_threads_are_let_go_and_none_are_left() -> None:
+    """Else they spin beside the workers; and more of them than cores would keep the caller's from it for good."""
+    if _pause_openmp() is None:
+        pytest.skip("torch's OpenMP cannot pause")
+
+    def settles_at(expected: int) -> bool:
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(os.listdir("/proc/self/task")) != expected and time.monotonic() < deadline:
+            time.sleep(0.01)  # one that has ended is listed a little longer
+        return len(os.listdir("/proc/self/task")) == expected
+
+    def work() -> None:
+        torch.ones(1 << 18).add_(1)
+
+    intra_op = torch.get_num_threads()
+    try:
+        for count in (2, 4):
+            torch.set_num_threads(count)
+            _let_openmp_threads_go()
+            time.sleep(0.1)
+            alone = len(os.listdir("/proc/self/task"))
+            workers = Workers(2, "test")
+            work()
+            assert settles_at(alone + 2 + count - 1)
+            workers.run([work, work])
+            assert settles_at(alone + 2)
+            workers.close()
+    finally:
+        torch.set_num_threads(intra_op)
+
+
+# What threads take over
+
+
+def test_workers_take_the_callers_modes_over(build: Build) -> None:
+    seen = Seen()
+    dp = build(Calls(seen), 2)
+    inputs = torch.ones(4, dtype=torch.float64)
+    dp(inputs)
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        dp(inputs)
+    with torch.inference_mode():
+        dp(inputs)
+    assert len(set(seen.threads)) == 2 and threading.current_thread().name not in seen.threads
+    modes = [mode[:4] for mode in seen.modes]
+    assert modes[0:2] == [(True, False, False, torch.bfloat16)] * 2
+    assert modes[2:4] == [(False, False, True, torch.float16)] * 2
+    assert [mode[:2] for mode in modes[4:6]] == [(False, True)] * 2
+
+
+def test_intra_op_threads_are_divided_and_the_default_is_put_back(build: Build) -> None:
+    def in_new_thread() -> int:
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    before, default = torch.get_num_threads(), in_new_thread()
+    seen = Seen()
+    dp = build(Calls(seen), 3)
+    try:
+        for total, expected in ((5, [1, 2, 2]), (1, [1, 1, 1])):
+            torch.set_num_threads(total)
+            dp(torch.ones(6, dtype=torch.float64))
+            assert sorted(mode[4] for mode in seen.modes[-3:]) == expected
+            assert torch.get_num_threads() == total
+            assert in_new_thread() == total
+    finally:
+        torch.set_num_threads(default)
+        torch.set_num_threads(before)
+
+
+def test_what_threads_cannot_take_over_runs_in_the_caller(build: Build) -> None:
+    seen = Seen()
+    dp = build(Calls(seen), 2)
+    with torch.autograd.graph.save_on_cpu():
+        dp(torch.ones(4, dtype=torch.float64)).sum().backward()
+    assert set(seen.threads) == {threading.current_thread().name}
+
+
+def test_autocast_trains(build: Build) -> None:
+    module = mlp(torch.float32)
+    one = copy.deepcopy(module)
+    dp = build(module)
+    inputs, targets = batch(8, dtype=torch.float32)
+    for each in (dp, one):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = each(inputs)
+        assert out.dtype is torch.bfloat16
+        F.mse_loss(out.float(), targets).backward()
+    for mine, other in zip(module.parameters(), one.parameters(), strict=True):
+        assert mine.grad is not None and other.grad is not None
+        torch.testing.assert_close(mine.grad, other.grad, rtol=2**-6, atol=2**-7)
+
+
+def test_dropout_is_reproducible_in_one_thread(build: Build) -> None:
+    dp = build(nn.Dropout(0.5), 2, threads=False)
+    found = []
+    for _ in range(5):
+        torch.manual_seed(0)
+        found.append(dp(torch.ones(50, 10)))
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_training_after_a_forward_in_inference_mode(build: Build) -> None:
+    module = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4)).double()
+    dp = build(module, 3)
+    with torch.inference_mode():
+        dp(batch(6)[0])
+    module.append(nn.Linear(4, CLASSES).double())
+    with torch.inference_mode():
+        dp(batch(6)[0])
+    _mse(dp, *batch(6)).backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("kind", [Slotted, Stores])
+def test_attributes_of_unusual_kinds(build: Build, kind: type[nn.Module]) -> None:
+    module, one = kind(), kind()
+    dp = build(module)
+    inputs = batch(6)[0]
+    for later in (None, 1.0):
+        if later is not None and kind is Slotted:
+            for each in (module, one):
+                setattr(each, "later", later)  # noqa: B010  # no attribute that a checker knows
+        for each in (dp, one):
+            each(inputs).square().mean().backward()
+        _same(module, one)
+    if isinstance(module, Slotted):
+        del module.later, one.later
+        assert torch.equal(dp(inputs[:2]), torch.cat([one(row[None]) for row in inputs[:2]]))
+    copy.deepcopy(module)
+
+
+def test_a_graph_keeps_the_replicas_and_nothing_else_does(build: Build) -> None:
+    module = Stores()
+    dp = DataParallel(module, ["cpu", "cpu"], timeout_s=TIMEOUT_S)
+    loss = dp(batch(6)[0]).sum()
+    team, stored = weakref.ref(dp._team), weakref.ref(_replicas(dp).modules[1].last)
+    before = threading.active_count()
+    del dp
+    assert team() is not None
+    loss.backward()
+    assert module.layer.weight.grad is not None and module.last is None
+    del loss
+    gc.collect()
+    assert team() is None and stored() is None
+    deadline = time.monotonic() + TIMEOUT_S
+    while threading.active_count() > before - 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before - 2
+
+
+def test_two_on_one_module(build: Build) -> None:
+    module, one = mlp(), mlp()
+    first, second = build(module), build(module, 3, reduce=BY_REDUCERS)
+    (_mse(first, *batch(6)) + _mse(second, *batch(7))).backward()
+    (_mse(one, *batch(6)) + _mse(one, *batch(7))).backward()
+    _same(module, one)
+
+
+# Beside it
+
+
+def test_clip_and_scaler(build: Build) -> None:
+    module, one = mlp(torch.float32), mlp(torch.float32)
+    dp = build(module)
+    inputs, targets = batch(8, dtype=torch.float32)
+    for each, owner in ((dp, module), (one, one)):
+        optimizer = torch.optim.SGD(owner.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(_mse(each, inputs, targets)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(owner.parameters(), 0.05)
+            scaler.step(optimizer)
+            scaler.update()
+    for mine, other in zip(module.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_state_dict_round_trip(build: Build) -> None:
+    module: Any = mlp()
+    dp = build(module)
+    assert list(dp.state_dict()) == [f"module.{name}" for name in module.state_dict()]
+    assert all(one is other for one, other in zip(dp.parameters(), module.parameters(), strict=True))
+    other = build(nn.Sequential(*(copy.deepcopy(list(module)))))
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    other.load_state_dict(dp.state_dict())
+    inputs = batch(5)[0]
+    assert torch.equal(other(inputs), dp(inputs))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda dp: pickle.loads(pickle.dumps(dp))], ids=["deepcopy", "pickle"])
+def test_copies_have_replicas_of_their_own(build: Build, way: Callable[[DataParallel], DataParallel]) -> None:
+    module = mlp()
+    dp = build(module)
+    inputs, targets = batch(5)
+    _mse(dp, inputs, targets).backward()
+    module.zero_grad()
+    with way(dp) as other:
+        _mse(other, inputs, targets).backward()
+        assert all(parameter.grad is None for parameter in module.parameters())
+        _mse(dp, inputs, targets).backward()
+        _same(other.module, module)
+
+
+def test_one_within_another() -> None:
+    with DataParallel(mlp(), ["cpu"]) as inner, pytest.raises(ValueError, match="0 is a DataParallel"):
+        DataParallel(nn.Sequential(inner), ["cpu", "cpu"])
+
+
+def test_it_goes_without_the_garbage_collector() -> None:
+    before = threading.active_count()
+    gc.collect()
+    gc.disable()
+    try:
+        module = mlp()
+        dp = DataParallel(module, ["cpu", "cpu"], reduce=BY_REDUCERS)
+        loss = _mse(dp, *batch(6))
+        loss.backward()
+        replica = weakref.ref(_replicas(dp).trained_by[0][0])
+        reducer = weakref.ref(dp.reducers[0])
+        alive = weakref.ref(dp)
+        del dp, loss
+        assert alive() is None and replica() is None and reducer() is None
+        deadline = time.monotonic() + TIMEOUT_S
+        while threading.active_count() > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert threading.active_count() == before
+    finally:
+        gc.enable()
+
+
+def test_close_ends_the_threads_and_leaves_the_module(build: Build) -> None:
+    before = threading.active_count()
+    module = mlp()
+    with build(module, 3) as dp:
+        _mse(dp, *batch(6)).backward()
+        assert threading.active_count() == before + 3
+    assert threading.active_count() == before
+    assert all(not parameter._backward_hooks for parameter in module.parameters())
+    module(batch(3)[0])
+
+
+def test_compile_leaves_it_alone(build: Build) -> None:
+    dp = build(mlp())
+    compiled = torch.compile(dp, backend="eager")
+    inputs, _ = batch(6)
+    assert torch.equal(compiled(inputs), dp(inputs))
+
+
+def test_repr(build: Build) -> None:
+    assert "devices=['cpu', 'cpu']" in repr(build(mlp()))
+    assert build(mlp())(batch(4)[0]).shape == (4, CLASSES)

@@ -1,0 +1,437 @@
+"""DataParallel: loss scales, clipping, norms and checkpoints, in every mode; against one module on the whole batch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.data_parallel_models import Calls, batch, mlp
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fusedreduce
+from fusedreduce import FusedGradScaler, FusedReduceError, ReduceConfig, clip_grad_norm_
+from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, SyncMode
+from fusedreduce.kernels import dispatch
+from fusedreduce.parallel.data_parallel import DataParallel
+
+TIMEOUT_S = 20.0
+EVERY_MODE: tuple[SyncMode, ...] = (Synchronous(), BoundedStaleness(1), BoundedStaleness(2), Asynchronous(2))
+MODES = pytest.mark.parametrize("mode", EVERY_MODE, ids=str)
+FP32: dict[str, Any] = {"dtype": torch.float32}
+
+
+@pytest.fixture(autouse=True)
+def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_triton_pack", None)
+
+
+@contextlib.contextmanager
+def _parallel(
+    module: nn.Module, mode: SyncMode | None = None, world: int = 2, **options: Any
+) -> Iterator[DataParallel]:
+    config = ReduceConfig(sync_mode=mode or Synchronous(), **options.pop("reduce", {}))
+    with DataParallel(module, ["cpu"] * world, timeout_s=TIMEOUT_S, reduce=config, **options) as dp:
+        yield dp
+
+
+class Weight:
+    """One weight; a step's gradient is what each sample is. Counts the steps that are taken."""
+
+    def __init__(
+        self, mode: SyncMode, world: int = 2, *, fused: bool = False, threads: bool = True, **scaler: Any
+    ) -> None:
+        self.module = Calls(lambda module, x: x * module.weight)
+        self.module.float()
+        with torch.no_grad():
+            self.module.weight.zero_()
+        config = ReduceConfig(sync_mode=mode)
+        devices = ["cpu"] * world
+        self.dp = DataParallel(self.module, devices, timeout_s=TIMEOUT_S, reduce=config, threads=threads)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1.0, fused=fused)
+        self.scaler = FusedGradScaler(self.dp, **{"init_scale": 1024.0, "growth_interval": 1000, **scaler})
+        self.steps = 0
+        self.optimizer.register_step_post_hook(lambda *_: self._stepped())
+
+    def _stepped(self) -> None:
+        self.steps += 1
+
+    def backward(self, *values: float) -> None:
+        self.scaler.scale(self.dp(torch.tensor(values)).sum()).backward()
+
+    def finish(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def weight(self) -> float:
+        return float(self.module.weight.item())
+
+
+BOTH_WAYS = pytest.mark.parametrize("threads", [True, False], ids=["threads", "one_thread"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "threads"),
+    [(mode, threads) for mode in EVERY_MODE for threads in (True, False) if threads or mode != Asynchronous(2)],
+    ids=str,
+)
+def test_each_step_is_unscaled_by_its_own_scale(mode: SyncMode, threads: bool) -> None:
+    loop = Weight(mode, 3, threads=threads)
+    late = mode.max_staleness if isinstance(mode, BoundedStaleness) else 0
+    with loop.dp:
+        for number in range(8):
+            loop.backward(1.0 * number, 2.0 * number, 4.0 * number)
+            loop.finish()
+            assert loop.steps == max(0, number + 1 - late), "a step without gradients is none"
+            loop.scaler.update(2.0 ** (number % 5 + 1))
+        assert loop.dp.flush(step=loop.finish).steps >= late
+        assert loop.weight() == -7.0 * sum(range(8))
+
+
+@MODES
+@pytest.mark.parametrize("replica", [0, 1, 2])
+def test_an_overflow_in_one_replica_skips_one_step_and_lowers_the_scale_once(mode: SyncMode, replica: int) -> None:
+    loop = Weight(mode, 3)
+    late = mode.max_staleness if isinstance(mode, BoundedStaleness) else 0
+    scales = []
+    with loop.dp:
+        for number in range(8):
+            values = [1.0, 2.0, 4.0]
+            if number == 2:
+                values[replica] = math.inf
+            loop.backward(*values)
+            loop.finish()
+            scales.append(loop.scaler.get_scale())
+        assert scales == [1024.0] * (2 + late) + [512.0] * (6 - late)
+        assert loop.steps == 8 - 1 - late
+        loop.dp.flush(step=loop.finish)
+        assert loop.weight() == -7.0 * 7
+
+
+def test_what_lands_in_flush_has_its_own_scale() -> None:
+    """Three steps overflow at the old scale; the last of them lands in flush, beside one of the new scale."""
+    loop = Weight(BoundedStaleness(2))
+    scales = []
+
+    def finish() -> None:
+        loop.finish()
+        scales.append(loop.scaler.get_scale())
+
+    with loop.dp:
+        for values in ((math.inf, 1.0), (math.inf, 1.0), (math.inf, 1.0), (1.0, 1.0)):
+            loop.backward(*values)
+            finish()
+        loop.dp.flush(step=finish)
+    assert scales == [1024.0, 1024.0, 512.0, 512.0, 512.0, 512.0], "lowered once"
+
+
+def test_a_step_without_gradients_does_not_count_for_growth() -> None:
+    loop = Weight(BoundedStaleness(3), growth_interval=2)
+    scales = []
+    with loop.dp:
+        for number in range(8):
+            loop.backward(1.0, 1.0)
+            if number % 2:
+                loop.scaler.unscale_(loop.optimizer)
+            loop.finish()
+            scales.append(loop.scaler.get_scale())
+    assert scales == [1024.0] * 4 + [2048.0] * 2 + [4096.0] * 2
+
+
+@MODES
+def test_backwards_with_and_without_a_scale_add_up(mode: SyncMode) -> None:
+    """What comes out is unscaled: nothing is mixed, where a wrapper would have to refuse it."""
+    loop = Weight(mode)
+    with loop.dp:
+        with loop.dp.no_sync():
+            loop.backward(1.0, 2.0)
+            loop.dp(torch.tensor([4.0, 8.0])).sum().backward()
+        loop.scaler.update(64.0)
+        with loop.dp.no_sync():
+            loop.backward(16.0, 32.0)
+        loop.backward(64.0, 128.0)
+        if not isinstance(mode, BoundedStaleness):
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        loop.dp.flush(step=loop.finish)
+        assert loop.weight() == -255.0
+
+
+def test_inputs_keep_the_scale_for_what_is_before_them() -> None:
+    loop = Weight(Synchronous())
+    before = torch.ones(2, requires_grad=True)
+    with loop.dp:
+        with torch.no_grad():
+            loop.module.weight.fill_(3.0)
+        loop.scaler.scale(loop.dp(before).sum()).backward()
+        assert before.grad is not None and before.grad.tolist() == [3072.0] * 2
+        assert loop.module.weight.grad is not None and loop.module.weight.grad.item() == 2.0
+
+
+def test_a_loss_that_goes_around_the_replicas_is_refused() -> None:
+    loop = Weight(Synchronous())
+    with loop.dp:
+        out = loop.dp(torch.ones(2)).sum()
+        for around in (loop.module.weight.square().sum(), loop.module(torch.ones(2)).sum()):
+            with pytest.raises(FusedReduceError, match="another way than through its replicas, weight"):
+                loop.scaler.scale(out + around)
+        with pytest.raises(FusedReduceError, match="another way"):
+            loop.scaler.scale(loop.dp(torch.ones(2) * loop.module.weight).sum())
+        # As the message says:
+        loop.backward(1.0, 2.0)
+        (loop.module.weight - 1).square().sum().backward()
+        assert loop.module.weight.grad is not None and loop.module.weight.grad.item() == 3.0 - 2.0
+
+
+@pytest.mark.parametrize("scaler", ["torch", "ours"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_equals_one_device(scaler: str, fused: bool) -> None:
+    module, one = mlp(**FP32), mlp(**FP32)
+    with _parallel(module, world=3) as dp:
+        for each, owner in ((dp, module), (one, one)):
+            optimizer = torch.optim.AdamW(owner.parameters(), lr=1e-2, fused=fused)
+            made: Any = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+            if each is dp and scaler == "ours":
+                made = FusedGradScaler(dp, init_scale=256.0, growth_interval=3)
+            for step in range(12):
+                inputs, targets = batch(7, seed=step, **FP32)
+                if step == 5:
+                    targets[4] = 1e38
+                made.scale(F.mse_loss(each(inputs), targets)).backward()
+                made.unscale_(optimizer)
+                if each is dp:
+                    clip_grad_norm_(dp, 0.5, optimizer if fused else None)
+                else:
+                    nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+                made.step(optimizer)
+                made.update()
+                optimizer.zero_grad()
+            assert made.get_scale() == 256.0 * 2**3 / 2
+    for mine, other in zip(module.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_scaler_refuses() -> None:
+    with _parallel(mlp(torch.float16)) as dp, pytest.raises(ValueError, match="FP16"):
+        FusedGradScaler(dp)
+    with _parallel(nn.ReLU()) as dp, pytest.raises(ValueError, match="requires a gradient"):
+        FusedGradScaler(dp)
+    with _parallel(mlp(**FP32)) as dp:
+        scaler = FusedGradScaler(dp)
+        optimizer = torch.optim.SGD(dp.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="flush\\(optimizer\\)"):
+            dp.flush(optimizer)
+    with pytest.raises(ValueError, match="closed"):
+        scaler.scale(torch.ones(1, requires_grad=True).sum())
+
+
+@pytest.mark.parametrize("check", ["raise", "count"])
+def test_an_overflow_under_a_scaler_is_its_own_affair(check: Any) -> None:
+    module = Calls(lambda module, x: x * module.weight)
+    with _parallel(module, reduce={"check_finite": check}) as dp:
+        scaler = FusedGradScaler(dp, init_scale=4.0)
+        scaler.scale(dp(torch.tensor([1.0, math.inf], dtype=torch.float64)).sum()).backward()
+        scaler.step(torch.optim.SGD(dp.parameters(), lr=1.0))
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+
+
+def test_a_scaled_backward_that_raises_leaves_no_scale_behind() -> None:
+    def call(module: Calls, x: torch.Tensor) -> torch.Tensor:
+        out = x * module.weight
+        if x[0] < 0:
+            out.register_hook(lambda _: 1 / 0)
+        return out
+
+    loop = Weight(Synchronous())
+    loop.module.call = call
+    with loop.dp:
+        with pytest.raises(ZeroDivisionError):
+            loop.backward(-1.0, 1.0)
+        loop.dp(torch.tensor([1.0, 2.0])).sum().backward()
+        assert loop.module.weight.grad is not None and loop.module.weight.grad.item() == 3.0
+
+
+def test_threads_of_the_user_have_scales_of_their_own() -> None:
+    module, one = mlp(**FP32), mlp(**FP32)
+    with _parallel(module) as dp:
+        scaler = FusedGradScaler(dp, init_scale=1024.0)
+
+        def train(number: int) -> None:
+            for step in range(5):
+                loss = F.mse_loss(dp(batch(8, seed=10 * number + step, **FP32)[0]), batch(8, **FP32)[1])
+                (scaler.scale(loss) if number % 2 else loss).backward()
+
+        threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for seed in (10 * number + step for number in range(4) for step in range(5)):
+        F.mse_loss(one(batch(8, seed=seed, **FP32)[0]), batch(8, **FP32)[1]).backward()
+    for mine, other in zip(module.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_it_is_unscaled_once(reentrant: bool) -> None:
+    loop = Weight(Synchronous())
+    with loop.dp:
+        inputs = torch.tensor([1.0, 2.0], requires_grad=True)
+        out = checkpoint(loop.dp, inputs, use_reentrant=reentrant)
+        loop.scaler.scale(out.sum()).backward()
+        assert loop.module.weight.grad is not None and loop.module.weight.grad.item() == 3.0
+
+
+# Clipping and norms
+
+
+@MODES
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_clipping(mode: SyncMode, fold: bool, norm_type: float) -> None:
+    module, one = mlp(**FP32), mlp(**FP32)
+    with _parallel(module, mode, world=3) as dp:
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, fused=True) for each in (module, one)]
+        for step in range(5):
+            inputs, targets = batch(7, seed=step, **FP32)
+            F.mse_loss(dp(inputs), targets).backward()
+            for mine, other in zip(module.parameters(), one.parameters(), strict=True):
+                other.grad = None if mine.grad is None else mine.grad.clone()
+            wanted = nn.utils.clip_grad_norm_(one.parameters(), 0.1, norm_type)
+            torch.testing.assert_close(dp.grad_norm(norm_type).float(), wanted, rtol=1e-5, atol=1e-7)
+            norm = clip_grad_norm_(dp, 0.1, optimizers[0] if fold else None, reuse_norm=True, norm_type=norm_type)
+            torch.testing.assert_close(norm, wanted, rtol=1e-5, atol=1e-7)
+            for optimizer in optimizers:
+                optimizer.step()
+            for mine, other in zip(module.parameters(), one.parameters(), strict=True):
+                torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+            optimizers[0].zero_grad()
+
+
+def test_clipping_too_early() -> None:
+    with _parallel(mlp(), BoundedStaleness(1)) as dp:
+        with pytest.raises(FusedReduceError, match="before any"):
+            clip_grad_norm_(dp, 1.0)
+        with dp.no_sync():
+            F.mse_loss(dp(batch(6)[0]), batch(6)[1]).backward()
+        F.mse_loss(dp(batch(6)[0]), batch(6)[1]).backward()
+        with dp.no_sync():
+            F.mse_loss(dp(batch(6)[0]), batch(6)[1]).backward()
+        with pytest.raises(FusedReduceError, match="not been reduced"):
+            clip_grad_norm_(dp, 1.0)
+        dp.zero_grad()
+        clip_grad_norm_(dp, 1.0)
+
+
+# What an optimizer has stepped with
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_flush_does_not_hand_out_again_what_was_stepped_with(late: int) -> None:
+    """zero_grad comes before backward: what landed last is still in `.grad` at the end."""
+    module, one = mlp(), mlp()
+    with _parallel(module, BoundedStaleness(late)) as dp:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        given = [torch.zeros_like(parameter) for parameter in module.parameters()]
+        optimizer.register_step_pre_hook(lambda *_: _add(given, module))
+        for step in range(5):
+            optimizer.zero_grad()
+            F.mse_loss(dp(batch(7, seed=step)[0]), batch(7, seed=step)[1]).backward()
+            one.load_state_dict(module.state_dict())
+            F.mse_loss(one(batch(7, seed=step)[0]), batch(7, seed=step)[1]).backward()
+            optimizer.step()
+        dp.flush(optimizer)
+    for total, parameter in zip(given, one.parameters(), strict=True):
+        torch.testing.assert_close(total, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def _add(into: list[torch.Tensor], module: nn.Module) -> None:
+    for total, parameter in zip(into, module.parameters(), strict=True):
+        if parameter.grad is not None:
+            total += parameter.grad
+
+
+# Steps under way in a checkpoint
+
+
+@pytest.mark.parametrize("mode", [BoundedStaleness(1), BoundedStaleness(2), Asynchronous(2)], ids=str)
+@pytest.mark.parametrize("world", [1, 3])
+def test_resuming_gives_the_same_gradients(mode: SyncMode, world: int) -> None:
+    module: Any = mlp(**FP32)
+
+    def train(dp: DataParallel, scaler: FusedGradScaler, steps: range, *, flush: bool) -> list[torch.Tensor]:
+        own = list(dp.module.parameters())
+        given = [torch.zeros_like(parameter) for parameter in own]
+        for step in steps:
+            scaler.scale(F.mse_loss(dp(batch(7, seed=step, **FP32)[0]), batch(7, seed=step, **FP32)[1])).backward()
+            scaler.update(2.0 ** (step % 3))
+            _add(given, dp.module)
+            dp.zero_grad()
+        if flush:
+
+            def step_with() -> None:
+                _add(given, dp.module)
+                dp.zero_grad()
+
+            dp.flush(step=step_with)
+        return given
+
+    with _parallel(module, mode, world) as dp:
+        scaler = FusedGradScaler(dp, init_scale=4.0)
+        whole = train(dp, scaler, range(7), flush=True)
+        if isinstance(mode, Asynchronous):
+            dp.set_sync_mode(Synchronous())
+            dp.set_sync_mode(mode)
+        first = train(dp, scaler, range(4), flush=False)
+        kept = io.BytesIO()
+        torch.save(dp.reduce_state_dict(), kept)
+    kept.seek(0)
+    state = torch.load(kept, weights_only=True)
+    with _parallel(copy.deepcopy(module), mode, world) as dp:
+        dp.load_reduce_state_dict(state)
+        assert bool(dp.gradients.late.scales) == isinstance(mode, BoundedStaleness)
+        second = train(dp, FusedGradScaler(dp, init_scale=4.0), range(4, 7), flush=True)
+    for one, other, total in zip(first, second, whole, strict=True):
+        torch.testing.assert_close(one + other, total, rtol=1e-5, atol=1e-6)
+    for other_world in (2, 4):
+        with _parallel(mlp(**FP32), mode, other_world) as dp, pytest.raises(ValueError, match="devices, there are"):
+            dp.load_reduce_state_dict(state)
+    wrong = Asynchronous() if isinstance(mode, BoundedStaleness) else BoundedStaleness(2)
+    for another in (wrong, Synchronous()):
+        if world > 1:
+            with _parallel(mlp(**FP32), another, world) as dp, pytest.raises(ValueError, match="mode"):
+                dp.load_reduce_state_dict(state)
+    if isinstance(mode, BoundedStaleness):
+        with _parallel(nn.Linear(2, 2), mode, world) as dp, pytest.raises(ValueError, match="another model"):
+            dp.load_reduce_state_dict(state)
+
+
+def test_states_that_are_none() -> None:
+    with _parallel(mlp()) as dp:
+        assert dp.reduce_state_dict() == {}
+        dp.load_reduce_state_dict({})
+    with _parallel(mlp(), BoundedStaleness(1)) as dp:
+        with pytest.raises(ValueError, match="damaged"):
+            dp.load_reduce_state_dict({"version": 1})
+        with pytest.raises(ValueError, match="version"):
+            dp.load_reduce_state_dict({"version": 9, "devices": 2, "replicas": []})
+        with pytest.raises(ValueError, match="damaged"):
+            dp.load_reduce_state_dict({"loss_scales": ["1"]})
+        with dp.no_sync():
+            F.mse_loss(dp(batch(6)[0]), batch(6)[1]).backward()
+        with pytest.raises(FusedReduceError, match=r"reduce_state_dict\(\) while"):
+            dp.reduce_state_dict()
+        dp.zero_grad()
+        state = dp.reduce_state_dict()
+        assert state["devices"] == 2 and state["loss_scales"] == []
+    assert fusedreduce.DataParallel is DataParallel

@@ -1,0 +1,91 @@
+"""Norms, statistics, attribution and loss units of the wrapper on 2 and 3 Gloo ranks, different inputs on each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support import observed_cases
+from support.leaf_steps import TRAVELS, Wire
+from support.ranks import RankPool
+
+COMM_HOOKS = ("allreduce", "fp16", "fp16 around allreduce", "post-localSGD", "noop", "built-in allreduce")
+
+
+EVERYWHERE = ("plain", "zoo", "unused")  # with every wire; the others with two
+NORMS = [
+    (*travel, kind)
+    for kind in observed_cases.MODELS
+    for travel in TRAVELS
+    if kind in EVERYWHERE or travel[0] == "bf16" or travel[1]
+]
+
+
+@pytest.mark.parametrize(("wire", "views", "kind"), NORMS)
+def test_norms_are_those_of_the_gradients_and_the_same_on_every_rank(
+    two: RankPool, wire: Wire, views: bool, kind: str
+) -> None:
+    two.run(observed_cases.norms, kind, wire, views)
+
+
+@pytest.mark.parametrize(("wire", "views"), TRAVELS)
+def test_norms_at_three_ranks_have_the_same_bits_from_run_to_run(three: RankPool, wire: Wire, views: bool) -> None:
+    three.run(observed_cases.same_bits_from_run_to_run, wire, views)
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("name", COMM_HOOKS)
+def test_norms_of_what_a_comm_hook_has_reduced(two: RankPool, name: str, views: bool) -> None:
+    two.run(observed_cases.hooks, name, views)
+
+
+def test_an_ignored_parameter_with_a_gradient_is_an_error_unless_it_is_wanted(two: RankPool) -> None:
+    two.run(observed_cases.ignored)
+
+
+JOINS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True, "bucket_cap_mb": 0.001},
+    "static": {"static_graph": True},
+}
+
+
+def _join(rank: int, world: int, wire: str, batches: tuple[int, int], check: str, alike: bool, options: Any) -> Any:
+    return observed_cases.join(rank, world, wire, batches, check, alike, **options)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("check", ["off", "count", "raise"])
+@pytest.mark.parametrize("how", JOINS)
+def test_a_rank_that_leaves_early_knows_what_the_others_know(two: RankPool, how: str, check: str, alike: bool) -> None:
+    wire = {"plain": "bf16", "unused": "fp16"}.get(how, "native")
+    mine, other = two.run(_join, wire, (7, 3), check, alike, JOINS[how])
+    assert mine == other, "equal on every rank"
+    assert [one.step for one in mine] == {"off": [], "count": [2, 6], "raise": [6]}[check]
+    assert all(one.culprits[0].rank == 0 and len(one.culprits) == 1 for one in mine)
+
+
+@pytest.mark.parametrize("check", ["count", "raise"])
+@pytest.mark.parametrize(("wire", "views"), TRAVELS)
+def test_a_nan_is_attributed_to_rank_parameter_and_element_on_every_rank(
+    three: RankPool, wire: Wire, views: bool, check: str
+) -> None:
+    first, *others = three.run(observed_cases.attribution, wire, check, views)
+    assert others == [first, first] and len(first) == (12 if check == "raise" else 0)
+
+
+def test_an_error_that_every_rank_raises_leaves_them_in_step(three: RankPool) -> None:
+    three.run(observed_cases.broken_out_of_step)
+
+
+@pytest.mark.parametrize("kind", ["plain", "sparse", "unused", "static graph", "reentrant, shared"])
+@pytest.mark.parametrize(("wire", "views"), TRAVELS)
+def test_a_loss_scale_comes_off_whatever_the_wire(two: RankPool, wire: Wire, views: bool, kind: str) -> None:
+    """Bit for bit where no number is subnormal without the scale, which on an fp16 wire some are."""
+    worst = max(two.run(observed_cases.scaled, kind, wire, views))
+    assert worst <= (0.0 if wire != "fp16" else 1e-3)
+
+
+def test_mixed_units_are_found_by_every_rank(three: RankPool) -> None:
+    three.run(observed_cases.mixed_units, "native")

@@ -1,0 +1,60 @@
+"""A peer that dies, stops or leaves in the middle of a step: the others raise in time, name the bucket, and exit."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import fault_rank
+
+TESTS = Path(__file__).resolve().parents[1]
+# The group's timeout, and what starting, raising and ending take on a busy machine.
+SLACK_S = 45
+
+
+def _start(rank: int, world: int, store: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "support.fault_rank", str(rank), str(world), str(store), *arguments]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=TESTS
+    )
+
+
+@pytest.mark.parametrize(
+    ("world", "wire", "as_view", "fault", "step"),
+    [
+        (2, "bf16", "view", "kill", 3),
+        (2, "native", "copy", "kill", 0),
+        (3, "fp16", "copy", "kill", 3),
+        (2, "bf16", "copy", "stop", 3),
+        (3, "native", "view", "leave", 3),
+    ],
+)
+def test_survivors_raise_in_time_and_name_the_bucket(
+    tmp_path: Path, world: int, wire: str, as_view: str, fault: str, step: int
+) -> None:
+    began = time.monotonic()
+    ranks = [_start(rank, world, tmp_path / "store", wire, as_view, fault, str(step)) for rank in range(world)]
+    try:
+        for rank, process in enumerate(ranks[:-1]):
+            out, err = process.communicate(timeout=fault_rank.GROUP_TIMEOUT_S + SLACK_S)
+            assert process.returncode not in (0, None), out
+            assert "finished" not in out
+            last = err.strip().splitlines()[-1] if err.strip() else ""
+            assert "fusedreduce.errors.CollectiveError: " in err, err
+            assert re.search(rf"rank {rank}: .*all-reduce of bucket \d+ \(\d+ parameters of shapes \(", err), last
+            waited = re.search(r"raised after ([\d.]+) s", out)
+            assert waited is not None and float(waited[1]) < fault_rank.GROUP_TIMEOUT_S + 5
+        assert time.monotonic() - began < fault_rank.GROUP_TIMEOUT_S + SLACK_S
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.communicate()

@@ -1,0 +1,358 @@
+"""FusedHookState and fused_hook without DDP: options, registration rules, bad buckets."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.loopback import Loopback
+from support.ranks import group_of_one
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedreduce
+from fusedreduce.buckets import exchange
+from fusedreduce.buckets.bucket import Bucket, BucketCache, BucketKey, BucketState
+from fusedreduce.kernels import dispatch
+from fusedreduce.planning.layout import flat_layout
+
+
+class FakeBucket:
+    """The methods of dist.GradBucket that a hook may call."""
+
+    def __init__(self, buffer: torch.Tensor, parameter: torch.Tensor | None = None) -> None:
+        self._buffer = buffer
+        self._parameter = buffer if parameter is None else parameter
+
+    def index(self) -> int:
+        return 0
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self._parameter]
+
+    def is_last(self) -> bool:
+        return True
+
+
+def _hook(state: fusedreduce.FusedHookState, buffer: torch.Tensor) -> torch.Tensor:
+    bucket: Any = FakeBucket(buffer)
+    return fusedreduce.fused_hook(state, bucket).wait()
+
+
+def test_the_signature_is_the_one_torch_asks_for() -> None:
+    signature = inspect.signature(fusedreduce.fused_hook)
+    assert list(signature.parameters) == ["state", "bucket"]
+    assert signature.parameters["bucket"].annotation is dist.GradBucket  # type: ignore[attr-defined]
+    assert signature.return_annotation == torch.futures.Future[torch.Tensor]
+    assert fusedreduce.fused_hook.__qualname__ == "fused_hook"
+
+
+@pytest.mark.parametrize("wire", ["int8", "BF16", "", None, torch.bfloat16])
+def test_an_unknown_wire_names_the_accepted_ones(wire: Any) -> None:
+    with pytest.raises(ValueError, match="unknown wire .*'native', 'bf16', 'fp16'"):
+        fusedreduce.FusedHookState(wire=wire)
+    with pytest.raises(ValueError, match="unknown wire"):
+        fusedreduce.ReduceConfig(wire=wire)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), "10"])
+def test_a_bad_stall_report_is_refused(seconds: Any) -> None:
+    with pytest.raises(ValueError, match="stall_report_s"):
+        fusedreduce.FusedHookState(stall_report_s=seconds)
+
+
+def test_wrong_arguments_are_told_apart() -> None:
+    with pytest.raises(TypeError, match="the wire is a keyword"):
+        fusedreduce.FusedHookState("bf16")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="colour"):
+        fusedreduce.FusedHookState(colour="red")  # type: ignore[call-arg]
+
+
+def test_before_init_process_group_building_works_and_reducing_says_what_is_missing() -> None:
+    state = fusedreduce.FusedHookState(wire="bf16")
+    with pytest.raises(ValueError, match="init_process_group"):
+        _hook(state, torch.ones(4))
+
+
+def test_a_state_without_a_group_pickles_silently(recwarn: pytest.WarningsRecorder) -> None:
+    state = fusedreduce.FusedHookState(wire="bf16", stall_report_s=5.0)
+    assert pickle.loads(pickle.dumps(state)).config == state.config
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.uint8])
+def test_a_bucket_of_integers_is_refused(alone: None, dtype: torch.dtype) -> None:
+    buffer = torch.ones(4).to(dtype)
+    with pytest.raises(TypeError, match=f"rank 0: bucket 0 .* holds {dtype}; gradients must be fp32"):
+        _hook(fusedreduce.FusedHookState(), buffer)
+    assert torch.equal(buffer, torch.ones(4).to(dtype))
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
+def test_the_result_is_the_buckets_own_buffer(alone: None, wire: Any) -> None:
+    state = fusedreduce.FusedHookState(wire=wire)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64):
+        buffer = torch.arange(5).to(dtype)
+        result = _hook(state, buffer)
+        assert result.data_ptr() == buffer.data_ptr() and result.dtype == dtype
+        assert torch.equal(result, torch.arange(5).to(dtype)), "a mean over one rank changes nothing"
+    assert _hook(state, torch.empty(0)).numel() == 0
+
+
+def test_old_layouts_are_forgotten(alone: None) -> None:
+    state = fusedreduce.FusedHookState(wire="bf16")
+    weight = torch.ones(3)
+    buffers = {numel: torch.ones(numel) for numel in (100, 30)}
+    for numel in (100, 30, 30, 30):
+        bucket: Any = FakeBucket(buffers[numel], weight)
+        fusedreduce.fused_hook(state, bucket).wait()
+        assert [ours.layout.numel for ours in state._buckets.buckets()] == [numel], "the old wire goes at once"
+    assert state.stats()["wire_allocations"] == 2
+    del weight, bucket
+    buffer = torch.ones(7)
+    _hook(state, buffer)
+    assert [ours.layout.numel for ours in state._buckets.buckets()] == [7], "and all of them with their module"
+
+
+def test_a_new_default_group_is_noticed() -> None:
+    state = fusedreduce.FusedHookState()
+    for _ in range(2):
+        with group_of_one():
+            assert _hook(state, torch.ones(3)).tolist() == [1.0] * 3
+
+
+def test_after_a_failure_of_this_rank_alone_the_state_says_that_it_cannot_be_used(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = fusedreduce.FusedHookState()
+    _hook(state, torch.ones(3))
+    with monkeypatch.context() as patch:
+        patch.setattr("fusedreduce.buckets.exchange.dispatch.pack", _out_of_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            _hook(state, torch.ones(3))
+    with pytest.raises(fusedreduce.FusedReduceError, match="rank 0: an earlier reduction failed.*out of memory"):
+        _hook(state, torch.ones(3))
+
+
+def _out_of_memory(*arguments: Any, **options: Any) -> None:
+    raise RuntimeError("out of memory")
+
+
+def test_the_profiler_shows_the_stages_by_name(alone: None) -> None:
+    state = fusedreduce.FusedHookState(wire="bf16")
+    _hook(state, torch.ones(3))
+    with torch.profiler.profile() as profile:
+        _hook(state, torch.ones(3))
+    names = " ".join(event.name for event in profile.events())
+    assert "fusedreduce::pack bucket 0" in names and "fusedreduce::all_reduce bucket 0" in names
+
+
+def test_what_every_rank_refuses_leaves_ddp_as_it_was(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised behind DDP's own end of backward: else the next one would find that unfinished."""
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    ddp.register_comm_hook(fusedreduce.FusedHookState(wire="bf16"), fusedreduce.fused_hook)
+
+    def disagree(*_: object) -> None:
+        raise fusedreduce.AgreementError("options differ")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fusedreduce.parallel.hook.agree", disagree)
+        with pytest.raises(fusedreduce.AgreementError, match="options differ"):
+            ddp(torch.ones(1, 3)).sum().backward()
+    assert ddp.module.weight.grad is not None and ddp.module.weight.grad.eq(1).all(), "nothing is lost"
+    ddp.zero_grad()
+    ddp(torch.full((1, 3), 2.0)).sum().backward()
+    assert ddp.module.weight.grad.eq(2).all()
+
+
+def test_a_new_process_group_ends_being_out_of_step() -> None:
+    state = fusedreduce.FusedHookState()
+    for _ in range(2):
+        with group_of_one():
+            assert _hook(state, torch.ones(3)).tolist() == [1.0] * 3
+        state._errors.remember(RuntimeError("a kernel failed"))
+        assert state._errors.take() is not None and state._errors.out_of_step is not None
+
+
+class FailedWork:
+    """A collective whose peer has gone."""
+
+    def __init__(self) -> None:
+        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        self._future.set_exception(RuntimeError("Connection closed by peer"))  # type: ignore[arg-type]
+
+    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self._future
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_collective_that_fails_is_remembered_in_its_own_class(
+    alone: None, monkeypatch: pytest.MonkeyPatch, sparse: bool
+) -> None:
+    buffer = torch.eye(3).to_sparse() if sparse else torch.ones(3)
+    state = fusedreduce.FusedHookState(wire="bf16")
+    kind = "fusedreduce.comm.process_group.ProcessGroupCommunicator"
+    for method in ("all_reduce", "all_reduce_sparse"):
+        monkeypatch.setattr(f"{kind}.{method}", lambda self, tensor: FailedWork())
+    bucket: Any = FakeBucket(buffer)
+    future = fusedreduce.fused_hook(state, bucket)
+    with pytest.raises(RuntimeError, match="bucket 0"):
+        future.wait()
+    error = state._errors.take()
+    assert isinstance(error, fusedreduce.CollectiveError)
+    assert "rank 0: the all-reduce of bucket 0" in str(error) and "Connection closed by peer" in str(error)
+    for ours in state._buckets.buckets():
+        assert ours.state.value == "failed", "its wire may still be written to"
+
+
+def test_an_empty_bucket_takes_no_collective(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = fusedreduce.FusedHookState(wire="bf16")
+    _hook(state, torch.ones(3))
+    monkeypatch.setattr(
+        "fusedreduce.comm.process_group.ProcessGroupCommunicator.all_reduce", lambda self, tensor: pytest.fail("issued")
+    )
+    assert _hook(state, torch.empty(0)).numel() == 0
+    assert state.stats()["steps"] == 2
+
+
+def test_a_bucket_under_way_or_failed_is_not_given_out_again() -> None:
+    cache, weight = BucketCache(), torch.ones(3)
+    key = BucketKey(0, 3, torch.float32, torch.bfloat16, torch.device("cpu"))
+
+    def make() -> Bucket:
+        return Bucket(flat_layout(3), [torch.float32], torch.bfloat16, torch.device("cpu"), "bucket 0")
+
+    first = cache.take(key, 64, [weight], make)
+    assert cache.find(key, 64) is None and cache.knows(key, [weight])
+    for state in (BucketState.TAKEN, BucketState.LAUNCHED, BucketState.FAILED):
+        first.state = state
+        assert cache.find(key, 64) is not first
+        assert cache.take(key, 128, [weight], make) is not first
+    assert cache.find(key, 256) is None
+    other = torch.ones(3)
+    assert not cache.knows(key, [other]) and cache.take(key, 512, [other], make) not in (None, first)
+
+
+def _bucket_of_three() -> Bucket:
+    return Bucket(flat_layout(3), [torch.float32], torch.bfloat16, torch.device("cpu"), "bucket 0")
+
+
+def test_a_bucket_is_not_given_out_while_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A future's callback unpacks, while another module's backward may ask for a bucket."""
+    cache, weight = BucketCache(), torch.ones(3)
+    key = BucketKey(0, 3, torch.float32, torch.bfloat16, torch.device("cpu"))
+    ours = cache.take(key, 64, [weight], _bucket_of_three)
+    in_flight = exchange.start(ours, [torch.ones(3)], Loopback())
+    in_flight.pending.wait()
+    given_out, unpack = [], dispatch.unpack
+
+    def unpack_while_another_asks(*arguments: Any, **options: Any) -> None:
+        given_out.append(cache.find(key, 64))
+        unpack(*arguments, **options)
+
+    monkeypatch.setattr(dispatch, "unpack", unpack_while_another_asks)
+    exchange.finish(in_flight)
+    assert given_out == [None] and cache.find(key, 64) is ours
+
+
+def test_a_bucket_of_a_module_that_is_gone_is_let_go_with_it() -> None:
+    """Its wire is memory, and its address may be another module's by then, on this rank alone."""
+    cache, weights = BucketCache(), [torch.ones(3), torch.ones(3)]
+    key = BucketKey(0, 3, torch.float32, torch.bfloat16, torch.device("cpu"))
+    gone = cache.take(key, 64, weights[:1], _bucket_of_three)
+    gone.state = BucketState.IDLE
+    seen = weakref.ref(gone)
+    del weights[0], gone
+    assert seen() is None and cache.find(key, 64) is None
+    later = cache.take(key, 128, weights, _bucket_of_three)
+    assert cache.find(key, 64) is None and cache.buckets() == [later]
+
+
+@pytest.mark.parametrize("modules", [1, 4])
+def test_many_modules_on_one_state_allocate_nothing_in_the_steady_state(alone: None, modules: int) -> None:
+    state = fusedreduce.FusedHookState(wire="bf16")
+    shown: list[Any] = [FakeBucket(torch.ones(50), torch.ones(1)) for _ in range(modules)]
+    for step in range(8):
+        for module, bucket in enumerate(shown):
+            if module == 0 or step % 3 == 0:  # the others train less often
+                fusedreduce.fused_hook(state, bucket).wait()
+    assert state.stats()["wire_allocations"] == modules
+
+
+def test_a_stale_error_ends_with_its_process_group() -> None:
+    state = fusedreduce.FusedHookState()
+    with group_of_one():
+        _hook(state, torch.ones(3))
+        state._errors.remember(RuntimeError("of a backward that was abandoned"))
+    with group_of_one():
+        assert _hook(state, torch.full((3,), 2.0)).tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError, AssertionError, OSError, Exception])
+def test_whatever_fails_on_this_rank_alone_ends_reducing(
+    alone: None, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    state = fusedreduce.FusedHookState()
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise kind("only here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fusedreduce.buckets.exchange.dispatch.pack", fail)
+        with pytest.raises(kind, match="only here"):
+            _hook(state, torch.ones(3))
+    with pytest.raises(fusedreduce.FusedReduceError, match="an earlier reduction failed.*only here"):
+        _hook(state, torch.ones(3))
+
+
+def test_a_dead_peer_is_no_unsupported_wire(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "all_reduce", gone)
+    with pytest.raises(RuntimeError, match="Connection closed") as caught:
+        _hook(fusedreduce.FusedHookState(), torch.ones(3))
+    assert not isinstance(caught.value, fusedreduce.UnsupportedWireError)
+
+
+def test_options_are_fixed() -> None:
+    with pytest.raises(AttributeError):
+        fusedreduce.FusedHookState().config = fusedreduce.ReduceConfig()  # type: ignore[misc]
+
+
+def test_a_bucket_whose_parameters_have_moved_is_given_up_whatever_its_index() -> None:
+    cache, weights = BucketCache(), [torch.ones(3), torch.ones(3)]
+
+    def take(index: int, numel: int, address: int, parameters: list[torch.Tensor]) -> Bucket:
+        key = BucketKey(index, numel, torch.float32, torch.bfloat16, torch.device("cpu"))
+        layout = flat_layout(numel)
+        return cache.take(
+            key, address, parameters, lambda: Bucket(layout, [torch.float32], torch.bfloat16, key.device, "")
+        )
+
+    take(0, 6, 64, weights)
+    later = take(1, 3, 128, weights[:1])
+    assert cache.buckets() == [later], "a mixed-dtype model's large bucket may move to a higher index"
+
+
+def test_a_new_process_group_agrees_on_every_bucket_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    agreed: list[str] = []
+    monkeypatch.setattr(
+        "fusedreduce.parallel.hook.agree", lambda c, what, settings, device: agreed.append(str(settings))
+    )
+    state = fusedreduce.FusedHookState()
+    buffers = [torch.ones(3), torch.ones(4)]
+    for groups in (1, 2):
+        with group_of_one():
+            for _ in range(3):
+                for buffer in buffers:
+                    _hook(state, buffer)
+        assert len(agreed) == 2 * groups

@@ -1,0 +1,353 @@
+"""What fused_hook finds out on the way: norms, statistics, what is not finite; 2 Gloo ranks and in this process."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import hook_observed_cases as cases
+from support.ranks import RankPool, group_of_one
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fusedreduce
+from fusedreduce.buckets.exchange import fp16_split
+from fusedreduce.errors import NonFiniteGradientError
+from fusedreduce.kernels import dispatch
+
+WIRES = ("native", "bf16", "fp16")
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("wire", WIRES)
+def test_norms_and_statistics(two: RankPool, wire: str, as_view: bool) -> None:
+    two.run(cases.norms, wire, "count" if as_view else "off", as_view)
+
+
+def test_what_the_wire_flushes_to_zero(two: RankPool) -> None:
+    for rank, stats in enumerate(two.run(cases.flushed)):
+        assert stats["grad_flushed"] == stats["grad_flushed/weight"] == (0.5 if rank else 0.0)
+
+
+@pytest.mark.parametrize(("wire", "as_view"), [("native", True), ("bf16", False), ("fp16", True)])
+def test_random_plantings_are_found_and_nothing_else(two: RankPool, wire: str, as_view: bool) -> None:
+    two.run(cases.plantings, wire, 340, as_view)
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+def test_sparse_complex_and_strided_gradients_are_looked_at(two: RankPool, wire: str) -> None:
+    for sparse, complex_, strided in two.run(cases.planted_in_others, wire):
+        assert sparse.startswith("1: bucket ") and sparse.endswith(", parameter 0 of shape (20, 6), 5")
+        assert complex_.endswith(" of shape (24, 10), 5"), "pairs are counted"
+        assert strided.endswith(" of shape (8, 3, 3, 3), 5")
+
+
+def test_an_overflow_on_the_wire_is_nobodys_fault(two: RankPool) -> None:
+    for culprits, reduced, text in two.run(cases.overflow_on_the_wire):
+        assert culprits == 0 and reduced == ("bucket 0, parameter 0 of shape (1, 3)",)
+        assert "every rank's gradients were finite" in text
+
+
+@pytest.mark.parametrize(("wire", "as_view"), [("native", False), ("bf16", True)])
+def test_raise_comes_on_every_rank_and_the_next_step_works(two: RankPool, wire: str, as_view: bool) -> None:
+    for rank, text in enumerate(two.run(cases.raises, wire, as_view)):
+        assert text.startswith(f"rank {rank}: step 3: ") and "rank 1, 2.weight, element 7" in text
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+def test_a_parameter_that_only_one_rank_uses(two: RankPool, wire: str) -> None:
+    two.run(cases.used_by_one_rank, wire)
+
+
+@pytest.mark.parametrize("case", [cases.static_graph, cases.reentrant_checkpoint, cases.in_our_wrapper])
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+def test_raise_at_the_end_of_other_backwards(two: RankPool, case: Any, wire: str) -> None:
+    two.run(case, wire)
+
+
+@pytest.mark.parametrize("check", ["count", "raise"])
+def test_ranks_that_have_joined_learn_of_it_too(two: RankPool, check: str) -> None:
+    assert two.run(cases.joined, check) == [[(1, "0.bias", 3)]] * 2
+
+
+@pytest.mark.parametrize(("check", "stats"), [("off", False), ("off", True), ("count", False), ("count", True)])
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+def test_launches_and_collectives(two: RankPool, wire: str, check: str, stats: bool) -> None:
+    for seen in two.run(cases.counted, wire, check, stats):
+        buckets, checks = seen["buckets"], check != "off"
+        assert seen["issued"] == ["all_reduce"] * buckets + ["all_gather"] * checks
+        measured = (checks + (checks or stats)) * buckets if wire == "native" else 0
+        expected = {
+            "pack": buckets,
+            "unpack": 0 if wire == "native" else buckets,
+            "measure": measured,
+            "reduce_source_partials": int(checks),
+            "reduce_partials": int(checks or stats),
+        }
+        assert {name: seen["functions"].count(name) for name in expected} == expected
+        assert len(seen["functions"]) == sum(expected.values())
+
+
+@pytest.mark.parametrize("wire", ["native", "fp16"])
+def test_several_modules_on_one_state(two: RankPool, wire: str) -> None:
+    two.run(cases.modules_on_one_state, wire)
+
+
+def test_ranks_agree_on_what_is_looked_for(two: RankPool) -> None:
+    for text in two.run(cases.disagreeing_options):
+        assert 'check_finite: "off" on rank 0; "count" on rank 1' in text
+
+
+def test_norms_ask_for_ranks_that_compute_alike(two: RankPool) -> None:
+    for text in two.run(cases.another_architecture, True):
+        assert 'arithmetic of grad_stats: "sm_80" on rank 0; "sm_90" on rank 1' in text
+    assert two.run(cases.another_architecture, False) == ["", ""]
+
+
+class Shown:
+    """One bucket, as DDP would show it."""
+
+    def __init__(self, index: int, parameters: Sequence[torch.Tensor], *, last: bool, buffer: Any = None) -> None:
+        self._index, self._parameters, self._last = index, list(parameters), last
+        flat = [one.detach().reshape(-1) for one in parameters]
+        self._buffer = torch.cat(flat).clone() if buffer is None else buffer
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+    def is_last(self) -> bool:
+        return self._last
+
+
+def _show(state: fusedreduce.FusedHookState, *buckets: Any) -> None:
+    for bucket in buckets:
+        fusedreduce.fused_hook(state, bucket).wait()
+
+
+def _parameters(*sizes: int) -> list[torch.Tensor]:
+    return [torch.arange(size, dtype=torch.float32) + 1 for size in sizes]
+
+
+@pytest.mark.parametrize(("wire", "measured"), [("native", 2), ("fp16", 0)])
+def test_by_products_cost_no_launch_on_a_wire_of_our_own(alone: None, wire: Any, measured: int) -> None:
+    """Through Triton's interpreter: kernels are counted."""
+    state = fusedreduce.FusedHookState(wire=wire, grad_stats=True, check_finite="count")
+    parameters = _parameters(20, 3, 300)
+    _show(state, Shown(0, parameters, last=True))
+    with dispatch.count_launches() as launches:
+        _show(state, Shown(0, parameters, last=True))
+        first = len(launches)
+        state.grad_norm(), state.grad_stats()
+    assert len(launches) == first, "they were added up for the check already"
+    assert {one.path for one in launches} == {"interpreter"}
+    kernels = {
+        name: sum(one.launches for one in launches if one.function == name)
+        for name in {one.function for one in launches}
+    }
+    sums = kernels.pop("reduce_partials"), kernels.pop("reduce_source_partials")
+    assert max(sums) <= 2
+    assert kernels == {"pack": 1, **({"measure": measured} if measured else {"unpack": 1})}
+    squares = [one.double().square().sum().item() for one in parameters]
+    assert state.grad_norm().item() == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-6)
+
+
+def test_options_are_checked_and_kept() -> None:
+    with pytest.raises(ValueError, match="unknown check_finite 'yes': use one of 'off', 'count', 'raise'"):
+        fusedreduce.FusedHookState(check_finite="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="grad_stats must be True or False"):
+        fusedreduce.FusedHookState(grad_stats=1)  # type: ignore[arg-type]
+    state = fusedreduce.FusedHookState(wire="fp16", grad_stats=True, check_finite="raise", stall_report_s=3.0)
+    for other in (pickle.loads(pickle.dumps(state)), copy.copy(state), copy.deepcopy(state)):
+        assert other.config == state.config and other._observed.wanted and other._observed.checks
+
+
+def test_what_cannot_be_answered_is_refused(alone: None) -> None:
+    state = fusedreduce.FusedHookState(wire="bf16", check_finite="count")
+    _show(state, Shown(0, _parameters(3), last=True))
+    for ask in (state.grad_norm, state.grad_stats, lambda: state.grad_norms(nn.Linear(1, 1))):
+        with pytest.raises(fusedreduce.FusedReduceError, match=r"FusedHookState\(grad_stats=True\)"):
+            ask()
+    state = fusedreduce.FusedHookState(grad_stats=True)
+    with pytest.raises(fusedreduce.FusedReduceError, match="no synchronised backward has ended"):
+        state.grad_norm()
+    one, other = _parameters(3, 4)
+    _show(state, Shown(0, [one], last=True))
+    for norm_type in (1.0, 0.0, -2.0, math.nan):
+        with pytest.raises(ValueError, match="norm_type must be 2 or inf"):
+            state.grad_norm(norm_type)
+    _show(state, Shown(0, [one], last=False))
+    with pytest.raises(fusedreduce.FusedReduceError, match="no synchronised backward has ended"):
+        state.grad_norm()
+    assert state.non_finite() == []
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+def test_interleaved_modules_have_no_norm_but_are_looked_at(alone: None, wire: Any) -> None:
+    state = fusedreduce.FusedHookState(wire=wire, grad_stats=True, check_finite="count")
+    mine, others, thirds = _parameters(3, 4), _parameters(5, 6), _parameters(7, 8)
+    others[1][2] = math.inf
+
+    def refused() -> None:
+        with pytest.raises(fusedreduce.FusedReduceError, match="came interleaved"):
+            state.grad_norm()
+
+    _show(state, Shown(0, mine[:1], last=False), Shown(0, others[:1], last=False), Shown(1, mine[1:], last=True))
+    refused()
+    _show(state, Shown(0, thirds[:1], last=False), Shown(1, others[1:], last=True))
+    refused()
+    _show(state, Shown(1, thirds[1:], last=True))
+    refused()
+    (report,) = state.non_finite()
+    assert report.step == 2 and [str(one) for one in report.culprits] == [
+        "rank 0, bucket 1, parameter 0 of shape (6,), element 2"
+    ]
+    _show(state, Shown(0, mine[:1], last=False), Shown(1, mine[1:], last=True))
+    assert state.grad_norm().item() == pytest.approx(math.sqrt(1 + 4 + 9 + 1 + 4 + 9 + 16))
+
+
+def test_rows_are_found_however_buckets_mingle(alone: None) -> None:
+    state = fusedreduce.FusedHookState(wire="bf16", check_finite="count")
+    (a, b), (c, d) = _parameters(3, 4), _parameters(5, 6)
+    order = ((a, c, b), (d,), (c, d), (a, c, b), (a, b))
+    for step, segment in enumerate(order, 1):
+        for bad in (None, *segment):
+            for weight in segment:
+                buffer = weight.clone()
+                if weight is bad:
+                    buffer[2] = math.nan
+                index = int(weight is b or weight is d)
+                _show(state, Shown(index, [weight], last=weight is segment[-1], buffer=buffer))
+            reports = [str(one.culprits[0]) for one in state.non_finite()]
+            if bad is None:
+                before = len(reports)
+            else:
+                before += 1
+                assert len(reports) == before, (step, reports)
+                assert reports[-1].endswith(f"parameter 0 of shape ({len(bad)},), element 2")
+
+
+def test_a_backward_that_was_given_up_is_forgotten(alone: None) -> None:
+    state = fusedreduce.FusedHookState(grad_stats=True)
+    first, second = _parameters(3, 4)
+    _show(state, Shown(0, [first], last=False), Shown(0, [first], last=False), Shown(1, [second], last=True))
+    assert state.grad_norm(math.inf).item() == 4.0
+
+
+def test_other_parameters_in_a_bucket_of_the_same_size_and_address(alone: None) -> None:
+    state = fusedreduce.FusedHookState(wire="bf16", grad_stats=True, check_finite="count")
+    module = nn.Module()
+    module.a, module.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(5))
+    buffer = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
+    squares = buffer.double().square()
+    for order, cut in (([module.a, module.b], 2), ([module.b, module.a], 5)):
+        _show(state, Shown(0, order, last=True, buffer=buffer))
+        norms = [one.item() ** 2 for one in state.grad_norms(module).values()]
+        parts = [squares[:cut].sum().item(), squares[cut:].sum().item()]
+        assert norms == pytest.approx(parts if order[0] is module.a else parts[::-1])
+    buffer[5] = math.nan
+    state.name_parameters(module)
+    _show(state, Shown(0, [module.b, module.a], last=True, buffer=buffer))
+    assert [str(one) for one in state.non_finite()[0].culprits] == ["rank 0, a, element 0"]
+    assert list(state.grad_norms(module)) == ["a", "b"]
+
+
+def test_a_sparse_bucket_has_the_same_rows_in_every_step(two: RankPool) -> None:
+    two.run(cases.rows_stay)
+
+
+def test_rows_of_an_empty_bucket_stay_as_long_as_its_parameters(alone: None) -> None:
+    state = fusedreduce.FusedHookState(wire="bf16", grad_stats=True, check_finite="count")
+    dense, empty = *_parameters(3), torch.zeros(0)
+    together = []
+    for _ in range(4):
+        _show(state, Shown(0, [dense], last=False), Shown(1, [empty], last=True))
+        assert state.grad_norm().item() == pytest.approx(math.sqrt(1 + 4 + 9))
+        together.append(state._observed._latest.together[0])  # type: ignore[union-attr]
+    assert all(one is together[0] for one in together)
+    _show(state, Shown(0, [dense], last=False), Shown(1, [torch.zeros(0)], last=True))
+    assert len(state._observed._others) == 2
+    del empty
+    for _ in range(20):
+        _show(state, Shown(0, [dense], last=False), Shown(1, [torch.zeros(0)], last=True))
+    assert len(state._observed._others) == 1
+
+
+def test_the_state_keeps_no_parameter_alive(alone: None) -> None:
+    import gc
+    import weakref
+
+    state = fusedreduce.FusedHookState(wire="bf16", grad_stats=True, check_finite="count")
+    module = nn.Linear(3, 2)
+    state.name_parameters(module)
+    _show(state, Shown(0, list(module.parameters()), last=True))
+    gone = weakref.ref(module.weight)
+    del module
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(ValueError, match=r"bucket 0, parameter 0 of shape \(2, 3\) was reduced"):
+        state.grad_norms(nn.Linear(3, 2))
+
+
+def test_raise_outside_backward_and_the_next_step(alone: None) -> None:
+    state = fusedreduce.FusedHookState(wire="bf16", check_finite="raise")
+    (weight,) = _parameters(3)
+    bad = torch.tensor([1.0, math.nan, 1.0])
+    for _ in range(2):
+        with pytest.raises(NonFiniteGradientError, match=r"bucket 0, parameter 0 of shape \(3,\), element 1"):
+            _show(state, Shown(0, [weight], last=True, buffer=bad))
+        _show(state, Shown(0, [weight], last=True))
+    assert [one.step for one in state.non_finite()] == [1, 3]
+
+
+def test_a_new_process_group() -> None:
+    state = fusedreduce.FusedHookState(wire="bf16", grad_stats=True, check_finite="count")
+    for size in (3, 4):
+        with group_of_one():
+            _show(state, Shown(0, _parameters(size), last=True))
+            assert state.grad_norm(math.inf).item() == size
+
+
+def test_telling_the_ranks_fails(two: RankPool) -> None:
+    for rank, text in enumerate(two.run(cases.gather_fails)):
+        assert f"rank {rank}: telling all ranks which gradients are not finite failed after " in text
+
+
+def test_an_fp16_wire_divides_in_two_powers_of_two() -> None:
+    """Eight ranks, of which seven have nothing: 1e-6 / 8 is below fp16's smallest number, 1e-6 / 2 is not."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        assert fp16_split(8) == 4.0
+        for stats in (False, True):
+            state = fusedreduce.FusedHookState(wire="fp16", grad_stats=stats)
+            for dtype, expected in ((torch.float32, 2.0**-25 / 8), (torch.float64, 2.0**-25 / 8), (torch.float16, 0.0)):
+                weight = torch.full((5,), 2.0**-23 if dtype is not torch.float16 else 2.0**-24, dtype=dtype)
+                bucket: Any = Shown(0, [weight], last=True)
+                mean = fusedreduce.fused_hook(state, bucket).wait()
+                assert mean.dtype is dtype
+                assert mean.tolist() == [2.0**-26 if expected else 0.0] * 5
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wire", ["native", "fp16"])
+def test_fp16_gradients_are_divided_once_where_they_are_the_wire(wire: Any) -> None:
+    """Nothing is unpacked there that could take a split off again."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        bucket: Any = Shown(0, [torch.full((5,), 16.0, dtype=torch.float16)], last=True)
+        mean = fusedreduce.fused_hook(fusedreduce.FusedHookState(wire=wire), bucket).wait()
+        assert mean.dtype is torch.float16 and mean.tolist() == [16.0 / 8] * 5
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,375 @@
+"""install, uninstall: what torch's class makes, and what is as it was afterwards."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import io
+import logging
+import pickle
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import group_of_one
+from torch import nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel.distributed import _MixedPrecision
+
+import fusedreduce
+from fusedreduce import ReduceConfig
+from fusedreduce.parallel import install as installed
+from fusedreduce.reducer.plans import Forecast
+from fusedreduce.run import options, process
+
+TORCH_INIT, TORCH_SIGNATURE, TORCH_VARS = DDP.__init__, inspect.signature(DDP), set(vars(DDP))
+BF16 = ReduceConfig(wire="bf16")
+
+
+class Own(DDP):
+    """A script's."""
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    with group_of_one():
+        yield
+    fusedreduce.uninstall()
+
+
+def half_hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What fp16_compress_hook does, on one rank: the fake backend's collectives have no results."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer().half().float())
+    return future
+
+
+half_hook.__annotations__.clear()  # torch takes GradBucket or nothing, and these are text
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def gradients(wrapper: nn.Module, steps: int = 3) -> list[torch.Tensor]:
+    for _ in range(steps):
+        wrapper.zero_grad()
+        wrapper(torch.full((2, 4), 1 / 3)).sum().backward()
+    return [parameter.grad.clone() for parameter in wrapper.parameters() if parameter.grad is not None]
+
+
+def assert_equal(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert len(got) == len(wanted) and all(map(torch.equal, got, wanted))
+
+
+def test_torchs_class_makes_ours_until_uninstalled() -> None:
+    plain, wanted = DDP(model()), gradients(fusedreduce.DistributedDataParallel(model(), reduce=BF16))
+    fusedreduce.install(BF16)
+    made = DDP(model(), gradient_as_bucket_view=False)
+    assert isinstance(made, fusedreduce.DistributedDataParallel) and isinstance(made, DDP) and type(made) is not DDP
+    assert type(made).__name__ == "DistributedDataParallel" and made.reduce_config == BF16
+    assert_equal(gradients(made), wanted)
+    assert inspect.signature(DDP) == TORCH_SIGNATURE
+    assert inspect.signature(DDP.__init__) == inspect.signature(TORCH_INIT)
+    fusedreduce.install(ReduceConfig(wire="fp16"))
+    other = DDP(model())
+    assert isinstance(other, fusedreduce.DistributedDataParallel) and other.reduce_config.wire == "fp16"
+    chosen = fusedreduce.DistributedDataParallel(model(), reduce=ReduceConfig(policy="static"))
+    assert chosen.reduce_config == ReduceConfig(policy="static"), "what names ours says how"
+    fusedreduce.uninstall()
+    fusedreduce.uninstall()
+    assert DDP.__init__ is TORCH_INIT and set(vars(DDP)) == TORCH_VARS
+    assert type(DDP(model())) is DDP and type(plain) is DDP
+    assert_equal(gradients(made), wanted)
+
+
+@pytest.mark.parametrize("wrong", [{"wire": "bf16"}, "bf16", 3])
+def test_a_config_of_another_type_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"fusedreduce\.ReduceConfig"):
+        fusedreduce.install(wrong)
+    with pytest.raises(TypeError, match="fallback"):
+        fusedreduce.install(fallback=wrong)
+    assert DDP.__init__ is TORCH_INIT
+
+
+def test_a_subclass_is_left_alone_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    fusedreduce.install(BF16)
+    for _ in range(2):
+        assert type(Own(model())) is Own
+    assert [one.message for one in caplog.records] == [
+        f"{__name__}.Own, the script's own subclass of torch's DistributedDataParallel, is left as it is"
+    ]
+
+
+def test_another_librarys_wrapper_of_the_constructor_stays() -> None:
+    fusedreduce.install(BF16)
+    ours = DDP.__init__
+
+    @functools.wraps(ours)
+    def theirs(self: DDP, *args: Any, **kwargs: Any) -> None:
+        ours(self, *args, **kwargs)
+
+    DDP.__init__ = theirs  # type: ignore[method-assign]
+    try:
+        assert isinstance(DDP(model()), fusedreduce.DistributedDataParallel)
+        fusedreduce.uninstall()
+        assert DDP.__init__ is theirs and type(DDP(model())) is DDP
+        fusedreduce.install(ReduceConfig(wire="fp16"))
+        again = DDP(model())
+        assert isinstance(again, fusedreduce.DistributedDataParallel) and again.reduce_config.wire == "fp16"
+    finally:
+        fusedreduce.uninstall()
+        DDP.__init__ = TORCH_INIT  # type: ignore[method-assign]
+
+
+def test_what_another_library_does_in_the_constructor_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fusedreduce.install()
+    ours = DDP.__init__
+
+    @functools.wraps(ours)
+    def theirs(self: DDP, *args: Any, **kwargs: Any) -> None:
+        ours(self, *args, **kwargs)
+        self.register_comm_hook(None, half_hook)  # torch, and we, take one
+
+    monkeypatch.setattr(DDP, "__init__", theirs)
+    made = DDP(model())
+    assert isinstance(made, installed.DistributedDataParallel) and len(made._comm_hooks) == 1
+
+
+def test_what_is_copied_or_pickled_is_of_the_same_class() -> None:
+    plain = pickle.dumps(DDP(model()))
+    fusedreduce.install(BF16)
+    made = DDP(model())
+    wanted = gradients(made)
+    saved = io.BytesIO()
+    torch.save(made, saved)
+    saved.seek(0)
+    for one in (copy.deepcopy(made), pickle.loads(pickle.dumps(made)), torch.load(saved, weights_only=False)):
+        assert type(one) is type(made) and one.reduce_config == BF16
+        assert_equal(gradients(one), wanted)
+        one.register_comm_hook(None, half_hook)
+        assert one.reduce_config == ReduceConfig(), "a copy's wire gives way as well"
+    assert type(pickle.loads(plain)) is DDP, "what torch's class has saved stays torch's"
+
+
+@pytest.mark.parametrize("config", [BF16, ReduceConfig(wire="bf16", op="sum"), ReduceConfig()])
+@pytest.mark.parametrize("when", ["at once", "after steps", "static graph", "static graph, after steps"])
+def test_the_wire_gives_way_to_a_comm_hook(config: ReduceConfig, when: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fusedreduce.parallel.install")
+    static = when.startswith("static graph")
+    hooked = DDP(model(), static_graph=static)
+    hooked.register_comm_hook(None, half_hook)
+    wanted = gradients(hooked)
+    fusedreduce.install(config)
+    made = DDP(model(), static_graph=static)
+    assert isinstance(made, installed.DistributedDataParallel)
+    if when.endswith("after steps"):
+        gradients(made)
+    made.register_comm_hook(None, half_hook)
+    assert made.reduce_config == ReduceConfig()
+    assert_equal(gradients(made), wanted)
+    dropped = {"bf16mean": "wire='bf16'", "bf16sum": "wire='bf16' and op='sum'"}.get(config.wire + config.op)
+    assert [f"takes the place of {dropped}" in one.message for one in caplog.records] == [True] * bool(dropped)
+    with pytest.raises(RuntimeError, match="only be called once"):
+        made.register_comm_hook(None, half_hook)
+
+
+def test_a_hook_between_forward_and_backward_is_refused() -> None:
+    fusedreduce.install(BF16)
+    made = DDP(model())
+    loss = made(torch.ones(2, 4)).sum()
+    with pytest.raises(RuntimeError, match="a forward waits for its backward"):
+        made.register_comm_hook(None, default_hooks.allreduce_hook)
+    loss.backward()
+    assert isinstance(made, installed.DistributedDataParallel) and made.reduce_config == BF16
+    with pytest.raises(TypeError, match="callable"):
+        made.register_comm_hook(None, None)  # type: ignore[arg-type]
+    assert made.reduce_config == BF16
+    made.register_comm_hook(None, default_hooks.allreduce_hook)
+    assert made.reduce_config.wire == "native"
+
+
+def test_a_mode_that_excludes_hooks_keeps_its_wire() -> None:
+    config = ReduceConfig(wire="bf16", sync_mode=fusedreduce.BoundedStaleness(1))
+    fusedreduce.install(config)
+    made = DDP(model())
+    with pytest.raises(ValueError, match="a comm hook"):
+        made.register_comm_hook(None, half_hook)
+    assert isinstance(made, installed.DistributedDataParallel) and made.reduce_config == config
+
+
+def test_mixed_precision_has_its_own_hook() -> None:
+    fusedreduce.install(BF16)
+    made = DDP(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    assert isinstance(made, installed.DistributedDataParallel) and made.reduce_config.wire == "native"
+
+
+def test_a_wire_that_the_backend_cannot_sum_falls_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    def check_wire(_: object, dtype: torch.dtype, device: torch.device) -> None:
+        asked.append(dtype)
+        if dtype is torch.bfloat16:
+            raise fusedreduce.UnsupportedWireError("no bfloat16 here")
+
+    monkeypatch.setattr("fusedreduce.comm.process_group.ProcessGroupCommunicator.check_wire", check_wire)
+    fusedreduce.install(BF16, fallback=True)
+    assert type(DDP(model())) is DDP and asked == [torch.bfloat16]
+    assert "no bfloat16 here" in caplog.records[0].message
+    fusedreduce.install(fallback=True)
+    assert isinstance(DDP(model().double()), installed.DistributedDataParallel) and asked[1:] == [torch.float64]
+
+
+@pytest.mark.parametrize("why", ["cap", "mode", "plan", "asynchronous"])
+def test_what_ours_refuses_is_an_error_or_torchs(why: str, caplog: pytest.LogCaptureFixture) -> None:
+    arguments: dict[str, Any] = {}
+    config, says = BF16, "first_bytes"
+    if why == "cap":
+        arguments = {"bucket_cap_mb": -1}
+    elif why == "mode":
+        config, says = ReduceConfig(sync_mode=fusedreduce.BoundedStaleness(1)), "gradient_as_bucket_view"
+        arguments = {"gradient_as_bucket_view": True}
+    elif why == "plan":
+        config, says = ReduceConfig(plan="{}"), "plan"
+    else:
+        config, says = ReduceConfig(wire="fp16", sync_mode=fusedreduce.Asynchronous()), "exclude each other"
+    fusedreduce.install(config)
+    with pytest.raises(ValueError, match=says):
+        DDP(model(), **arguments)
+    fusedreduce.install(config, fallback=True)
+    made = DDP(model(), **arguments)
+    assert type(made) is DDP
+    assert len(caplog.records) == 1 and says in caplog.records[0].message
+    assert "torch's own DistributedDataParallel is used" in caplog.records[0].message
+
+
+def test_what_torch_refuses_too_is_torchs_to_tell() -> None:
+    fusedreduce.install(BF16, fallback=True)
+    with pytest.raises(RuntimeError, match="doesn't have any parameter that requires a gradient"):
+        DDP(nn.ReLU())
+    with pytest.raises(TypeError, match="module"):
+        DDP()  # type: ignore[call-arg]
+
+
+def told(capsys: pytest.CaptureFixture[str], *, quiet: bool = False) -> process.Told:
+    """As the command installs it."""
+    asked = options.Options(BF16, fallback=False, quiet=quiet)
+    fusedreduce.install(BF16)
+    installation = process.Told(asked)
+    assert installed._placed is not None
+    installed.hold(*installed._placed, installation)
+    capsys.readouterr()
+    return installation
+
+
+@pytest.mark.parametrize(("says", "wire"), [("nothing", "bf16"), ("install", "fp16"), ("uninstall", None)])
+def test_what_the_program_says_counts_in_place_of_the_command(
+    monkeypatch: pytest.MonkeyPatch, says: str, wire: str | None
+) -> None:
+    monkeypatch.setattr(process, "_begun", False)
+    monkeypatch.setattr(installed, "_decided", False)
+    monkeypatch.setenv("FUSEDREDUCE_WIRE", "bf16")
+
+    def placed(self: DDP, *args: Any, **kwargs: Any) -> None:  # by site/sitecustomize.py
+        process.initialise(placed, TORCH_INIT, self, args, kwargs)
+
+    monkeypatch.setattr(DDP, "__init__", placed)
+    if says == "install":
+        fusedreduce.install(ReduceConfig(wire="fp16"))
+    elif says == "uninstall":
+        fusedreduce.uninstall()
+    made = DDP(model())
+    assert made.reduce_config.wire == wire if isinstance(made, installed.DistributedDataParallel) else wire is None
+    fusedreduce.uninstall()
+    assert type(DDP(model())) is DDP
+
+
+def test_rank_0_tells_what_it_wraps_and_what_came_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    installation = told(capsys)
+    first, second = DDP(model()), DDP(model(), find_unused_parameters=True)
+    assert capsys.readouterr().err == (
+        "fusedreduce: Sequential on 1 rank: wire bf16, policy planned, nothing travels, though gradients are rounded "
+        "to bf16\n"
+    )
+    gradients(first, 2)
+    alive = weakref.ref(first)
+    del first
+    gc.collect()
+    assert alive() is None, "telling keeps no wrapper alive"
+    gradients(second, 3)
+    second.register_comm_hook(None, half_hook)
+    gradients(second, 4)
+    assert "the script's comm hook half_hook takes the place of wire='bf16'" in capsys.readouterr().err
+    installation._at_end()
+    assert capsys.readouterr().err == "fusedreduce: 9 steps of 3 reducers; a comm hook decided what travelled\n"
+    installation._at_end()
+    assert capsys.readouterr().err == "", "once"
+
+
+def test_a_hook_of_the_constructors_own_is_counted_once(capsys: pytest.CaptureFixture[str]) -> None:
+    installation = told(capsys)
+    made = DDP(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    assert isinstance(made, installed.DistributedDataParallel)
+    made._ours().steps = 2  # torch's mixed precision runs on devices that have events
+    dropped, first = capsys.readouterr().err.splitlines()
+    assert "takes the place of wire='bf16'" in dropped and "wire native" in first
+    installation._at_end()
+    assert capsys.readouterr().err == "fusedreduce: 2 steps; a comm hook decided what travelled\n"
+
+
+def test_where_torch_reduces_all_there_is_nothing_to_tell(capsys: pytest.CaptureFixture[str]) -> None:
+    installation = told(capsys)
+    module = model()
+    module.register_parameter("frozen", nn.Parameter(torch.ones(1), requires_grad=False))  # torch wants one
+    made = DDP(
+        module,
+        delay_all_reduce_named_params=[one for one in module.named_parameters() if one[1].requires_grad],
+        param_to_hook_all_reduce=module.get_parameter("0.weight"),
+    )
+    assert isinstance(made, installed.DistributedDataParallel) and not hasattr(made, "reducer")
+    installation._at_end()
+    assert capsys.readouterr().err == ""
+
+
+def test_quiet_leaves_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    installation = told(capsys, quiet=True)
+    gradients(DDP(model()))
+    Own(model())
+    installation._at_end()
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_nothing_is_raised_where_nobody_reads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installation = told(capsys)
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr("sys.stderr", closed)
+    gradients(DDP(model()))
+    installation._at_end()
+    monkeypatch.setattr("sys.stderr", None)
+    installation.warn("x")
+
+
+def test_the_last_line() -> None:
+    ended = process.Ended(100, 8, 4_000_000, 2_000_000, Forecast(80.0, 100.0, 90.0))
+    assert process.last_line([ended]) == (
+        "100 steps; 200.00 MB of gradients travelled for 400.00 MB (50% less); 20% of backward and reduction exposed, "
+        "by the planner's model; by which torch's own class may be up to 10.0 ms a step faster here"
+    )
+    native = ended._replace(wire_bytes=4_000_000, forecast=Forecast(80.0, 100.0, 120.0))
+    assert process.last_line([native]) == (
+        "100 steps; 400.00 MB of gradients travelled, in their own dtype; 20% of backward and reduction exposed, by "
+        "the planner's model"
+    )
+    assert process.last_line([ended._replace(steps=1, ranks=1, forecast=None)]) == "1 step"

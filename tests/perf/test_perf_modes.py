@@ -1,0 +1,319 @@
+"""The benchmarks of modes and of replicas: who sleeps when, what lets a number pass, sums, demands, options.
+
+No processes: the world is a fake, and what is checked are stand-ins that are right or wrong on purpose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import sys
+from collections import deque
+from typing import Any
+
+import bench_data_parallel as replicas
+import bench_modes as modes
+import harness
+import pytest
+import records
+import torch
+from records import BenchError
+from torch import nn
+
+import fusedreduce
+from fusedreduce import Asynchronous, BoundedStaleness, Synchronous
+
+SHAPE = (3, 5)
+CPU = torch.device("cpu")
+
+
+class Alone:
+    """Stands for torch.distributed: a world of one, which holds what `others` say too."""
+
+    ReduceOp = torch.distributed.ReduceOp
+
+    def __init__(self, others: int = 0) -> None:
+        self.others = others
+
+    def get_world_size(self) -> int:
+        return 1
+
+    def get_rank(self) -> int:
+        return 0
+
+    def barrier(self) -> None:
+        """Nobody else comes."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> None:
+        tensor.add_(self.others if op == self.ReduceOp.MAX else 0)
+
+
+class Late(nn.Module):
+    """Leaves in every step the gradients of `late` steps before; asynchronously what `drops` leaves of them, besides.
+
+    Args:
+        late: steps.
+        loses: the first so many gradients are never given.
+    """
+
+    def __init__(self, late: int, *, asynchronous: bool = False, loses: int = 0) -> None:
+        super().__init__()
+        self.many = harness.Many(*SHAPE)
+        self._late, self._asynchronous, self._loses = late, asynchronous, loses
+        self._queues: dict[int, deque[torch.Tensor]] = {id(one): deque() for one in self.many.parameters()}
+        for parameter in self.many.parameters():
+            parameter.register_post_accumulate_grad_hook(self._take)
+
+    def forward(self, rows: torch.Tensor) -> Any:
+        return self.many(rows)
+
+    def _take(self, parameter: torch.Tensor) -> None:
+        queue = self._queues[id(parameter)]
+        assert parameter.grad is not None
+        queue.append(parameter.grad)
+        parameter.grad = queue.popleft() if len(queue) > self._late else None
+
+    def flush(self) -> None:
+        """The sum of what is left."""
+        for parameter in self.many.parameters():
+            queue = self._queues[id(parameter)]
+            left = list(queue)[self._loses :]
+            parameter.grad = sum(left, torch.zeros_like(parameter)) if left else None
+            queue.clear()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Alone:
+    world = Alone()
+    for module in (modes, harness):
+        monkeypatch.setattr(module, "dist", world)
+    return world
+
+
+def checked(ddp: nn.Module, mode: modes.SyncMode) -> None:
+    rows = harness.inputs(0, SHAPE).contiguous()
+    modes.Block(ddp, mode, modes.Scenario(sleeps=False), 0.0, rows, rows).check("it", 12)
+
+
+# What lets a number pass
+
+
+@pytest.mark.parametrize("late", [0, 1, 4])
+def test_a_mode_that_leaves_the_mean_of_its_step_passes_and_others_do_not(alone: Alone, late: int) -> None:
+    mode: modes.SyncMode = BoundedStaleness(late) if late else Synchronous()
+    checked(Late(late), mode)
+    for other in {0, 1, 2, 3, 4, 5} - {late}:
+        with pytest.raises(BenchError, match="it, step"):
+            checked(Late(other), mode)
+
+
+def test_bounded_staleness_must_flush_all_that_is_under_way(alone: Alone) -> None:
+    with pytest.raises(BenchError, match="it, flush is wrong"):
+        checked(Late(4, loses=1), BoundedStaleness(4))
+
+
+@pytest.mark.parametrize("late", [0, 1, 7])
+def test_asynchronously_only_the_sum_counts(alone: Alone, late: int) -> None:
+    checked(Late(late), Asynchronous())
+    if late:
+        with pytest.raises(BenchError, match="does not sum to the means"):
+            checked(Late(late, loses=1), Asynchronous())
+
+
+def test_ranks_must_hold_the_same_bytes(alone: Alone) -> None:
+    modes.check_same(Synchronous(), torch.ones(3))
+    alone.others = 1
+    with pytest.raises(BenchError, match="ranks hold different weights"):
+        modes.check_same(Synchronous(), torch.ones(3))
+
+
+# Scenarios
+
+
+def test_ranks_sleep_as_scenarios_say() -> None:
+    cycle = range(2 * modes.PAUSE_EVERY)
+    expected = {
+        modes.EVEN: ([1.0] * 16, [1.0] * 16),
+        "pauses of 4, in turns": ([5.0] + [1.0] * 15, [1.0] * 8 + [5.0] + [1.0] * 7),
+        "pauses of 4, one rank": ([1.0] * 16, [1.0] * 8 + [5.0] + [1.0] * 7),
+        modes.CONSTANT: ([1.0] * 16, [5.0] * 16),
+        "no sleep, 2,000 x 8": ([0.0] * 16, [0.0] * 16),
+    }
+    for name, ranks in expected.items():
+        scenario = modes.SCENARIOS[name]
+        for rank, units in enumerate(ranks):
+            assert [scenario.units(rank, 2, step) for step in cycle] == units, name
+            if scenario.sleeps:
+                assert modes.own_units(scenario, rank, 2) == sum(units) / 16 - 1
+
+
+def test_held_up_is_what_is_left_without_the_modes_own_time_and_the_ranks_own_sleeps() -> None:
+    def by_mode(*seconds: float) -> dict[str, list[tuple[float, float]]]:
+        return {name: [(one, 0.5)] * 4 for name, one in zip(modes.modes("stragglers"), seconds, strict=True)}
+
+    first = {
+        modes.EVEN: by_mode(0.006, 0.006, 0.006, 0.007, 0.006),
+        "pauses of 4, in turns": by_mode(0.011, 0.011, 0.010, 0.00925, 0.009),
+        modes.CONSTANT: by_mode(0.03, 0.03, 0.03, 0.03, 0.0075),
+    }
+    second = {**first, modes.CONSTANT: by_mode(0.03, 0.03, 0.03, 0.03, 0.031)}
+    results = modes.summed_up([first, second], 0.005)
+    held = {name: row["held_up_ms"] for name, row in results["pauses of 4, in turns"].items()}
+    # A sleep is 5 ms, a rank's own pauses 4 sleeps in 16 steps: 1.25 ms.
+    assert held[modes.SYNCHRONOUS] == pytest.approx([3.75, 3.75])
+    assert held["staleness 4"] == pytest.approx([1.0, 1.0])
+    assert results[modes.CONSTANT][modes.ASYNCHRONOUS]["held_up_ms"] == pytest.approx([1.5, 5.0])
+    assert results[modes.CONSTANT][modes.ASYNCHRONOUS]["ratio"] == pytest.approx([0.25, 31 / 30])
+    assert results[modes.EVEN][modes.SYNCHRONOUS]["flush_ms"] == [500.0, 500.0]
+    assert "held_up_ms" not in results[modes.EVEN][modes.SYNCHRONOUS]
+    verdicts = {one["what"]: one for one in modes.judge({}, results)}
+    assert [one["met"] for one in verdicts.values()] == [False, True]
+    assert [one["figure"] for one in verdicts.values()] == pytest.approx([1 / 3.75, 1.25], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("base_ms", "again_ms", "judged"), [(4.0, 3.5, True), (-0.08, -0.09, False), (0.0, 0.0, False), (0.3, 0.7, False)]
+)
+def test_being_held_up_is_judged_where_synchronous_is_beyond_what_it_differs_from_itself(
+    base_ms: float, again_ms: float, judged: bool
+) -> None:
+    held_ms = {modes.SYNCHRONOUS: base_ms, modes.AGAIN: again_ms, "staleness 1": 1.0}
+    rows = {name: {"held_up_ms": [one, one]} for name, one in held_ms.items()}
+    [verdict] = modes.judge({}, {"pauses of 1, in turns": rows})
+    if judged:
+        assert verdict["figure"] == 0.25 and verdict["met"] is True
+    else:
+        assert verdict["met"] is None and "figure" not in verdict
+        assert verdict["why_not"].startswith(f"{modes.SYNCHRONOUS} was held up {base_ms:.2f} ms a step, and ")
+
+
+def test_verdicts_on_record_are_those_of_its_numbers() -> None:
+    found = [records.read(path) for path in records.RESULTS.glob("modes_*.json")]
+    assert found
+    for record in found:
+        assert record["verdicts"] == modes.judge(record["accuracy"], record["stragglers"])
+
+
+def test_scenarios_of_one_shape_are_measured_together() -> None:
+    together = modes.runs(list(modes.SCENARIOS))
+    assert [len(names) for names in together] == [5, 1, 1] and together[0][0] == modes.EVEN
+    assert modes.runs([modes.CONSTANT]) == [[modes.CONSTANT]]
+
+
+def test_points_are_lost_against_the_same_seed() -> None:
+    def run(accuracy: float, drift: float = 0.0) -> dict[str, float]:
+        return {"accuracy": accuracy, "drift": drift, "relative_drift": drift / 4}
+
+    rows = modes.accuracies(
+        {modes.SYNCHRONOUS: [run(0.96), run(0.98)], modes.ASYNCHRONOUS: [run(0.95, 0.5), run(0.96, 0.25)]}
+    )
+    assert rows[modes.ASYNCHRONOUS] == pytest.approx(
+        {"accuracy": 0.955, "lowest": 0.95, "highest": 0.96, "lost_points": 1.5, "drift": 0.5, "relative_drift": 0.125}
+    )
+    [verdict] = modes.judge(rows, {})
+    assert verdict["met"] is False
+    assert {*modes.LOST_POINTS, modes.SYNCHRONOUS, modes.EXACT} == set(modes.modes("convergence"))
+
+
+# Replicas in one process
+
+
+class Halves(nn.Module):
+    """Stands for DataParallel on two devices; `wrong` is what it gets wrong."""
+
+    def __init__(self, module: nn.Module, devices: list[torch.device], wrong: str = "") -> None:
+        super().__init__()
+        self.module, self._devices, self._wrong = module, devices, wrong
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        shards = batch.chunk(len(self._devices))
+        outputs = [self.module(shard) for shard in shards]
+        return torch.cat(outputs[::-1] if self._wrong == "order" else outputs)
+
+    def forward_parallel(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        share = 1.0 if self._wrong == "sum" else 1 / len(inputs)
+        outputs = [self.module(one) for one in inputs]
+        for output in outputs:
+            output.register_hook(lambda gradient: gradient * share)
+        return outputs
+
+    def __enter__(self) -> Halves:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+
+def played(name: str, turns: int = 2) -> list[Any]:
+    """What a process with that way says, of this one."""
+    ours, theirs = multiprocessing.Pipe()
+    for number in range(turns + 1):
+        ours.send(number < turns)
+    replicas.serve(theirs, name, "narrow", [CPU] * 2, torch.get_num_threads())
+    theirs.close()
+    said = []
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        while True:
+            said.append(ours.recv())
+    return said
+
+
+@pytest.mark.parametrize("name", [replicas.ONE, replicas.OURS, replicas.PARALLEL])
+def test_ways_that_are_right_have_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusedreduce, "DataParallel", Halves)
+    first, *seconds, last = played(name)
+    assert first == last == 0.0
+    assert len(seconds) == 2 and all(one > 0 for one in seconds)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name", "said"),
+    [("order", replicas.OURS, "ours: the output is wrong"), ("sum", replicas.PARALLEL, "parallel: the gradient of")],
+)
+def test_ways_that_are_wrong_have_none(wrong: str, name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusedreduce, "DataParallel", lambda module, devices: Halves(module, devices, wrong))
+    [line] = played(name)
+    assert said in line
+
+
+@pytest.mark.parametrize("name", replicas.NAMES)
+def test_every_model_takes_its_batch_and_shards_of_it(name: str) -> None:
+    made = replicas.task(name, 2)
+    with torch.no_grad():
+        made.module.eval()
+        whole = made.module(made.batch)
+        torch.testing.assert_close(torch.cat([made.module(one) for one in made.batch.chunk(2)]), whole)
+
+
+def test_replicas_are_judged_by_the_strongest_beside_them() -> None:
+    seconds = {replicas.ONE: [2.0, 2.0, 2.0], replicas.OURS: [2.2, 1.8, 2.2], replicas.TORCHS: [4.0, 4.0, 1.0]}
+    rows = replicas.summed_up(seconds)
+    assert rows[replicas.OURS]["ratio"] == pytest.approx(1.1)
+    assert rows[replicas.OURS]["ratio_to_torch"] == pytest.approx(0.55)
+    [on_gpu], [on_cpu] = (replicas.judge({"mlp": rows}, against_torch=one) for one in (True, False))
+    assert (on_gpu["met"], on_cpu["met"]) == (True, False)
+    del seconds[replicas.TORCHS]
+    assert replicas.summed_up(seconds)[replicas.OURS]["ratio_to_torch"] is None
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "said"),
+    [
+        (modes, ["--ranks", "1"], "at least 2 ranks"),
+        (modes, ["--steps", "3"], "8 steps"),
+        (modes, ["--part", "nothing"], "invalid choice"),
+        (replicas, ["--replicas", "1"], "2 replicas"),
+        (replicas, ["--models", "nothing"], "invalid choice"),
+        (replicas, ["--against-torch"], "needs GPUs"),
+        (replicas, ["--device", "cuda"], "no CUDA device"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(
+    module: Any, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "cuda" in arguments or "--against-torch" in arguments:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    with pytest.raises(records.BenchError, match=said) as raised:
+        module.main()
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,199 @@
+"""perf/records.py: what a record holds, which files are refused, how a benchmark ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import records
+import torch
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    return records.write(tmp_path, "step", "cpu", ranks=2)
+
+
+def test_a_record_says_where_it_comes_from(written: Path) -> None:
+    record = records.read(written)
+    assert written.name == f"step_cpu_{record['created'][:10]}.json"
+    assert set(record) == {*records.REQUIRED, "ranks"}
+    assert {"torch", "python", "numpy"} <= set(record["versions"])
+    assert record["commit"]
+    assert record["command"].startswith("python ")
+    assert list(written.parent.iterdir()) == [written]  # nothing half written stays
+
+
+def test_no_run_replaces_another(written: Path) -> None:
+    before = written.read_text()
+    for number in (2, 3):
+        again = records.write(written.parent, "step", "cpu", ranks=3 + number)
+        assert again.name == f"{written.stem}-{number}.json"
+        assert records.read(again)["ranks"] == 3 + number
+    assert written.read_text() == before
+
+
+def test_the_command_names_no_folder_of_this_machine() -> None:
+    script = str(records.CHECKOUT / "perf" / "bench_step.py")
+    typed = [script, "--out", "/some/where/else", "--to=/some/where", "/one", "200x50000", "-x", "a/b"]
+    assert records._command(typed) == "python perf/bench_step.py --out else --to=where one 200x50000 -x a/b"
+    assert records._command(["/somewhere/other.py"]) == "python other.py"
+
+
+def test_the_newest_record_of_that_name_is_found(tmp_path: Path, written: Path) -> None:
+    record = json.loads(written.read_text())
+    for name, device, day in (("step", "cpu", "2001-01-01"), ("step", "h200", "2099-01-01"), ("a_step", "cpu", "2099")):
+        other = {**record, "what": name, "device": device, "created": f"{day}T00:00:00+00:00", "ranks": 9}
+        (tmp_path / f"{name}_{device}_{day}.json").write_text(json.dumps(other))
+    assert records.latest(tmp_path, "step", "cpu") == record
+    newest = records.latest(tmp_path, "step")
+    assert newest is not None
+    assert newest["device"] == "h200"
+    assert records.latest(tmp_path, "step", "a100") is None
+    assert records.latest(tmp_path, "tep") is None
+
+
+def without(key: str) -> Callable[[dict[str, Any]], object]:
+    return lambda record: record.pop(key)
+
+
+def with_(**changes: object) -> Callable[[dict[str, Any]], object]:
+    return lambda record: record.update(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without("schema"), "no schema"),
+        (with_(schema=2), "schema 2"),
+        (with_(schema=True), "'schema' is not"),
+        (without("commit"), "'commit' is missing"),
+        (with_(versions="torch 2"), "'versions' is not of type dict"),
+        (with_(others_cores="few"), "'others_cores' is not of type float"),
+        (with_(rehearsal=True), "is a rehearsal"),
+        (with_(rehearsal=0), "'rehearsal' is not of type bool"),
+        (with_(what="hook"), "not what it is called"),
+        (with_(device="h200"), "not what it is called"),
+    ],
+)
+def test_other_records_are_refused(written: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
+    record = json.loads(written.read_text())
+    change(record)
+    written.write_text(json.dumps(record))
+    with pytest.raises(records.BenchError, match=said) as raised:
+        records.read(written)
+    assert written.name in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
+def test_what_is_no_record_is_refused(written: Path, text: str) -> None:
+    written.write_text(text)
+    with pytest.raises(records.BenchError, match=r"not JSON|no schema"):
+        records.latest(written.parent, "step")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(records.BenchError, match="No such file"):
+        records.read(tmp_path / "step_cpu_2026-01-01.json")
+
+
+@pytest.mark.parametrize("folder", [records.RESULTS, records.RESULTS / "deeper", records.RESULTS / ".." / "results"])
+def test_a_rehearsal_is_kept_out_of_the_results(folder: Path) -> None:
+    before = sorted(records.RESULTS.iterdir())
+    with pytest.raises(records.BenchError, match="rehearsal"):
+        records.write(folder, "step", "cpu", rehearsal=True)
+    assert sorted(records.RESULTS.iterdir()) == before
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        with pytest.raises(records.BenchError, match="cannot be made"):
+            records.write(folder, "step", "cpu")
+
+
+def test_no_record_holds_a_number_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(records.BenchError, match="not finite"):
+        records.write(tmp_path, "step", "cpu", ratio=float("nan"))
+    with pytest.raises(ValueError, match="commit"):
+        records.write(tmp_path, "step", "cpu", commit="mine")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GH200 480GB", "gh200-480gb"),
+        ("Tesla T4", "tesla-t4"),
+    ],
+)
+def test_what_hardware_is_called(monkeypatch: pytest.MonkeyPatch, name: str, slug: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert records.hardware_name("cuda") == slug
+    assert records.hardware_name(torch.device("cpu")) == "cpu"
+
+
+def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert records.pick_device("auto").type == "cpu"
+    for asked in (records.pick_device, records.hardware_name):
+        with pytest.raises(records.BenchError, match="no GPU"):
+            asked("cuda")
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    def main() -> int:
+        print("so far")
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (records.BenchError("the check failed:\n  3 is not 4"), "error: the check failed: 3 is not 4"),
+        (
+            ProcessRaisedException("\n\n-- Process 1 ...\nTraceback ...\nrecords.BenchError: off by 3: bad\n", 1, 2),
+            "error: off by 3: bad",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "error: too little memory: CUDA out of memory. Tried"),
+        (RuntimeError("DefaultCPUAllocator: can't"), "error: too little memory: DefaultCPUAllocator: can't"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(capsys: pytest.CaptureFixture[str], error: Exception, line: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        records.entry(raising(error))
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+def test_other_ends_are_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    for main, status in (
+        (lambda: 0, 0),
+        (lambda: 1, 1),
+        (raising(KeyboardInterrupt()), 130),
+        (raising(SystemExit(3)), 3),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            records.entry(main)
+        assert ended.value.code == status
+    with pytest.raises(ZeroDivisionError):
+        records.entry(raising(ZeroDivisionError()))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bad_option_is_one_line_too() -> None:
+    parser = records.Parser(description="x", prog="bench_x.py")
+    parser.add_argument("--steps", type=int)
+    with pytest.raises(records.BenchError, match=r"invalid int value: 'many' \(see bench_x.py --help\)"):
+        parser.parse_args(["--steps", "many"])

@@ -1,0 +1,408 @@
+"""The step benchmark and the host benchmark: models, the rebuilt baseline, what lets a number pass, tables, options.
+
+No processes: a world of one and a world of several are fakes, whose peers have a multiple of what this rank has.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable
+from itertools import product
+from types import ModuleType
+from typing import Any
+
+import bench_host
+import bench_step
+import harness
+import host_calls
+import models
+import pytest
+import rebuilt
+import step_training
+import step_variants
+import torch
+from records import BenchError
+from torch import nn
+
+from fusedreduce.planning.bucketing import assign_by_size
+
+CPU = torch.device("cpu")
+
+
+class Peers:
+    """Stands for torch.distributed: `ranks` ranks, of which the others have `times` what this one has."""
+
+    ReduceOp = torch.distributed.ReduceOp
+
+    def __init__(self, ranks: int = 1, times: float = 1.0) -> None:
+        self.ranks, self.times = ranks, times
+        self.issued: list[tuple[torch.dtype, int]] = []
+
+    def get_world_size(self) -> int:
+        return self.ranks
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = None, async_op: bool = False) -> Any:
+        self.issued.append((tensor.dtype, tensor.numel()))
+        if op is None:
+            tensor.mul_(1 + (self.ranks - 1) * self.times)
+        return self
+
+    def wait(self) -> None:
+        """Done already."""
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
+    """One rank, alone."""
+    alone = Peers()
+    for module in (rebuilt, step_training):
+        monkeypatch.setattr(module, "dist", alone)
+    return alone
+
+
+# Models
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "elements"),
+    [
+        ("mlp", 8, 798_474),
+        ("mlp-8m", 16, 8_396_800),
+        ("gpt2-7m", 100, 6_859_264),
+        ("resnet18", 62, 11_689_512),  # torchvision's documentation has this number
+        ("gpt2-tiny", 52, 932_608),
+        ("gpt2-small", 148, 124_439_808),
+        ("gpt2-medium", 292, 354_823_168),
+        ("tiny2000", 2_000, 16_000),
+        ("many:3x5", 3, 15),
+    ],
+)
+def test_models_have_the_parameters_that_they_are_known_for(name: str, tensors: int, elements: int) -> None:
+    with torch.device("meta"):
+        parameters = list(models.build(name).parameters())
+    assert (len(parameters), sum(one.numel() for one in parameters)) == (tensors, elements)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2-tiny", "many:3x5"])
+def test_weights_are_the_same_on_every_rank_and_data_are_not(name: str) -> None:
+    torch.manual_seed(random.randrange(1000))
+    one, other = models.build(name), models.build(name)
+    assert all(map(torch.equal, one.parameters(), other.parameters()))
+    first, second, again = (models.batch(name, rank, CPU) for rank in (0, 1, 0))
+    assert all(map(torch.equal, first, again)) and not torch.equal(first[0], second[0])
+    loss = one(*first)
+    loss.backward()
+    assert loss.dim() == 0 and bool(loss.isfinite())
+    assert all(parameter.grad is not None for parameter in one.parameters())
+
+
+@pytest.mark.parametrize("name", ["resnet19", "many:", "many:5", "many:0x3", "many:axb", ""])
+def test_unknown_models_are_refused(name: str) -> None:
+    with pytest.raises(BenchError):
+        models.build(name)
+    with pytest.raises(BenchError):
+        models.batch(name, 0, CPU)
+
+
+# The rebuilt baseline
+
+
+def test_buckets_are_cut_as_torch_cuts_them() -> None:
+    generator = random.Random(0)
+    for _ in range(100):
+        dtypes = [generator.choice([torch.float32, torch.float16]) for _ in range(generator.randrange(1, 30))]
+        sizes = [generator.randrange(1, 100) for _ in dtypes]
+        if len(set(dtypes)) > 1:
+            dtypes = dtypes[:1] * len(dtypes)
+        plan = rebuilt.plan_of(sizes, dtypes, 20, 80)
+        theirs = assign_by_size(sizes[::-1], dtypes[::-1], (20, 80))
+        assert plan == [[len(sizes) - 1 - number for number in bucket] for bucket in theirs]
+
+
+def test_buckets_hold_one_dtype_each() -> None:
+    dtypes = [torch.float32, torch.float16, torch.float32, torch.float16]
+    assert rebuilt.plan_of([4, 2, 4, 2], dtypes, 8, 8) == [[2, 0], [3, 1]]
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_rebuilt_copies_average(peers: Peers, views: bool, wire: torch.dtype | None) -> None:
+    peers.ranks, peers.times = 4, 3.0  # 1 here, 3 on each of three others: the mean is 2.5 times what is here
+    rows = harness.inputs(0, (10, 33))
+    model = rebuilt.RebuiltBatchedCopies(harness.Many(10, 33), views=views, wire=wire, first_bytes=200, cap_bytes=500)
+    assert [len(bucket.parameters) for bucket in model.buckets] == [2, 4, 4]
+    for _ in range(3):
+        peers.issued.clear()
+        model.zero_grad(set_to_none=True)
+        model(rows).backward()
+        harness.check_gradients("rebuilt", model, rows * 2.5, "native" if wire is None else "bf16")
+        assert peers.issued == [(wire or torch.float32, numel * 33) for numel in (2, 4, 4)]
+    shared = {one.grad.untyped_storage().data_ptr() for one in model.parameters() if one.grad is not None}
+    assert len(shared) == (3 if views else 10)
+
+
+def test_rebuilt_copies_start_when_a_bucket_is_ready_and_wait_where_gradients_are_added_to(peers: Peers) -> None:
+    first = harness.Many(1, 4)
+    model = rebuilt.RebuiltBatchedCopies(nn.Sequential(first, harness.Many(1, 4)), first_bytes=16, cap_bytes=16)
+    seen: list[int] = []
+    first.weights[0].register_hook(lambda _: seen.append(len(peers.issued)))
+    last: Any = model.module
+    rows = torch.ones(1, 4)
+
+    def forward(given: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = last[1](given) + last[0](given) * 1.0
+        return loss
+
+    last.forward = forward
+    model(rows).backward()
+    model(rows).backward()  # the gradients are there from the start
+    assert len(peers.issued) == 4 and seen[1] == 2
+
+
+# What lets a number pass
+
+
+def training(
+    kind: str, variant: step_variants.Variant, *, clips: bool = False, scales: bool = False
+) -> step_training.Training:
+    task = step_training.Task(model="many:6x40", optimizer=kind, clips=clips, scales=scales)
+    return step_training.new_training(task, CPU, 0)[1]("it", variant)
+
+
+PLAIN = step_variants.Variant(build=lambda model: model, side="floor", sums=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "clips", "scales"),
+    [
+        ("none", False, False),
+        *((kind, *flags) for kind in ("sgd", "adamw") for flags in product([False, True], repeat=2)),
+    ],
+)
+def test_a_right_step_passes_every_time(peers: Peers, kind: str, clips: bool, scales: bool) -> None:
+    case = training(kind, PLAIN, clips=clips, scales=scales).case()
+    for _ in range(3):
+        case.prepare()
+        case.run()
+        case.check()
+
+
+def test_clipping_by_hand_passes(peers: Peers) -> None:
+    by_hand = step_variants.Variant(build=lambda model: model, side="torch", clip="torch folded")
+    case = training("adamw", by_hand, clips=True, scales=False).case()
+    for _ in range(2):
+        case.prepare()
+        case.run()
+        case.check()
+
+
+def _half_a_gradient(model: nn.Module) -> None:
+    gradient = list(model.parameters())[3].grad
+    assert gradient is not None
+    gradient[7] *= 0.5
+
+
+def _nan(model: nn.Module) -> None:
+    gradient = list(model.parameters())[3].grad
+    assert gradient is not None
+    gradient[7] = float("nan")
+
+
+def _no_gradient(model: nn.Module) -> None:
+    list(model.parameters())[3].grad = None
+
+
+def _weight(model: nn.Module) -> None:
+    with torch.no_grad():
+        list(model.parameters())[3][7] += 1e-2
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("spoil", [_half_a_gradient, _nan, _no_gradient, _weight])
+@pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
+def test_a_wrong_step_gets_no_number(peers: Peers, kind: str, spoil: Callable[[nn.Module], None], wire: str) -> None:
+    variant = step_variants.Variant(build=lambda model: model, side="torch", wire=wire)
+    one = training(kind, variant, clips=True, scales=False)
+    one.rewind()
+    one.step()
+    one.check()
+    spoil(one.model)
+    with pytest.raises(BenchError, match=r"it is wrong: .*weights\.3"):
+        one.check()
+
+
+def test_a_step_that_does_not_clip_or_that_clips_a_twentieth_off_is_found(peers: Peers) -> None:
+    one = training("sgd", PLAIN, clips=True, scales=False)
+    for factor in (0.95, 2.0):
+        one.rewind()
+        one.step()
+        one.check()
+        for parameter in one.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= factor
+        with pytest.raises(BenchError, match="the gradient"):
+            one.check()
+
+
+def test_a_mean_that_leaves_a_rank_out_is_found(peers: Peers) -> None:
+    peers.ranks, peers.times = 2, 3.0
+    one = training("none", step_variants.Variant(build=lambda model: model, side="torch", wire="bf16"))
+    one.step()
+    with pytest.raises(BenchError, match="off by"):
+        one.check()
+
+
+# Tables and verdicts
+
+
+def results(milliseconds: dict[str, float]) -> list[dict[str, Any]]:
+    """Two ranks' results of a run in which each variant took always the same."""
+    names = step_variants.variants()
+    seconds = {name: [milliseconds.get(name, 30.0) / 1e3] * 4 for name in names}
+    counts = {
+        name: {"operators": 5.0, "collectives": 1.0, "launches": None, "waits": None, "gpu_ms": None} for name in names
+    }
+    counts[step_variants.FLOOR]["operators"] = 2.0
+    memory = {name: {"held_bytes": 100 + len(name), "peak_bytes": None} for name in names}
+    size = {"parameters": 3, "elements": 15}
+    return [{"seconds": seconds, "counts": counts, "memory": memory, "size": size}] * 2
+
+
+def test_ratios_are_to_the_best_of_torch_ddp_and_the_strongest_is_named() -> None:
+    table = bench_step.table(
+        results({"no DDP": 10.0, "torch DDP, views": 20.0, "ours bf16": 15.0, "torch allreduce_hook, views": 18.0})
+    )
+    rows = table["variants"]
+    assert table["torch_best"] == "torch DDP, views"
+    assert table["strongest_of_torch"] == "torch allreduce_hook, views"
+    assert rows["ours bf16"]["ratio"] == pytest.approx(0.5) and rows["torch DDP"]["ratio"] == pytest.approx(2.0)
+    assert table["aa_ratio"] == pytest.approx(1.0)
+    assert rows["ours bf16"]["over_operators"] == 3 and rows["ours bf16"]["over_launches"] is None
+    assert rows["ours bf16"]["over_held_bytes"] == len("ours bf16") - len("no DDP")
+    assert "ratio" not in rows["no DDP"]
+
+
+def test_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    fast = bench_step.table(results({"no DDP": 10.0, "ours bf16": 15.0, "fused_hook bf16, views": 25.9}))
+    slow = bench_step.table(results({"no DDP": 10.0, "ours bf16": 30.1, "fused_hook bf16, views": 26.1}))
+    for table, met in ((fast, True), (slow, False)):
+        verdicts = {one["what"]: one for one in bench_step.judge({bench_step.LARGE: table})}
+        assert verdicts["bf16, many:200x50000"]["met"] is met
+        assert verdicts["hook bf16, many:200x50000"]["met"] is met
+        assert verdicts["hook bf16, many:200x50000"]["of"] == "torch DDP"
+        [said] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bf16, many:200x50000")]
+        assert f"required <= {bench_step.REQUIRED:.2f}: {'met' if met else 'MISSED'}; goal" in said
+
+
+def test_no_ratio_where_torch_costs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    table = bench_step.table(results({"no DDP": 30.0}))
+    assert table["variants"]["ours bf16"]["ratio"] is None
+    verdicts = bench_step.judge({bench_step.LARGE: table})
+    assert [one["met"] for one in verdicts] == [None] * 3
+    assert all(one["why_not"].startswith("'torch DDP") for one in verdicts)
+    said = capsys.readouterr().out
+    assert said.count("not judged, 'torch DDP") == 3 and "MISSED" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--models", "resnet19"], "unknown model 'resnet19'"),
+        (["--ranks", "0"], "at least 1 rank"),
+        (["--steps", "few"], "invalid int value"),
+        (["--optimizer", "none", "--clip"], "need an optimizer"),
+        (["--backend", "nccl"], "gloo is for the CPU"),
+        (["--speed", "high"], "unrecognized arguments"),
+    ],
+)
+def test_bad_options_are_one_line(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", *arguments])
+    with pytest.raises(BenchError, match=message):
+        bench_step.main()
+
+
+def test_runs_of_other_settings_have_records_of_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    for arguments in ([], ["--models", "mlp"], ["--models", "mlp", "--clip", "--amp"], ["--ranks", "4"]):
+        monkeypatch.setattr(sys, "argv", ["bench_step.py", *arguments])
+        names.append(bench_step.record_name(bench_step.options()))
+    assert names == ["step", "step-models", "step-models-clip-amp", "step-4ranks"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 7, 18])
+def test_every_case_has_every_place_equally_often(count: int) -> None:
+    rounds = [harness.turns(count, number) for number in range(2 * count)]
+    for place in range(count):
+        assert sorted(order[place] for order in rounds) == sorted([*range(count)] * 2)
+
+
+# The host's time
+
+
+@pytest.mark.parametrize("sweeps", [bench_host.SWEEPS, bench_host.SMALL_SWEEPS])
+def test_points_have_the_buckets_that_they_say(sweeps: dict[str, tuple[bench_host.Point, ...]]) -> None:
+    for point in (point for swept in sweeps.values() for point in swept):
+        sizes = [bench_host.ELEMENTS // point.parameters * 4] * point.parameters
+        assert sum(sizes) == 4 * bench_host.ELEMENTS
+        plan = rebuilt.plan_of(sizes, [torch.float32] * len(sizes), point.cap_bytes, point.cap_bytes)
+        assert len(plan) == point.buckets
+
+
+def test_slopes() -> None:
+    line = bench_host.Line.through([1.0, 2.0, 3.0], [12.0, 14.0, 16.0])
+    assert (line.slope, line.intercept, line.worst) == pytest.approx((2.0, 10.0, 0.0))
+    times = {"no DDP": [1e-3] * 3, "torch DDP": [1.5e-3] * 3}
+    point = {"seconds": times, "calls": {"no DDP": 7, "torch DDP": 10}}
+    rows = bench_host.costs(point)
+    assert rows["torch DDP"]["us"] == pytest.approx(500.0) and rows["torch DDP"]["calls"] == 3
+    points = [
+        {"sweep": "bucket", "buckets": count, "variants": {"torch DDP": {"us": 100.0 + 5 * count, "calls": count}}}
+        for count in (1, 4, 16)
+    ]
+    lines = bench_host.slopes(points, "bucket")["torch DDP"]
+    assert (lines["us"]["slope"], lines["calls"]["slope"]) == pytest.approx((5.0, 1.0))
+
+
+def test_python_calls_are_counted_and_others_are_not() -> None:
+    def called(times: int) -> int:
+        return called(times - 1) if times > 1 else times
+
+    counter = host_calls.PythonCalls()
+    found = []
+    for times in (3, 5):
+        with counter:
+            called(times)
+            abs(-1)
+        found.append(counter.calls)
+    assert found[1] - found[0] == 2
+    called(4)
+    assert counter.calls == found[1]
+
+
+def test_a_stage_is_without_what_is_clocked_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("stages_to_clock")
+    module.inner = lambda: time.sleep(0.06)
+
+    def outer() -> None:
+        time.sleep(0.01)
+        module.inner()
+
+    module.outer = outer
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(host_calls, "STAGES", [(one, module.__name__, one) for one in ("outer", "inner")])
+    clock = host_calls.Stages()
+    begin_s = time.perf_counter()
+    with clock.clocked():
+        module.outer()
+    elapsed_s = time.perf_counter() - begin_s
+    module.outer()
+    assert clock.calls == {"outer": 1, "inner": 1}
+    assert clock.seconds["inner"] >= 0.06
+    assert 0.01 <= clock.seconds["outer"] <= elapsed_s - clock.seconds["inner"]
+
+
+def test_every_stage_that_is_clocked_exists() -> None:
+    with host_calls.Stages().clocked():
+        pass

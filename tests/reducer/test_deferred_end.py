@@ -1,0 +1,632 @@
+"""A step whose end is not in backward: ranks that share one autograd thread, so that nothing may wait there."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.leaf_steps import clear, given, loss_scale, scaled, step
+from support.loopback import Call, Loopback, LoopbackPending, ThreadWorld
+from torch import nn
+from torch.optim import optimizer as optimizers
+
+from fusedreduce import (
+    AgreementError,
+    BucketCaps,
+    CollectiveError,
+    FusedGradScaler,
+    FusedReduceError,
+    NonFiniteGradientError,
+    ReduceConfig,
+    Reducer,
+    clip_grad_norm_,
+)
+from fusedreduce.buckets.deferred_errors import in_backward
+from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
+from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
+from fusedreduce.kernels import dispatch
+from fusedreduce.reducer import optimizer_hooks as optimizer_steps
+from fusedreduce.reducer.reducer import ReducerState
+
+CAPS = BucketCaps(first_bytes=64, cap_bytes=150)
+SHAPES = ((3,), (5, 7), (1,), (40,))
+
+
+@pytest.fixture(autouse=True)
+def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(dispatch, "_triton_pack", None)
+
+
+class Meeting:
+    """What `size` ranks of one thread bring to their n-th collective; waiting for one who has not come is an error."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.brought: list[dict[int, torch.Tensor]] = []
+
+
+class OneThreadRank(Loopback):
+    """A rank whose peers are driven by the same thread: a wait within backward, or for one who comes later, raises."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        super().__init__(rank=rank)
+        self._meeting, self._issued = meeting, 0
+        self.may_wait = False
+
+    @property
+    def size(self) -> int:
+        return self._meeting.size
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
+        number, self._issued = self._issued, self._issued + 1
+        while len(self._meeting.brought) <= number:
+            self._meeting.brought.append({})
+        brought = self._meeting.brought[number]
+        brought[self._rank] = tensor.clone()
+        self.calls.append(Call(f"all_reduce {op}", tensor.dtype, tensor.numel()))
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+
+        def finish() -> torch.Tensor:
+            assert not in_backward(), "waited within backward"
+            assert len(brought) == self.size, f"waited for ranks that have not come: {sorted(brought)} are here"
+            total = brought[0].clone()
+            for rank in range(1, self.size):
+                total += brought[rank]
+            return tensor.copy_(total)
+
+        return LoopbackPending(finish)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        raise AssertionError("one thread cannot wait for a broadcast")
+
+    def all_gather(self, tensor: torch.Tensor) -> tuple[Pending, torch.Tensor]:
+        raise AssertionError("nothing here gathers")
+
+
+def _world(size: int, config: ReduceConfig | None = None) -> list[Reducer]:
+    meeting = Meeting(size)
+    reducers = []
+    for rank in range(size):
+        parameters = [torch.randn(shape, requires_grad=True) for shape in SHAPES]
+        communicator = OneThreadRank(meeting, rank)
+        reducers.append(Reducer(parameters, communicator, config, caps=CAPS, find_unused_parameters=True, agreed=True))
+    return reducers
+
+
+def _gradients(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def _one_backward(reducers: Sequence[Reducer], number: int) -> None:
+    """One backward over the sum of all replicas' losses."""
+    losses = []
+    for rank, reducer in enumerate(reducers):
+        loss = given(reducer.parameters, _gradients(100 * number + rank))
+        reducer.prepare_for_backward(loss)
+        losses.append(loss)
+    torch.stack(losses).sum().backward()
+
+
+def _all_mean(reducers: Sequence[Reducer], number: int) -> None:
+    size = len(reducers)
+    for index in range(len(SHAPES)):
+        total = torch.zeros(SHAPES[index])
+        for rank in range(size):
+            total += _gradients(100 * number + rank)[index] / size
+        for reducer in reducers:
+            assert torch.equal(reducer.parameters[index].grad, total)  # type: ignore[arg-type]
+
+
+def _finalize(reducers: Sequence[Reducer]) -> None:
+    for reducer in reducers:
+        reducer.finalize()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_peers_of_one_thread_share_one_backward(size: int, overlap: bool) -> None:
+    reducers = _world(size, ReduceConfig(overlap=overlap))
+    for number in range(12):
+        _one_backward(reducers, number)
+        for rank, reducer in enumerate(reducers):
+            assert reducer.state is ReducerState.LAUNCHED and reducer.steps == number
+            for parameter, own in zip(reducer.parameters, _gradients(100 * number + rank), strict=True):
+                assert torch.equal(parameter.grad, own), "still this rank's own"  # type: ignore[arg-type]
+        _finalize(reducers)
+        assert {(reducer.state, reducer.steps) for reducer in reducers} == {(ReducerState.IDLE, number + 1)}
+        _all_mean(reducers, number)
+        for reducer in reducers:
+            clear(reducer.parameters)
+
+
+def test_whoever_launches_last_may_complete_all() -> None:
+    reducers, launched = _world(8), []
+
+    def coordinate(reducer: Reducer) -> None:
+        assert reducer.state is ReducerState.LAUNCHED
+        launched.append(reducer)
+
+    for reducer in reducers:
+        reducer.on_launched = coordinate
+    for number in range(3):
+        launched.clear()
+        _one_backward(reducers, number)
+        assert len(launched) == 8 and set(map(id, launched)) == set(map(id, reducers))
+        _finalize(launched)
+        _all_mean(reducers, number)
+        for reducer in reducers:
+            clear(reducer.parameters)
+
+
+def test_several_backwards_one_after_the_other() -> None:
+    reducers = _world(3)
+    for rank, reducer in enumerate(reducers):
+        loss = given(reducer.parameters, _gradients(rank))
+        reducer.prepare_for_backward(loss)
+        loss.backward()
+    _finalize(reducers)
+    _all_mean(reducers, 0)
+
+
+# Who completes a launched step. One rank: its peers have always come.
+
+
+def _launched(config: ReduceConfig | None = None, **options: Any) -> tuple[Reducer, Loopback]:
+    communicator = Loopback()
+    communicator.may_wait = False
+    parameters = [torch.randn(shape, requires_grad=True) for shape in SHAPES]
+    reducer = Reducer(parameters, communicator, config, caps=CAPS, **options)
+    _backward(reducer)
+    return reducer, communicator
+
+
+def _backward(reducer: Reducer, seed: int = 1) -> None:
+    loss = given(reducer.parameters, _gradients(seed))
+    reducer.prepare_for_backward(loss)
+    loss.backward()
+    assert reducer.state is ReducerState.LAUNCHED
+
+
+def _mean_of(reducer: Reducer, communicator: Loopback, seed: int = 1) -> bool:
+    pairs = zip(reducer.parameters, _gradients(seed), strict=True)
+    return all(torch.equal(one.grad, communicator.mean(own)) for one, own in pairs)  # type: ignore[arg-type]
+
+
+def _no_sync_forward(reducer: Reducer) -> None:
+    with reducer.no_sync():
+        reducer.prepare_for_backward()
+
+
+def _again(reducer: Reducer) -> None:
+    reducer.prepare_for_backward()
+
+
+READERS: dict[str, Callable[[Reducer], object]] = {
+    "finalize": Reducer.finalize,
+    "check_finalized": Reducer.check_finalized,
+    "forward": Reducer.prepare_for_forward,
+    "prepare": _again,
+    "no_sync": _no_sync_forward,
+    "norm": lambda reducer: reducer.observed.grad_norm(),
+    "norms": lambda reducer: reducer.observed.grad_norms(),
+    "measured": lambda reducer: reducer.observed.measured_norm(),
+    "stats": lambda reducer: reducer.observed.grad_stats(),
+    "reports": lambda reducer: reducer.observed.finite_check(),
+    "clip": lambda reducer: clip_grad_norm_(reducer, 1e9),
+    "step": lambda reducer: torch.optim.SGD(reducer.parameters, lr=0.0).step(),
+    "step of some": lambda reducer: torch.optim.SGD(reducer.parameters[-1:], lr=0.0).step(),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("stats", [False, True])
+def test_what_needs_the_gradients_completes_the_step(reader: str, stats: bool) -> None:
+    reducer, communicator = _launched(ReduceConfig(grad_stats=stats))
+    assert communicator.under_way > 0
+    READERS[reader](reducer)
+    assert communicator.under_way == 0 and reducer.steps == 1
+    assert _mean_of(reducer, communicator)
+    if reader in ("norm", "step"):
+        expected = torch.cat([one.grad.reshape(-1) for one in reducer.parameters if one.grad is not None]).double()
+        torch.testing.assert_close(reducer.observed.grad_norm(), expected.norm(), rtol=1e-6, atol=0)
+
+
+def test_zeroing_in_place_completes_it_first() -> None:
+    reducer, communicator = _launched()
+    reducer.zero_grad()
+    assert communicator.under_way == 0
+    assert not any(one.grad.any() for one in reducer.parameters if one.grad is not None)
+
+
+def test_another_models_optimizer_leaves_it_alone() -> None:
+    reducer, communicator = _launched()
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
+    assert reducer.state is ReducerState.LAUNCHED
+    reducer.finalize()
+    assert _mean_of(reducer, communicator)
+
+
+def test_an_optimizer_steps_with_the_mean() -> None:
+    reducer, communicator = _launched()
+    before = [one.detach().clone() for one in reducer.parameters]
+    torch.optim.SGD(reducer.parameters, lr=1.0).step()
+    for parameter, was, own in zip(reducer.parameters, before, _gradients(1), strict=True):
+        assert torch.equal(parameter, was - communicator.mean(own))
+
+
+def test_a_scaler_unscales_what_it_completes() -> None:
+    layer = nn.Linear(3, 2)
+    communicator = Loopback()
+    communicator.may_wait = False
+    reducer = Reducer(layer.parameters(), communicator)
+    scaler = FusedGradScaler(reducer, init_scale=8.0)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    for number in range(4):
+        optimizer.zero_grad()
+        inputs = torch.ones(4, 3) * (number + 1)
+        local = torch.autograd.grad(layer(inputs).sum(), list(layer.parameters()))
+        loss = scaler.scale(layer(inputs).sum())
+        reducer.prepare_for_backward(loss)
+        loss.backward()
+        assert reducer.state is ReducerState.LAUNCHED
+        scaler.unscale_(optimizer)
+        # Its peers add 0.5 and -2 to what is scaled.
+        for parameter, own in zip(layer.parameters(), local, strict=True):
+            expected = ((own * 8.0 / 3) + 0.5 - 2.0) / 8.0
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-6, atol=1e-6)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_each_steps_loss_scale_is_its_own() -> None:
+    communicator = Loopback([lambda mine: torch.zeros_like(mine)])
+    communicator.may_wait = False
+    parameters = [torch.zeros(5, requires_grad=True)]
+    reducer = Reducer(parameters, communicator)
+    keeper = nn.Module()
+    reducer.observed.units.attach(keeper)
+    for value in (4.0, 1024.0, 2.0):
+        loss = given(parameters, [torch.ones(5)])
+        reducer.prepare_for_backward(loss)
+        scaled(reducer, loss, loss_scale(value)).backward()
+        reducer.finalize()
+        assert torch.equal(parameters[0].grad, torch.full((5,), 0.5))  # type: ignore[arg-type]
+        clear(parameters)
+
+
+@pytest.mark.parametrize("how", ["replaced", "written to"])
+def test_a_gradient_that_was_changed_in_between_is_an_error(how: str) -> None:
+    reducer, communicator = _launched()
+    gradient = reducer.parameters[1].grad
+    assert gradient is not None
+    if how == "replaced":
+        reducer.parameters[1].grad = gradient.clone()
+    else:
+        gradient.add_(1)
+    with pytest.raises(FusedReduceError, match=f"parameter 1.* was {how} after it had been packed"):
+        torch.optim.SGD(reducer.parameters, lr=0.1).step()
+    assert reducer.state is ReducerState.FAILED
+    with pytest.raises(FusedReduceError, match="reset"):
+        reducer.prepare_for_backward()
+    reducer.reset()
+    clear(reducer.parameters)
+    _backward(reducer, 2)
+    reducer.finalize()
+    assert _mean_of(reducer, communicator, 2)
+
+
+def test_a_second_backward_in_between_is_an_error() -> None:
+    reducer, _ = _launched()
+    given(reducer.parameters, _gradients(5)).backward()
+    with pytest.raises(FusedReduceError, match="written to|replaced"):
+        reducer.finalize()
+
+
+def test_a_collective_that_fails_is_raised_where_it_is_waited_for() -> None:
+    communicator = Loopback()
+    communicator.may_wait = False
+    communicator.fail_wait = 0
+    parameters = [torch.randn(3, requires_grad=True)]
+    reducer = Reducer(parameters, communicator)
+    loss = given(parameters, [torch.ones(3)])
+    reducer.prepare_for_backward(loss)
+    loss.backward()
+    with pytest.raises(CollectiveError, match="Connection closed"):
+        torch.optim.SGD(parameters, lr=0.1).step()
+    assert reducer.state is ReducerState.FAILED
+
+
+def test_what_is_not_finite_is_raised_by_whoever_completes() -> None:
+    communicator = Loopback()
+    communicator.may_wait = False
+    parameters = [torch.zeros(3, requires_grad=True)]
+    reducer = Reducer(parameters, communicator, ReduceConfig(check_finite="raise"))
+    loss = given(parameters, [torch.tensor([0.0, float("nan"), 0.0])])
+    reducer.prepare_for_backward(loss)
+    loss.backward()
+    with pytest.raises(NonFiniteGradientError, match="element 1"):
+        reducer.finalize()
+    assert reducer.steps == 1
+    reducer.check_finalized()
+
+
+def test_gradients_are_not_completed_within_another_backward() -> None:
+    reducer, communicator = _launched()
+    other = torch.zeros(1, requires_grad=True)
+    other.register_hook(lambda _: reducer.observed.grad_norm())
+    with pytest.raises(FusedReduceError, match=r"within another backward.*finalize\(\)"):
+        other.sum().backward()
+    reducer.finalize()
+    assert _mean_of(reducer, communicator)
+
+
+@pytest.mark.parametrize("how", ["reset", "close", "communicator", "dropped"])
+def test_a_launched_step_can_be_given_up(how: str) -> None:
+    reducer, communicator = _launched()
+    parameters = reducer.parameters
+    if how == "close":
+        reducer.close()
+    elif how == "dropped":
+        alive = weakref.ref(reducer)
+        del reducer
+        gc.collect()
+        assert alive() is None
+    else:
+        if how == "reset":
+            reducer.reset()
+        else:
+            reducer.set_communicator(communicator)
+        assert reducer.state is ReducerState.IDLE and reducer.steps == 0
+    for parameter, own in zip(parameters, _gradients(1), strict=True):
+        assert torch.equal(parameter.grad, own)  # type: ignore[arg-type]
+    torch.optim.SGD(parameters, lr=0.0).step()
+    if how in ("reset", "communicator"):
+        clear(parameters)
+        _backward(reducer, 3)
+        reducer.finalize()
+        assert _mean_of(reducer, communicator, 3)
+
+
+def test_partial_backwards_launch_with_the_last() -> None:
+    communicator = Loopback()
+    communicator.may_wait = False
+    parameters = [torch.randn(shape, requires_grad=True) for shape in SHAPES]
+    reducer = Reducer(parameters, communicator, caps=CAPS)
+    gradients = _gradients(1)
+    losses = [
+        given(parameters, [gradients[0], gradients[1], None, None]),
+        given(parameters, [None, None, *gradients[2:]]),
+    ]
+    reducer.prepare_for_backward(losses)
+    losses[0].backward()
+    assert reducer.state.value == "armed"
+    losses[1].backward()
+    assert reducer.state.value == "launched"
+    reducer.finalize()
+    assert _mean_of(reducer, communicator)
+
+
+def test_where_ranks_may_wait_nothing_is_launched_only() -> None:
+    parameters = [torch.randn(3, requires_grad=True)]
+    reducer = Reducer(parameters, Loopback())
+    reducer.on_launched = lambda _: pytest.fail("nobody is to be told")
+    loss = given(parameters, [torch.ones(3)])
+    reducer.prepare_for_backward(loss)
+    loss.backward()
+    assert reducer.state is ReducerState.IDLE and reducer.steps == 1
+
+
+def test_a_closure_is_refused_where_its_backward_cannot_end_with_reduced_gradients() -> None:
+    reducer, communicator = _launched()
+    optimizer = torch.optim.LBFGS(reducer.parameters)
+    reducer.finalize()
+    with pytest.raises(FusedReduceError, match=r"step\(closure\).*reducer.backward"):
+        optimizer.step(lambda: torch.zeros(()))
+    reducer.close()
+    optimizer.step(lambda: torch.zeros(()))
+
+
+def test_backward_of_the_reducer_completes_the_step() -> None:
+    reducer, communicator = _launched()
+    reducer.finalize()
+    clear(reducer.parameters)
+    loss = given(reducer.parameters, _gradients(7))
+    reducer.prepare_for_backward(loss)
+    reducer.backward(loss)
+    assert reducer.steps == 2 and _mean_of(reducer, communicator, 7)
+
+
+def test_a_launch_that_fails_is_told_and_raised_by_who_was_told() -> None:
+    """A callback that raises would keep those of the other reducers from running."""
+    reducers = _world(3, ReduceConfig(overlap=False))
+    told: list[Reducer] = []
+    for reducer in reducers:
+        reducer.on_launched = told.append
+    losses = []
+    for rank, reducer in enumerate(reducers):
+        loss = given(reducer.parameters, _gradients(rank))
+        reducer.prepare_for_backward(loss)
+        losses.append(loss)
+    failing: Any = reducers[1].communicator
+    failing.all_reduce = _refuse
+    torch.stack(losses).sum().backward()
+    assert set(map(id, told)) == set(map(id, reducers))
+    assert [one.state.value for one in reducers] == ["launched", "failed", "launched"]
+    with pytest.raises(FusedReduceError, match="Connection refused"):
+        reducers[1].finalize()
+
+
+def _refuse(*_: object) -> None:
+    raise RuntimeError("Connection refused by peer")
+
+
+def test_nobody_looks_at_optimizers_when_no_reducer_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Reducers of other tests may be alive.
+    monkeypatch.setattr(optimizer_steps, "_attending", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(optimizer_steps, "_hook", None)
+    hooks = optimizers._global_optimizer_pre_hooks
+    before = len(hooks)
+    first, _ = _launched()
+    second, _ = _launched()
+    assert len(hooks) == before + 1
+    first.close()
+    assert len(hooks) == before + 1
+    second.close()
+    assert len(hooks) == before
+    Reducer([torch.zeros(1, requires_grad=True)], Loopback())
+    assert len(hooks) == before
+    third, _ = _launched()
+    assert len(hooks) == before + 1
+    del third
+    gc.collect()
+    Reducer([torch.zeros(1, requires_grad=True)], Loopback())
+    assert len(hooks) == before, "one that was forgotten needs it no more, either"
+
+
+# Sparse gradients whose kind nobody knows yet: their sums start at the end of the step
+
+
+TABLES = ("rows", "bag")
+
+
+def _tables(communicator: Communicator) -> tuple[dict[str, nn.Embedding], Reducer, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    module = {name: nn.Embedding(6, 2, sparse=True) for name in TABLES}
+    parameters = [table.weight for table in module.values()]
+    sparse = [True] * len(parameters)
+    reducer = Reducer(parameters, communicator, sparse=sparse, find_unused_parameters=True, agreed=True)
+    return module, reducer, torch.optim.SGD(parameters, lr=1.0)
+
+
+def _backward_through(module: Mapping[str, nn.Embedding], reducer: Reducer, used: Sequence[str], rank: int) -> None:
+    loss = torch.zeros((), requires_grad=True)
+    for name in used:
+        loss = loss + module[name](torch.tensor([rank, 5])).sum()
+    reducer.prepare_for_backward(loss)
+    if used:
+        loss.backward()
+    else:
+        reducer.end_without_backward()
+
+
+def test_one_thread_completes_sums_that_come_late() -> None:
+    steps: tuple[tuple[tuple[str, ...], ...], ...] = (
+        (("rows",), (), ("rows",)),
+        ((), ("bag",), ()),
+        (TABLES, TABLES, TABLES),
+    )
+    with LocalGroup(3, one_thread=True, timeout_s=2) as group:
+        ranks = [_tables(group.communicator(rank)) for rank in range(3)]
+        for used in steps:
+            for rank, (module, reducer, optimizer) in enumerate(ranks):
+                optimizer.zero_grad()
+                _backward_through(module, reducer, used[rank], rank)
+            for _, reducer, _ in ranks:
+                reducer.launch_late()
+            for _, reducer, optimizer in ranks:
+                optimizer.step()
+                assert reducer.state is ReducerState.IDLE
+            for name in TABLES:
+                wanted = torch.zeros(6, 2)
+                for rank in range(3):
+                    if name in used[rank]:
+                        wanted[[rank, 5]] += 1.0
+                for module, _, _ in ranks:
+                    gradient = module[name].weight.grad
+                    assert (gradient is None) == (not wanted.any())
+                    assert gradient is None or torch.equal(gradient.to_dense(), wanted / 3)
+
+
+def test_one_thread_that_waits_for_a_sum_that_it_has_not_started_is_told_at_once() -> None:
+    with LocalGroup(2, one_thread=True, timeout_s=60) as group:
+        ranks = [_tables(group.communicator(rank)) for rank in range(2)]
+        for rank, (module, reducer, _) in enumerate(ranks):
+            _backward_through(module, reducer, TABLES, rank)
+        began_s = time.monotonic()
+        with pytest.raises(CollectiveError, match="rank 1 cannot come: this thread drives them too"):
+            ranks[0][1].finalize()
+        assert time.monotonic() - began_s < 30
+
+
+def test_one_thread_meets_gradients_of_several_kinds_on_every_rank() -> None:
+    with LocalGroup(2, one_thread=True, timeout_s=2) as group:
+        ranks = [_tables(group.communicator(rank)) for rank in range(2)]
+
+        def make_dense(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.to_dense()
+
+        ranks[1][0]["rows"].weight.register_post_accumulate_grad_hook(make_dense)
+        for rank, (module, reducer, _) in enumerate(ranks):
+            _backward_through(module, reducer, TABLES, rank)
+        for _, reducer, _ in ranks:
+            with pytest.raises(AgreementError, match="dense and torch.float32 on rank 1"):
+                reducer.launch_late()
+            assert reducer.state is ReducerState.FAILED
+
+
+def test_late_sums_of_two_reducers_of_a_rank_come_in_the_same_order_on_every_rank() -> None:
+    def case(communicator: LocalCommunicator) -> tuple[list[float], list[object]]:
+        made = [_tables(communicator) for _ in range(2)]
+        # What tells objects apart by their address is in another order on the next rank, soon or later.
+        kept: list[object] = [object() for _ in range(100 * communicator.rank)]
+        both = torch.optim.SGD([table.weight for module, _, _ in made for table in module.values()], lr=1.0)
+        losses = []
+        for number, (module, reducer, _) in enumerate(made):
+            losses.append((number + 1) * module["rows"](torch.tensor([0])).sum())
+            reducer.prepare_for_backward(losses[-1])
+        sum(losses, torch.zeros(())).backward()
+        both.step()
+        gradients = [module["rows"].weight.grad for module, _, _ in made]
+        return [0.0 if one is None else float(one.to_dense().sum()) for one in gradients], kept
+
+    for _ in range(10):
+        with LocalGroup(2, one_thread=True, timeout_s=5) as group:
+            assert [found for found, _ in group.run(case)] == [[2.0, 4.0]] * 2
+
+
+# A rank without a gradient
+
+
+def test_a_rank_whose_outputs_reach_no_parameter_takes_part_with_zeros() -> None:
+    def case(communicator: Communicator) -> list[torch.Tensor | None]:
+        parameters = [torch.zeros(shape, requires_grad=True) for shape in SHAPES]
+        with Reducer(parameters, communicator, caps=CAPS, find_unused_parameters=True) as reducer:
+            for number in range(4):
+                clear(parameters)
+                if (communicator.rank + number) % 2:
+                    reducer.prepare_for_backward(torch.zeros((), requires_grad=True) * 2)
+                    assert reducer.unused_now == tuple(range(len(SHAPES)))
+                    reducer.end_without_backward()
+                else:
+                    step(reducer, [*_gradients(number)[:-1], None])
+                    assert reducer.unused_now == (len(SHAPES) - 1,)
+                assert reducer.steps == number + 1
+        return [one.grad for one in parameters]
+
+    for held in ThreadWorld(2).run(case):
+        assert not isinstance(held, BaseException), held
+        assert held[-1] is None
+        for gradient, own in zip(held[:-1], _gradients(3)[:-1], strict=True):
+            assert torch.equal(gradient, own / 2)
+
+
+def test_it_is_refused_where_a_gradient_is_expected() -> None:
+    parameters = [torch.zeros(3, requires_grad=True), torch.zeros(2, requires_grad=True)]
+    reducer = Reducer(parameters, Loopback(), find_unused_parameters=True)
+    with pytest.raises(FusedReduceError, match="a step that is armed"):
+        reducer.end_without_backward()
+    loss = given(parameters, [torch.ones(3), None])
+    reducer.prepare_for_backward(loss)
+    with pytest.raises(FusedReduceError, match="a gradient is expected"):
+        reducer.end_without_backward()
+    loss.backward()
+    assert reducer.steps == 1

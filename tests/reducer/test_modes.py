@@ -1,0 +1,856 @@
+"""BoundedStaleness: after step t `.grad` holds the average of step t - k, to the bit. Ranks are threads.
+
+The oracle is a list of per-step averages, computed apart: local sums in the gradient's dtype, scaled; one division and
+one rounding to the wire per rank; the sum in the wire's dtype; one rounding back.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.leaf_steps import SCALER, backward, clear, loss_scale, step
+from support.leaf_steps import given as loss_of
+from support.loopback import Loopback, ThreadWorld
+
+from fusedreduce import BucketCaps, CollectiveError, FusedReduceError, NonFiniteGradientError, ReduceConfig, Reducer
+from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
+from fusedreduce.config import Asynchronous, BoundedStaleness, FlushReport, Synchronous
+from fusedreduce.kernels import dispatch
+from fusedreduce.planning.plan_file import plan_hash
+from fusedreduce.reducer.reducer import ReducerState
+
+CAPS = BucketCaps(first_bytes=64, cap_bytes=150)
+SHAPES = ((3,), (5, 7), (1,), (0,), (40,), (8, 3))
+WIRE_DTYPES: dict[str, torch.dtype | None] = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+MIXES: tuple[tuple[torch.dtype, ...], ...] = (
+    (torch.float32,) * 6,
+    (torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.float32),
+    (torch.float64, torch.float32, torch.complex64, torch.float64, torch.complex64, torch.float32),
+)
+Gradients = Sequence[torch.Tensor | None]
+
+
+@pytest.fixture(autouse=True)
+def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(dispatch, "_triton_pack", None)
+
+
+def _stale(k: int, **options: Any) -> ReduceConfig:
+    return ReduceConfig(sync_mode=BoundedStaleness(k), **options)
+
+
+def _parameters(dtypes: Sequence[torch.dtype] = MIXES[0]) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=one, requires_grad=True) for shape, one in zip(SHAPES, dtypes, strict=True)]
+
+
+def _drawn(seed: int, dtypes: Sequence[torch.dtype] = MIXES[0]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(dtype)
+        for shape, dtype in zip(SHAPES, dtypes, strict=True)
+    ]
+
+
+def _copies(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    return [None if one.grad is None else one.grad.clone() for one in parameters]
+
+
+def _same(actual: Gradients, expected: Gradients, what: object = "") -> None:
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert (one is None) == (other is None), (what, index, one, other)
+        if one is not None and other is not None:
+            assert one.dtype is other.dtype and torch.equal(one, other), (what, index, one.reshape(-1)[:3])
+
+
+class Average:
+    """The oracle of one step."""
+
+    def __init__(
+        self, ranks: Sequence[Gradients], wire: str, scale: float, bucket_dtype: Sequence[torch.dtype]
+    ) -> None:
+        self.values: list[torch.Tensor | None] = []
+        for index, own in enumerate(zip(*ranks, strict=True)):
+            there = [one for one in own if one is not None]
+            if not there:
+                self.values.append(None)
+                continue
+            dtype = there[0].dtype
+            real = [None if one is None else torch.view_as_real(one) if one.is_complex() else one for one in own]
+            first = next(one for one in real if one is not None)
+            compute = torch.float64 if first.dtype is torch.float64 else torch.float32
+            travels = WIRE_DTYPES[wire] or bucket_dtype[index]
+            total = torch.zeros(first.shape, dtype=travels)
+            for one in real:
+                local = torch.zeros_like(first) if one is None else one
+                total += (local.to(compute) / len(ranks)).to(travels)
+            # As a scaler makes it, and unpack takes it.
+            value = (total.to(compute) * (1.0 / scale)).to(first.dtype)
+            self.values.append(torch.view_as_complex(value) if dtype.is_complex else value)
+
+
+def _bucket_dtypes(dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
+    """At wire "native" a bucket has one dtype."""
+    return [one.to_real() if one.is_complex else one for one in dtypes]
+
+
+# Whole runs against the oracle
+
+step_of = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 10_000),
+        "unused": st.lists(st.frozensets(st.integers(0, 5), max_size=4), min_size=2, max_size=2),
+        "local": st.integers(0, 2),  # backwards under no_sync before it
+        "scale": st.sampled_from([1.0, 4.0, 1024.0]),
+        "then": st.sampled_from(["", "", "", "", "flush", "flush with optimizer", "state"]),
+    }
+)
+case_of = st.fixed_dictionaries(
+    {
+        "k": st.integers(0, 4),
+        "wire": st.sampled_from(["native", "bf16", "fp16"]),
+        "mix": st.integers(0, len(MIXES) - 1),
+        "find_unused": st.booleans(),
+        "scaled": st.booleans(),
+        "caps": st.sampled_from([CAPS, BucketCaps()]),
+        "stats": st.booleans(),
+        "steps": st.lists(step_of, min_size=1, max_size=9),
+    }
+)
+
+
+class Run:
+    """One rank of a drawn case; `expected` are the averages of the steps under way."""
+
+    def __init__(self, case: dict[str, Any], averages: Sequence[Average], communicator: Communicator) -> None:
+        self.case, self.averages, self.communicator = case, averages, communicator
+        self.parameters = _parameters(MIXES[case["mix"]])
+        self.reducer = self.made(case["caps"])
+
+    def made(self, caps: BucketCaps) -> Reducer:
+        mode = BoundedStaleness(self.case["k"])
+        config = ReduceConfig(wire=self.case["wire"], grad_stats=self.case["stats"], sync_mode=mode)
+        find = self.case["find_unused"]
+        reducer = Reducer(self.parameters, self.communicator, config, caps=caps, find_unused_parameters=find)
+        if self.case["scaled"]:
+            reducer.observed.units.attach(SCALER)
+        return reducer
+
+    def go(self) -> None:
+        k, waiting = self.case["k"], []
+        for number, drawn in enumerate(self.case["steps"]):
+            locals_ = gradients_of(self.case, drawn, self.communicator.rank)
+            scale = loss_scale(drawn["scale"]) if self.case["scaled"] else None
+            for micro in locals_[:-1]:
+                with self.reducer.no_sync():
+                    if any(one is not None for one in micro):
+                        step(self.reducer, micro, scale=scale)
+            step(self.reducer, locals_[-1], scale=scale)
+            waiting.append(self.averages[number].values)
+            landed = waiting.pop(0) if len(waiting) > k else None
+            _same(_copies(self.parameters), landed or [None] * len(SHAPES), f"step {number}")
+            assert self.reducer.late.withheld == (landed is None)
+            assert self.reducer.stats()["steps_under_way"] == len(waiting)
+            self.norm()
+            clear(self.parameters)
+            if drawn["then"].startswith("flush"):
+                self.flush(waiting, drawn["then"] != "flush")
+                waiting.clear()
+                clear(self.parameters)
+            elif drawn["then"] == "state":
+                self.reload()
+
+    def norm(self) -> None:
+        held = [one.grad for one in self.parameters if one.grad is not None]
+        exact = sum(float(one.detach().abs().double().square().sum()) for one in held) ** 0.5
+        assert abs(float(self.reducer.observed.grad_norm()) - exact) <= 1e-5 * exact
+
+    def flush(self, waiting: Sequence[Gradients], with_optimizer: bool) -> None:
+        if with_optimizer:
+            before = [one.detach().clone() for one in self.parameters]
+            with torch.no_grad():
+                for average in waiting:
+                    for value, one in zip(before, average, strict=True):
+                        if one is not None:
+                            value -= one
+            optimizer = torch.optim.SGD(self.parameters, lr=1.0)
+            if self.case["scaled"]:
+                with pytest.raises(ValueError, match="step=.*scaler"):
+                    self.reducer.flush(optimizer)
+
+                def one_step() -> None:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+                report = self.reducer.flush(step=one_step)
+            else:
+                report = self.reducer.flush(optimizer)
+            _same(self.parameters, before, "parameters after the flush")
+            assert all(one.grad is None for one in self.parameters)
+            for one in self.parameters:
+                one.detach().zero_()
+        else:
+            total: list[torch.Tensor | None] = [None] * len(SHAPES)
+            for average in waiting:
+                for index, one in enumerate(average):
+                    if one is not None:
+                        had = total[index]
+                        total[index] = one.clone() if had is None else had + one
+            report = self.reducer.flush()
+            _same(_copies(self.parameters), total, "flush")
+        assert report == FlushReport(steps=len(waiting)) and not self.reducer.flush().steps
+
+    def reload(self) -> None:
+        """A checkpoint, and a reducer with other buckets that goes on with it."""
+        state = self.reducer.state_dict()
+        again = copy.deepcopy(state)
+        if self.case["steps"][0]["seed"] % 2:
+            self.reducer.close()
+            self.reducer = self.made(BucketCaps(first_bytes=30, cap_bytes=30))
+            self.reducer.load_state_dict(again)
+        assert all(one.grad is None for one in self.parameters)
+
+
+def gradients_of(case: dict[str, Any], drawn: dict[str, Any], rank: int) -> list[Gradients]:
+    """What each backward of a step makes on a rank; the last one is reduced. Somebody uses something in it."""
+    dtypes = MIXES[case["mix"]]
+    made: list[Gradients] = []
+    for micro in range(drawn["local"] + 1):
+        unused = drawn["unused"][(rank + micro) % 2] if case["find_unused"] else frozenset()
+        gradients = _drawn(drawn["seed"] + 100 * rank + 10_000 * micro, dtypes)
+        made.append([None if i in unused else one for i, one in enumerate(gradients)])
+    return made
+
+
+def _averages(case: dict[str, Any], ranks: int) -> list[Average]:
+    dtypes = MIXES[case["mix"]]
+    found = []
+    for drawn in case["steps"]:
+        scale = drawn["scale"] if case["scaled"] else 1.0
+        sums: list[Gradients] = []
+        for rank in range(ranks):
+            total: list[torch.Tensor | None] = [None] * len(SHAPES)
+            for micro in gradients_of(case, drawn, rank):
+                for index, one in enumerate(micro):
+                    if one is not None:
+                        had, scaled = total[index], one * scale
+                        total[index] = scaled if had is None else had + scaled
+            sums.append(total)
+        found.append(Average(sums, case["wire"], scale, _bucket_dtypes(dtypes)))
+    return found
+
+
+def _check(results: Sequence[object]) -> None:
+    for one in results:
+        if isinstance(one, BaseException):
+            raise one
+
+
+@settings(max_examples=45, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(case=case_of)
+def test_gradients_are_the_averages_of_k_steps_before(case: dict[str, Any]) -> None:
+    averages = _averages(case, 2)
+    _check(ThreadWorld(2).run(lambda communicator: Run(case, averages, communicator).go()))
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 4])
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+def test_wires_are_k_plus_one_per_bucket(k: int, wire: Any) -> None:
+    def case(communicator: Communicator) -> None:
+        parameters = _parameters()
+        reducer = Reducer(parameters, communicator, _stale(k, wire=wire), caps=CAPS, find_unused_parameters=True)
+        for number in range(100):
+            step(reducer, _drawn(number + communicator.rank))
+            clear(parameters)
+        stats = reducer.stats()
+        assert stats["wire_allocations"] == (k + 1) * int(stats["buckets"]) and int(stats["buckets"]) > 2
+        assert stats["steps"] == 100 and stats["steps_under_way"] == k
+
+    _check(ThreadWorld(2).run(case))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_large_gradient_is_packed_early_into_the_wire_of_its_own_step(k: int) -> None:
+    def case(communicator: Communicator) -> None:
+        weight = torch.zeros(600, 600, requires_grad=True)
+        reducer = Reducer([weight], communicator, _stale(k))
+        for number in range(4 * k + 6):
+            step(reducer, [torch.full((600, 600), float(number + 10 * communicator.rank))])
+            if number < k:
+                assert weight.grad is None
+            else:
+                assert weight.grad is not None and set(weight.grad.unique().tolist()) == {number - k + 5.0}
+            weight.grad = None
+
+    _check(ThreadWorld(2).run(case))
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("zero", ["never", "sometimes", "in place", "late"])
+def test_gradients_that_accumulate_are_those_of_the_synchronous_mode_k_steps_later(k: int, zero: str) -> None:
+    """Whole numbers, so that both are exact. Zeroing clears what has landed; what is under way comes all the same."""
+
+    def case(communicator: Communicator) -> None:
+        parameters = _parameters()
+        reducer = Reducer(parameters, communicator, _stale(k), caps=CAPS)
+        held = [torch.zeros(shape) for shape in SHAPES]
+        waiting: list[list[torch.Tensor]] = []
+        for number in range(20):
+            zeroes = zero in ("in place", "late") or (zero == "sometimes" and number % 3 == 0)
+            ranks = [[one.mul(8).round() * 2 for one in _drawn(50 * number + rank)] for rank in range(2)]
+            local = [one.mul(8).round() * 2 for one in _drawn(50 * number + 30)]
+            if zeroes and zero != "late":
+                for parameter in parameters:
+                    if zero == "in place" and parameter.grad is not None:
+                        parameter.grad.zero_()
+                    elif zero != "in place":
+                        parameter.grad = None
+                held = [torch.zeros(shape) for shape in SHAPES]
+            extra = number % 4 == 1 and zero != "late"
+            if extra:
+                with reducer.no_sync():
+                    step(reducer, local)
+            loss = loss_of(parameters, ranks[communicator.rank])
+            reducer.prepare_for_backward(loss)
+            if zero == "late":
+                clear(parameters)
+                held = [torch.zeros(shape) for shape in SHAPES]
+            loss.backward()
+            waiting.append([(a + b) / 2 + (c if extra else 0) for a, b, c in zip(*ranks, local, strict=True)])
+            if len(waiting) > k:
+                held = [one + other for one, other in zip(held, waiting.pop(0), strict=True)]
+            for parameter, expected in zip(parameters, held, strict=True):
+                actual = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                assert torch.equal(actual, expected), number
+
+    _check(ThreadWorld(2).run(case))
+
+
+def test_a_forward_or_an_autograd_grad_between_takes_no_gradient_away() -> None:
+    parameters, communicator = _parameters(), Loopback()
+    reducer = Reducer(parameters, communicator, _stale(1), caps=CAPS)
+    for number in range(4):
+        step(reducer, _drawn(number))
+    held = _copies(parameters)
+    loss = loss_of(parameters, _drawn(9))
+    reducer.prepare_for_backward(loss)  # to log it, and never backward
+    _same(_copies(parameters), held)
+    factor = torch.ones((), requires_grad=True)
+    loss = loss_of(parameters, _drawn(9)) * factor
+    reducer.prepare_for_backward(loss)
+    torch.autograd.grad(loss, factor, retain_graph=True)
+    _same(_copies(parameters), held)
+    clear(parameters)
+    loss.backward()
+    _same(_copies(parameters), [communicator.mean(one) for one in _drawn(3)])
+
+
+@pytest.mark.filterwarnings("ignore:.* got a gradient after")
+def test_backwards_under_no_sync_need_not_be_prepared() -> None:
+    parameters, communicator = _parameters(), Loopback([lambda mine: mine.clone()])
+    reducer = Reducer(parameters, communicator, _stale(1), caps=CAPS)
+    held = waiting = [torch.zeros(shape) for shape in SHAPES]
+    for number in range(8):  # never zeroed: what has landed stays, and is not sent again
+        local, own = ([one.mul(8).round() for one in _drawn(number + seed)] for seed in (100, 200))
+        with reducer.no_sync():
+            for _ in range(number % 3):
+                loss_of(parameters, local).backward()
+        if number % 3 == 0 and number:
+            _same(_copies(parameters), held, "nothing came, and nothing is gone")
+        step(reducer, own)
+        if number:
+            held = [one + other for one, other in zip(held, waiting, strict=True)]
+            _same(_copies(parameters), held, number)
+        waiting = [one + other * (number % 3) for one, other in zip(own, local, strict=True)]
+
+
+def test_plans_change_while_steps_are_under_way() -> None:
+    def case(communicator: Communicator) -> None:
+        parameters, hashes = _parameters(), set()
+        reducer = Reducer(parameters, communicator, _stale(3), caps=CAPS)
+        for number in range(8):
+            step(reducer, _drawn(2 * number + communicator.rank), ready=[2, 0, 5, 1, 3, 4])
+            hashes.add(plan_hash(reducer.plan))
+            if number >= 3:
+                ranks = [_drawn(2 * (number - 3) + rank) for rank in range(2)]
+                _same(_copies(parameters), Average(ranks, "native", 1.0, _bucket_dtypes(MIXES[0])).values, number)
+            clear(parameters)
+        assert len(hashes) == 2
+
+    _check(ThreadWorld(2).run(case))
+
+
+def test_a_static_graph_asks_once_which_parameters_are_used() -> None:
+    def case(communicator: Communicator) -> None:
+        parameters = _parameters()
+        reducer = Reducer(parameters, communicator, _stale(2), caps=CAPS, static_graph=True)
+        for number in range(6):
+            ranks: list[list[torch.Tensor | None]] = []
+            for rank in range(2):
+                gradients: list[torch.Tensor | None] = list(_drawn(2 * number + rank))
+                gradients[1] = None
+                gradients[4 + rank] = None
+                ranks.append(gradients)
+            step(reducer, ranks[communicator.rank])
+            if number >= 2:
+                before = [_drawn(2 * (number - 2) + rank) for rank in range(2)]
+                kept = [[None if i in (1, 4 + r) else g for i, g in enumerate(one)] for r, one in enumerate(before)]
+                _same(_copies(parameters), Average(kept, "native", 1.0, _bucket_dtypes(MIXES[0])).values, number)
+            clear(parameters)
+
+    _check(ThreadWorld(2).run(case))
+
+
+def test_sparse_gradients_come_later_too() -> None:
+    parameters, communicator = [torch.zeros(6, 2, requires_grad=True), torch.zeros(3, requires_grad=True)], Loopback()
+    reducer = Reducer(parameters, communicator, _stale(2), sparse=[True, False])
+    made = []
+    for number in range(7):
+        rows = torch.tensor([[number % 6, (number + 2) % 6]])
+        sparse = torch.sparse_coo_tensor(rows, torch.full((2, 2), float(3 * number)), (6, 2), check_invariants=False)
+        made.append(sparse)
+        step(reducer, [sparse, torch.full((3,), 3.0 * number)])
+        if number >= 2:
+            assert parameters[0].grad is not None and parameters[0].grad.layout is torch.sparse_coo
+            assert torch.equal(parameters[0].grad.to_dense(), made[number - 2].to_dense() / 3 * 5)
+            assert torch.equal(parameters[1].grad, torch.full((3,), number - 2 - 1.5))  # type: ignore[arg-type]
+        else:
+            assert parameters[0].grad is None
+        clear(parameters)
+    assert reducer.flush().steps == 2
+    total = made[-2].to_dense() / 3 * 5 + made[-1].to_dense() / 3 * 5
+    assert parameters[0].grad is not None and torch.equal(parameters[0].grad.to_dense(), total)
+
+
+# A late peer
+
+
+class Late(Exception):
+    """A wait for more than there should be."""
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_late_peer_delays_nobody_for_k_steps(k: int) -> None:
+    late_s, warm = 0.5, 6
+
+    def case(communicator: Communicator) -> list[float]:
+        parameters = _parameters()
+        reducer = Reducer(parameters, communicator, _stale(k), caps=CAPS, agreed=True)
+        ended = []
+        for number in range(warm + k + 1):
+            if number == warm and communicator.rank == 1:
+                time.sleep(late_s)
+            began = time.monotonic()
+            step(reducer, _drawn(number))
+            clear(parameters)
+            ended.append(time.monotonic() - began)
+        return ended
+
+    quick, _ = ThreadWorld(2).run(case)
+    assert isinstance(quick, list), quick
+    assert max(quick[warm : warm + k]) < late_s / 2, "the steps that it hides"
+    assert quick[warm + k] > late_s / 2, "the one that needs the late peer's"
+
+
+# What goes wrong
+
+
+class Broken(Loopback):
+    """Waiting for an all-reduce fails from a number of them on."""
+
+    def __init__(self, fails_from: int) -> None:
+        super().__init__()
+        self._fails_from = fails_from
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
+        if self.count("all_reduce") == self._fails_from:
+            self.fail_wait = self._fails_from
+        return super().all_reduce(tensor, op)
+
+
+def test_a_collective_that_fails_is_raised_by_the_step_that_lands_it() -> None:
+    parameters, communicator = [torch.zeros(3, requires_grad=True)], Broken(1)
+    reducer = Reducer(parameters, communicator, _stale(2))
+    for _ in range(3):
+        step(reducer, [torch.ones(3)])
+        clear(parameters)
+    with pytest.raises(CollectiveError, match="Connection closed"):
+        step(reducer, [torch.ones(3)])
+    assert reducer.state is ReducerState.FAILED and reducer.stats()["steps_under_way"] == 3
+    with pytest.raises(FusedReduceError):
+        reducer.reset()
+    assert reducer.stats()["steps_given_up"] == 3 and reducer.stats()["steps_under_way"] == 0
+    reducer.set_communicator(Loopback())
+    clear(parameters)
+    for number in range(5):
+        step(reducer, [torch.full((3,), 3.0 * number)])
+        expected = None if number < 2 else torch.full((3,), number - 2 - 1.5)
+        _same([parameters[0].grad], [expected])
+        clear(parameters)
+
+
+def test_flush_that_fails_leaves_a_reducer_that_says_so() -> None:
+    parameters, communicator = [torch.zeros(3, requires_grad=True)], Broken(1)
+    reducer = Reducer(parameters, communicator, _stale(2))
+    for _ in range(2):
+        step(reducer, [torch.ones(3)])
+        clear(parameters)
+    with pytest.raises(CollectiveError, match="Connection closed"):
+        reducer.flush()
+    assert reducer.state is ReducerState.FAILED
+    with pytest.raises(FusedReduceError):
+        reducer.prepare_for_backward()
+
+
+def test_a_checkpoint_that_fails_leaves_the_gradients_alone() -> None:
+    parameters, communicator = [torch.zeros(3, requires_grad=True)], Broken(1)
+    reducer = Reducer(parameters, communicator, _stale(2))
+    for _ in range(2):
+        step(reducer, [torch.ones(3)])
+        clear(parameters)
+    mine = parameters[0].grad = torch.full((3,), 7.0)
+    with pytest.raises(CollectiveError, match="Connection closed"):
+        reducer.state_dict()
+    assert parameters[0].grad is mine and mine.tolist() == [7.0] * 3
+    assert reducer.state is ReducerState.FAILED
+
+
+def test_reset_gives_up_what_is_under_way_and_begins_anew() -> None:
+    parameters, communicator = _parameters(), Loopback()
+    reducer = Reducer(parameters, communicator, _stale(2), caps=CAPS)
+    for number in range(5):
+        step(reducer, _drawn(number))
+        clear(parameters)
+    reducer.reset()
+    assert reducer.stats()["steps_given_up"] == 2
+    for number in range(4):
+        step(reducer, _drawn(10 + number))
+        expected = [None] * 6 if number < 2 else [communicator.mean(one) for one in _drawn(10 + number - 2)]
+        _same(_copies(parameters), expected)
+        clear(parameters)
+
+
+def test_closing_drops_what_is_under_way() -> None:
+    parameters, communicator = _parameters(), Loopback()
+    with Reducer(parameters, communicator, _stale(2), caps=CAPS) as reducer:
+        for number in range(3):
+            step(reducer, _drawn(number))
+            clear(parameters)
+        del reducer
+    assert not any(one() is not None for one in communicator.wires)
+
+
+def test_a_gradient_changed_after_it_was_packed_is_found_in_its_own_step() -> None:
+    parameters = _parameters()
+    reducer = Reducer(parameters, Loopback(), _stale(1), caps=CAPS)
+    for number in range(2):
+        step(reducer, _drawn(number))
+        clear(parameters)
+    loss = loss_of(parameters, _drawn(3), ready=[5, 4, 3, 2, 1, 0])
+    reducer.prepare_for_backward(loss)
+
+    def late(_: torch.Tensor) -> None:
+        assert parameters[5].grad is not None
+        parameters[5].grad.mul_(2)
+
+    parameters[0].register_hook(late)
+    with pytest.raises(FusedReduceError, match="written to after it had been packed"):
+        loss.backward()
+    assert reducer.stats()["steps_under_way"] == 1
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_what_is_not_finite_is_raised_when_its_step_lands(k: int) -> None:
+    parameters, communicator = [torch.zeros(3, requires_grad=True)], Loopback()
+    reducer = Reducer(parameters, communicator, _stale(k, check_finite="raise"), names=["weight"])
+    for number in range(6):
+        gradient = torch.full((3,), float("inf") if number == 2 else 1.0)
+        if number == 2 + k:
+            with pytest.raises(NonFiniteGradientError, match="step 3: .*weight"):
+                step(reducer, [gradient])
+        else:
+            step(reducer, [gradient])
+        clear(parameters)
+    assert [one.step for one in reducer.observed.finite_check().reports] == [3]
+    reducer.check_finalized()
+
+
+def test_flush_raises_for_a_step_that_is_not_finite_and_can_go_on() -> None:
+    parameters = [torch.zeros(3, requires_grad=True)]
+    reducer = Reducer(parameters, Loopback(), _stale(3, check_finite="raise"))
+    for number in range(3):
+        step(reducer, [torch.full((3,), float("nan") if number == 1 else 3.0)])
+        clear(parameters)
+    with pytest.raises(NonFiniteGradientError):
+        reducer.flush()
+    clear(parameters)
+    assert reducer.flush().steps == 1
+    _same([parameters[0].grad], [torch.full((3,), -0.5)])
+
+
+# Flush, modes and what excludes them
+
+
+def test_flush_adds_to_what_is_there_and_refuses_what_waits_for_its_reduction() -> None:
+    parameters = [torch.zeros(3, requires_grad=True)]
+    reducer = Reducer(parameters, Loopback(), _stale(1))
+    for _ in range(2):
+        clear(parameters)
+        step(reducer, [torch.full((3,), 3.0)])
+    assert reducer.flush() == FlushReport(1, 0.0, 0.0)
+    _same([parameters[0].grad], [torch.full((3,), -1.0)])
+    clear(parameters)
+    step(reducer, [torch.full((3,), 3.0)])
+    with reducer.no_sync():
+        step(reducer, [torch.full((3,), 3.0)])
+        with pytest.raises(FusedReduceError, match="no_sync"):
+            reducer.flush()
+    clear(parameters)
+    assert reducer.flush().steps == 1
+
+
+@pytest.mark.parametrize("zeroed_after", [False, True])
+def test_flush_gives_nothing_again_that_an_optimizer_has_stepped_with(zeroed_after: bool) -> None:
+    """zero_grad, backward, step: what has landed last is still there when the loop ends."""
+    parameters = [torch.zeros(3, requires_grad=True)]
+    reducer = Reducer(parameters, Loopback([lambda mine: mine.clone()]), _stale(2))
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    for number in range(5):
+        optimizer.zero_grad()
+        step(reducer, [torch.full((3,), 2.0**number)])
+        optimizer.step()
+        if zeroed_after:
+            optimizer.zero_grad()
+    assert reducer.flush(optimizer).steps == 2
+    assert torch.equal(parameters[0].detach(), torch.full((3,), -31.0))
+
+
+def test_flush_adds_its_landings_up_also_behind_an_optimizers_step() -> None:
+    """What was stepped with is not wanted again, but what lands in `flush` is, all of it."""
+    parameters = [torch.zeros(3, requires_grad=True)]
+    reducer = Reducer(parameters, Loopback([lambda mine: mine.clone()]), _stale(2))
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    for number in range(5):
+        optimizer.zero_grad()
+        step(reducer, [torch.full((3,), 2.0**number)])
+        optimizer.step()
+    assert reducer.flush().steps == 2
+    _same([parameters[0].grad], [torch.full((3,), 8.0 + 16.0)])
+
+
+def test_flush_leaves_no_optimizer_a_gradient_that_it_has_stepped_with() -> None:
+    parameters = [torch.zeros(3, requires_grad=True), torch.zeros(2, requires_grad=True)]
+    reducer = Reducer(parameters, Loopback([lambda mine: mine.clone()]), _stale(2))
+    optimizers = [torch.optim.SGD([one], lr=1.0) for one in parameters]
+    for value in (1.0, 2.0):
+        step(reducer, [torch.full((3,), value), torch.full((2,), value)])
+    assert reducer.flush(*optimizers).steps == 2
+    for one in parameters:
+        assert torch.equal(one.detach(), torch.full(one.shape, -3.0))
+        assert one.grad is None, "the next step would take it once more"
+
+
+def test_a_synchronous_reducer_has_nothing_to_flush_or_to_keep() -> None:
+    for mode in (Synchronous(), BoundedStaleness(0)):
+        parameters = [torch.zeros(3, requires_grad=True)]
+        reducer = Reducer(parameters, Loopback(), ReduceConfig(sync_mode=mode))
+        step(reducer, [torch.full((3,), 3.0)])
+        assert reducer.flush() == FlushReport() and reducer.state_dict() == {}
+        _same([parameters[0].grad], [torch.full((3,), -0.5)])
+        reducer.load_state_dict({})
+
+
+def test_flush_takes_optimizers_or_a_step() -> None:
+    parameters = [torch.zeros(3, requires_grad=True)]
+    reducer = Reducer(parameters, Loopback(), _stale(1))
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    with pytest.raises(TypeError, match="flush takes torch.optim"):
+        reducer.flush(parameters)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not both"):
+        reducer.flush(optimizer, step=optimizer.step)
+
+
+def test_modes_change_between_steps_and_ranks_agree_on_them() -> None:
+    def case(communicator: Communicator) -> None:
+        parameters = _parameters()
+        reducer = Reducer(parameters, communicator, caps=CAPS)
+        modes: list[tuple[Any, int]] = [(Synchronous(), 0), (BoundedStaleness(2), 2), (BoundedStaleness(1), 1)]
+        for mode, k in (*modes, modes[0], modes[1]):
+            reducer.set_sync_mode(mode)
+            assert reducer.config.sync_mode == mode
+            for number in range(5):
+                step(reducer, _drawn(number + communicator.rank))
+                if number >= k:
+                    ranks = [_drawn(number - k + rank) for rank in range(2)]
+                    _same(_copies(parameters), Average(ranks, "native", 1.0, _bucket_dtypes(MIXES[0])).values)
+                clear(parameters)
+            if k:
+                with pytest.raises(FusedReduceError, match="steps are under way: flush"):
+                    reducer.set_sync_mode(Synchronous())
+                assert reducer.flush().steps == k
+            clear(parameters)
+        reducer.flush()
+        clear(parameters)
+        mine: Any = BoundedStaleness(1) if communicator.rank else BoundedStaleness(2)
+        reducer.set_sync_mode(mine)
+        with pytest.raises(ValueError, match=r"sync_mode.*max_staleness=2.*max_staleness=1"):
+            reducer.prepare_for_backward()
+
+    _check(ThreadWorld(2).run(case))
+
+
+@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"skip_unused_buckets": True}])
+def test_what_excludes_stale_gradients_is_refused_before_anything_is_hooked(options: dict[str, bool]) -> None:
+    parameters = _parameters()
+    with pytest.raises(ValueError, match="exclude each other"):
+        Reducer(parameters, Loopback(), _stale(1), **options)  # type: ignore[arg-type]
+    reducer = Reducer(parameters, Loopback(), _stale(0), **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="exclude each other"):
+        reducer.set_sync_mode(BoundedStaleness(1))
+    step(reducer, _drawn(0))
+
+
+def test_a_comm_hook_and_a_trace_are_refused(tmp_path: Any) -> None:
+    reducer = Reducer(_parameters(), Loopback(), _stale(1))
+    with pytest.raises(ValueError, match="a comm hook exclude"):
+        reducer.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    with pytest.raises(ValueError, match="an optimizer in backward exclude"):
+        reducer.leave_gradients_to_hook()
+    with pytest.raises(ValueError, match="a trace exclude"):
+        reducer.record_trace(tmp_path)
+    hooked = Reducer(_parameters(), Loopback())
+    hooked.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    with pytest.raises(ValueError, match="a comm hook exclude"):
+        hooked.set_sync_mode(BoundedStaleness(2))
+
+
+@pytest.mark.parametrize("make", [BoundedStaleness, Asynchronous])
+@pytest.mark.parametrize("value", [-1, 1.0, True, "1", None])
+def test_a_mode_checks_its_number(make: Callable[[Any], object], value: Any) -> None:
+    with pytest.raises(ValueError, match="must be a whole number of at least"):
+        make(value)
+
+
+def test_a_mode_is_one_of_three() -> None:
+    with pytest.raises(ValueError, match="max_in_flight must be a whole number of at least 1, got 0"):
+        Asynchronous(0)
+    for value in (None, 1, "Synchronous", BoundedStaleness):
+        with pytest.raises(ValueError, match="sync_mode must be"):
+            ReduceConfig(sync_mode=value)  # type: ignore[arg-type]
+
+
+# What is kept in a checkpoint
+
+
+def _with_steps(k: int = 2, **options: Any) -> tuple[Reducer, list[torch.Tensor]]:
+    parameters = _parameters()
+    reducer = Reducer(parameters, Loopback(), _stale(k), caps=CAPS, **options)
+    for number in range(4):
+        step(reducer, _drawn(number))
+        clear(parameters)
+    return reducer, parameters
+
+
+def test_a_checkpoint_is_plain_and_stays_as_it_was_saved() -> None:
+    reducer, parameters = _with_steps()
+    state = reducer.state_dict()
+    kept = copy.deepcopy(state)
+    loaded = torch.load(_saved(state), weights_only=True)
+    assert [one["step"] for one in loaded["steps"]] == [3, 4] and state["world_size"] == 3
+    for number in range(4, 8):
+        step(reducer, _drawn(number))
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad.mul_(7)
+        clear(parameters)
+    for one, other in zip(state["steps"], kept["steps"], strict=True):
+        _same(list(one["averages"].values()), list(other["averages"].values()))
+
+
+def test_a_checkpoint_has_each_steps_own_average_and_leaves_gradients_alone() -> None:
+    reducer, parameters = _with_steps()
+    for parameter in parameters:
+        parameter.grad = torch.full(parameter.shape, 7.0)
+    mine = [parameter.grad for parameter in parameters]
+    state = reducer.state_dict()
+    for kept, number in zip(state["steps"], (2, 3), strict=True):
+        _same(list(kept["averages"].values()), [Loopback().mean(one) for one in _drawn(number)], number)
+    assert all(parameter.grad is one for parameter, one in zip(parameters, mine, strict=True))
+    _same(mine, [torch.full(shape, 7.0) for shape in SHAPES], "gradients of the user's")
+
+
+def test_landing_leaves_a_loaded_checkpoint_as_it_was() -> None:
+    """It may be loaded again: landings are added up in other memory."""
+    state = _with_steps()[0].state_dict()
+    kept = copy.deepcopy(state)
+    reducer = Reducer(_parameters(), Loopback(), _stale(2))
+    reducer.load_state_dict(state)
+    assert reducer.flush().steps == 2
+    for one, before in zip(state["steps"], kept["steps"], strict=True):
+        _same(list(one["averages"].values()), list(before["averages"].values()))
+
+
+def _saved(state: Any) -> Any:
+    import io
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def test_a_checkpoint_of_something_else_is_refused_and_nothing_is_loaded() -> None:
+    state = _with_steps()[0].state_dict()
+    missing = copy.deepcopy(state)
+    del missing["steps"][0]["averages"]["parameter 1"]
+    foreign = copy.deepcopy(state)
+    foreign["steps"][1]["averages"]["other"] = None
+    shaped = copy.deepcopy(state)
+    shaped["steps"][0]["averages"]["parameter 0"] = torch.zeros(4)
+    for bad, text in (
+        ({**state, "world_size": 4}, "of 4 ranks, there are 3 now"),
+        ({**state, "version": 9}, "version 9"),
+        ({"version": 1, "world_size": 3}, "damaged.*steps"),
+        ({**state, "steps": [{**state["steps"][0], "averages": None}]}, "damaged"),
+        (missing, "nothing of parameter 1"),
+        (foreign, "other not among"),
+        (shaped, r"parameter 0 is \(4,\)"),
+    ):
+        reducer = Reducer(_parameters(), Loopback(), _stale(2))
+        with pytest.raises(ValueError, match=text):
+            reducer.load_state_dict(bad)
+        assert reducer.stats()["steps_under_way"] == 0
+    for mode in (Synchronous(), BoundedStaleness(1)):
+        with pytest.raises(ValueError, match="sync_mode allows"):
+            Reducer(_parameters(), Loopback(), ReduceConfig(sync_mode=mode)).load_state_dict(state)
+    reducer, _ = _with_steps()
+    with pytest.raises(FusedReduceError, match="steps are under way"):
+        reducer.load_state_dict(state)
+
+
+def test_what_was_told_and_scaled_goes_with_a_checkpoint() -> None:
+    parameters = [torch.zeros(3, requires_grad=True)]
+    config = _stale(2, check_finite="count")
+    reducer = Reducer(parameters, Loopback(), config, names=["weight"])
+    reducer.observed.units.attach(SCALER)
+    for value in (8.0, 2.0):
+        loss = loss_of(parameters, [torch.tensor([1.0, float("inf") if value == 2.0 else 1.0, 1.0])])
+        reducer.prepare_for_backward(loss)
+        backward(reducer, loss, loss_scale(value))
+        clear(parameters)
+    state = reducer.state_dict()
+    assert [one["loss_scale"] for one in state["steps"]] == [8.0, 2.0]
+    reducer.close()
+    other = Reducer(parameters, Loopback(), config, names=["weight"])
+    other.load_state_dict(state)
+    assert other.flush().steps == 2
+    (report,) = other.observed.finite_check().reports
+    assert report.step == 2 and report.reduced == ("weight",) and report.culprits[0].index == 1
+    assert other.late.landed_scale is not None and other.late.landed_scale.scale.item() == 2.0

@@ -1,0 +1,248 @@
+"""ReduceConfig(op=...) and a step's own divisor; peers are scripted, or threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.leaf_steps import Wire, clear, step
+from support.loopback import Loopback, ThreadWorld, constant
+
+from fusedreduce import AgreementError, BucketCaps, ReduceConfig, Reducer
+from fusedreduce.buckets.exchange import fp16_split
+from fusedreduce.comm.protocol import Communicator
+from fusedreduce.kernels import dispatch
+
+CAPS = BucketCaps(first_bytes=64, cap_bytes=150)
+SHAPES = ((3,), (5, 7), (1,), (0,), (40,))
+WIRE_DTYPES: dict[str, torch.dtype | None] = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture(autouse=True)
+def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_triton_pack", None)
+
+
+def _parameters(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in SHAPES]
+
+
+def _gradients(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES]
+
+
+def _reduced(local: Sequence[torch.Tensor], divisors: Sequence[float], wire: Wire, split: float) -> torch.Tensor:
+    """One rounding to the wire per rank, one of their sum (LocalGroup adds in fp32, in order of rank), and back."""
+    dtype = WIRE_DTYPES[wire] or local[0].dtype
+    compute = torch.float64 if local[0].dtype is torch.float64 else torch.float32
+    packed = [(one.to(compute) / (by / split)).to(dtype) for one, by in zip(local, divisors, strict=True)]
+    total = packed[0].to(compute)
+    for one in packed[1:]:
+        total = total + one.to(compute)
+    return (total.to(dtype).to(compute) / split).to(local[0].dtype)
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_every_rank_gets_the_sum_over_each_ranks_divisor(wire: Wire, ranks: int, own: bool, op: Any) -> None:
+    divisors = [2.5 + rank if own else (float(ranks) if op == "mean" else 1.0) for rank in range(ranks)]
+    split = fp16_split(ranks, op) if wire == "fp16" else 1.0
+
+    def case(communicator: Communicator) -> list[list[torch.Tensor | None]]:
+        parameters = _parameters()
+        found = []
+        with Reducer(parameters, communicator, ReduceConfig(wire=wire, op=op), caps=CAPS) as reducer:
+            for number in range(5):  # few hooks from the fourth on
+                divisor = divisors[communicator.rank] if own else None
+                step(reducer, _gradients(10 * number + communicator.rank), divisor=divisor)
+                found.append([one.grad for one in parameters])
+                clear(parameters)
+        return found
+
+    for held in ThreadWorld(ranks).run(case):
+        assert not isinstance(held, BaseException), held
+        for number, gradients in enumerate(held):
+            for index, gradient in enumerate(gradients):
+                local = [_gradients(10 * number + rank)[index] for rank in range(ranks)]
+                expected = _reduced(local, divisors, wire, split)
+                assert torch.equal(gradient, expected), (number, index)
+
+
+def test_weights_give_the_mean_over_all_samples() -> None:
+    samples = [1, 5, 2]
+
+    def case(communicator: Communicator) -> list[torch.Tensor]:
+        parameters = _parameters(torch.float64)
+        reducer = Reducer(parameters, communicator, ReduceConfig())
+        mean_loss = [one * 8 for one in _gradients(communicator.rank, torch.float64)]
+        step(reducer, mean_loss, divisor=sum(samples) / samples[communicator.rank])
+        return [one.grad for one in parameters if one.grad is not None]
+
+    ranks = [_gradients(rank, torch.float64) for rank in range(3)]
+    exact = [sum(n * one[i] for n, one in zip(samples, ranks, strict=True)) for i in range(len(SHAPES))]
+    for held in ThreadWorld(3).run(case):
+        for gradient, expected in zip(held, exact, strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-14, atol=0)
+
+
+def test_a_divisor_holds_for_one_step() -> None:
+    parameters, communicator = [torch.zeros(4, requires_grad=True)], Loopback([constant(0.0)])
+    reducer = Reducer(parameters, communicator)
+    for divisor, expected in ((8.0, 0.125), (None, 0.5), (1, 1.0), (None, 0.5)):
+        step(reducer, [torch.ones(4)], divisor=divisor)
+        assert torch.equal(parameters[0].grad, torch.full((4,), expected))  # type: ignore[arg-type]
+        clear(parameters)
+
+
+def test_gradients_packed_ahead_of_their_bucket_have_it_too() -> None:
+    large = [torch.zeros(300_000, requires_grad=True), torch.zeros(300_001, requires_grad=True)]
+    reducer = Reducer(large, Loopback([constant(0.0)]), ReduceConfig(op="sum"))
+    for number, divisor in enumerate((None, 4.0, None, 4.0, None)):
+        step(reducer, [torch.full_like(one, 3.0) for one in large], divisor=divisor)
+        for one in large:
+            assert one.grad is not None and set(one.grad.tolist()) == {3.0 / (divisor or 1.0)}, number
+        clear(large)
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_what_is_packed_ahead_is_divided_once_where_by_products_are_wanted(op: Any, views: bool) -> None:
+    """Pack then goes over the whole bucket, also where gradients are views that hold the quotients already."""
+    parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 300_000)]
+    reducer = Reducer(
+        parameters,
+        Loopback([constant(0.0)]),
+        ReduceConfig(op=op, grad_stats=True, check_finite="count"),
+        gradient_as_bucket_view=views,
+    )
+    for number in range(5):
+        divisor = 4.0 if op == "sum" else None
+        step(reducer, [torch.full_like(one, 3.0) for one in parameters], divisor=divisor)
+        for one in parameters:
+            assert one.grad is not None and one.grad.eq(3.0 / (divisor or 2.0)).all(), number
+        clear(parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_fp16_gradients_of_four_ranks_average_to_what_fp16_holds(dtype: torch.dtype) -> None:
+    """What they come back to has no room for more than the wire: nothing is held back for behind the sum."""
+    value = 40_000.0 if dtype is torch.float16 else 32_000.0
+
+    def case(communicator: Communicator) -> torch.Tensor | None:
+        parameters = [torch.zeros(3, dtype=dtype, requires_grad=True)]
+        step(Reducer(parameters, communicator, ReduceConfig(wire="fp16")), [torch.full((3,), value, dtype=dtype)])
+        return parameters[0].grad
+
+    for gradient in ThreadWorld(4).run(case):
+        assert torch.equal(gradient, torch.full((3,), value, dtype=dtype))
+
+
+def test_what_each_rank_can_hold_in_fp16_a_sum_of_all_can_hold_on_the_wire() -> None:
+    def case(communicator: Communicator) -> torch.Tensor | None:
+        parameters = [torch.zeros(3, requires_grad=True)]
+        step(Reducer(parameters, communicator, ReduceConfig(op="sum", wire="fp16")), [torch.full((3,), 49152.0)])
+        return parameters[0].grad
+
+    for ranks in (2, 3):
+        for gradient in ThreadWorld(ranks).run(case):
+            assert torch.equal(gradient, torch.full((3,), 49152.0 * ranks))
+
+
+@pytest.mark.parametrize("ranks", range(1, 70))
+def test_the_split_of_a_sum_is_the_least_power_of_two_that_holds_all_ranks(ranks: int) -> None:
+    split = fp16_split(ranks, "sum")
+    assert math.frexp(split)[0] == 0.5 and split <= 1 / ranks < 2 * split
+
+
+@pytest.mark.parametrize("divisor", [0, 0.0, -1.0, math.inf, math.nan, True, "2", 1j])
+def test_a_divisor_that_is_none_is_refused_before_anything_happens(divisor: Any) -> None:
+    parameters, communicator = _parameters(), Loopback()
+    reducer = Reducer(parameters, communicator)
+    with pytest.raises(ValueError, match="divisor must be a positive number"):
+        reducer.prepare_for_backward(divisor=divisor)
+    assert not communicator.calls and reducer.state.value == "idle"
+
+
+@pytest.mark.parametrize(("op", "divisor"), [("mean", 1.0), ("sum", 1.0), ("sum", None)])
+def test_a_kept_view_that_no_rank_uses_is_not_summed_again(op: Any, divisor: float | None) -> None:
+    def case(communicator: Communicator) -> None:
+        rank = communicator.rank
+        parameters = _parameters()
+        reducer = Reducer(
+            parameters,
+            communicator,
+            ReduceConfig(op=op),
+            caps=CAPS,
+            find_unused_parameters=True,
+            gradient_as_bucket_view=True,
+        )
+        step(reducer, _gradients(rank), divisor=divisor)
+        kept = parameters[1].grad
+        assert kept is not None
+        kept.fill_(rank + 1.0)
+        for number in range(3):
+            for one in (*parameters[:1], *parameters[2:]):
+                one.grad = None
+            gradients: list[torch.Tensor | None] = [*_gradients(2 * number + rank)]
+            gradients[1] = None
+            step(reducer, gradients, divisor=divisor)
+            assert parameters[1].grad is kept and torch.equal(kept, torch.full_like(kept, rank + 1.0))
+            expected = _gradients(2 * number)[4] + _gradients(2 * number + 1)[4]
+            assert parameters[4].grad is not None and torch.equal(parameters[4].grad, expected)
+        # Used on one rank, the other's kept gradient is part of the sum.
+        gradients = [*_gradients(rank)]
+        gradients[1] = gradients[1] if rank else None
+        step(reducer, gradients, divisor=divisor)
+        assert torch.equal(kept, _gradients(1)[1] + 2.0 + 1.0)
+
+    for failure in ThreadWorld(2).run(case):
+        assert failure is None, failure
+
+
+def test_a_comm_hook_divides_itself() -> None:
+    reducer = Reducer(_parameters(), Loopback())
+    reducer.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    with pytest.raises(ValueError, match="exclude each other"):
+        reducer.prepare_for_backward(divisor=2.0)
+    summing = Reducer(_parameters(), Loopback(), ReduceConfig(op="sum"))
+    with pytest.raises(ValueError, match="op='sum' and a comm hook exclude each other"):
+        summing.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+
+
+@pytest.mark.parametrize("op", ["average", None, 1, ""])
+def test_another_op_is_refused_with_those_there_are(op: Any) -> None:
+    with pytest.raises(ValueError, match="unknown op .* use one of 'mean', 'sum'"):
+        ReduceConfig(op=op)
+
+
+def test_ranks_with_different_ops_all_learn_of_it() -> None:
+    def case(communicator: Communicator) -> None:
+        op: Any = "sum" if communicator.rank == 1 else "mean"
+        Reducer(_parameters(), communicator, ReduceConfig(op=op)).prepare_for_backward()
+
+    for error in ThreadWorld(2).run(case):
+        assert isinstance(error, AgreementError) and "op" in str(error)
+
+
+def test_a_sum_counts_no_ranks_that_have_joined() -> None:
+    class Counted:
+        waited = False
+
+        def wait(self) -> None:
+            self.waited = True
+
+        def result(self) -> list[torch.Tensor]:
+            return [torch.tensor([2.0])]
+
+    for op, expected in (("mean", 0.5), ("sum", 1.0)):
+        parameters, work = [torch.zeros(2, requires_grad=True)], Counted()
+        reducer = Reducer(parameters, Loopback([constant(0.0)] * 2), ReduceConfig(op=op))  # type: ignore[arg-type]
+        reducer.divide_by_ranks_counted(work)
+        step(reducer, [torch.ones(2)])
+        assert work.waited and torch.equal(parameters[0].grad, torch.full((2,), expected))  # type: ignore[arg-type]

@@ -1,0 +1,275 @@
+"""The order of CUDA work, without a GPU: no way in breaks a rule, and every planted fault does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.fake_cuda import FakeCuda
+from support.fake_streams import FakeWork
+from support.order_cases import AGREED, CASES, Case, layers, step
+from support.order_check import Entry, Rule, Violation, check
+
+from fusedreduce.buckets import exchange
+from fusedreduce.buckets.bucket import Bucket
+from fusedreduce.buckets.stats.non_finite import FiniteCheck
+from fusedreduce.buckets.streams import Streams
+from fusedreduce.comm import process_group as distributed
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
+from fusedreduce.kernels import table, variants
+from fusedreduce.planning.layout import flat_layout
+from fusedreduce.reducer.scheduler import Scheduler
+
+
+def fake_outline(patch: pytest.MonkeyPatch, name: str, **options: Any) -> list[tuple[str, str, int]]:
+    """What a case does on stand-ins in its steady steps, with one rank."""
+    cuda = FakeCuda(patch, ranks=1, **options)
+    with cuda.recording():
+        CASES[name]().run(cuda, cuda.device)
+    return cuda.outline()
+
+
+def _recorded(
+    patch: pytest.MonkeyPatch, case: Case, plant: Callable[[pytest.MonkeyPatch], None] | None = None, **options: Any
+) -> list[Entry]:
+    """The trace of a case, whose model is on another device than the current one."""
+    cuda = FakeCuda(patch, home=1, **options)
+    with cuda.recording():
+        if plant is not None:
+            plant(patch)
+        case.run(cuda, cuda.device)
+    return cuda.trace
+
+
+def _shown(found: list[Violation]) -> str:
+    return "\n".join(map(str, found[:8]))
+
+
+@pytest.mark.parametrize("comes", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_every_way_in_is_ordered(monkeypatch: pytest.MonkeyPatch, name: str, comes: bool) -> None:
+    case = CASES[name]()
+    trace = _recorded(monkeypatch, case, comes=comes)
+    found = check(trace, case.permitted)
+    assert not found, _shown(found)
+    waits = {trace[one.entries[0]].where for one in check(trace)}
+    assert waits == case.permitted.keys() or not comes, "what is permitted is needed"
+
+
+@pytest.mark.parametrize("name", ["some unused", "some unused, late", "some unused, summed views"])
+def test_parameters_that_no_rank_uses(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    case = CASES[name]()
+    found = check(_recorded(monkeypatch, case, users=0), case.permitted)
+    assert not found, _shown(found)
+
+
+def test_what_is_computed_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with the same gradients train as one does."""
+    torch.manual_seed(0)
+    plain = layers()
+    optimizer, batch = torch.optim.SGD(plain.parameters(), lr=0.1), torch.randn(4, 16)
+    for _ in range(7):
+        optimizer.zero_grad()
+        step(plain, optimizer, batch)
+    cuda = FakeCuda(monkeypatch)
+    with cuda.recording():
+        ours = CASES["native"]().run(cuda, cuda.device)
+        assert {str(one.device) for one in ours.parameters()} == {"cuda:0"}
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", AGREED)
+def test_a_gpus_trace_has_something_to_agree_with(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The outline with which a GPU's is compared is the same in every run, whatever queries say."""
+    outlines = []
+    for comes in (True, False):
+        with monkeypatch.context() as patch:
+            outlines.append(fake_outline(patch, name, comes=comes))
+    assert outlines[0] == outlines[1]
+    assert {kind for kind, _, _ in outlines[0]} >= {"work", "record", "wait", "issue"}
+
+
+# Faults
+
+
+class Fault(NamedTuple):
+    """Something taken out of the package.
+
+    Args:
+        plant: takes it out.
+        case: where that shows.
+        rule: that is broken.
+        said: in a sentence about it.
+    """
+
+    plant: Callable[[pytest.MonkeyPatch], None]
+    case: str
+    rule: Rule
+    said: tuple[str, ...]
+
+
+def _without(owner: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(owner, name, lambda *_, **__: None)
+
+
+def _beside(*, waits: bool, joins: bool) -> Callable[[pytest.MonkeyPatch], None]:
+    """The side stream without one of its waits."""
+
+    @contextlib.contextmanager
+    def beside(self: Streams, device: torch.device) -> Iterator[None]:
+        side = self._side.setdefault(device, torch.cuda.Stream(device))
+        current = torch.cuda.current_stream(device)
+        if waits:
+            side.wait_stream(current)
+        with torch.cuda.stream(side):
+            yield
+        if joins:
+            current.wait_stream(side)
+
+    return lambda patch: patch.setattr(Streams, "beside", beside)
+
+
+def _waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
+    """What is waited for is taken as it is: check_finite's exchange."""
+    inner = FiniteCheck.complete
+
+    def complete(self: FiniteCheck, started: Any = None) -> None:
+        under_way: Any = started or self._under_way
+        inner(self, None if under_way is None else (FakeWork([]), under_way[1]))  # type: ignore[arg-type]
+
+    patch.setattr(FiniteCheck, "complete", complete)
+
+
+def _first_record_only(patch: pytest.MonkeyPatch) -> None:
+    """A table's event is recorded by the first launch that reads it, and not by later ones."""
+
+    def launched(self: table.PointerTable) -> None:
+        current = self._current
+        if current is not None and not current.readers:
+            stream = torch.cuda.current_stream(current.device.device)
+            current.readers[stream.cuda_stream] = stream.record_event()
+
+    patch.setattr(table.PointerTable, "launched", launched)
+
+
+def _on_the_current_device(patch: pytest.MonkeyPatch) -> None:
+    """Events are recorded where the current device is, whatever stream was named."""
+    inner: Any = torch.cuda.Event.record
+    patch.setattr(torch.cuda.Event, "record", lambda self, stream=None: inner(self))
+
+
+def _blocking(patch: pytest.MonkeyPatch) -> None:
+    inner: Any = torch.Tensor.copy_
+    patch.setattr(torch.Tensor, "copy_", lambda self, source, non_blocking=False: inner(self, source))
+
+
+def _host_waits(patch: pytest.MonkeyPatch) -> None:
+    inner = Streams.wait_for_packs
+
+    def wait_for_packs(self: Streams) -> None:
+        inner(self)
+        torch.cuda.current_stream().synchronize()
+
+    patch.setattr(Streams, "wait_for_packs", wait_for_packs)
+
+
+def _gradients_dropped(patch: pytest.MonkeyPatch) -> None:
+    """A table of addresses is not uploaded anew when a gradient has moved."""
+    patch.setattr(table, "_identities", lambda gradients: ())
+
+
+FAULTS: Mapping[str, Fault] = {
+    "unpack does not wait for a user's reader": Fault(
+        _beside(waits=False, joins=True), "watched", "order", ("unpack", "linalg_vector_norm")
+    ),
+    "unpack into a gradient of later": Fault(
+        _beside(waits=False, joins=True), "one step late", "order", ("unpack", "operator mm")
+    ),
+    "nothing waits for unpack": Fault(_beside(waits=True, joins=False), "native", "order", ("_foreach_add_", "unpack")),
+    "a gradient is freed under unpack": Fault(
+        _beside(waits=True, joins=False), "native", "reuse", ("was freed", "unpack")
+    ),
+    "pack does not wait for other streams' gradients": Fault(
+        _without(Streams, "wait_for_gradients"), "streams", "order", ("pack", "operator mm")
+    ),
+    "by-products are read before the packs of other streams": Fault(
+        _without(Streams, "wait_for_packs"), "streams", "order", ("parameter_sources", "pack")
+    ),
+    "a collective is not waited for": Fault(
+        lambda patch: patch.setattr(distributed._Work, "wait", lambda self: None),
+        "bf16",
+        "order",
+        ("unpack", "all_reduce"),
+    ),
+    "a small collective is not waited for": Fault(_waits_for_nothing, "observed", "order", ("copy", "all_gather")),
+    "a plan's numbers are not waited for": Fault(
+        _without(Scheduler, "complete"), "planned", "order", ("scheduler.py: _read", "all_reduce")
+    ),
+    "a table is filled under its reader": Fault(
+        lambda patch: patch.setattr(table._Upload, "unread", lambda self: True),
+        "native",
+        "order",
+        ("_uploaded", "on the host"),
+    ),
+    "an event's first record is taken for its last": Fault(
+        _first_record_only, "native", "order", ("_uploaded", "on the host")
+    ),
+    "addresses of freed gradients": Fault(_gradients_dropped, "native", "reuse", ("has been freed", "pack")),
+    "events on the current device": Fault(_on_the_current_device, "native", "order", ("_foreach_add_", "unpack")),
+    "the event of a copy to the host on the current device": Fault(
+        _on_the_current_device, "flushed", "order", ("Tensor.tolist (non_finite.py: _report)", "non_finite.py: close")
+    ),
+    "a launch on the current device": Fault(
+        lambda patch: patch.setattr(variants, "_launch_on", lambda device: contextlib.nullcontext()),
+        "measured",
+        "device",
+        ("measure", "is on cuda:1", "of cuda:0"),
+    ),
+    "a pageable copy": Fault(
+        lambda patch: patch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone),
+        "native",
+        "pageable copy",
+        ("table.py: _uploaded",),
+    ),
+    "a blocking copy": Fault(_blocking, "observed", "host wait", ("non_finite.py: close",)),
+    "a wait of the host's": Fault(_host_waits, "native", "host wait", ("Stream.synchronize",)),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    fault = FAULTS[name]
+    found = check(_recorded(monkeypatch, CASES[fault.case](), fault.plant))
+    fitting = [one for one in found if one.rule == fault.rule and all(word in one.sentence for word in fault.said)]
+    assert fitting, _shown(found)
+
+
+def _two_streams_in_turns(cuda: FakeCuda) -> list[Violation]:
+    """A bucket that is packed on one stream and unpacked on another, which nobody joins: its own event orders them."""
+    packs, unpacks = torch.cuda.Stream(cuda.device), torch.cuda.Stream(cuda.device)
+    with torch.cuda.stream(packs):
+        gradient = torch.randn(64, device=cuda.device)
+        bucket = Bucket(flat_layout(64), [gradient.dtype], torch.bfloat16, cuda.device, "a bucket")
+        exchange.prepare(bucket, 2)
+        for _ in range(3):
+            in_flight = exchange.start(bucket, [gradient], ProcessGroupCommunicator())
+            with torch.cuda.stream(unpacks):
+                in_flight.pending.wait()
+                exchange.finish(in_flight)
+    return check(cuda.trace)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_wire_is_not_packed_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch, forgets: bool) -> None:
+    cuda = FakeCuda(monkeypatch)
+    if forgets:
+        monkeypatch.setattr(Bucket, "unpacked", lambda self: None)
+    with cuda.recording():
+        found = _two_streams_in_turns(cuda)
+    packed_too_early = [one for one in found if "pack[" in one.sentence and "unpack[" in one.sentence]
+    assert bool(packed_too_early) == forgets, _shown(found)
+    assert forgets or not found, _shown(found)

@@ -1,0 +1,421 @@
+"""Readiness, policies, saved plans, and what a reducer may be told about all three."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.loopback import Loopback, ThreadWorld, constant
+
+from fusedreduce import AgreementError, BucketCaps, ReduceConfig, Reducer
+from fusedreduce.buckets.dense import PackedReduction
+from fusedreduce.comm.protocol import Communicator
+from fusedreduce.kernels import variants
+from fusedreduce.planning.cost_model import Costs, Linear
+from fusedreduce.planning.plan import ParameterKind, Plan
+from fusedreduce.planning.plan_file import dump, load, plan_hash
+from fusedreduce.planning.policies import ready_plan, static_plan
+from fusedreduce.planning.readiness import Average, Readiness
+from fusedreduce.planning.schedule import head_of_line_ns
+from fusedreduce.planning.timeline import MISSING_NS
+from fusedreduce.reducer.plans import Forecast
+
+NAMES, NUMELS = ["a", "b", "c", "d"], [1, 2, 3, 4]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch_path() -> Iterator[None]:
+    """Hundreds of steps, some on ranks that are threads and wait for each other: interpreted, they time out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(variants, "interpreted", lambda: False)
+        yield
+
+
+def test_averages_are_exponential_and_know_what_is_missing() -> None:
+    average = Average(3)
+    assert average.values() == [MISSING_NS] * 3 and average.samples == 0
+    average.add([100, MISSING_NS, 10**15])
+    average.add([200, MISSING_NS, 10**15 + 2])
+    assert average.values() == [150, MISSING_NS, 10**15 + 1] and average.samples == 2
+    average.add([MISSING_NS, 0, MISSING_NS])
+    assert average.values() == [150, 0, 10**15 + 1]
+    average.clear()
+    assert average.values() == [MISSING_NS] * 3 and average.samples == 0
+
+
+@pytest.mark.parametrize("wrong", [[1, 2], [1, 2, 3, 4], [1, -2, 3]])
+def test_averages_refuse_what_cannot_be(wrong: list[int]) -> None:
+    average = Average(3)
+    with pytest.raises(ValueError, match="times|time of"):
+        average.add(wrong)
+    assert average.values() == [MISSING_NS] * 3
+
+
+@given(st.lists(st.lists(st.integers(0, 10**15), min_size=4, max_size=4), min_size=1, max_size=9))
+def test_averages_keep_an_order_that_every_step_has(steps: list[list[int]]) -> None:
+    average = Average(4)
+    for one in steps:
+        average.add(sorted(one))
+    assert average.values() == sorted(average.values())
+    assert min(map(min, steps)) <= average.values()[0] and average.values()[-1] <= max(map(max, steps))
+
+
+def test_device_times_stand_apart_and_are_preferred() -> None:
+    readiness = Readiness(2)
+    readiness.add([1, 2], [])
+    assert readiness.best().tolist() == [1, 2]
+    readiness.add([1, 2], [30, 40])
+    assert readiness.host.values() == [1, 2] and readiness.best().tolist() == [30, 40]
+
+
+def kinds(groups: str) -> list[ParameterKind]:
+    return [ParameterKind(10, group, 0) for group in groups]
+
+
+def test_leftovers_are_launched_by_readiness_not_in_the_order_of_a_hash_map() -> None:
+    caps = BucketCaps(first_bytes=20, cap_bytes=20)
+    # b is never full and ready after the first a's: torch's rule keeps what is left over for the end.
+    order = [0, 1, 2, 3, 4, 5]
+    assert static_plan(kinds("abaaaa"), caps, "c10d", order) == ((0, 2), (3, 4), (1,), (5,))
+    assert ready_plan(kinds("abaaaa"), caps, "c10d", order, share=False) == ((1,), (0, 2), (3, 4), (5,))
+
+
+@given(st.data())
+def test_with_readiness_no_bucket_waits_for_the_head_of_the_line(data: st.DataObject) -> None:
+    groups = data.draw(st.text("abc", min_size=1, max_size=12))
+    times = data.draw(st.lists(st.integers(0, 5), min_size=len(groups), max_size=len(groups)))
+    order = sorted(range(len(groups)), key=times.__getitem__)
+    caps = BucketCaps(first_bytes=data.draw(st.integers(1, 60)), cap_bytes=data.draw(st.integers(1, 60)))
+    plan = ready_plan(kinds(groups), caps, "c10d", order, share=False)
+    assert head_of_line_ns(plan, times) == 0
+    assert sorted(plan) == sorted(static_plan(kinds(groups), caps, "c10d", order)), "the same buckets as torch's"
+
+
+plans = st.permutations(range(4)).flatmap(
+    lambda order: st.sets(st.integers(1, 3)).map(
+        lambda cuts: tuple(
+            tuple(order[begin:end]) for begin, end in zip([0, *sorted(cuts)], [*sorted(cuts), 4], strict=True)
+        )
+    )
+)
+
+
+@given(plans, st.integers(1, 1 << 20))
+def test_a_plan_survives_being_saved(plan: Plan, world_size: int) -> None:
+    text = dump(plan, names=NAMES, numels=NUMELS, world_size=world_size, wire="bf16")
+    found = load(text, names=NAMES, numels=NUMELS)
+    assert (found.plan, found.world_size, found.wire) == (plan, world_size, "bf16")
+    assert 0 <= plan_hash(plan) < 1 << 62
+
+
+@given(plans, plans)
+def test_hashes_tell_plans_apart(one: Plan, other: Plan) -> None:
+    assert (plan_hash(one) == plan_hash(other)) == (one == other)
+
+
+GOOD = json.loads(dump(((0, 1), (2, 3)), names=NAMES, numels=NUMELS, world_size=2, wire="native"))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"format": "other"}, "no plan of fusedreduce"),
+        ({"version": 2}, "reads version 1"),
+        ({"version": True}, "reads version 1"),
+        ({"version": 1.0}, "reads version 1"),
+        ({"world_size": 0}, "damaged: world_size 0"),
+        ({"world_size": True}, "damaged"),
+        ({"world_size": 2.0}, "damaged"),
+        ({"wire": None}, "damaged"),
+        ({"model": "00"}, "other parameters"),
+        ({"buckets": None}, "not lists"),
+        ({"buckets": [[0, 1], []]}, "not lists"),
+        ({"buckets": [[0, 1], [2]]}, "each of 4 parameters once"),
+        ({"buckets": [[0, 1], [2, 2]]}, "each of 4 parameters once"),
+        ({"buckets": [[0, 1], [2, 4]]}, "each of 4 parameters once"),
+        ({"buckets": [[0, 1], [2, 3.0]]}, "each of 4 parameters once"),
+        ({"buckets": [[0, True], [2, 3]]}, "each of 4 parameters once"),
+        ({"buckets": [[0, 1], [3, 2]]}, "hash"),
+        ({"hash": 0}, "hash"),
+    ],
+)
+def test_plans_are_checked_field_by_field(change: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        load(json.dumps({**GOOD, **change}), names=NAMES, numels=NUMELS)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '"plan"', "[" * 100_000, "\x80"])
+def test_what_is_no_plan_says_so(text: str) -> None:
+    with pytest.raises(ValueError, match="this is no plan"):
+        load(text, names=NAMES, numels=NUMELS)
+
+
+@pytest.mark.parametrize(
+    ("names", "numels"), [(["a", "b", "d", "c"], NUMELS), (NAMES, [1, 2, 4, 3]), (NAMES[:3], NUMELS[:3])]
+)
+def test_a_plan_for_another_model_is_refused(names: list[str], numels: list[int]) -> None:
+    with pytest.raises(ValueError, match="other parameters"):
+        load(json.dumps(GOOD), names=names, numels=numels)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"replan_every": 7},
+        {"replan_every": -1},
+        {"replan_every": 10.0},
+        {"replan_every": True},
+        {"link": (1.0,)},
+        {"link": (-1.0, 1.0)},
+        {"link": (1.0, 0.0)},
+        {"link": (float("nan"), 1.0)},
+        {"link": (1e300, 1.0)},
+        {"link": (1.0, 1e-310)},
+        {"link": (10**400, 1.0)},
+        {"link": (1.0, float("inf"))},
+        {"link": [1.0, 1.0]},
+        {"link": (True, 1.0)},
+        {"plan": b"{}"},
+        {"policy": "fastest"},
+    ],
+)
+def test_options_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        ReduceConfig(**options)
+
+
+def parameters(*dtypes: torch.dtype) -> list[torch.Tensor]:
+    return [torch.zeros(3, dtype=dtype, requires_grad=True) for dtype in dtypes]
+
+
+def saved(plan: Plan, count: int, world_size: int = 3) -> str:
+    names = [f"parameter {index}" for index in range(count)]
+    return dump(plan, names=names, numels=[3] * count, world_size=world_size, wire="native")
+
+
+def test_a_plan_that_mixes_dtypes_is_refused_before_anything_is_hooked() -> None:
+    mixed = parameters(torch.float32, torch.bfloat16)
+    text = saved(((0, 1),), 2)
+    with pytest.raises(ValueError, match="bucket 0 of the plan .* differ in dtype"):
+        Reducer(mixed, Loopback(), ReduceConfig(plan=text))
+    assert not any(one._backward_hooks for one in mixed)
+    with Reducer(mixed, Loopback(), ReduceConfig(plan=text, wire="bf16")) as reducer:
+        assert reducer.plan == ((0, 1),), "a 16-bit wire may"
+    with pytest.raises(ValueError, match="sparse"):
+        Reducer(parameters(torch.float32, torch.float32), Loopback(), ReduceConfig(plan=text), sparse=[True, False])
+
+
+def test_a_plan_for_another_world_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    text = saved(((0,), (1,)), 2, world_size=4)
+    with (
+        caplog.at_level(logging.WARNING),
+        Reducer(parameters(torch.float32, torch.float32), Loopback(), ReduceConfig(plan=text)) as reducer,
+    ):
+        assert reducer.plan == ((0, 1),), "the first step's, of one bucket; the plan that was given has two"
+        assert "for 4 ranks, not 3: planning again" in caplog.text
+        found = load(reducer.plan_json(), names=reducer.names, numels=[3, 3])
+        assert found.plan == reducer.plan and found.world_size == 3
+
+
+def test_a_plan_that_was_given_is_looked_at_anew_in_another_group() -> None:
+    given = parameters(torch.float32, torch.float32)
+    plan: Plan = ((0,), (1,))
+    with Reducer(given, Loopback(), ReduceConfig(plan=saved(plan, 2, world_size=3))) as reducer:
+        train(reducer, given, 2)
+        assert reducer.plan == plan
+        two_ranks = Loopback([constant(0.5)])
+        reducer.set_communicator(two_ranks)
+        assert reducer.plan == ((0, 1),), "it is for three ranks, and these are two"
+        train(reducer, given, 2)
+        assert two_ranks.count("broadcast") == 1, "they learn one of their own"
+        reducer.set_communicator(Loopback())
+        assert reducer.plan == plan
+
+
+def test_a_peer_with_another_plan_is_an_error_on_every_rank() -> None:
+    communicator = Loopback()
+
+    def other(rank: int, mine: bytes) -> bytes:
+        settings = json.loads(mine)
+        return json.dumps({**settings, "plan": "another"} if "plan" in settings else settings).encode()
+
+    communicator.payload = other
+    reducer = Reducer(parameters(torch.float32), communicator, ReduceConfig(plan=saved(((0,),), 1)))
+    with pytest.raises(AgreementError, match="plan: .*another"):
+        reducer.prepare_for_backward()
+
+
+def test_ranks_that_decide_on_different_plans_raise() -> None:
+    """A bit flips on its way: hash and negative hash no longer belong together."""
+    communicator = Loopback()
+    given = parameters(torch.float32, torch.float32)
+    reducer = Reducer(given, communicator, caps=BucketCaps(cap_bytes=12))
+    communicator.numbers = lambda mine: mine + (mine.numel() == 3)
+    with pytest.raises(AgreementError, match="different plans from the same numbers"):
+        train(reducer, given, 16)
+
+
+@pytest.mark.parametrize("theirs", [-1, 1])
+def test_a_rank_raises_whether_its_hash_is_the_largest_or_the_least(theirs: int) -> None:
+    """An error of some ranks only leaves them in the next collective without the others."""
+    communicator = Loopback()
+    given = parameters(torch.float32, torch.float32)
+    reducer = Reducer(given, communicator, caps=BucketCaps(cap_bytes=12))
+    other = torch.tensor([theirs, -theirs, 0])
+    communicator.numbers = lambda mine: mine + other if mine.numel() == 3 else mine
+    with pytest.raises(AgreementError, match="different plans from the same numbers"):
+        train(reducer, given, 16)
+
+
+ROUNDS = 38  # four looks at the plan, with replan_every=8
+
+
+def train(reducer: Reducer, given: list[torch.Tensor], steps: int) -> None:
+    for _ in range(steps):
+        for parameter in given:
+            parameter.grad = None
+        loss = torch.stack([parameter.sum() for parameter in given]).sum()
+        reducer.prepare_for_backward(loss)
+        loss.backward()
+
+
+def test_looking_takes_five_collectives_at_first_and_four_later() -> None:
+    given, communicator = parameters(*[torch.float32] * 3), Loopback()
+    config = ReduceConfig(policy="ready", replan_every=8)
+    with Reducer(given, communicator, config, caps=BucketCaps(cap_bytes=12)) as reducer:
+        train(reducer, given, ROUNDS)
+        probes, reports = 3 + 2 + 2 + 2, 4
+        assert communicator.count("max") == probes + 2 * reports, "numbers, and the hash of what follows"
+
+
+@pytest.mark.parametrize(
+    "why", ["static", "comm hook", "late comm hook", "no overlap", "one rank", "find unused", "plan"]
+)
+def test_where_no_plan_follows_a_clock_nobody_looks(why: str) -> None:
+    given = parameters(*[torch.float32] * 3)
+    communicator = Loopback(()) if why == "one rank" else Loopback()
+    config = ReduceConfig(
+        policy="static" if why == "static" else "planned",
+        overlap=why != "no overlap",
+        replan_every=8,
+        plan=saved(((0,), (1, 2)), 3) if why == "plan" else None,
+    )
+    with Reducer(given, communicator, config, find_unused_parameters=why == "find unused") as reducer:
+
+        def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        if why == "comm hook":
+            reducer.register_comm_hook(None, hook)
+        if why == "late comm hook":
+            train(reducer, given, 4)
+            reducer.register_comm_hook(None, hook)
+        train(reducer, given, ROUNDS)
+        assert communicator.count("max") == 0
+
+
+def test_our_own_packing_is_no_part_of_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = parameters(*[torch.float32] * 3)
+    with Reducer(given, Loopback(), caps=BucketCaps(cap_bytes=12)) as reducer:
+        launch = PackedReduction.launch
+
+        def slow(self: PackedReduction, divisor: float) -> None:
+            time.sleep(0.02)
+            launch(self, divisor)
+
+        monkeypatch.setattr(PackedReduction, "launch", slow)
+        train(reducer, given, 14)
+        ready_ns = reducer._plans.scheduler.readiness.host.values()
+        assert min(ready_ns) >= 0 and max(ready_ns) < 20_000_000, "of 60 ms that backward took"
+        costs = reducer._plans.scheduler.schedule
+        assert min(ns for one in costs._rounds for _, ns in one.pack) >= 20_000_000
+
+
+def test_after_a_reset_ranks_know_the_same_again() -> None:
+    """One rank has read what the others have not, when all give up."""
+
+    def case(communicator: Communicator) -> Any:
+        given = parameters(*[torch.float32] * 4)
+        reducer = Reducer(
+            given, communicator, ReduceConfig(policy="planned", replan_every=8), caps=BucketCaps(cap_bytes=24)
+        )
+        train(reducer, given, 13)
+        if communicator.rank == 0:
+            reducer.prepare_for_forward()
+            assert reducer._plans.scheduler.schedule.costs is not None
+        reducer.reset()
+        scheduler = reducer._plans.scheduler
+        assert scheduler.schedule.costs is None and scheduler.schedule.round == 0
+        assert set(scheduler.readiness.host.values()) == {MISSING_NS}
+        train(reducer, given, 30)
+        return reducer.plan, scheduler.schedule.costs, list(scheduler.schedule._rounds)
+
+    first, *others = ThreadWorld(3).run(case)
+    assert not isinstance(first, BaseException), first
+    assert all(other == first for other in others) and first[1] is not None
+
+
+def test_after_a_reset_ranks_that_hold_different_plans_begin_again() -> None:
+    """One rank has gone on to the plan that all have decided on, when all give up."""
+
+    def case(communicator: Communicator) -> Any:
+        given = parameters(*[torch.float32] * 4)
+        config = ReduceConfig(policy="planned", link=(1e6, 1.0))
+        reducer = Reducer(given, communicator, config, caps=BucketCaps(cap_bytes=12, planned_bytes=10**6))
+        train(reducer, given, 14)
+        if communicator.rank == 0:
+            reducer.prepare_for_forward()
+        held = len(reducer.plan)
+        reducer.reset()
+        train(reducer, given, 3)
+        return held, reducer.plan, [parameter.grad.tolist() for parameter in given if parameter.grad is not None]
+
+    first, second = ThreadWorld(2).run(case)
+    assert not isinstance(first, BaseException), first
+    assert (first[0], second[0]) == (1, 4), "otherwise this has tested nothing"
+    assert first[1:] == second[1:] and first[2] == [[1.0] * 3] * 4
+
+
+@pytest.mark.parametrize("steps", [12, 13])
+def test_deterministic_algorithms_stop_a_change_that_is_decided_already(steps: int) -> None:
+    given = parameters(*[torch.float32] * 4)
+    config = ReduceConfig(policy="planned", link=(1e6, 1.0))  # on such a link one bucket is best
+    with Reducer(given, Loopback(), config, caps=BucketCaps(cap_bytes=12, planned_bytes=10**6)) as reducer:
+        train(reducer, given, steps)
+        torch.use_deterministic_algorithms(True)
+        try:
+            train(reducer, given, 4)
+            assert len(reducer.plan) == 4 and reducer.stats()["plans"] == 0
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def test_without_them_that_change_is_made() -> None:
+    given = parameters(*[torch.float32] * 4)
+    config = ReduceConfig(policy="planned", link=(1e6, 1.0))
+    with Reducer(given, Loopback(), config, caps=BucketCaps(cap_bytes=12, planned_bytes=10**6)) as reducer:
+        train(reducer, given, 34)
+        assert len(reducer.plan) == 1 and reducer.stats()["plans"] == 1
+
+
+def test_a_forecast_has_our_bytes_for_us_and_torchs_for_torch() -> None:
+    parameters = [torch.zeros(4, requires_grad=True) for _ in range(2)]
+    reducer = Reducer(parameters, Loopback(), ReduceConfig(wire="bf16"))
+    assert reducer.forecast() is None, "nothing is measured"
+    scheduler = reducer._plans.scheduler
+    scheduler.readiness.add([1_000_000, 2_000_000], [])
+    scheduler.schedule.costs = Costs(
+        wire=Linear(fixed_ns=1_000_000, fs_per_byte=10**12 // 16), pack=Linear(fixed_ns=500_000, fs_per_byte=0)
+    )
+    # Ours: gradients and pack, then 1 ms and 16 bytes; torch's: gradients, then 1 ms and 32 bytes.
+    assert reducer.forecast() == Forecast(backward_ms=2.5, finish_ms=4.5, torch_finish_ms=5.0)
+    reducer.close()

@@ -1,0 +1,487 @@
+"""Corners of the Reducer that once were wrong: programs that torch's DDP gets right, errors that nobody raised."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from support.loopback import Loopback, ThreadWorld, constant
+from torch import nn
+
+import fusedreduce
+from fusedreduce.buckets.dense import PackedReduction
+from fusedreduce.buckets.grad_bucket import GradBucket
+from fusedreduce.comm.protocol import Communicator
+from fusedreduce.errors import FusedReduceError
+from fusedreduce.kernels import dispatch
+from fusedreduce.planning.bucketing import BucketCaps
+from fusedreduce.reducer.reducer import Reducer, ReducerState
+
+
+@pytest.fixture(autouse=True)
+def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reducer's quick path on CPU, which the interpreter would take the place of."""
+    monkeypatch.setattr(dispatch, "path_for", lambda *_: "torch")
+
+
+def leaves(count: int, numel: int = 4, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(numel, dtype=dtype, requires_grad=True) for _ in range(count)]
+
+
+def plain_step(reducer: Reducer, parameters: list[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+    loss = torch.stack([(parameter * (index + 1)).sum() for index, parameter in enumerate(parameters)]).sum()
+    reducer.prepare_for_backward(loss)
+    loss.backward()
+
+
+def with_few_hooks(parameters: list[torch.Tensor], communicator: Communicator, **options: object) -> Reducer:
+    """A reducer that has come so far that only the parameters that complete a bucket are hooked."""
+    reducer = Reducer(parameters, communicator, **options)  # type: ignore[arg-type]
+    for _ in range(6):
+        plain_step(reducer, parameters)
+    assert reducer._arrivals.tells, "all are hooked still"
+    for parameter in parameters:
+        parameter.grad = None
+    return reducer
+
+
+def test_gradients_set_by_hand_from_autograd_grad_before_the_backward() -> None:
+    parameters, communicator = leaves(3), Loopback()
+    reducer = Reducer(parameters, communicator)
+    for _ in range(8):
+        for parameter in parameters:
+            parameter.grad = None
+        loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
+        reducer.prepare_for_backward(loss)
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss * 2, parameters), strict=True):
+            parameter.grad = gradient.clone()
+        loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
+        reducer.prepare_for_backward(loss)
+        loss.backward()
+        for parameter in parameters:
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, communicator.mean(torch.full((4,), 3.0)))
+
+
+def test_autograd_grad_through_the_very_output_before_the_backward() -> None:
+    parameters, communicator = leaves(3), Loopback()
+    reducer = Reducer(parameters, communicator)
+    for _ in range(8):
+        for parameter in parameters:
+            parameter.grad = None
+        output = torch.stack([parameter.sum() for parameter in parameters]).sum()
+        reducer.prepare_for_backward(output)
+        by_hand = torch.autograd.grad(output * 2, parameters, retain_graph=True)
+        for parameter, gradient in zip(parameters, by_hand, strict=True):
+            parameter.grad = gradient.clone()
+        (output * 1).backward()
+        for parameter in parameters:
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, communicator.mean(torch.full((4,), 3.0)))
+
+
+class Spy(torch.autograd.Function):
+    """The identity; its backward calls a function, as a user's collective would be issued there."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, call: Callable[[], object]) -> torch.Tensor:
+        ctx.call = call
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.call()
+        return gradients[0], None
+
+
+def spied(value: torch.Tensor, call: Callable[[], object]) -> torch.Tensor:
+    result: torch.Tensor = Spy.apply(value, call)
+    return result
+
+
+def test_an_order_that_changes_on_one_rank_launches_at_the_place_of_the_old_one() -> None:
+    """Peers issue the bucket's collective before the user's own; at the end of backward it would meet that one."""
+    (one, other, last), communicator = leaves(3), Loopback()
+    reducer = Reducer([one, other, last], communicator, caps=BucketCaps(first_bytes=32, cap_bytes=32))
+    for step in range(9):
+        for parameter in (one, other, last):
+            parameter.grad = None
+        launched: list[int] = []
+        before = communicator.count("all_reduce")
+
+        def note(seen: list[int] = launched) -> None:
+            seen.append(communicator.count("all_reduce"))
+
+        head = spied(last * 1, note)
+        inner, outer = (other, one) if step == 7 else (one, other)
+        loss = ((head * inner) * outer).sum()
+        reducer.prepare_for_backward(loss)
+        if step in (6, 7):
+            assert reducer._arrivals.tells
+        loss.backward()
+        if step > 0:
+            assert launched == [before + 1], step
+            assert [len(members) for members in reducer.plan] == [2, 1]
+        local = (one * other * last).sum()
+        for parameter, gradient in zip((one, other, last), torch.autograd.grad(local, (one, other, last)), strict=True):
+            torch.testing.assert_close(parameter.grad, communicator.mean(gradient))
+
+
+def test_an_exception_before_any_hook_has_told_is_an_error_at_the_next_forward() -> None:
+    def boom() -> None:
+        raise KeyError("the user's own")
+
+    parameters = leaves(3)
+    reducer = with_few_hooks(parameters, Loopback())
+    (teller,) = reducer._arrivals.tells
+    inner = spied(parameters[teller] * 1, boom).sum()
+    for index, parameter in enumerate(parameters):
+        if index != teller:
+            inner = (inner * parameter).sum()
+    reducer.prepare_for_backward(inner)
+    with pytest.raises(KeyError):
+        inner.backward()
+    assert any(parameter.grad is not None for parameter in parameters)
+    with pytest.raises(FusedReduceError, match="Expected to have finished reduction"):
+        reducer.prepare_for_backward(inner)
+    reducer.reset()
+    plain_step(reducer, parameters)
+    assert reducer.state is ReducerState.IDLE
+
+
+def test_gradients_that_come_around_forwards_outputs_are_warned_about() -> None:
+    parameters = leaves(3)
+    reducer = with_few_hooks(parameters, Loopback())
+    (teller,) = reducer._arrivals.tells
+    other = parameters[(teller + 1) % 3]
+    reducer.prepare_for_backward(torch.stack([parameter.sum() for parameter in parameters]).sum())
+    (other * 2).sum().backward()
+    with pytest.warns(UserWarning, match="were not averaged"):
+        reducer.prepare_for_backward(other.sum())
+
+
+@pytest.mark.parametrize("numel", [4, 20_000])
+def test_a_parameter_that_is_converted_after_wrapping_never_travels_in_the_old_dtype(numel: int) -> None:
+    parameters = leaves(3, numel)
+    reducer = with_few_hooks(parameters, Loopback())
+    for parameter in parameters:
+        parameter.data = parameter.data.double()
+    with pytest.raises((TypeError, FusedReduceError), match="float64"):
+        plain_step(reducer, parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradients_with_other_strides_or_lazily_negated_of_every_dtype(dtype: torch.dtype) -> None:
+    parameters = [torch.randn(3, 4, dtype=dtype, requires_grad=True), torch.randn(2, dtype=dtype, requires_grad=True)]
+    communicator = Loopback()
+    reducer = Reducer(parameters, communicator)
+    turned = torch.randn(4, 3, dtype=dtype).t()
+    source = torch.randn(2, dtype=torch.complex64)
+    parameters[0].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", turned.clone().t().clone().t()))
+    if dtype is torch.float32:
+        assert source.conj().imag.is_neg()
+        parameters[1].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", source.clone().conj().imag))
+    for _ in range(6):
+        plain_step(reducer, parameters)
+        assert parameters[0].grad is not None and parameters[1].grad is not None
+        assert torch.equal(parameters[0].grad, communicator.mean(turned))
+        if dtype is torch.float32:
+            assert torch.equal(parameters[1].grad, communicator.mean(source.conj().imag.resolve_neg()))
+
+
+def test_gradients_that_share_memory_across_buckets() -> None:
+    parameters, communicator = leaves(3), Loopback()
+    reducer = Reducer(parameters, communicator, caps=BucketCaps(first_bytes=16, cap_bytes=16))
+    for _ in range(7):
+        for parameter in parameters:
+            parameter.grad = None
+        loss = (torch.cat(parameters) * torch.arange(12.0)).sum()
+        reducer.prepare_for_backward(loss)
+        loss.backward()
+        for index, parameter in enumerate(parameters):
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, communicator.mean(torch.arange(12.0)[4 * index : 4 * index + 4]))
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_what_is_written_to_a_gradient_under_way_is_an_error(hooked: bool, views: bool) -> None:
+    def leave(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def write() -> None:
+        assert one.grad is not None
+        one.grad.add_(1.0)
+
+    one, other = parameters = leaves(2)
+    caps = BucketCaps(first_bytes=16, cap_bytes=16)
+    reducer = Reducer(parameters, Loopback(), gradient_as_bucket_view=views, caps=caps)
+    if hooked:
+        reducer.register_comm_hook(None, leave)
+    for call in (lambda: None, lambda: None, write):
+        for parameter in parameters:
+            parameter.grad = None
+        loss = (one * spied(other * 1, call)).sum()
+        reducer.prepare_for_backward(loss)
+        if call is write:
+            with pytest.raises(FusedReduceError, match="parameter 0 .* was written to after it had been packed"):
+                loss.backward()
+        else:
+            loss.backward()
+    assert reducer.state is ReducerState.FAILED
+
+
+def test_after_a_first_step_that_failed_on_one_rank_all_learn_anew() -> None:
+    def rank(communicator: Communicator) -> list[float]:
+        parameters = [torch.ones(4, requires_grad=True) for _ in range(3)]
+        reducer = Reducer(parameters, communicator, exclusive=False)
+        loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
+        reducer.prepare_for_backward(loss)
+        if communicator.rank == 1:
+            one = reducer._pipeline.buckets.reductions[0]
+            assert isinstance(one, PackedReduction)
+
+            def bad() -> None:
+                raise FusedReduceError("on this rank alone")
+
+            one.check_unchanged = bad  # type: ignore[method-assign]
+        fails = pytest.raises(FusedReduceError, match="on this rank alone")
+        with fails if communicator.rank == 1 else nullcontext():
+            loss.backward()
+        reducer.reset()
+        for _ in range(3):
+            plain_step(reducer, parameters)
+        return [float(parameter.grad[0]) for parameter in parameters if parameter.grad is not None]
+
+    assert ThreadWorld(2).run(rank) == [[1.0, 2.0, 3.0]] * 2
+
+
+def test_pre_hooks_do_not_pile_up_on_an_output_that_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[bool] = []
+    original = Reducer._backward_begins
+
+    def begins(reducer: Reducer) -> None:
+        begun.append(True)
+        original(reducer)
+
+    monkeypatch.setattr(Reducer, "_backward_begins", begins)
+    parameters = leaves(2)
+    reducer = Reducer(parameters, Loopback())
+    kept = torch.ones(3, requires_grad=True) * 2
+    for _ in range(5):
+        for parameter in parameters:
+            parameter.grad = None
+        loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
+        reducer.prepare_for_backward((loss, kept))
+        loss.backward()
+    assert len(reducer._backward_hooks._watched) == 2
+    begun.clear()
+    reducer.prepare_for_backward((torch.stack([p.sum() for p in parameters]).sum(), kept))
+    kept.sum().backward()
+    assert begun == [True]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}])
+def test_a_wrapper_is_freed_without_the_garbage_collector(alone: None, options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    ddp = fusedreduce.DistributedDataParallel(model, **options)
+    for _ in range(7):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 3)).sum().backward()
+    with torch.no_grad():
+        output = ddp(torch.ones(2, 3))
+    seen = [weakref.ref(output), weakref.ref(ddp), weakref.ref(ddp._ours()), weakref.ref(model[0].weight)]
+    gc.disable()
+    try:
+        del output
+        assert seen[0]() is None, "the last output of an evaluation is kept"
+        del ddp, model
+        assert [one() for one in seen] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_the_outputs_of_the_last_forward_are_not_kept(alone: None) -> None:
+    """Until the next forward has made its own there would be two graphs in memory."""
+    ddp = fusedreduce.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    gc.disable()
+    try:
+        for _ in range(3):
+            output = ddp(torch.ones(2, 3))
+            kept = weakref.ref(output)
+            output.sum().backward()
+            del output
+            assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_wrapping_again_is_no_nesting(alone: None) -> None:
+    model = nn.Linear(3, 4)
+    for _ in range(2):
+        ddp = fusedreduce.DistributedDataParallel(model)
+        for _ in range(7):
+            ddp.zero_grad()
+            ddp(torch.ones(2, 3)).sum().backward()
+        assert not ddp._ours().shares_parameters and ddp._ours()._arrivals.tells
+        del ddp
+
+
+def worn(reducer: Reducer) -> list[int]:
+    """Parameters whose nodes still call into Python for hooks that were removed."""
+    hooks = reducer._hooks
+    return [index for index, node in enumerate(hooks.nodes) if "fusedreduce: has had a hook" in node.metadata]  # type: ignore[operator]
+
+
+def means(reducer: Reducer, parameters: list[torch.Tensor]) -> None:
+    """A step in the way of a wrapper, whose gradients must be the averages (of this rank and zeros)."""
+    for parameter in parameters:
+        parameter.grad = None
+    reducer.prepare_for_forward()
+    loss = torch.stack([(parameter * (index + 1)).sum() for index, parameter in enumerate(parameters)]).sum()
+    reducer.prepare_for_backward(loss)
+    loss.backward()
+    for index, parameter in enumerate(parameters):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, torch.full_like(parameter, (index + 1) / 2)), index
+
+
+def test_nodes_that_have_had_hooks_are_given_up_when_their_graphs_are_gone() -> None:
+    parameters, world = leaves(4), Loopback([constant(0.0)])
+    reducer = with_few_hooks(parameters, world)
+    (teller,) = reducer._arrivals.tells
+    others = [index for index in range(4) if index != teller]
+    kept = parameters[others[0]].sum()  # a graph that lives on
+    for _ in range(2):  # the first is asked for the node that lives on
+        reducer.prepare_for_forward()
+    assert worn(reducer) == [others[0]]
+    for _ in range(3):
+        means(reducer, parameters)
+    reducer._arrivals.hook_all()
+    for _ in range(6):
+        means(reducer, parameters)
+    assert reducer._arrivals.tells
+    parameters[others[0]].grad = None
+    with reducer.no_sync():
+        reducer.prepare_for_backward(kept)
+        kept.backward()  # its node is the one that is hooked and unhooked
+    gradient = parameters[others[0]].grad
+    assert gradient is not None
+    assert torch.equal(gradient, torch.ones(4))
+
+
+def test_nodes_stay_while_the_last_loss_is_kept() -> None:
+    parameters = leaves(3)
+    reducer = with_few_hooks(parameters, Loopback([constant(0.0)]))
+    losses = [torch.stack([parameter.sum() for parameter in parameters]).sum()]
+    nodes = list(map(id, reducer._hooks.nodes))
+    with torch.inference_mode():
+        reducer.prepare_for_forward()
+    assert not worn(reducer) and list(map(id, reducer._hooks.nodes)) == nodes
+    reducer.prepare_for_forward()
+    assert worn(reducer)
+    means(reducer, parameters)
+    losses.clear()
+    means(reducer, parameters)
+    assert not worn(reducer)
+    means(reducer, parameters)
+
+
+def test_nodes_with_hooks_of_others_stay() -> None:
+    parameters = leaves(4)
+    reducer = with_few_hooks(parameters, Loopback([constant(0.0)]))
+    (teller,) = reducer._arrivals.tells
+    others = [index for index in range(4) if index != teller]
+    fired: list[int] = []
+    # As with torch's DDP, who registers them need not hold the nodes.
+    reducer._hooks.nodes[others[0]].register_hook(lambda *_: fired.append(others[0]))
+    reducer._hooks.nodes[others[1]].register_prehook(lambda _: fired.append(others[1]))
+    for _ in range(5):
+        means(reducer, parameters)
+    assert sorted(fired) == sorted(others[:2] * 5)
+    assert not worn(reducer) and not reducer._hooks._worn
+
+
+def test_a_parameter_that_is_frozen_when_nodes_are_given_up_keeps_its_own() -> None:
+    parameters = leaves(4)
+    reducer = with_few_hooks(parameters, Loopback([constant(0.0)]))
+    frozen = next(iter(reducer._hooks._worn))
+    parameters[frozen].requires_grad_(False)
+    for _ in range(4):
+        reducer.prepare_for_forward()
+    assert len(set(map(id, reducer._hooks.nodes))) == 4
+    parameters[frozen].requires_grad_(True)
+    reducer._arrivals.hook_all()
+    for _ in range(6):
+        means(reducer, parameters)
+
+
+def test_a_forward_under_torch_func_where_nodes_would_be_given_up(alone: None) -> None:
+    ddp = fusedreduce.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))
+    reducer = ddp._ours()
+    for _ in range(9):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 3)).sum().backward()
+        if reducer._hooks._worn:
+            break
+    assert reducer._hooks._worn
+    weights = torch.linalg.multi_dot([layer.weight for layer in reversed(ddp.module)]).detach()
+    gradient = torch.func.grad(lambda inputs: ddp(inputs).sum())(torch.ones(2, 3)).detach()
+    torch.testing.assert_close(gradient, weights.expand(2, 3))
+    for _ in range(4):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 3)).sum().backward()
+    assert not worn(reducer)
+
+
+@pytest.mark.parametrize("numel", [20_000, 300_000])
+@pytest.mark.parametrize("few", [False, True])
+def test_what_is_written_to_a_large_gradient_between_its_packing_and_its_buckets_launch(few: bool, numel: int) -> None:
+    def write() -> None:
+        if begun:
+            assert large.grad is not None
+            large.grad.add_(1.0)
+
+    large, small = parameters = [torch.randn(numel, requires_grad=True), torch.randn(1, requires_grad=True)]
+    begun: list[bool] = []
+    reducer = Reducer(parameters, Loopback(), gradient_as_bucket_view=numel == 20_000)
+    for _ in range(6 if few else 1):
+        for parameter in parameters:
+            parameter.grad = None
+        loss = (large * spied(small * 1, write)).sum()
+        reducer.prepare_for_backward(loss)
+        loss.backward()
+    assert bool(reducer._arrivals.tells) is few
+    begun.append(True)
+    for parameter in parameters:
+        parameter.grad = None
+    loss = (large * spied(small * 1, write)).sum()
+    reducer.prepare_for_backward(loss)
+    with pytest.raises(FusedReduceError, match="parameter 0 .* was written to after it had been packed"):
+        loss.backward()
+
+
+def test_nested_reducers_keep_all_their_hooks() -> None:
+    parameters = leaves(2)
+    one, other = (Reducer(parameters, Loopback(), exclusive=False) for _ in range(2))
+    for _ in range(8):
+        for parameter in parameters:
+            parameter.grad = None
+        loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
+        for reducer in (one, other):
+            reducer.prepare_for_backward(loss)
+        loss.backward()
+        assert not one._arrivals.tells and not other._arrivals.tells
+    other.close()
+    for _ in range(8):
+        plain_step(one, parameters)
+    assert one._arrivals.tells and not one.shares_parameters

@@ -1,0 +1,224 @@
+"""`python -m fusedreduce.run`: what a program sees of it, which is nothing, and what is refused before it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusedreduce import ReduceConfig
+from fusedreduce.run import __main__ as command
+from fusedreduce.run import options
+
+ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = ROOT / "tests" / "support"
+SITE = ROOT / "fusedreduce" / "run" / "site"
+RUN = ("-m", "fusedreduce.run", "--wire", "bf16")
+
+
+def started(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("FUSEDREDUCE_")}
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment | variables, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the probe as a script of a package, and a sitecustomize of the user's."""
+    made = tmp_path_factory.mktemp("run")
+    (made / "package").mkdir()
+    (made / "package" / "__init__.py").touch()
+    (made / "package" / "probe.py").write_text((SUPPORT / "run_probe.py").read_text())
+    (made / "theirs").mkdir()
+    (made / "theirs" / "sitecustomize.py").write_text("import sys\nsys.theirs = __name__\n")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("interpreter", "program"),
+    [
+        ((), ("package/probe.py", "-m", "--wire", "x")),
+        (("-u", "-O", "-Werror", "-X", "dev"), ("package/probe.py", "--", "-c")),
+        ((), ("-m", "package.probe", "--child")),
+        (("-P",), ("package/probe.py", "--child")),
+        (("-P", "-s"), ("package/probe.py",)),
+    ],
+)
+def test_a_program_sees_what_it_sees_without(
+    folder: Path, interpreter: tuple[str, ...], program: tuple[str, ...]
+) -> None:
+    plain = started(*interpreter, *program, cwd=folder)
+    ours = started(*interpreter, *RUN, *program, cwd=folder)
+    assert plain.returncode == ours.returncode == 7
+    wanted, seen = (one.stdout.splitlines() for one in (plain, ours))
+    assert json.loads(seen[0]) == json.loads(wanted[0])
+    assert seen[1:] == wanted[1:] == ["at exit"]
+    assert ours.stderr == plain.stderr
+
+
+def test_a_program_that_is_no_python_ignores_no_more_signals(folder: Path) -> None:
+    """Python ignores SIGPIPE, and a shell would go on doing so: `yes | head` would tell of a broken pipe."""
+    shown = ("grep", "SigIgn", "/proc/self/status")
+    plain = subprocess.run(shown, capture_output=True, text=True, check=True)
+    assert started(*RUN, "--", *shown, cwd=folder).stdout == plain.stdout
+
+
+def test_an_exception_has_no_frame_of_ours(folder: Path) -> None:
+    (folder / "fails.py").write_text("def fails():\n    raise KeyError('x')\n\n\nfails()\n")
+    plain, ours = started("fails.py", cwd=folder), started(*RUN, "fails.py", cwd=folder)
+    assert (ours.returncode, ours.stderr) == (plain.returncode, plain.stderr) and "KeyError" in ours.stderr
+
+
+def test_a_missing_script_is_pythons_to_tell(folder: Path) -> None:
+    plain, ours = started("absent.py", cwd=folder), started(*RUN, "absent.py", cwd=folder)
+    assert (ours.returncode, ours.stderr) == (plain.returncode, plain.stderr) and "absent.py" in ours.stderr
+
+
+@pytest.mark.parametrize("theirs", ["import sys\nsys.theirs = __name__", "1 / 0", "import absent", None])
+def test_another_sitecustomize_runs_as_without_ours(tmp_path: Path, theirs: str | None) -> None:
+    if theirs is not None:
+        (tmp_path / "sitecustomize.py").write_text(theirs)
+    code = (
+        "import sys; found = sys.modules.get('sitecustomize')\n"
+        "print(getattr(sys, 'theirs', None), found and (found.__file__, found.__spec__.origin, sorted(vars(found))))\n"
+        "print(sys.path, [one for one in sys.modules if 'torch' in one or one == 'typing'])"
+    )
+    plain = started("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    ours = started("-c", code, cwd=tmp_path, PYTHONPATH=f"{SITE}{os.pathsep}{tmp_path}")
+    assert (ours.stdout, ours.stderr) == (plain.stdout, plain.stderr)
+    assert plain.returncode == ours.returncode == 0
+
+
+def test_torchs_module_is_imported_as_without(folder: Path) -> None:
+    probe = str(SUPPORT / "run_hook_probe.py")
+    plain, ours = started(probe, "0", cwd=folder), started(*RUN, probe, "0", cwd=folder)
+    assert plain.returncode == ours.returncode == 0, ours.stderr
+    assert json.loads(ours.stdout) == json.loads(plain.stdout)
+    said = "fusedreduce: this program made no torch.nn.parallel.DistributedDataParallel, so nothing was changed\n"
+    assert ours.stderr == plain.stderr + said
+    for rank, wanted in (("0", plain.stderr + said), ("1", plain.stderr), (None, plain.stderr)):
+        variables = {} if rank is None else {"RANK": rank}
+        ended = started(*RUN, probe, rank or "0", "destroyed", cwd=folder, **variables)
+        assert (ended.returncode, ended.stderr) == (0, wanted), "without RANK every rank would take itself for rank 0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "status", "says"),
+    [
+        (("--wire", "fp8", "x.py"), {}, 2, "--wire .*unknown wire 'fp8': use one of 'native', 'bf16', 'fp16'"),
+        (("x.py",), {"FUSEDREDUCE_WIRE": "fp8"}, 2, "FUSEDREDUCE_WIRE='fp8'.*unknown wire"),
+        (("--plan", "absent", "x.py"), {}, 2, "--plan .*No such file"),
+        (("--plan", "package/probe.py", "x.py"), {}, 2, "--plan .*holds no plan"),
+        (("--link", "50", "x.py"), {}, 2, "--link .*latency in us"),
+        (("--replan-every", "3", "x.py"), {}, 2, "--replan-every .*at least 8"),
+        (("--stall-report-s", "soon", "x.py"), {}, 2, "--stall-report-s .*soon"),
+        (("x.py",), {"FUSEDREDUCE_FALLBACK": "maybe"}, 2, "--fallback .*use one of"),
+        (("x.py",), {"FUSEDREDUCE_SYNC_MODE": "x"}, 2, "FUSEDREDUCE_SYNC_MODE is no option.*flush"),
+        (("x.py",), {"FUSEDREDUCE_WIRES": "bf16"}, 2, "FUSEDREDUCE_WIRES is no option.*did you mean FUSEDREDUCE_WIRE?"),
+        (("--sync-mode", "x", "x.py"), {}, 2, "unrecognized arguments: --sync-mode"),
+        ((), {}, 2, "no program was given"),
+        (("--wire", "bf16", "--"), {}, 2, "no program was given"),
+        (("--", "python3", "-uI", "x.py"), {}, 2, "python -I reads no"),
+        (("--", "/usr/bin/python3.11", "-W", "E", "-S", "x.py"), {}, 2, "python -S reads no"),
+        (("--", "no-such-command"), {}, 127, "no-such-command: No such file"),
+        (("--", "./package"), {}, 126, "./package: Permission denied"),
+        (("--version",), {}, 0, ""),
+    ],
+)
+def test_what_is_refused_before_anything_starts(
+    folder: Path, arguments: tuple[str, ...], variables: dict[str, str], status: int, says: str
+) -> None:
+    done = started("-m", "fusedreduce.run", *arguments, cwd=folder, **variables)
+    assert done.returncode == status
+    assert re.search(says, done.stderr), done.stderr
+    assert len(done.stderr.splitlines()) == (status != 0)
+
+
+def test_a_python_that_reads_no_sitecustomize_is_refused(folder: Path) -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from fusedreduce.run.__main__ import main; main(['x.py'])"
+    done = started("-E", "-c", code, cwd=folder)
+    assert done.returncode == 2 and "python -E reads no" in done.stderr, done.stderr
+
+
+def test_every_field_is_an_option_or_left_out_for_a_reason() -> None:
+    names = [one.name for one in dataclasses.fields(ReduceConfig)]
+    assert sorted([*options.FIELDS, *options.LEFT_OUT]) == sorted(names)
+    assert all(options.described(name) for name in (*options.FIELDS, *options.SWITCHES))
+
+
+def test_the_page_has_every_flag_and_commands_that_parse() -> None:
+    page = (ROOT / "docs" / "run.md").read_text()
+    for name in (*options.FIELDS, *options.SWITCHES):
+        value = "" if options.is_switch(name) else f" {options.metavar(name)}"
+        assert f"| `{options.flag(name)}{value}` | `{options.variable(name)}" in page, name
+    for name in options.LEFT_OUT:
+        assert f"`{name}`, since" in page, name
+    commands = re.findall(r"^.*-m fusedreduce\.run (.*)$", page, re.M)
+    assert len(commands) == 5
+    for line in commands:
+        typed, program = command._split(line.split())
+        command._parser().parse_args(typed)
+        assert typed == ["--wire", "bf16"] and program[0] in ("train.py", "-m", "--"), line
+
+
+def test_options_of_flags_and_environment(tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    plan.write_text('{"format": "fusedreduce-plan"}')
+    given: dict[str, Any] = {
+        "wire": "bf16",
+        "stall_report_s": "2.5",
+        "overlap": "0",
+        "policy": "ready",
+        "cap_policy": "strict",
+        "replan_every": "8",
+        "link": "50,25",
+        "plan": str(plan),
+        "check_finite": "count",
+        "fallback": "yes",
+    }
+    found = options.read({options.variable(name): text for name, text in given.items()})
+    config = ReduceConfig(
+        wire="bf16",
+        stall_report_s=2.5,
+        overlap=False,
+        policy="ready",
+        cap_policy="strict",
+        replan_every=8,
+        link=(50.0, 25.0),
+        plan=plan.read_text(),
+        check_finite="count",
+    )
+    assert found == options.Options(config, fallback=True, quiet=False)
+    assert options.read({}) == options.Options(ReduceConfig(), fallback=False, quiet=False)
+
+
+def test_flags_win_and_the_folder_comes_first_once(folder: Path) -> None:
+    code = "import os, sys; print([os.environ.get(one) for one in sys.argv[1:]])"
+    names = ("FUSEDREDUCE_WIRE", "FUSEDREDUCE_POLICY", "FUSEDREDUCE_OVERLAP", "PYTHONPATH")
+    inner = ("--", sys.executable, "-c", code, *names)
+    nested = ("-m", "fusedreduce.run", "--wire", "fp16", "--no-overlap", *inner)
+    done = started(*RUN, "--", sys.executable, *nested, cwd=folder, FUSEDREDUCE_POLICY="ready")
+    path = os.pathsep.join([str(SITE), str(ROOT)])
+    assert done.stdout == f"{['fp16', 'ready', '0', path]}\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "typed"),
+    [
+        (["--wire", "bf16", "--quiet", "train.py", "--wire", "x"], 3),
+        (["--wire=bf16", "-m", "package", "--quiet"], 1),
+        (["--no-overlap", "--", "torchrun", "--", "x"], 1),
+        (["train.py", "--", "-m"], 0),
+    ],
+)
+def test_where_our_flags_end(argv: list[str], typed: int) -> None:
+    assert command._split(argv) == (argv[:typed], argv[typed:])

@@ -1,0 +1,63 @@
+"""`python -m fusedreduce.run` in front of real ranks: each way to start them, and what their last weights are."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import run_cases
+from support.collective_cases import free_port
+from support.ranks import RankPool
+
+SCRIPT = Path(__file__).resolve().parents[1] / "support" / "run_train.py"
+RUN = ("-m", "fusedreduce.run")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port")
+
+
+def run(*arguments: str, cwd: Path) -> tuple[set[str], list[str]]:
+    """What the script's ranks have printed, without their number, and our lines."""
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("FUSEDREDUCE_")}
+    environment |= {"PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    ranks = re.findall(r"^rank \d (.*)$", done.stdout, re.M)
+    assert len(ranks) == len(done.stdout.splitlines())
+    return set(ranks), [line for line in done.stderr.splitlines() if line.startswith("fusedreduce: ")]
+
+
+def test_torchrun_native_gives_torchs_weights_and_bf16_half_of_the_bytes(two: RankPool, tmp_path: Path) -> None:
+    script, port = str(SCRIPT), str(free_port())
+    plain, same = two.run(run_cases.weights_of_script)
+    [native], _ = run(*TORCHRUN, port, *RUN, "--wire", "native", "--quiet", script, cwd=tmp_path)
+    assert plain.startswith("torch.nn.parallel.distributed ") and plain == same
+    assert native == plain.replace("torch.nn.parallel.distributed", "fusedreduce.parallel.install")
+    launcher = ("--", sys.executable, *TORCHRUN, port)
+    [bf16], told = run(*RUN, "--wire", "bf16", *launcher, script, "--epochs", "2", cwd=tmp_path)
+    assert bf16.startswith("fusedreduce.parallel.install ")
+    first, last = told
+    assert (
+        first
+        == "fusedreduce: Sequential on 2 ranks: wire bf16, policy planned, 5.26 kB of gradients a step for 10.53 kB"
+    )
+    assert last.startswith("fusedreduce: 8 steps; 42.11 kB of gradients travelled for 84.22 kB (50% less)")
+
+
+def test_processes_that_a_script_starts_are_reached(tmp_path: Path) -> None:
+    """By mp.spawn and by a fork server; torchrun, in front of which the command stands above, starts programs."""
+    started = ("--launch", "spawn", "forkserver")
+    port = str(free_port())
+    found, told = run(*RUN, "--wire", "bf16", str(SCRIPT), *started, "--ranks", "1", "--port", port, cwd=tmp_path)
+    [only] = found
+    assert only.startswith("fusedreduce.parallel.install ")
+    assert [line.split(": ")[1] for line in told] == ["Sequential on 1 rank", "32 steps"] * 2
+
+
+@pytest.mark.parametrize("case", [run_cases.hooks_win, run_cases.refusals_are_shared])
+def test_ranks(two: RankPool, case: object) -> None:
+    two.run(case)  # type: ignore[arg-type]

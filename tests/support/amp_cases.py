@@ -1,0 +1,137 @@
+"""What ranks run in test_amp.py and test_clip.py: training against torch's wrapper, clip and GradScaler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.utils import clip_grad_norm_ as torch_clip
+from torch.optim import SGD, AdamW, Optimizer
+
+from fusedreduce.optim.clip import clip_grad_norm_
+from fusedreduce.optim.grad_scaler import FusedGradScaler
+from support.ddp_cases import wrapped
+from support.hook_cases import assert_same_on_all_ranks, batch, mlp
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "fused": lambda model: AdamW(model.parameters(), lr=0.01, fused=True),
+    "not fused": lambda model: AdamW(model.parameters(), lr=0.01),
+    "momentum": lambda model: SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True),
+}
+# Powers of two that grow until gradients overflow. (Not in the first step: torch's fused SGD would lose its momentum.)
+INIT_SCALE, GROWTH_INTERVAL = 2.0**112, 7
+
+
+def amp_parity(
+    rank: int,
+    world: int,
+    wire: str,
+    optimizer: str,
+    max_norm: float,
+    steps: int,
+    init_scale: float = INIT_SCALE,
+    fused_scaler: bool = True,
+) -> dict[str, Any]:
+    """The unchanged loop, twice; the largest relative difference of losses, and what the scales went through."""
+    ours, theirs = wrapped(mlp(), wire), TorchDDP(mlp())
+    optimizers = [OPTIMIZERS[optimizer](model) for model in (ours, theirs)]
+    options: dict[str, Any] = {"init_scale": init_scale, "growth_interval": GROWTH_INTERVAL}
+    mine = FusedGradScaler(ours, **options) if fused_scaler else torch.amp.GradScaler("cpu", **options)
+    scalers = [mine, torch.amp.GradScaler("cpu", **options)]
+    worst, scales, folds = 0.0, [], 0
+    for step in range(steps):
+        losses = []
+        for model, stepper, scaler in zip((ours, theirs), optimizers, scalers, strict=True):
+            stepper.zero_grad()
+            loss = _loss(model, rank, step)
+            scaler.scale(loss).backward()
+            scaler.unscale_(stepper)
+            if scaler is scalers[0]:
+                before = _first_gradient(ours)
+                clip_grad_norm_(ours, max_norm, stepper if optimizer != "not fused" else None)
+                folds += torch.equal(before, _first_gradient(ours))
+            elif max_norm < math.inf:
+                torch_clip(model.parameters(), max_norm)
+            scaler.step(stepper)
+            scaler.update()
+            losses.append(loss.item())
+        assert math.isfinite(losses[0]) and math.isfinite(losses[1])
+        worst = max(worst, abs(losses[0] - losses[1]) / abs(losses[1]))
+        scales.append((scalers[0].get_scale(), scalers[1].get_scale()))
+    assert_same_on_all_ranks([parameter.detach() for parameter in ours.parameters()])
+    changes = [after[0] / before[0] for before, after in zip(scales, scales[1:], strict=False)]
+    return {
+        "worst": worst,
+        "same scales": all(one == other for one, other in scales),
+        "backoffs": changes.count(0.5),
+        "growths": changes.count(2.0),
+        "folds": folds,
+    }
+
+
+def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """With noise for targets: gradients stay as large as they are."""
+    given = batch(rank, step)
+    loss: torch.Tensor = (model(given) - given[:, :12].flip(0)).square().mean() * 64.0
+    return loss
+
+
+def _first_gradient(model: nn.Module) -> torch.Tensor:
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    return gradient.clone()
+
+
+def skipped_together(rank: int, world: int, wire: str) -> None:
+    """An Inf on one rank, in a reduced gradient or in one of a parameter that nobody reduces, skips every rank's."""
+    ddp, extra = wrapped(mlp(), wire), torch.ones(4, requires_grad=True)
+    optimizer = SGD([*ddp.parameters(), extra], lr=0.1, momentum=0.9, fused=True)
+    scaler = FusedGradScaler(ddp, init_scale=2.0**8, growth_interval=1000)
+    for step, where in enumerate(("", "reduced", "extra", "", "extra", "reduced")):
+        optimizer.zero_grad()
+        held = [one.detach().clone() for one in (*ddp.parameters(), extra)]
+        factor = {where: math.inf if rank == world - 1 else 1.0}
+        loss = ddp(batch(rank, step)).square().mean() * factor.get("reduced", 1.0)
+        loss = loss + (extra * factor.get("extra", 1.0)).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scale = scaler.get_scale()
+        scaler.update()
+        skips = all(map(torch.equal, held, (*ddp.parameters(), extra)))
+        assert skips == bool(where), f"rank {rank}, step {step}"
+        assert scaler.get_scale() == (scale / 2 if where else scale)
+        assert_same_on_all_ranks([parameter.detach() for parameter in (*ddp.parameters(), extra)])
+
+
+def small_gradients(rank: int, world: int, wire: str) -> list[float]:
+    """Gradients of about 1e-7: the share that is zero, with the loss scale on and without."""
+    shares = []
+    for scale in (2.0**14, 1.0):
+        ddp = wrapped(mlp(), wire)
+        scaler = FusedGradScaler(ddp, init_scale=scale)
+        loss = ddp(batch(rank, 0)).square().mean() * 1e-7
+        scaler.scale(loss).backward()
+        flat = torch.cat([one.grad.reshape(-1) for one in ddp.parameters() if one.grad is not None])
+        shares.append(float((flat == 0).double().mean()))
+    return shares
+
+
+def torchs_wrapper_is_clipped(rank: int, world: int) -> None:
+    """Without any hook of ours, too."""
+    ddp = TorchDDP(mlp())
+    ddp(batch(rank, 0)).square().mean().backward()
+    twins = [one.detach().clone().requires_grad_() for one in ddp.parameters()]
+    for twin, one in zip(twins, ddp.parameters(), strict=True):
+        assert one.grad is not None
+        twin.grad = one.grad.clone()
+    norm = clip_grad_norm_(ddp, 0.01)
+    assert float(norm) == pytest.approx(float(torch_clip(twins, 0.01)), rel=1e-6)
+    for twin, one in zip(twins, ddp.parameters(), strict=True):
+        assert one.grad is not None and twin.grad is not None
+        torch.testing.assert_close(one.grad, twin.grad, rtol=1e-6, atol=0)
+    assert_same_on_all_ranks([one.grad for one in ddp.parameters() if one.grad is not None])

@@ -1,0 +1,485 @@
+"""What ranks run in test_ddp.py, part one: training. Every rank draws inputs of its own."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fusedreduce
+from fusedreduce.kernels import dispatch
+from support import hook_cases
+from support.hook_cases import SMALL_CAP_MB, assert_is_mean, assert_same_on_all_ranks, batch, gradients, loss_of, mlp
+
+# First every parameter is hooked, then buckets are laid out anew and only those that complete one are.
+STEPS = 8
+
+
+def wrapped(model: nn.Module, wire: str = "native", **options: Any) -> fusedreduce.DistributedDataParallel:
+    """`model` under our wrapper; small buckets unless said otherwise."""
+    options.setdefault("bucket_cap_mb", SMALL_CAP_MB)
+    config = fusedreduce.ReduceConfig(wire=wire, overlap=options.pop("overlap", True))  # type: ignore[arg-type]
+    return fusedreduce.DistributedDataParallel(model, reduce=config, **options)
+
+
+def reducer_of(ddp: fusedreduce.DistributedDataParallel) -> fusedreduce.Reducer:
+    """The reducer behind torch's interface."""
+    facade: Any = ddp.reducer
+    reducer: fusedreduce.Reducer = facade.reducer
+    return reducer
+
+
+def assert_averaged(ddp: nn.Module, local: nn.Module, wire: str = "native", factor: float = 1.0) -> None:
+    """Every gradient of `ddp` is the mean of the ranks' in `local`, and None where no rank has one."""
+    pairs = [(p, q) for p, q in zip(ddp.parameters(), local.parameters(), strict=True) if p.requires_grad]
+    used = torch.tensor([int(alone.grad is not None) for _, alone in pairs])
+    dist.all_reduce(used)
+    ours, mine = [], []
+    for (parameter, alone), ranks in zip(pairs, used.tolist(), strict=True):
+        assert (parameter.grad is not None) == (ranks > 0)
+        if parameter.grad is not None:
+            assert parameter.grad.stride() == parameter.stride() and parameter.grad.dtype is parameter.dtype
+            ours.append(parameter.grad)
+            mine.append(torch.zeros_like(alone) if alone.grad is None else alone.grad)
+    ours, mine = ([_as_real(gradient) for gradient in one] for one in (ours, mine))
+    assert_same_on_all_ranks(ours)
+    assert_is_mean(ours, mine, wire, factor)
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def train(
+    rank: int,
+    model: nn.Module,
+    wire: str = "native",
+    make_input: Callable[[int, int], Any] = batch,
+    *,
+    steps: int = STEPS,
+    set_to_none: bool = True,
+    loss: Callable[[Any], torch.Tensor] = loss_of,
+    **options: Any,
+) -> fusedreduce.DistributedDataParallel:
+    """Steps of SGD; each step's gradients are compared with the mean of those that ranks compute alone."""
+    ddp = wrapped(model, wire, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for step in range(steps):
+        local = copy.deepcopy(ddp.module)
+        loss(local(make_input(rank, step))).backward()
+        ddp.zero_grad(set_to_none=set_to_none)
+        loss(ddp(make_input(rank, step))).backward()
+        assert_averaged(ddp.module, local, wire)
+        optimizer.step()
+        if step == 2:
+            before = ddp.reduce_stats()
+    assert_same_on_all_ranks([_as_real(parameter.detach()) for parameter in ddp.parameters()])
+    stats = ddp.reduce_stats()
+    assert stats["steps"] == steps and stats["state"] == "idle"
+    assert steps < 3 or no_allocation_between(before, stats), "a wire buffer was allocated after the third step"
+    return ddp
+
+
+def no_allocation_between(before: Mapping[str, int | str], after: Mapping[str, int | str]) -> bool:
+    """Whether no wire buffer was allocated, or the ranks have agreed on another plan, whose buckets need their own."""
+    return before["plans"] != after["plans"] or before["wire_allocations"] == after["wire_allocations"]
+
+
+def parity_with_torch(rank: int, world: int, wire: str, steps: int) -> float:
+    """Ours against torch's on the same weights, step by step; the worst difference relative to the largest gradient."""
+    theirs, ours = TorchDDP(mlp(), bucket_cap_mb=SMALL_CAP_MB), wrapped(mlp(), wire)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
+    worst = 0.0
+    for step in range(steps):
+        with torch.no_grad():
+            for to, source in zip(theirs.parameters(), ours.parameters(), strict=True):
+                to.copy_(source)
+        for model in (theirs, ours):
+            model.zero_grad()
+            loss_of(model(batch(rank, step))).backward()
+        assert_same_on_all_ranks(gradients(ours))
+        for mine, other in zip(gradients(ours), gradients(theirs), strict=True):
+            worst = max(worst, float((mine - other).abs().max() / other.abs().max()))
+        optimizer.step()
+        if step == 2:
+            before = ours.reduce_stats()
+    stats = ours.reduce_stats()
+    assert no_allocation_between(before, stats) and stats["steps"] == steps and int(stats["buckets"]) >= 2
+    assert_same_on_all_ranks([parameter.detach() for parameter in ours.parameters()])
+    return worst
+
+
+def no_cpp_reducer(rank: int, world: int) -> None:
+    """torch's own Reducer and Logger are never built, not by a copy either; yet the wrapper is torch's class."""
+
+    def built(*_: object, **__: object) -> None:
+        raise AssertionError("a C++ Reducer or Logger was built")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "Reducer", built)
+        patch.setattr(dist, "Logger", built)
+        with pytest.raises(AssertionError, match="was built"):
+            TorchDDP(mlp())
+        ddp = train(rank, mlp(), "bf16", steps=3)
+        copy.deepcopy(ddp)
+    assert isinstance(ddp, TorchDDP)
+
+
+# Graphs in which not everything is used
+
+
+class Branches(hook_cases.Branches):
+    """Uses one of two layers, never a third, and returns what it is told to."""
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any] = lambda output: output) -> None:
+        super().__init__()
+        self.pack = pack
+
+    def forward(self, given: tuple[torch.Tensor, int]) -> Any:
+        return self.pack(super().forward(given))
+
+
+@dataclasses.dataclass
+class Boxed:
+    """An output as a dataclass."""
+
+    note: str
+    value: torch.Tensor
+
+
+class Custom:
+    """An output as a node of our own, known to pytree."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+pytree.register_pytree_node(
+    Custom, lambda box: ([box.value], None), lambda leaves, _: Custom(list(leaves)[0]), serialized_type_name="Custom"
+)
+Pair = collections.namedtuple("Pair", ["value", "nothing"])
+CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "tensor": (lambda value: value, lambda output: output),
+    "dataclass": (lambda value: Boxed("x", value), lambda output: output.value),
+    "namedtuple": (lambda value: Pair(value, None), lambda output: output.value),
+    "dict": (lambda value: {"a": [1, {"b": value}]}, lambda output: output["a"][1]["b"]),
+    "custom": (Custom, lambda output: output.value),
+}
+
+
+def unused(rank: int, world: int, wire: str, container: str) -> None:
+    """Locally unused gets the mean; globally unused keeps .grad untouched, be it None or a tensor."""
+    pack, unpack = CONTAINERS[container]
+    ddp = wrapped(Branches(pack), wire, find_unused_parameters=True, bucket_cap_mb=0.001)
+    layers: Any = ddp.module.layers
+    kept = torch.full_like(layers[2].bias, float(rank))
+    for step in range(STEPS):
+        which = (rank + step) % 2 if step < 5 else 0
+        local = copy.deepcopy(ddp.module)
+        loss_of(unpack(local((batch(rank, step), which)))).backward()
+        ddp.zero_grad()
+        layers[2].bias.grad = kept
+        loss_of(unpack(ddp((batch(rank, step), which)))).backward()
+        assert layers[2].bias.grad is kept and kept.unique().tolist() == [rank]
+        layers[2].bias.grad = None
+        assert_averaged(ddp.module, local, wire)
+
+
+def unused_views(rank: int, world: int) -> None:
+    """As torch's: what a globally unused parameter's view of the wire holds is averaged with the rest of the wire."""
+    options: dict[str, Any] = {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}
+    held: list[list[torch.Tensor]] = []
+    for ddp in (wrapped(Branches(), **options), TorchDDP(Branches(), **options)):
+        loss_of(ddp((batch(rank, 0), 2))).backward()
+        view = ddp.module.layers[2].bias.grad
+        if isinstance(ddp, fusedreduce.DistributedDataParallel):
+            buckets = reducer_of(ddp)._pipeline.buckets.packed()
+            wires = [one.bucket.wire().untyped_storage().data_ptr() for one in buckets]
+            assert view.untyped_storage().data_ptr() in wires, "no view"
+        held.append([])
+        for step in range(STEPS):
+            ddp.zero_grad(set_to_none=False)
+            assert ddp.module.layers[2].bias.grad is view
+            view.fill_(float(rank) if step % 2 else 0.3)
+            local = copy.deepcopy(ddp.module)
+            local.zero_grad()
+            loss_of(local((batch(rank, step), (rank + step) % 2))).backward()
+            loss_of(ddp((batch(rank, step), (rank + step) % 2))).backward()
+            assert ddp.module.layers[2].bias.grad is view
+            assert view.unique().tolist() == pytest.approx([(world - 1) / 2 if step % 2 else 0.3])
+            held[-1].append(view.clone())
+            for index in (0, 1):
+                pairs = zip(ddp.module.layers[index].parameters(), local.layers[index].parameters(), strict=True)
+                both = [(p.grad, torch.zeros_like(p) if q.grad is None else q.grad) for p, q in pairs]
+                assert_is_mean([mine for mine, _ in both], [alone for _, alone in both], "native")
+    assert all(map(torch.equal, *held))
+
+
+def skipped_buckets(rank: int, world: int) -> None:
+    """skip_all_reduce_unused_params: buckets of which nothing is used take no collective."""
+    ddp = wrapped(Branches(), find_unused_parameters=True, skip_all_reduce_unused_params=True, bucket_cap_mb=0.001)
+    for step in range(STEPS):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad()
+        with hook_cases.Collectives() as issued:
+            loss_of(ddp((batch(rank, step), step % 2))).backward()
+        loss_of(local((batch(rank, step), step % 2))).backward()
+        assert_averaged(ddp.module, local)
+        stats = ddp.reduce_stats()
+        assert 0 < int(stats["buckets_reduced"]) < int(stats["buckets"])
+        # and one of the used map; a forward here has no other
+        assert len(issued.payload_bytes) == int(stats["buckets_reduced"]) + 1
+
+
+class Checkpointed(nn.Module):
+    """A layer inside checkpoints, between two outside."""
+
+    def __init__(self, *, reentrant: bool, times: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.first, self.second, self.third = nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 24)
+        self.reentrant, self.times = reentrant, times
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(features))
+        for _ in range(self.times):
+            hidden = checkpoint(lambda x: torch.tanh(self.second(x)), hidden, use_reentrant=self.reentrant)
+        result: torch.Tensor = self.third(hidden)
+        return result
+
+
+def checkpoints(rank: int, world: int, wire: str) -> None:
+    """Reentrant and not; a weight that several share needs static_graph where they are reentrant."""
+    train(rank, Checkpointed(reentrant=True), wire)
+    train(rank, Checkpointed(reentrant=False), wire)
+    train(rank, Checkpointed(reentrant=False, times=3), wire)
+    train(rank, Checkpointed(reentrant=True, times=3), wire, static_graph=True)
+    train(rank, Checkpointed(reentrant=False), wire, find_unused_parameters=True)
+
+
+def static_graph(rank: int, world: int, wire: str) -> None:
+    """All is delayed in the first step; unused parameters need no search; so with each kind of bucket."""
+    train(rank, mlp(), wire, static_graph=True)
+    train(rank, Branches(), wire, lambda r, s: (batch(r, s), r % 2), static_graph=True, bucket_cap_mb=0.001)
+    if wire == "native":
+        train(rank, mlp(), wire, static_graph=True, gradient_as_bucket_view=True)
+        train(rank, Checkpointed(reentrant=True, times=2), wire, static_graph=True, gradient_as_bucket_view=True)
+
+
+def static_graph_begins_under_no_sync(rank: int, world: int, wire: str) -> None:
+    """The first backward of all is not reduced; the first that is learns the graph."""
+    ddp = wrapped(Checkpointed(reentrant=True, times=2), wire, static_graph=True)
+    accumulate(rank, ddp, wire)
+
+
+def accumulate(rank: int, ddp: fusedreduce.DistributedDataParallel, wire: str) -> None:
+    """Each step two micro-batches, the first under no_sync: what is averaged is their sum."""
+    before = int(ddp.reduce_stats()["steps"])
+    for step in range(STEPS):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad()
+        with ddp.no_sync():
+            loss = loss_of(ddp(batch(rank, 2 * step)))
+            with hook_cases.Collectives() as issued:
+                loss.backward()
+        assert not issued.payload_bytes
+        loss_of(local(batch(rank, 2 * step))).backward()
+        for mine, other in zip(gradients(ddp), gradients(local), strict=True):
+            assert torch.equal(mine, other), "under no_sync gradients are this rank's own"
+        loss_of(ddp(batch(rank, 2 * step + 1))).backward()
+        loss_of(local(batch(rank, 2 * step + 1))).backward()
+        assert_averaged(ddp.module, local, wire)
+    assert ddp.reduce_stats()["steps"] == before + STEPS
+
+
+def no_sync(rank: int, world: int, wire: str) -> None:
+    """Accumulation from the start, and after plain steps, in which fewer hooks are there."""
+    accumulate(rank, wrapped(mlp(), wire), wire)
+    accumulate(rank, train(rank, mlp(), wire), wire)
+    if wire == "native":
+        accumulate(rank, wrapped(mlp(), gradient_as_bucket_view=True), wire)
+
+
+class TwoHeads(nn.Module):
+    """Two outputs that share no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.left, self.right = mlp(1), mlp(2)
+
+    def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.left(features), self.right(features)
+
+
+def partial_backwards(rank: int, world: int, wire: str) -> None:
+    """One forward, a backward for each output; in turn with a single backward for both, and in either order."""
+    ddp = wrapped(TwoHeads(), wire)
+    for step in range(14):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad()
+        outputs = ddp(batch(rank, step))
+        if step in (5, 6, 11):
+            loss_of(outputs).backward()
+        else:
+            for output in outputs if step % 3 else reversed(outputs):
+                loss_of(output).backward()
+        loss_of(local(batch(rank, step))).backward()
+        assert_averaged(ddp.module, local, wire)
+        ddp.check_finalized()
+
+
+# Gradients as views, no overlap
+
+
+class Copies(TorchDispatchMode):
+    """Names of operators that copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if any(part in func.__name__ for part in ("copy", "clone")):
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def views(rank: int, world: int) -> None:
+    """Gradients live in the wire buffer: with zero_grad(set_to_none=False) nothing is copied, nothing moves."""
+    ddp = train(rank, mlp(), set_to_none=False, gradient_as_bucket_view=True)
+    held = [parameter.grad for parameter in ddp.parameters()]
+    addresses = [one.data_ptr() for one in held if one is not None]
+    for step in range(3):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad(set_to_none=False)
+        for parameter, one in zip(ddp.parameters(), held, strict=True):
+            assert one is not None and parameter.grad is one and not one.any()
+        output = loss_of(ddp(batch(rank, step)))
+        with Copies() as copies, dispatch.count_launches() as launches:
+            output.backward()
+        assert not copies.names
+        assert not [one.function for one in launches if one.function == "unpack"]
+        loss_of(local(batch(rank, step))).backward()
+        assert_averaged(ddp.module, local)
+        assert all(p.grad is one for p, one in zip(ddp.parameters(), held, strict=True))
+        assert addresses == [one.data_ptr() for one in held if one is not None]
+    # torch's own zero_grad, an optimizer's and None are fine too
+    for step in range(6):
+        local = copy.deepcopy(ddp.module)
+        if step % 3 == 0:
+            ddp.zero_grad(set_to_none=True)
+        elif step % 3 == 1:
+            torch.optim.SGD(ddp.parameters(), lr=0.1).zero_grad(set_to_none=False)
+        else:
+            next(iter(ddp.parameters())).grad = None
+            ddp.zero_grad(set_to_none=False)
+        loss_of(ddp(batch(rank, step))).backward()
+        loss_of(local(batch(rank, step))).backward()
+        assert_averaged(ddp.module, local)
+
+
+def create_graph(rank: int, world: int, as_view: bool) -> None:
+    """Gradients have torch's bits, of a backward without a graph: with one, torch's DDP raises for this model."""
+    ours, theirs = wrapped(mlp(), gradient_as_bucket_view=as_view), TorchDDP(mlp(), bucket_cap_mb=SMALL_CAP_MB)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            for ddp in (ours, theirs):
+                ddp.zero_grad()
+                loss_of(ddp(batch(rank, step))).backward(create_graph=ddp is ours)
+            assert all(map(torch.equal, gradients(ours), gradients(theirs)))
+            assert {one.grad is not None and one.grad.requires_grad for one in ours.parameters()} == {not as_view}
+    texts = [str(one.message) for one in caught if "DistributedDataParallel with create_graph=True" in str(one.message)]
+    assert len(texts) == 1 and "gradients of gradients are not" in texts[0], caught
+
+
+def gradients_of_gradients(rank: int, world: int) -> None:
+    """They are this rank's own, and those of torch's DDP are divided by the ranks; it can do one parameter."""
+    ours, theirs = (make(nn.Linear(24, 3, bias=False)) for make in (wrapped, TorchDDP))
+    theirs.load_state_dict(ours.state_dict())
+    local = copy.deepcopy(ours.module)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for ddp in (ours, theirs):
+            loss_of(ddp(batch(rank, 0))).backward(create_graph=True)
+            mean = ddp.module.weight.grad
+            found.append((mean.detach().clone(), *torch.autograd.grad(mean.square().sum(), ddp.module.weight)))
+    (own,) = torch.autograd.grad(loss_of(local(batch(rank, 0))), local.weight, create_graph=True)
+    (expected,) = torch.autograd.grad(own, local.weight, grad_outputs=2 * found[0][0])
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], expected) and torch.equal(found[1][1] * world, expected)
+
+
+def overlap(rank: int, world: int, wire: str) -> tuple[int, int]:
+    """Collectives that were issued when the last gradient came: with overlap, and without."""
+    counts = []
+    for overlaps in (True, False):
+        ddp = train(rank, mlp(), wire, overlap=overlaps)
+        seen: list[int] = []
+        weight: Any = ddp.module[0].weight
+        weight.register_post_accumulate_grad_hook(
+            lambda _, seen=seen, ddp=ddp: seen.append(int(ddp.reduce_stats()["collectives"]))
+        )
+        before = int(ddp.reduce_stats()["collectives"])
+        loss_of(ddp(batch(rank, 0))).backward()
+        counts.append(seen[0] - before)
+        assert int(ddp.reduce_stats()["collectives"]) - before == ddp.reduce_stats()["buckets"]
+    return counts[0], counts[1]
+
+
+# Join
+
+
+def join(
+    rank: int, world: int, wire: str, batches: Sequence[int], by_initial: bool, kind: str = "plain", **options: Any
+) -> float:
+    """Rank r has batches[r] inputs; the worst difference of a parameter to the same training in one process, fp64."""
+
+    def make() -> nn.Module:
+        return Branches() if kind == "branches" else mlp()
+
+    def loss(model: nn.Module, who: int, step: int) -> torch.Tensor:
+        features = batch(who, step).to(next(model.parameters()).dtype)
+        output = model((features, who % 2)) if kind == "branches" else model(features)
+        square: torch.Tensor = output.square().mean()
+        return square
+
+    ddp = wrapped(make(), wire, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with ddp.join(divide_by_initial_world_size=by_initial):
+        for step in range(batches[rank]):
+            optimizer.zero_grad()
+            loss(ddp, rank, step).backward()
+            optimizer.step()
+    alone = make().double()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
+    for step in range(max(batches)):
+        optimizer.zero_grad()
+        present = [other for other in range(world) if step < batches[other]]
+        for other in present:
+            (loss(alone, other, step) / (world if by_initial else len(present))).backward()
+        optimizer.step()
+    assert_same_on_all_ranks([parameter.detach() for parameter in ddp.parameters()])
+    pairs = zip(ddp.parameters(), alone.parameters(), strict=True)
+    worst = max(float((ours.detach().double() - reference).abs().max()) for ours, reference in pairs)
+    # the wrapper can be used after it
+    local = copy.deepcopy(ddp.module)
+    ddp.zero_grad()
+    loss(ddp, rank, 100).backward()
+    loss(local, rank, 100).backward()
+    assert_averaged(ddp.module, local, wire)
+    return worst

@@ -1,0 +1,254 @@
+"""What ranks run in test_dropin.py: torch's own class beside ours, in the same script."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import fusedreduce
+from support.ddp_cases import Branches, wrapped
+from support.hook_cases import SMALL_CAP_MB, batch, gradients, loss_of, mlp
+
+STEPS = 3
+
+# Kept gradients of parameters that no rank uses
+
+
+def kept_gradient(ddp: Any, rank: int, *, how: str, others_to_none: bool, accumulates: bool) -> list[float | None]:
+    """After each of a few steps what a parameter that no rank uses has for a gradient.
+
+    Args:
+        ddp: around Branches, whose layer 2 is never used and whose layer 0 always is.
+        rank: ours.
+        how: the gradient that it begins with: a "view" of the bucket, the same on every rank, a view of "other" values
+            on each, one on rank 0 "alone", or a tensor of the user's "own", of other values on each rank. (Values
+            whose mean no order of summing rounds.)
+        others_to_none: whether the other gradients are set to None between steps; else they are zeroed.
+        accumulates: each step is two backwards, the first under no_sync.
+    """
+    parameter = ddp.module.layers[2].weight
+    if how == "own":
+        parameter.grad = torch.full_like(parameter, 3 * 2.0**rank)
+    else:
+        # A view is what a step leaves in which the parameter was used.
+        loss_of(ddp((batch(rank, 0), 2))).backward()
+        assert parameter.grad is not None
+        parameter.grad.fill_(3 * 2.0**rank if how == "other" else 0.7)
+        if how == "alone" and rank > 0:
+            parameter.grad = None
+    found: list[float | None] = []
+    for step in range(STEPS):
+        for other in ddp.parameters():
+            if other is not parameter and other.grad is not None:
+                other.grad = None if others_to_none else other.grad.zero_()
+        if accumulates:
+            with ddp.no_sync():
+                loss_of(ddp((batch(rank, 10 + step), 0))).backward()
+        loss_of(ddp((batch(rank, step), 0))).backward()
+        if parameter.grad is None:
+            found.append(None)
+        else:
+            (value,) = set(parameter.grad.flatten().tolist())
+            found.append(value)
+    return found
+
+
+def kept_mean_is_torchs(
+    rank: int, world: int, how: str, others_to_none: bool, accumulates: bool
+) -> tuple[list[float | None], list[float | None]]:
+    """What torch's class and ours make of a kept gradient."""
+    options: dict[str, Any] = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    case: dict[str, Any] = {"how": how, "others_to_none": others_to_none, "accumulates": accumulates}
+    return (
+        kept_gradient(TorchDDP(Branches(), bucket_cap_mb=SMALL_CAP_MB, **options), rank, **case),
+        kept_gradient(wrapped(Branches(), **options), rank, **case),
+    )
+
+
+def kept_sum(
+    rank: int, world: int, how: str, others_to_none: bool, accumulates: bool, **options: Any
+) -> list[float | None]:
+    """What a sum makes of a kept gradient."""
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": True, **options}
+    config = fusedreduce.ReduceConfig(op="sum", grad_stats=True)
+    ddp = fusedreduce.DistributedDataParallel(Branches(), reduce=config, bucket_cap_mb=SMALL_CAP_MB, **options)
+    found = kept_gradient(ddp, rank, how=how, others_to_none=others_to_none, accumulates=accumulates)
+    if how != "view":  # then ranks agree on one norm, though each has a gradient of its own
+        return found
+    measured = torch.stack([one.grad.double().norm() for one in ddp.parameters() if one.grad is not None]).norm()
+    torch.testing.assert_close(ddp.grad_norm(), measured, rtol=1e-6, atol=0)
+    return found
+
+
+def kept_static(rank: int, world: int, op: str) -> tuple[list[float | None], list[float | None]]:
+    """In a static graph the same parameters are unused in each step: what torch's class and ours make of a kept one."""
+    config = fusedreduce.ReduceConfig(op=op)  # type: ignore[arg-type]
+    options: dict[str, Any] = {
+        "static_graph": True,
+        "gradient_as_bucket_view": True,
+        "bucket_cap_mb": SMALL_CAP_MB,
+    }
+    found = []
+    for ddp in (
+        TorchDDP(Branches(), **options),
+        fusedreduce.DistributedDataParallel(Branches(), reduce=config, **options),
+    ):
+        found.append(kept_gradient(ddp, rank, how="own", others_to_none=True, accumulates=False))
+    return found[0], found[1]
+
+
+# Caps
+
+
+def bucket_sizes(rank: int, world: int, options: dict[str, Any]) -> tuple[str, str]:
+    """The sizes of torch's buckets and of ours after their first step."""
+    config = fusedreduce.ReduceConfig(policy="static")
+    found = []
+    for ddp in (TorchDDP(mlp(), **options), fusedreduce.DistributedDataParallel(mlp(), reduce=config, **options)):
+        for step in range(3):
+            loss_of(ddp(batch(rank, step))).backward()
+        ddp(batch(rank, 3))
+        found.append(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"])
+    return found[0], found[1]
+
+
+# gradient_as_bucket_view with a 16-bit wire
+
+SAID = re.compile(r"wire='(\w+)'.* (\d+) bytes at the start of backward and (\d+) at its end.* hold (\d+)")
+
+
+def warned_of_views(make: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What is made, and what is said of views meanwhile."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = make()
+    return made, [str(one.message) for one in caught if "gradient_as_bucket_view" in str(one.message)]
+
+
+def flag_without_views(rank: int, world: int, wire: str, **options: Any) -> None:
+    """Everything is as without the flag, but for one warning with the bytes of this model."""
+    with_flag, said = warned_of_views(lambda: wrapped(mlp(), wire, gradient_as_bucket_view=True, **options))
+    without, silent = warned_of_views(lambda: wrapped(mlp(), wire, **options))
+    assert len(said) == 1 and silent == []
+    figures = SAID.search(said[0])
+    assert figures is not None, said[0]
+    gradient_bytes = 4 * sum(one.numel() for one in with_flag.parameters())
+    wire_bytes = int(with_flag.reduce_stats()["wire_bytes"])
+    assert figures.groups() == (wire, str(wire_bytes), str(wire_bytes + gradient_bytes), str(gradient_bytes))
+    assert 0 <= wire_bytes - gradient_bytes // 2 <= 128 * int(with_flag.reduce_stats()["buckets"])
+    assert with_flag.gradient_as_bucket_view, "as given, as torch's"
+    for step in range(8):
+        to_none = step % 2 == 0
+        held = [one.grad for one in with_flag.parameters()]
+        for ddp in (with_flag, without):
+            ddp.zero_grad(set_to_none=to_none)
+            loss_of(ddp(batch(rank, step))).backward()
+        assert all(map(torch.equal, gradients(with_flag), gradients(without)))
+        now = [one.grad for one in with_flag.parameters()]
+        if step:
+            assert all((one is before) != to_none for one, before in zip(now, held, strict=True))
+        assert len({one.untyped_storage().data_ptr() for one in now if one is not None}) == len(now), "views share one"
+    loss_of(with_flag(batch(rank, 9)))
+    assert with_flag._get_ddp_logging_data()["gradient_as_bucket_view"] == 0
+    copied, again = warned_of_views(lambda: copy.deepcopy(with_flag))
+    assert len(again) == 1 and copied.gradient_as_bucket_view
+    loss_of(copied(batch(rank, 0))).backward()
+
+
+def flag_with_modes(rank: int, world: int, mode: Any) -> None:
+    """With a 16-bit wire the flag excludes nothing: neither a mode from the start, nor one that comes later."""
+    found = []
+    for flag in (False, True):
+        for later in (False, True):
+            config = fusedreduce.ReduceConfig(wire="bf16", sync_mode=fusedreduce.Synchronous() if later else mode)
+            ddp = fusedreduce.DistributedDataParallel(
+                mlp(), reduce=config, bucket_cap_mb=SMALL_CAP_MB, gradient_as_bucket_view=flag
+            )
+            if later:
+                ddp.set_sync_mode(mode)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+            for step in range(6):
+                optimizer.zero_grad()
+                loss_of(ddp(batch(rank, step))).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            ddp.flush(optimizer)
+            found.append([one.detach().clone() for one in ddp.parameters()])
+            dist.barrier()
+    if isinstance(mode, fusedreduce.BoundedStaleness):
+        for other in found[1:]:
+            assert all(map(torch.equal, found[0], other))
+
+
+def own_pace(rank: int, world: int) -> None:
+    """One rank ends after its first step, while its peer goes on: the peer's steps wait for nobody."""
+    config = fusedreduce.ReduceConfig(sync_mode=fusedreduce.Asynchronous())
+    ddp = fusedreduce.DistributedDataParallel(mlp(), reduce=config, bucket_cap_mb=SMALL_CAP_MB)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for step in range(6 if rank == 0 else 1):
+        optimizer.zero_grad()
+        loss_of(ddp(batch(rank, step))).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    ddp.flush(optimizer)
+    dist.barrier()
+
+
+def flag_differs(rank: int, world: int, wire: str) -> str:
+    """The ranks were given different flags."""
+    with pytest.raises(fusedreduce.AgreementError) as caught:
+        wrapped(mlp(), wire, gradient_as_bucket_view=rank == 0)
+    return str(caught.value)
+
+
+# Switches in the environment
+
+
+def warned_of(rank: int, world: int, name: str) -> tuple[list[str], str, str]:
+    """What is said of the variable when wrappers are made, and the buckets of torch's class and ours behind it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = fusedreduce.ReduceConfig(policy="static")
+        models = TorchDDP(_of_mebibytes()), fusedreduce.DistributedDataParallel(_of_mebibytes(), reduce=config)
+    found = []
+    for ddp in models:
+        for _ in range(3):
+            loss_of(ddp(torch.zeros(1, 512))).backward()
+        ddp(torch.zeros(1, 512))
+        found.append(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"])
+    return [str(one.message) for one in caught if name in str(one.message)], found[0], found[1]
+
+
+def _of_mebibytes() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
+
+
+def debugged(rank: int, world: int) -> list[str]:
+    """What is logged while a wrapper is made and used."""
+    ddp_logging = logging.getLogger("fusedreduce.parallel.logging_data")
+    kept: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: kept.append(record.getMessage())  # type: ignore[method-assign]
+    ddp_logging.addHandler(handler)
+    level = ddp_logging.level
+    ddp_logging.setLevel(logging.INFO)
+    try:
+        ddp = wrapped(Branches(), find_unused_parameters=True)
+        for step in range(2):
+            loss_of(ddp((batch(rank, step), 0))).backward()
+        ddp((batch(rank, 2), 0))
+    finally:
+        ddp_logging.removeHandler(handler)
+        ddp_logging.setLevel(level)
+    return kept

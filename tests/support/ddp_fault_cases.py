@@ -1,0 +1,365 @@
+"""What ranks run in test_ddp_faults.py: a step goes wrong, is reported, and the wrapper is used again.
+
+Each case has a group of its own with a short timeout, so that one that is ruined leaves the pool's alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import fusedreduce
+from support.ddp_cases import Branches, Checkpointed, assert_averaged, wrapped
+from support.hook_cases import UNIT, batch, loss_of, mlp
+
+GROUP_TIMEOUT_S = 2.0
+# What a rank may take beyond the group's timeout until it raises: other ranks' work on a busy machine.
+SLACK_S = 6.0
+_kept: list[Any] = []  # a Gloo group that is destroyed while its threads run may abort the process
+
+
+class HookFailed(Exception):
+    """What a user's hook raises."""
+
+
+def _group(world: int) -> Any:
+    group = dist.new_group(list(range(world)), timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S))
+    _kept.append(group)
+    return group
+
+
+@contextmanager
+def _in_time() -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < GROUP_TIMEOUT_S + SLACK_S
+
+
+def _right_steps(
+    rank: int,
+    ddp: fusedreduce.DistributedDataParallel,
+    make_input: Callable[[int, int], Any] = batch,
+    *,
+    wire: str = "native",
+    steps: int = 6,
+) -> None:
+    """Steps with right results: after some of them only the parameters that complete a bucket are hooked."""
+    for step in range(steps):
+        local = copy.deepcopy(ddp.module)
+        ddp.zero_grad()
+        loss_of(ddp(make_input(rank, step))).backward()
+        loss_of(local(make_input(rank, step))).backward()
+        assert_averaged(ddp.module, local, wire)
+
+
+def _recover(rank: int, world: int, ddp: fusedreduce.DistributedDataParallel, **options: Any) -> None:
+    """After a ruined group: reset says so on every rank, and a new group makes everything right."""
+    with _in_time(), pytest.raises(fusedreduce.FusedReduceError, match="give every rank a new one"):
+        ddp.reset()
+    with pytest.raises(fusedreduce.FusedReduceError, match="_update_process_group"):
+        ddp(batch(rank, 0))
+    dist.barrier()
+    ddp._update_process_group(_group(world))
+    _right_steps(rank, ddp, **options)
+
+
+def hook_fails_everywhere(rank: int, world: int, before: int, bucket_index: int, as_view: bool) -> None:
+    """A comm hook that raises on all ranks: its own error from backward, then a clear one, then reset()."""
+    failing = [False]
+
+    def fails(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        if failing[0] and bucket.index() == bucket_index:
+            raise HookFailed("by the user")
+        future: torch.futures.Future[torch.Tensor] = default_hooks.allreduce_hook(group, bucket)
+        return future
+
+    group = _group(world)
+    ddp = wrapped(mlp(), process_group=group, gradient_as_bucket_view=as_view)
+    ddp.register_comm_hook(None, lambda state, bucket: fails(bucket))
+    _right_steps(rank, ddp, steps=before)
+    for _ in range(2):
+        loss = loss_of(ddp(batch(rank, 0)))
+        failing[0] = True
+        with _in_time(), pytest.raises(HookFailed, match="by the user"):
+            loss.backward()
+        failing[0] = False
+        for call in (lambda: ddp(batch(rank, 1)), ddp.check_finalized):
+            with pytest.raises(fusedreduce.FusedReduceError, match=r"call reset\(\).*HookFailed: by the user"):
+                call()
+        assert ddp._get_ddp_logging_data()["has_error"] == 1
+        with _in_time():
+            ddp.reset()
+        _right_steps(rank, ddp)
+
+
+def hook_fails_on_one_rank(rank: int, world: int, before: int) -> None:
+    """The others wait for its collective: they raise in time, with bucket and names; a new group is needed."""
+    failing = [False]
+
+    def fails(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        if failing[0] and rank == world - 1 and bucket.is_last():
+            raise HookFailed("by the user")
+        # (what the user's own code does about the new group)
+        future: torch.futures.Future[torch.Tensor] = default_hooks.allreduce_hook(ddp.process_group, bucket)
+        return future
+
+    ddp = wrapped(mlp(), process_group=_group(world))
+    ddp.register_comm_hook(None, lambda state, bucket: fails(bucket))
+    _right_steps(rank, ddp, steps=before)
+    ddp.zero_grad()
+    loss = loss_of(ddp(batch(rank, 0)))
+    failing[0] = True
+    with _in_time(), pytest.raises((HookFailed, fusedreduce.CollectiveError)) as caught:
+        loss.backward()
+    failing[0] = False
+    if rank == world - 1:
+        assert caught.type is HookFailed
+    else:
+        assert caught.type is fusedreduce.CollectiveError
+        bucket = len(ddp._ours().plan) - 1
+        assert f"rank {rank}: " in str(caught.value) and f"bucket {bucket} (" in str(caught.value)
+        assert all(name in str(caught.value) for name in ("0.weight", "0.bias"))
+    _recover(rank, world, ddp)
+
+
+class Interrupted(nn.Module):
+    """Raises in backward between two layers when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.armed = False
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        layers: Any = self.body
+        hidden = layers[1](layers[0](features))
+        if hidden.requires_grad:
+            hidden.register_hook(self._raise)
+        result: torch.Tensor = layers[4](layers[3](layers[2](hidden)))
+        return result
+
+    def _raise(self, _: torch.Tensor) -> None:
+        if self.armed:
+            raise KeyError("of the user")
+
+
+def user_error_in_backward(rank: int, world: int, before: int, wire: str) -> None:
+    """An exception of the user's own, half-way through every rank's backward: reset() and go on, twice."""
+    ddp = wrapped(Interrupted(), wire, process_group=_group(world))
+    model: Any = ddp.module
+    _right_steps(rank, ddp, wire=wire, steps=before)
+    for _ in range(2):
+        ddp.zero_grad()
+        loss = loss_of(ddp(batch(rank, 0)))
+        model.armed = True
+        with pytest.raises(KeyError, match="of the user"):
+            loss.backward()
+        model.armed = False
+        for call in (lambda: ddp(batch(rank, 1)), ddp.check_finalized):
+            with pytest.raises(fusedreduce.FusedReduceError, match=r"body\.0\.weight, body\.0\.bias.*") as caught:
+                call()
+            assert "reset()" in str(caught.value)
+        with _in_time():
+            ddp.reset()
+        _right_steps(rank, ddp, wire=wire)
+
+
+def user_error_on_one_rank(rank: int, world: int, wire: str) -> tuple[int, int]:
+    """Buckets that were reduced and buckets that were not, on this rank; each is wholly one or the other."""
+    ddp = wrapped(Interrupted(), wire, process_group=_group(world))
+    model: Any = ddp.module
+    _right_steps(rank, ddp, wire=wire)
+    local: Any = copy.deepcopy(ddp.module)
+    loss_of(local(batch(rank, 0))).backward()
+    model.armed = rank == world - 1
+    ddp.zero_grad()
+    loss = loss_of(ddp(batch(rank, 0)))
+    with _in_time(), pytest.raises((KeyError, fusedreduce.CollectiveError)):
+        loss.backward()
+    model.armed = False
+    alone: list[Any] = [parameter.grad for parameter in local.parameters()]
+    sums, sizes = [one.double() for one in alone], [one.double().abs() for one in alone]
+    for tensors in (sums, sizes):
+        for one in tensors:
+            dist.all_reduce(one)
+    reduced = kept = 0
+    parameters = ddp._ours().parameters
+    for members in ddp._ours().plan:
+        found: list[Any] = [(parameters[index].grad, alone[index], sums[index], sizes[index]) for index in members]
+        present = [one for one in found if one[0] is not None]
+        if all(torch.equal(grad, mine) for grad, mine, _, _ in present):
+            kept += 1
+            continue
+        assert len(present) == len(found), "half of a bucket was written"
+        for grad, _, total, size in found:
+            bound = 2 * max(UNIT[wire], 2.0**-24) * size / world * 1.01 + 1e-30
+            assert bool(((grad.double() - total / world).abs() <= world * bound).all()), "half-written bucket"
+        reduced += 1
+    _recover(rank, world, ddp, wire=wire)
+    return reduced, kept
+
+
+class Partial(nn.Module):
+    """Uses all three layers, or only the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(15)
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+
+    def forward(self, given: tuple[torch.Tensor, bool]) -> torch.Tensor:
+        features, everything = given
+        for layer in self.layers if everything else self.layers[:1]:
+            features = torch.tanh(layer(features))
+        return features
+
+
+MISSING = ("layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias")
+
+
+def unfinished(rank: int, world: int, before: int, wire: str) -> tuple[str, str]:
+    """A parameter takes no part in the loss: what the next forward and check_finalized() say. Then reset() and on."""
+    ddp = wrapped(Partial(), wire, process_group=_group(world), bucket_cap_mb=0.001)
+    _right_steps(rank, ddp, lambda r, s: (batch(r, s), True), wire=wire, steps=before)
+    ddp.zero_grad()
+    ddp.check_finalized()
+    loss_of(ddp((batch(rank, 0), False))).backward()
+    messages = []
+    for call in (lambda: ddp((batch(rank, 1), True)), ddp.check_finalized):
+        with pytest.raises(fusedreduce.FusedReduceError) as caught:
+            call()
+        messages.append(str(caught.value))
+    with _in_time():
+        ddp.reset()
+    _right_steps(rank, ddp, lambda r, s: (batch(r, s), True), wire=wire)
+    return messages[0], messages[1]
+
+
+class Sometimes(Checkpointed):
+    """Several reentrant checkpoints around one weight, when told to."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        self.times = 2 if self.again else 1
+        return super().forward(features)
+
+    again = False
+
+
+def marked_twice(rank: int, world: int, before: int) -> str:
+    """Two gradients for one parameter in one backward: which, and the usual causes. Then reset() and on."""
+    model = Sometimes(reentrant=True)
+    ddp = wrapped(model, process_group=_group(world))
+    _right_steps(rank, ddp, steps=before)
+    model.again = True
+    ddp.zero_grad()
+    loss = loss_of(ddp(batch(rank, 0)))
+    with _in_time(), pytest.raises(fusedreduce.FusedReduceError) as caught:
+        loss.backward()
+    model.again = False
+    with pytest.raises(fusedreduce.FusedReduceError, match=r"call reset\(\)"):
+        ddp(batch(rank, 1))
+    with _in_time():
+        ddp.reset()
+    _right_steps(rank, ddp)
+    return str(caught.value)
+
+
+def different_control_flow(rank: int, world: int, before: int, both_miss: bool) -> str:
+    """Ranks use different parameters, find_unused_parameters being off: an error on every rank, in bounded time."""
+    if both_miss:
+        model: nn.Module = Branches()
+        ddp = wrapped(model, process_group=_group(world), bucket_cap_mb=0.001, find_unused_parameters=False)
+        given: Any = (batch(rank, 0), rank % 2)
+    else:
+        ddp = wrapped(Partial(), process_group=_group(world), bucket_cap_mb=0.001)
+        _right_steps(rank, ddp, lambda r, s: (batch(r, s), True), steps=before)
+        given = (batch(rank, 0), rank != world - 1)
+    ddp.zero_grad()
+
+    def two_steps() -> None:
+        for _ in range(2):
+            loss_of(ddp(given)).backward()
+
+    with _in_time(), pytest.raises(fusedreduce.FusedReduceError) as caught:
+        two_steps()
+    dist.barrier()
+    # Nothing was issued, or something was that not all ranks took part in: reset() says which.
+    try:
+        with _in_time():
+            ddp.reset()
+    except fusedreduce.FusedReduceError:
+        dist.barrier()
+        ddp._update_process_group(_group(world))
+    if not both_miss:
+        _right_steps(rank, ddp, lambda r, s: (batch(r, s), True))
+    return str(caught.value)
+
+
+# How a wrapper is built in which each rank leaves another layer unused.
+UNUSED: dict[str, dict[str, Any]] = {
+    "search": {"find_unused_parameters": True},
+    "static graph": {"static_graph": True},
+    "staleness": {"find_unused_parameters": True},
+}
+
+
+def late_peer_with_unused(rank: int, world: int, how: str) -> str:
+    """The last rank comes after the timeout; each rank leaves another layer unused. The error, and what helps then."""
+    mode = fusedreduce.BoundedStaleness(1) if how == "staleness" else fusedreduce.Synchronous()
+    config = fusedreduce.ReduceConfig(sync_mode=mode)
+    ddp = fusedreduce.DistributedDataParallel(
+        Branches(), process_group=_group(world), bucket_cap_mb=0.001, reduce=config, **UNUSED[how]
+    )
+    given = (batch(rank, 0), rank % 2)
+    loss = loss_of(ddp(given))
+    if rank == world - 1:
+        time.sleep(GROUP_TIMEOUT_S + 1.5)
+
+    def two_steps() -> None:
+        loss.backward()  # with staleness nothing is waited for yet
+        loss_of(ddp(given)).backward()
+
+    with _in_time(), pytest.raises(fusedreduce.FusedReduceError) as caught:
+        two_steps()
+    dist.barrier()
+    for _ in range(2):
+        with _in_time(), pytest.raises(fusedreduce.FusedReduceError, match=r"set_communicator\(\)"):
+            ddp.reset()
+    with pytest.raises(fusedreduce.FusedReduceError, match=r"set_communicator\(\)"):
+        ddp(given)
+    dist.barrier()
+    ddp._update_process_group(_group(world))
+    for step in range(3):
+        ddp.zero_grad()
+        local = copy.deepcopy(ddp.module)
+        loss_of(ddp((batch(rank, 7), rank % 2))).backward()
+        loss_of(local((batch(rank, 7), rank % 2))).backward()
+        if how != "staleness" or step:
+            assert_averaged(ddp.module, local)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def lost_for_every_wrapper(rank: int, world: int) -> None:
+    """What one wrapper has found out of a group, another one over it knows: its reset() does not take that group."""
+    group = _group(world)
+    first, second = wrapped(mlp(), process_group=group), wrapped(mlp(), process_group=group)
+    for ddp in (first, second):
+        _right_steps(rank, ddp, steps=2)
+    loss = loss_of(first(batch(rank, 0)))
+    if rank == world - 1:
+        time.sleep(GROUP_TIMEOUT_S + 1.5)
+    with _in_time(), pytest.raises(fusedreduce.CollectiveError):
+        loss.backward()
+    dist.barrier()
+    for ddp in (second, first):
+        _recover(rank, world, ddp)

@@ -1,0 +1,144 @@
+"""What ranks run in test_ddp.py, part three: comm hooks on the wrapper."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import fusedreduce
+from support.ddp_cases import STEPS, wrapped
+from support.hook_cases import SMALL_CAP_MB, batch, gradients, loss_of, mlp
+
+Register = Callable[[TorchDDP], None]
+
+
+def _built_in(kind: str) -> Register:
+    return lambda ddp: ddp._register_builtin_comm_hook(getattr(BuiltinCommHookType, kind))
+
+
+def _power_sgd(ddp: TorchDDP) -> None:
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=3, matrix_approximation_rank=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def _post_local_sgd(ddp: TorchDDP) -> None:
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    state = post_localSGD_hook.PostLocalSGDState(None, group, start_localSGD_iter=4)
+    ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+
+
+def _fused(wire: Any) -> Register:
+    return lambda ddp: ddp.register_comm_hook(fusedreduce.FusedHookState(wire=wire), fusedreduce.fused_hook)
+
+
+HOOKS: dict[str, Register] = {
+    "allreduce": lambda ddp: ddp.register_comm_hook(None, default_hooks.allreduce_hook),
+    "fp16": lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook),
+    "fp16 around allreduce": lambda ddp: ddp.register_comm_hook(
+        dist.group.WORLD, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+    ),
+    "PowerSGD": _power_sgd,
+    "post-localSGD": _post_local_sgd,
+    "noop": lambda ddp: ddp.register_comm_hook(None, debugging_hooks.noop_hook),
+    "fused native": _fused("native"),
+    "fused bf16": _fused("bf16"),
+    "built-in allreduce": _built_in("ALLREDUCE"),
+    "built-in fp16": _built_in("FP16_COMPRESS"),
+}
+
+
+def hook_parity(rank: int, world: int, name: str, as_view: bool) -> None:
+    """A hook registered on ours gives, bit for bit, what it gives on torch's, step by step."""
+    # On Gloo the collectives that PowerSGD chains for several buckets meet in different orders, with torch's class too.
+    cap_mb = 25 if name == "PowerSGD" else SMALL_CAP_MB
+    options: dict[str, Any] = {"bucket_cap_mb": cap_mb, "gradient_as_bucket_view": as_view}
+    models: list[TorchDDP] = [TorchDDP(mlp(), **options), fusedreduce.DistributedDataParallel(mlp(), **options)]
+    for ddp in models:
+        HOOKS[name](ddp)
+    optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.05) for ddp in models]
+    for step in range(STEPS):
+        for ddp, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(ddp(batch(rank, step))).backward()
+        theirs, ours = (gradients(ddp) for ddp in models)
+        assert all(torch.equal(one, other) for one, other in zip(theirs, ours, strict=True)), f"step {step}"
+        for optimizer in optimizers:
+            optimizer.step()
+    names = [ddp._get_ddp_logging_data()["comm_hook"] for ddp in models]
+    assert names[0] == names[1]
+
+
+def what_a_hook_sees(rank: int, world: int, as_view: bool) -> None:
+    """The six methods of torch's GradBucket: flat, dense, no padding, not divided; what set_buffer takes comes back."""
+    seen: list[int] = []
+
+    def doubling(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        buffer, views, parameters = bucket.buffer(), bucket.gradients(), bucket.parameters()
+        assert buffer.dim() == 1 and buffer.is_contiguous() and buffer.dtype is torch.float32
+        assert buffer.numel() == sum(parameter.numel() for parameter in parameters)
+        own = {id(parameter) for parameter in ddp.parameters()}
+        offset = 0
+        for view, parameter in zip(views, parameters, strict=True):
+            assert view.shape == parameter.shape and id(parameter) in own
+            assert view.data_ptr() == buffer.data_ptr() + 4 * offset
+            assert torch.equal(view, mine[id(parameter)]), "divided, or another parameter's"
+            offset += parameter.numel()
+        seen.append(bucket.index())
+        assert bucket.is_last() == (len(seen) == ddp.reduce_stats()["buckets"])
+        bucket.set_buffer(buffer * 2)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp = wrapped(mlp(), gradient_as_bucket_view=as_view)
+    ddp.register_comm_hook(None, lambda state, bucket: doubling(bucket))
+    for step in range(STEPS):
+        local = copy.deepcopy(ddp.module)
+        loss_of(local(batch(rank, step))).backward()
+        pairs = zip(ddp.parameters(), local.parameters(), strict=True)
+        mine = {id(parameter): alone.grad for parameter, alone in pairs}
+        seen.clear()
+        ddp.zero_grad()
+        loss_of(ddp(batch(rank, step))).backward()
+        assert seen == list(range(int(ddp.reduce_stats()["buckets"])))
+        for doubled, once in zip(gradients(ddp), gradients(local), strict=True):
+            assert torch.equal(doubled, 2 * once)
+    assert len(seen) >= 2
+
+
+def hooks_refused(rank: int, world: int) -> None:
+    """A second hook, one beside a 16-bit wire, one that is no hook, one that returns no future."""
+    ddp = wrapped(mlp())
+    HOOKS["allreduce"](ddp)
+    for name in ("noop", "built-in allreduce"):
+        with pytest.raises(RuntimeError, match="can only be called once"):
+            HOOKS[name](ddp)
+    for name in ("noop", "fused bf16", "built-in fp16"):
+        with pytest.raises(ValueError, match="wire='bf16' and a comm hook exclude each other"):
+            HOOKS[name](wrapped(mlp(), "bf16"))
+    with pytest.raises(TypeError, match="must be callable"):
+        wrapped(mlp()).register_comm_hook(None, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="GradBucket"):
+        wrapped(mlp()).register_comm_hook(None, _wrong_annotation)
+    ddp = wrapped(mlp())
+    ddp.register_comm_hook(None, lambda state, bucket: 1)
+    with pytest.raises(TypeError, match="return value should be a torch.futures.Future"):
+        loss_of(ddp(batch(rank, 0))).backward()
+    ddp.reset()
+
+
+def _wrong_annotation(state: object, bucket: int) -> torch.futures.Future[torch.Tensor]:
+    raise AssertionError

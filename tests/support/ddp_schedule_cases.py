@@ -1,0 +1,335 @@
+"""What ranks run in test_ddp_schedule.py: plans that follow the clock, on real ranks that disagree about time."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import fusedreduce
+from fusedreduce.planning.plan_file import plan_hash
+from fusedreduce.reducer import plans
+from fusedreduce.trace.reader import read
+from support.ddp_cases import reducer_of
+from support.hook_cases import assert_is_mean, assert_same_on_all_ranks, gradients
+
+WIDTH = 64
+
+
+def planned(**options: Any) -> fusedreduce.ReduceConfig:
+    """Re-plans as often as it may, small as these models are."""
+    plans._LEAST_PLANNED_BYTES = 0
+    options.setdefault("policy", "planned")
+    return fusedreduce.ReduceConfig(**{"replan_every": 10, **options})
+
+
+def same_everywhere(value: int) -> bool:
+    """Whether all ranks hold the same number."""
+    held = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(held, torch.tensor([value]))
+    return len({int(one) for one in held}) == 1
+
+
+def assert_averaged(ddp: nn.Module, alone: nn.Module) -> None:
+    """Every gradient is the mean of the ranks', the same bytes on all; as one tensor, because collectives cost time."""
+    ours, mine = ([torch.cat([one.flatten() for one in gradients(module)])] for module in (ddp, alone))
+    assert_same_on_all_ranks(ours)
+    assert_is_mean(ours, mine, "native", 1.0)
+
+
+def layers(count: int = 12) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(count)])
+
+
+class Sleeper:
+    """Sleeps in backward, before each of a model's layers, as long as its own dice say; now and then another layer."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.slow = 0
+        for index, layer in enumerate(model.children()):
+            layer.register_full_backward_hook(self._hook(index))
+
+    def _hook(self, index: int) -> Any:
+        def hook(*_: object) -> None:
+            time.sleep(self._random.random() * (0.004 if index == self.slow else 0.0005))
+
+        return hook
+
+
+def random_sleeps(rank: int, world: int, steps: int) -> tuple[int, int]:
+    """How often the plan changed, and how many different ones there were; gradients are checked in every step."""
+    model = layers()
+    alone = copy.deepcopy(model)
+    ddp = fusedreduce.DistributedDataParallel(model, bucket_cap_mb=0.1, reduce=planned(wire="native"))
+    sleeper = Sleeper(model, seed=rank)
+    dice = random.Random(7)  # the same on all ranks: where it is slow changes, as a model's use does
+    reducer = reducer_of(ddp)
+    plans = set()
+    for step in range(steps):
+        if step % 20 == 0:
+            sleeper.slow = dice.randrange(12)
+        inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank))
+        ddp.zero_grad()
+        alone.zero_grad()
+        ddp(inputs).square().mean().backward()
+        alone(inputs).square().mean().backward()
+        assert same_everywhere(plan_hash(reducer.plan)), "a plan of one's own"
+        assert_averaged(ddp, alone)
+        launched = [launch for _, launch in reducer.bucket_times()]
+        assert launched == sorted(launched) and min(launched) >= 0, "out of the plan's order"
+        plans.add(reducer.plan)
+    assert reducer.stats()["steps"] == steps
+    return int(reducer.stats()["plans"]), len(plans)
+
+
+def mixed_dtypes(rank: int, world: int, policy: str) -> list[str]:
+    """The dtypes of the buckets as launched, of a model whose gradients come in bf16, fp64, fp32."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4, dtype=torch.float32)
+            self.second = nn.Linear(4, 4, dtype=torch.float64)
+            self.third = nn.Linear(4, 4, dtype=torch.bfloat16)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.third(self.second(self.first(inputs).double()).bfloat16())
+            return out
+
+    torch.manual_seed(0)
+    ddp = fusedreduce.DistributedDataParallel(Mixed(), reduce=planned(policy=policy))
+    for _ in range(16):
+        ddp.zero_grad()
+        ddp(torch.randn(2, 4) + rank).float().sum().backward()
+    reducer = reducer_of(ddp)
+    launched = [launch for _, launch in reducer.bucket_times()]
+    assert launched == sorted(launched)
+    parameters = list(ddp.parameters())
+    return [str(parameters[members[0]].dtype).removeprefix("torch.") for members in reducer.plan]
+
+
+def join_with_plans(rank: int, world: int, leaves: list[int], divide_by_initial: bool) -> int:
+    """Ranks run out of inputs at different steps, before, while and after the others agree on plans."""
+    model = layers(6)
+    alone = copy.deepcopy(model)
+    ddp = fusedreduce.DistributedDataParallel(model, bucket_cap_mb=0.03, reduce=planned(replan_every=8))
+    Sleeper(model, seed=rank)
+    reducer = reducer_of(ddp)
+    with ddp.join(divide_by_initial_world_size=divide_by_initial):
+        for step in range(leaves[rank]):
+            inputs = torch.full((2, WIDTH), float(rank + step + 1))
+            ddp.zero_grad()
+            alone.zero_grad()
+            ddp(inputs).mean().backward()
+            here = [one for one in range(world) if step < leaves[one]]
+            total = [torch.zeros_like(parameter) for parameter in alone.parameters()]
+            for other in here:
+                alone.zero_grad()
+                alone(torch.full((2, WIDTH), float(other + step + 1))).mean().backward()
+                for sum_, parameter in zip(total, alone.parameters(), strict=True):
+                    assert parameter.grad is not None
+                    sum_ += parameter.grad
+            divisor = world if divide_by_initial else len(here)
+            for sum_, parameter in zip(total, ddp.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, sum_ / divisor, rtol=1e-5, atol=1e-7)
+    assert same_everywhere(plan_hash(reducer.plan))
+    return int(reducer.stats()["plans"])
+
+
+def saved_plans(rank: int, world: int) -> None:
+    """A plan is loaded, kept, refused, and not used for another number of ranks."""
+    first = fusedreduce.DistributedDataParallel(layers(), bucket_cap_mb=0.1, reduce=planned())
+    for _ in range(12):
+        first.zero_grad()
+        first(torch.randn(4, WIDTH)).sum().backward()
+    text = first.plan_json()
+    plan = reducer_of(first).plan
+
+    second = fusedreduce.DistributedDataParallel(layers(), bucket_cap_mb=1, reduce=planned(plan=text))
+    Sleeper(second.module, seed=rank)
+    alone = layers()
+    for _ in range(12):
+        inputs = torch.randn(4, WIDTH)
+        second.zero_grad()
+        alone.zero_grad()
+        second(inputs).sum().backward()
+        alone(inputs).sum().backward()
+        assert reducer_of(second).plan == plan, "from the first step on, and for good"
+        assert_averaged(second, alone)
+
+    for wrong, match in (
+        (text if rank else None, "plan"),
+        (text[:-5], "this is no plan"),
+        (text.replace(f'"world_size": {world}', '"world_size": 0'), "damaged"),
+    ):
+        with pytest.raises(ValueError, match=match):  # AgreementError is one
+            fusedreduce.DistributedDataParallel(layers(), reduce=planned(plan=wrong))
+    with pytest.raises(ValueError, match="other parameters"):
+        fusedreduce.DistributedDataParallel(layers(3), reduce=planned(plan=text))
+
+    other = text.replace(f'"world_size": {world}', f'"world_size": {world + 1}')
+    third = fusedreduce.DistributedDataParallel(layers(), bucket_cap_mb=0.1, reduce=planned(plan=other))
+    for _ in range(3):
+        third.zero_grad()
+        third(torch.randn(4, WIDTH)).sum().backward()
+    assert reducer_of(third).rebuilt, "planned anew"
+
+
+def deterministic(rank: int, world: int) -> None:
+    """Under deterministic algorithms on one rank no rank's plan follows the clock."""
+    ddp = fusedreduce.DistributedDataParallel(layers(), bucket_cap_mb=0.1, reduce=planned(link=(1000.0, 0.1)))
+    Sleeper(ddp.module, seed=rank)
+    plans = []
+    torch.use_deterministic_algorithms(rank == 1)
+    try:
+        for _ in range(24):
+            ddp.zero_grad()
+            ddp(torch.randn(4, WIDTH)).sum().backward()
+            plans.append(reducer_of(ddp).plan)
+        assert len(set(plans[1:])) == 1
+        torch.use_deterministic_algorithms(False)
+        for _ in range(12):
+            ddp.zero_grad()
+            ddp(torch.randn(4, WIDTH)).sum().backward()
+        assert reducer_of(ddp).plan != plans[-1], "on such a link one bucket is best"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def reset_between(rank: int, world: int, fails_at: int) -> None:
+    """A rank's step fails in any round of an agreement, after its collectives; all reset, and go on together."""
+    ddp = fusedreduce.DistributedDataParallel(layers(), bucket_cap_mb=0.1, reduce=planned(link=(1000.0, 0.1)))
+    Sleeper(ddp.module, seed=rank)
+    alone = layers()
+    for step in range(fails_at + 16):
+        inputs = torch.randn(4, WIDTH)
+        ddp.zero_grad()
+        alone.zero_grad()
+        alone(inputs).sum().backward()
+        loss = ddp(inputs).sum()
+        if step == fails_at:
+            first = next(iter(ddp.parameters()))
+            handle = None
+            if rank == 1:
+                last = list(ddp.parameters())[-1]
+
+                def spoil(_: torch.Tensor, last: torch.Tensor = last) -> None:
+                    assert last.grad is not None
+                    last.grad.add_(1.0)  # after it has been packed
+
+                handle = first.register_post_accumulate_grad_hook(spoil)
+            if rank == 1:
+                with pytest.raises(fusedreduce.FusedReduceError, match="after it had been packed"):
+                    loss.backward()
+            else:
+                loss.backward()
+            if handle is not None:
+                handle.remove()
+            ddp.reset()
+            continue
+        loss.backward()
+        assert same_everywhere(plan_hash(reducer_of(ddp).plan))
+        assert_averaged(ddp, alone)
+
+
+def training(ddp: nn.Module, alone: nn.Module, rank: int, steps: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Steps of both modules on inputs of the rank's own: after each one its number and the inputs."""
+    for step in range(steps):
+        inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+        ddp.zero_grad()
+        alone.zero_grad()
+        ddp(inputs).sum().backward()
+        alone(inputs).sum().backward()
+        yield step, inputs
+
+
+def hook_trace(rank: int, world: int, folder: str, wire: str) -> list[int]:
+    """torch's DDP with our hook, recorded twice; gradients are checked while it is. The numbers of recorded steps."""
+    model = layers(6)
+    alone = copy.deepcopy(model)
+    ddp = TorchDDP(model, bucket_cap_mb=0.03, gradient_as_bucket_view=True)
+    state = fusedreduce.FusedHookState(wire=wire)  # type: ignore[arg-type]
+    ddp.register_comm_hook(state, fusedreduce.fused_hook)
+    slow = Sleeper(model, seed=rank)
+    slow.slow = 5  # the layer whose gradients come first
+
+    def train(steps: int) -> None:
+        for step, inputs in training(ddp, alone, rank, steps):
+            if step % 3 == 1:
+                with ddp.no_sync():
+                    ddp(inputs).sum().backward()  # not synchronised, so no step of the trace
+                    alone(inputs).sum().backward()
+                continue
+            ours, mine = ([torch.cat([one.flatten() for one in gradients(module)])] for module in (ddp, alone))
+            assert_same_on_all_ranks(ours)
+            assert_is_mean(ours, mine, wire, 1.0)
+
+    first = Path(folder, "first")
+    with state.record_trace(first):
+        train(6)
+        with pytest.raises(fusedreduce.FusedReduceError, match="already"), state.record_trace(first):
+            raise AssertionError
+    train(2)
+    with state.record_trace(Path(folder, "second"), limit=3):
+        train(8)
+    assert not any(one._backward_hooks for one in ddp.parameters())
+    dist.barrier()
+    found = []
+    for name in ("first", "second"):
+        (trace, *_) = [one for one in read(Path(folder, name)) if one.rank == rank]
+        assert trace.source == "hook" and trace.ranks == world and len(trace.parameters) == 12
+        assert max(one.ready_ns for one in trace.parameters) < 1e9
+        for step in trace.steps:
+            if step.ready_ns is None:  # its first bucket was handed over before the parameters were hooked
+                assert step is trace.steps[0]
+                continue
+            assert min(step.ready_ns) >= 0
+            # In this step, not in the one before or after: within backward, but for the last hook itself.
+            assert max(step.ready_ns) <= step.marks.backward_end_ns + 2_000_000
+            order = sorted(range(12), key=step.ready_ns.__getitem__, reverse=True)
+            assert order[-2:] in ([10, 11], [11, 10]), "numbered against the order in which they come"
+            for bucket in step.marks.buckets:
+                assert 0 <= bucket.ready_ns <= bucket.pack_ns <= bucket.launch_ns <= bucket.done_ns
+        found += [step.step for step in trace.steps]
+    return found
+
+
+def wrapper_trace(rank: int, world: int, folder: str) -> None:
+    """A trace has what happened, and recording changes no gradient."""
+    ddp = fusedreduce.DistributedDataParallel(layers(6), bucket_cap_mb=0.03, reduce=planned(policy="ready"))
+    alone = layers(6)
+    Sleeper(ddp.module, seed=rank)
+
+    def train(steps: int) -> None:
+        for _ in training(ddp, alone, rank, steps):
+            assert_averaged(ddp, alone)
+
+    with ddp.record_trace(folder, limit=14):
+        train(16)
+    costs = reducer_of(ddp)._plans.scheduler.schedule.costs
+    train(1)
+    dist.barrier()
+    (trace, *_) = [one for one in read(Path(folder)) if one.rank == rank]
+    assert trace.source == "wrapper" and [step.step for step in trace.steps] == list(range(1, 15))
+    assert [step.step for step in trace.steps if step.ready_ns is not None and step.step > 4] == [10, 11, 12]
+    assert trace.costs == costs is not None
+    assert [one.name for one in trace.parameters] == [name for name, _ in ddp.module.named_parameters()]
+    for step in trace.steps:
+        marks = step.marks.buckets
+        assert len(marks) == len(trace.plans[step.plan])
+        for bucket in marks:
+            times = [bucket.ready_ns, bucket.pack_ns, bucket.launch_ns, bucket.done_ns, bucket.unpack_ns, bucket.end_ns]
+            assert times[0] >= 0 and times == sorted(times)
+        assert max(one.launch_ns for one in marks) <= step.marks.backward_end_ns <= min(one.unpack_ns for one in marks)
+        assert -5_000_000_000 < step.marks.forward_ns - step.marks.began_ns <= 0

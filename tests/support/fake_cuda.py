@@ -1,0 +1,292 @@
+"""CUDA without a GPU: tensors in this process's memory that say that they are on a device, and streams that record.
+
+The package's own code runs as it would on CUDA, and its results are right: operators and collectives run at once, on
+the CPU, and after a kernel's launch its torch reference does what that would do. (Triton's own way from the launch to
+the driver is `fake_driver`'s.) What is not at once on a GPU is written down for `order_check`: which stream each would
+be on, which bytes it reads and writes, and when memory is given back.
+
+As on a GPU: an operator is on the current stream of its tensors' device; a copy has the host wait unless it is
+non_blocking and the host's memory pinned; the streams of a backward are those of `fake_backward`; a collective runs on
+a stream of its backend's, a future's callback on one from a pool. Every peer has the gradients that this rank has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fusedreduce.buckets import exchange
+from fusedreduce.buckets import gradient_table as gradients
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
+from fusedreduce.kernels import dispatch, measure, pack, reference, reference_stats, scale, stats, unpack, variants
+from fusedreduce.kernels.table import PointerTable
+from fusedreduce.reducer import parameter_hooks
+from support.fake_backward import Backward
+from support.fake_memory import FakeMemory
+from support.fake_streams import FakeEvent, FakeFuture, FakeStream, FakeWork, index_of
+from support.order_check import HOST
+from support.order_trace import Awaited, tensors_of
+
+_CPU = torch.device("cpu")
+_MADE_HOST_FIRST = ("tensor", "as_tensor")  # then copied to their device
+_MADE_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+_MADE = ("empty", "empty_strided", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "scalar_tensor")
+_MADE_OF_HOSTS = ("from_numpy", "frombuffer")
+
+
+class FakeCuda(FakeMemory):
+    """Stand-ins for CUDA, two devices of it, and a recorder of what is done with them.
+
+    Args:
+        patch: undone by whoever gave it.
+        ranks: in the default process group, which is there within `recording`.
+        home: number of the device that models are put on; device 0 is current.
+        comes: whether an event has come when it is asked for, or never does.
+        users: how many peers use each of the parameters, where that is asked.
+    """
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, *, ranks: int = 2, home: int = 0, comes: bool = True, users: int = 1
+    ) -> None:
+        super().__init__(patch)
+        self.device = torch.device("cuda", home)
+        self.index = 0
+        self._ranks = ranks
+        self._comes = comes
+        self._users = users
+        self._currents: dict[int, Any] = {}
+        self._backward = Backward(self)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        self._patch_cuda()
+        self._patch_tensors()
+        self._patch_kernels()
+        self._patch_collectives()
+        dist.init_process_group("fake", rank=0, world_size=self._ranks, store=FakeStore())
+        try:
+            with super().recording():
+                yield
+        finally:
+            dist.destroy_process_group()
+            for cached in (exchange.scalar, gradients.index_of, dispatch._refuse_unsupported):
+                cached.cache_clear()
+
+    def switch(self, stream: Any) -> None:
+        """Makes a stream the current one of its device, and that device the current one."""
+        self.index = stream.device.index
+        self._currents[self.index] = stream
+        self._backward.switched()
+
+    def home_stream(self) -> Any:
+        """The current stream of the device that models are on."""
+        return self._stream_of(self.device.index)
+
+    # As a recorder
+
+    def accumulator(self, parameter: torch.Tensor) -> Any:
+        return self._backward.made(super().accumulator(parameter))
+
+    def comm_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """torch's own wrapper, for which these are CPU tensors, waits for its futures as on CUDA."""
+
+        @functools.wraps(hook)
+        def shown(state: Any, bucket: Any) -> Any:
+            for one in tensors_of(bucket.buffer()):
+                self.add(one, self.device)
+            future = hook(state, bucket)
+            self._backward.futures.append(future)
+            return future
+
+        return shown
+
+    def run_kernel(self, kernel: Callable[..., None], pointers: Sequence[torch.Tensor | None], constants: Any) -> None:
+        """Its reference does that, when the launcher is done."""
+
+    def future(self, awaited: Awaited) -> Any:
+        return FakeFuture.of(awaited.device, awaited.work.result(), awaited.order)
+
+    # Patches
+
+    def _stream_of(self, index: int) -> Any:
+        if index not in self._currents:
+            self._currents[index] = FakeStream(index)
+        return self._currents[index]
+
+    def _patch_cuda(self) -> None:
+        def current_stream(device: Any = None) -> Any:
+            self._backward.before_use()
+            return self._stream_of(index_of(device))
+
+        @contextlib.contextmanager
+        def within(stream: Any) -> Iterator[None]:
+            if stream is None:
+                yield
+                return
+            index, outer = self.index, current_stream(stream.device)
+            self.switch(stream)
+            try:
+                yield
+            finally:
+                self.switch(outer)
+                self.index = index
+
+        @contextlib.contextmanager
+        def on_device(device: Any) -> Iterator[None]:
+            index, self.index = self.index, index_of(device)
+            try:
+                yield
+            finally:
+                self.index = index
+
+        fakes: dict[str, Any] = {
+            "Stream": FakeStream,
+            "Event": FakeEvent,
+            "current_stream": current_stream,
+            "stream": within,
+            "device": on_device,
+            "current_device": lambda: self.index,
+            "device_count": lambda: 2,
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "is_current_stream_capturing": lambda: False,
+            "get_device_capability": lambda device=None: (9, 0),
+        }
+        for name, fake in fakes.items():
+            self._patch.setattr(torch.cuda, name, fake)
+        self._patch.setattr(FakeEvent, "comes", self._comes)
+        self._patch.setattr(FakeFuture, "keep", staticmethod(self.keep), raising=False)
+        self._patch.setattr(torch.futures, "Future", FakeFuture)
+        self._patch.setattr(torch.autograd.Variable, "_execution_engine", self._backward)
+        # A dispatch mode looks on, under which the package would not make them anew.
+        self._patch.setattr(parameter_hooks, "_makes_nodes", lambda: True)
+        accumulator = parameter_hooks._accumulator
+        self._patch.setattr(parameter_hooks, "_accumulator", lambda one: self._backward.made(accumulator(one)))
+
+    def _patch_tensors(self) -> None:
+        tensor: Any = torch.Tensor
+        plain_to, plain_group = tensor.to, torch._C._group_tensors_by_device_and_dtype
+
+        def to(one: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            if args and isinstance(args[0], torch.Tensor):
+                like: torch.Tensor = args[0]
+                args = (like.device, like.dtype, *args[1:])
+            device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **options)
+            same: torch.Tensor = one if dtype is None else plain_to(one, dtype=dtype)
+            if device is None or _full(device) == one.device:
+                return same
+            return torch.empty_like(same, device=device).copy_(same.detach(), non_blocking=non_blocking)
+
+        def pin_memory(one: torch.Tensor) -> torch.Tensor:
+            with self.making(_CPU, pinned=True):
+                return one.clone()
+
+        def group(lists: Any, with_indices: bool = False) -> Any:
+            grouped: dict[Any, Any] = plain_group(lists, with_indices)
+            return {(of[0][0][0].device, kind): of for (_, kind), of in grouped.items()}
+
+        def to_host(name: str) -> Callable[..., Any]:
+            inner = getattr(tensor, name)
+
+            def method(one: torch.Tensor, **options: Any) -> Any:
+                on = self.current(one.device) if one.is_cuda else HOST
+                self.emit("work", on, f"Tensor.{name}", self.uses(one, write=False))
+                if one.is_cuda:
+                    self.emit("block", on, f"Tensor.{name}")
+                return inner(one, **options)
+
+            return method
+
+        fakes = {
+            "device": property(self.device_of),
+            "is_cuda": property(lambda one: one.device.type == "cuda"),
+            "is_pinned": lambda one: self.is_pinned(one),
+            "get_device": lambda one: -1 if one.device.index is None else one.device.index,
+            "to": to,
+            "cuda": lambda one, device="cuda", non_blocking=False: one.to(device, non_blocking=non_blocking),
+            "cpu": lambda one: one.to("cpu"),
+            "pin_memory": pin_memory,
+            "tolist": to_host("tolist"),
+            "numpy": to_host("numpy"),
+        }
+        for name, fake in fakes.items():
+            self._patch.setattr(tensor, name, fake, raising=False)
+        self._patch.setattr(torch._C, "_group_tensors_by_device_and_dtype", group)
+        for name in (*_MADE, *_MADE_LIKE, *_MADE_HOST_FIRST, *_MADE_OF_HOSTS):
+            self._patch.setattr(torch, name, self._maker(name, getattr(torch, name)))
+
+    def _maker(self, name: str, inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def make(*args: Any, device: Any = None, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+            if device is not None and name in _MADE_HOST_FIRST:
+                return make(*args, **options).to(device)
+            where = None if name in _MADE_LIKE and device is None else _full(device or _CPU)
+            with self.making(where, pinned=pin_memory):
+                made = inner(*args, **options)
+            if where is not None and made.layout is torch.strided:
+                self.add(made, where, pinned=pin_memory)
+            return made
+
+        return make
+
+    def _patch_kernels(self) -> None:
+        self._patch.setattr(variants, "interpreted", lambda: False)
+        for module, same, names in (
+            *((module, reference, (module.__name__.rpartition(".")[2],)) for module in (pack, unpack, measure, scale)),
+            (stats, reference_stats, ("reduce_partials", "reduce_source_partials")),
+        ):
+            for name in names:
+                self._patch.setattr(module, name, self._launcher(getattr(module, name), getattr(same, name)))
+
+    def _launcher(self, inner: Callable[..., Any], same: Callable[..., Any]) -> Callable[..., Any]:
+        """Around a function that launches a kernel, which only says so: `same` then does what that would do."""
+
+        def launcher(*given: Any, **options: Any) -> Any:
+            self.dangles = False
+            results = inner(*given, **options)
+            if not self.dangles:  # else it would write where something else lies by now
+                with self.on_cpu():
+                    values = same(*[PointerTable() if isinstance(one, PointerTable) else one for one in given])
+                    for one, value in zip(_fields(results), _fields(values), strict=True):
+                        one.copy_(value)
+            return results
+
+        return launcher
+
+    def _patch_collectives(self) -> None:
+        def reduced(tensor: torch.Tensor, *_: Any, op: Any = dist.ReduceOp.SUM, **__: Any) -> FakeWork:
+            if tensor.dtype is torch.int32:
+                tensor.add_(self._users)
+            elif op == dist.ReduceOp.SUM:
+                (tensor if tensor.layout is torch.strided else tensor._values()).mul_(self._ranks)
+            return FakeWork([tensor])
+
+        def gathered(outputs: list[torch.Tensor], tensor: torch.Tensor, **_: Any) -> FakeWork:
+            return FakeWork([one.copy_(tensor) for one in outputs])
+
+        fakes: dict[str, Callable[..., FakeWork]] = {
+            "all_reduce": reduced,
+            "reduce": reduced,
+            "all_gather": gathered,
+            "all_to_all_single": lambda output, input, **_: FakeWork([output.copy_(input)]),
+            "broadcast": lambda tensor, *_, **__: FakeWork([tensor]),
+        }
+        for name, fake in fakes.items():
+            self._patch.setattr(dist, name, fake)
+        aside = "compare_aside"
+        self._patch.setattr(ProcessGroupCommunicator, aside, lambda one, key, text, device: [text] * self._ranks)
+
+
+def _fields(totals: object) -> list[torch.Tensor]:
+    return [] if totals is None else list(vars(totals).values())
+
+
+def _full(device: Any) -> torch.device:
+    found = torch.device(device)
+    return torch.device("cuda", index_of(found)) if found.type == "cuda" else found

@@ -1,0 +1,54 @@
+"""One rank of test_faults.py and test_ddp_faults.py, a process of its own.
+
+`fault_rank.py RANK WORLD STORE WIRE AS_VIEW FAULT STEP [wrapper]`: torch's DDP with our hook, or our wrapper.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from support import ddp_cases, hook_cases
+
+GROUP_TIMEOUT_S = 5
+
+
+def main() -> None:
+    """Trains; the last rank dies, stops or leaves in the middle of a step."""
+    rank, world, store, wire, as_view, fault, fault_step, *wrapper = sys.argv[1:]
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timeout
+    )
+    options: dict[str, Any] = {"gradient_as_bucket_view": as_view == "view"}
+    model = hook_cases.mlp()
+    ddp = ddp_cases.wrapped(model, wire, **options) if wrapper else hook_cases.hooked(model, wire, **options)[0]
+    victim = int(rank) == int(world) - 1
+    for step in range(int(fault_step) + 3):
+        ddp.zero_grad()
+        loss = hook_cases.loss_of(ddp(hook_cases.batch(int(rank), step)))
+        if victim and step == int(fault_step):
+            if fault == "leave":
+                if wrapper:
+                    os._exit(0)
+                return
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])
+        began = time.monotonic()
+        try:
+            loss.backward()
+        except BaseException:
+            print(f"raised after {time.monotonic() - began:.1f} s at step {step}")
+            raise
+    print("finished")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Rank processes that stay alive across tests: each case is a function `case(rank, world, *arguments)` run on all.
+
+They are forked from one process that has imported what cases import and has no threads yet: otherwise that takes each
+rank three seconds. What torch and Triton read from the environment while they are imported is fixed there, so ranks
+that need it otherwise are spawned.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+CASE_TIMEOUT_S = 120.0
+GROUP_TIMEOUT_S = 60.0
+RANKS_ENVIRONMENT = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "fusedreduce._public",
+    "pytest",
+    "support.hook_cases",
+    "support.ddp_cases",
+]
+
+
+class RankPool:
+    """`world` processes joined in one Gloo group. A case that fails or hangs ends the pool; the next starts anew."""
+
+    def __init__(self, world: int, environment: Mapping[str, str] | None = None) -> None:
+        self.world = world
+        self._environment = environment
+        self._processes: list[Any] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._pipes: list[Connection] = []
+
+    def run(self, case: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Runs `case(rank, world, *arguments)` on every rank; returns what each returned, in rank order."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((case, arguments))
+        results: list[Any] = []
+        failures: list[str] = []
+        for rank, pipe in enumerate(self._pipes):
+            # A rank that failed leaves its peers waiting: they are not waited for as long.
+            if not pipe.poll(CASE_TIMEOUT_S if not failures else 2.0):
+                failures.append(f"rank {rank} did not answer")
+                continue
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                kind, value = "failed", "its process has ended"
+            if kind == "failed":
+                failures.append(f"rank {rank}:\n{value}")
+            results.append(value)
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        """Ends every rank."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join(10)
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self) -> None:
+        context: Any = multiprocessing.get_context("forkserver" if self._environment is None else "spawn")
+        context.set_forkserver_preload(PRELOADED)
+        self._folder = tempfile.TemporaryDirectory(prefix="fusedreduce-ranks-")
+        store = Path(self._folder.name) / "store"
+        # Python 3.11 tells the process that ranks are forked from nothing of sys.path.
+        path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with _environment({**RANKS_ENVIRONMENT, "PYTHONPATH": path, **(self._environment or {})}):
+            for rank in range(self.world):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(rank, self.world, str(store), theirs), daemon=True)
+                process.start()
+                self._processes.append(process)
+                self._pipes.append(ours)
+
+
+@contextmanager
+def group_of_one(device_type: str = "cpu") -> Iterator[None]:
+    """A group of this process alone: on a GPU NCCL's, on CPU torch's fake backend: Gloo's threads may abort a process
+    that destroys its group or ends, with plain DDP too, and this process runs all the other tests."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with tempfile.TemporaryDirectory(prefix="fusedreduce-ranks-") as folder:
+        if device_type == "cuda":
+            dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        else:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    gc.freeze()  # what was imported before the fork stays, and so do the pages that it shares
+    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    while True:
+        try:
+            case, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(1000 + rank)
+            pipe.send(("done", case(rank, world, *arguments)))
+        except BaseException:
+            pipe.send(("failed", traceback.format_exc()))

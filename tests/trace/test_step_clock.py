@@ -1,0 +1,323 @@
+"""StepClock and DeviceClock: whose time is counted where. CUDA's events are stood in for, on a clock of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.device_time import DEVICE, FakeGpu, FakeStream
+from support.loopback import Loopback
+
+from fusedreduce.planning.link_timing import Seen
+from fusedreduce.planning.timeline import MISSING_NS
+from fusedreduce.trace.recorder import StepMarks, stall_ns
+from fusedreduce.trace.step_clock import StepClock
+
+CPU = torch.device("cpu")
+
+
+class Collective:
+    """Ends when it is told to."""
+
+    def __init__(self) -> None:
+        self._told: list[Callable[[], None]] = []
+
+    def notify(self, done: Callable[[], None]) -> None:
+        self._told.append(done)
+
+    def end(self) -> None:
+        for done in self._told:
+            done()
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        raise AssertionError("not asked for")
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The host clock, in ns; tests move it."""
+    clock = [1_000_000]
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: clock[0])
+    return clock
+
+
+def test_a_step_that_nobody_looks_at_closely_knows_its_buckets_only(now: list[int]) -> None:
+    clock = StepClock(2, CPU)
+    clock.arm(2, closely=False, forward_ns=0)
+    now[0] += 100
+    clock.begin()
+    for bucket in (0, 1):
+        now[0] += 10
+        clock.enter()
+        clock.arrive(bucket)
+        clock.bucket_ready(bucket)
+        clock.pack(bucket)
+        now[0] += 5
+        clock.launched(bucket, Collective(), None, Loopback())
+        clock.leave()
+    assert clock.ready_ns == [10, 25] and clock.launched_ns == [15, 30]
+    assert clock.arrived_ns == [110, 125], "torch counts from the end of forward"
+    assert clock.looks is None and clock.taken() is None
+
+
+def test_what_we_do_on_autograds_thread_does_not_count_as_backward(now: list[int]) -> None:
+    clock = StepClock(3, CPU)
+    clock.arm(2, closely=True, forward_ns=7)
+    now[0] += 50
+    clock.begin()
+    collectives = [Collective(), Collective()]
+    for index in (2, 1, 0):
+        now[0] += 100  # backward
+        clock.enter()
+        clock.arrive(index)
+        bucket = 0 if index else 1
+        if index != 2:
+            clock.bucket_ready(bucket)
+            clock.pack(bucket)
+            now[0] += 30  # packing
+            clock.launched(bucket, collectives[bucket], now[0], Loopback())
+        now[0] += 3  # the rest of a hook
+        clock.leave()
+    clock.backward_ended()
+    now[0] += 40
+    for bucket in (0, 1):
+        clock.unpack(bucket)
+        now[0] += 10
+        collectives[bucket].end()
+        now[0] += 20
+        clock.unpacked(bucket)
+    look = clock.taken()
+    assert look is not None and clock.taken() is None
+    assert look.ready_ns == [300, 200, 100], "as if there were no reducer"
+    first, second = look.marks.buckets
+    assert (first.ready_ns, first.pack_ns, first.launch_ns) == (203, 203, 233)
+    assert look.marks.backward_end_ns == 369 and look.marks.forward_ns == 7
+    assert (first.done_ns, first.unpack_ns, first.end_ns) == (419, 419, 439), "unpacking begins when there is something"
+    times = look.times()
+    assert [one and one.pack_ns for one in times.buckets] == [30, 30]
+    assert [one and one.unpack_ns for one in times.buckets] == [20, 20]
+    assert times.backward_ns == 369 and times.probe_ns is None
+    assert second.end_ns == 469
+
+
+def test_what_we_did_in_one_step_does_not_count_in_the_next(now: list[int]) -> None:
+    clock = StepClock(1, CPU)
+    for step in range(3):
+        clock.arm(1, closely=True, forward_ns=0)
+        clock.begin()
+        now[0] += 100  # backward
+        clock.enter()
+        clock.arrive(0)
+        now[0] += 1000  # packing
+        clock.leave()
+        look = clock.taken()
+        assert look is not None and look.ready_ns == [100], step
+
+
+def test_a_collective_whose_end_nobody_told_tells_nothing(now: list[int]) -> None:
+    clock = StepClock(1, CPU)
+    clock.arm(1, closely=True, forward_ns=MISSING_NS)
+    clock.enter()
+    clock.arrive(0)
+    clock.bucket_ready(0)
+    clock.pack(0)
+    clock.launched(0, Collective(), None, Loopback())
+    clock.backward_ended()
+    clock.unpack(0)
+    clock.unpacked(0)
+    look = clock.taken()
+    assert look is not None and look.times().buckets == [None]
+
+
+def test_a_bucket_that_issues_nothing_ends_as_it_begins(now: list[int]) -> None:
+    # Of a sparse gradient that no rank has ever had: others of the step are to be learned from all the same.
+    clock = StepClock(1, CPU)
+    clock.arm(2, closely=True, forward_ns=0)
+    clock.begin()
+    for bucket, collective in enumerate((Collective(), None)):
+        now[0] += 100
+        clock.pack(bucket)
+        now[0] += 10
+        clock.launched(bucket, collective, None, Loopback())
+        if collective is not None:
+            now[0] += 40
+            collective.end()
+    for bucket in (0, 1):
+        clock.unpack(bucket)
+        clock.unpacked(bucket)
+    looked = clock.taken()
+    assert looked is not None and [one.done_ns for one in looked.marks.buckets] == [150, 260]
+    rows = looked.times().buckets
+    assert [None if row is None else row.wire for row in rows] == [Seen(150 - 110, 0), Seen(260 - 110, 150 - 260)]
+
+
+def test_the_probe_is_timed_from_its_issue(now: list[int]) -> None:
+    clock, probe = StepClock(1, CPU), Collective()
+    clock.arm(1, closely=True, forward_ns=MISSING_NS)
+    look = clock.looks
+    assert look is not None
+    look.probe_begins()
+    now[0] += 3
+    look.probe_began(probe, Loopback())
+    now[0] += 4
+    probe.end()
+    assert look.times().probe_ns == 7
+
+
+def test_stall_is_the_union_of_what_waited() -> None:
+    marks = StepMarks(4, 0)
+    for bucket, (ready, pack) in zip(marks.buckets, [(50, 50), (10, 51), (20, 60), (70, 75)], strict=True):
+        bucket.ready_ns, bucket.pack_ns = ready, pack
+    assert stall_ns(marks.buckets) == 40, "from 10 to 50: then the first was ready, and what followed was our packing"
+    marks.buckets[1].ready_ns = MISSING_NS
+    assert stall_ns(marks.buckets) == 30
+
+
+class Enqueued(Collective):
+    """Ends on a stream of its own, 300 ns behind what is enqueued now."""
+
+    def __init__(self, gpu: FakeGpu, channel: FakeStream) -> None:
+        super().__init__()
+        self._gpu, self.waited = gpu, list[FakeStream]()
+        channel.wait_stream(gpu.current)
+        with gpu.on(channel):
+            gpu.work(300)
+        self._ends_ns = channel.now_ns
+
+    def wait(self) -> None:
+        self.waited.append(self._gpu.current)
+        self._gpu.current.wait_until(self._ends_ns)
+
+
+def test_on_a_device_times_are_those_of_its_streams(monkeypatch: pytest.MonkeyPatch, now: list[int]) -> None:
+    gpu = FakeGpu(monkeypatch)
+    gpu.work(5000)
+    clock = StepClock(2, DEVICE)
+    clock.arm(1, closely=True, forward_ns=MISSING_NS)
+    clock.begin()
+    for index in (1, 0):
+        now[0] += 1000  # the host is far ahead
+        gpu.work(2000)
+        clock.enter()
+        clock.arrive(index)
+        clock.leave()
+    clock.bucket_ready(0)
+    clock.pack(0)
+    gpu.work(100)
+    pending = Enqueued(gpu, FakeStream())
+    clock.launched(0, pending, None, Loopback())
+    assert pending.waited and gpu.current not in pending.waited, "backward must not wait for a collective"
+    clock.backward_ended()
+    clock.unpack(0)
+    pending.wait()
+    gpu.work(40)
+    clock.unpacked(0)
+    look = clock.taken()
+    assert look is not None
+    assert look.ready_ns == [2000, 1000], "the host's, kept apart"
+    assert look.device_ready_ns() == [4000, 2000]
+    (bucket,) = look.finest().buckets
+    assert (bucket.pack_ns, bucket.launch_ns, bucket.done_ns) == (4000, 4100, 4400)
+    assert (bucket.unpack_ns, bucket.end_ns) == (4400, 4440)
+    (times,) = look.times().buckets
+    assert times is not None
+    assert (times.wire.since_first_ns, times.pack_ns, times.unpack_ns) == (300, 100, 40)
+
+
+def test_waiting_for_the_end_of_backward_is_no_unpacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two buckets whose collectives end during backward; and the second waits for the first one's unpacking."""
+    gpu = FakeGpu(monkeypatch)
+    side, channel = FakeStream(), FakeStream()
+    clock = StepClock(2, DEVICE)
+    clock.arm(2, closely=True, forward_ns=MISSING_NS)
+    clock.begin()
+    pending = []
+    for bucket in (0, 1):
+        gpu.work(2000)
+        clock.enter()
+        clock.arrive(1 - bucket)
+        clock.bucket_ready(bucket)
+        clock.pack(bucket)
+        gpu.work(100)
+        pending.append(Enqueued(gpu, channel))
+        clock.launched(bucket, pending[-1], None, Loopback())
+        clock.leave()
+    gpu.work(5000)
+    clock.backward_ended()
+    gpu.work(70)  # a user's hook, or what the reducer itself enqueues at the end of backward
+    side.wait_stream(gpu.current)
+    with gpu.on(side):
+        for bucket, one in enumerate(pending):
+            clock.unpack(bucket)
+            one.wait()
+            gpu.work(40)
+            clock.unpacked(bucket)
+    look = clock.taken()
+    assert look is not None
+    marks = look.finest()
+    assert [one.done_ns for one in marks.buckets] == [2400, 4500] and marks.backward_end_ns == 9200
+    assert [(one.unpack_ns, one.end_ns) for one in marks.buckets] == [(9270, 9310), (9310, 9350)]
+    assert [one and (one.pack_ns, one.unpack_ns) for one in look.times().buckets] == [(100, 40), (100, 40)]
+
+
+def test_packing_on_the_device_is_taken_out_of_later_gradients_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    clock = StepClock(2, DEVICE)
+    clock.arm(2, closely=True, forward_ns=MISSING_NS)
+    clock.begin()
+    for index in (1, 0):
+        gpu.work(3000)
+        clock.enter()
+        clock.arrive(index)
+        clock.bucket_ready(1 - index)
+        clock.pack(1 - index)
+        gpu.work(1000)
+        clock.launched(1 - index, None, None, Loopback())
+        clock.leave()
+    look = clock.taken()
+    assert look is not None and look.device_ready_ns() == [6000, 3000]
+
+
+def test_issuing_takes_the_hosts_time_and_not_the_devices(monkeypatch: pytest.MonkeyPatch, now: list[int]) -> None:
+    packed_ns = []
+    for device in (CPU, DEVICE):
+        gpu = FakeGpu(monkeypatch)
+        clock = StepClock(1, device)
+        clock.arm(1, closely=True, forward_ns=MISSING_NS)
+        clock.enter()
+        clock.arrive(0)
+        clock.bucket_ready(0)
+        clock.pack(0)
+        gpu.work(100)
+        now[0] += 30
+        issued_ns = now[0]
+        now[0] += 50
+        collective = Enqueued(gpu, FakeStream())
+        clock.launched(0, collective, issued_ns, Loopback())
+        collective.end()
+        clock.unpack(0)
+        clock.unpacked(0)
+        look = clock.taken()
+        assert look is not None
+        (times,) = look.times().buckets
+        assert times is not None
+        packed_ns.append(times.pack_ns)
+    assert packed_ns == [30 + 50, 100]
+
+
+def test_gradients_on_several_devices_have_host_times_only(now: list[int]) -> None:
+    clock = StepClock(2, None)
+    clock.arm(1, closely=True, forward_ns=MISSING_NS)
+    clock.enter()
+    clock.arrive(0)
+    look = clock.taken()
+    assert look is not None and look.device is None and look.device_ready_ns() == []
+    assert look.ready_ns == [0, MISSING_NS]
