@@ -606,7 +606,7 @@ def test_one_that_cannot_be_issued_is_raised(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_rank_that_does_not_come_to_drain_is_an_error_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(2)
     ranks = build(stage, 1)
-    monkeypatch.setattr("loopback_stage.TIMEOUT_S", 0.1)
+    monkeypatch.setattr("support.loopback_stage.TIMEOUT_S", 0.1)
     found = stage.together(lambda number: ranks[0].contributions.drain() if number == 0 else None)
     assert isinstance(found[0], CollectiveError) and "flush" in str(found[0])
 
