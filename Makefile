@@ -1,4 +1,4 @@
-# make demo | test | docs | faults | conformance | integrations | check | compile | clean: each sets up what it needs, once.
+# make demo | quick | test | full | docs | faults | conformance | integrations | check | compile | clean: each sets up what it needs, once.
 # make gpu-check uses what the machine has: a GPU, torch and triton.
 #
 #   PYTHON=python3.12     the interpreter to build .venv with (default: the first fit one on PATH)
@@ -16,11 +16,14 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # The frameworks of docs/frameworks, in an environment of their own: they bring many packages, with bounds of their own.
 FRAMEWORKS := .venv-integrations
+# A file's tests share what they start, so each file goes to one process.
+PARALLEL := -n 2 --dist loadfile
+FULL :=
 PERF := $(if $(wildcard perf/*.py),perf)
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs faults conformance integrations check compile gpu-check clean
+.PHONY: help demo quick quick-tests test full docs faults conformance integrations check compile gpu-check clean
 .DELETE_ON_ERROR:
 
 # A caller's settings that would aim Python or pip past .venv.
@@ -56,7 +59,9 @@ export TOTALS
 
 help:
 	@echo "make demo         install into $(VENV) and run the demo (ARGS=... are its arguments)"
+	@echo "make quick        lint, types and the tests that are quick and start no ranks: less than a minute"
 	@echo "make test         install into $(VENV) and run every check and every test"
+	@echo "make full         make test with the longest tests, all examples of the sweeps, and make faults"
 	@echo "make docs         build the documentation as a site, in out/site; a warning is an error"
 	@echo "make faults       plant faults one by one, and see that tests find each (ARGS=\"kernels\", ARGS=\"--list\", ...)"
 	@echo "make conformance  run torch's own DDP tests against ours (ARGS=\"--world 3\", ARGS=\"--hook bf16\", ...)"
@@ -106,6 +111,13 @@ compile: $(STAMP)
 	@echo "==> compiling every kernel ahead of time, for each architecture"
 	@env -u TRITON_INTERPRET $(PY) -m fusedreduce.kernels.aot --check
 
+quick: $(STAMP)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check quick-tests
+
+quick-tests: $(STAMP)
+	@echo "==> quick tests, kernels interpreted"
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest $(PARALLEL) -q -m "not gpu and not slow and not ranks"
+
 # The tests that most of the result is made of come last: who reads the log takes pytest's last line for it.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check compile docs
@@ -116,8 +128,12 @@ test: $(STAMP)
 	  ! $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' && \
 	  echo "no GPU here, and no test that asks for one: 0 skipped"; }
 	@echo "==> tests without a GPU, kernels interpreted"
-	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest -m "not gpu" --beside --junit-xml=out/test/cpu.xml
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest $(PARALLEL) $(FULL) -m "not gpu" --junit-xml=out/test/cpu.xml
 	@$(PY) -c "$$TOTALS" out/test/cpu.xml out/test/gpu.xml
+
+full:
+	@$(MAKE) --no-print-directory test FULL=--full
+	@$(MAKE) --no-print-directory faults
 
 conformance: $(STAMP)
 	@echo "==> torch's own DDP tests $(ARGS)"

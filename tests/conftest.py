@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-pytest_plugins = ["beside"]
+# Written by slow.py: what `make quick` leaves out, as `folder/file.py::function`, one a line.
+SLOW = frozenset(Path(__file__).with_name("slow.txt").read_text().split())
 
 if hypothesis is not None:
     # Interpreted kernels are slow and their speed says nothing; the examples are what counts.
@@ -104,9 +105,30 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu skip, and are counted as skipped, where there is no GPU."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu") is not None:
-                item.add_marker(pytest.mark.skip(reason="no CUDA GPU on this machine"))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--full`, which `make full` gives."""
+    parser.addoption("--full", action="store_true", help="the longest tests too, and sweeps with all their examples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before test files are imported: their settings ask for it."""
+    if hypothesis is not None:
+        from support import sweep
+
+        sweep.full = config.getoption("full")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what is slow and what starts rank processes, for `make quick`; leaves out what is for `--full` alone, and
+    skips, so that they are counted, tests marked gpu where there is no GPU."""
+    for item in items:
+        if item.nodeid.removeprefix("tests/").partition("[")[0] in SLOW:
+            item.add_marker(pytest.mark.slow)
+        if isinstance(item, pytest.Function) and "RankPool" in item.function.__annotations__.values():
+            item.add_marker(pytest.mark.ranks)
+        if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU on this machine"))
+    left_out = [] if config.getoption("full") else [item for item in items if item.get_closest_marker("full")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("full") is None]

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 HERE = Path(__file__).parent
 # Python finds everything but hypothesis; and not pytest's plugins, of which hypothesis has one.
 WITHOUT = """
@@ -26,7 +24,6 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.slow
 def test_gpu_tests_are_collected_and_what_needs_hypothesis_is_skipped() -> None:
     on_gpu = sorted(HERE.glob("gpu/test_gpu*.py"))
     others = ("buckets/test_streams.py", "kernels/test_kernels.py")

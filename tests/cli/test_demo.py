@@ -111,7 +111,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return run(tmp_path_factory.mktemp("demo"), "--steps", str(STEPS))
 
 
-@pytest.mark.slow
+def test_a_short_run_compares_all_variants_and_fails_for_its_accuracy_alone(tmp_path: Path) -> None:
+    done = run(tmp_path, "--steps", "2", "--wire", "native")
+    (error,) = [line for line in done.err.splitlines() if "error" in line]
+    assert done.status == 1 and error.count("under 95%") == error.count(";") + 1
+    names = ("torch DDP", "hook native", "wrapper native", "torch scaled", "native scaled")
+    assert all(name in done.out and name in error for name in names)
+
+
+@pytest.mark.full
 def test_a_run_succeeds_and_is_quiet(finished: Finished) -> None:
     assert finished.status == 0, finished.err
     lines = finished.err.splitlines()
@@ -120,7 +128,7 @@ def test_a_run_succeeds_and_is_quiet(finished: Finished) -> None:
     assert [line for line in lines if not line.startswith("training") and "font cache" not in line] == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_table(finished: Finished) -> None:
     lines = finished.out.splitlines()
     rule = next(index for index, line in enumerate(lines) if set(line) == {"-"})
@@ -134,7 +142,7 @@ def test_the_table(finished: Finished) -> None:
     assert "out/demo.png" in finished.out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_json(finished: Finished) -> None:
     found = finished.json
     assert (found["device"], found["ranks"], found["steps"], found["seed"]) == ("cpu", 2, STEPS, 0)
@@ -149,7 +157,7 @@ def test_the_json(finished: Finished) -> None:
         assert variant["parameters_equal"] is True
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_figures(finished: Finished) -> None:
     """What must hold on any machine: sizes, counts, and errors within what the wire's precision allows."""
     torchs, *ours, scaled, our_scaled = finished.json["variants"]
@@ -179,7 +187,7 @@ def test_the_figures(finished: Finished) -> None:
     assert our_scaled["losses"][:15] == pytest.approx(scaled["losses"][:15], rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_picture_is_a_picture(finished: Finished) -> None:
     from matplotlib import image
 
@@ -379,7 +387,7 @@ def test_a_rank_that_dies_is_named_and_a_signal_while_ranks_start_ends_them(
     assert not (tmp_path / "out" / "demo.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_no_rank_outlives_a_demo_that_is_killed(tmp_path: Path) -> None:
     """On a terminal, of which the progress bar is one line."""
     terminal, its = pty.openpty()
@@ -606,7 +614,7 @@ def finished_there(
     return run(tmp_path_factory.mktemp("demo"), "--steps", str(STEPS), device="auto")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_row_says_where_it_ran(device: torch.device, finished_there: Finished) -> None:
     assert finished_there.status == 0, finished_there.err
     ours = pick(device, cpu="torch", cuda="triton")

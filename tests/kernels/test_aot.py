@@ -150,6 +150,7 @@ def compiled() -> Any:
     return run_compiled(__file__)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("fault", "target"), PLANTED)
 def test_planted_fault_is_found_and_named(compiled: Any, fault: str, target: str) -> None:
     messages = compiled["planted"][f"{fault} on {target}"]
@@ -170,11 +171,13 @@ def test_planted_fault_is_found_and_named(compiled: Any, fault: str, target: str
             assert any(word in message for message in named), (word, messages)
 
 
+@pytest.mark.full
 def test_real_kernels_pass(compiled: Any) -> None:
     assert len(compiled["subset"]) == len(SUBSET) * len(aot.TARGETS)
     assert [message for messages in compiled["subset"].values() for message in messages] == []
 
 
+@pytest.mark.full
 def test_a_launch_compiles_for_exactly_what_the_variant_says(compiled: Any) -> None:
     assert len(compiled["launches"]) == sum(len(aot.all_variants(aot.TARGETS[name])) for name in ("sm_90", "gfx942"))
     for row in compiled["launches"]:
@@ -184,6 +187,7 @@ def test_a_launch_compiles_for_exactly_what_the_variant_says(compiled: Any) -> N
         assert row["seen"][0] == row["seen"][1] == row["seen"][2], row["name"]
 
 
+@pytest.mark.full
 def test_a_launch_uses_the_very_compilation_that_was_examined(compiled: Any) -> None:
     rows = [row for row in compiled["launches"] if "launched" in row]
     assert len(rows) == 2 * len(SUBSET)
@@ -191,6 +195,7 @@ def test_a_launch_uses_the_very_compilation_that_was_examined(compiled: Any) -> 
         assert row["launched"] == row["examined"], row["name"]
 
 
+@pytest.mark.full
 def test_values_of_constexprs_are_the_variants(compiled: Any) -> None:
     for row in compiled["launches"]:
         name, target = row["name"].rsplit(" on ", 1)

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import triton
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.buckets import Case, Guarded, assert_same, cases, poison
 from support.by_products import assert_partials
 from support.interpreter_defects import store_as_interpreted
+from support.sweep import sweep
 
 from fusedreduce.kernels import reference
 from fusedreduce.kernels.pack import pack
@@ -48,7 +49,7 @@ def _inner(guarded: list[Guarded | None]) -> list[torch.Tensor | None]:
 
 
 @given(cases(DIVISORS), st.booleans())
-@settings(max_examples=150)
+@sweep(150)
 def test_pack_equals_the_reference(case: Case, with_partials: bool) -> None:
     # Huge divisors make bf16 subnormals, which the interpreter gets wrong.
     assume(case.wire is not torch.bfloat16 or case.scalar < 2.0**20)
@@ -73,7 +74,7 @@ def test_pack_equals_the_reference(case: Case, with_partials: bool) -> None:
 
 
 @given(cases(SCALES), st.booleans())
-@settings(max_examples=150)
+@sweep(150)
 def test_unpack_equals_the_reference(case: Case, with_partials: bool) -> None:
     chunks, device = case.table(), torch.device("cpu")
     scale = torch.tensor([case.scalar], dtype=case.compute)

@@ -1,0 +1,13 @@
+"""How many examples sweeps over interpreted kernels take, which cost seconds each: all of them under `--full`."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+full = False  # set by conftest.py
+SHARE = 5
+
+
+def sweep(examples: int) -> settings:
+    """Settings with `examples` under `pytest --full`, and a fifth of that otherwise."""
+    return settings(max_examples=examples if full else examples // SHARE)
