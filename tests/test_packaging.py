@@ -7,6 +7,7 @@ whole package and is shown to bite on snippets that break it (BAD). A new folder
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -114,6 +115,7 @@ def package_files(suffix: str) -> dict[str, Path]:
     return found
 
 
+@functools.cache
 def package_sources() -> list[Source]:
     return [Source(name, ast.parse(path.read_bytes())) for name, path in package_files(".py").items()]
 
