@@ -16,7 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from .protocol import Ranks
+
 _logger = logging.getLogger(__name__)
+# Of the group's timeout, at which the backend's watchdog ends the process.
+_STALL_SHARE_OF_TIMEOUT = 0.8
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED; the same in HIP
 
 
@@ -27,6 +31,22 @@ class _Watched:
     since_s: float
     report_after_s: float
     reported: bool = False
+
+
+def stall_report_after_s(configured_s: float | None, ranks: Ranks, device: torch.device) -> float:
+    """Seconds after which a reduction is reported as overdue.
+
+    Args:
+        configured_s: ReduceConfig.stall_report_s; None: a share of the group's timeout.
+        ranks: the group that reduces.
+        device: device of the reduction. On CPU nothing is watched, because waiting there raises by itself.
+
+    Returns:
+        Seconds; 0.0 on CPU.
+    """
+    if device.type == "cpu":
+        return 0.0
+    return _STALL_SHARE_OF_TIMEOUT * ranks.timeout_s(device) if configured_s is None else configured_s
 
 
 class StallMonitor:

@@ -37,7 +37,7 @@ from ..comm.agreement import agree
 from ..comm.local.group import LocalCommunicator
 from ..comm.local.process_group import communicator_of
 from ..comm.protocol import Communicator, Pending
-from ..comm.stall_monitor import StallMonitor
+from ..comm.stall_monitor import StallMonitor, stall_report_after_s
 from ..comm.waiting import collective_failed, wait_for
 from ..config import CheckFinite, ReduceConfig, Wire, wire_dtype
 from ..errors import AgreementError, CollectiveError, FusedReduceError
@@ -49,7 +49,6 @@ from .hook_stats import HookObserved, ShownStep
 from .hook_trace import HookTrace
 
 _logger = logging.getLogger(__name__)
-_STALL_SHARE_OF_TIMEOUT = 0.8
 # DDP lays its buckets out anew once, after its first step, with static_graph after its second.
 _RELAY_STEPS = 3
 
@@ -211,15 +210,6 @@ class FusedHookState:
         finally:
             self._trace = None
             trace.close()
-
-    def _report_after_s(self, device: torch.device) -> float:
-        """When a reduction on `device` is overdue; nothing is watched on CPU."""
-        if device.type == "cpu":
-            return 0.0
-        if self.config.stall_report_s is not None:
-            return self.config.stall_report_s
-        assert self._communicator is not None
-        return _STALL_SHARE_OF_TIMEOUT * self._communicator.timeout_s(device)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
@@ -390,7 +380,8 @@ def _start_dense(
 ) -> torch.futures.Future[torch.Tensor]:
     """Our way; `rows`: where by-products go."""
     trace = state._trace
-    allocations, report_after_s = ours.allocations, state._report_after_s(flat.device)
+    allocations = ours.allocations
+    report_after_s = stall_report_after_s(state.config.stall_report_s, communicator, flat.device)
     in_place = ours.wire_dtype is flat.dtype
     # fp16 gradients would be rounded again behind a split.
     split = exchange.fp16_split(communicator.size) if ours.wire_dtype is torch.float16 and not in_place else 1.0

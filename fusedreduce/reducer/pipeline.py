@@ -29,7 +29,7 @@ from ..buckets.loss_scale import Unscaling
 from ..buckets.reduction import Members, Reduction
 from ..buckets.stats.grad_stats import Observed
 from ..comm.protocol import Communicator
-from ..comm.stall_monitor import StallMonitor
+from ..comm.stall_monitor import StallMonitor, stall_report_after_s
 from ..comm.waiting import wait_for
 from ..config import ReduceConfig
 from ..errors import FusedReduceError
@@ -42,8 +42,6 @@ from .plans import Plans
 from .recording import Recording
 from .step import Step
 from .unused_parameters import UsedMap, UsedSum
-
-_STALL_SHARE_OF_TIMEOUT = 0.8
 
 
 @dataclass
@@ -393,7 +391,8 @@ class Pipeline:
             write()
             done.record()
         what = f"rank {self.maker.communicator.rank}: the reduction of {members.label}"
-        self._monitor.watch(members, what, done.query, self._report_after_s(members.device), members.device)
+        after_s = stall_report_after_s(self.maker.config.stall_report_s, self.maker.communicator, members.device)
+        self._monitor.watch(members, what, done.query, after_s, members.device)
 
     def _keep_unused(self, members: Members) -> None:
         """Copies gradients of parameters that this rank has not used: as views they lie where the sum will."""
@@ -425,9 +424,3 @@ class Pipeline:
             return None
         wait_for(work, "counting the ranks that still have inputs", self.maker.communicator)
         return float(work.result()[0].item()) if self.maker.config.op == "mean" else None
-
-    def _report_after_s(self, device: torch.device) -> float:
-        config = self.maker.config
-        if config.stall_report_s is not None:
-            return config.stall_report_s
-        return _STALL_SHARE_OF_TIMEOUT * self.maker.communicator.timeout_s(device)
