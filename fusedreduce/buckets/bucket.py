@@ -37,6 +37,7 @@ class Bucket:
         label: for messages, logs and profiler ranges.
         shapes: size and strides of each slot's gradient, where they are always the same.
         chunks: the layout's table, where there is one already.
+        split: power of two by which the wire holds more than the result (see `exchange.divisor_split`).
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class Bucket:
         label: str,
         shapes: Sequence[Shape] | None = None,
         chunks: ChunkTable | None = None,
+        split: float = 1.0,
     ) -> None:
         self.layout = layout
         self._dtypes = dtypes
         self.wire_dtype = wire_dtype
         self.device = device
         self.label = label
+        self.split = split
         self.chunks = chunks or ChunkTable(layout.numels, layout.offsets, dtypes, layout.numel, shapes=shapes)
         self.pointers = PointerTable()
         self.state = BucketState.IDLE
@@ -64,7 +67,9 @@ class Bucket:
 
     def twin(self) -> Bucket:
         """Another one for the same gradients, with a wire and addresses of its own."""
-        return Bucket(self.layout, self._dtypes, self.wire_dtype, self.device, self.label, chunks=self.chunks)
+        return Bucket(
+            self.layout, self._dtypes, self.wire_dtype, self.device, self.label, chunks=self.chunks, split=self.split
+        )
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -13,12 +13,12 @@ from ..kernels import dispatch
 from ..planning.plan import ParameterKind, Plan
 from .comm_hook import CommHook, HookedReduction
 from .dense import PackedReduction
-from .exchange import fp16_split
-from .gradient_table import real_dtype
+from .exchange import divisor_split
 from .reduction import Members, Reduction
 from .sparse import SparseReduction
 from .sparse_kinds import SparseKinds
 from .streams import Streams
+from .tensors import real_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +54,8 @@ class BucketMaker:
             return SparseReduction(members, self.communicator, self.sparse_kinds, state, hook)
         if hook is None:
             wire_dtype = self.config.wire_dtype(real_dtype(members.parameters[0].dtype))
-            # fp16 gradients would be rounded again behind a split.
-            splits = self.config.wire == "fp16" and torch.float16 not in {
-                real_dtype(one.dtype) for one in members.parameters
-            }
-            split = fp16_split(self.communicator.size, self.config.op) if splits else 1.0
+            dtypes = {real_dtype(one.dtype) for one in members.parameters}
+            split = divisor_split(wire_dtype, dtypes, self.communicator.size, self.config.op)
             return PackedReduction(members, self.communicator, wire_dtype, as_views=self.as_views, split=split)
         return HookedReduction(
             members, state, hook, self.communicator, as_views=self.as_views, keeps_gradients=self.keeps_gradients

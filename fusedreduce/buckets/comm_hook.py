@@ -14,10 +14,10 @@ from ..errors import FusedReduceError
 from ..kernels import dispatch
 from ..kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
 from .grad_bucket import GradBucket
-from .gradient_table import real_dtype, real_numel
 from .gradient_views import GradientViews
 from .loss_scale import Unscaling
-from .reduction import Members, TakenAtOnce, UnderWay, as_real, changed_error, dense_shape, like_parameter, row_spans
+from .reduction import Members, TakenAtOnce, UnderWay, check_unchanged, row_spans
+from .tensors import as_real, dense_shape, like_parameter, real_dtype, real_numel, versions_of
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
@@ -57,7 +57,8 @@ class HookedReduction(TakenAtOnce):
         self._future: torch.futures.Future[torch.Tensor] | None = None
         self._keeps_gradients = keeps_gradients
         self._shown: list[torch.Tensor] = []
-        self._taken: list[tuple[torch.Tensor | None, int]] = []
+        self._packed: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
         self._chunks: ChunkTable | None = None
         self._pointers = PointerTable()
         self._unused: Partials | None = None
@@ -89,8 +90,8 @@ class HookedReduction(TakenAtOnce):
                     parameter.grad = aliases.restored(slot)
         shown = GradBucket(self.members.index, buffer, self._shown, self.members.parameters, self.members.is_last)
         self._future = call_hook(self._hook, self._state, shown)
-        now = [parameter.grad for parameter in self.members.parameters]
-        self._taken = [(gradient, -1 if gradient is None else gradient._version) for gradient in now]
+        self._packed = [parameter.grad for parameter in self.members.parameters]
+        self._versions = versions_of(self._packed)
 
     def under_way(self) -> UnderWay | None:
         """What `launch` started and `finish` will wait for."""
@@ -100,10 +101,8 @@ class HookedReduction(TakenAtOnce):
         """Raises if a gradient is not what was copied into the buffer, and what the hook made of it there."""
         if self._keeps_gradients:
             return
-        for slot, (parameter, (gradient, version)) in enumerate(zip(self.members.parameters, self._taken, strict=True)):
-            now = parameter.grad
-            if now is not gradient or (now is not None and now._version != version):
-                raise changed_error(self.members, slot, now is not gradient, self._communicator.rank)
+        now = [parameter.grad for parameter in self.members.parameters]
+        check_unchanged(self.members, now, self._packed, self._versions, self._communicator.rank)
 
     @property
     def rows(self) -> int:

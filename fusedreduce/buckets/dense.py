@@ -16,20 +16,17 @@ from . import exchange
 from .bucket import Bucket, BucketState
 from .exchange import InFlight
 from .grad_bucket import GradBucket
-from .gradient_table import real_dtype, real_numel
 from .gradient_views import GradientViews
 from .loss_scale import Unscaling
 from .reduction import (
     Collecting,
     Members,
     UnderWay,
-    as_real,
-    changed_error,
-    dense_shape,
-    like_parameter,
+    check_unchanged,
     row_spans,
     wait_for_bucket,
 )
+from .tensors import as_real, dense_shape, like_parameter, none_missing, real_dtype, real_numel, versions_of
 
 # From so many elements on a gradient is packed by itself, while it is in the cache; that costs a hook, 10 us. Several
 # smaller ones per hook, so many together, gain nothing (200 x 50,000).
@@ -60,14 +57,13 @@ class PackedReduction(Collecting):
     ) -> None:
         assert split == 1.0 or not as_views, "what is a view of the wire is never unpacked"
         self.members = members
-        self._split = split
         self._communicator = communicator
         self._shapes = [dense_shape(parameter) for parameter in members.parameters]
         self._dtypes = [parameter.dtype for parameter in members.parameters]
         numels = [real_numel(parameter) for parameter in members.parameters]
         layout = aligned_layout(numels, wire_itemsize_bytes=wire_dtype.itemsize)
         real = [real_dtype(dtype) for dtype in self._dtypes]
-        self.bucket = Bucket(layout, real, wire_dtype, members.device, members.label, self._shapes)
+        self.bucket = Bucket(layout, real, wire_dtype, members.device, members.label, self._shapes, split=split)
         self._strides = [
             tuple(stride // 2 for stride in strides[:-1]) if dtype.is_complex else strides
             for (_, strides), dtype in zip(self._shapes, self._dtypes, strict=True)
@@ -84,6 +80,7 @@ class PackedReduction(Collecting):
         self._others: list[tuple[Bucket, GradientViews | None]] = []
         self._packed: list[torch.Tensor | None] = []
         self._versions: list[int] = []
+        self._complete = False  # every parameter had a gradient when the bucket was launched
         self._staged: dict[int, torch.Tensor] = {}
         self.groups: Sequence[range] = dispatch.early_groups(self.bucket.chunks, wire_dtype, members.device)
         worth = _EARLY_VIEW_NUMEL if as_views else _EARLY_NUMEL
@@ -98,7 +95,7 @@ class PackedReduction(Collecting):
 
     def take(self, group: int, divisor: float) -> None:
         """Packs a group while it is in the cache, if all of it is there; views take its place at once."""
-        divisor /= self._split
+        divisor /= self.bucket.split
         slots = self.groups[group]
         if self._copies_small_ones and len(slots) == 1:
             self._take_one(group, slots.start, divisor)
@@ -130,9 +127,9 @@ class PackedReduction(Collecting):
     def whole(self) -> bool:
         """Whether every gradient is there."""
         gathered = [parameter.grad for parameter in self.members.parameters]
-        there = type(None) not in set(map(type, gathered))
-        self._gathered = gathered if there else None
-        return there
+        complete = none_missing(gathered)
+        self._gathered = gathered if complete else None
+        return complete
 
     def let_go(self) -> None:
         """Nothing is launched after `whole`: the gradients are others'."""
@@ -140,13 +137,14 @@ class PackedReduction(Collecting):
 
     def launch(self, divisor: float) -> None:
         """Packs and starts the all-reduce; remembers which tensors at which version."""
-        divisor /= self._split
+        divisor /= self.bucket.split
         self._staged = {}  # kept from the last step on: on CUDA a side stream may have read them until now
         taken, self._taken = self._taken, {}
         gathered, self._gathered = self._gathered, None  # by `whole`, just now
         gradients = gathered or [parameter.grad for parameter in self.members.parameters]
         for group, (early, _) in taken.items():
             gradients[self.groups[group].start : self.groups[group].stop] = early
+        self._complete = gathered is not None or none_missing(gradients)
         if not taken and self._views is not None and self._views.hold_all(gradients):
             self._in_flight = self._start_in_place(divisor)
         else:
@@ -172,7 +170,7 @@ class PackedReduction(Collecting):
                         self._fitted(slot, gradient)  # raises, and says which
                 raise
         self._packed = gradients
-        self._versions = _versions(gradients)
+        self._versions = list(map(_version, gradients)) if self._complete else versions_of(gradients)
         for group, (_, then) in taken.items():
             self._versions[self.groups[group].start : self.groups[group].stop] = then
 
@@ -197,47 +195,30 @@ class PackedReduction(Collecting):
             if self._as_views:
                 self._unused = self.bucket.chunks.new_partials(self.members.device)
 
-    def finish(self, untouched: Collection[int], unscaling: Unscaling) -> None:
+    def finish(self, unused: Collection[int], unscaling: Unscaling) -> None:
         """Unpacks into the tensors that were packed, or makes the views the gradients."""
         in_flight, self._in_flight = self._in_flight, None
         assert in_flight is not None
         wait_for_bucket(in_flight.pending, self.members, self._communicator)
-        scale = unscaling.factor(self.bucket.compute_dtype, self.bucket.device, self._split)
+        scale = unscaling.factor(self.bucket.compute_dtype, self.bucket.device, self.bucket.split)
         if self._as_views:
-            self._look_at_views(scale, untouched)
-            self._install_views(untouched)
+            self._look_at_views(scale, unused)
+            self._install_views(unused)
             return
-        packed: Sequence[torch.Tensor | None] = in_flight.gradients
-        fresh: dict[int, torch.Tensor] = {}
-        if untouched or type(None) in set(map(type, self._packed)):
-            into = list(packed)
-            for slot, (number, parameter) in enumerate(zip(self.members.numbers, self.members.parameters, strict=True)):
-                if number in untouched:
-                    into[slot] = None
-                elif self._packed[slot] is None:
-                    fresh[slot] = _new_gradient(parameter, self._strides[slot])
-                    into[slot] = as_real(fresh[slot])
-            packed = into
+        gradients, self._packed = self._packed, []
+        into: Sequence[torch.Tensor | None] = in_flight.gradients
         if scale is not None and self._copies_small_ones:
-            packed = self._walkable(packed)
-        exchange.finish(in_flight, packed, scale=scale, partials=self.result, vouched=True)
-        for slot, staged in self._staged.items():
-            if packed[slot] is not None:
-                gradient = self._packed[slot]
-                assert gradient is not None
-                gradient.copy_(torch.view_as_complex(staged) if gradient.is_complex() else staged)
-        for slot, gradient in fresh.items():
-            self.members.parameters[slot].grad = gradient
-        self._packed = []
+            into = self._walkable(into)
+        self._unpack(in_flight, gradients, into, self._complete, unused, scale)
 
-    def part(self) -> InFlight:
-        """Hands over what `launch` has started, with its wire; `ready` then makes ready for another step."""
+    def detach_flight(self) -> InFlight:
+        """Hands over what `launch` has started, with its wire; `rotate_wire` then makes ready for another step."""
         in_flight, self._in_flight = self._in_flight, None
         assert in_flight is not None and not self._as_views
         self._packed, self._staged = [], {}
         return dataclasses.replace(in_flight, gradients=())
 
-    def ready(self) -> None:
+    def rotate_wire(self) -> None:
         """The next step's wire is a free one: another, while that of the latest step is under way."""
         if self.bucket.state is BucketState.IDLE:
             return
@@ -250,36 +231,52 @@ class PackedReduction(Collecting):
         self._others.append(mine)
         self.bucket, self._views = self.bucket.twin(), None
 
-    def land(self, flight: InFlight, untouched: Collection[int], unscaling: Unscaling) -> None:
-        """Unpacks the sum that was parted with into the gradients that are there by now, and new ones."""
+    def apply(self, flight: InFlight, unused: Collection[int], unscaling: Unscaling) -> None:
+        """Unpacks the sum of an earlier step into the gradients that are there by now, and new ones."""
         wait_for_bucket(flight.pending, self.members, self._communicator)
-        scale = unscaling.factor(self.bucket.compute_dtype, self.bucket.device, self._split)
-        parameters = self.members.parameters
-        gradients: list[torch.Tensor | None] = [parameter.grad for parameter in parameters]
+        scale = unscaling.factor(self.bucket.compute_dtype, self.bucket.device, self.bucket.split)
+        gradients = [parameter.grad for parameter in self.members.parameters]
         self._staged = {}
-        into, fresh = gradients, {}
-        if untouched or not (self._real and self._all_fit(gradients)):
-            into = [None] * len(gradients)
-            for slot, (number, gradient) in enumerate(zip(self.members.numbers, gradients, strict=True)):
-                if number in untouched:
-                    continue
-                if gradient is None:
-                    gradient = fresh[slot] = _new_gradient(parameters[slot], self._strides[slot])
-                if gradient.numel() and not self._fits(slot, gradient):
-                    size, strides = self._shapes[slot]
-                    dtype = real_dtype(gradient.dtype)
-                    into[slot] = self._staged[slot] = torch.empty_strided(
-                        size, strides, dtype=dtype, device=gradient.device
-                    )
-                else:
-                    into[slot] = as_real(gradient)
+        complete = none_missing(gradients)
+        fit = self._real and complete and self._all_fit(gradients)
+        self._unpack(flight, gradients, gradients if fit else self._walkable(gradients), complete, unused, scale)
+
+    def _unpack(
+        self,
+        flight: InFlight,
+        gradients: Sequence[torch.Tensor | None],
+        into: Sequence[torch.Tensor | None],
+        complete: bool,
+        unused: Collection[int],
+        scale: torch.Tensor | None,
+    ) -> None:
+        """Unpacks a sum that has been waited for.
+
+        Args:
+            flight: its wire.
+            gradients: per slot the gradient that it becomes; None: a new one is made.
+            into: per slot the real memory of that gradient, or what is staged for it.
+            complete: no gradient is None.
+            unused: numbers of the parameters to be left alone.
+            scale: what to multiply by; None: one.
+        """
+        fresh: dict[int, torch.Tensor] = {}
+        if unused or not complete:
+            into = list(into)
+            for slot, (number, parameter) in enumerate(zip(self.members.numbers, self.members.parameters, strict=True)):
+                if number in unused:
+                    into[slot] = None
+                elif gradients[slot] is None:
+                    fresh[slot] = _new_gradient(parameter, self._strides[slot])
+                    into[slot] = as_real(fresh[slot])
         exchange.finish(flight, into, scale=scale, partials=self.result, vouched=True)
         for slot, staged in self._staged.items():
-            gradient = gradients[slot]
-            assert gradient is not None
-            gradient.copy_(torch.view_as_complex(staged) if gradient.is_complex() else staged)
+            if into[slot] is not None:
+                gradient = gradients[slot]
+                assert gradient is not None
+                gradient.copy_(torch.view_as_complex(staged) if gradient.is_complex() else staged)
         for slot, gradient in fresh.items():
-            parameters[slot].grad = gradient
+            self.members.parameters[slot].grad = gradient
 
     @property
     def allocations(self) -> int:
@@ -333,10 +330,9 @@ class PackedReduction(Collecting):
         )
 
     def _all_fit(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Whether all are there and `_fits` holds for each, in a third of its time."""
+        """Whether `_fits` holds for each gradient, none of which is None, in a third of its time."""
         return (
-            type(None) not in set(map(type, gradients))
-            and list(map(_dtype, gradients)) == self._dtypes
+            list(map(_dtype, gradients)) == self._dtypes
             and set(map(_layout, gradients)) == {torch.strided}
             and list(map(torch.Tensor.stride, gradients)) == self._strides  # type: ignore[arg-type]
             and not any(map(torch.Tensor.is_neg, gradients))  # type: ignore[arg-type]
@@ -345,7 +341,7 @@ class PackedReduction(Collecting):
     def _checked(self, gradients: Sequence[torch.Tensor | None], taken: Collection[int]) -> list[torch.Tensor | None]:
         """The gradients as pack takes them: strided as their slots are, real, of the slot's dtype."""
         fitted = list(gradients)
-        if not self._copies_small_ones and self._real and self._all_fit(fitted):
+        if self._complete and not self._copies_small_ones and self._real and self._all_fit(fitted):
             return fitted
         if self._copies_small_ones and {g.dtype for g in fitted if g is not None} - {self.bucket.wire_dtype}:
             return [None if one is None else self._fitted(slot, one) for slot, one in enumerate(fitted)]  # raises
@@ -371,31 +367,34 @@ class PackedReduction(Collecting):
             )
         if self._fits(slot, gradient) or gradient.numel() == 0:
             return as_real(gradient)
-        size, strides = self._shapes[slot]
-        staged = torch.empty_strided(size, strides, dtype=real_dtype(gradient.dtype), device=gradient.device)
+        staged = self._new_staged(slot, gradient)
         staged.copy_(as_real(gradient))
         self._staged[slot] = staged
         self.restrided += 1
         return staged
 
-    def _walkable(self, packed: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Other memory for small gradients of any strides: a scale comes off where memory is walked, not copied."""
-        into = list(packed)
+    def _walkable(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Per gradient the real memory that unpack can walk: its own, or staged memory where it has other strides."""
+        into = list(gradients)
         for slot, gradient in enumerate(into):
-            if gradient is not None and slot not in self._staged and not self._fits(slot, gradient):
-                size, strides = self._shapes[slot]
-                into[slot] = self._staged[slot] = torch.empty_strided(size, strides, dtype=gradient.dtype)
+            if gradient is None or slot in self._staged:
+                continue
+            if gradient.numel() == 0 or self._fits(slot, gradient):
+                into[slot] = as_real(gradient)
+            else:
+                into[slot] = self._staged[slot] = self._new_staged(slot, gradient)
         return into
+
+    def _new_staged(self, slot: int, gradient: torch.Tensor) -> torch.Tensor:
+        size, strides = self._shapes[slot]
+        return torch.empty_strided(size, strides, dtype=real_dtype(gradient.dtype), device=gradient.device)
 
     def check_unchanged(self) -> None:
         """Raises if a gradient is not the tensor that was packed, at the same version; names it."""
         now = [parameter.grad for parameter in self.members.parameters]
-        if all(map(operator.is_, now, self._packed)) and _versions(now) == self._versions:
+        if self._complete and all(map(operator.is_, now, self._packed)) and list(map(_version, now)) == self._versions:
             return
-        for slot, (gradient, version) in enumerate(zip(self._packed, self._versions, strict=True)):
-            replaced = now[slot] is not gradient
-            if replaced or (gradient is not None and gradient._version != version):
-                raise changed_error(self.members, slot, replaced, self._communicator.rank)
+        check_unchanged(self.members, now, self._packed, self._versions, self._communicator.rank)
 
     def _made_views(self) -> GradientViews:
         if self._views is None:
@@ -441,12 +440,6 @@ class PackedReduction(Collecting):
 _version = operator.attrgetter("_version")
 _dtype = operator.attrgetter("dtype")
 _layout = operator.attrgetter("layout")
-
-
-def _versions(gradients: Sequence[torch.Tensor | None]) -> list[int]:
-    if type(None) in set(map(type, gradients)):
-        return [-1 if gradient is None else gradient._version for gradient in gradients]
-    return list(map(_version, gradients))
 
 
 def _new_gradient(parameter: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

@@ -155,6 +155,22 @@ def fp16_split(ranks: int, op: Op = "mean") -> float:
     return 2.0 ** ((power + 1) // 2) if power > 1 else 1.0
 
 
+def divisor_split(wire: torch.dtype, gradients: Collection[torch.dtype], ranks: int, op: Op = "mean") -> float:
+    """The power of two by which a bucket's wire holds more than the result; unpack takes it off.
+
+    Args:
+        wire: dtype of the wire.
+        gradients: real dtypes of the gradients.
+        ranks: number of ranks.
+        op: the reduction.
+
+    Returns:
+        `fp16_split` for an fp16 wire, else 1. It is 1 where a gradient is fp16 itself, because unpack would then round
+        a second time.
+    """
+    return fp16_split(ranks, op) if wire is torch.float16 and torch.float16 not in gradients else 1.0
+
+
 @functools.lru_cache(maxsize=256)
 def scalar(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A device scalar, uploaded once; that upload is waited for, because several streams will read it."""

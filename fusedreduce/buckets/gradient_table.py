@@ -18,6 +18,7 @@ import torch
 from ..kernels import dispatch
 from ..kernels.checks import is_dense
 from ..kernels.table import DTYPE_CODES, ChunkTable, Partials, PointerTable, Totals
+from .tensors import real_dtype, real_numel, walkable_memory, writable_values
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,10 @@ class GradientTable:
                 continue
             if gradient.dtype is dtype and gradient.is_contiguous() and not gradient.is_neg():
                 continue
-            gradients[slot] = real = in_memory(gradient)
+            gradients[slot] = real = walkable_memory(gradient)
             if real is None or real.dtype is not dtype or not is_dense(real):
                 gradients[slot] = None
-                others.append((group.numbers[slot], values_of(self._parameters[group.numbers[slot]])))
+                others.append((group.numbers[slot], writable_values(self._parameters[group.numbers[slot]])))
         return gradients, others
 
 
@@ -173,11 +174,6 @@ def index_of(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
-def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of its parts, for a complex one."""
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
 def summary(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """By-products of real `values` by torch's operators: sum of squares, largest absolute value, first non-finite."""
     flat = values.detach().reshape(-1).to(torch.float64)
@@ -186,30 +182,3 @@ def summary(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     first = torch.where(bad, index, flat.numel()).amin()
     peak = torch.cat([flat.abs(), flat.new_zeros(1)]).amax()
     return flat.square().sum(), peak, torch.where(first < flat.numel(), first, -1)
-
-
-def real_numel(parameter: torch.Tensor) -> int:
-    """Real numbers in a gradient of `parameter`'s: two per complex element."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
-
-
-def in_memory(gradient: torch.Tensor) -> torch.Tensor | None:
-    """What lies in memory, as real numbers; None for a sparse gradient or one that is negated lazily."""
-    if gradient.layout is not torch.strided or gradient.is_neg():
-        return None
-    if gradient.is_complex():
-        return torch.view_as_real(gradient.conj() if gradient.is_conj() else gradient).detach()
-    return gradient.detach()
-
-
-def values_of(parameter: torch.Tensor) -> torch.Tensor:
-    """A gradient's values as real numbers, writable in place; of a sparse one after adding up what is there twice."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.layout is torch.sparse_coo:
-        if not gradient.is_coalesced():
-            parameter.grad = gradient = gradient.coalesce()
-        gradient = gradient.values()
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient.conj() if gradient.is_conj() else gradient)
-    return gradient.detach()

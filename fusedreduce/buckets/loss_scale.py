@@ -25,6 +25,7 @@ from ..errors import FusedReduceError
 from .deferred_errors import in_backward
 from .exchange import scalar
 from .gradient_table import GradientTable
+from .tensors import any_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,11 @@ class LossScale:
 
     scale: torch.Tensor
     inverse: torch.Tensor
+
+    @classmethod
+    def of(cls, scale: torch.Tensor) -> LossScale:
+        """Keeps `scale`, fp32, one element on a device; its reciprocal is the one that torch's unscale_ takes."""
+        return cls(scale, scale.double().reciprocal().float())
 
 
 class Unscaling:
@@ -113,7 +119,12 @@ class LossUnits:
             stays: nothing is reduced: gradients, if any come here, stay on this rank.
         """
         self._look()
-        if self._held is _Unit.NOTHING and self._coming is None and self._running is None and not self._none():
+        if (
+            self._held is _Unit.NOTHING
+            and self._coming is None
+            and self._running is None
+            and any_gradient(self._parameters)
+        ):
             self._held = _Unit.LOCAL  # of a local backward that came to no parameter with a hook
         self._largest, self._local = None, self._held is _Unit.LOCAL
         if self._held is _Unit.UNSCALED:
@@ -205,7 +216,7 @@ class LossUnits:
     def _end(self) -> None:
         running, self._running = self._running, None
         # With few hooks not every gradient is told of.
-        if self._stays and running is not None and self._held is _Unit.NOTHING and not self._none():
+        if self._stays and running is not None and self._held is _Unit.NOTHING and any_gradient(self._parameters):
             self._held = running
 
     def _settle(self) -> None:
@@ -214,11 +225,8 @@ class LossUnits:
         self._look()
 
     def _look(self) -> None:
-        if self.attached and self._none():
+        if self.attached and not any_gradient(self._parameters):
             self._held = _Unit.NOTHING
-
-    def _none(self) -> bool:
-        return {type(parameter.grad) for parameter in self._parameters} <= {type(None)}
 
     def _judge(self, remedy: str) -> None:
         """What was there, unscaled, when a scaled backward began must have been zeros.

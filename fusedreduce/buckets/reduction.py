@@ -1,4 +1,4 @@
-"""Members of a bucket, what the reducer asks of a reduction, and how gradients lie in memory."""
+"""Members of a bucket, and what the reducer asks of a reduction."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from ..comm.protocol import Communicator, Pending
 from ..comm.waiting import wait_for
 from ..errors import FusedReduceError
-from ..kernels.checks import is_dense
-from ..kernels.table import ChunkTable, Partials, Shape, SourcePartials
+from ..kernels.table import ChunkTable, Partials, SourcePartials
 from .grad_bucket import GradBucket
 from .loss_scale import Unscaling
+from .tensors import none_missing
 
 _NAMES_SHOWN = 50
 
@@ -168,7 +168,7 @@ class TakenAtOnce(Collecting):
 
     def whole(self) -> bool:
         """Whether every gradient is there."""
-        return all(parameter.grad is not None for parameter in self.members.parameters)
+        return none_missing([parameter.grad for parameter in self.members.parameters])
 
 
 def row_spans(chunks: ChunkTable) -> list[tuple[int, int]]:
@@ -176,28 +176,33 @@ def row_spans(chunks: ChunkTable) -> list[tuple[int, int]]:
     return list(itertools.pairwise(chunks.first_rows.tolist()))
 
 
-def dense_shape(parameter: torch.Tensor) -> Shape:
-    """Size and strides of `parameter`'s gradient in its slot, a real one: torch's gradient layout contract."""
-    template = parameter.detach()
-    if not is_dense(template):
-        template = torch.empty(template.shape, dtype=template.dtype, device="meta")
-    if template.is_complex():
-        size = (*template.shape, 2)
-        return size, (*(2 * stride for stride in template.stride()), 1)
-    return tuple(template.shape), tuple(template.stride())
+def check_unchanged(
+    members: Members,
+    now: Sequence[torch.Tensor | None],
+    packed: Sequence[torch.Tensor | None],
+    versions: Sequence[int] | None,
+    rank: int,
+) -> None:
+    """Checks that gradients still are the tensors that were packed, and that nothing has written to them since.
+
+    Args:
+        members: the bucket's parameters.
+        now: their gradients.
+        packed: what they were when the bucket was packed.
+        versions: of `packed`, then; None: writing is allowed.
+        rank: for the message.
+
+    Raises:
+        FusedReduceError: one is not; names it. (A second gradient of a backward is accumulated in place: written.)
+    """
+    for slot, (gradient, before) in enumerate(zip(now, packed, strict=True)):
+        if gradient is not before:
+            raise _changed_error(members, slot, True, rank)
+        if gradient is not None and versions is not None and gradient._version != versions[slot]:
+            raise _changed_error(members, slot, False, rank)
 
 
-def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def like_parameter(view: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A view of a buffer as a gradient: complex again, with a version counter of its own."""
-    return (torch.view_as_complex(view) if parameter.is_complex() else view).data
-
-
-def changed_error(members: Members, slot: int, replaced: bool, rank: int) -> FusedReduceError:
-    """The error for a gradient that is not what was taken. A second one is accumulated into it, so written to it."""
+def _changed_error(members: Members, slot: int, replaced: bool, rank: int) -> FusedReduceError:
     twice = "" if replaced else "Expected to mark a variable ready only once. "
     return FusedReduceError(
         f"{twice}rank {rank}: the gradient of {members.names[slot]} (parameter {members.numbers[slot]}) was "

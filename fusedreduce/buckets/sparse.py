@@ -11,10 +11,11 @@ import torch
 from ..comm.protocol import Communicator, Pending
 from .comm_hook import CommHook, call_hook, reduced_value
 from .grad_bucket import GradBucket
-from .gradient_table import real_dtype, summary, values_of
+from .gradient_table import summary
 from .loss_scale import Unscaling
-from .reduction import Members, TakenAtOnce, UnderWay, as_real, changed_error, wait_for_bucket
+from .reduction import Members, TakenAtOnce, UnderWay, check_unchanged, wait_for_bucket
 from .sparse_kinds import KindsOfStep, SparseKinds, kind_of
+from .tensors import as_real, real_dtype, versions_of, writable_values
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,13 @@ class SparseReduction(TakenAtOnce):
         self._divisor = 1.0
         self._pending: Pending | None = None
         self._future: torch.futures.Future[Any] | None = None
-        self._taken: tuple[torch.Tensor | None, int] = (None, -1)
+        self._packed: torch.Tensor | None = None
+        self._versions = [-1]
 
     def launch(self, divisor: float) -> None:
         """Starts the sum of the divided gradient, if all ranks know of what kind it is; else `launch_late` will."""
         gradient = self._parameter.grad
-        self._taken = gradient, -1 if gradient is None else gradient._version
+        self._packed, self._versions = gradient, versions_of([gradient])
         self._kinds.note(self._number, gradient)
         if self.source is not None:
             self.source.flushed.zero_()
@@ -80,17 +82,17 @@ class SparseReduction(TakenAtOnce):
         self._start()
 
     def _start(self) -> None:
-        kind, gradient = self._kinds.known[self._number], self._taken[0]
+        kind, gradient = self._kinds.known[self._number], self._packed
         if gradient is None or kind_of(gradient) != kind:
             gradient = kind.empty(self._parameter)  # another kind: every rank raises when it lands
         if self._hook is None:
             self._pending = self._communicator.all_reduce_sparse(gradient.detach() / self._divisor)
             self._future = self._pending.future()
             return
-        unchanged = self._parameter.grad is self._taken[0]
+        unchanged = self._parameter.grad is self._packed
         self._future = call_hook(self._hook, self._state, self._shown(gradient))
         if unchanged:  # else `check_unchanged` is to find it
-            self._taken = self._parameter.grad, -1
+            self._packed = self._parameter.grad
 
     def under_way(self) -> UnderWay | None:
         """What `launch` started and `finish` will wait for."""
@@ -98,30 +100,27 @@ class SparseReduction(TakenAtOnce):
 
     def check_unchanged(self) -> None:
         """Raises if the gradient is not the tensor that was taken, at the same version; a comm hook may write to it."""
-        now = self._parameter.grad
-        gradient, version = self._taken
-        written = self._hook is None and now is not None and now._version != version
-        if now is not gradient or written:
-            raise changed_error(self.members, 0, now is not gradient, self._communicator.rank)
+        versions = self._versions if self._hook is None else None
+        check_unchanged(self.members, [self._parameter.grad], [self._packed], versions, self._communicator.rank)
 
     def finish(self, untouched: Collection[int], unscaling: Unscaling) -> None:
         """Makes the sum the gradient; where no rank has one, it stays as it is."""
-        value = self._landed(self.part())
+        value = self._landed(self.detach_flight())
         if value is None or self._number in untouched:
             self.pass_over()
         else:
             self._write(value, unscaling)
 
-    def part(self) -> SparseFlight:
+    def detach_flight(self) -> SparseFlight:
         """Hands over what `launch` has started: another step may be launched before it is done."""
         flight = SparseFlight(self._pending, self._future, self._kinds.of_step)
-        self._pending, self._future, self._taken = None, None, (None, -1)
+        self._pending, self._future, self._packed = None, None, None
         return flight
 
-    def ready(self) -> None:
+    def rotate_wire(self) -> None:
         """There is nothing to make ready for a step behind one that was parted with."""
 
-    def land(self, flight: SparseFlight, untouched: Collection[int], unscaling: Unscaling) -> None:
+    def apply(self, flight: SparseFlight, untouched: Collection[int], unscaling: Unscaling) -> None:
         """Makes the sum that was parted with the gradient; None where no rank had one."""
         value = self._landed(flight)
         if value is None or self._number in untouched:
@@ -145,7 +144,7 @@ class SparseReduction(TakenAtOnce):
             value = value * inverse[0]
         self._parameter.grad = value
         if self.result is not None:
-            sums, peaks, first = summary(values_of(self._parameter))
+            sums, peaks, first = summary(writable_values(self._parameter))
             self.result.sums[0], self.result.peaks[0], self.result.first_non_finite[0] = sums, peaks, first
 
     @property

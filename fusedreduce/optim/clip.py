@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
 from ..buckets.gradient_table import GradientTable
+from ..buckets.tensors import any_gradient
 from ..errors import FusedReduceError
 from ..parallel.data_parallel import DataParallel
 from ..parallel.ddp import DistributedDataParallel, uncompiled
@@ -199,7 +200,7 @@ def _gradients(ddp: object, include_ignored: bool) -> _Reduced | _Measured:
             return _Reduced(reducer)
         return _Measured(ddp, reducer, [*zip(reducer.names, reducer.parameters, strict=True), *ignored])
     named = [(name, one) for name, one in ddp.module.named_parameters() if one.requires_grad]
-    if all(one.grad is None for _, one in named):
+    if not any_gradient([one for _, one in named]):
         raise FusedReduceError(f"clip_grad_norm_ before any backward: there is no gradient. {_WHEN}")
     ignored = [(name, one) for name, one in named if name in ddp.parameters_to_ignore and one.grad is not None]
     if ignored and not include_ignored:

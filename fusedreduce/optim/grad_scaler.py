@@ -25,6 +25,7 @@ from torch.optim import SGD, Optimizer
 
 from ..buckets.gradient_table import index_of
 from ..buckets.loss_scale import LossScale
+from ..buckets.tensors import any_gradient
 from ..errors import FusedReduceError
 from ..parallel.data_parallel import DataParallel
 from ..parallel.ddp import DistributedDataParallel, uncompiled
@@ -137,9 +138,7 @@ class FusedGradScaler(torch.amp.GradScaler):
         scaled = super().scale(outputs)
         assert self._scale is not None
         if self._loss_scale is None:
-            # A copy: update() writes into torch's tensor. The reciprocal is the one that torch's unscale_ takes.
-            scale = self._scale.detach().clone()
-            self._loss_scale = LossScale(scale, scale.double().reciprocal().float())
+            self._loss_scale = LossScale.of(self._scale.detach().clone())  # update() writes into torch's tensor
         return _followed(scaled, _Beginning(reducers, self._loss_scale))
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -248,7 +247,7 @@ class FusedGradScaler(torch.amp.GradScaler):
         mine = [
             (reducer, numbers)
             for reducer, numbers in zip(reducers, owned, strict=True)
-            if any(reducer.parameters[number].grad is not None for number in numbers)
+            if any_gradient([reducer.parameters[number] for number in numbers])
         ]
         if not all(reducer.observed.units.unscaled_now() for reducer, _ in mine):
             raise FusedReduceError(
@@ -403,7 +402,7 @@ def _refuse_unscalable(reducer: Reduces) -> None:
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(one.grad is not None for group in optimizer.param_groups for one in group["params"])
+    return any_gradient([one for group in optimizer.param_groups for one in group["params"]])
 
 
 def _begins_momentum(optimizer: Optimizer) -> bool:

@@ -29,8 +29,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
 from ..buckets.grad_bucket import GradBucket
-from ..buckets.gradient_table import GradientTable, real_dtype
+from ..buckets.gradient_table import GradientTable
 from ..buckets.stats.non_finite import NonFiniteReport
+from ..buckets.tensors import real_dtype
 from ..comm.agreement import problems_of_ranks
 from ..comm.init_process_group import warn_of_switches
 from ..comm.local.process_group import LocalProcessGroup, backend_name, communicator_of

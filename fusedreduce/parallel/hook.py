@@ -33,6 +33,7 @@ from ..buckets.deferred_errors import DeferredErrors, in_backward
 from ..buckets.stats.bucket_partials import BucketRows
 from ..buckets.stats.non_finite import NonFiniteReport
 from ..buckets.streams import refuse_capture
+from ..buckets.tensors import as_real
 from ..comm.agreement import agree
 from ..comm.local.group import LocalCommunicator
 from ..comm.local.process_group import communicator_of
@@ -318,7 +319,8 @@ def _prepare(
         return None
     # Detached: under backward(create_graph=True) DDP's buckets are part of the graph, and its copies of them are not.
     flat = buffer.detach()
-    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    if flat.is_complex():
+        flat = as_real(flat).view(-1)
     wire_dtype = state.config.wire_dtype(flat.dtype)
     key = BucketKey(bucket.index(), flat.numel(), flat.dtype, wire_dtype, flat.device)
     with state._lock:
@@ -330,12 +332,13 @@ def _prepare(
             _agree(state, bucket, communicator)
         communicator.check_wire(wire_dtype, flat.device)
         layout = flat_layout(flat.numel())
+        split = exchange.divisor_split(wire_dtype, {flat.dtype}, communicator.size)
         with state._lock:
             ours = state._buckets.take(
                 key,
                 flat.data_ptr(),
                 parameters,
-                lambda: Bucket(layout, [flat.dtype], wire_dtype, flat.device, _describe(bucket)),
+                lambda: Bucket(layout, [flat.dtype], wire_dtype, flat.device, _describe(bucket), split=split),
             )
     if ours.uses <= _RELAY_STEPS:
         # DDP may have laid other parameters into a bucket of the same index, size and address.
@@ -383,8 +386,6 @@ def _start_dense(
     allocations = ours.allocations
     report_after_s = stall_report_after_s(state.config.stall_report_s, communicator, flat.device)
     in_place = ours.wire_dtype is flat.dtype
-    # fp16 gradients would be rounded again behind a split.
-    split = exchange.fp16_split(communicator.size) if ours.wire_dtype is torch.float16 and not in_place else 1.0
     gradients, sources = [flat], None
     if rows is not None and in_place and state._observed.checks:
         rows.measure_source(flat)
@@ -396,14 +397,14 @@ def _start_dense(
         ours,
         gradients,
         communicator,
-        divisor=communicator.size / split,
+        divisor=communicator.size / ours.split,
         in_place=in_place,
         vouched=sources is not None,
         partials=sources,
     )
     if trace is not None:
         trace.launched(bucket.index(), in_flight.pending, in_flight.issued_ns, communicator)
-    scale = None if split == 1.0 else exchange.scalar(1.0 / split, ours.compute_dtype, ours.device)
+    scale = None if ours.split == 1.0 else exchange.scalar(1.0 / ours.split, ours.compute_dtype, ours.device)
     finish = Finish(
         state._errors, state._monitor, report_after_s, in_flight, bucket.buffer(), trace, bucket.index(), scale, rows
     )

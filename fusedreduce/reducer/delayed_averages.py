@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..buckets.loss_scale import LossScale
 from ..buckets.stats.grad_stats import Observed
+from ..buckets.tensors import any_gradient
 from ..config import FlushReport, SyncMode, is_synchronous
 from ..errors import AgreementError, CollectiveError, FusedReduceError
 from .modes.asynchronous import OwnPace
@@ -185,7 +186,7 @@ class LateAverages:
             finally:
                 aside.put_back()
             try:
-                if step is not None and any(parameter.grad is not None for parameter in self._parameters):
+                if step is not None and any_gradient(self._parameters):
                     step()
             except Exception as error:
                 stopped = error

@@ -28,6 +28,7 @@ from ..buckets.comm_hook import HookedReduction
 from ..buckets.loss_scale import Unscaling
 from ..buckets.reduction import Members, Reduction
 from ..buckets.stats.grad_stats import Observed
+from ..buckets.tensors import any_gradient
 from ..comm.protocol import Communicator
 from ..comm.stall_monitor import StallMonitor, stall_report_after_s
 from ..comm.waiting import wait_for
@@ -411,8 +412,7 @@ class Pipeline:
         return [number for number in range(len(self.maker.parameters)) if number not in written]
 
     def _check_left_out(self, members: Members) -> None:
-        waits = any(parameter.grad is not None for parameter in members.parameters)
-        if waits and self._observed.units.scaled_step():
+        if any_gradient(members.parameters) and self._observed.units.scaled_step():
             raise FusedReduceError(
                 f"{members.label} is left out of this step (skip_all_reduce_unused_params), but holds gradients of "
                 "earlier backwards, whose loss scale would stay on: zero_grad() first, or use torch.amp.GradScaler"

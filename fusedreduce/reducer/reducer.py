@@ -47,6 +47,7 @@ from ..buckets.loss_scale import LossScale
 from ..buckets.sparse_kinds import SparseKinds
 from ..buckets.stats.grad_stats import Observed
 from ..buckets.streams import refuse_capture
+from ..buckets.tensors import any_gradient, none_missing
 from ..comm.protocol import Communicator
 from ..comm.waiting import collective_failed
 from ..config import FlushReport, ReduceConfig, SyncMode
@@ -277,7 +278,7 @@ class Reducer:
                 self.shares_parameters = admission.shared(self, self.parameters)
                 admission.check_mode(self.config.sync_mode, {"parameters of two wrappers": self.shares_parameters})
                 arrivals.hook_all()  # another reducer writes the same gradients: versions prove nothing
-            if arrivals.tells and self.state is ReducerState.ARMED and arrivals.has_gradients():
+            if arrivals.tells and self.state is ReducerState.ARMED and any_gradient(self.parameters):
                 arrivals.hook_all()
                 self._warn_once(
                     "gradients have come, but by no backward from an output of forward: they were not averaged. "
@@ -923,7 +924,7 @@ class Reducer:
         """All buckets are launched: the step is done then."""
         arrivals = self._arrivals
         if not arrivals.tells:
-            step.whole = all(parameter.grad is not None for parameter in self.parameters)
+            step.whole = none_missing([parameter.grad for parameter in self.parameters])
         ended = self._pipeline.finish(step, shared=self.shares_parameters)
         self.late.ended(ended)
         self.steps += 1

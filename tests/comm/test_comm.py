@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedreduce.comm.agreement import CAPACITY_BYTES, agree
-from fusedreduce.comm.stall_monitor import StallMonitor
+from fusedreduce.comm.stall_monitor import StallMonitor, stall_report_after_s
 from fusedreduce.errors import AgreementError, FusedReduceError
 
 CPU = torch.device("cpu")
@@ -140,6 +140,19 @@ def test_a_step_that_begins_while_the_last_one_is_looked_at_is_watched(caplog: p
     clock.now += 11.0
     assert monitor.look() == 1
     assert "bucket 0 in its next step has not finished after 11.0 s" in caplog.text
+
+
+def test_a_reduction_is_overdue_as_configured_or_ahead_of_the_timeout_and_never_on_cpu() -> None:
+    class Group:
+        lost, rank = "", 0
+
+        def timeout_s(self, device: torch.device | None = None) -> float:
+            return {"cuda": 600.0, "xpu": 50.0}[torch.device(device or "cuda").type]
+
+    assert stall_report_after_s(None, Group(), torch.device("cuda")) == 480.0
+    assert stall_report_after_s(None, Group(), torch.device("xpu")) == 40.0
+    assert stall_report_after_s(5.0, Group(), torch.device("cuda")) == 5.0
+    assert stall_report_after_s(5.0, Group(), CPU) == stall_report_after_s(None, Group(), CPU) == 0.0
 
 
 def test_the_thread_ends_when_nothing_is_left() -> None:

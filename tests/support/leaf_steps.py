@@ -87,8 +87,7 @@ def scaled(reducer: Reducer, loss: torch.Tensor, scale: LossScale) -> torch.Tens
 
 def loss_scale(value: float) -> LossScale:
     """As a loss scaler makes it."""
-    scale = torch.tensor([value], dtype=torch.float32)
-    return LossScale(scale, scale.double().reciprocal().float())
+    return LossScale.of(torch.tensor([value], dtype=torch.float32))
 
 
 def shadow_step(reducer: Reducer) -> None:

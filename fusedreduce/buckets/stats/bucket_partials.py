@@ -18,7 +18,8 @@ import torch
 
 from ...kernels import dispatch
 from ...kernels.table import ChunkTable, Partials, PointerTable, SourcePartials, new_partials, new_source_partials
-from ..gradient_table import real_dtype, real_numel, summary
+from ..gradient_table import summary
+from ..tensors import as_real, real_dtype, real_numel
 
 
 class BucketRows:
@@ -92,12 +93,12 @@ class BucketRows:
 
     def measure_sparse_source(self, gradient: torch.Tensor) -> None:
         """As `measure_source`, of a sparse gradient; an index counts its values."""
-        self.source.first_non_finite[0] = summary(_real(gradient.detach()._values()))[2]
+        self.source.first_non_finite[0] = summary(as_real(gradient.detach()._values()))[2]
 
     def measure_sparse_result(self, reduced: torch.Tensor) -> None:
         """By-products of a reduced sparse gradient."""
         values = reduced.detach().coalesce().values()
-        sums, peak, first = summary(_real(values))
+        sums, peak, first = summary(as_real(values))
         if values.is_complex():
             peak = values.abs().amax() if values.numel() else peak
         self.result.sums[0], self.result.peaks[0], self.result.first_non_finite[0] = sums, peak, first
@@ -144,10 +145,6 @@ class RowsTogether:
             rows.place(self.source.part(begin, end), self.result.part(begin, end))
             rows.together = self
             begin = end
-
-
-def _real(values: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _joined(parts: Sequence[Partials] | Sequence[SourcePartials]) -> dict[str, torch.Tensor]:

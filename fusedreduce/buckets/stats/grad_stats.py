@@ -22,9 +22,10 @@ from ...comm.waiting import collective_failed, wait_for
 from ...config import ReduceConfig, Wire
 from ...kernels.table import Totals
 from ..grad_bucket import GradBucket
-from ..gradient_table import GradientTable, index_of, real_dtype, real_numel
+from ..gradient_table import GradientTable, index_of
 from ..loss_scale import LossUnits
 from ..reduction import Reduction
+from ..tensors import as_real, real_dtype, real_numel, versions_of
 from .non_finite import FiniteCheck, Named, Started
 from .partial_stats import ByProducts
 
@@ -64,7 +65,7 @@ class Observed:
         self._collected = False  # by the latest synchronised step
         self.additions = 0  # changes whenever a backward adds to gradients, or may have, that it does not reduce
         # Which gradients were collected, and at which versions.
-        self._stamp: list[tuple[weakref.ref[torch.Tensor] | None, int]] | None = None
+        self._stamp: tuple[list[weakref.ref[torch.Tensor] | None], list[int]] | None = None
         complex_ = [parameter.is_complex() for parameter in parameters]
         raises = config.check_finite == "raise"
         self._finite = FiniteCheck(Named(names, complex_), communicator, raises=raises)
@@ -135,14 +136,10 @@ class Observed:
         """
         if not self._collected or self._stamp is None:
             return False
-        for parameter, (seen, version) in zip(self._parameters, self._stamp, strict=True):
-            gradient = parameter.grad
-            if gradient is None or seen is None:
-                if gradient is not None or seen is not None:
-                    return False
-            elif seen() is not gradient or gradient._version != version:
-                return False
-        return True
+        seen, versions = self._stamp
+        now = [parameter.grad for parameter in self._parameters]
+        same = all((None if one is None else one()) is gradient for one, gradient in zip(seen, now, strict=True))
+        return same and versions_of(now) == versions
 
     def reduced_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """As `grad_norm`, from by-products; only where there are."""
@@ -339,9 +336,9 @@ class Observed:
         collected = self._collected and self._config.grad_stats
         return self._by_products.totals() if collected else self.table.measure()
 
-    def _seen(self) -> list[tuple[weakref.ref[torch.Tensor] | None, int]]:
+    def _seen(self) -> tuple[list[weakref.ref[torch.Tensor] | None], list[int]]:
         gradients = [parameter.grad for parameter in self._parameters]
-        return [(None, -1) if one is None else (weakref.ref(one), one._version) for one in gradients]
+        return [None if one is None else weakref.ref(one) for one in gradients], versions_of(gradients)
 
     def _shares(self) -> bool:
         return self._config.grad_stats and not self.alike and not self.alone
@@ -424,6 +421,6 @@ def _reduced(
             values = reduced.reshape(-1)[begin : begin + slot.numel()]
         else:
             values = reduced.coalesce().values()
-        values = torch.view_as_real(values) if values.is_complex() else values
+        values = as_real(values)
         own = real_dtype(parameter.dtype)
         yield parameter, values.to(own) if torch.finfo(own).max < torch.finfo(values.dtype).max else values

@@ -15,8 +15,9 @@ import torch
 
 from ...kernels import dispatch
 from ...kernels.table import Partials, SourcePartials, SourceTotals, Spans, Totals, new_partials, new_source_partials
-from ..gradient_table import Gathered, index_of, values_of
+from ..gradient_table import Gathered, index_of
 from ..reduction import Reduction
+from ..tensors import writable_values
 
 
 class ByProducts:
@@ -69,7 +70,7 @@ class ByProducts:
                 gathered.put(part.numbers, dispatch.reduce_partials(part.result, part.spans))
             for number in self._left:
                 # Counted, as an optimizer will take them; judged they were in their own step, on every rank alike.
-                gathered.put_one(number, values_of(self._parameters[number]), judged=False)
+                gathered.put_one(number, writable_values(self._parameters[number]), judged=False)
             for number in self._complex:
                 if (gradient := self._parameters[number].grad) is not None:
                     gathered.put_peak(number, gradient)

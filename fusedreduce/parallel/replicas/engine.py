@@ -22,6 +22,7 @@ from torch import nn
 
 from ...buckets.gradient_table import GradientTable
 from ...buckets.loss_scale import LossScale
+from ...buckets.tensors import any_gradient
 from ...config import FlushReport, ReduceConfig
 from ...errors import CollectiveError, FusedReduceError
 from ...reducer.reducer import Reducer
@@ -333,7 +334,7 @@ class Team:
             self.real.landed(0)
             self._pass_on(self.real)
         self._clear()
-        if step is not None and any(one.grad is not None for one in self.replicas.trained):
+        if step is not None and any_gradient(self.replicas.trained):
             step()
         return reports[0] if reports else FlushReport()
 
@@ -443,8 +444,7 @@ def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor |
 
 
 def _loss_scale(value: float, device: torch.device) -> LossScale:
-    scale = torch.tensor([value], dtype=torch.float32, device=device)
-    return LossScale(scale, scale.double().reciprocal().float())
+    return LossScale.of(torch.tensor([value], dtype=torch.float32, device=device))
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from ...buckets.bucket_set import BucketMaker
-from ...buckets.gradient_table import real_dtype
 from ...buckets.reduction import Members
 from ...buckets.stats.grad_stats import Observed
 from ...buckets.streams import Streams
+from ...buckets.tensors import real_dtype
 from ...comm.protocol import Communicator
 from ...config import Asynchronous, ReduceConfig
 from .asynchronous_bucket import Ledger

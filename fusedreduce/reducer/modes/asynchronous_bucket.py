@@ -23,8 +23,8 @@ import torch
 from ...buckets import exchange
 from ...buckets.bucket import Bucket, BucketState
 from ...buckets.exchange import InFlight
-from ...buckets.gradient_table import real_dtype, real_numel
-from ...buckets.reduction import Members, as_real, dense_shape, wait_for_bucket
+from ...buckets.reduction import Members, wait_for_bucket
+from ...buckets.tensors import as_real, dense_shape, real_dtype, real_numel
 from ...comm.protocol import Communicator
 from ...planning.layout import Layout, aligned_layout, flat_layout
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ...buckets.gradient_table import real_dtype
+from ...buckets.tensors import memory_as_real, real_dtype
 from ...comm.agreement import CAPACITY_BYTES
 from ...comm.protocol import Communicator
 from ...comm.waiting import collective_failed, wait_for
@@ -253,7 +253,7 @@ def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[_Piece]:
     """Everything, by device and precision, at most `_PIECE_NUMEL` elements at a time; the same on every rank."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        real = memory_as_real(tensor)
         dtype = torch.float64 if real.dtype is torch.float64 else torch.float32
         if real.numel():
             kinds.setdefault((real.device, dtype), []).append(real)

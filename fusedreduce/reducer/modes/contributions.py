@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from ...buckets.exchange import InFlight
+from ...buckets.tensors import as_real
 from ...comm.protocol import Communicator
 from ...errors import CollectiveError, FusedReduceError
 from .asynchronous_bucket import Ledger, Strip
@@ -221,7 +222,7 @@ class Contributions:
                 for number, name, view in slots:
                     one = state["owed"].get(name)
                     if one is not None:
-                        view.copy_(torch.view_as_real(one) if one.is_complex() else one).neg_()
+                        view.copy_(as_real(one)).neg_()
                         self._owed_to.add(number)
 
     def give_up(self) -> None:

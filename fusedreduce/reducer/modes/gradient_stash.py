@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from ...buckets.deferred_errors import in_backward
+from ...buckets.tensors import any_gradient
 
 
 class SetAside:
@@ -38,13 +39,13 @@ class SetAside:
         If it makes no gradient (an autograd.grad), that is undone when it ends.
         """
         if self._taken:
-            if self._any():
+            if any_gradient(self._parameters):
                 self._made = True
             elif self._made:
                 self._held = None  # the user has zeroed, and meant all of it
         else:
             self._taken = True
-            if self._any():
+            if any_gradient(self._parameters):
                 self._held = [parameter.grad for parameter in self._parameters]
                 for parameter in self._parameters:
                     parameter.grad = None
@@ -54,7 +55,7 @@ class SetAside:
     def keep(self) -> None:
         """What is there now has been made by backwards of this step, whether any of them was told of or not."""
         self._taken = True
-        self._made = self._any()
+        self._made = any_gradient(self._parameters)
 
     def take_unused(self) -> None:
         """As `take`, between two steps: what an optimizer has stepped with is not wanted again."""
@@ -84,13 +85,10 @@ class SetAside:
 
     def local(self) -> bool:
         """Whether backwards have made gradients since a step has ended."""
-        return self._taken and self._any()
-
-    def _any(self) -> bool:
-        return {type(parameter.grad) for parameter in self._parameters} != {type(None)}
+        return self._taken and any_gradient(self._parameters)
 
     def _settle(self) -> None:
-        if self._taken and self._any():
+        if self._taken and any_gradient(self._parameters):
             self._made = True
         elif self._taken and not self._made:
             self.put_back()

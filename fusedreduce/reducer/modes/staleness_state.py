@@ -31,7 +31,7 @@ class Averaged:
     def __init__(self, members: Members) -> None:
         self.members = members
 
-    def land(self, flight: Sequence[torch.Tensor | None], untouched: frozenset[int], unscaling: Unscaling) -> None:
+    def apply(self, flight: Sequence[torch.Tensor | None], untouched: frozenset[int], unscaling: Unscaling) -> None:
         """Copies them into the gradients; None where no rank used a parameter. They stay as they are."""
         for parameter, average in zip(self.members.parameters, flight, strict=True):
             now = parameter.grad
@@ -169,7 +169,7 @@ def _loaded(
         scale = None
         if kept["loss_scale"] is not None:
             value = torch.tensor([kept["loss_scale"]], dtype=torch.float32, device=parameters[0].device)
-            scale = LossScale(value, value.double().reciprocal().float())
+            scale = LossScale.of(value)
         held = flights(parameters, names, averages)
         steps.append(StepUnderWay(int(kept["step"]), held, Unscaling(scale), None, told, None))
     return steps, int(state["rounds"])

@@ -111,7 +111,7 @@ class Ends:
         parting = buckets.parting()
         step = StepUnderWay(
             number=number,
-            flights=[(one, one.part()) for one in parting],
+            flights=[(one, one.detach_flight()) for one in parting],
             unscaling=self._observed.units.unscaling(),
             used=self._used.taken(),
             told=self._observed.taken(),
@@ -124,7 +124,7 @@ class Ends:
             self.under_way.withhold()
             ended = Ended(None)
         for one in parting:
-            one.ready()
+            one.rotate_wire()
         return ended
 
     def land(self, buckets: BucketSet, write: Write) -> Ended:
@@ -167,7 +167,7 @@ class Ends:
 
         self.under_way.settle(averaged)
         for one in buckets.parting():
-            one.ready()
+            one.rotate_wire()
         return averages.dump(self.under_way, maker.names, world_size=maker.communicator.size, rounds=rounds)
 
     def load_state_dict(self, maker: BucketMaker, state: Mapping[str, Any]) -> int:

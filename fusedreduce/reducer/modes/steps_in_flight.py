@@ -28,7 +28,7 @@ class Lands(Protocol):
 
     members: Members
 
-    def land(self, flight: Any, untouched: frozenset[int], unscaling: Unscaling) -> None:
+    def apply(self, flight: Any, untouched: frozenset[int], unscaling: Unscaling) -> None:
         """Waits for what was parted with, and writes it into the gradients, whichever are there by now."""
         ...
 
@@ -109,7 +109,7 @@ class StepsUnderWay:
                 self._parameters[number].grad = None
 
             def into(reduction: Lands = reduction, flight: Any = flight, untouched: frozenset[int] = untouched) -> None:
-                reduction.land(flight, untouched, step.unscaling)
+                reduction.apply(flight, untouched, step.unscaling)
 
             write(reduction.members, into)
 
