@@ -1,4 +1,4 @@
-"""Gradient shapes of known models, written out from the published architectures, and how they share buckets.
+"""Gradient shapes of known models (`fusedreduce.planning.simulation.models` has them), and how they share buckets.
 
 resnet50    25,557,032   161 tensors  bottleneck blocks 3 4 6 3, batch norm, 1,000 classes
 vit_l16    304,326,632   296 tensors  24 layers of 1,024, patches of 16 x 16, 1,000 classes
@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from records import BenchError
 
 from fusedreduce.planning.bucketing import DEFAULT_CAP_BYTES, assign_by_size
+from fusedreduce.planning.simulation import models
 
 Size = tuple[int, ...]
 
@@ -27,39 +28,15 @@ ALLOCATION_BYTES = 512  # what torch's CUDA allocator aligns to
 _MANY = re.compile(r"(\d+)x(\d+)")
 
 
-def _resnet50() -> list[Size]:
-    shapes: list[Size] = [(64, 3, 7, 7), (64,), (64,)]
-    width_in = 64
-    for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
-        for block in range(blocks):
-            width_out = 4 * width
-            for conv in ((width, width_in, 1, 1), (width, width, 3, 3), (width_out, width, 1, 1)):
-                shapes += [conv, conv[:1], conv[:1]]
-            if block == 0:
-                shapes += [(width_out, width_in, 1, 1), (width_out,), (width_out,)]
-            width_in = width_out
-    return [*shapes, (1000, width_in), (1000,)]
-
-
-def _vit_l16() -> list[Size]:
-    width = 1024
-    layer: list[Size] = [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
-    layer += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
-    before: list[Size] = [(1, 1, width), (width, 3, 16, 16), (width,), (1, 197, width)]
-    return [*before, *layer * 24, (width,), (width,), (1000, width), (1000,)]
-
-
-def _gpt2(layers: int, width: int) -> list[Size]:
-    layer: list[Size] = [(width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,)]
-    layer += [(width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,)]
-    return [(50257, width), (1024, width), *layer * layers, (width,), (width,)]
+def _of(layers: Iterator[models.Layer]) -> list[Size]:
+    return [shape for layer in layers for shape in layer.shapes]
 
 
 _MODELS: Mapping[str, Callable[[], list[Size]]] = {
-    "resnet50": _resnet50,
-    "vit_l16": _vit_l16,
-    "gpt2": lambda: _gpt2(12, 768),
-    "gpt2_xl": lambda: _gpt2(48, 1600),
+    "resnet50": lambda: _of(models.resnet50()),
+    "vit_l16": lambda: _of(models.vit_large()),
+    "gpt2": lambda: _of(models.gpt2(12, 768)),
+    "gpt2_xl": lambda: _of(models.gpt2_xl()),
     "tiny": lambda: [(1000,)] * 1000,
     "one": lambda: [(64 * 2**20,)],
     "misaligned": lambda: [(512, 1024)] * 32,

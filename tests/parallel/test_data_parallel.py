@@ -48,7 +48,7 @@ from fusedreduce.kernels import dispatch
 from fusedreduce.parallel.data_parallel import DataParallel
 from fusedreduce.parallel.replicas.local_sum import add_up, totals
 from fusedreduce.parallel.replicas.replicate import Replicas
-from fusedreduce.parallel.replicas.scatter_gather import balanced, flatten
+from fusedreduce.parallel.replicas.scatter_gather import flatten
 from fusedreduce.parallel.replicas.thread_pool import Workers, _let_openmp_threads_go, _pause_openmp
 from fusedreduce.reducer.reducer import Reducer
 
@@ -699,14 +699,6 @@ def test_a_buffer_that_is_replaced_stays_so(build: Build) -> None:
 
 
 # Inputs and outputs
-
-
-@given(st.integers(0, 200), st.integers(1, 17))
-@settings(max_examples=60, deadline=None)
-def test_parts_are_balanced(count: int, parts: int) -> None:
-    sizes = balanced(count, parts)
-    assert sum(sizes) == count and len(sizes) == parts
-    assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
 
 
 _leaves = st.one_of(st.integers(), st.text(max_size=3), st.just(torch.ones(2)), st.none())

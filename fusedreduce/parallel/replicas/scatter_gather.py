@@ -16,6 +16,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ...comm.local.strategies import balanced
+
 
 @dataclass(frozen=True)
 class Nested:
@@ -52,12 +54,6 @@ def flatten(value: object) -> Nested:
         return tree_unflatten(built, spec)
 
     return Nested(leaves, rebuild, (spec, tuple(None if part is None else part.shape for part in parts)))
-
-
-def balanced(count: int, parts: int) -> list[int]:
-    """Sizes of `parts` parts of `count`, the larger ones first, none of them more than one larger than another."""
-    least, more = divmod(count, parts)
-    return [least + (part < more) for part in range(parts)]
 
 
 def is_batched(leaf: object) -> bool:
@@ -113,7 +109,7 @@ def scattered(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, dim: in
         raise ValueError("forward was given no tensor with dimensions, so there is no batch to scatter")
     if samples < parts:
         raise ValueError(f"a batch of {samples} samples cannot be divided among {parts} devices: every one needs some")
-    sizes = balanced(samples, parts)
+    sizes = [end - begin for begin, end in balanced(samples, parts)]
     columns = [
         list(leaf.split(sizes, dim)) if is_batched(leaf) and parts > 1 else [leaf] * parts for leaf in nested.leaves
     ]

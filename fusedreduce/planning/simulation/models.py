@@ -155,12 +155,16 @@ def vit_large() -> Iterator[Layer]:
     yield Layer("classifier", ((1000, width), (1000,)), 2 * width * 1000)
 
 
-def gpt2_xl() -> Iterator[Layer]:
-    """GPT-2 XL for 1,024 tokens; the embedding is the output's matrix, too, so its gradient is ready last.
+def gpt2(depth: int, width: int) -> Iterator[Layer]:
+    """GPT-2 for 1,024 tokens; the embedding is the output's matrix, too, so its gradient is ready last.
+
+    Args:
+        depth: blocks.
+        width: of the embedding.
 
     Source: Radford et al., "Language models are unsupervised multitask learners", 2019, table 2.
     """
-    width, depth, tokens, words = 1600, 48, 1024, 50257
+    tokens, words = 1024, 50257
     yield Layer("embedding", ((words, width),))
     yield Layer("positions", ((tokens, width),))
     for index in range(depth):
@@ -168,6 +172,11 @@ def gpt2_xl() -> Iterator[Layer]:
         yield from _feed_forward(f"block {index}", width, 4 * width, tokens)
     yield Layer("norm", ((width,), (width,)))
     yield Layer("output", (), 2 * tokens * width * words)
+
+
+def gpt2_xl() -> Iterator[Layer]:
+    """GPT-2 XL: 48 blocks of 1,600."""
+    return gpt2(48, 1600)
 
 
 def moe() -> Iterator[Layer]:
