@@ -292,7 +292,16 @@ def does_work(operator: Any) -> bool:
     return not (operator.is_view or operator.namespace == "profiler" or operator._opname in _ALLOCATIONS)
 
 
-class _CountOperators(TorchDispatchMode):
+class OperatorCounter(TorchDispatchMode):
+    """Counts the torch operators that do work, as dispatched on this thread and on the autograd threads it starts.
+
+    A foreach operator counts as one call, however many kernels it launches. The kernels of this package are not seen
+    here but by `count_launches`.
+
+    Attributes:
+        calls: how many so far.
+    """
+
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
@@ -312,7 +321,7 @@ def _call(name: Any, path: Path, function: Callable[..., Any], *arguments: Any, 
     if not _counting:
         return function(*arguments, **options)
     # Modes of the caller's would count the same operators again, and those with which the interpreter plays a kernel.
-    with _disable_current_modes(), _CountOperators() as operators:
+    with _disable_current_modes(), OperatorCounter() as operators:
         before = 0 if path == "torch" else _variants.launches()
         result = function(*arguments, **options)
     launches = operators.calls if path == "torch" else _variants.launches() - before

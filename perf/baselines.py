@@ -24,17 +24,12 @@ how far off that may be, in units in the last place of the wire.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from workload import BufferSet, Workload
-
-from fusedreduce.kernels.dispatch import does_work
 
 Call = Callable[[], object]
 
@@ -240,22 +235,3 @@ def with_gradients(one: BufferSet) -> list[nn.Parameter]:
     for parameter, gradient in zip(parameters, one.gradients, strict=True):
         parameter.grad = gradient
     return parameters
-
-
-class _Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.count += does_work(func)
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def count_operators() -> Iterator[Callable[[], int]]:
-    """Counts torch operators that do work; a foreach operator is one, however many kernels it launches."""
-    with _Operators() as operators:
-        yield lambda: operators.count

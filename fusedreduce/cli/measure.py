@@ -20,14 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedreduce.kernels import dispatch
 
 from .digits import Digits
 
 Gradients = Sequence[torch.Tensor | None]
-_ALLOCATIONS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 
 
 @dataclass(frozen=True)
@@ -117,18 +115,16 @@ def median(values: Sequence[float]) -> float:
 def _count(ddp: DistributedDataParallel, batch: Digits, *, exchange: bool) -> tuple[int, list[int]]:
     """Launches of one forward and backward, and the bytes that each collective was given."""
     ddp.zero_grad(set_to_none=True)
-    with dispatch.count_launches() as launched, _Operators() as operators:
+    with dispatch.count_launches() as launched, _ExchangeCounter() as counter:
         forward_backward(ddp, batch, exchange=exchange)
-    return operators.calls + sum(launch.launches for launch in launched), operators.payload_bytes
+    return counter.calls + sum(launch.launches for launch in launched), counter.payload_bytes
 
 
-class _Operators(TorchDispatchMode):
-    """Counts what is dispatched on this thread and autograd's; pack and unpack are counted by `dispatch`, which keeps
-    them from modes: a collective's callback, where unpack runs, is on neither thread."""
+class _ExchangeCounter(dispatch.OperatorCounter):
+    """Counts operators, and keeps the payload of each collective apart."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
         self.payload_bytes: list[int] = []
 
     def __torch_dispatch__(
@@ -138,10 +134,9 @@ class _Operators(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func.namespace == "c10d":
-            self.payload_bytes.append(_payload_bytes(func, args))
-        else:
-            self.calls += dispatch.does_work(func)
+        if func.namespace != "c10d":
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self.payload_bytes.append(_payload_bytes(func, args))
         return func(*args, **(kwargs or {}))
 
 

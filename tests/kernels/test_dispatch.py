@@ -123,6 +123,16 @@ def test_the_torch_path_counts_operators(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [(one.function, one.path) for one in counted] == [("pack", "torch")] and counted[0].launches >= 1
 
 
+def test_the_counter_counts_operators_that_do_work_and_none_else() -> None:
+    tensors = [torch.ones(3), torch.ones(4)]
+    with dispatch.OperatorCounter() as operators:
+        tensors[0].view(3, 1)
+        torch.empty_like(tensors[0])
+        torch.zeros(2).add_(1.0)
+        torch._foreach_mul_(tensors, 2.0)
+    assert operators.calls == 3, "zeros, add_ and one foreach; no view, no bare allocation"
+
+
 def test_warm_up_is_a_no_op_where_nothing_is_compiled() -> None:
     dispatch.warm_up(CPU, torch.bfloat16)
 
