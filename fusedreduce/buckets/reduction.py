@@ -13,11 +13,10 @@ from ..comm.protocol import Communicator, Pending
 from ..comm.waiting import wait_for
 from ..errors import FusedReduceError
 from ..kernels.table import ChunkTable, Partials, SourcePartials
+from ..planning.plan import bucket_label
 from .grad_bucket import GradBucket
 from .loss_scale import Unscaling
 from .tensors import none_missing
-
-_NAMES_SHOWN = 50
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +40,7 @@ class Members:
     @property
     def label(self) -> str:
         """The bucket and its parameters' names."""
-        shown = ", ".join(self.names[:_NAMES_SHOWN])
-        more = len(self.names) - _NAMES_SHOWN
-        return f"bucket {self.index} ({shown}{f' and {more} more' if more > 0 else ''})"
+        return bucket_label(self.index, self.names)
 
     @property
     def device(self) -> torch.device:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fusedreduce.errors import TraceError
+from fusedreduce.planning.plan import bucket_label
 from fusedreduce.trace.chrome import chrome_trace
 from fusedreduce.trace.reader import read
-from fusedreduce.trace.recorder import bucket_label
 from fusedreduce.trace.report import Figures, Run, figures, finish_ns, merge
 
 from . import gantt

@@ -9,7 +9,6 @@ second step in it on; the first one shows which there are.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from ..planning.readiness import Readiness
 from ..planning.timeline import MISSING_NS
 from ..reducer.parameter_hooks import ParameterHooks
 from ..trace.device_clock import Watched
-from ..trace.recorder import Recorder, group_text
+from ..trace.recorder import Parameter, Recorder, group_text, header
 from ..trace.step_clock import StepClock
 
 _logger = logging.getLogger(__name__)
@@ -43,7 +42,6 @@ class HookTrace:
 
     def __init__(self, folder: Path, config: ReduceConfig, rank: int, ranks: int, limit: int) -> None:
         self._folder, self._config, self._rank, self._ranks, self._limit = folder, config, rank, ranks, limit
-        self._clock_file = {"perf_ns": time.perf_counter_ns(), "wall_ns": time.time_ns()}
         self._seen: list[tuple[torch.Tensor, ...]] = []
         self._shown: list[tuple[torch.Tensor, ...]] = []
         self._sparse: set[int] = set()
@@ -166,33 +164,25 @@ class HookTrace:
         self._recorder = Recorder(self._folder, self._header(parameters), self._limit)
 
     def _header(self, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
-        caps = BucketCaps()  # a hook is not told DDP's
-        return {
-            "clock": self._clock_file,
-            "rank": self._rank,
-            "ranks": self._ranks,
-            "device": parameters[0].device.type,
-            "source": "hook",
-            "config": self._config.to_dict(),
-            "caps": {
-                "first_bytes": caps.first_bytes,
-                "cap_bytes": caps.cap_bytes,
-                "listed_bytes": [],
-                "planned_bytes": None,
-            },
-            "parameters": [
-                {
-                    "name": f"parameter {index} {tuple(one.shape)}",
-                    "numel": one.numel(),
-                    "size_bytes": one.numel() * one.element_size(),
-                    "wire_bytes": self._config.wire_bytes(one),
-                    "group": group_text(one.dtype, one.device),
-                    "alone": id(one) in self._sparse,
-                    "ready_ns": MISSING_NS,
-                }
+        return header(
+            source="hook",
+            rank=self._rank,
+            ranks=self._ranks,
+            device=parameters[0].device.type,
+            config=self._config,
+            caps=BucketCaps(),  # DDP does not tell a hook its own
+            parameters=[
+                Parameter(
+                    name=f"parameter {index} {tuple(one.shape)}",
+                    numel=one.numel(),
+                    size_bytes=one.numel() * one.element_size(),
+                    wire_bytes=self._config.wire_bytes(one),
+                    group=group_text(one.dtype, one.device),
+                    alone=id(one) in self._sparse,
+                )
                 for index, one in enumerate(parameters)
             ],
-        }
+        )
 
     @staticmethod
     def _same(one: Sequence[Sequence[torch.Tensor]], other: Sequence[Sequence[torch.Tensor]]) -> bool:

@@ -9,6 +9,7 @@ from ..config import CapPolicy
 from .bucketing import UNLIMITED_BYTES, BucketCaps, assign_by_size
 
 Plan = tuple[tuple[int, ...], ...]
+_NAMES_SHOWN = 50
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,17 @@ class ParameterKind:
     group: Hashable
     wide_group: Hashable
     alone: bool = False
+
+
+def bucket_label(index: int, names: Sequence[str]) -> str:
+    """A bucket as errors, stall reports and torch's profiler name it: "bucket 3 (0.weight, 0.bias)".
+
+    Args:
+        index: its place in the launch order.
+        names: its parameters' names; at most 50 are shown.
+    """
+    more = len(names) - _NAMES_SHOWN
+    return f"bucket {index} ({', '.join(names[:_NAMES_SHOWN])}{f' and {more} more' if more > 0 else ''})"
 
 
 def first_plan(kinds: Sequence[ParameterKind], caps: BucketCaps, cap_policy: CapPolicy, *, learns: bool) -> Plan:

@@ -29,7 +29,7 @@ from ..planning.plan_file import dump, load
 from ..planning.policies import ready_plan, static_plan
 from ..planning.schedule import Model
 from ..planning.timeline import timeline
-from ..trace.recorder import group_text
+from ..trace.recorder import Parameter, Source, group_text, header
 from .scheduler import Scheduler
 
 _logger = logging.getLogger(__name__)
@@ -201,30 +201,35 @@ class Plans:
         size, wire = self._communicator.size, self._config.wire
         return dump(plan, names=self._names, numels=self._numels, world_size=size, wire=wire)
 
-    def described(self) -> dict[str, Any]:
-        """The part of a trace that is the same for all its steps."""
+    def trace_header(self, source: Source) -> dict[str, Any]:
+        """The part of a trace that is the same for all its steps.
+
+        Args:
+            source: what records it.
+        """
         model = self._model
         ready_ns = self.scheduler.readiness.best().tolist()
         rows = zip(self._names, self._numels, model.kinds, self._groups, model.wire_bytes, ready_ns, strict=True)
-        return {
-            "rank": self._communicator.rank,
-            "ranks": self._communicator.size,
-            "device": self._device.type,
-            "config": self._config.to_dict(),
-            "caps": {**dataclasses.asdict(model.caps), "listed_bytes": list(model.caps.listed_bytes)},
-            "parameters": [
-                {
-                    "name": name,
-                    "numel": numel,
-                    "size_bytes": kind.size_bytes,
-                    "wire_bytes": wire_bytes,
-                    "group": group_text(dtype, device),
-                    "alone": kind.alone,
-                    "ready_ns": known_ns,
-                }
-                for name, numel, kind, (dtype, device), wire_bytes, known_ns in rows
+        return header(
+            source=source,
+            rank=self._communicator.rank,
+            ranks=self._communicator.size,
+            device=self._device.type,
+            config=self._config,
+            caps=model.caps,
+            parameters=[
+                Parameter(
+                    name=name,
+                    numel=numel,
+                    size_bytes=kind.size_bytes,
+                    wire_bytes=wire_bytes,
+                    group=group_text(*group),
+                    alone=kind.alone,
+                    ready_ns=known_ns,
+                )
+                for name, numel, kind, group, wire_bytes, known_ns in rows
             ],
-        }
+        )
 
     def _loaded(self) -> Plan | None:
         """The plan that was given, if it was made for as many ranks."""

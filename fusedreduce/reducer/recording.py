@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from ..errors import FusedReduceError
 from ..planning.plan import Plan
 from ..planning.timeline import MISSING_NS
-from ..trace.recorder import Recorder
+from ..trace.recorder import Recorder, Source
 from ..trace.step_clock import Looked
 from .plans import Plans
 
@@ -23,7 +22,7 @@ class Recording:
         source: who reduces, as the trace names it.
     """
 
-    def __init__(self, plans: Plans, source: str) -> None:
+    def __init__(self, plans: Plans, source: Source) -> None:
         self._plans = plans
         self._source = source
         self._recorded: list[tuple[int, Plan, Looked]] = []
@@ -51,8 +50,7 @@ class Recording:
         """
         if self._limit:
             raise FusedReduceError("a trace is being recorded already")
-        clock = {"perf_ns": time.perf_counter_ns(), "wall_ns": time.time_ns()}
-        recorder = Recorder(Path(folder), {"clock": clock, "source": self._source, **self._plans.described()}, limit)
+        recorder = Recorder(Path(folder), self._plans.trace_header(self._source), limit)
         self._limit = limit
         try:
             yield

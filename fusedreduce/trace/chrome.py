@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ..planning.plan import bucket_label
 from ..planning.timeline import MISSING_NS
 from .reader import RankTrace
-from .recorder import BucketMarks, bucket_label
+from .recorder import BucketMarks
 from .report import Run, finish_ns, start_ns
 
 Lane = Literal["compute", "pack", "wire", "unpack"]

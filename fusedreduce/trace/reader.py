@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from ..errors import TraceError
 from ..planning.bucketing import BucketCaps
@@ -15,37 +15,13 @@ from ..planning.cost_model import Costs, Linear
 from ..planning.plan import Plan
 from ..planning.timeline import MISSING_NS
 from . import fields
-from .recorder import FORMAT, MARKS, VERSION, BucketMarks, StepMarks
+from .recorder import FORMAT, MARKS, VERSION, BucketMarks, Parameter, Source, StepMarks
 
-Source = Literal["wrapper", "reducer", "hook"]
 SOURCES: tuple[Source, ...] = get_args(Source)
 MAX_FILE_BYTES = 256 * 1024 * 1024
 MAX_RANKS = 1 << 20
 _FILE = re.compile(r"rank(0|[1-9]\d{0,6})\.json")
 _MISSING_SHOWN = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parameter:
-    """One parameter.
-
-    Args:
-        name: in the model.
-        numel: its elements.
-        size_bytes: of its gradient.
-        wire_bytes: of its gradient on the wire.
-        group: dtype and device, as `trace.group_text` writes them.
-        alone: it has a bucket of its own (a sparse gradient).
-        ready_ns: average time of its gradient since backward began, without the packing before it; or MISSING_NS.
-    """
-
-    name: str
-    numel: int
-    size_bytes: int
-    wire_bytes: int
-    group: str
-    alone: bool
-    ready_ns: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,19 +16,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from ..config import ReduceConfig
+from ..planning.bucketing import BucketCaps
 from ..planning.cost_model import Costs
 from ..planning.plan import Plan
 from ..planning.timeline import MISSING_NS
 
 FORMAT = "fusedreduce-trace"
 VERSION = 1
-_NAMES_SHOWN = 50
+Source = Literal["wrapper", "reducer", "hook"]
 
 
 @dataclass(slots=True)
@@ -68,12 +71,36 @@ class StepMarks:
         self.buckets = [BucketMarks() for _ in range(buckets)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter, as a trace describes it.
+
+    Args:
+        name: in the model.
+        numel: its elements.
+        size_bytes: of its gradient.
+        wire_bytes: of its gradient on the wire.
+        group: its dtype and device, as `group_text` writes them.
+        alone: it has a bucket of its own (a sparse gradient).
+        ready_ns: average time at which its gradient was ready since backward began, without the packing before it; or
+            MISSING_NS.
+    """
+
+    name: str
+    numel: int
+    size_bytes: int
+    wire_bytes: int
+    group: str
+    alone: bool
+    ready_ns: int = MISSING_NS
+
+
 class Recorder:
     """Keeps the first steps that it is given, and writes them down.
 
     Args:
         folder: where to; it is made.
-        header: the file's entries from "rank" to "parameters", as `traces.files.RankTrace` explains them.
+        header: the file's entries that are the same for all steps, as `header` makes them.
         limit: steps to keep.
 
     Raises:
@@ -156,15 +183,42 @@ class Recorder:
         return path
 
 
+def header(
+    *,
+    source: Source,
+    rank: int,
+    ranks: int,
+    device: str,
+    config: ReduceConfig,
+    caps: BucketCaps,
+    parameters: Iterable[Parameter],
+) -> dict[str, Any]:
+    """A trace's entries that are the same for all its steps, for `Recorder`; reads both clocks.
+
+    Args:
+        source: what records it.
+        rank: this process's rank.
+        ranks: how many there are.
+        device: the type of device that the gradients are on.
+        config: the settings of the reduction.
+        caps: limits of the buckets.
+        parameters: in the order of their numbers.
+    """
+    return {
+        "rank": rank,
+        "ranks": ranks,
+        "device": device,
+        "source": source,
+        "clock": {"perf_ns": time.perf_counter_ns(), "wall_ns": time.time_ns()},
+        "config": config.to_dict(),
+        "caps": {**dataclasses.asdict(caps), "listed_bytes": list(caps.listed_bytes)},
+        "parameters": [vars(parameter) for parameter in parameters],
+    }
+
+
 def group_text(dtype: object, device: object) -> str:
     """What must agree within a bucket, in words: "float32 cuda:0"."""
     return f"{str(dtype).removeprefix('torch.')} {device}"
-
-
-def bucket_label(index: int, names: Sequence[str]) -> str:
-    """A bucket and its parameters' names, as errors and torch's profiler show it."""
-    more = len(names) - _NAMES_SHOWN
-    return f"bucket {index} ({', '.join(names[:_NAMES_SHOWN])}{f' and {more} more' if more > 0 else ''})"
 
 
 def stall_ns(buckets: Sequence[BucketMarks]) -> int | None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fusedreduce.buckets.bucket_set import kind_of
 from fusedreduce.config import CAP_POLICIES, CapPolicy
 from fusedreduce.planning.bucketing import MIB, BucketCaps, assign_by_size
-from fusedreduce.planning.plan import ParameterKind, first_plan, learned_plan
+from fusedreduce.planning.plan import ParameterKind, bucket_label, first_plan, learned_plan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 numels = st.one_of(st.sampled_from([0, 1, 10, 20, 100]), st.integers(0, 60))
@@ -242,3 +242,12 @@ def test_sizes_are_bytes_of_the_gradient() -> None:
     assert kind_of(torch.empty(3, dtype=torch.complex64), False).size_bytes == 24
     assert kind_of(torch.empty(3, 0), False).size_bytes == 0
     assert kind_of(torch.empty(3).expand(4, 3), False).size_bytes == 48
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(1, "layer0"), (3, "layer0, layer1, layer2"), (50, "layer49"), (51, "layer49 and 1 more")]
+)
+def test_a_label_names_at_most_fifty_parameters(count: int, shown: str) -> None:
+    label = bucket_label(4, [f"layer{index}" for index in range(count)])
+    assert label.startswith("bucket 4 (layer0") and label.endswith(f"{shown})")
+    assert label.count("layer") == min(count, 50)

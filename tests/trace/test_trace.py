@@ -20,7 +20,6 @@ from support.traces import COSTS, EPOCH_NS, FakeRun, check_chrome, edit
 from torch.profiler import profile
 
 from fusedreduce import ReduceConfig, Reducer
-from fusedreduce.buckets.reduction import Members
 from fusedreduce.errors import TraceError
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.plan import Plan
@@ -28,7 +27,7 @@ from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.trace.chrome import chrome_trace, slices
 from fusedreduce.trace.problem import kinds, measured_costs, problem, ready_times_ns, shares
 from fusedreduce.trace.reader import RankTrace, read
-from fusedreduce.trace.recorder import MARKS, BucketMarks, Recorder, StepMarks, bucket_label, group_text, stall_ns
+from fusedreduce.trace.recorder import MARKS, BucketMarks, Recorder, StepMarks, group_text, stall_ns
 from fusedreduce.trace.report import Figures, figures, finish_ns, merge
 
 HAND: tuple[tuple[int, ...], ...] = ((30, 30, 32, 45, 60, 62), (12, 32, 33, 50, 62, 63), (40, 41, 43, 70, 70, 75))
@@ -418,13 +417,6 @@ class TestTimeline:
             ("unpack", "unpack", 1, 162, 163, 0),
             ("unpack", "unpack", 2, 170, 175, 0),
         ]
-
-    def test_labels_are_those_of_errors_and_the_profiler(self) -> None:
-        for count in (1, 3, 50, 51, 120):
-            names = tuple(f"layer{index}.weight" for index in range(count))
-            parameters = (torch.empty(1),) * count
-            members = Members(4, tuple(range(count)), parameters, names, is_last=False)
-            assert bucket_label(4, names) == members.label
 
     def test_json_has_the_fields_of_the_trace_event_format(self, tmp_path: Path) -> None:
         FakeRun(ranks=3, steps=4).write(tmp_path)
