@@ -2,9 +2,9 @@
 
     ddp = fusedreduce.DistributedDataParallel(model, reduce=fusedreduce.ReduceConfig(wire="bf16"))
 
-Signature, buffers, join, no_sync, device_mesh, state dict and isinstance are torch's, by inheritance. What torch's
-class builds and calls in C++, `dist.Reducer` and `dist.Logger`, is replaced by objects with the same methods. All of
-torch's private surface is touched in this file alone.
+Signature, buffers, join, no_sync, device_mesh, state dict and isinstance are torch's, by inheritance. The C++ objects
+that torch's class builds and calls, `dist.Reducer` and `dist.Logger`, are replaced by objects with the same methods.
+This file alone touches torch's private interface.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from ..reducer.reducer import Reducer, ReducerState
 from ..reducer.unused_parameters import tensors_in
 from .logging_data import Logger
 
-# What this class hands to torch's constructor or honours itself. An argument that a later torch adds is refused unless
-# it has its default value: it might be read by the C++ reducer alone.
+# Arguments that this class honours. One that a later torch adds is refused unless it has its default value: torch might
+# read it in the C++ reducer alone.
 _KNOWN_ARGUMENTS = frozenset(
     {
         "module",
@@ -75,35 +75,36 @@ _TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
 
 
 class DistributedDataParallel(TorchDDP):
-    """torch's DistributedDataParallel, whose gradients a `Reducer` averages: a subclass with one more argument.
+    """torch's DistributedDataParallel with gradients averaged by a `Reducer`: a subclass with one more argument.
 
-    What is not listed here is torch's, by inheritance: `no_sync`, buffers, the state dict, and the rest.
+    Methods that are not listed here are torch's, by inheritance: `no_sync`, `state_dict` and the others.
 
     Args:
         module: the model, as torch's class takes it.
         args: torch's further arguments, in torch's order.
-        reduce: how gradients travel; default: in their own dtype.
-        kwargs: torch's arguments; `process_group` may be `communicator.process_group()` of a LocalGroup's rank.
+        reduce: how gradients are reduced; None: ReduceConfig(), which sends them in their own dtype.
+        kwargs: torch's arguments. `process_group` may be `communicator.process_group()` of a LocalGroup's rank.
             `batched_grad_copy` has no effect: copies are always fused.
 
     Raises:
-        AgreementError: ranks were given different models or settings; on every rank. (With init_sync=False by the
-            first synchronised forward.)
-        TypeError: an argument of torch's that this version does not know; a parameter of DTensor or FSDP.
-        ValueError: a negative bucket cap, something that excludes the sync_mode, or what torch refuses.
-        RuntimeError: torch's own, and the experimental "python_reducer" mode of torch.compile.
+        AgreementError: ranks were given different models or settings; raised on every rank. (With init_sync=False
+            the first synchronised forward raises it.)
+        TypeError: an argument of torch's class that this version does not know; `reduce` is no ReduceConfig; a
+            parameter of DTensor or FSDP.
+        ValueError: a negative bucket cap; an option that the sync_mode excludes; whatever torch's class refuses.
+        RuntimeError: whatever torch's class refuses; the experimental "python_reducer" mode of torch.compile.
     """
 
     _reduce_config: ReduceConfig
     _reduce_caps: BucketCaps
-    _reduce_agreed: bool | None  # None: not compared; else whether all ranks compute alike
+    _reduce_agreed: bool | None  # None: not compared yet; else whether sums are bitwise reproducible on all ranks
 
     def __init__(self, module: nn.Module, *args: Any, reduce: ReduceConfig | None = None, **kwargs: Any) -> None:
         self._prepare(reduce, module, *args, **kwargs)
         super().__init__(module, *args, **kwargs)
 
     def _prepare(self, reduce: ReduceConfig | None, *args: Any, **kwargs: Any) -> None:
-        """What comes before torch's constructor, with its arguments: ranks compare model and settings."""
+        """Runs before torch's constructor, with its arguments: checks them and compares them across ranks."""
         if reduce is not None and not isinstance(reduce, ReduceConfig):
             raise TypeError(f"reduce must be a fusedreduce.ReduceConfig, got {reduce!r}")
         given = _arguments(*args, **kwargs)
@@ -126,16 +127,24 @@ class DistributedDataParallel(TorchDDP):
 
     @property
     def reduce_config(self) -> ReduceConfig:
-        """How gradients travel."""
+        """The options of the reduction."""
         return self._reduce_config
 
     @property
     def sync_mode(self) -> SyncMode:
-        """Of which step the averages are that gradients hold after a backward."""
+        """The mode in use: which step's averages `.grad` holds after a backward."""
         return self._reduce_config.sync_mode
 
     def set_sync_mode(self, mode: SyncMode) -> None:
-        """Goes on in another mode, every rank at the same place, after `flush`; see `Reducer.set_sync_mode`."""
+        """Changes the mode from the next step on. Call it on every rank at the same place, after `flush`.
+
+        Args:
+            mode: Synchronous(), BoundedStaleness(k) or Asynchronous(); see `ReduceConfig.sync_mode`.
+
+        Raises:
+            ValueError: an option of this wrapper excludes the mode, or it is not a mode.
+            FusedReduceError: steps are in flight, or one is not finished.
+        """
         given = {
             "mixed_precision": self.mixed_precision,
             "delay_all_reduce_named_params": getattr(self, "_delay_all_reduce_params", None),
@@ -145,24 +154,62 @@ class DistributedDataParallel(TorchDDP):
         self._reduce_config = self._ours().config
 
     def flush(self, *optimizers: Optimizer, step: Callable[[], None] | None = None) -> FlushReport:
-        """Lands every step that is under way; see `Reducer.flush`. Every rank calls it at the same place.
+        """Applies the averages of every step in flight, in order. Call it on every rank at the same place.
 
-        Asynchronously buffers become rank 0's too, unless broadcast_buffers=False.
+        Averages are added to `.grad`, unless a torch.optim optimizer has stepped with what is there. In the
+        asynchronous mode parameters, and the optimizers' state of them, become the same on all ranks, and buffers
+        become rank 0's unless broadcast_buffers=False.
+
+        Args:
+            optimizers: each is stepped after each step's averages have been applied; gradients are None afterwards.
+            step: called in place of stepping, to clip, step, update a loss scaler and zero gradients. With neither,
+                `.grad` holds the sum of the averages that were in flight.
+
+        Returns:
+            How many steps were applied, and how far parameters were apart.
+
+        Raises:
+            FusedReduceError: gradients of backwards under no_sync() wait to be reduced, or a step is not finished.
+            ValueError: optimizers together with `step` (except in the asynchronous mode), or with a loss scaler, which
+                has to decide on each of their steps.
+            TypeError: an optimizer that is not a torch optimizer.
+            CollectiveError: a peer died, left, or did not answer within the process group's timeout.
         """
         buffers = self.modules_buffers if self.broadcast_buffers else ()
         return self._ours().flush(*optimizers, step=step, buffers=list(buffers))
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether forward broadcasts buffers, as torch asks; not where ranks are in different steps: `flush` does."""
+        """Whether forward broadcasts buffers. False in the asynchronous mode, where `flush` broadcasts them instead.
+
+        Returns:
+            True if the next forward is to broadcast rank 0's buffers.
+        """
         late = isinstance(self._reduce_config.sync_mode, Asynchronous)
         return not late and bool(super().will_sync_module_buffers())
 
     def reduce_state_dict(self) -> dict[str, Any]:
-        """What is under way, to keep in a checkpoint beside the model's state; see `Reducer.state_dict`."""
+        """The averages in flight, to keep in a checkpoint beside the model's state. Waits for their collectives.
+
+        In the asynchronous mode every rank calls it at the same place, and each rank's state is its own.
+
+        Returns:
+            Plain tensors by parameter name, and numbers; empty in the synchronous mode.
+
+        Raises:
+            FusedReduceError: a step is not finished.
+        """
         return self._ours().state_dict()
 
     def load_reduce_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what `reduce_state_dict` has given; see `Reducer.load_state_dict`."""
+        """Resumes from a checkpoint of averages in flight, whatever the bucket plan was then.
+
+        Args:
+            state: what `reduce_state_dict` returned.
+
+        Raises:
+            ValueError: it is damaged, or belongs to another model, number of ranks or mode.
+            FusedReduceError: steps are in flight here, or one is not finished.
+        """
         self._ours().load_state_dict(state)
 
     def join(
@@ -171,7 +218,16 @@ class DistributedDataParallel(TorchDDP):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """As torch's."""
+        """torch's context manager for ranks with different numbers of inputs; over a LocalGroup too.
+
+        Args:
+            divide_by_initial_world_size: divide by the number of all ranks; False: by that of ranks with inputs left.
+            enable: False: no rank runs out of inputs, and nothing is exchanged for it.
+            throw_on_early_termination: raise on every rank once one rank has run out of inputs.
+
+        Returns:
+            The context manager to train in.
+        """
         if not isinstance(self.process_group, LocalProcessGroup):
             joined: Join = super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
             return joined
@@ -180,7 +236,17 @@ class DistributedDataParallel(TorchDDP):
         )
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """As torch's, which `join` calls too; in the synchronous mode, even where it is not enabled."""
+        """torch's hook, called by `join` and by `Join` with several modules.
+
+        Args:
+            kwargs: as torch's: divide_by_initial_world_size.
+
+        Returns:
+            The hook that shadows this wrapper's collectives.
+
+        Raises:
+            ValueError: a mode other than Synchronous, which join does not support, whether enabled or not.
+        """
         admission.check_mode(self.sync_mode, {"join": True})
         return super().join_hook(**kwargs)
 
@@ -189,38 +255,69 @@ class DistributedDataParallel(TorchDDP):
         return self.process_group.rank()
 
     def reduce_stats(self) -> dict[str, int | str]:
-        """Counters of the reducer; see `Reducer.stats`."""
+        """Counters of this rank's reducer since it was built.
+
+        Returns:
+            steps, buckets, buckets_reduced, collectives, wire_bytes and others, by name: `Reducer.stats` lists them.
+        """
         return self._ours().stats()
 
     def plan_json(self) -> str:
-        """The plan in use, to keep in a checkpoint; `ReduceConfig(plan=...)` takes it. See `Reducer.plan_json`."""
+        """The bucket plan in use, to keep in a checkpoint.
+
+        Returns:
+            JSON text, which `ReduceConfig(plan=...)` takes.
+        """
         return self._ours().plan_json()
 
     def record_trace(self, folder: str | Path, limit: int = 100) -> AbstractContextManager[None]:
-        """Within: steps are recorded for `fusedreduce trace` and `fusedreduce plan`. See `Reducer.record_trace`."""
+        """Records steps for `fusedreduce trace` and `fusedreduce plan` while the context is open.
+
+        Args:
+            folder: where this rank's file is written; ranks may share it.
+            limit: number of synchronised steps after which recording stops.
+
+        Returns:
+            The context manager.
+
+        Raises:
+            FusedReduceError: a trace is being recorded already.
+            ValueError: a mode other than Synchronous, whose steps do not end with their own backward.
+        """
         return self._ours().record_trace(folder, limit)
 
     def reset(self) -> None:
-        """Makes the wrapper usable again after a backward that failed; see `Reducer.reset`. Call it on every rank."""
+        """Makes the wrapper usable again after a backward that failed. Call it on every rank, within the timeout.
+
+        Gradients stay as they are (gradients that are views of a buffer become None): zero them.
+
+        Raises:
+            FusedReduceError: on every rank that called it: a collective failed, ranks have issued different numbers of
+                collectives, or a rank did not come. The process group cannot be used any more.
+        """
         self._static_graph_delay_allreduce_enqueued = False
         self._ours().reset()
 
     def check_finalized(self) -> None:
-        """Raises if the last backward did not reduce every gradient, with the names of those that are missing."""
+        """Raises if the last backward did not reduce every gradient. A step in flight is completed first.
+
+        Raises:
+            FusedReduceError: with the names of the parameters that are missing; or a CUDA graph is being captured.
+        """
         self._ours().check_finalized()
 
     def grad_norm(self, norm_type: float = 2.0, *, include_ignored: bool = False) -> torch.Tensor:
-        """Norm over all reduced gradients: of the latest reduction with ReduceConfig(grad_stats=True), else of now.
+        """Norm over all reduced gradients, as they were reduced last with ReduceConfig(grad_stats=True), else as now.
 
-        Nothing waits for it, and no rank for another. The same on every rank, bit for bit, where all ranks compute
-        alike, or ReduceConfig(grad_stats=True) has them share the largest of their sums.
+        Neither the host nor another rank is waited for. The result is the same on every rank, bit for bit, if all ranks
+        have the same hardware and versions, or with ReduceConfig(grad_stats=True), which shares the largest result.
 
         Args:
             norm_type: 2 or inf.
-            include_ignored: add those that this wrapper does not reduce, as they are on this rank.
+            include_ignored: add gradients that this wrapper does not reduce, as they are on this rank.
 
         Returns:
-            fp64, 0-dim, on the first parameter's device.
+            0-dim tensor of fp64 on the first parameter's device.
 
         Raises:
             ValueError: another norm_type; or a parameter that is not reduced has a gradient, unless include_ignored.
@@ -235,19 +332,46 @@ class DistributedDataParallel(TorchDDP):
         return (norm.square() + total[0].to(norm.device)).sqrt()
 
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
-        """As `grad_norm`, of each reduced gradient, by the parameter's name."""
+        """Norm of each reduced gradient; measured when `grad_norm` would be.
+
+        Args:
+            norm_type: 2 or inf.
+
+        Returns:
+            0-dim tensors of fp64 by parameter name.
+
+        Raises:
+            ValueError: another norm_type.
+        """
         return self._ours().observed.grad_norms(norm_type)
 
     def grad_stats(self, *, per_parameter: bool = True) -> dict[str, float]:
-        """What to log of the latest step, as plain numbers; see `Observed.grad_stats`. The host waits for it."""
+        """Statistics of the latest step to log, as plain numbers: one transfer, which the host waits for.
+
+        Args:
+            per_parameter: also per parameter, under "grad_norm/<name>" and so on.
+
+        Returns:
+            grad_norm (L2) and grad_absmax. With ReduceConfig(grad_stats=True) also grad_flushed: the share of this
+            rank's elements that were not zero and became zero on the wire; NaN for bf16 gradients on an fp16 wire.
+        """
         return self._ours().observed.grad_stats(per_parameter=per_parameter)
 
     def non_finite(self) -> list[NonFiniteReport]:
-        """The latest steps in which a gradient held a NaN or Inf, with ReduceConfig(check_finite=...)."""
+        """The latest steps in which a gradient held a NaN or Inf; found with ReduceConfig(check_finite=...).
+
+        Returns:
+            A report per step, oldest first: which rank had what in which gradient before it was reduced.
+        """
         return list(self._ours().observed.finite_check().reports)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `Module.zero_grad`; with `set_to_none=False` gradients that are views stay views, zeroed per bucket."""
+        """Clears all gradients, as `Module.zero_grad` does.
+
+        Args:
+            set_to_none: set `.grad` to None; False: fill with zeros. Gradients that are views of a bucket stay views
+                then, and are filled by one operator per bucket.
+        """
         if hasattr(self, "reducer") and self._ours().state is ReducerState.LAUNCHED:
             self._ours().finalize()
         if set_to_none or not hasattr(self, "reducer") or not self._ours().has_views:
@@ -256,12 +380,23 @@ class DistributedDataParallel(TorchDDP):
         reducer = self._ours()
         reducer.zero_grad()
         done = set(map(id, reducer.parameters))
-        for parameter in self.parameters():  # ignored and delayed ones, those that were frozen later
+        for parameter in self.parameters():  # ignored, delayed, or frozen later
             if id(parameter) not in done and parameter.grad is not None:
                 parameter.grad.detach_().zero_()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """As torch's. The hook takes the place of our wire, which must be "native"."""
+        """Reduces buckets with `hook(state, bucket)` in place of this package's wire, as torch's class does.
+
+        Args:
+            state: the hook's first argument.
+            hook: takes `state` and a GradBucket (flat, dense, one dtype, no padding, not divided); returns a future of
+                one tensor with as many elements.
+
+        Raises:
+            RuntimeError: a hook is registered already.
+            TypeError, ValueError: the hook's annotations are not those that torch expects.
+            ValueError: `wire` is not "native" or `op` not "mean", which the hook would replace.
+        """
         self._check_comm_hook(hook)
         self._ours().register_comm_hook(state, hook)
         assert self.logger is not None
@@ -285,7 +420,13 @@ class DistributedDataParallel(TorchDDP):
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def ignored_with_gradients(self, *, allowed: bool) -> list[tuple[str, torch.Tensor]]:
-        """Parameters that have a gradient, but not a reduced one, with their names.
+        """Parameters that have a gradient which this wrapper does not reduce.
+
+        Args:
+            allowed: False: raise if there are any.
+
+        Returns:
+            Name and parameter of each.
 
         Raises:
             ValueError: there are some, and they are not `allowed`.
@@ -298,9 +439,9 @@ class DistributedDataParallel(TorchDDP):
         ]
         if found and not allowed:
             raise ValueError(
-                f"{', '.join(name for name, _ in found[:8])} {'has' if len(found) == 1 else 'have'} a gradient, but "
-                "this wrapper does not reduce it (ignored, delayed, or frozen since): a norm over all gradients would "
-                "differ between ranks. include_ignored=True adds it as it is here"
+                f"{', '.join(name for name, _ in found[:8])} {'has' if len(found) == 1 else 'have'} a gradient that "
+                "this wrapper does not reduce (ignored, delayed, or frozen since): a norm over all gradients would "
+                "differ between ranks. Pass include_ignored=True to add it as it is on this rank"
             )
         return found
 
@@ -310,7 +451,11 @@ class DistributedDataParallel(TorchDDP):
         return reducer.reducer
 
     def _agree(self, module: nn.Module, given: Mapping[str, Any], problem: Exception | None) -> bool:
-        """Compares model and settings across ranks before torch does: its check raises on some ranks only."""
+        """Compares model and settings across ranks before torch does, whose check raises on some ranks only.
+
+        Returns:
+            Whether sums are bitwise reproducible on all ranks.
+        """
         if _left_to_torch(module, given):
             return True
         named, sparse = _reduced(module, given), admission.sparse_parameters(module)
@@ -331,7 +476,11 @@ class DistributedDataParallel(TorchDDP):
             raise
 
     def _use_native_wire(self) -> str:
-        """Makes way for a comm hook, between two steps, on every rank; says what that drops, "" if nothing."""
+        """Makes a reducer with the native wire, for a comm hook; between two steps, on every rank.
+
+        Returns:
+            The options that this replaced, for a message; "" if none.
+        """
         config = self._reduce_config
         native = dataclasses.replace(config, wire="native", op="mean")
         if native == config or not hasattr(self, "reducer") or self._ours().has_comm_hook:
@@ -341,8 +490,8 @@ class DistributedDataParallel(TorchDDP):
         reducer.check_finalized()
         if reducer.state is ReducerState.ARMED:
             raise RuntimeError(
-                f"a comm hook takes the place of wire={config.wire!r}, but a forward waits for its backward: register "
-                "the hook first, or have a forward without backward run under torch.no_grad()"
+                f"a comm hook replaces wire={config.wire!r}, but a forward waits for its backward: register "
+                "the hook before that forward, or run a forward without backward under torch.no_grad()"
             )
         reducer.close()
         self._reduce_config = native
@@ -382,8 +531,8 @@ class DistributedDataParallel(TorchDDP):
             agreed=self._reduce_agreed,
         )
         if isinstance(self.process_group, LocalProcessGroup):
-            # torch notes in one place of the process, for torch.compile, whose forward runs. Threads would leave one
-            # there, and have each other's split.
+            # For torch.compile, torch keeps the DDP module whose forward runs in one global variable, which ranks that
+            # are threads would overwrite for each other.
             self._inside_ddp_forward = nullcontext  # type: ignore[method-assign, assignment]
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
@@ -406,23 +555,23 @@ class DistributedDataParallel(TorchDDP):
     def __getstate__(self) -> dict[str, Any]:
         if isinstance(self.process_group, LocalProcessGroup):
             raise RuntimeError(
-                "a DistributedDataParallel over a LocalGroup can be neither pickled nor copied, as torch's over any "
-                "group but the default one; keep its state_dict(), or its module"
+                "a DistributedDataParallel over a LocalGroup can be neither pickled nor copied (torch allows that for "
+                "the default process group only): keep its state_dict(), or pickle its .module"
             )
         pending = self._ours().late.pending() if hasattr(self, "reducer") else ""
         if pending:
             warnings.warn(
-                f"a wrapper is copied or pickled while {pending}: the copy has nothing of that. flush() on every rank "
-                "first, or keep reduce_state_dict() beside it",
+                f"a DistributedDataParallel is copied or pickled while {pending}: the copy has none of that. Call "
+                "flush() on every rank first, or keep reduce_state_dict() beside it",
                 stacklevel=3,
             )
         state: dict[str, Any] = super().__getstate__()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # The ranks of the group that it is loaded into have compared nothing yet.
+        # The ranks of the new process group have compared nothing yet.
         state["_reduce_agreed"] = None
-        # torch queues the end of a static graph's first step once in a module's life; a copy's life begins now.
+        # torch queues the end of a static graph's first step once per module object.
         state["_static_graph_delay_allreduce_enqueued"] = False
         self.__dict__.update({name: state[name] for name in ("_reduce_config", "_reduce_caps", "_reduce_agreed")})
         super().__setstate__(state)
@@ -432,7 +581,7 @@ class DistributedDataParallel(TorchDDP):
         if hasattr(self, "reducer") and torch.is_grad_enabled():
             reducer: Any = self.reducer
             if self.require_backward_grad_sync:
-                # torch hands them on for find_unused_parameters only, and looks into few kinds of containers.
+                # torch passes outputs on for find_unused_parameters only, and looks into few kinds of containers.
                 reducer.outputs = tensors_in(output)
             else:
                 reducer.reducer.watch_local_forward(output)
@@ -440,7 +589,14 @@ class DistributedDataParallel(TorchDDP):
 
 
 def uncompiled(module: object) -> object:
-    """What torch.compile was given, where `module` is what it has made."""
+    """The module that torch.compile wrapped.
+
+    Args:
+        module: anything.
+
+    Returns:
+        The original module if `module` comes from torch.compile, else `module`.
+    """
     return getattr(module, "_orig_mod", module) if isinstance(module, nn.Module) else module
 
 
@@ -453,11 +609,11 @@ _COMPARED_FLAGS = (
 
 
 class TorchReducer:
-    """torch's C++ Reducer as DDP and its companions call it, on top of a Reducer.
+    """The methods of torch's C++ Reducer that DDP and torch.distributed call, on top of a Reducer of this package.
 
     Args:
-        reducer: ours.
-        ddp: the wrapper, held weakly.
+        reducer: does the work.
+        ddp: the wrapper; referenced weakly.
     """
 
     def __init__(self, reducer: Reducer, ddp: DistributedDataParallel) -> None:
@@ -468,7 +624,7 @@ class TorchReducer:
         self._logger: Logger | None = None
 
     def set_logger(self, logger: Logger) -> None:
-        """Where errors are noted before they are raised."""
+        """Has errors logged there before they are raised."""
         self._logger = logger
         self.reducer.on_error = logger.set_error_and_log
 
@@ -476,13 +632,13 @@ class TorchReducer:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def prepare_for_forward(self) -> None:
-        """Before a synchronised forward."""
+        """Called by torch before a synchronised forward."""
         with self._logged():
             self.reducer.begin_forward()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _rebuild_buckets(self) -> bool:
-        # Every forward with gradients comes here, and so does a rank that has joined: the place for collectives.
+        # Called in every forward with gradients, and on a rank that has joined: collectives keep their order here.
         ddp = self._ddp()
         if ddp is not None and not ddp.require_backward_grad_sync:
             self.reducer.expect_local_backward()
@@ -493,7 +649,7 @@ class TorchReducer:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
-        """After a synchronised forward; `outputs` is empty where nothing is to be searched."""
+        """Called by torch after a synchronised forward, with outputs for find_unused_parameters only."""
         found, self.outputs = self.outputs, []
         with self._logged():
             self.reducer.prepare_for_backward(found or outputs)
@@ -510,7 +666,7 @@ class TorchReducer:
             self.reducer.check_finalized()
 
     def get_backward_stats(self) -> list[int]:
-        """See `Reducer.get_backward_stats`."""
+        """Time in ns from the end of forward until each parameter's gradient was ready, on the host's clock."""
         return self.reducer.get_backward_stats()
 
     def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
@@ -551,7 +707,7 @@ class TorchReducer:
         self.reducer.leave_gradients_to_hook()
 
     def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
-        """Gradients of `dtype` go into fp32 buckets; mixed precision has registered a hook that casts those."""
+        """Allows gradients of `dtype` in fp32 buckets: mixed precision registers a comm hook that casts those."""
         self.reducer.allow_other_dtypes()
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -575,7 +731,7 @@ class TorchReducer:
         self.reducer.remove_hooks()
 
     def _reset_state(self) -> None:
-        # Its caller gives a new group next: the old one may be beyond comparing anything.
+        # The caller sets a new process group next. The old one may have failed, so nothing is compared over it.
         self.reducer.give_up_step()
 
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
@@ -592,22 +748,26 @@ class TorchReducer:
 
 
 class JoinedWork:
-    """What torch's join waits for, once per bucket, on a rank without inputs.
+    """Work handle of one bucket's shadow collective, for torch's join.
 
     Args:
-        complete: waits for the bucket's collective.
+        complete: waits for the collective.
     """
 
     def __init__(self, complete: Callable[[], None]) -> None:
         self._complete = complete
 
     def wait(self) -> None:
-        """Blocks until the collective is done. Raises CollectiveError if it fails."""
+        """Blocks until the collective is done.
+
+        Raises:
+            CollectiveError: it failed.
+        """
         self._complete()
 
 
 class LocalJoin(Join):
-    """torch's, of one wrapper over a LocalGroup, whose ranks torch.distributed does not know."""
+    """torch's Join for one wrapper over a LocalGroup, whose ranks torch.distributed does not know."""
 
     def _extract_dist_info(self) -> None:
         (ddp,) = self._joinables
@@ -620,17 +780,17 @@ def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
 
 
 def refusal_on_any_rank(config: ReduceConfig, *args: Any, **kwargs: Any) -> str:
-    """Why a wrapper would be refused here or on another rank, before it is made. A collective.
+    """Why a wrapper with these arguments would be refused on some rank; found before it is made. A collective.
 
-    What torch's class refuses as well, and ranks that were given different models, is for the constructor to raise.
+    Errors that torch's class raises as well, and different models on different ranks, are left to the constructor.
 
     Args:
-        config: how gradients would travel.
-        args: torch's arguments.
-        kwargs: torch's.
+        config: how gradients would be reduced.
+        args: positional arguments of torch's class.
+        kwargs: keyword arguments of torch's class.
 
     Returns:
-        The same on every rank: the reason of the first one that has one; "" where none has.
+        The reason of the first rank that refuses, the same on every rank; "" if none does.
 
     Raises:
         CollectiveError: a peer did not answer.
@@ -643,7 +803,7 @@ def refusal_on_any_rank(config: ReduceConfig, *args: Any, **kwargs: Any) -> str:
     named, sparse = _reduced(module, given), admission.sparse_parameters(module)
     problem = ""
     try:
-        # First, and on every rank: of a backend that is not known this takes a collective for each dtype.
+        # First, and on every rank: with an unknown backend this issues a collective per dtype.
         dense = (one.dtype for one in named.values() if id(one) not in sparse)
         for dtype in sorted({config.wire_dtype(real_dtype(one)) for one in dense}, key=str):
             communicator.check_wire(dtype, device)
@@ -660,7 +820,7 @@ def refusal_on_any_rank(config: ReduceConfig, *args: Any, **kwargs: Any) -> str:
 
 
 def _arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """torch's arguments by name, defaults filled in."""
+    """Arguments of torch's constructor by name, with defaults filled in."""
     bound = _TORCH_SIGNATURE.bind(None, *args, **kwargs)
     bound.apply_defaults()
     given = dict(bound.arguments)
@@ -680,12 +840,12 @@ def _check_known(given: Mapping[str, Any]) -> None:
         if name not in _KNOWN_ARGUMENTS and value != default:
             raise TypeError(
                 f"{name}={value!r} is an argument of torch {torch.__version__} that this version of fusedreduce does "
-                "not know; leave it at its default, or update fusedreduce"
+                "not know: leave it at its default, or update fusedreduce"
             )
 
 
 def _left_to_torch(module: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Whether there is nothing to compare: torch refuses the mesh, on every rank, or reduces all parameters itself."""
+    """Whether there is nothing to compare: torch refuses the mesh on every rank, or reduces all parameters itself."""
     mesh = given["device_mesh"]
     refused = mesh is not None and (given["process_group"] is not None or mesh.ndim != 1)
     return refused or bool(given.get("delay_all_reduce_named_params") and not _reduced(module, given))
@@ -701,7 +861,7 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _reduced(module: nn.Module, given: Mapping[str, Any]) -> dict[str, nn.Parameter]:
-    """The parameters that our reducer would get, by name."""
+    """The parameters that the reducer is to reduce, by name."""
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     ignored |= {name for name, _ in given["delay_all_reduce_named_params"] or ()}
     return {
@@ -712,16 +872,16 @@ def _reduced(module: nn.Module, given: Mapping[str, Any]) -> dict[str, nn.Parame
 
 
 def _check_reduced(named: Mapping[str, torch.Tensor], given: Mapping[str, Any], config: ReduceConfig) -> None:
-    """What the reducer would refuse of its parameters, and of the plan that was given for them."""
-    if not _is_sliced(given["device_mesh"]):  # torch makes plain tensors of a sliced mesh's DTensors
+    """Raises what the reducer would raise about its parameters, and about a plan given for them."""
+    if not _is_sliced(given["device_mesh"]):  # torch turns a sliced mesh's DTensors into plain tensors
         _check_trainable(named)
     if config.plan is not None:
         load_plan(config.plan, names=list(named), numels=[one.numel() for one in named.values()])
 
 
 def _caps(given: Mapping[str, Any]) -> BucketCaps:
-    """As torch reads bucket_cap_mb and bucket_cap_mb_list: a cap of one's own leaves no small first bucket."""
-    # A cap of less than a byte is a bucket for each parameter.
+    """Reads bucket_cap_mb and bucket_cap_mb_list as torch does: a cap that is given applies to the first bucket too."""
+    # A cap of less than a byte means one bucket per parameter.
     listed = tuple(int(cap * MIB) or 1 for cap in given.get("bucket_cap_mb_list") or ())
     own = given["bucket_cap_mb"]
     if own is not None:
@@ -733,7 +893,7 @@ def _caps(given: Mapping[str, Any]) -> BucketCaps:
 
 
 def _excluded(module: nn.Module, given: Mapping[str, Any], config: ReduceConfig) -> dict[str, bool]:
-    """What a mode whose averages come later excludes, and whether this wrapper has it."""
+    """Features that modes with delayed averages exclude: name -> whether this wrapper uses it."""
     names = ("skip_all_reduce_unused_params", "mixed_precision", "delay_all_reduce_named_params")
     return {
         "gradient_as_bucket_view": config.has_views(bool(given.get("gradient_as_bucket_view"))),
@@ -747,7 +907,7 @@ def _is_sliced(mesh: Any) -> bool:
 
 
 def _check_trainable(named: Mapping[str, torch.Tensor]) -> None:
-    """What torch's constructor and the reducer would refuse, in their words."""
+    """Raises what torch's constructor and the reducer would raise, with their messages."""
     if not named:
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."

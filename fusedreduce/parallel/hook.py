@@ -2,14 +2,15 @@
 
     ddp.register_comm_hook(FusedHookState(wire="bf16"), fused_hook)
 
-DDP has flattened the bucket already; the hook divides by the world size in fp32, rounds once to the wire's dtype,
+DDP has flattened the bucket already. The hook divides by the world size in fp32, rounds once to the wire's dtype,
 all-reduces, and writes the result back into the bucket's own buffer, which it returns: with
-`gradient_as_bucket_view=True` nothing is copied after that. One launch and one collective per bucket at wire
-"native" (in place), two launches and one collective with a 16-bit wire. Norms, what is not finite, and what the wire
-flushes to zero come out of the same launches on request; at wire "native" of one or two more that only read.
+`gradient_as_bucket_view=True` nothing is copied after that. A bucket takes one launch and one collective at wire
+"native" (in place), two launches and one collective with a 16-bit wire. Norms, the finite check, and counts of
+elements that the wire flushes to zero come out of the same launches on request; at wire "native" out of one or two
+more launches, which only read.
 
-Errors are raised at the end of backward, in their own class; see `deferred`. Where settings are wrong nothing is
-reduced: the buffers go back as they came, gradients stay the local ones, and the next step works.
+Errors are raised at the end of backward, with their own class; see buckets/deferred_errors.py. If options are wrong,
+nothing is reduced: buffers are returned unchanged, gradients stay local, and the next step works.
 """
 # No `from __future__ import annotations` here: register_comm_hook compares the annotations with the types themselves.
 
@@ -46,32 +47,35 @@ from ..kernels import dispatch
 from ..kernels.table import WIRE_DTYPES
 from ..planning.layout import flat_layout
 from .hook_completion import Finish, FinishSparse
-from .hook_stats import HookObserved, ShownStep
+from .hook_stats import HookStats, ShownStep
 from .hook_trace import HookTrace
 
 _logger = logging.getLogger(__name__)
-# DDP lays its buckets out anew once, after its first step, with static_graph after its second.
+# DDP rebuilds its buckets once: after its first step, with static_graph after its second.
 _RELAY_STEPS = 3
 
 
 class FusedHookState:
-    """State of `fused_hook`: options, and one Bucket per bucket that DDP has shown.
+    """State of `fused_hook`: options, and a wire buffer per DDP bucket.
 
-    May be built before `init_process_group`, registered on several DDP modules that use the same group, and pickled
-    or copied (without its process group, buffers, names and reports; torch does not register hooks again when it loads
-    a DDP module: do so yourself). While it lives it keeps one wire buffer per bucket: at a 16-bit wire half the bytes
-    of fp32 gradients, at wire "native" none.
+    The state may be built before `init_process_group`, registered on several DDP modules that use the same group, and
+    pickled or copied (without its process group, buffers, names and reports). torch does not register hooks again when
+    it loads a DDP module: register it yourself. The buffers take half the bytes of fp32 gradients at a 16-bit wire, and
+    none at wire "native".
 
     Args:
-        process_group: the group that DDP was given; None is the default group, as in torch's own hooks. Its own
-            size divides the gradients.
-        wire: "native", "bf16" or "fp16"; see ReduceConfig.
-        stall_report_s, grad_stats, check_finite: see ReduceConfig, whose other options are the wrapper's. With
-            grad_stats all ranks must compute sums alike: GPUs of one architecture, one version of Triton.
+        process_group: the group that DDP was given; None: the default group, as in torch's own hooks. Gradients are
+            divided by its size.
+        wire: dtype that travels: "native" (the bucket's own), "bf16" or "fp16"; see ReduceConfig.
+        stall_report_s: seconds after which an unfinished reduction is logged (CUDA only); None: 80 % of the group's
+            timeout.
+        grad_stats: collect norms and related statistics in every synchronised step. All ranks then need bitwise
+            reproducible sums: GPUs of one architecture, one version of Triton.
+        check_finite: "off", "count" or "raise": what to do about NaN and Inf in gradients; see ReduceConfig.
 
     Raises:
         ValueError: an option that is not accepted, or a group that this process is not a member of.
-        TypeError: an unknown option, or a process_group that is none.
+        TypeError: an unknown option, or a process_group that is not a ProcessGroup.
     """
 
     def __init__(
@@ -85,7 +89,10 @@ class FusedHookState:
     ) -> None:
         outside: object = dist.GroupMember.NON_GROUP_MEMBER
         if process_group is outside:
-            raise ValueError(f"rank {dist.get_rank()} is not a member of the process group it was given")
+            raise ValueError(
+                f"rank {dist.get_rank()} is not a member of the process group that FusedHookState was given: build the "
+                "state on the group's members only"
+            )
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(
                 f"process_group must be a torch.distributed.ProcessGroup or None, got {process_group!r} "
@@ -94,11 +101,11 @@ class FusedHookState:
         self._config = ReduceConfig(
             wire=wire, stall_report_s=stall_report_s, grad_stats=grad_stats, check_finite=check_finite
         )
-        self._observed = HookObserved(self._config)
+        self._observed = HookStats(self._config)
         self.process_group = process_group
         self._lock = threading.Lock()
         self._communicator: Communicator | None = None
-        self._group: dist.ProcessGroup | None = None  # whose it is
+        self._group: dist.ProcessGroup | None = None  # the communicator's
         self._agreed = False
         self._buckets = BucketCache()
         self._errors = DeferredErrors()
@@ -116,93 +123,110 @@ class FusedHookState:
 
     @property
     def config(self) -> ReduceConfig:
-        """The options; fixed for the state's life."""
+        """The options, which never change."""
         return self._config
 
     def stats(self) -> dict[str, int | str]:
         """Counters since the state was built, on this rank.
 
         Returns:
-            steps (synchronised backwards, one per DDP module), buckets (of the latest one), collectives (with those of
-            check_finite), wire_bytes (payload of the buckets; sparse ones left out), wire_allocations (wire buffers
-            allocated), path (of the latest bucket: triton, interpreter, torch).
+            steps (synchronised backwards, counted per DDP module), buckets (in the latest step), collectives (those of
+            check_finite included), wire_bytes (payload of all dense buckets), wire_allocations (wire buffers
+            allocated), path (of the latest bucket: triton, interpreter or torch).
         """
         with self._lock:
             return {"steps": self._steps, **self._counts, "path": self._path}
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """Norm of all reduced gradients of the latest synchronised step, as a by-product of its reduction.
+        """Norm of all reduced gradients of the latest synchronised step, a by-product of its reduction.
 
-        Nothing waits for it, and no rank for another; the same on every rank, bit for bit. It is of the gradients as
-        the reduction left them, whatever was made of them since; those of parameters that no rank used count as zeros.
-        Where the state serves several DDP modules: of the one whose step ended last.
+        Neither the host nor another rank is waited for, and the result is the same on every rank, bit for bit. It is
+        that of the gradients as the reduction left them, even if they were changed since; gradients of parameters that
+        no rank used count as zeros. If the state serves several DDP modules, it is that of the module whose step ended
+        last.
 
         Args:
             norm_type: 2 or inf.
 
         Returns:
-            fp64, 0-dim, on the device of the first bucket.
+            0-dim tensor of fp64 on the device of the first bucket.
 
         Raises:
-            FusedReduceError: grad_stats is off; no step has ended yet, or it failed; or the buckets of several modules
-                came interleaved.
+            FusedReduceError: grad_stats is off; no step has ended yet, or the latest one failed; or the buckets of
+                several modules came interleaved.
             ValueError: another norm_type.
         """
         return self._observed.grad_norm(norm_type)
 
     def grad_norms(self, module: nn.Module, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
-        """As `grad_norm`, of each reduced gradient.
+        """Norm of each reduced gradient of the latest synchronised step; see `grad_norm`.
 
         Args:
-            module: the one that was reduced, as it is or in DDP: its parameters' names are the keys.
+            module: the module whose gradients were reduced, or the DDP module around it, which names the parameters.
             norm_type: 2 or inf.
 
+        Returns:
+            0-dim tensors of fp64 by parameter name, in the module's order.
+
         Raises:
-            ValueError: a parameter that was reduced is not one of the module's. See also `grad_norm`.
+            FusedReduceError: as `grad_norm`.
+            ValueError: a parameter that was reduced is not in `module`; or another norm_type.
         """
         return self._observed.grad_norms(module, norm_type)
 
     def grad_stats(self, module: nn.Module | None = None) -> dict[str, float]:
-        """What to log of the latest synchronised step: one transfer to the host, which waits for it.
+        """Statistics of the latest synchronised step to log, as plain numbers: one transfer, which the host waits for.
 
         Args:
-            module: as for `grad_norms`: also every parameter, under ".../<name>".
+            module: as for `grad_norms`, to have each parameter too, under "grad_norm/<name>" and so on; None: totals
+                only.
 
         Returns:
-            grad_norm (L2), grad_absmax, and grad_flushed: share of this rank's elements that were not zero and became
-            zero on the wire.
+            grad_norm (L2), grad_absmax, and grad_flushed: the share of this rank's elements that were not zero and
+            became zero on the wire.
 
         Raises:
-            as `grad_norms`.
+            FusedReduceError: as `grad_norm`.
+            ValueError: a parameter that was reduced is not in `module`.
         """
         return self._observed.grad_stats(module)
 
     def non_finite(self) -> list[NonFiniteReport]:
-        """The latest steps in which a gradient held a NaN or Inf, with check_finite "count" or "raise".
+        """The latest steps in which a gradient held a NaN or Inf; found with check_finite "count" or "raise".
 
-        Steps are counted from 1, one per DDP module. Parameters are named by their place in DDP's buckets, or as
-        `name_parameters` was told.
+        Returns:
+            A report per step, oldest first. Steps are counted from 1, per DDP module. Parameters are named by their
+            position in DDP's buckets, unless `name_parameters` gave names.
         """
         return self._observed.non_finite()
 
     def name_parameters(self, module: nn.Module) -> None:
-        """Has reports and errors call parameters by the names that they have in `module`."""
-        self._observed.name(module)
+        """Gives reports and errors the names of a module's parameters.
+
+        Args:
+            module: the module that is trained, not the DDP module around it, whose names begin with "module.".
+        """
+        self._observed.name_parameters(module)
 
     @contextlib.contextmanager
     def record_trace(self, folder: str | Path, limit: int = 100) -> Iterator[None]:
-        """Within: steps are recorded for `fusedreduce trace` and `fusedreduce plan`, from the second one on.
+        """Records steps for `fusedreduce trace` and `fusedreduce plan` while the context is open; not the first one.
 
         Args:
-            folder: where this rank's file goes; the ranks may share it.
-            limit: steps after which no more are kept.
+            folder: where this rank's file is written; ranks may share it.
+            limit: number of steps after which recording stops.
+
+        Yields:
+            None.
 
         Raises:
-            FusedReduceError: one is being recorded already.
+            FusedReduceError: a trace is being recorded already.
             ValueError: torch.distributed is not initialised.
         """
         if self._trace is not None:
-            raise FusedReduceError("a trace is being recorded already")
+            raise FusedReduceError(
+                "a trace is being recorded already with this FusedHookState: leave that record_trace() first"
+            )
         communicator = _communicator(self)
         trace = HookTrace(Path(folder), self.config, communicator.rank, communicator.size, limit)
         self._trace = trace
@@ -210,7 +234,7 @@ class FusedHookState:
             yield
         finally:
             self._trace = None
-            trace.close()
+            trace.write()
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
@@ -245,25 +269,25 @@ class FusedHookState:
 def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages one DDP bucket over the state's process group; pass it to `register_comm_hook`.
 
-    Errors come out of `backward()`, after DDP has finished it.
+    Errors are raised by `backward()`, after DDP has finished it.
 
     Args:
-        state: see FusedHookState.
-        bucket: what DDP hands over: fp32, fp16, bf16, fp64 or complex gradients, flat, not yet divided. A sparse
+        state: options and buffers.
+        bucket: DDP's bucket: flat gradients of fp32, fp16, bf16, fp64 or a complex dtype, not divided yet. A sparse
             bucket goes through torch's own all-reduce.
 
     Returns:
         A future of the bucket's own buffer, averaged.
 
     Raises:
-        AgreementError: ranks use different options; on every rank.
-        UnsupportedWireError: the backend cannot sum this bucket's wire dtype; on every rank.
+        AgreementError: ranks use different options; raised on every rank.
+        UnsupportedWireError: the backend cannot sum this bucket's wire dtype; raised on every rank.
         TypeError: a bucket of integers.
         CollectiveError: a peer died, left or did not answer in time; names the bucket.
-        NonFiniteGradientError: check_finite="raise", and a gradient held a NaN or Inf; on every rank, joined ones too.
-            The step is done, and the next one works.
-        FusedReduceError: a CUDA graph is being captured, which holds no steps; or an earlier step failed on this rank
-            alone, and the process group must be made anew.
+        NonFiniteGradientError: check_finite="raise", and a gradient held a NaN or Inf; raised on every rank, joined
+            ranks included. The step is complete, and the next one works.
+        FusedReduceError: a CUDA graph is being captured, which cannot hold a step; or an earlier step failed on this
+            rank alone, so that a new process group is needed.
     """
     future, step, met_by_all = None, None, True
     try:
@@ -277,14 +301,14 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
             met_by_all = False
             future = _start(state, bucket, communicator, prepared)
             if bucket.is_last() and state._observed.wanted:
-                step = state._observed.tell()
+                step = state._observed.end_backward()
                 with state._lock:
                     state._counts["collectives"] += state._observed.checks
     except Exception as error:
         state._errors.remember(error, met_by_all=met_by_all and not isinstance(error, CollectiveError))
         if not in_backward():
             state._errors.take()
-            state._observed.give_up()
+            state._observed.drop_step()
             raise
     if future is None:
         future = _done(bucket.buffer())
@@ -296,9 +320,9 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
 def _prepare(
     state: FusedHookState, bucket: GradBucket, communicator: Communicator
 ) -> tuple[Bucket, torch.Tensor] | None:
-    """Our Bucket for what DDP shows, and its gradients, flat; None where there is nothing to pack (sparse, empty).
+    """The Bucket for a DDP bucket, and its gradients, flat; None if there is nothing to pack (sparse, empty).
 
-    Touches nothing, and what it raises is raised on every rank: it depends on what all ranks have in common.
+    It writes no gradient, and raises the same error on every rank, since it depends on what all ranks share.
     """
     buffer = bucket.buffer()
     dense = buffer.layout is torch.strided
@@ -310,14 +334,14 @@ def _prepare(
     if not communicator.waits_in_backward(buffer.device):
         raise FusedReduceError(
             f"ranks of a LocalGroup cannot use fused_hook on {buffer.device.type}: torch's DistributedDataParallel "
-            "waits within its backward, whose thread they share. Use fusedreduce.DistributedDataParallel"
+            "waits inside backward, on a thread that these ranks share. Use fusedreduce.DistributedDataParallel"
         )
     refuse_capture(buffer.device, communicator.rank)
     if not dense or buffer.numel() == 0:
         if not state._agreed:
             _agree(state, bucket, communicator)
         return None
-    # Detached: under backward(create_graph=True) DDP's buckets are part of the graph, and its copies of them are not.
+    # Under backward(create_graph=True) DDP's buckets are part of the graph.
     flat = buffer.detach()
     if flat.is_complex():
         flat = as_real(flat).view(-1)
@@ -327,7 +351,7 @@ def _prepare(
         ours = state._buckets.find(key, flat.data_ptr())
     if ours is None:
         parameters = bucket.parameters()
-        # Not once per state: which calls agree must not depend on how a rank shares its states between modules.
+        # Per bucket, not once per state: which calls agree must not depend on how a rank shares states among modules.
         if not state._buckets.knows(key, parameters):
             _agree(state, bucket, communicator)
         communicator.check_wire(wire_dtype, flat.device)
@@ -341,7 +365,7 @@ def _prepare(
                 lambda: Bucket(layout, [flat.dtype], wire_dtype, flat.device, _describe(bucket), split=split),
             )
     if ours.uses <= _RELAY_STEPS:
-        # DDP may have laid other parameters into a bucket of the same index, size and address.
+        # DDP may have put other parameters into a bucket of the same index, size and address.
         ours.label = _describe(bucket)
     ours.uses += 1
     return ours, flat
@@ -353,7 +377,7 @@ def _start(
     communicator: Communicator,
     prepared: tuple[Bucket, torch.Tensor] | None,
 ) -> torch.futures.Future[torch.Tensor]:
-    """Starts one bucket's reduction. What it raises may be this rank's alone."""
+    """Starts one bucket's reduction. An error here may be this rank's alone."""
     buffer = bucket.buffer()
     rows = None
     if state._observed.wanted:
@@ -381,7 +405,7 @@ def _start_dense(
     flat: torch.Tensor,
     rows: BucketRows | None,
 ) -> torch.futures.Future[torch.Tensor]:
-    """Our way; `rows`: where by-products go."""
+    """Packs the bucket and starts its all-reduce; statistics go into `rows`."""
     trace = state._trace
     allocations = ours.allocations
     report_after_s = stall_report_after_s(state.config.stall_report_s, communicator, flat.device)
@@ -409,7 +433,7 @@ def _start_dense(
         state._errors, state._monitor, report_after_s, in_flight, bucket.buffer(), trace, bucket.index(), scale, rows
     )
     future = in_flight.pending.future().then(finish)
-    _keep_time(in_flight.pending, communicator)
+    _wait_on_local_group(in_flight.pending, communicator)
     with state._lock:
         state._counts["wire_bytes"] += ours.wire_bytes
         state._counts["wire_allocations"] += ours.allocations - allocations
@@ -420,44 +444,44 @@ def _start_dense(
 def _start_sparse(
     state: FusedHookState, bucket: GradBucket, communicator: Communicator, rows: BucketRows | None
 ) -> torch.futures.Future[torch.Tensor]:
-    """torch's own way: divide, then sum; there is nothing to flatten or cast in a sparse tensor."""
+    """Divides and all-reduces as torch does: there is nothing to flatten or cast in a sparse tensor."""
     if rows is not None and state._observed.checks:
         rows.measure_sparse_source(bucket.buffer())
     finish = FinishSparse(state._errors, _describe(bucket), communicator.rank, rows)
     pending = communicator.all_reduce_sparse(bucket.buffer().div_(communicator.size))
     future = pending.future().then(finish)
-    _keep_time(pending, communicator)
+    _wait_on_local_group(pending, communicator)
     return future
 
 
-def _keep_time(pending: Pending, communicator: Communicator) -> None:
-    """Waits for ranks of this process here: DDP waits for futures alone, and nobody would end those in time."""
+def _wait_on_local_group(pending: Pending, communicator: Communicator) -> None:
+    """Waits for ranks that are threads. DDP waits for the future, which would never fail on a timeout."""
     if isinstance(communicator, LocalCommunicator):
         with contextlib.suppress(CollectiveError):
             wait_for(pending, "the all-reduce", communicator)
 
 
 def _communicator(state: FusedHookState) -> Communicator:
-    """The communicator of the group as it is now: the default group may have been made anew."""
+    """The communicator of the current group: the default group may have been destroyed and made again."""
     group = state.process_group if state.process_group is not None else dist.group.WORLD
     if state._communicator is None or state._group is not group:
         state._communicator, state._group = communicator_of(group), group
         state._agreed = False
-        # Peers may start with a new state: over a new group every bucket is agreed on again, on every rank.
+        # Peers may begin with a new state, so over a new group every rank agrees on every bucket again.
         state._buckets = BucketCache()
         state._errors.forget()
-        state._observed.use(state._communicator)
+        state._observed.set_communicator(state._communicator)
     if state._errors.out_of_step is not None:
         raise FusedReduceError(
-            f"rank {state._communicator.rank}: an earlier reduction failed here, so this rank may be out of step with "
-            "its peers and reduces no more. Destroy the process group, make a new one on every rank, and start from "
+            f"rank {state._communicator.rank}: an earlier reduction failed on this rank, which may be out of step with "
+            "its peers, so it reduces no more. Destroy the process group, make a new one on every rank, and start from "
             f"a checkpoint. The failure: {state._errors.out_of_step}"
         )
     return state._communicator
 
 
 def _agree(state: FusedHookState, bucket: GradBucket, communicator: Communicator) -> None:
-    """Compares the options, and what this bucket is, across ranks."""
+    """Compares the options, and this bucket's size and dtype, across ranks."""
     buffer = bucket.buffer()
     seen = {f"bucket {bucket.index()}": f"{buffer.numel()} elements of {buffer.dtype}"}
     if state.config.grad_stats:
@@ -479,9 +503,9 @@ def _describe(bucket: GradBucket) -> str:
 
 
 def _end_step(state: FusedHookState, step: ShownStep | None) -> None:
-    """After the last bucket: has what went wrong raised once backward is done.
+    """Called with the last bucket: schedules errors to be raised at the end of backward.
 
-    `step`: what was told of it; None: nothing, or it has failed.
+    `step` is None if the step failed, or if no statistics are collected.
     """
     if state._trace is not None:
         state._trace.last_shown()
@@ -489,11 +513,11 @@ def _end_step(state: FusedHookState, step: ShownStep | None) -> None:
         state._counts["buckets"], state._buckets_this_step = state._buckets_this_step, 0
         state._steps += 1
     if step is None:
-        state._observed.give_up()
+        state._observed.drop_step()
         state._errors.raise_at_the_end_of_backward(state._communicator)
     else:
-        close = functools.partial(state._observed.close, step, state._steps)
-        state._errors.raise_at_the_end_of_backward(state._communicator, close)
+        end_step = functools.partial(state._observed.end_step, step, state._steps)
+        state._errors.raise_at_the_end_of_backward(state._communicator, end_step)
 
 
 def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -1,7 +1,7 @@
-"""What a collective's callback does: finish the bucket, keep what went wrong.
+"""Callbacks of the comm hook's collectives: unpack the bucket, keep errors.
 
-Callbacks refer to nothing that refers to the process group: if a Gloo thread, which runs and frees them, dropped the
-last reference to the group, the group would try to join that thread from itself and abort the process.
+A callback holds no reference that leads to the process group. A Gloo thread runs and frees it: if that dropped the last
+reference to the group, the group would join that thread from within it and abort the process.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .hook_trace import HookTrace
 
 
 class Finish:
-    """Unpacks into the buffer that a comm hook was shown. On CUDA its stream already waits for the collective.
+    """Unpacks into DDP's bucket. On CUDA the callback's stream already waits for the collective.
 
     Args:
-        errors: where a failure is kept; the future gets it too.
+        errors: keeps a failure, which the future raises too.
         monitor: watches the unpack's event (CUDA only).
-        report_after_s: when the reduction is overdue.
-        in_flight: the bucket under way.
-        buffer: the future's value.
-        trace: told when the unpacking begins and ends.
-        index: DDP's number of the bucket.
-        scale: what unpack multiplies by; None: one.
-        rows: where by-products go; None: nowhere.
+        report_after_s: seconds after which the reduction is overdue.
+        in_flight: the bucket in flight.
+        buffer: DDP's bucket; the future's value.
+        trace: records when unpacking begins and ends.
+        index: DDP's index of the bucket.
+        scale: unpack multiplies by it; None: by 1.
+        rows: take the bucket's partial statistics; None: none are collected.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class Finish:
 
 
 class FinishSparse:
-    """Hands a sparse sum on.
+    """Returns the sum of a sparse bucket.
 
     Args:
-        errors: where a failure is kept; the future gets it too.
-        label: of the bucket.
+        errors: keeps a failure, which the future raises too.
+        label: names the bucket in messages.
         rank: of this process.
-        rows: where by-products go; None: nowhere.
+        rows: take the bucket's partial statistics; None: none are collected.
     """
 
     def __init__(self, errors: DeferredErrors, label: str, rank: int, rows: BucketRows | None = None) -> None:

@@ -1,10 +1,10 @@
-"""HookObserved: what the comm hook finds out about gradients on the way: norms, NaN and Inf, what the wire lost.
+"""HookStats: gradient statistics of the comm hook: norms, NaN and Inf, elements that the wire flushed to zero.
 
-A hook is shown buckets, not modules. A step is the buckets from DDP's number 0 to its last one, and its parameters are
-counted as those show them: the same on every rank, which share one order of collectives. Buckets of several modules
-that come interleaved have no norm of a step, but what is not finite is found in them too.
+A comm hook receives buckets, not modules. A step consists of the buckets from DDP's index 0 to its last one, and
+parameters are numbered in the order of those buckets, which is the same on every rank. If buckets of several modules
+come interleaved, the step has no norm, but its NaN and Inf are found nevertheless.
 
-Adding rows up, bucket by bucket, takes two small launches per step, and only if somebody asks.
+Adding up the partial results takes two small launches per step, and only if a statistic is read.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ..kernels import dispatch
 from ..kernels.table import SourceTotals, Totals
 
 
-class HookObserved:
-    """Observations of one FusedHookState.
+class HookStats:
+    """Gradient statistics of one FusedHookState.
 
     Args:
-        config: what is wanted.
+        config: which are collected.
     """
 
     def __init__(self, config: ReduceConfig) -> None:
@@ -43,23 +43,23 @@ class HookObserved:
         self.wanted = config.grad_stats or self.checks
         self._config = config
         self._rows: MutableMapping[Bucket, BucketRows] = WeakKeyDictionary()
-        self._others: dict[tuple[object, ...], BucketRows] = {}  # those of what has no Bucket
+        self._others: dict[tuple[object, ...], BucketRows] = {}  # of sparse and empty buckets, which have no Bucket
         self._names: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
         self._finite: FiniteCheck | None = None
         self._step = ShownStep()
-        self._opened = 0  # modules whose first bucket was shown, but not yet the last
+        self._opened = 0  # modules of which the first bucket came, but not the last one yet
         self._latest: ShownStep | None = None
 
-    # What users ask
+    # Called by users, through FusedHookState
 
     def grad_norm(self, norm_type: float) -> torch.Tensor:
-        """Of all gradients of the latest step: fp64, 0-dim."""
-        totals = _totals(self._asked())
+        """Norm over all gradients of the latest step: fp64, 0-dim."""
+        totals = _totals(self._latest_step())
         return norm_of(totals.total[0], totals.total[1], norm_type)
 
     def grad_norms(self, module: nn.Module, norm_type: float) -> dict[str, torch.Tensor]:
-        """Of each, by the module's names, in the module's order."""
-        step = self._asked()
+        """Norm of each gradient, by parameter name, in the module's order."""
+        step = self._latest_step()
         names = _names_in(step, module)
         totals = _totals(step)
         norms = norm_of(totals.parameter_sums, totals.parameter_peaks, norm_type)
@@ -67,8 +67,8 @@ class HookObserved:
         return {name: found[name] for name, _ in module.named_parameters() if name in found}
 
     def grad_stats(self, module: nn.Module | None) -> dict[str, float]:
-        """What to log, as `Observed.grad_stats`; one transfer to the host."""
-        step = self._asked()
+        """Statistics as plain numbers: one transfer to the host."""
+        step = self._latest_step()
         names = None if module is None else _names_in(step, module)
         numels = [
             counted_numel(numel, dtype, self._config.wire)
@@ -78,21 +78,21 @@ class HookObserved:
         return plain_numbers(_totals(step), _source(step).flushed, numels, names)
 
     def non_finite(self) -> list[NonFiniteReport]:
-        """The latest reports; waits for those that are not known yet."""
+        """The latest reports; waits for checks in flight."""
         if self._finite is None:
             return []
         self._finite.settle(all_of_them=True)
         return list(self._finite.reports)
 
-    def name(self, module: nn.Module) -> None:
-        """From now on reports have the names of the module's parameters."""
+    def name_parameters(self, module: nn.Module) -> None:
+        """Gives reports the names of the module's parameters."""
         for name, parameter in module.named_parameters():
             self._names[parameter] = name
 
-    # What the hook tells
+    # Called by the hook
 
-    def use(self, communicator: Communicator) -> None:
-        """These ranks from now on."""
+    def set_communicator(self, communicator: Communicator) -> None:
+        """Forgets the step under way, and checks over `communicator` from now on."""
         self._step, self._opened, self._latest = ShownStep(), 0, None
         if self._finite is not None:
             self._finite.use(communicator)
@@ -102,17 +102,20 @@ class HookObserved:
     def show(
         self, index: int, parameters: Sequence[torch.Tensor], buffer: torch.Tensor, ours: Bucket | None
     ) -> BucketRows:
-        """DDP hands a bucket over; where its by-products go.
+        """Adds a bucket to the step.
 
         Args:
-            index: DDP's number of it.
-            parameters: its.
-            buffer: flat and real, or sparse.
-            ours: the Bucket for it; None where it is sparse or has no elements.
+            index: DDP's index of it.
+            parameters: those in it.
+            buffer: its gradients, flat and real, or sparse.
+            ours: its Bucket; None if it is sparse or has no elements.
+
+        Returns:
+            The rows that the bucket's partial statistics go into.
         """
         rows = self._rows_for(index, parameters, buffer, ours)
         if any(one is rows for one in self._step.shown):
-            self._step, self._opened = ShownStep(), 0  # the backward before this one was given up on its way
+            self._step, self._opened = ShownStep(), 0  # the backward before this one raised midway
         if index == 0:
             self._opened += 1
             self._latest = None
@@ -132,7 +135,7 @@ class HookObserved:
     def _rows_for(
         self, index: int, parameters: Sequence[torch.Tensor], buffer: torch.Tensor, ours: Bucket | None
     ) -> BucketRows:
-        """The same for a bucket in every step: other rows would have to be brought together anew."""
+        """The bucket's rows: the same object in every step, so that `_bring_together` finds its result of last time."""
         sparse = buffer.layout is not torch.strided
         if ours is not None:
             rows = self._rows.get(ours)
@@ -146,33 +149,33 @@ class HookObserved:
             rows = self._others[key] = BucketRows(index, parameters, buffer.device, sparse=sparse)
         return rows
 
-    def tell(self) -> ShownStep:
-        """The last bucket has been started: tells the ranks, if that is wanted, what this one's gradients held."""
-        step = self._closed()
+    def end_backward(self) -> ShownStep:
+        """Called when the last bucket has been started: issues the finite check's collective, if that is enabled."""
+        step = self._pop_step()
         step.together = _bring_together(step)
         if self._finite is not None:
             step.started = self._finite.tell(_source(step).first)
         return step
 
-    def give_up(self) -> None:
-        """The last bucket was shown in a step that has failed."""
-        self._closed()
+    def drop_step(self) -> None:
+        """Called with the last bucket of a step that has failed."""
+        self._pop_step()
 
-    def close(self, step: ShownStep, number: int) -> None:
-        """A step's buckets are reduced.
+    def end_step(self, step: ShownStep, number: int) -> None:
+        """Called when all buckets of a step are reduced.
 
         Args:
-            step: as `tell` returned it.
-            number: its.
+            step: returned by `end_backward`.
+            number: the step's, counted from 1.
 
         Raises:
-            NonFiniteGradientError: see ReduceConfig.check_finite; on every rank.
-            CollectiveError: the ranks could not be told.
+            NonFiniteGradientError: check_finite="raise" found a NaN or Inf; raised on every rank.
+            CollectiveError: the finite check's collective failed.
         """
         for one in step.together:
             one.place()
         if step.complex_:
-            step.totals = _totals(step)  # reads DDP's buffers, which are the user's from now on
+            step.totals = _totals(step)  # now: it reads DDP's buffers, which the user may write from here on
             step.complex_ = []
         self._latest = step
         if self._finite is not None:
@@ -181,32 +184,43 @@ class HookObserved:
             self._finite.close(number, _totals(step), places=_Places(step, self._names))
             self._finite.check()
 
-    def _closed(self) -> ShownStep:
+    def _pop_step(self) -> ShownStep:
         step, self._step = self._step, ShownStep()
         self._opened = max(0, self._opened - 1)
         return step
 
-    def _asked(self) -> ShownStep:
+    def _latest_step(self) -> ShownStep:
         if not self._config.grad_stats:
             raise FusedReduceError("norms are not collected: build the state with FusedHookState(grad_stats=True)")
         if self._latest is None:
             raise FusedReduceError("there are no norms: no synchronised backward has ended, or the latest one failed")
         if not self._latest.whole:
             raise FusedReduceError(
-                "the latest step has no norm: buckets of several DDP modules came interleaved, or a backward was given "
-                "up on its way. Give each module a FusedHookState of its own"
+                "the latest step has no norm: buckets of several DDP modules came interleaved, or a backward raised "
+                "midway. Give each module its own FusedHookState"
             )
         return self._latest
 
 
 @dataclass(eq=False)
 class ShownStep:
-    """What was shown from one last bucket to the next."""
+    """The buckets of one step.
+
+    Attributes:
+        shown: rows of each bucket, in order.
+        firsts: number of each bucket's first parameter, then the number of all.
+        whole: the step consists of all buckets of one module.
+        complex_: number of each complex parameter, and its gradient in DDP's buffer.
+        together: rows per device, as one table.
+        started: the finite check in flight.
+        totals: of reduced gradients, once they were read.
+        source: of this rank's own gradients, once they were read.
+    """
 
     shown: list[BucketRows] = field(default_factory=list)
-    firsts: list[int] = field(default_factory=lambda: [0])  # number of each bucket's first parameter, and the count
-    whole: bool = True  # the buckets of one module, all of them
-    complex_: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # parameters, in DDP's buffers
+    firsts: list[int] = field(default_factory=lambda: [0])
+    whole: bool = True
+    complex_: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     together: list[RowsTogether] = field(default_factory=list)
     started: Started | None = None
     totals: Totals | None = None
@@ -215,22 +229,22 @@ class ShownStep:
 
 @dataclass(frozen=True)
 class _Places:
-    """The parameters of a step, for reports."""
+    """Names the parameters of a step, for reports."""
 
     step: ShownStep
     names: MutableMapping[torch.Tensor, str]
 
     def name(self, number: int) -> str:
-        """That which the user gave, or where the parameter lies."""
+        """The name that the user gave, or the position in DDP's buckets."""
         if number >= self.step.firsts[-1]:
-            return f"parameter {number}"  # of a module that only the other rank's state serves as well
+            return f"parameter {number}"  # of a module that the state serves on another rank only
         rows, slot = self._place(number)
         parameter = rows.parameter(slot)
         given = None if parameter is None else self.names.get(parameter)
         return given or f"bucket {rows.index}, parameter {slot} of shape {rows.shapes[slot]}"
 
     def element(self, number: int, index: int) -> int:
-        """Indices count from the bucket's beginning, and real numbers."""
+        """Index within the parameter, of one that counts real numbers from the bucket's begin."""
         if number >= self.step.firsts[-1]:
             return index
         rows, slot = self._place(number)
@@ -254,7 +268,7 @@ def _bring_together(step: ShownStep) -> list[RowsTogether]:
 
 
 def _totals(step: ShownStep) -> Totals:
-    """Of the reduced gradients, on the first bucket's device."""
+    """Totals of the reduced gradients, on the first bucket's device."""
     if step.totals is not None:
         return step.totals
     gathered = Gathered(step.firsts[-1], step.together[0].device)
@@ -268,7 +282,7 @@ def _totals(step: ShownStep) -> Totals:
 
 
 def _source(step: ShownStep) -> SourceTotals:
-    """Of what this rank gave."""
+    """Totals of this rank's own gradients, before the reduction."""
     if step.source is not None:
         return step.source
     found = [(one.numbers, dispatch.reduce_source_partials(one.source, one.spans)) for one in step.together]
@@ -277,7 +291,7 @@ def _source(step: ShownStep) -> SourceTotals:
 
 
 def _names_in(step: ShownStep, module: nn.Module) -> list[str]:
-    """The module's name of each parameter of a step."""
+    """The module's names for a step's parameters, in the step's order."""
     known = {id(parameter): name for name, parameter in module.named_parameters()}
     names = []
     for rows in step.shown:
@@ -286,7 +300,7 @@ def _names_in(step: ShownStep, module: nn.Module) -> list[str]:
             if parameter is None or id(parameter) not in known:
                 raise ValueError(
                     f"bucket {rows.index}, parameter {slot} of shape {rows.shapes[slot]} was reduced in the latest "
-                    f"step, but is no parameter of this {type(module).__name__}"
+                    f"step, but is no parameter of this {type(module).__name__}: pass the module that DDP trains"
                 )
             names.append(known[id(parameter)])
     return names

@@ -1,9 +1,9 @@
 """HookTrace: a trace of torch's own DDP with `fused_hook`, as the hook sees it.
 
-A comm hook is shown buckets, not backward: time 0 is here when the first gradient came, and backward ends when the last
-bucket is handed over. Parameters have no names, and are numbered from the last bucket's last one on: against the order
-of readiness, as registration usually is. They are hooked while a trace is recorded, from the
-second step in it on; the first one shows which there are.
+A comm hook sees buckets, not the begin of backward: time 0 is when the first gradient is ready, and backward ends when
+the last bucket comes. Parameters have no names; they are numbered from the last bucket's last one on, the reverse of
+the order of readiness, which is usually the order of registration. The first step of a trace shows which parameters
+there are; they have autograd hooks from the second step on, until the trace ends.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _logger = logging.getLogger(__name__)
 
 
 class HookTrace:
-    """Records what one state's buckets do.
+    """Records the steps of one FusedHookState.
 
     Args:
-        folder: where the file goes.
-        config: of the state.
+        folder: where the file is written.
+        config: the state's options.
         rank: of this process in the state's group.
-        ranks: in it.
-        limit: steps to keep.
+        ranks: size of that group.
+        limit: number of steps to keep.
     """
 
     def __init__(self, folder: Path, config: ReduceConfig, rank: int, ranks: int, limit: int) -> None:
@@ -57,7 +57,7 @@ class HookTrace:
         self._recorded = 0
 
     def shown(self, bucket: int, parameters: Sequence[torch.Tensor], *, sparse: bool) -> None:
-        """DDP hands a bucket over; of one that is sparse, or has no elements, only that is recorded."""
+        """Called when the hook receives a bucket. For a sparse or empty one nothing else is recorded."""
         if self._ended:
             self._next_step()
         if bucket == 0:
@@ -72,55 +72,55 @@ class HookTrace:
             self._clock.pack(bucket)
 
     def launched(self, bucket: int, watched: Watched, issued_ns: int, communicator: Communicator) -> None:
-        """Its collective has been issued."""
+        """Called when the bucket's collective has been issued."""
         if self._clock is not None and bucket < len(self._plan):
             self._clock.launched(bucket, watched, issued_ns, communicator)
             self._clock.leave()
 
     def unpack(self, bucket: int) -> None:
-        """Its collective has ended; unpacking begins, on whatever thread that is."""
+        """Called when the bucket's collective has ended and unpacking begins, on any thread."""
         if self._clock is not None and bucket < len(self._plan):
             self._clock.unpack(bucket)
 
     def unpacked(self, bucket: int) -> None:
-        """Unpacked."""
+        """Called when the bucket has been unpacked."""
         if self._clock is not None and bucket < len(self._plan):
             self._clock.unpacked(bucket)
 
     def last_shown(self) -> None:
-        """That was the last bucket: backward is done, but for what DDP does at its end."""
+        """Called with the last bucket: backward is complete but for DDP's final callback."""
         self._ended = True
         self._backward = torch._C._current_graph_task_id()
         if self._clock is not None:
             self._clock.backward_ended()
 
-    def close(self) -> None:
-        """Removes the hooks, and writes the file if any step was seen whole."""
+    def write(self) -> None:
+        """Removes the hooks, and writes the file if a whole step was recorded."""
         if self._ended:
             self._next_step()
         if self._hooks is not None:
             self._hooks.remove()
         if self._recorder is None or self._readiness is None or not self._recorded:
             _logger.warning(
-                "no step was recorded: a trace needs three steps in which the state serves one DDP module, whose "
-                "buckets stay as they are"
+                "no step was recorded: a trace needs three steps in which the FusedHookState serves one DDP module, "
+                "whose buckets do not change"
             )
         if self._recorder is not None and self._readiness is not None:
             self._recorder.write(None, self._readiness.best().tolist())
 
     def on_gradient(self, index: int) -> None:
-        """A parameter's gradient is there. DDP is told first: the last bucket may have been handed over already."""
+        """Called when a gradient is ready; after DDP's own hook, so the last bucket may have come already."""
         if self._clock is not None:
             if self._ended and self._backward != torch._C._current_graph_task_id():
                 self._next_step()
             elif not self._ended and self._clock.has_arrived(index):
-                self._arm()  # what came before was a backward under no_sync
+                self._arm()  # the gradients before this one came from a backward under no_sync
             self._begin()
             self._clock.enter()
             self._clock.arrive(index)
 
     def _next_step(self) -> None:
-        """DDP has finished a step, for another begins: keeps it."""
+        """Keeps the step that has ended, now that another begins."""
         self._ended = False
         self._step += 1
         if self._same(self._shown, self._seen):
@@ -136,7 +136,7 @@ class HookTrace:
         self._arm()
 
     def _arm(self) -> None:
-        """The next gradient is a backward's first."""
+        """Prepares for the first gradient of a backward."""
         self._begun = False
         if self._clock is not None:
             self._clock.arm(len(self._plan), closely=True, forward_ns=MISSING_NS)
@@ -147,9 +147,9 @@ class HookTrace:
             self._clock.begin()
 
     def _learn(self) -> None:
-        """DDP's buckets are new, or are seen for the first time."""
+        """Begins anew with DDP's current buckets: they are the first ones, or have changed."""
         if self._recorded:
-            _logger.warning("DDP's buckets are new: %d steps recorded so far are dropped", self._recorded)
+            _logger.warning("DDP has rebuilt its buckets: the %d steps recorded so far are dropped", self._recorded)
             self._recorded = 0
         if self._hooks is not None:
             self._hooks.remove()

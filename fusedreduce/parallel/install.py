@@ -1,12 +1,12 @@
-"""install, uninstall: in this process torch's DistributedDataParallel makes wrappers of ours.
+"""install, uninstall: torch's DistributedDataParallel makes fusedreduce's wrappers in this process.
 
     fusedreduce.install(fusedreduce.ReduceConfig(wire="bf16"))
     model = torch.nn.parallel.DistributedDataParallel(model)     # here, or within any framework
 
-No name is rebound: the `__init__` of torch's class has an object become ours where exactly that class was called. Names
-that were bound earlier count as well, `isinstance` holds, and `uninstall` leaves nothing behind. (A `__new__` would do
-the same, but CPython cannot take one back: every call of the class would raise TypeError. It would also hide the
-constructor's signature.)
+No name is rebound: `__init__` of torch's class is replaced, and changes the class of an object that exactly torch's
+class was called for. So names bound earlier work too, `isinstance` holds, and `uninstall` leaves nothing behind. (A
+`__new__` would do the same, but CPython cannot remove one again: every call of the class would raise TypeError. It
+would also hide the constructor's signature.)
 """
 
 from __future__ import annotations
@@ -25,31 +25,41 @@ _logger = logging.getLogger(__name__)
 
 
 class DistributedDataParallel(ddp.DistributedDataParallel):
-    """What torch's class makes while `install` holds: its wire gives way to a comm hook."""
+    """What torch's class makes after `install`: a wrapper whose wire a comm hook replaces instead of being refused."""
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """As torch's. The hook takes the place of the wire that was installed."""
+        """Reduces buckets with `hook(state, bucket)` in place of the installed wire, as torch's class does.
+
+        Args:
+            state: the hook's first argument.
+            hook: takes `state` and a GradBucket; returns a future of one tensor with as many elements.
+
+        Raises:
+            RuntimeError: a hook is registered already, or a forward waits for its backward.
+            TypeError, ValueError: the hook's annotations are not those that torch expects.
+            ValueError: the sync_mode excludes comm hooks.
+        """
         self._check_comm_hook(hook)
-        self._give_way(getattr(hook, "__qualname__", repr(hook)))
+        self._drop_wire(getattr(hook, "__qualname__", repr(hook)))
         super().register_comm_hook(state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self._give_way(str(comm_hook_type))
+        self._drop_wire(str(comm_hook_type))
         super()._register_builtin_comm_hook(comm_hook_type)
 
-    def _give_way(self, hook: str) -> None:
+    def _drop_wire(self, hook: str) -> None:
         dropped = self._use_native_wire()
         if dropped and _installation is not None:
-            _installation.say(f"the script's comm hook {hook} takes the place of {dropped}")
+            _installation.say(f"the script's comm hook {hook} replaces {dropped}")
             _installation.wrapped(self)
 
 
 class Installation:
-    """What is installed.
+    """Settings of `install`, and what is logged about wrappers.
 
     Args:
         config: of every wrapper.
-        fallback: what ours refuses is left to torch's class.
+        fallback: use torch's class where fusedreduce's refuses the arguments.
     """
 
     def __init__(self, config: ReduceConfig, fallback: bool) -> None:
@@ -58,33 +68,33 @@ class Installation:
         self._left_alone: set[type] = set()
 
     def init(self, torch_init: Callable[..., None], made: TorchDDP, args: Any, kwargs: Any) -> None:
-        """What a call of torch's class does with the object that it has made."""
+        """Initialises `made`, the object that a call of torch's class or of a subclass has created."""
         if type(made) is not TorchDDP:
             self._leave_alone(type(made))
             torch_init(made, *args, **kwargs)
             return
         refused = ddp.refusal_on_any_rank(self.config, *args, **kwargs) if self.fallback else ""
         if refused:
-            self.warn(f"torch's own DistributedDataParallel is used, as ours would be refused: {refused}")
+            self.warn(f"torch's own DistributedDataParallel is used, since fusedreduce's refuses: {refused}")
             torch_init(made, *args, **kwargs)
             return
         made.__class__ = DistributedDataParallel
         assert isinstance(made, DistributedDataParallel)
-        # Not its constructor: that calls torch's, where another library that has wrapped ours would come in again.
+        # Not the constructor, which calls TorchDDP.__init__: a library that has wrapped that would run twice.
         made._prepare(self.config, *args, **kwargs)
         torch_init(made, *args, **kwargs)
-        if hasattr(made, "reducer"):  # else torch's class reduces every parameter itself, late
+        if hasattr(made, "reducer"):  # else all parameters are delayed (delay_all_reduce_named_params)
             self.wrapped(made)
 
     def wrapped(self, made: DistributedDataParallel) -> None:
-        """A wrapper has been made, or has got a new reducer."""
+        """Called when a wrapper has been made, or has a new reducer."""
 
     def say(self, text: str) -> None:
-        """Something that is as it should be."""
+        """Logs at level INFO."""
         _logger.info(text)
 
     def warn(self, text: str) -> None:
-        """Something that may not be what was meant."""
+        """Logs at level WARNING."""
         _logger.warning(text)
 
     def _leave_alone(self, kind: type) -> None:
@@ -95,21 +105,21 @@ class Installation:
 
 
 _installation: Installation | None = None
-# What `install` has put in the place of torch's `__init__`, and that.
+# Our replacement of torch's `__init__`, and torch's.
 _placed: tuple[Callable[..., None], Callable[..., None]] | None = None
 _decided = False
 
 
 def install(config: ReduceConfig | None = None, *, fallback: bool = False) -> None:
-    """From now on torch's DistributedDataParallel makes wrappers of ours, in this process, whoever calls it.
+    """Makes torch's DistributedDataParallel create fusedreduce's wrappers in this process, whoever calls it.
 
-    A subclass of torch's is left alone; `type(model) is torch.nn.parallel.DistributedDataParallel` is False. A comm
-    hook takes the place of the wire, which becomes "native". Called again, it replaces what was installed.
+    Subclasses of torch's class are left alone. `type(model) is torch.nn.parallel.DistributedDataParallel` is False for
+    what is created. A comm hook replaces the wire, which becomes "native". A second call replaces the settings.
 
     Args:
-        config: how gradients travel; None: in their own dtype.
-        fallback: where our class would refuse its arguments on some rank, all ranks use torch's; which they agree on by
-            one small collective more when a wrapper is made, init_sync=False included. Else what it raises is raised.
+        config: how gradients are reduced; None: ReduceConfig(), which sends them in their own dtype.
+        fallback: if fusedreduce's class refuses the arguments on any rank, all ranks use torch's; they agree by one
+            small collective more per wrapper, even with init_sync=False. False: the error is raised.
 
     Raises:
         TypeError: config is no ReduceConfig, or fallback no bool.
@@ -126,11 +136,11 @@ def install(config: ReduceConfig | None = None, *, fallback: bool = False) -> No
         initialise(torch_init, self, args, kwargs)
 
     TorchDDP.__init__ = init  # type: ignore[method-assign]
-    hold(init, torch_init, Installation(config or ReduceConfig(), fallback))
+    activate(init, torch_init, Installation(config or ReduceConfig(), fallback))
 
 
 def uninstall() -> None:
-    """torch's DistributedDataParallel makes its own wrappers again; those that were made stay as they are."""
+    """Makes torch's DistributedDataParallel create its own wrappers again. Existing wrappers stay as they are."""
     global _installation, _placed, _decided
     _decided = True
     if _placed is not None and TorchDDP.__init__ is _placed[0]:  # else another library has wrapped what we placed
@@ -139,19 +149,19 @@ def uninstall() -> None:
 
 
 def is_decided() -> bool:
-    """Whether this program has called `install` or `uninstall` itself."""
+    """Whether this program has called `install` or `uninstall` itself, so that `fusedreduce run` must not."""
     return _decided
 
 
-def hold(placed: Callable[..., None], torch_init: Callable[..., None], installation: Installation) -> None:
-    """Notes what is installed; `placed` stands in the place of `torch_init` already."""
+def activate(placed: Callable[..., None], torch_init: Callable[..., None], installation: Installation) -> None:
+    """Uses `installation` from now on; `placed` has replaced `torch_init` already."""
     global _installation, _placed
     _installation, _placed = installation, (placed, torch_init)
 
 
 def initialise(torch_init: Callable[..., None], made: TorchDDP, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What stands in the place of torch's `__init__`."""
-    if _installation is None:  # another library has wrapped what stood there, and keeps it
+    """Body of the replacement of torch's `__init__`."""
+    if _installation is None:  # uninstalled, but another library has wrapped the replacement and still calls it
         torch_init(made, *args, **kwargs)
     else:
         _installation.init(torch_init, made, args, kwargs)

@@ -1,6 +1,7 @@
-"""`python -m fusedreduce.run`: any training script with our wrapper in the place of torch's, no line changed.
+"""`python -m fusedreduce.run`: runs any training script, unchanged, with fusedreduce's wrapper in place of torch's.
 
-The command checks its flags, puts them into the environment, puts the folder site/ first on PYTHONPATH, and becomes the
-program that it was given: plain Python runs the script. `site/sitecustomize.py` waits there, and in every Python that
-the script starts, for torch to define its DistributedDataParallel; `process.py` takes over when that is first called.
+The command checks its flags, puts them into the environment, puts the folder site/ first on PYTHONPATH, and executes
+the program it was given. In that process, and in every Python process that the program starts,
+`site/sitecustomize.py` waits for torch to define its DistributedDataParallel; `process.py` installs ours when that is
+first called.
 """

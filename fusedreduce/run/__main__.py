@@ -1,4 +1,4 @@
-"""The command itself: checks, sets the environment, and becomes the program that it was given."""
+"""The command itself: checks the flags, sets the environment, and executes the program it was given."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from . import options
 _SITE = Path(__file__).resolve().parent / "site"
 _NAME = "python -m fusedreduce.run"
 _DESCRIPTION = """
-Runs a training script with fusedreduce in the place of torch's DistributedDataParallel; no line of it changes.
+Runs a training script, unchanged, with fusedreduce in place of torch's DistributedDataParallel.
 
   %(prog)s [flags] train.py ARGUMENTS
   %(prog)s [flags] -m package.module ARGUMENTS
   %(prog)s [flags] -- COMMAND ARGUMENTS       a launcher: torchrun, accelerate launch, ...
   torchrun [its flags] -m fusedreduce.run [flags] train.py ARGUMENTS
 
-Each flag may be given by its variable instead; the flag counts where both are there."""
+Each flag can be set by its environment variable too; a flag overrides the variable."""
 _EPILOG = """
-Exit status: that of the program; 2 where a flag or variable is wrong, before anything has started; 126 or 127 where the
+Exit status: that of the program; 2 if a flag or variable is wrong, before anything has started; 126 or 127 if the
 command after -- cannot be run or is not found."""
-# Single letters of Python's command line after which it reads neither PYTHONPATH nor sitecustomize.
+# Flags of Python's command line with which it ignores PYTHONPATH or sitecustomize.
 _BLIND = {"I": "isolated", "E": "ignore_environment", "S": "no_site"}
 
 
@@ -38,7 +38,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Becomes the program that `argv`, arguments without the program's name, ends with."""
+    """Replaces this process by the program at the end of `argv`.
+
+    Args:
+        argv: the command line without the program's name: flags, then the program with its arguments.
+    """
     parser = _parser()
     typed, program = _split(argv)
     given = vars(parser.parse_args(typed))
@@ -55,15 +59,16 @@ def main(argv: Sequence[str]) -> NoReturn:
             blind = _blind_flags(program)
         if blind:
             raise ValueError(
-                f"python -{blind[0]} reads no PYTHONPATH or no sitecustomize, by which the program and what it starts "
-                "are reached: leave that flag out, or call fusedreduce.install() in the script"
+                f"python -{blind[0]} ignores PYTHONPATH or sitecustomize, which this command needs to reach the "
+                "program and its child processes: leave that flag out, or call fusedreduce.install() in the script"
             )
         if not launches:
             program = [sys.executable, *_interpreter_flags(), *program]
     except ValueError as error:
         parser.error(str(error))
     _set(environment)
-    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python; a launcher that is none would go on ignoring them
+    # Python ignores these, and a program that is not Python would inherit that.
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(ignored, signal.SIG_DFL)
     try:
         os.execvpe(program[0], program, environment)
@@ -72,7 +77,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def _set(environment: MutableMapping[str, str]) -> None:
-    """What programs find in their environment: our folder first, once; a plan's file wherever they run."""
+    """Puts site/ first on PYTHONPATH, once, and makes the plan's path absolute: programs may change their folder."""
     paths = environment.get("PYTHONPATH")
     others = [one for one in paths.split(os.pathsep) if one != str(_SITE)] if paths else []
     environment["PYTHONPATH"] = os.pathsep.join([str(_SITE), *others])
@@ -104,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own flags, and what they are followed by."""
+    """This command's flags, and the program after them."""
     alone = {"-h", "--help", "--version"}
     alone |= {options.flag(name) for name in (*options.FIELDS, *options.SWITCHES) if options.is_switch(name)}
     at = 0
@@ -114,7 +119,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _interpreter_flags() -> list[str]:
-    """Those of this Python, in front of `-m fusedreduce.run`."""
+    """Flags of this interpreter, in front of `-m fusedreduce.run`."""
     before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
     if before and before[-1] == "fusedreduce.run":
         before.pop()
@@ -126,7 +131,7 @@ def _interpreter_flags() -> list[str]:
 
 
 def _blind_flags(command: Sequence[str]) -> list[str]:
-    """Of a command that is a Python itself, flags after which it would not find us."""
+    """Flags of a Python command with which it would not import sitecustomize; none if it is another program."""
     found: list[str] = []
     if not os.path.basename(command[0]).startswith("python"):
         return found

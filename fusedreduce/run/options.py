@@ -1,4 +1,4 @@
-"""The command's options: fields of ReduceConfig, as text of flags or of the environment."""
+"""Options of the command: fields of ReduceConfig, read from flags or environment variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusedreduce.planning import plan_file as saved
 
 PREFIX = "FUSEDREDUCE_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-# Fields that do nothing, or harm, in a script that does not know of them.
+# Fields that have no effect, or a harmful one, unless the script is written for them.
 LEFT_OUT: Mapping[str, str] = {
     "op": "a script that was written for torch's class expects averages",
     "grad_stats": "the script would have to read them (DistributedDataParallel.grad_stats)",
@@ -25,15 +25,15 @@ LEFT_OUT: Mapping[str, str] = {
 }
 FIELDS = {one.name: one for one in dataclasses.fields(ReduceConfig) if one.name not in LEFT_OUT}
 SWITCHES: Mapping[str, str] = {
-    "fallback": "what our class refuses is made by torch's class, on all ranks; without it the error is raised",
-    "quiet": "print neither what was wrapped nor, at the end, what was sent; warnings stay",
+    "fallback": "where fusedreduce's class refuses a model, use torch's class on all ranks, in place of an error",
+    "quiet": "print only warnings: neither what was wrapped nor, at the end, what was sent",
 }
 _HINTS = typing.get_type_hints(ReduceConfig)
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """The options of one run.
 
     Args:
         config: of every wrapper.
@@ -47,12 +47,12 @@ class Options:
 
 
 def variable(name: str) -> str:
-    """The environment's name of an option."""
+    """Name of an option's environment variable."""
     return PREFIX + name.upper()
 
 
 def flag(name: str) -> str:
-    """The command line's name of an option; a field that is True unless asked otherwise has one that says no."""
+    """Name of an option's flag; "--no-..." if the field is True by default."""
     field = FIELDS.get(name)
     return f"--{'no-' if field is not None and field.default is True else ''}{name.replace('_', '-')}"
 
@@ -63,14 +63,23 @@ def is_switch(name: str) -> bool:
 
 
 def read(environment: Mapping[str, str]) -> Options:
-    """What the environment asks for.
+    """Reads the options from environment variables.
+
+    Args:
+        environment: the variables by name.
+
+    Returns:
+        The options; defaults for those that are not set.
 
     Raises:
-        ValueError: naming flag and variable.
+        ValueError: a value that is not accepted, or a variable that is no option; names flag and variable.
     """
     for name, why in LEFT_OUT.items():
         if variable(name) in environment:
-            raise ValueError(f"{variable(name)} is no option of this command: {why}. Use fusedreduce.install()")
+            raise ValueError(
+                f"{variable(name)} is no option of this command: {why}. Unset it, and call "
+                "fusedreduce.install() in the script"
+            )
     for name in sorted(name for name in environment if name.startswith(PREFIX)):
         near = difflib.get_close_matches(name.removeprefix(PREFIX).lower(), [*FIELDS, *SWITCHES], 1, 0.75)
         if near and name != variable(near[0]):
@@ -91,13 +100,13 @@ def read(environment: Mapping[str, str]) -> Options:
 
 
 def metavar(name: str) -> str:
-    """What stands for the value of an option that takes one."""
+    """Placeholder of an option's value in --help."""
     words = {"plan": "FILE", "link": "US,GBIT_S", "replan_every": "STEPS", "stall_report_s": "SECONDS"}
     return words.get(name) or "{" + ",".join(map(str, typing.get_args(_HINTS[name]))) + "}"
 
 
 def described(name: str) -> str:
-    """What an option does: for a field, what ReduceConfig's docstring says."""
+    """Help text of an option; of a field, the text in ReduceConfig's docstring."""
     if name in SWITCHES:
         return SWITCHES[name]
     text = {
@@ -133,12 +142,12 @@ def _link(text: str) -> tuple[float, ...]:
 
 
 def _file(text: str) -> str:
-    """A plan; whether it suits the model, which is not there yet, is for the wrapper to say."""
+    """Text of a plan file; the wrapper checks later whether it fits the model."""
     content = Path(os.path.abspath(text)).read_text()
     try:
         kind = json.loads(content)["format"]
     except (ValueError, TypeError, KeyError):
         kind = None
     if kind != saved.FORMAT:
-        raise ValueError("the file holds no plan, as plan_json() gives it")
+        raise ValueError("the file is no bucket plan, as plan_json() returns it")
     return content

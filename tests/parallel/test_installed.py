@@ -176,7 +176,7 @@ def test_the_wire_gives_way_to_a_comm_hook(config: ReduceConfig, when: str, capl
     assert made.reduce_config == ReduceConfig()
     assert_equal(gradients(made), wanted)
     dropped = {"bf16mean": "wire='bf16'", "bf16sum": "wire='bf16' and op='sum'"}.get(config.wire + config.op)
-    assert [f"takes the place of {dropped}" in one.message for one in caplog.records] == [True] * bool(dropped)
+    assert [f"replaces {dropped}" in one.message for one in caplog.records] == [True] * bool(dropped)
     with pytest.raises(RuntimeError, match="only be called once"):
         made.register_comm_hook(None, half_hook)
 
@@ -260,13 +260,13 @@ def test_what_torch_refuses_too_is_torchs_to_tell() -> None:
         DDP()  # type: ignore[call-arg]
 
 
-def told(capsys: pytest.CaptureFixture[str], *, quiet: bool = False) -> process.Told:
+def told(capsys: pytest.CaptureFixture[str], *, quiet: bool = False) -> process.PrintingInstallation:
     """As the command installs it."""
     asked = options.Options(BF16, fallback=False, quiet=quiet)
     fusedreduce.install(BF16)
-    installation = process.Told(asked)
+    installation = process.PrintingInstallation(asked)
     assert installed._placed is not None
-    installed.hold(*installed._placed, installation)
+    installed.activate(*installed._placed, installation)
     capsys.readouterr()
     return installation
 
@@ -297,7 +297,7 @@ def test_rank_0_tells_what_it_wraps_and_what_came_of_it(capsys: pytest.CaptureFi
     installation = told(capsys)
     first, second = DDP(model()), DDP(model(), find_unused_parameters=True)
     assert capsys.readouterr().err == (
-        "fusedreduce: Sequential on 1 rank: wire bf16, policy planned, nothing travels, though gradients are rounded "
+        "fusedreduce: Sequential on 1 rank: wire bf16, policy planned, nothing is sent, though gradients are rounded "
         "to bf16\n"
     )
     gradients(first, 2)
@@ -308,9 +308,9 @@ def test_rank_0_tells_what_it_wraps_and_what_came_of_it(capsys: pytest.CaptureFi
     gradients(second, 3)
     second.register_comm_hook(None, half_hook)
     gradients(second, 4)
-    assert "the script's comm hook half_hook takes the place of wire='bf16'" in capsys.readouterr().err
+    assert "the script's comm hook half_hook replaces wire='bf16'" in capsys.readouterr().err
     installation._at_end()
-    assert capsys.readouterr().err == "fusedreduce: 9 steps of 3 reducers; a comm hook decided what travelled\n"
+    assert capsys.readouterr().err == "fusedreduce: 9 steps of 3 reducers; a comm hook decided what was sent\n"
     installation._at_end()
     assert capsys.readouterr().err == "", "once"
 
@@ -321,9 +321,9 @@ def test_a_hook_of_the_constructors_own_is_counted_once(capsys: pytest.CaptureFi
     assert isinstance(made, installed.DistributedDataParallel)
     made._ours().steps = 2  # torch's mixed precision runs on devices that have events
     dropped, first = capsys.readouterr().err.splitlines()
-    assert "takes the place of wire='bf16'" in dropped and "wire native" in first
+    assert "replaces wire='bf16'" in dropped and "wire native" in first
     installation._at_end()
-    assert capsys.readouterr().err == "fusedreduce: 2 steps; a comm hook decided what travelled\n"
+    assert capsys.readouterr().err == "fusedreduce: 2 steps; a comm hook decided what was sent\n"
 
 
 def test_where_torch_reduces_all_there_is_nothing_to_tell(capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,12 +364,12 @@ def test_nothing_is_raised_where_nobody_reads(
 def test_the_last_line() -> None:
     ended = process.Ended(100, 8, 4_000_000, 2_000_000, Forecast(80.0, 100.0, 90.0))
     assert process.last_line([ended]) == (
-        "100 steps; 200.00 MB of gradients travelled for 400.00 MB (50% less); 20% of backward and reduction exposed, "
-        "by the planner's model; by which torch's own class may be up to 10.0 ms a step faster here"
+        "100 steps; 200.00 MB of gradients sent instead of 400.00 MB (50% less); 20% of backward and reduction "
+        "exposed, by the planner's model; by that model torch's own class may be up to 10.0 ms a step faster here"
     )
     native = ended._replace(wire_bytes=4_000_000, forecast=Forecast(80.0, 100.0, 120.0))
     assert process.last_line([native]) == (
-        "100 steps; 400.00 MB of gradients travelled, in their own dtype; 20% of backward and reduction exposed, by "
+        "100 steps; 400.00 MB of gradients sent, in their own dtype; 20% of backward and reduction exposed, by "
         "the planner's model"
     )
     assert process.last_line([ended._replace(steps=1, ranks=1, forecast=None)]) == "1 step"

@@ -41,11 +41,10 @@ def test_torchrun_native_gives_torchs_weights_and_bf16_half_of_the_bytes(two: Ra
     [bf16], told = run(*RUN, "--wire", "bf16", *launcher, script, "--epochs", "2", cwd=tmp_path)
     assert bf16.startswith("fusedreduce.parallel.install ")
     first, last = told
-    assert (
-        first
-        == "fusedreduce: Sequential on 2 ranks: wire bf16, policy planned, 5.26 kB of gradients a step for 10.53 kB"
+    assert first == (
+        "fusedreduce: Sequential on 2 ranks: wire bf16, policy planned, 5.26 kB of gradients a step instead of 10.53 kB"
     )
-    assert last.startswith("fusedreduce: 8 steps; 42.11 kB of gradients travelled for 84.22 kB (50% less)")
+    assert last.startswith("fusedreduce: 8 steps; 42.11 kB of gradients sent instead of 84.22 kB (50% less)")
 
 
 def test_processes_that_a_script_starts_are_reached(tmp_path: Path) -> None:

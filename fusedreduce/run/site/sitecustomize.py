@@ -1,15 +1,15 @@
-"""Python imports this at its start, where `python -m fusedreduce.run` has put this folder first on PYTHONPATH.
+"""Imported by Python at its start, since `python -m fusedreduce.run` has put this folder first on PYTHONPATH.
 
-Takes the folder off sys.path, has torch's DistributedDataParallel make wrappers of ours once torch defines it, and
-gives way to the sitecustomize that would have been imported without it. Neither torch nor fusedreduce is imported here.
+Removes the folder from sys.path, arranges that torch's DistributedDataParallel makes fusedreduce's wrappers as soon as
+torch defines it, and imports the sitecustomize that this file hides. Neither torch nor fusedreduce is imported here.
 
-Written so that any Python 3 reads it: a script may start tools that have one of their own.
+The syntax is that of any Python 3: a script may start tools that have an interpreter of their own.
 """
 
 import os
 import sys
 
-TYPE_CHECKING = False  # as type checkers read it; every Python that is started would have to import `typing`
+TYPE_CHECKING = False  # type checkers know the name; importing `typing` would slow every Python start
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
@@ -20,7 +20,7 @@ _MODULE = "torch.nn.parallel.distributed"
 
 
 class _Finder:
-    """Finds that one module as it would be found without this, and has `_patch` see it once it is executed."""
+    """Finds _MODULE as other finders would, and calls `_patch` with it once it has been executed."""
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
@@ -41,7 +41,7 @@ class _Finder:
         execute = loader.exec_module
 
         def exec_module(module: "ModuleType") -> None:
-            del loader.exec_module  # the loader's own again
+            del loader.exec_module  # restores the class's own
             execute(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
@@ -51,7 +51,7 @@ class _Finder:
 
 
 def _patch(module: "Any") -> None:
-    """Has torch's class start fusedreduce when it is first called: torch itself is still being imported here."""
+    """Replaces `__init__` of torch's class by one that imports fusedreduce: torch itself is still being imported."""
     import atexit
     import functools
 
@@ -69,7 +69,7 @@ def _patch(module: "Any") -> None:
 
 
 def _warn_if_unused(pid: int) -> None:
-    """At the end of rank 0, if it has started a process group and no wrapper was ever made."""
+    """Warns at exit of rank 0 if it has initialised a process group, but no wrapper was ever made."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if pid != os.getpid() or c10d is None or "fusedreduce.run.process" in sys.modules:
         return
@@ -77,7 +77,7 @@ def _warn_if_unused(pid: int) -> None:
     rank = str(c10d.get_rank()) if c10d.is_initialized() else os.environ.get("RANK")
     if started and rank == "0" and sys.stderr is not None:
         sys.stderr.write(
-            "fusedreduce: this program made no torch.nn.parallel.DistributedDataParallel, so nothing was changed\n"
+            "fusedreduce: this program made no torch.nn.parallel.DistributedDataParallel, so fusedreduce did nothing\n"
         )
 
 
@@ -86,7 +86,7 @@ if _MODULE in sys.modules:
     _patch(sys.modules[_MODULE])
 else:
     sys.meta_path.insert(0, _Finder())
-# The one of this environment, which stays in sys.modules. Where there is none this import fails, and so does that of
-# this file, which Python passes over as it does without it.
+# The environment's own sitecustomize, which stays in sys.modules. If there is none, this import fails, and with it that
+# of this file; Python ignores that, as it does without this file.
 del sys.modules[__name__]
 __import__("sitecustomize")
