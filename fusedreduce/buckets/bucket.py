@@ -136,7 +136,7 @@ class BucketCache:
         """Whether one of `parameters` lies in such a bucket already."""
         return any(home.key == key for home in self._homes_of(parameters))
 
-    def take(
+    def check_out(
         self, key: BucketKey, address: int, parameters: Sequence[torch.Tensor], make: Callable[[], Bucket]
     ) -> Bucket:
         """An idle bucket for `parameters`, made if there is none; bound to `address` from now on."""

@@ -101,7 +101,7 @@ class BucketSet:
         """Number of buckets."""
         return len(self.reductions)
 
-    def tellers(self, order: Sequence[int]) -> dict[int, tuple[int, list[int], bool]]:
+    def sentinels(self, order: Sequence[int]) -> dict[int, tuple[int, list[int], bool]]:
         """Parameters that tell for others, if all become ready in `order`.
 
         Returns:
@@ -115,8 +115,8 @@ class BucketSet:
             found[last] = bucket, [], True
             for group in sorted(reduction.early):
                 slots = reduction.groups[group]
-                teller = max(numbers[slots.start : slots.stop], key=place.__getitem__)
-                found.setdefault(teller, (bucket, [], False))[1].append(group)
+                sentinel = max(numbers[slots.start : slots.stop], key=place.__getitem__)
+                found.setdefault(sentinel, (bucket, [], False))[1].append(group)
         return found
 
     def packed(self) -> list[PackedReduction]:

@@ -50,17 +50,17 @@ class DeferredErrors:
             if not met_by_all and self.out_of_step is None:
                 self.out_of_step = f"{type(error).__name__}: {error}"
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Starts anew: the process group has been replaced."""
         with self._lock:
             self._error, self.out_of_step, self._following = None, None, []
 
-    def follow(self, future: torch.futures.Future[Any]) -> None:
+    def add_future(self, future: torch.futures.Future[Any]) -> None:
         """Has the end of backward wait for a reduction."""
         with self._lock:
             self._following.append(future)
 
-    def take(self) -> Exception | None:
+    def pop_error(self) -> Exception | None:
         """The error, which is forgotten then."""
         with self._lock:
             error, self._error = self._error, None
@@ -86,7 +86,7 @@ class DeferredErrors:
         self, following: list[torch.futures.Future[Any]], communicator: Ranks | None, close: Callable[[], None] | None
     ) -> None:
         failed = self._any_failed(following, communicator)
-        error = self.take()
+        error = self.pop_error()
         if error is not None and failed:
             _raise(error)
         if error is None and close is not None and not failed:
@@ -112,7 +112,7 @@ class DeferredErrors:
             return found
         except Exception as error:
             self.remember(error)
-            return self.take()
+            return self.pop_error()
         return None
 
 

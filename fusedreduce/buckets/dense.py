@@ -93,12 +93,12 @@ class PackedReduction(Collecting):
         self._real = not any(dtype.is_complex for dtype in self._dtypes)
         self._copies_small_ones = self._real and dispatch.copies_small(self.bucket.chunks, wire_dtype, members.device)
 
-    def take(self, group: int, divisor: float) -> None:
+    def pack_early(self, group: int, divisor: float) -> None:
         """Packs a group while it is in the cache, if all of it is there; views take its place at once."""
         divisor /= self.bucket.split
         slots = self.groups[group]
         if self._copies_small_ones and len(slots) == 1:
-            self._take_one(group, slots.start, divisor)
+            self._pack_one_early(group, slots.start, divisor)
             return
         parameters = self.members.parameters[slots.start : slots.stop]
         gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
@@ -113,7 +113,7 @@ class PackedReduction(Collecting):
             gradients = views.tensors[slots.start : slots.stop]
         self._taken[group] = gradients, list(map(_version, gradients))
 
-    def _take_one(self, group: int, slot: int, divisor: float) -> None:
+    def _pack_one_early(self, group: int, slot: int, divisor: float) -> None:
         parameter = self.members.parameters[slot]
         gradient = parameter.grad
         if gradient is None or not self._fits(slot, gradient):
@@ -124,15 +124,15 @@ class PackedReduction(Collecting):
             gradient = parameter.grad = views.tensors[slot]
         self._taken[group] = [gradient], [gradient._version]
 
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every gradient is there."""
         gathered = [parameter.grad for parameter in self.members.parameters]
         complete = none_missing(gathered)
         self._gathered = gathered if complete else None
         return complete
 
-    def let_go(self) -> None:
-        """Nothing is launched after `whole`: the gradients are others'."""
+    def drop_gathered(self) -> None:
+        """Nothing is launched after `is_complete`: the gradients are others'."""
         self._gathered = None
 
     def launch(self, divisor: float) -> None:
@@ -140,7 +140,7 @@ class PackedReduction(Collecting):
         divisor /= self.bucket.split
         self._staged = {}  # kept from the last step on: on CUDA a side stream may have read them until now
         taken, self._taken = self._taken, {}
-        gathered, self._gathered = self._gathered, None  # by `whole`, just now
+        gathered, self._gathered = self._gathered, None  # by `is_complete`, just now
         gradients = gathered or [parameter.grad for parameter in self.members.parameters]
         for group, (early, _) in taken.items():
             gradients[self.groups[group].start : self.groups[group].stop] = early

@@ -1,6 +1,6 @@
 """LossUnits: which unit gradients are in, scaled by a loss scaler or not, and what takes the scale off.
 
-    a backward of a scaled loss begins   begin(scale); the unit belongs to that backward, whatever else is called
+    a backward of a scaled loss begins   begin_scaled(scale); the unit belongs to that backward, whatever else is called
     local backward (no_sync)             gradients stay here, and keep the scale
     synchronised backward                the scale stays on during the wire and comes off in unpack
 
@@ -111,7 +111,7 @@ class LossUnits:
         """Those that take part."""
         return [scaler for held in list(self._scalers.values()) if (scaler := held()) is not None]
 
-    def begin(self, scale: LossScale, *, stays: bool) -> None:
+    def begin_scaled(self, scale: LossScale, *, stays: bool) -> None:
         """A backward of a loss times `scale` begins; called within it, before it has made any gradient.
 
         Args:
@@ -146,11 +146,11 @@ class LossUnits:
         """Between two backwards."""
         self._settle()
 
-    def arrive(self, *, anew: bool = False) -> None:
+    def note_backward(self, *, first_output: bool = False) -> None:
         """A synchronised backward has come to an output of forward, or to a gradient.
 
         Args:
-            anew: to an output, before any gradient of this step: it may be an autograd.grad, which leaves none.
+            first_output: to an output, before any gradient of this step: it may be an autograd.grad, which leaves none.
 
         Raises:
             FusedReduceError: a step of several backwards, only some of which are scaled; or see `reduced_next`.
@@ -158,14 +158,14 @@ class LossUnits:
         if not self._scalers:
             return
         came = self._running or _Unit.UNSCALED
-        if anew or self._coming is None:
+        if first_output or self._coming is None:
             self._coming = came
         elif self._coming is not came:
             if isinstance(came, LossScale) and isinstance(self._coming, LossScale):
                 raise FusedReduceError("the loss scale has changed within one step: call update() after its last one")
             came_text, had_text = ("scaled", "unscaled") if self._running else ("unscaled", "scaled")
             raise FusedReduceError(_mixed(came_text, had_text, _RESET))
-        if not anew:
+        if not first_output:
             self.reduced_next()
 
     def reduced_next(self) -> None:

@@ -68,11 +68,11 @@ class Reduction(Protocol):
     groups: Sequence[range]  # slots that can be taken together ahead of `launch`; all slots or none
     early: Collection[int]  # which of the groups are worth it
 
-    def take(self, group: int, divisor: float) -> None:
+    def pack_early(self, group: int, divisor: float) -> None:
         """Takes a group's gradients, if all are there, as they are now and ahead of `launch`."""
         ...
 
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every gradient is there."""
         ...
 
@@ -160,10 +160,10 @@ class TakenAtOnce(Collecting):
     groups: Sequence[range] = ()
     early: Collection[int] = ()
 
-    def take(self, group: int, divisor: float) -> None:
+    def pack_early(self, group: int, divisor: float) -> None:
         """Never called: there are no groups."""
 
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every gradient is there."""
         return none_missing([parameter.grad for parameter in self.members.parameters])
 

@@ -152,7 +152,7 @@ class SparseKinds:
         self._mine: dict[int, tuple[int, ...]] = {}
         self._step: KindsOfStep | None = None
 
-    def use(self, communicator: Communicator) -> None:
+    def set_communicator(self, communicator: Communicator) -> None:
         """Goes on with other ranks. To be followed by `restart`."""
         self.communicator = communicator
 

@@ -681,7 +681,7 @@ class TorchReducer:
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
         self._joined = True
         self.reducer.rebuild()
-        return self.reducer.shadows.begin()
+        return self.reducer.shadows.begin_step()
 
     def _run_comm_hook(self, bucket: GradBucket) -> JoinedWork:
         return JoinedWork(self.reducer.shadows.run(bucket))
@@ -689,7 +689,7 @@ class TorchReducer:
     def _push_all_rebuilt_params(self) -> None:
         self._joined = False
         self.reducer.shadows.share_used_map()
-        self.reducer.shadows.end()
+        self.reducer.shadows.end_step()
 
     def _get_local_used_map(self) -> torch.Tensor:
         return self.reducer.shadows.used_map(joined=self._joined)

@@ -307,7 +307,7 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
     except Exception as error:
         state._errors.remember(error, met_by_all=met_by_all and not isinstance(error, CollectiveError))
         if not in_backward():
-            state._errors.take()
+            state._errors.pop_error()
             state._observed.drop_step()
             raise
     if future is None:
@@ -358,7 +358,7 @@ def _prepare(
         layout = flat_layout(flat.numel())
         split = exchange.divisor_split(wire_dtype, {flat.dtype}, communicator.size)
         with state._lock:
-            ours = state._buckets.take(
+            ours = state._buckets.check_out(
                 key,
                 flat.data_ptr(),
                 parameters,
@@ -391,7 +391,7 @@ def _start(
         future = _start_sparse(state, bucket, communicator, rows)
     else:
         future = _start_dense(state, bucket, communicator, *prepared, rows)
-    state._errors.follow(future)
+    state._errors.add_future(future)
     with state._lock:
         state._counts["collectives"] += 1
     return future
@@ -469,7 +469,7 @@ def _communicator(state: FusedHookState) -> Communicator:
         state._agreed = False
         # Peers may begin with a new state, so over a new group every rank agrees on every bucket again.
         state._buckets = BucketCache()
-        state._errors.forget()
+        state._errors.clear()
         state._observed.set_communicator(state._communicator)
     if state._errors.out_of_step is not None:
         raise FusedReduceError(

@@ -81,7 +81,7 @@ class HookStats:
         """The latest reports; waits for checks in flight."""
         if self._finite is None:
             return []
-        self._finite.settle(all_of_them=True)
+        self._finite.make_reports(all_of_them=True)
         return list(self._finite.reports)
 
     def name_parameters(self, module: nn.Module) -> None:
@@ -95,7 +95,7 @@ class HookStats:
         """Forgets the step under way, and checks over `communicator` from now on."""
         self._step, self._opened, self._latest = ShownStep(), 0, None
         if self._finite is not None:
-            self._finite.use(communicator)
+            self._finite.set_communicator(communicator)
         elif self.checks:
             self._finite = FiniteCheck(None, communicator, raises=self._config.check_finite == "raise")
 
@@ -120,7 +120,7 @@ class HookStats:
             self._opened += 1
             self._latest = None
             if self._finite is not None:
-                self._finite.settle()
+                self._finite.make_reports()
         step = self._step
         step.whole = step.whole and self._opened == 1 and index == len(step.shown)
         number = step.firsts[-1]
@@ -154,7 +154,7 @@ class HookStats:
         step = self._pop_step()
         step.together = _bring_together(step)
         if self._finite is not None:
-            step.started = self._finite.tell(_source(step).first)
+            step.started = self._finite.start_exchange(_source(step).first)
         return step
 
     def drop_step(self) -> None:
@@ -181,7 +181,7 @@ class HookStats:
         if self._finite is not None:
             assert step.started is not None
             self._finite.complete(step.started)
-            self._finite.close(number, _totals(step), places=_Places(step, self._names))
+            self._finite.end_step(number, _totals(step), places=_Places(step, self._names))
             self._finite.check()
 
     def _pop_step(self) -> ShownStep:

@@ -20,7 +20,7 @@ from ..config import FlushReport, SyncMode, is_synchronous
 from ..errors import AgreementError, CollectiveError, FusedReduceError
 from .modes.asynchronous import OwnPace
 from .modes.average_parameters import equalize
-from .modes.gradient_stash import SetAside
+from .modes.gradient_stash import GradientStash
 from .modes.step_end import Ended
 from .pipeline import Pipeline
 
@@ -38,7 +38,7 @@ class LateAverages:
         observed: what is known of the gradients.
 
     Attributes:
-        aside: gradients that no backward of this step has made; None in the synchronous mode.
+        stash: gradients that no backward of this step has made; None in the synchronous mode.
         withheld: the latest step has left no gradients: averages come later.
         landed_scale: of the step whose averages came last.
         flushed: landings in `flush`.
@@ -51,7 +51,7 @@ class LateAverages:
         self.withheld = False
         self.landed_scale: LossScale | None = None
         self.flushed = 0
-        self.aside = self._made(pipeline.maker.config.sync_mode)
+        self.stash = self._made(pipeline.maker.config.sync_mode)
 
     # A step
 
@@ -59,10 +59,10 @@ class LateAverages:
         """A step has ended, or an earlier one has landed."""
         self.withheld, self.landed_scale = ended.number is None, ended.scale
 
-    def give_up(self) -> None:
+    def drop_step(self) -> None:
         """A step was given up."""
-        if self.aside is not None:
-            self.aside.drop()
+        if self.stash is not None:
+            self.stash.drop()
         self.withheld = False
 
     # Between steps
@@ -86,7 +86,7 @@ class LateAverages:
             return "not everything has landed everywhere since the last flush()"
         return ""
 
-    def follow(self, mode: SyncMode, *, local: bool) -> None:
+    def set_mode(self, mode: SyncMode, *, local: bool) -> None:
         """Goes on in another mode.
 
         Args:
@@ -94,13 +94,13 @@ class LateAverages:
             local: what `.grad` holds may be of backwards under no_sync, which the next step reduces.
         """
         if is_synchronous(mode):
-            if self.aside is not None:
-                self.aside.put_back()
-            self.aside = None
-        elif self.aside is None:
-            self.aside = self._made(mode)
-            if local and self.aside is not None:
-                self.aside.keep()
+            if self.stash is not None:
+                self.stash.put_back()
+            self.stash = None
+        elif self.stash is None:
+            self.stash = self._made(mode)
+            if local and self.stash is not None:
+                self.stash.keep()
         self.withheld = False
 
     def flush(
@@ -118,22 +118,22 @@ class LateAverages:
             buffers: become rank 0's; asynchronous mode.
             failed: is told where what went wrong was no fault of `step`.
         """
-        aside, own = self.aside, self._pipeline.ends.own
-        if aside is None:
+        stash, own = self.stash, self._pipeline.ends.own
+        if stash is None:
             return FlushReport()
         if own is not None:
-            return self._flush_contributions(own, aside, optimizers, step, buffers, failed)
-        if aside.local():
+            return self._flush_contributions(own, stash, optimizers, step, buffers, failed)
+        if stash.local():
             raise FusedReduceError(f"flush() while {_NO_SYNC_WAITS}")
         landed = 0
         while len(self._pipeline.ends.under_way):
-            aside.take_unused()
+            stash.stash_unused()
             try:
-                ended = self._pipeline.land()
+                ended = self._pipeline.apply_oldest()
             except BaseException as error:
                 failed(error)
                 raise
-            aside.put_back()
+            stash.put_back()
             self.ended(ended)
             self.flushed += 1
             landed += 1
@@ -163,13 +163,13 @@ class LateAverages:
 
     # Within
 
-    def _made(self, mode: SyncMode) -> SetAside | None:
-        return None if is_synchronous(mode) else SetAside(self._parameters)
+    def _made(self, mode: SyncMode) -> GradientStash | None:
+        return None if is_synchronous(mode) else GradientStash(self._parameters)
 
     def _flush_contributions(
         self,
         own: OwnPace,
-        aside: SetAside,
+        stash: GradientStash,
         optimizers: Sequence[Optimizer],
         step: Callable[[], None] | None,
         buffers: Sequence[torch.Tensor],
@@ -178,13 +178,13 @@ class LateAverages:
         maker = self._pipeline.maker
         stopped: Exception | None = None
         try:
-            if aside.local():
+            if stash.local():
                 own.drain(f"flush() while {_NO_SYNC_WAITS}")  # raises, on every rank
-            aside.take_unused()
+            stash.stash_unused()
             try:
                 landed = own.drain().landed
             finally:
-                aside.put_back()
+                stash.put_back()
             try:
                 if step is not None and any_gradient(self._parameters):
                     step()

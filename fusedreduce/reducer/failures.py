@@ -27,11 +27,11 @@ class Failures:
         if isinstance(error, CollectiveError):
             mark_lost(communicator, str(error))
 
-    def forget(self) -> None:
+    def clear_failure(self) -> None:
         """That step was given up."""
         self.text = ""
 
-    def use_other_ranks(self) -> None:
+    def restart_count(self) -> None:
         """Another communicator was set, on which nothing has been compared."""
         self._resets = 0
 

@@ -30,11 +30,11 @@ class Shadows:
         self._plans = plans
         self._observed = observed
 
-    def begin(self) -> list[GradBucket]:
+    def begin_step(self) -> list[GradBucket]:
         """Zeros for every bucket, in launch order, for a step that begins with this. Behind `Reducer.rebuild`."""
         if self._plans.measured():
             self._pipeline.issued += self._plans.scheduler.open_round(None)
-        self._observed.begin_shadow()
+        self._observed.begin_shadow_step()
         return [reduction.shadow() for reduction in self._pipeline.buckets.reductions]
 
     def run(self, bucket: GradBucket) -> Callable[[], None]:
@@ -66,9 +66,9 @@ class Shadows:
         if not used.always and used.asks():
             used.start()
             self._pipeline.issued += 1
-            used.finish()
+            used.complete()
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """The others' step is done: takes part in agreeing on a plan too.
 
         Raises:
@@ -82,14 +82,14 @@ class Shadows:
         if kinds.place:
             kinds.ask()
             pipeline.issued += 1
-        pipeline.issued += self._observed.tell_shadow()
+        pipeline.issued += self._observed.start_shadow_exchange()
         for complete in [self.run(one.shadow()) for one in pipeline.buckets.sparse(kinds.learn())]:
             complete()
         for number in kinds.place:
             kinds.of_step.agreed_kind(number)  # raises where the others do
         plans.scheduler.complete()
         pipeline.close_round(None)
-        pipeline.issued += self._observed.close_shadow(pipeline.rounds)
+        pipeline.issued += self._observed.end_shadow_step(pipeline.rounds)
         self._observed.check()
 
 

@@ -60,7 +60,7 @@ class Pipeline:
     """The buckets of a reducer, and what is under way of them.
 
     Args:
-        maker: builds the buckets; what is put in its place holds from the next `lay` on.
+        maker: builds the buckets; what is put in its place holds from the next `build_buckets` on.
         plans: where the first plan comes from, and whether plans follow measurements now.
         observed: is told what happens to the gradients.
         clock: is told when.
@@ -108,7 +108,7 @@ class Pipeline:
         self.rounds = 0
         self.buckets = BucketSet((), maker)
         self.ends = Ends(maker, observed, used)
-        self.lay(plans.first())
+        self.build_buckets(plans.first())
 
     # Between steps
 
@@ -117,13 +117,13 @@ class Pipeline:
         """Parameter numbers by bucket, in launch order."""
         return self.buckets.plan
 
-    def lay(self, plan: Plan) -> None:
+    def build_buckets(self, plan: Plan) -> None:
         """Builds the buckets of `plan`; the old ones are given up."""
         self._allocations += self.buckets.wire_allocations()
         self._restrided += int(self.buckets.stats()["restrided"])
         self.buckets = BucketSet(plan, self.maker)
-        self._observed.lay(self.buckets.reductions)
-        self.ends.lay(self.buckets)
+        self._observed.collect_from(self.buckets.reductions)
+        self.ends.set_buckets(self.buckets)
         self._checked_wires = False
         self._clock.arm(len(plan), closely=False, forward_ns=MISSING_NS)
 
@@ -138,33 +138,33 @@ class Pipeline:
                 self.maker.communicator.check_wire(bucket.bucket.wire_dtype, bucket.members.device)
         self._checked_wires = True
 
-    def use(self, communicator: Communicator) -> None:
-        """Goes on with other ranks. To be followed by `give_up` and `lay`."""
+    def set_communicator(self, communicator: Communicator) -> None:
+        """Goes on with other ranks. To be followed by `drop_step` and `build_buckets`."""
         self.maker = dataclasses.replace(self.maker, communicator=communicator)
-        self.maker.sparse_kinds.use(communicator)
-        self.used.use(communicator)
-        self.ends.use(communicator)
+        self.maker.sparse_kinds.set_communicator(communicator)
+        self.used.set_communicator(communicator)
+        self.ends.set_communicator(communicator)
         self.issued = 0
 
-    def follow(self, config: ReduceConfig) -> None:
+    def set_mode(self, config: ReduceConfig) -> None:
         """Steps end as `config.sync_mode` says from now on; none is under way."""
         self.maker = dataclasses.replace(self.maker, config=config)
-        self.ends.follow(self.maker, self.buckets)
+        self.ends.set_mode(self.maker, self.buckets)
 
-    def give_up(self) -> None:
-        """Abandons what is under way. To be followed by `lay`: collectives may still write into these wire buffers."""
-        self.ends.give_up()
+    def drop_step(self) -> None:
+        """Abandons what is in flight. `build_buckets` must follow: collectives may still write into these buffers."""
+        self.ends.drop_steps()
         self._installed = []
         self._count_ranks = None
-        self._observed.give_up()
+        self._observed.drop_step()
         for reduction in self.buckets.reductions:
             reduction.drop_views()
         self.used.restart()
         self.maker.sparse_kinds.restart()
 
-    def close(self) -> None:
+    def release_buckets(self) -> None:
         """Gives the buffers up; gradients that are views keep theirs."""
-        self.ends.close()
+        self.ends.release()
         self.buckets = BucketSet((), self.maker)
 
     def stats(self) -> dict[str, int | str]:
@@ -184,7 +184,7 @@ class Pipeline:
         self._count_ranks = work
 
     def wait_at_end(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
-        """Has the next `finish` wait for these too."""
+        """Has the next `finish_step` wait for these too."""
         self._installed.extend(futures)
 
     def arm(self, *, closely: bool, forward_ns: int, divisor: float | None = None) -> None:
@@ -200,17 +200,17 @@ class Pipeline:
         # A sum of what ranks keep would grow from step to step; a mean of it is what torch makes of views.
         self._keeps_unused = self.maker.as_views and (divisor is not None or self.maker.config.op == "sum")
 
-    def take(self, step: Step, bucket: int, group: int) -> None:
+    def pack_early(self, step: Step, bucket: int, group: int) -> None:
         """Packs a group of a bucket ahead of its launch; on CPU."""
         # Else its wire is under way, and what comes too late is found in finish.
         if bucket >= step.next_bucket and self.ends.own is None:
             began_ns = time.perf_counter_ns()
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # 2 us, for every large gradient
-                self.buckets.reductions[bucket].take(group, self._divisor)
+                self.buckets.reductions[bucket].pack_early(group, self._divisor)
             self._clock.packed_part(bucket, began_ns)
 
     def launch(self, step: Step) -> None:
-        """Starts every bucket that is next and ready. In the asynchronous mode nothing, until `finish`."""
+        """Starts every bucket that is next and ready. In the asynchronous mode nothing, until `finish_step`."""
         if self.ends.own is not None:
             return
         if step.next_bucket == 0:
@@ -245,7 +245,7 @@ class Pipeline:
                 self._clock.launched(members.index, watched, issued_ns, self.maker.communicator)
                 self.buckets.streams.packed(members.device)
             step.launched += 1
-            self.issued += watched is not None  # the sum of a sparse gradient may have to wait for `finish`
+            self.issued += watched is not None  # the sum of a sparse gradient may have to wait for `finish_step`
         if step.all_launched() and before < step.next_bucket:
             if self.used.asks():
                 self.used.start()
@@ -256,7 +256,7 @@ class Pipeline:
                 self.maker.sparse_kinds.ask()
                 self.issued += 1
             self.buckets.streams.wait_for_packs()
-            self.issued += self._observed.tell()
+            self.issued += self._observed.start_exchange()
 
     def launch_late(self) -> None:
         """Behind `launch`, where it may be waited for: starts the sums of sparse gradients whose kind nobody knew.
@@ -272,7 +272,7 @@ class Pipeline:
                     sparse.launch_late()
                 self.issued += 1
 
-    def finish(self, step: Step, *, shared: bool) -> Ended:
+    def finish_step(self, step: Step, *, shared: bool) -> Ended:
         """Ends the step: finishes every launched bucket in launch order, or those of an earlier step, as the mode says.
 
         Args:
@@ -304,20 +304,20 @@ class Pipeline:
         return ended
 
     def end_step(self, ended: Ended) -> None:
-        """Behind `finish`: completes what is observed of the gradients. `observed.check` then raises for it.
+        """Behind `finish_step`: completes what is observed of the gradients. `observed.check` then raises for it.
 
         Args:
-            ended: what `finish` returned.
+            ended: what `finish_step` returned.
         """
         if self.used.always:
-            self.used.forget()
+            self.used.clear_marks()
         with torch.no_grad():
             self.issued += self.ends.observe(ended)
 
-    def land(self) -> Ended:
+    def apply_oldest(self) -> Ended:
         """The oldest step under way lands, between two steps. `observed.check` then raises for it."""
         with torch.no_grad():
-            ended = self.ends.land(self.buckets, self._write)
+            ended = self.ends.apply_oldest(self.buckets, self._write)
             self.issued += self.ends.observe(ended)
         return ended
 
@@ -343,13 +343,13 @@ class Pipeline:
     def _end_now(self, launched: Sequence[Reduction]) -> list[int]:
         """Finishes what was launched; returns the parameters whose gradients it has not written."""
         left: list[int] = []
-        used, unscaling = self.used.held(), self._observed.units.unscaling()
+        used, unscaling = self.used.sum_of_step(), self._observed.units.unscaling()
         for reduction in launched:
             self._finish_one(reduction, used, unscaling)
         if self.used.kept or self.maker.keeps_gradients:
             left = self._left_alone(() if self.maker.keeps_gradients else launched, used)
         if self.used.asks():
-            self.used.finish()
+            self.used.complete()
         self._observed.complete()
         return left
 
@@ -367,7 +367,7 @@ class Pipeline:
         members = reduction.members
         untouched = untouched_of(members, used)
 
-        def finish() -> None:
+        def write() -> None:
             self._clock.unpack(members.index)
             reduction.finish(untouched, unscaling)
             for number in untouched & self._kept.keys():
@@ -378,9 +378,9 @@ class Pipeline:
 
         # A hook's future makes the current stream wait for whatever the hook did.
         if isinstance(reduction, HookedReduction):
-            finish()
+            write()
         else:
-            self._write(members, finish)
+            self._write(members, write)
 
     def _write(self, members: Members, write: Callable[[], None]) -> None:
         """Calls what writes a bucket's gradients; on CUDA on a side stream, and watched."""

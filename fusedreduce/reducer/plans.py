@@ -102,10 +102,10 @@ class Plans:
         )
         # Not where nothing overlaps. A comm hook may keep state by bucket: the reducer then says so.
         self._measures = config.policy != "static" and config.overlap
-        self.follow(config.sync_mode)
-        self.use(communicator)
+        self.set_mode(config.sync_mode)
+        self.set_communicator(communicator)
 
-    def use(self, communicator: Communicator) -> None:
+    def set_communicator(self, communicator: Communicator) -> None:
         """Plans anew, for these ranks."""
         self._communicator = communicator
         self.scheduler = Scheduler(self._model, self._config.replan_every, communicator, self._device)
@@ -113,7 +113,7 @@ class Plans:
         self.rebuilt = False
         self._order = ()
 
-    def follow(self, mode: SyncMode) -> None:
+    def set_mode(self, mode: SyncMode) -> None:
         """Steps end as `mode` says: what ends later is not measured, and ranks in different steps learn no plan."""
         self._in_step = is_synchronous(mode)
         self._together = not isinstance(mode, Asynchronous)
@@ -127,7 +127,7 @@ class Plans:
         self._order = ()
         self.scheduler.restart()
 
-    def forget(self) -> None:
+    def return_to_first(self) -> None:
         """Ranks hold different plans: all go back to the first one."""
         self.rebuilt = False
 
@@ -170,7 +170,7 @@ class Plans:
             CollectiveError: a peer did not answer.
         """
         if not (self.wants_order() and self._order):
-            return (self.scheduler.settle(plan) if self.measured() else plan), 0
+            return (self.scheduler.decide(plan) if self.measured() else plan), 0
         order = torch.tensor(self._order, dtype=torch.int64).to(self._device)
         try:
             self._communicator.broadcast(order, 0)

@@ -39,7 +39,7 @@ class Arrivals:
 
     Attributes:
         step: the step that runs, or the last one.
-        tells: while few are hooked: by parameter its bucket, the groups that it completes there, and whether the
+        sentinels: while few are hooked: by parameter its bucket, the groups that it completes there, and whether the
             bucket. Empty: all are.
         fires: static graph: how many gradients each parameter gets; None: not known yet.
     """
@@ -54,7 +54,7 @@ class Arrivals:
         static_graph: bool,
     ) -> None:
         self.static_graph = static_graph
-        self.tells: dict[int, tuple[int, list[int], bool]] = {}
+        self.sentinels: dict[int, tuple[int, list[int], bool]] = {}
         self.fires: list[int] | None = None
         self._hooks = hooks
         self._pipeline = pipeline
@@ -65,23 +65,23 @@ class Arrivals:
         self._devices = [parameter.device for parameter in self._parameters]
         self._counted = [0] * len(self._parameters)
         self._clean_steps = 0
-        self.lay()
+        self.set_buckets()
 
     # Between steps
 
-    def lay(self) -> None:
+    def set_buckets(self) -> None:
         """The buckets are new."""
         self.hook_all(once=True)
         self.begin_step()
 
     def restart(self) -> None:
-        """A step was given up. To be followed by `lay`."""
+        """Forgets the gradient counts of a step that was given up. `set_buckets` must follow."""
         self._counted = [0] * len(self._parameters)
         self.fires = None
 
     def remove_hooks(self) -> None:
         """Removes the hooks from the parameters; nothing is told from then on."""
-        self.tells = {}
+        self.sentinels = {}
         self._hooks.remove()
 
     def hook_all(self, *, once: bool = False) -> None:
@@ -90,8 +90,8 @@ class Arrivals:
         Args:
             once: for one step; hooks go again as soon as it has been clean.
         """
-        if self.tells:
-            self.tells = {}
+        if self.sentinels:
+            self.sentinels = {}
             self._clean_steps = 0
             self._hooks.hook_all()
         if once:
@@ -107,14 +107,14 @@ class Arrivals:
         self._clean_steps = self._clean_steps + 1 if step.clean else 0
         if self._clean_steps < _CLEAN_STEPS:
             return
-        self.tells = self._pipeline.buckets.tellers(step.order)
-        self._hooks.hook(self.tells)
+        self.sentinels = self._pipeline.buckets.sentinels(step.order)
+        self._hooks.hook(self.sentinels)
 
     # A step
 
     def begin_forward(self) -> None:
         """A forward comes next; there may be no graph now."""
-        if self.tells:
+        if self.sentinels:
             buckets = self._pipeline.buckets
             self._hooks.renew_nodes(lambda index: buckets.streams.of_nodes(buckets.bucket_of[index]))
 
@@ -141,13 +141,13 @@ class Arrivals:
         # Another root of this backward, or of a partial one; else a new one, which has made nothing yet.
         again = step.from_outputs and (step.begun or step.callbacks > 0)
         step.from_outputs = True
-        self._units.arrive(anew=not (again or step.begun))
+        self._units.note_backward(first_output=not (again or step.begun))
         if not again:
             step.clean = not any_gradient(self._parameters)
             self._clock.begin()
-        if self.tells and (again or not step.clean or self._hooks.users_hook_gradients()):
+        if self.sentinels and (again or not step.clean or self._hooks.users_hook_gradients()):
             if again:
-                self._adopt()
+                self._mark_unseen()
             self.hook_all()
         return True
 
@@ -157,20 +157,20 @@ class Arrivals:
         self.step.count(index)
         self._record_stream(index)
 
-    def tell(self, index: int) -> bool:
+    def mark_ready(self, index: int) -> bool:
         """A parameter's hook tells; says whether a bucket may have become ready."""
-        if self.tells:
-            return self._arrive_for_others(index)
-        self._arrive(index)
+        if self.sentinels:
+            return self._mark_sentinel(index)
+        self._mark_one(index)
         buckets = self._pipeline.buckets
         if index in buckets.large and self.step.is_ready(index):
-            self._pipeline.take(self.step, buckets.bucket_of[index], buckets.large[index])
+            self._pipeline.pack_early(self.step, buckets.bucket_of[index], buckets.large[index])
         return True
 
     def end_backward(self) -> bool:
         """A backward has ended; says whether all gradients of the step are there. Not after a partial one."""
         step = self.step
-        late = bool(self.tells) and not step.all_ready() and self._adopt()
+        late = bool(self.sentinels) and not step.all_ready() and self._mark_unseen()
         if not step.begun:
             return False
         if self.counting:
@@ -187,14 +187,14 @@ class Arrivals:
 
     # Within
 
-    def _arrive(self, index: int) -> None:
+    def _mark_one(self, index: int) -> None:
         """One parameter is ready, and with the first one all that are unused."""
         step, buckets = self.step, self._pipeline.buckets
         if step.callbacks == 0:
             step.clean = False  # a backward of which nobody has told us: no output of forward is its root
         if buckets.streams.unrecorded:
             self._record_stream(index)
-        for one in step.arrive(index):
+        for one in step.mark_ready(index):
             self._clock.arrive(one)
             bucket = buckets.bucket_of[one]
             if step.bucket_is_ready(bucket):
@@ -205,7 +205,7 @@ class Arrivals:
         if index in streams.unrecorded:
             streams.record(index, self._devices[index])
 
-    def _arrive_for_others(self, index: int) -> bool:
+    def _mark_sentinel(self, index: int) -> bool:
         """Only the parameters that complete a bucket, or a group within it, are hooked. Whether a bucket is ready."""
         step = self.step
         if not step.from_outputs:
@@ -215,24 +215,24 @@ class Arrivals:
                 "steps before did. Return from forward every tensor that a loss is made of. After reset() every "
                 "parameter is watched one by one again"
             )
-        step.tell(index)
-        bucket, groups, completes = self.tells[index]
+        step.mark_sentinel(index)
+        bucket, groups, completes = self.sentinels[index]
         for group in groups:
-            self._pipeline.take(step, bucket, group)
+            self._pipeline.pack_early(step, bucket, group)
         reduction = self._pipeline.buckets.reductions[bucket]
         if not completes:
             return False
-        if reduction.whole():
+        if reduction.is_complete():
             self._clock.bucket_ready(bucket)
-            step.arrive_whole(bucket, reduction.members.numbers)
+            step.mark_bucket_ready(bucket, reduction.members.numbers)
         else:
             # Another order than before. The bucket must go as soon as its last member comes, not at the end: peers,
             # whose order may be the old one, launch theirs at that place among the user's own collectives.
-            self._adopt()
+            self._mark_unseen()
             self.hook_all()
         return True
 
-    def _adopt(self) -> bool:
+    def _mark_unseen(self) -> bool:
         """Makes ready what this step's backward has given a gradient unseen, in a step that began with none."""
         late = [
             index
@@ -240,5 +240,5 @@ class Arrivals:
             if not self.step.is_ready(index) and parameter.grad is not None
         ]
         for index in late:
-            self._arrive(index)
+            self._mark_one(index)
         return bool(late)

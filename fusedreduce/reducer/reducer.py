@@ -278,7 +278,7 @@ class Reducer:
                 self.shares_parameters = admission.shared(self, self.parameters)
                 admission.check_mode(self.config.sync_mode, {"parameters of two wrappers": self.shares_parameters})
                 arrivals.hook_all()  # another reducer writes the same gradients: versions prove nothing
-            if arrivals.tells and self.state is ReducerState.ARMED and any_gradient(self.parameters):
+            if arrivals.sentinels and self.state is ReducerState.ARMED and any_gradient(self.parameters):
                 arrivals.hook_all()
                 self._warn_once(
                     "gradients have come, but by no backward from an output of forward: they were not averaged. "
@@ -293,8 +293,8 @@ class Reducer:
             watched = self._backward_hooks.watch(tensors)
             if not watched or profiled:
                 arrivals.hook_all(once=profiled)
-            if self.late.aside is not None and not watched:
-                self.late.aside.take()
+            if self.late.stash is not None and not watched:
+                self.late.stash.stash()
             closely = profiled or self._recording.wants_step()
             self._pipeline.arm(closely=closely, forward_ns=self._forward_ns, divisor=divisor)
             self._forward_ns = MISSING_NS
@@ -312,14 +312,14 @@ class Reducer:
             arrivals = self._arrivals
             step = arrivals.step
             try:
-                self.observed.units.arrive()
+                self.observed.units.note_backward()
                 if self.find_unused_parameters or self.static_graph:
                     if self.parameters[index].grad is not None:
                         self._pipeline.used.mark(index)
                     if arrivals.counting:
                         arrivals.count(index)
                         return
-                if not arrivals.tell(index):
+                if not arrivals.mark_ready(index):
                     return
                 if self._overlaps and step.head_is_ready():
                     self._pipeline.launch(step)
@@ -416,15 +416,15 @@ class Reducer:
     def no_sync(self) -> Iterator[None]:
         """Forwards within it do not arm the hooks: gradients accumulate here, and the next step reduces their sum."""
         before, self._sync = self._sync, False
-        aside = self.late.aside
-        if aside is not None:
-            aside.take()  # a backward may come of which nobody tells: without prepare_for_backward
+        stash = self.late.stash
+        if stash is not None:
+            stash.stash()  # a backward may come of which nobody tells: without prepare_for_backward
         try:
             yield
         finally:
             self._sync = before
-            if aside is not None and not aside.local():
-                aside.put_back()
+            if stash is not None and not stash.local():
+                stash.put_back()
 
     def expect_local_backward(self) -> None:
         """The next backward is not reduced on purpose (no_sync of a wrapper)."""
@@ -437,14 +437,14 @@ class Reducer:
             if self.state is ReducerState.IDLE and not self.local_backward_expected:
                 # A second backward of this forward: what it adds stays here, and nobody may miss that.
                 self._arrivals.hook_all()
-            self.observed.units.begin(scale, stays=self.local_backward_expected)
+            self.observed.units.begin_scaled(scale, stays=self.local_backward_expected)
 
     def watch_local_forward(self, outputs: object) -> None:
         """A backward from `outputs` will not be reduced: where averages come later, it is kept apart from them."""
-        if self.late.aside is not None and not self._backward_hooks.watch_also(
+        if self.late.stash is not None and not self._backward_hooks.watch_also(
             tensors_in(outputs), Reducer._takes_aside
         ):
-            self.late.aside.take()
+            self.late.stash.stash()
 
     # Steps that end later than with their own backward
 
@@ -473,10 +473,10 @@ class Reducer:
             self.late.check_settled()
             self.config = config
             self._agreed = False
-            self._plans.follow(mode)
-            self._pipeline.follow(config)
+            self._plans.set_mode(mode)
+            self._pipeline.set_mode(config)
             self._overlaps = config.overlap and self._pipeline.ends.own is None
-            self.late.follow(mode, local=self.local_backward_expected)
+            self.late.set_mode(mode, local=self.local_backward_expected)
             self._attend_optimizers()
 
     def flush(
@@ -574,8 +574,8 @@ class Reducer:
                 raise
             if not same:
                 # Some had gone on to the next plan, or had learned an order, when others failed.
-                self._plans.forget()
-                self._lay(self._plans.first())
+                self._plans.return_to_first()
+                self._build_buckets(self._plans.first())
 
     def give_up_step(self) -> None:
         """The part of `reset` that concerns this rank alone; for what follows with `set_communicator`."""
@@ -583,14 +583,14 @@ class Reducer:
             if self.state is ReducerState.CLOSED:
                 raise FusedReduceError("this reducer is closed")
             self.state = ReducerState.IDLE
-            self.late.give_up()
-            self._failures.forget()
+            self.late.drop_step()
+            self._failures.clear_failure()
             self._agreed = False
             self._plans.restart()
-            self._pipeline.give_up()
+            self._pipeline.drop_step()
             self._arrivals.restart()
             # New wire buffers: a collective that is still under way may write into the old ones.
-            self._lay(self.plan)
+            self._build_buckets(self.plan)
 
     def set_communicator(self, communicator: Communicator) -> None:
         """Goes on with another group of ranks: they agree anew, and the plan is learned anew.
@@ -601,12 +601,12 @@ class Reducer:
         with self._lock:
             self.communicator = communicator
             self._follow_communicator()
-            self._pipeline.use(communicator)
-            self._failures.use_other_ranks()
-            self._plans.use(communicator)
-            self.observed.use(communicator)
+            self._pipeline.set_communicator(communicator)
+            self._failures.restart_count()
+            self._plans.set_communicator(communicator)
+            self.observed.set_communicator(communicator)
             self.give_up_step()
-            self._lay(self._plans.first())
+            self._build_buckets(self._plans.first())
 
     def set_static_graph(self) -> None:
         """As static_graph=True, before the first backward.
@@ -624,7 +624,7 @@ class Reducer:
         self.static_graph = self._arrivals.static_graph = True
         self._plans.learns = True
         self._pipeline.used.first = True
-        self._lay(self._plans.first())
+        self._build_buckets(self._plans.first())
 
     def close(self) -> None:
         """Removes the hooks and gives the buffers up; gradients that are views keep theirs. May be called twice."""
@@ -632,7 +632,7 @@ class Reducer:
             self.state = ReducerState.CLOSED
             optimizer_steps.leave(self)
             self.remove_hooks()
-            self._pipeline.close()
+            self._pipeline.release_buckets()
             admission.leave(self, self.parameters)
 
     def remove_hooks(self) -> None:
@@ -673,7 +673,7 @@ class Reducer:
                 raise ValueError(f"op={self.config.op!r} and a comm hook exclude each other: the hook divides, or not")
             self._pipeline.maker = dataclasses.replace(maker, hook=(state, hook))
             self._plans.give_up_measuring()
-            self._lay(self.plan)
+            self._build_buckets(self.plan)
 
     @property
     def has_comm_hook(self) -> bool:
@@ -685,7 +685,7 @@ class Reducer:
         admission.check_mode(self.config.sync_mode, {"an optimizer in backward": True})
         self.steps_in_backward = True
         self._pipeline.maker = dataclasses.replace(self._pipeline.maker, keeps_gradients=True)
-        self._lay(self.plan)
+        self._build_buckets(self.plan)
 
     def allow_other_dtypes(self) -> None:
         """Parameters change their dtype during a step (torch's mixed precision)."""
@@ -745,7 +745,7 @@ class Reducer:
             # Also where the order leaves the buckets as they are: hooks and streams are those of a first step.
             new = issued > 0 or plan != self.plan
             if new:
-                self._lay(plan)
+                self._build_buckets(plan)
             return new
 
     def should_rebuild(self) -> bool:
@@ -841,16 +841,16 @@ class Reducer:
             refuse_capture(self._device, self.communicator.rank)
             refuse_compiled_autograd(self.communicator.rank)
             with self._lock:
-                if self.late.aside is not None:
-                    self.late.aside.take()
+                if self.late.stash is not None:
+                    self.late.stash.stash()
                 if self._arrivals.begin_backward():
                     self.observed.additions += 1  # should it not come to its end
                     self._backward_hooks.queue_end(self._arrivals.step)
 
     def _takes_aside(self) -> None:
         """A backward that is not reduced has reached an output of its forward."""
-        if self.late.aside is not None:
-            self.late.aside.take()
+        if self.late.stash is not None:
+            self.late.stash.stash()
 
     def _backward_ends(self, step: Step) -> None:
         """Ends the step if all is launched; does nothing after one of several partial backwards."""
@@ -902,7 +902,7 @@ class Reducer:
         self._attend_optimizers()
 
     def _attend_optimizers(self) -> None:
-        if self._waits_in_backward and self.late.aside is None:
+        if self._waits_in_backward and self.late.stash is None:
             optimizer_steps.leave(self)
         else:
             optimizer_steps.enter(self)
@@ -917,15 +917,15 @@ class Reducer:
                     "and step() without a closure; or have a thread per rank, on CPU"
                 )
             self._complete_outside()
-        if self.late.aside is not None:
-            self.late.aside.stepped = True
+        if self.late.stash is not None:
+            self.late.stash.stepped = True
 
     def _finish(self, step: Step) -> None:
         """All buckets are launched: the step is done then."""
         arrivals = self._arrivals
-        if not arrivals.tells:
+        if not arrivals.sentinels:
             step.whole = none_missing([parameter.grad for parameter in self.parameters])
-        ended = self._pipeline.finish(step, shared=self.shares_parameters)
+        ended = self._pipeline.finish_step(step, shared=self.shares_parameters)
         self.late.ended(ended)
         self.steps += 1
         self.buckets_reduced = step.launched
@@ -934,13 +934,13 @@ class Reducer:
             self.last_order = tuple(reversed(dict.fromkeys(reversed(step.order))))
         self.last_unused = tuple(sorted(step.skipped))
         self._plans.note_order(self.last_order)
-        if not arrivals.tells:
+        if not arrivals.sentinels:
             self._ready_ns = list(self._clock.arrived_ns)
             if not self._needs_all_hooks():
                 arrivals.hook_few()
         self._pipeline.end_step(ended)
-        if self.late.aside is not None:
-            self.late.aside.put_back()
+        if self.late.stash is not None:
+            self.late.stash.put_back()
         self.state = ReducerState.IDLE
         if in_backward():
             # Behind the callbacks of other reducers: where one raises, the engine runs no further one.
@@ -988,7 +988,7 @@ class Reducer:
         return float(divisor)
 
     def _check_still_hooked(self) -> None:
-        if not self._arrivals.tells:  # else the end of backward looks at every `.grad`, and pack at its dtype
+        if not self._arrivals.sentinels:  # else the end of backward looks at every `.grad`, and pack at its dtype
             self._hooks.check_nodes(self.names)
 
     def _unused(self, outputs: Sequence[torch.Tensor]) -> list[int]:
@@ -1042,10 +1042,10 @@ class Reducer:
         if self.on_error is not None:
             self.on_error(str(error))
 
-    def _lay(self, plan: Plan) -> None:
+    def _build_buckets(self, plan: Plan) -> None:
         """Builds the buckets of `plan`, between two steps."""
-        self._pipeline.lay(plan)
-        self._arrivals.lay()
+        self._pipeline.build_buckets(plan)
+        self._arrivals.set_buckets()
 
 
 def _weakly(reducer: Reducer) -> Callable[[], None]:

@@ -122,7 +122,7 @@ class Scheduler:
             self._looked[place] = looked
         self._schedule.round += 1
 
-    def settle(self, plan: Plan) -> Plan:
+    def decide(self, plan: Plan) -> Plan:
         """Before a step: reads what the last one started.
 
         Args:

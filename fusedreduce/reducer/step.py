@@ -46,7 +46,7 @@ class Step:
         self.from_outputs = False  # that backward began at an output of forward
         self.clean = False  # every gradient was None when it began
 
-    def arrive(self, index: int) -> list[int]:
+    def mark_ready(self, index: int) -> list[int]:
         """A gradient was accumulated; returns the parameters that this makes ready, in order.
 
         Raises:
@@ -74,14 +74,14 @@ class Step:
         self.begun = True
         self.order.append(index)
 
-    def arrive_whole(self, bucket: int, members: Sequence[int]) -> None:
+    def mark_bucket_ready(self, bucket: int, members: Sequence[int]) -> None:
         """All of a bucket's gradients are there; only its last one has told."""
         self.begun = True
         if self._pending[bucket] == 0:
             raise FusedReduceError(self._twice(members[-1]))
         self._pending[bucket] = 0
 
-    def tell(self, index: int) -> None:
+    def mark_sentinel(self, index: int) -> None:
         """A parameter that tells for others has got its gradient.
 
         Raises:

@@ -123,7 +123,7 @@ class UsedMap:
         self._settled = False
         self.last: torch.Tensor | None = None  # per parameter on how many ranks it was used in the latest step
 
-    def use(self, communicator: Communicator) -> None:
+    def set_communicator(self, communicator: Communicator) -> None:
         """Goes on with other ranks, from the next `restart` on."""
         self._communicator = communicator
 
@@ -153,26 +153,26 @@ class UsedMap:
         reduced = self.local()
         self._sum = UsedSum(self._used, reduced, self._communicator.all_reduce(reduced), self._communicator)
 
-    def held(self) -> UsedSum | None:
+    def sum_of_step(self) -> UsedSum | None:
         """What is known of the step that is launched; None: every parameter is in use."""
         if not self.kept:
             return None
         assert self._sum is not None, "the sum was not started"
         return self._sum
 
-    def taken(self) -> UsedSum | None:
-        """As `held`, for a step that ends later."""
+    def detach_sum(self) -> UsedSum | None:
+        """As `sum_of_step`, for a step that ends later."""
         self._settled = True
-        return self.held()
+        return self.sum_of_step()
 
-    def finish(self) -> None:
+    def complete(self) -> None:
         """Has the sum done, so that its buffer may go."""
         if self._sum is not None:
             self._sum.complete()
             self.last = self._sum.reduced
         self._settled = True
 
-    def forget(self) -> None:
+    def clear_marks(self) -> None:
         """A new step: nothing is used yet."""
         self._used = bytearray(self._count)
         self._sum = None

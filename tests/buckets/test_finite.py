@@ -662,9 +662,9 @@ def test_what_comes_to_the_host_is_awaited_on_its_own_devices_stream(monkeypatch
     first, gathered = torch.tensor([1, 7]), torch.tensor([[1, 7], [-1, 0]]).as_subclass(OnFirstGpu)
     monkeypatch.setattr(communicator, "all_gather", lambda _: (LoopbackPending(lambda: gathered), gathered))
     check = FiniteCheck(Named(["a", "b"], [False, False]), communicator, raises=False)
-    check.complete(check.tell(first))
+    check.complete(check.start_exchange(first))
     nothing, total = torch.zeros(2, dtype=torch.float64), torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
-    check.close(1, Totals(nothing, nothing, torch.tensor([-1, 7]), total))
+    check.end_step(1, Totals(nothing, nothing, torch.tensor([-1, 7]), total))
     assert recorded == [torch.device("cuda", 0)]
-    report = check.settle()
+    report = check.make_reports()
     assert report is not None and [str(one) for one in report.culprits] == ["rank 0, b, element 7"]

@@ -382,7 +382,7 @@ def test_any_plan_gives_the_norms_and_one_plan_gives_the_same_bits_from_run_to_r
             step(reducer, gradients)
             for plan in plans:
                 clear(parameters)
-                reducer._lay(plan)
+                reducer._build_buckets(plan)
                 assert not reducer.observed.has_by_products()
                 step(reducer, gradients)
                 assert reducer.plan == plan or reducer.stats()["steps"] == 2

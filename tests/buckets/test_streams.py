@@ -174,7 +174,7 @@ def test_what_ranks_agree_on_is_read_behind_the_stream_that_waited_for_it(
         current.append(forward)
         with monkeypatch.context() as patched:
             patched.setattr(torch.Tensor, "tolist", read)
-            plan = scheduler.settle(plan)
+            plan = scheduler.decide(plan)
         current.pop()
         assert read_on.pop() == (forward, [backward]), collective
         assert not read_on

@@ -179,7 +179,7 @@ def test_a_new_process_group_ends_being_out_of_step() -> None:
         with group_of_one():
             assert _hook(state, torch.ones(3)).tolist() == [1.0] * 3
         state._errors.remember(RuntimeError("a kernel failed"))
-        assert state._errors.take() is not None and state._errors.out_of_step is not None
+        assert state._errors.pop_error() is not None and state._errors.out_of_step is not None
 
 
 class FailedWork:
@@ -206,7 +206,7 @@ def test_a_collective_that_fails_is_remembered_in_its_own_class(
     future = fusedreduce.fused_hook(state, bucket)
     with pytest.raises(RuntimeError, match="bucket 0"):
         future.wait()
-    error = state._errors.take()
+    error = state._errors.pop_error()
     assert isinstance(error, fusedreduce.CollectiveError)
     assert "rank 0: the all-reduce of bucket 0" in str(error) and "Connection closed by peer" in str(error)
     for ours in state._buckets.buckets():
@@ -230,15 +230,15 @@ def test_a_bucket_under_way_or_failed_is_not_given_out_again() -> None:
     def make() -> Bucket:
         return Bucket(flat_layout(3), [torch.float32], torch.bfloat16, torch.device("cpu"), "bucket 0")
 
-    first = cache.take(key, 64, [weight], make)
+    first = cache.check_out(key, 64, [weight], make)
     assert cache.find(key, 64) is None and cache.knows(key, [weight])
     for state in (BucketState.TAKEN, BucketState.LAUNCHED, BucketState.FAILED):
         first.state = state
         assert cache.find(key, 64) is not first
-        assert cache.take(key, 128, [weight], make) is not first
+        assert cache.check_out(key, 128, [weight], make) is not first
     assert cache.find(key, 256) is None
     other = torch.ones(3)
-    assert not cache.knows(key, [other]) and cache.take(key, 512, [other], make) not in (None, first)
+    assert not cache.knows(key, [other]) and cache.check_out(key, 512, [other], make) not in (None, first)
 
 
 def _bucket_of_three() -> Bucket:
@@ -249,7 +249,7 @@ def test_a_bucket_is_not_given_out_while_it_is_unpacked(monkeypatch: pytest.Monk
     """A future's callback unpacks, while another module's backward may ask for a bucket."""
     cache, weight = BucketCache(), torch.ones(3)
     key = BucketKey(0, 3, torch.float32, torch.bfloat16, torch.device("cpu"))
-    ours = cache.take(key, 64, [weight], _bucket_of_three)
+    ours = cache.check_out(key, 64, [weight], _bucket_of_three)
     in_flight = exchange.start(ours, [torch.ones(3)], Loopback())
     in_flight.pending.wait()
     given_out, unpack = [], dispatch.unpack
@@ -267,12 +267,12 @@ def test_a_bucket_of_a_module_that_is_gone_is_let_go_with_it() -> None:
     """Its wire is memory, and its address may be another module's by then, on this rank alone."""
     cache, weights = BucketCache(), [torch.ones(3), torch.ones(3)]
     key = BucketKey(0, 3, torch.float32, torch.bfloat16, torch.device("cpu"))
-    gone = cache.take(key, 64, weights[:1], _bucket_of_three)
+    gone = cache.check_out(key, 64, weights[:1], _bucket_of_three)
     gone.state = BucketState.IDLE
     seen = weakref.ref(gone)
     del weights[0], gone
     assert seen() is None and cache.find(key, 64) is None
-    later = cache.take(key, 128, weights, _bucket_of_three)
+    later = cache.check_out(key, 128, weights, _bucket_of_three)
     assert cache.find(key, 64) is None and cache.buckets() == [later]
 
 
@@ -334,7 +334,7 @@ def test_a_bucket_whose_parameters_have_moved_is_given_up_whatever_its_index() -
     def take(index: int, numel: int, address: int, parameters: list[torch.Tensor]) -> Bucket:
         key = BucketKey(index, numel, torch.float32, torch.bfloat16, torch.device("cpu"))
         layout = flat_layout(numel)
-        return cache.take(
+        return cache.check_out(
             key, address, parameters, lambda: Bucket(layout, [torch.float32], torch.bfloat16, key.device, "")
         )
 

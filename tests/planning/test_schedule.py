@@ -367,7 +367,7 @@ class Ranks(RuleBasedStateMachine):
         ranks = [rank for rank in range(self.WORLD) if self.waiting[rank]]
         rank = ranks[pick % len(ranks)]
         step = self.steps[rank]
-        step.arrive(self.waiting[rank].pop())
+        step.mark_ready(self.waiting[rank].pop())
         while step.head_is_ready():
             self.launched[rank].append(("bucket", self.plans[rank][step.next_bucket]))
             step.next_bucket += 1

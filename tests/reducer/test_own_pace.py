@@ -431,7 +431,7 @@ def test_the_channel_is_connected_for_every_device_before_it_is_used() -> None:
             config=config(),
         )
         own = OwnPace(maker, 1)
-        own.lay([Members(0, tuple(range(4)), tuple(parameters), tuple("abcd"), True)])
+        own.set_buckets([Members(0, tuple(range(4)), tuple(parameters), tuple("abcd"), True)])
         own.open()
         own.open()
         assert events == [devices]

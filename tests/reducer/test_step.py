@@ -70,7 +70,7 @@ def test_buckets_are_launched_in_plan_order_and_each_once(
     left = {index: arrivals.count(index) for index in arrivals}
     for index in arrivals:
         before = set(ready)
-        now = step.arrive(index)
+        now = step.mark_ready(index)
         left[index] -= 1
         ready.update(index for index in left if left[index] == 0)
         ready.update(unused)
@@ -98,7 +98,7 @@ def test_buckets_of_which_only_the_last_tells_are_launched_in_plan_order(
     for bucket in data.draw(st.permutations(range(len(plan)))):
         for index in data.draw(st.permutations(plan[bucket])):
             if data.draw(st.booleans()) or index == plan[bucket][-1]:
-                step.arrive_whole(bucket, plan[bucket])
+                step.mark_bucket_ready(bucket, plan[bucket])
                 break
         whole.add(bucket)
         assert step.begun and all(step.is_ready(index) for index in plan[bucket])
@@ -116,8 +116,8 @@ def test_a_bucket_may_be_completed_one_by_one_and_then_as_a_whole(plan: list[lis
     for bucket in range(len(plan)):
         some = data.draw(st.lists(st.sampled_from(plan[bucket]), unique=True, max_size=len(plan[bucket]) - 1))
         for index in some:
-            step.arrive(index)
-        step.arrive_whole(bucket, plan[bucket])
+            step.mark_ready(index)
+        step.mark_bucket_ready(bucket, plan[bucket])
     assert _launchable(step) == list(range(len(plan))) and step.missing() == []
 
 
@@ -129,40 +129,40 @@ def test_one_gradient_too_many_is_named(
     plan, fires, unused, arrivals = case
     step = _step(plan, fires, unused)
     for index in arrivals:
-        step.arrive(index)
+        step.mark_ready(index)
     again = data.draw(st.integers(0, sum(map(len, plan)) - 1))
     with pytest.raises(FusedReduceError, match=rf"layer\.{again} \(index {again}\)") as caught:
-        step.arrive(again)
+        step.mark_ready(again)
     text = str(caught.value)
     assert ("training graph has changed" in text) if fires is not None else ("mark a variable ready only once" in text)
     with pytest.raises(FusedReduceError, match="ready only once"):
-        step.arrive_whole(0, plan[0])
+        step.mark_bucket_ready(0, plan[0])
 
 
 def test_a_parameter_that_was_found_unused_and_gets_a_gradient_is_named() -> None:
     step = _step([[0, 1], [2]], unused=[1])
-    assert step.arrive(2) == [1, 2]
+    assert step.mark_ready(2) == [1, 2]
     with pytest.raises(FusedReduceError, match=r"layer\.1 \(index 1\).*found unused, but got a gradient"):
-        step.arrive(1)
+        step.mark_ready(1)
     first = _step([[0, 1], [2]], unused=[1])
     with pytest.raises(FusedReduceError, match=r"layer\.1 \(index 1\)"):
-        first.arrive(1)
+        first.mark_ready(1)
 
 
 def test_a_static_graph_that_gives_fewer_gradients_leaves_the_parameter_missing() -> None:
     step = _step([[0, 1]], fires=[1, 2])
-    assert step.arrive(1) == [] and step.arrive(0) == [0]
+    assert step.mark_ready(1) == [] and step.mark_ready(0) == [0]
     assert step.missing() == [1] and not step.head_is_ready()
 
 
 def test_a_changed_static_graph_says_how_many_gradients_there_were() -> None:
     step = _step([[0, 1]], fires=[1, 2])
-    step.arrive(0)
+    step.mark_ready(0)
     with pytest.raises(FusedReduceError, match=r"layer\.0 \(index 0\) got 1 gradient in the first iteration"):
-        step.arrive(0)
-    assert step.arrive(1) == [] and step.arrive(1) == [1]
+        step.mark_ready(0)
+    assert step.mark_ready(1) == [] and step.mark_ready(1) == [1]
     with pytest.raises(FusedReduceError, match=r"layer\.1 \(index 1\) got 2 gradients in the first"):
-        step.arrive(1)
+        step.mark_ready(1)
 
 
 def test_in_the_first_step_of_a_static_graph_nothing_is_ready_before_the_end() -> None:

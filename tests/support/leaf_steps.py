@@ -96,13 +96,13 @@ def shadow_step(reducer: Reducer) -> None:
     reducer.agree()
     reducer.rebuild()
     shadows = reducer.shadows
-    under_way = [shadows.run(bucket) for bucket in shadows.begin()]
+    under_way = [shadows.run(bucket) for bucket in shadows.begin_step()]
     for complete in under_way:
         complete()
     if reducer.find_unused_parameters:
         reducer.communicator.all_reduce(shadows.used_map(joined=True)).wait()
     shadows.share_used_map()
-    shadows.end()
+    shadows.end_step()
 
 
 def clear(parameters: Sequence[torch.Tensor]) -> None:

@@ -119,7 +119,7 @@ class Observed:
     def finite_check(self) -> FiniteCheck:
         """Reports of gradients that were not finite; those known by now have been made."""
         self.before_reading()
-        self._finite.settle(all_of_them=True)
+        self._finite.make_reports(all_of_them=True)
         return self._finite
 
     # What clipping and loss scaling ask
@@ -183,7 +183,7 @@ class Observed:
 
     # What the reducer tells
 
-    def lay(self, reductions: Sequence[Reduction]) -> None:
+    def collect_from(self, reductions: Sequence[Reduction]) -> None:
         """New buckets: by-products go where there is room for theirs."""
         self._collected = False
         checks = self._config.check_finite != "off"
@@ -196,9 +196,9 @@ class Observed:
 
     def begin_forward(self, reductions: Sequence[Reduction]) -> None:
         """A synchronised step begins."""
-        self._finite.settle()
+        self._finite.make_reports()
         if self._required and not self._by_products.result:
-            self.lay(reductions)
+            self.collect_from(reductions)
 
     def begin_reduction(self) -> None:
         """The first bucket is about to be launched."""
@@ -206,38 +206,38 @@ class Observed:
         self._by_products.begin_step()
         self._collected = False
 
-    def tell(self) -> int:
+    def start_exchange(self) -> int:
         """The last bucket has been launched; returns how many collectives this issued."""
         if self._config.check_finite == "off":
             return 0
-        self._finite.tell(self._by_products.source_totals().first)
+        self._finite.start_exchange(self._by_products.source_totals().first)
         return 1
 
     def complete(self, told: Started | None = None) -> None:
-        """With the buckets: waits for what `tell` has started, or what was `taken` of an earlier step."""
+        """With the buckets: waits for what `start_exchange` has started, or what was detached from an earlier step."""
         self._finite.complete(told)
 
-    def taken(self) -> Started | None:
-        """The step that is launched ends later: what `tell` has started for it."""
-        return self._finite.taken()
+    def detach_exchange(self) -> Started | None:
+        """The step that is launched ends later: what `start_exchange` has started for it."""
+        return self._finite.detach_exchange()
 
-    def begin_landing(self) -> None:
+    def begin_stale_write(self) -> None:
         """An earlier step's gradients are about to be written."""
-        self._by_products.begin_landing()
+        self._by_products.begin_stale_write()
         self._collected = False
 
-    def withhold(self) -> None:
+    def end_without_gradients(self) -> None:
         """The step is done, and there are no gradients."""
         self.units.reduced()
         self._stamp = None
 
-    def close_measured(self, step: int) -> None:
-        """As `close`, where by-products of the gradients were not collected: in buckets of another plan."""
-        self.withhold()
+    def end_measured_step(self, step: int) -> None:
+        """As `end_step`, where by-products of the gradients were not collected: in buckets of another plan."""
+        self.end_without_gradients()
         if self._config.check_finite != "off":
-            self._finite.close(step, self.table.measure(), excused=self.units.attached)
+            self._finite.end_step(step, self.table.measure(), excused=self.units.attached)
 
-    def close(self, step: int, left: Collection[int]) -> int:
+    def end_step(self, step: int, left: Collection[int]) -> int:
         """The step is done; returns how many collectives this issued.
 
         Args:
@@ -257,11 +257,11 @@ class Observed:
             totals.total[:1].copy_(numbers[-1:])
             issued = 1
         if self._config.check_finite != "off":
-            self._finite.close(step, self._by_products.totals(), excused=self.units.attached)
+            self._finite.end_step(step, self._by_products.totals(), excused=self.units.attached)
         return issued
 
     def check(self) -> None:
-        """After `close` or `close_shadow`.
+        """After `end_step` or `end_shadow_step`.
 
         Raises:
             NonFiniteGradientError: see ReduceConfig.check_finite.
@@ -274,7 +274,7 @@ class Observed:
         self._stamp = None
         self.units.added_here()
 
-    def begin_shadow(self) -> None:
+    def begin_shadow_step(self) -> None:
         """This rank has no inputs any more, and takes part with zeros."""
         self._shadows = []
 
@@ -282,14 +282,14 @@ class Observed:
         """It does so in this bucket's reduction, which has been started."""
         self._shadows.append((bucket, under_way))
 
-    def tell_shadow(self) -> int:
-        """As `tell`, of a rank that has no gradients."""
+    def start_shadow_exchange(self) -> int:
+        """As `start_exchange`, of a rank that has no gradients."""
         if self._config.check_finite == "off":
             return 0
-        self._finite.tell(torch.full((2,), -1, dtype=torch.int64, device=self._parameters[0].device))
+        self._finite.start_exchange(torch.full((2,), -1, dtype=torch.int64, device=self._parameters[0].device))
         return 1
 
-    def close_shadow(self, step: int) -> int:
+    def end_shadow_step(self, step: int) -> int:
         """The others' step is done; returns how many collectives this issued."""
         shadows, self._shadows = self._shadows, []
         issued = 0
@@ -299,19 +299,19 @@ class Observed:
             self._share(torch.zeros(len(self._parameters) + 1, dtype=torch.float64, device=device))
             issued += 1
         if self._config.check_finite != "off":
-            self._finite.close(step, self._of_sums(shadows, device), excused=self.units.attached)
+            self._finite.end_step(step, self._of_sums(shadows, device), excused=self.units.attached)
         return issued
 
-    def use(self, communicator: Communicator) -> None:
+    def set_communicator(self, communicator: Communicator) -> None:
         """Goes on with other ranks."""
         self._communicator = communicator
-        self._finite.use(communicator)
+        self._finite.set_communicator(communicator)
 
-    def give_up(self) -> None:
+    def drop_step(self) -> None:
         """A step was given up: whatever it left is in no unit that could be added to."""
         self.additions += 1
         self.units.reduced()
-        self._finite.forget()
+        self._finite.drop_step()
         self._collected = False
 
     def _of_sums(self, shadows: Sequence[Shadow], device: torch.device) -> Totals:

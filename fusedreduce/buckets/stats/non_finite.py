@@ -103,7 +103,7 @@ class Named:
         return index // 2 if self.complex_[number] else index
 
 
-# A collective that `FiniteCheck.tell` has started, and the tensor that it will fill.
+# A collective that `FiniteCheck.start_exchange` has started, and the tensor that it will fill.
 Started = tuple[Pending, torch.Tensor]
 
 
@@ -124,7 +124,7 @@ class FiniteCheck:
     """The reports of one reducer.
 
     Args:
-        places: the parameters; None: `close` is told each step's.
+        places: the parameters; None: `end_step` is given those of each step.
         communicator: the ranks.
         raises: raise at the end of the step.
     """
@@ -140,7 +140,7 @@ class FiniteCheck:
         self.steps = 0
         self.reports: deque[NonFiniteReport] = deque(maxlen=_REPORTS_KEPT)
 
-    def tell(self, first: torch.Tensor) -> Started:
+    def start_exchange(self, first: torch.Tensor) -> Started:
         """Starts telling the ranks what this one has; behind the last bucket's collective, on every rank.
 
         Args:
@@ -156,18 +156,18 @@ class FiniteCheck:
         return started
 
     def complete(self, started: Started | None = None) -> None:
-        """Waits for what `tell` has started (None: the latest); on CUDA only the current stream does."""
+        """Waits for what `start_exchange` has started (None: the latest); on CUDA only the current stream does."""
         under_way, self._under_way = started or self._under_way, None
         if under_way is not None:
             pending, self._gathered = under_way
             wait_for(pending, _TELLING, self._communicator)
 
-    def taken(self) -> Started | None:
-        """What `tell` has started, for a step that ends later; to be given to `complete`."""
+    def detach_exchange(self) -> Started | None:
+        """What `start_exchange` has started, for a step that ends later; to be given to `complete`."""
         under_way, self._under_way = self._under_way, None
         return under_way
 
-    def close(self, step: int, totals: Totals, *, excused: bool = False, places: Places | None = None) -> None:
+    def end_step(self, step: int, totals: Totals, *, excused: bool = False, places: Places | None = None) -> None:
         """The step is done.
 
         Args:
@@ -190,11 +190,11 @@ class FiniteCheck:
             self._outcomes.append(_Outcome(step, ranks, host_count, totals.first_non_finite, known, excused, places))
             return
         self._outcomes.append(_Outcome(step, gathered, count, totals.first_non_finite, None, excused, places))
-        latest = self.settle()
+        latest = self.make_reports()
         self._latest = None if excused else latest
 
     def check(self) -> None:
-        """After `close`.
+        """After `end_step`.
 
         Raises:
             NonFiniteGradientError: with `raises`, on every rank alike, if a gradient held a NaN or Inf in this step.
@@ -206,7 +206,7 @@ class FiniteCheck:
                 "zero_grad() and go on, or stop here"
             )
 
-    def settle(self, *, all_of_them: bool = False) -> NonFiniteReport | None:
+    def make_reports(self, *, all_of_them: bool = False) -> NonFiniteReport | None:
         """Reports what has come to the host by now; the latest report made.
 
         Args:
@@ -223,14 +223,14 @@ class FiniteCheck:
             latest = self._report(outcome) or latest
         return latest
 
-    def forget(self) -> None:
+    def drop_step(self) -> None:
         """A step was given up."""
         self._under_way = self._gathered = None
 
-    def use(self, communicator: Communicator) -> None:
+    def set_communicator(self, communicator: Communicator) -> None:
         """Goes on with other ranks."""
         self._communicator = communicator
-        self.forget()
+        self.drop_step()
 
     def _report(self, outcome: _Outcome) -> NonFiniteReport | None:
         culprits = []

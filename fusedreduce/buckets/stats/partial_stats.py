@@ -51,7 +51,7 @@ class ByProducts:
         """The rows are about to be written anew."""
         self._totals = self._source_totals = None
 
-    def begin_landing(self) -> None:
+    def begin_stale_write(self) -> None:
         """Rows of what is unpacked are about to be written anew."""
         self._totals = None
 

@@ -47,7 +47,7 @@ class OwnPace:
 
     # Between steps
 
-    def lay(self, members: Sequence[Members]) -> None:
+    def set_buckets(self, members: Sequence[Members]) -> None:
         """The buckets in use, from the next contribution on; what is under way stays if they are the same."""
         same = [one.numbers for one in members] == [one.numbers for one in self._members]
         if self._contributions is not None and same:
@@ -66,12 +66,12 @@ class OwnPace:
             self._channel = self._maker.communicator.apart(devices)
             self._make()
 
-    def use(self, communicator: Communicator) -> None:
+    def set_communicator(self, communicator: Communicator) -> None:
         """Goes on with other ranks, and nothing under way. To be followed by `open`."""
-        self.close()
+        self.release()
         self._maker = dataclasses.replace(self._maker, communicator=communicator)
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Gives everything up, the channel too. May be called twice."""
         self._contributions = None
         if self._channel is not None:

@@ -2,15 +2,15 @@
 
     gather(strip)            strip = gradients, or strip + gradients, in fp32 (fp64 for fp64)
     send(strip)              strip / divisor -> wire, rounded once; all-reduce, asynchronous
-    land(strip, in_flight)   strip = strip - average, then gradient = round(gradient - strip): once
+    apply_correction(...)      strip = strip - average, then gradient = round(gradient - strip): once
 
 A strip is flat, laid out as the wire is, and so far a sum of this rank's own gradients: what `.grad` has been given in
 their place. When the average is there it becomes the surplus, and that is taken off whatever the gradients are by then.
 Example: gradients 3 and 5 on two ranks, average 4. The first rank has used 3: surplus -1, so 1 is added; the second 5:
 1 is taken away. Where they land on gradients of 10 and 20, those become 11 and 19.
 
-On CPU `land` goes through wire, strip and gradients block by block, so that a block stays in the cache: 4 bytes of fp32
-gradient, 4 of strip and the wire are read, 8 written, per element.
+On CPU `apply_correction` goes through wire, strip and gradients block by block, so that a block stays in the cache: per
+element 4 bytes of fp32 gradient, 4 of strip and the wire are read, 8 bytes are written.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Ledger:
         found = torch.stack([in_flight.wire[one.offset : one.offset + one.numel].any() for one in parts]).tolist()
         return [self.members.numbers[slot] for slot, there in zip(slots, found, strict=True) if there]
 
-    def land(self, strip: Strip, in_flight: InFlight, numbers: Collection[int]) -> None:
+    def apply_correction(self, strip: Strip, in_flight: InFlight, numbers: Collection[int]) -> None:
         """`strip` becomes the surplus, which comes off the gradients; those of `numbers` are made where missing."""
         gradients = self._gradients(numbers)
         for block in self._blocks:
@@ -194,7 +194,7 @@ class Ledger:
             self._take_off(strip, gradients, block)
         self._release(in_flight)
 
-    def land_in(self, total: Strip, strip: Strip, in_flight: InFlight) -> None:
+    def add_correction(self, total: Strip, strip: Strip, in_flight: InFlight) -> None:
         """`strip` becomes the surplus, which is added to `total`."""
         for block in self._blocks:
             self._subtract(strip, in_flight.wire, block.begin, block.end)
@@ -275,7 +275,7 @@ def _blocks(layout: Layout, most: int | None) -> list[_Block]:
     blocks: list[_Block] = []
     begin, first = 0, 0  # of the block that is open
 
-    def close(end: int, slot: int) -> None:
+    def end_block(end: int, slot: int) -> None:
         nonlocal begin, first
         if slot > first:
             blocks.append(_Block(begin, end, range(first, slot)))
@@ -284,10 +284,10 @@ def _blocks(layout: Layout, most: int | None) -> list[_Block]:
     for index, slot in enumerate(layout.slots):
         end = slot.offset + slot.numel
         if end - begin > most:
-            close(slot.offset, index)
+            end_block(slot.offset, index)
         if slot.numel > most:
             for at in range(slot.offset, end, most):
                 blocks.append(_Block(at, min(at + most, end), range(0), index))
             begin, first = end, index + 1
-    close(layout.numel, len(layout.slots))
+    end_block(layout.numel, len(layout.slots))
     return blocks

@@ -53,7 +53,7 @@ class _Contribution:
     in_flight: list[InFlight]
     used: frozenset[int]
 
-    def ready(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether nobody would have to wait for it."""
         return all(one.pending.ready() for one in self.in_flight)
 
@@ -225,7 +225,7 @@ class Contributions:
                         view.copy_(as_real(one)).neg_()
                         self._owed_to.add(number)
 
-    def give_up(self) -> None:
+    def drop(self) -> None:
         """Forgets everything. To be followed by new ledgers: collectives may still write into the wires of these."""
         self._under_way.clear()
         self._open, self._owed = None, None
@@ -297,11 +297,11 @@ class Contributions:
         self.issued += 1
 
     def _land_ready(self) -> None:
-        while self._under_way and self._under_way[0].ready():
+        while self._under_way and self._under_way[0].is_complete():
             missing = [number for number, parameter in self._numbered() if parameter.grad is None]
             one, numbers = self._landed(missing)
             for ledger, strip, in_flight in zip(self.ledgers, one.strips, one.in_flight, strict=True):
-                ledger.land(strip, in_flight, numbers)
+                ledger.apply_correction(strip, in_flight, numbers)
                 ledger.put_strip(strip)
 
     def _land_owed(self) -> None:
@@ -310,7 +310,7 @@ class Contributions:
             self._owed = self._zeros()
         self._owed_to |= numbers
         for ledger, total, strip, in_flight in zip(self.ledgers, self._owed, one.strips, one.in_flight, strict=True):
-            ledger.land_in(total, strip, in_flight)
+            ledger.add_correction(total, strip, in_flight)
             ledger.put_strip(strip)
 
     def _landed(self, asked: Sequence[int]) -> tuple[_Contribution, set[int]]:

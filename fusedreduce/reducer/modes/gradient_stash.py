@@ -19,7 +19,7 @@ from ...buckets.deferred_errors import in_backward
 from ...buckets.tensors import any_gradient
 
 
-class SetAside:
+class GradientStash:
     """The gradients of one reducer that are set aside.
 
     Args:
@@ -33,7 +33,7 @@ class SetAside:
         self._made = False  # a backward has made gradients since, as far as is known
         self.stepped = False  # an optimizer has, with what has landed last
 
-    def take(self) -> None:
+    def stash(self) -> None:
         """A backward begins: unless it is not the first since a step has ended, sets aside what is there.
 
         If it makes no gradient (an autograd.grad), that is undone when it ends.
@@ -57,12 +57,12 @@ class SetAside:
         self._taken = True
         self._made = any_gradient(self._parameters)
 
-    def take_unused(self) -> None:
-        """As `take`, between two steps: what an optimizer has stepped with is not wanted again."""
+    def stash_unused(self) -> None:
+        """As `stash`, between two steps: what an optimizer has stepped with is not wanted again."""
         if self.stepped:
             for parameter in self._parameters:
                 parameter.grad = None
-        self.take()
+        self.stash()
 
     def put_back(self) -> None:
         """A step has ended, or an earlier one has landed: adds what was set aside to what is there by now."""

@@ -63,41 +63,41 @@ class Ends:
         self.under_way = StepsUnderWay(maker.parameters)
         self.own: OwnPace | None = None
         self.staleness = 0
-        self.follow(maker, BucketSet((), maker))
+        self.set_mode(maker, BucketSet((), maker))
 
     # Between steps
 
-    def follow(self, maker: BucketMaker, buckets: BucketSet) -> None:
+    def set_mode(self, maker: BucketMaker, buckets: BucketSet) -> None:
         """Steps end as the mode of `maker` says from now on; none is under way."""
         mode = maker.config.sync_mode
         self.staleness = staleness(mode)
         if self.own is not None:
-            self.own.close()
+            self.own.release()
             self.own = None
         if isinstance(mode, Asynchronous):
             self.own = OwnPace(maker, mode.max_in_flight)
-            self.lay(buckets)
+            self.set_buckets(buckets)
         self._used.alone = self._observed.alone = self.own is not None
 
-    def lay(self, buckets: BucketSet) -> None:
+    def set_buckets(self, buckets: BucketSet) -> None:
         """The buckets are new."""
         if self.own is not None:
-            self.own.lay([one.members for one in buckets.reductions])
+            self.own.set_buckets([one.members for one in buckets.reductions])
 
-    def use(self, communicator: Communicator) -> None:
-        """Goes on with other ranks. To be followed by `give_up`."""
+    def set_communicator(self, communicator: Communicator) -> None:
+        """Goes on with other ranks. To be followed by `drop_steps`."""
         if self.own is not None:
-            self.own.use(communicator)
+            self.own.set_communicator(communicator)
 
-    def give_up(self) -> None:
+    def drop_steps(self) -> None:
         """Nothing that is under way lands any more."""
-        self.under_way.give_up()
+        self.under_way.drop_steps()
 
-    def close(self) -> None:
-        """As `give_up`, for good."""
-        self.under_way.give_up()
+    def release(self) -> None:
+        """As `drop_steps`, for good."""
+        self.under_way.drop_steps()
         if self.own is not None:
-            self.own.close()
+            self.own.release()
 
     def stats(self) -> dict[str, int | str]:
         """The part of `Reducer.stats` that is counted here."""
@@ -113,13 +113,13 @@ class Ends:
             number=number,
             flights=[(one, one.detach_flight()) for one in parting],
             unscaling=self._observed.units.unscaling(),
-            used=self._used.taken(),
-            told=self._observed.taken(),
+            used=self._used.detach_sum(),
+            told=self._observed.detach_exchange(),
             buckets=buckets,
         )
         self.under_way.add(step)
         if len(self.under_way) > self.staleness:
-            ended = self.land(buckets, write)
+            ended = self.apply_oldest(buckets, write)
         else:
             self.under_way.withhold()
             ended = Ended(None)
@@ -127,10 +127,10 @@ class Ends:
             one.rotate_wire()
         return ended
 
-    def land(self, buckets: BucketSet, write: Write) -> Ended:
+    def apply_oldest(self, buckets: BucketSet, write: Write) -> Ended:
         """The oldest step under way lands."""
-        self._observed.begin_landing()
-        step = self.under_way.land(write, self._observed.complete)
+        self._observed.begin_stale_write()
+        step = self.under_way.apply_oldest(write, self._observed.complete)
         return Ended(step.number, elsewhere=step.buckets is not buckets, scale=step.unscaling.scale)
 
     def contribute(self, buckets: BucketSet) -> None:
@@ -138,16 +138,16 @@ class Ends:
         assert self.own is not None
         self.own.end_step(self._observed, buckets.streams)
         for bucket in buckets.packed():
-            bucket.let_go()
+            bucket.drop_gathered()
 
     def observe(self, ended: Ended) -> int:
         """Completes what is observed of the gradients; returns the number of collectives that this has issued."""
         if ended.number is None or self.own is not None:
-            self._observed.withhold()
+            self._observed.end_without_gradients()
         elif ended.elsewhere:
-            self._observed.close_measured(ended.number)
+            self._observed.end_measured_step(ended.number)
         else:
-            return self._observed.close(ended.number, ended.left)
+            return self._observed.end_step(ended.number, ended.left)
         return 0
 
     # Checkpoints of what is under way
@@ -165,7 +165,7 @@ class Ends:
             self.under_way.write(step, write)
             return averages.flights(maker.parameters, maker.names, [one.grad for one in maker.parameters])
 
-        self.under_way.settle(averaged)
+        self.under_way.keep_averages(averaged)
         for one in buckets.parting():
             one.rotate_wire()
         return averages.dump(self.under_way, maker.names, world_size=maker.communicator.size, rounds=rounds)

@@ -83,7 +83,7 @@ class StepsUnderWay:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def land(
+    def apply_oldest(
         self, write: Callable[[Members, Callable[[], None]], None], complete: Callable[[Started], None]
     ) -> StepUnderWay:
         """The oldest step's averages become the gradients, None where no rank used a parameter.
@@ -102,7 +102,7 @@ class StepsUnderWay:
         return step
 
     def write(self, step: StepUnderWay, write: Callable[[Members, Callable[[], None]], None]) -> None:
-        """A step's averages become the gradients; see `land`."""
+        """A step's averages become the gradients; see `apply_oldest`."""
         for reduction, flight in step.flights:
             untouched = untouched_of(reduction.members, step.used)
             for number in untouched:
@@ -113,7 +113,7 @@ class StepsUnderWay:
 
             write(reduction.members, into)
 
-    def settle(self, averaged: Callable[[StepUnderWay], Sequence[tuple[Lands, Any]]]) -> None:
+    def keep_averages(self, averaged: Callable[[StepUnderWay], Sequence[tuple[Lands, Any]]]) -> None:
         """Waits for all of them; `averaged` makes of each what lands in the place of its flights. Gradients stay."""
         before = [parameter.grad for parameter in self._parameters]
         try:
@@ -124,7 +124,7 @@ class StepsUnderWay:
             for parameter, gradient in zip(self._parameters, before, strict=True):
                 parameter.grad = gradient
 
-    def give_up(self) -> None:
+    def drop_steps(self) -> None:
         """None of them lands any more."""
         self.given_up += len(self._steps)
         self._steps.clear()
