@@ -12,7 +12,7 @@ from ..config import ReduceConfig
 from ..kernels import dispatch
 from ..planning.plan import ParameterKind, Plan
 from .comm_hook import CommHook, HookedReduction
-from .dense import PackedReduction
+from .dense import DenseReduction
 from .exchange import divisor_split
 from .reduction import Members, Reduction
 from .sparse import SparseReduction
@@ -56,7 +56,7 @@ class BucketMaker:
             wire_dtype = self.config.wire_dtype(real_dtype(members.parameters[0].dtype))
             dtypes = {real_dtype(one.dtype) for one in members.parameters}
             split = divisor_split(wire_dtype, dtypes, self.communicator.size, self.config.op)
-            return PackedReduction(members, self.communicator, wire_dtype, as_views=self.as_views, split=split)
+            return DenseReduction(members, self.communicator, wire_dtype, as_views=self.as_views, split=split)
         return HookedReduction(
             members, state, hook, self.communicator, as_views=self.as_views, keeps_gradients=self.keeps_gradients
         )
@@ -119,9 +119,9 @@ class BucketSet:
                 found.setdefault(sentinel, (bucket, [], False))[1].append(group)
         return found
 
-    def packed(self) -> list[PackedReduction]:
+    def packed(self) -> list[DenseReduction]:
         """Those on our own wire."""
-        return [reduction for reduction in self.reductions if isinstance(reduction, PackedReduction)]
+        return [reduction for reduction in self.reductions if isinstance(reduction, DenseReduction)]
 
     def sparse(self, numbers: Collection[int]) -> list[SparseReduction]:
         """Those of the sparse gradients of these parameters."""
@@ -132,9 +132,9 @@ class BucketSet:
         """Wire buffers allocated so far."""
         return sum(one.allocations for one in self.packed())
 
-    def parting(self) -> list[PackedReduction | SparseReduction]:
+    def parting(self) -> list[DenseReduction | SparseReduction]:
         """All of them, where none is a comm hook's: what they have started can end later than its step."""
-        parting = [one for one in self.reductions if isinstance(one, PackedReduction | SparseReduction)]
+        parting = [one for one in self.reductions if isinstance(one, DenseReduction | SparseReduction)]
         assert len(parting) == len(self.reductions), "refused before"
         return parting
 

@@ -16,13 +16,13 @@ from ..kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
 from .grad_bucket import GradBucket
 from .gradient_views import GradientViews
 from .loss_scale import Unscaling
-from .reduction import Members, TakenAtOnce, UnderWay, check_unchanged, row_spans
+from .reduction import Members, PackedAtLaunch, StartedCollective, check_unchanged, row_spans
 from .tensors import as_real, dense_shape, like_parameter, real_dtype, real_numel, versions_of
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
-class HookedReduction(TakenAtOnce):
+class HookedReduction(PackedAtLaunch):
     """A dense bucket handed to a comm hook: one dtype, no padding, gradients not yet divided.
 
     Args:
@@ -93,9 +93,9 @@ class HookedReduction(TakenAtOnce):
         self._packed = [parameter.grad for parameter in self.members.parameters]
         self._versions = versions_of(self._packed)
 
-    def under_way(self) -> UnderWay | None:
+    def in_flight(self) -> StartedCollective | None:
         """What `launch` started and `finish` will wait for."""
-        return None if self._future is None else UnderWay(self._future, None)
+        return None if self._future is None else StartedCollective(self._future, None)
 
     def check_unchanged(self) -> None:
         """Raises if a gradient is not what was copied into the buffer, and what the hook made of it there."""
@@ -119,7 +119,7 @@ class HookedReduction(TakenAtOnce):
         if source is not None:
             self._unused = self._table().new_partials(self.members.device)
 
-    def finish(self, untouched: Collection[int], unscaling: Unscaling) -> None:
+    def finish(self, unused: Collection[int], unscaling: Unscaling) -> None:
         """Copies the future's value into the gradients."""
         future, self._future = self._future, None
         assert future is not None
@@ -133,7 +133,7 @@ class HookedReduction(TakenAtOnce):
                     "loss scale can be taken off behind it"
                 )
             if self.result is not None:
-                self.pass_over()
+                self.skip()
             return
         buffer, aliases = self._allocated()
         numel = buffer.numel()
@@ -158,7 +158,7 @@ class HookedReduction(TakenAtOnce):
         members = zip(self.members.numbers, self.members.parameters, self._views, strict=True)
         for slot, (number, parameter, view) in enumerate(members):
             begin, offset = offset, offset + view.numel()
-            if number in untouched:
+            if number in unused:
                 continue
             if self._as_views:
                 parameter.grad = aliases.restored(slot)

@@ -1,4 +1,4 @@
-"""PackedReduction: a dense bucket on our own wire."""
+"""DenseReduction: a dense bucket on our own wire: pack -> all-reduce -> unpack."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from .grad_bucket import GradBucket
 from .gradient_views import GradientViews
 from .loss_scale import Unscaling
 from .reduction import (
-    Collecting,
     Members,
-    UnderWay,
+    StartedCollective,
+    WritesPartials,
     check_unchanged,
     row_spans,
     wait_for_bucket,
 )
 from .tensors import as_real, dense_shape, like_parameter, none_missing, real_dtype, real_numel, versions_of
 
-# From so many elements on a gradient is packed by itself, while it is in the cache; that costs a hook, 10 us. Several
-# smaller ones per hook, so many together, gain nothing (200 x 50,000).
-# As a view earlier, because the memory it was made in is free then, and the next gradient is made in it.
+# A gradient of at least so many elements is packed on its own as soon as it is ready, while it is in the cache, which
+# costs one hook more, 10 us. To pack several smaller ones together that way gains nothing (200 x 50,000).
+# With views the threshold is lower, because the memory that the gradient was made in is free then for the next one.
 _EARLY_NUMEL = 262144
 _EARLY_VIEW_NUMEL = 16384
 
 
-class PackedReduction(Collecting):
+class DenseReduction(WritesPartials):
     """A dense bucket on our own wire.
 
     Args:
-        members: its parameters.
+        members: the bucket's parameters.
         communicator: the ranks to average over.
         wire_dtype: what travels.
         as_views: gradients become views of the wire buffer, which has their dtype.
-        split: a power of two by which the wire holds more than the mean; it comes off in unpack.
+        split: power of two by which the wire holds more than the mean (see `exchange.divisor_split`).
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PackedReduction(Collecting):
         as_views: bool = False,
         split: float = 1.0,
     ) -> None:
-        assert split == 1.0 or not as_views, "what is a view of the wire is never unpacked"
+        assert split == 1.0 or not as_views, "a view of the wire is never unpacked, so the split would stay"
         self.members = members
         self._communicator = communicator
         self._shapes = [dense_shape(parameter) for parameter in members.parameters]
@@ -69,14 +69,14 @@ class PackedReduction(Collecting):
             for (_, strides), dtype in zip(self._shapes, self._dtypes, strict=True)
         ]
         exchange.prepare(self.bucket, communicator.size)
-        self._measured = PointerTable()  # views, as `dispatch.measure` and unpack in place are given them
+        self._view_pointers = PointerTable()  # the views, for `dispatch.measure` and for unpacking in place
         self._unused: Partials | None = None
         self.restrided = 0
         self._as_views = as_views
         self._views: GradientViews | None = None
         self._flat: Bucket | None = None
         self._in_flight: InFlight | None = None
-        # With steps under way: other wires of the same layout, each with views of it.
+        # Bounded staleness: other wires of the same layout, each with the views of it.
         self._others: list[tuple[Bucket, GradientViews | None]] = []
         self._packed: list[torch.Tensor | None] = []
         self._versions: list[int] = []
@@ -88,13 +88,14 @@ class PackedReduction(Collecting):
             group for group, slots in enumerate(self.groups) if len(slots) == 1 and numels[slots.start] >= worth
         )
         self._gathered: list[torch.Tensor | None] | None = None
-        self._taken: dict[int, tuple[list[torch.Tensor], list[int]]] = {}  # by group: gradients, and versions then
-        # torch copies small gradients into views of their slots there, whatever their strides; kernels see memory.
+        # By group that was packed early: its gradients, and their versions at that time.
+        self._packed_early: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
+        # On CPU torch copies small gradients into views of their slots, whatever their strides; kernels walk memory.
         self._real = not any(dtype.is_complex for dtype in self._dtypes)
         self._copies_small_ones = self._real and dispatch.copies_small(self.bucket.chunks, wire_dtype, members.device)
 
     def pack_early(self, group: int, divisor: float) -> None:
-        """Packs a group while it is in the cache, if all of it is there; views take its place at once."""
+        """Packs a group while it is in the cache, if all its gradients are there; views replace them at once."""
         divisor /= self.bucket.split
         slots = self.groups[group]
         if self._copies_small_ones and len(slots) == 1:
@@ -111,18 +112,18 @@ class PackedReduction(Collecting):
                 if not views.hold(slot, parameter.grad):
                     parameter.grad = views.restored(slot)
             gradients = views.tensors[slots.start : slots.stop]
-        self._taken[group] = gradients, list(map(_version, gradients))
+        self._packed_early[group] = gradients, list(map(_version, gradients))
 
     def _pack_one_early(self, group: int, slot: int, divisor: float) -> None:
         parameter = self.members.parameters[slot]
         gradient = parameter.grad
         if gradient is None or not self._fits(slot, gradient):
-            return  # unpack walks its memory
+            return  # `launch` packs it
         views = self._made_views()
         dispatch.divide(gradient, divisor, views.restored(slot))
         if self._as_views and gradient is not views.tensors[slot]:
             gradient = parameter.grad = views.tensors[slot]
-        self._taken[group] = [gradient], [gradient._version]
+        self._packed_early[group] = [gradient], [gradient._version]
 
     def is_complete(self) -> bool:
         """Whether every gradient is there."""
@@ -132,15 +133,15 @@ class PackedReduction(Collecting):
         return complete
 
     def drop_gathered(self) -> None:
-        """Nothing is launched after `is_complete`: the gradients are others'."""
+        """Drops the gradients that `is_complete` has kept for `launch`: the asynchronous mode launches nothing."""
         self._gathered = None
 
     def launch(self, divisor: float) -> None:
-        """Packs and starts the all-reduce; remembers which tensors at which version."""
+        """Packs the gradients and starts the all-reduce; keeps which tensors these were, and at which versions."""
         divisor /= self.bucket.split
-        self._staged = {}  # kept from the last step on: on CUDA a side stream may have read them until now
-        taken, self._taken = self._taken, {}
-        gathered, self._gathered = self._gathered, None  # by `is_complete`, just now
+        self._staged = {}  # those of the last step: on CUDA a side stream may have read them until now
+        taken, self._packed_early = self._packed_early, {}
+        gathered, self._gathered = self._gathered, None  # `is_complete` was called just before
         gradients = gathered or [parameter.grad for parameter in self.members.parameters]
         for group, (early, _) in taken.items():
             gradients[self.groups[group].start : self.groups[group].stop] = early
@@ -148,7 +149,6 @@ class PackedReduction(Collecting):
         if not taken and self._views is not None and self._views.hold_all(gradients):
             self._in_flight = self._start_in_place(divisor)
         else:
-            # None left: the wire is packed already.
             left = [slots for group, slots in enumerate(self.groups) if group not in taken]
             done: Collection[int] | None = {self.groups[group].start for group in taken}
             if self.groups and not left and self.source is None:
@@ -167,28 +167,30 @@ class PackedReduction(Collecting):
             except RuntimeError:
                 for slot, gradient in enumerate(gradients):
                     if gradient is not None and gradient.layout is not torch.strided:
-                        self._fitted(slot, gradient)  # raises, and says which
+                        self._fitted(slot, gradient)  # raises, with the parameter's name
                 raise
         self._packed = gradients
         self._versions = list(map(_version, gradients)) if self._complete else versions_of(gradients)
         for group, (_, then) in taken.items():
             self._versions[self.groups[group].start : self.groups[group].stop] = then
 
-    def under_way(self) -> UnderWay | None:
-        """What `launch` started and `finish` will wait for."""
-        return None if self._in_flight is None else UnderWay(self._in_flight.pending, self._in_flight.issued_ns)
+    def in_flight(self) -> StartedCollective | None:
+        """The collective that `launch` has started; None: none is in flight."""
+        return (
+            None if self._in_flight is None else StartedCollective(self._in_flight.pending, self._in_flight.issued_ns)
+        )
 
     @property
     def rows(self) -> int:
-        """Rows of its table."""
+        """Rows of its chunk table: one set of statistics each."""
         return self.bucket.chunks.data_rows
 
     def spans(self) -> list[tuple[int, int]]:
-        """Per member its rows."""
+        """Per parameter its rows, [begin, end)."""
         return row_spans(self.bucket.chunks)
 
     def collect(self, source: SourcePartials | None, result: Partials | None) -> None:
-        """From the next step on: where the by-products go of what is packed, and of what is unpacked."""
+        """Sets where statistics of packed and of unpacked gradients go, from the next step on."""
         super().collect(source, result)
         if source is not None or result is not None:
             exchange.prepare(self.bucket, self._communicator.size, stats=True)
@@ -202,7 +204,7 @@ class PackedReduction(Collecting):
         wait_for_bucket(in_flight.pending, self.members, self._communicator)
         scale = unscaling.factor(self.bucket.compute_dtype, self.bucket.device, self.bucket.split)
         if self._as_views:
-            self._look_at_views(scale, unused)
+            self._finish_views(scale, unused)
             self._install_views(unused)
             return
         gradients, self._packed = self._packed, []
@@ -212,14 +214,14 @@ class PackedReduction(Collecting):
         self._unpack(in_flight, gradients, into, self._complete, unused, scale)
 
     def detach_flight(self) -> InFlight:
-        """Hands over what `launch` has started, with its wire; `rotate_wire` then makes ready for another step."""
+        """Hands over what `launch` has started, with its wire; `rotate_wire` must follow before the next step."""
         in_flight, self._in_flight = self._in_flight, None
         assert in_flight is not None and not self._as_views
         self._packed, self._staged = [], {}
         return dataclasses.replace(in_flight, gradients=())
 
     def rotate_wire(self) -> None:
-        """The next step's wire is a free one: another, while that of the latest step is under way."""
+        """Makes a free wire the next step's: another one, while that of the latest step is in flight."""
         if self.bucket.state is BucketState.IDLE:
             return
         mine = self.bucket, self._views
@@ -284,17 +286,17 @@ class PackedReduction(Collecting):
         return self.bucket.allocations + sum(bucket.allocations for bucket, _ in self._others)
 
     def shadow(self) -> GradBucket:
-        """A wire of zeros."""
+        """Zeros in place of this rank's gradients, as wide as the wire."""
         wire = torch.zeros(self.bucket.layout.numel, dtype=self.bucket.wire_dtype, device=self.members.device)
         slots = [wire[slot.offset : slot.offset + slot.numel] for slot in self.bucket.layout.slots]
         return GradBucket(self.members.index, wire, slots, self.members.parameters, self.members.is_last)
 
     def run_shadow(self, bucket: GradBucket) -> Pending:
-        """Sums the zeros with what the others pack."""
+        """Starts the all-reduce of zeros with what the other ranks pack."""
         return self._communicator.all_reduce(bucket.buffer())
 
     def zero_views(self) -> bool:
-        """Zeroes all gradients at once if every one is a view of the wire; says whether it did."""
+        """Zeroes all gradients at once if each is a view of the wire; returns whether it did."""
         gradients = [parameter.grad for parameter in self.members.parameters]
         if self._views is None or not self._views.hold_all(gradients):
             return False
@@ -317,11 +319,11 @@ class PackedReduction(Collecting):
             assert self._unused is not None
             self.source.flushed.zero_()
             first = Partials(self._unused.sums, self._unused.peaks, self.source.first_non_finite)
-            dispatch.measure(self._real_views(), self.bucket.chunks, self._measured, first, vouched=True)
+            dispatch.measure(self._real_views(), self.bucket.chunks, self._view_pointers, first, vouched=True)
         return exchange.start(self._flat, [wire], self._communicator, divisor=divisor, in_place=True, vouched=True)
 
     def _fits(self, slot: int, gradient: torch.Tensor) -> bool:
-        """Whether pack may take this as it is."""
+        """Whether pack can read this gradient as it lies in memory."""
         return (
             gradient.dtype is self._dtypes[slot]
             and gradient.layout is torch.strided
@@ -339,7 +341,15 @@ class PackedReduction(Collecting):
         )
 
     def _checked(self, gradients: Sequence[torch.Tensor | None], taken: Collection[int]) -> list[torch.Tensor | None]:
-        """The gradients as pack takes them: strided as their slots are, real, of the slot's dtype."""
+        """The gradients as pack reads them: with the strides of their slots, real, of the slot's dtype.
+
+        Args:
+            gradients: per slot, None where missing.
+            taken: groups that were packed early.
+
+        Raises:
+            TypeError: a gradient is sparse, or of another dtype than its slot.
+        """
         fitted = list(gradients)
         if self._complete and not self._copies_small_ones and self._real and self._all_fit(fitted):
             return fitted
@@ -358,12 +368,14 @@ class PackedReduction(Collecting):
         name = self.members.names[slot]
         if gradient.layout is not torch.strided:
             raise TypeError(
-                f"the gradient of {name} has layout {gradient.layout}, but a dense one was expected: embeddings with "
-                "sparse=True are found by DDP; a Reducer of your own takes sparse=[...]"
+                f"rank {self._communicator.rank}: the gradient of {name} (bucket {self.members.index}) has layout "
+                f"{gradient.layout}, expected a dense one. DistributedDataParallel expects sparse ones of nn.Embedding "
+                "and nn.EmbeddingBag with sparse=True; to a Reducer give sparse=[...]"
             )
         if gradient.dtype is not self._dtypes[slot]:
             raise TypeError(
-                f"the gradient of {name} is {gradient.dtype}, its bucket was laid out for {self._dtypes[slot]}"
+                f"rank {self._communicator.rank}: the gradient of {name} is {gradient.dtype}, but bucket "
+                f"{self.members.index} was built for {self._dtypes[slot]}. Convert a model before you wrap it"
             )
         if self._fits(slot, gradient) or gradient.numel() == 0:
             return as_real(gradient)
@@ -390,7 +402,7 @@ class PackedReduction(Collecting):
         return torch.empty_strided(size, strides, dtype=real_dtype(gradient.dtype), device=gradient.device)
 
     def check_unchanged(self) -> None:
-        """Raises if a gradient is not the tensor that was packed, at the same version; names it."""
+        """Raises FusedReduceError, which names it, if a gradient is not the tensor that was packed, as it was then."""
         now = [parameter.grad for parameter in self.members.parameters]
         if self._complete and all(map(operator.is_, now, self._packed)) and list(map(_version, now)) == self._versions:
             return
@@ -411,24 +423,24 @@ class PackedReduction(Collecting):
     def _real_views(self) -> list[torch.Tensor]:
         return [as_real(view) for view in self._made_views().tensors]
 
-    def _look_at_views(self, scale: torch.Tensor | None, untouched: Collection[int]) -> None:
-        """Takes the loss scale off the wire where it lies, and collects by-products."""
+    def _finish_views(self, scale: torch.Tensor | None, unused: Collection[int]) -> None:
+        """Removes the loss scale from the wire in place, and writes statistics."""
         bucket = self.bucket
         if scale is not None:
             views: list[torch.Tensor | None] = list(self._real_views())
             for slot, number in enumerate(self.members.numbers):
-                if number in untouched:
+                if number in unused:
                     views[slot] = None
-            dispatch.unpack(views, bucket.chunks, self._measured, bucket.wire(), scale, self.result, vouched=True)
+            dispatch.unpack(views, bucket.chunks, self._view_pointers, bucket.wire(), scale, self.result, vouched=True)
         elif self.result is not None:
-            dispatch.measure(self._real_views(), bucket.chunks, self._measured, self.result, vouched=True)
+            dispatch.measure(self._real_views(), bucket.chunks, self._view_pointers, self.result, vouched=True)
 
-    def _install_views(self, untouched: Collection[int]) -> None:
+    def _install_views(self, unused: Collection[int]) -> None:
         views = self._made_views()
         if not views.hold_all(self._packed):
             for slot, (number, parameter) in enumerate(zip(self.members.numbers, self.members.parameters, strict=True)):
-                # Also of a gradient that was kept and no rank has used, as torch's.
-                wanted = number not in untouched or self._packed[slot] is not None
+                # As torch does also for a gradient that was kept from before and that no rank has used.
+                wanted = number not in unused or self._packed[slot] is not None
                 if wanted and not views.hold(slot, parameter.grad):
                     parameter.grad = views.restored(slot)
         self._packed = []

@@ -1,9 +1,9 @@
-"""The data path, stateless: start (pack, all-reduce) and finish (unpack).
+"""The data path of one bucket, stateless: start (pack, all-reduce) and finish (unpack).
 
     start(bucket, gradients)   gradient / divisor -> wire, one rounding;  all-reduce(wire), asynchronous
     finish(in_flight)          wire * scale -> the same gradients; a loss scale comes off here
 
-On request the two kernels also write by-products: what is not finite, norms, what the wire flushes to zero.
+On request the two kernels also write statistics: non-finite values, norms, and what the wire flushes to zero.
 
 Two launches and one collective per bucket. Where the wire has the gradients' own dtype and they already lie in one
 buffer (a comm hook at wire "native"), `start` divides in place and there is nothing to finish: one launch.
@@ -31,7 +31,17 @@ from .bucket import Bucket, BucketState
 
 @dataclass(frozen=True)
 class InFlight:
-    """A bucket under way. It owns the gradients: the pointer table that a kernel may still read points into them."""
+    """A bucket in flight. It owns the gradients, because a kernel may still read the pointer table that refers to them.
+
+    Args:
+        bucket: which one.
+        gradients: per slot the real memory that was packed; None where missing.
+        wire: the buffer that the collective reduces.
+        pending: the collective.
+        rank: of this process.
+        in_place: the gradient itself is the wire.
+        issued_ns: time.perf_counter_ns() right before the collective was issued: it may end before this thread goes on.
+    """
 
     bucket: Bucket
     gradients: tuple[torch.Tensor | None, ...]
@@ -39,11 +49,17 @@ class InFlight:
     pending: Pending
     rank: int
     in_place: bool
-    issued_ns: int  # time.perf_counter_ns() right before the collective was: it may end before this thread goes on
+    issued_ns: int
 
 
 def prepare(bucket: Bucket, ranks: int, *, stats: bool = False) -> None:
-    """On CUDA: compiles the bucket's kernels and uploads what never changes, so that no backward has to."""
+    """On CUDA: compiles the bucket's kernels and uploads what never changes, so that no backward has to.
+
+    Args:
+        bucket: the bucket.
+        ranks: number of ranks.
+        stats: also the variants that write statistics.
+    """
     if bucket.device.type == "cuda":
         with torch.cuda.device(bucket.device):
             dispatch.warm_up(bucket.device, bucket.wire_dtype, fp64=bucket.chunks.fp64, stats=stats)
@@ -66,14 +82,17 @@ def start(
     """Packs `gradients` and starts their all-reduce.
 
     Args:
-        bucket: idle or taken; its layout says what each gradient is.
+        bucket: idle or checked out; its layout says what each gradient is.
         gradients: one per slot, None where missing. Read before this returns (on CUDA: by the current stream).
         communicator: the ranks to average over.
         divisor: what to divide by; None: the number of ranks.
         in_place: the one gradient is flat and has the wire's dtype: it is the wire.
-        vouched: the caller answers for the gradients' sizes, dtypes and memory.
-        done: first slots of the groups that `start_early` has packed; None: there is nothing left to do.
-        partials: by-products of what is packed.
+        vouched: the caller guarantees the gradients' sizes, dtypes and memory layout.
+        done: first slots of the groups that `start_early` has packed; None: all of them.
+        partials: where statistics of the packed gradients go; None: nowhere.
+
+    Returns:
+        The bucket in flight, for `finish`.
 
     Raises:
         ValueError, TypeError: gradients do not fit the bucket; nothing has been written.
@@ -93,13 +112,20 @@ def start(
     except RuntimeError as error:
         bucket.state = BucketState.FAILED
         state = "divided by the number of ranks, but not summed" if in_place else "still this rank's own"
-        what = f"the all-reduce of {bucket.label} could not be started; its gradients are {state}"
+        what = f"the all-reduce of {bucket.label} could not be started (its gradients are {state})"
         raise collective_failed(what, communicator, error) from error
     return InFlight(bucket, tuple(gradients), wire, pending, communicator.rank, in_place, issued_ns)
 
 
 def start_early(bucket: Bucket, group: int, gradients: Sequence[torch.Tensor], divisor: float) -> None:
-    """Packs one of `dispatch.early_groups` ahead of `start`, which the caller vouches for."""
+    """Packs one of `dispatch.early_groups` ahead of `start`; nothing is checked.
+
+    Args:
+        bucket: the bucket.
+        group: index of the group.
+        gradients: all of the group's, real.
+        divisor: what to divide by.
+    """
     by = scalar(divisor, bucket.compute_dtype, bucket.device)
     dispatch.pack_early(gradients, group, bucket.chunks, bucket.pointers, bucket.wire(), by)
 
@@ -118,7 +144,7 @@ def finish(
         in_flight: what `start` returned.
         gradients: other tensors to unpack into, None where a slot is to be skipped; None: those that were packed.
         scale: what to multiply by, one element of the compute dtype on the device; None: one.
-        partials: by-products of what is unpacked.
+        partials: where statistics of the unpacked gradients go; None: nowhere.
         vouched: as for `start`.
 
     Returns:
@@ -142,12 +168,19 @@ def finish(
 def fp16_split(ranks: int, op: Op = "mean") -> float:
     """The power of two by which an fp16 wire holds more than the result; of a mean about the root of the ranks' number.
 
-    Dividing by all ranks ahead of the sum flushes small values to zero, by none of them lets large ones overflow;
-    and a power of two costs no rounding. 8 ranks: 4, so gradients are divided by 2 before and by 4 after the sum:
-    gradients from 6e-8, means to 16,376. Two and three ranks: 1.
+    To divide by the full number of ranks before the sum flushes small values to zero; not to divide before it lets
+    large ones overflow; and a power of two costs no rounding. Example, 8 ranks: 4, so gradients are divided by 2 before
+    and by 4 after the sum, which keeps gradients from 6e-8 on and means up to 16,376. For two and three ranks it is 1.
 
-    Of a sum it is below one: the inverse of the least power of two that is no less than the number of ranks. What each
-    rank can hold, the sum of all can then hold on the wire.
+    For op="sum" it is below one: the inverse of the least power of two that is no less than the number of ranks. The
+    wire can then hold the sum of whatever each rank can hold.
+
+    Args:
+        ranks: number of ranks, at least 1.
+        op: "mean" or "sum".
+
+    Returns:
+        A power of two.
     """
     if op == "sum":
         return 0.5 ** (ranks - 1).bit_length()
@@ -173,12 +206,12 @@ def divisor_split(wire: torch.dtype, gradients: Collection[torch.dtype], ranks: 
 
 @functools.lru_cache(maxsize=256)
 def scalar(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A device scalar, uploaded once; that upload is waited for, because several streams will read it."""
+    """A device scalar, uploaded once. The host waits for the upload, because several streams will read it."""
     return torch.tensor([value], dtype=dtype).to(device)
 
 
 def _range(stage: str, bucket: Bucket) -> AbstractContextManager[object]:
-    """A range of torch's profiler; 5 us a piece, so only while it is on."""
+    """A range in torch's profiler, which costs 5 us, so only while the profiler is on."""
     if profiler._is_profiler_enabled:
         return record_function(f"fusedreduce::{stage} {bucket.label}")
     return nullcontext()

@@ -48,7 +48,7 @@ class Members:
         return self.parameters[0].device
 
 
-class UnderWay(NamedTuple):
+class StartedCollective(NamedTuple):
     """A collective that `launch` has started.
 
     Args:
@@ -80,7 +80,7 @@ class Reduction(Protocol):
         """Takes the gradients as they are now and starts their reduction."""
         ...
 
-    def under_way(self) -> UnderWay | None:
+    def in_flight(self) -> StartedCollective | None:
         """What `launch` started and `finish` will wait for."""
         ...
 
@@ -88,8 +88,8 @@ class Reduction(Protocol):
         """Raises if a gradient is not what it was when it was taken."""
         ...
 
-    def finish(self, untouched: Collection[int], unscaling: Unscaling) -> None:
-        """Waits for the reduction, and writes every gradient whose parameter's number is not in `untouched`.
+    def finish(self, unused: Collection[int], unscaling: Unscaling) -> None:
+        """Waits for the reduction, and writes every gradient whose parameter's number is not in `unused`.
 
         The loss scale comes off on the way.
         """
@@ -108,7 +108,7 @@ class Reduction(Protocol):
         """From the next step on: where the by-products go of what is packed, and of what is unpacked."""
         ...
 
-    def pass_over(self) -> None:
+    def skip(self) -> None:
         """Writes by-products for a step in which this bucket is not reduced."""
         ...
 
@@ -129,7 +129,7 @@ class Reduction(Protocol):
         ...
 
 
-class Collecting:
+class WritesPartials:
     """Where a reduction's by-products go.
 
     `source` and `result`: of what goes into the reduction and what comes out; None: not wanted.
@@ -142,7 +142,7 @@ class Collecting:
         """From the next step on: where the by-products go of what is packed, and of what is unpacked."""
         self.source, self.result = source, result
 
-    def pass_over(self) -> None:
+    def skip(self) -> None:
         """Writes by-products for a step in which this bucket is not reduced."""
         if self.source is not None:
             self.source.first_non_finite.fill_(-1)
@@ -153,7 +153,7 @@ class Collecting:
             self.result.first_non_finite.fill_(-1)
 
 
-class TakenAtOnce(Collecting):
+class PackedAtLaunch(WritesPartials):
     """A reduction that takes nothing ahead of `launch`."""
 
     members: Members

@@ -13,7 +13,7 @@ from .comm_hook import CommHook, call_hook, reduced_value
 from .grad_bucket import GradBucket
 from .gradient_table import summary
 from .loss_scale import Unscaling
-from .reduction import Members, TakenAtOnce, UnderWay, check_unchanged, wait_for_bucket
+from .reduction import Members, PackedAtLaunch, StartedCollective, check_unchanged, wait_for_bucket
 from .sparse_kinds import KindsOfStep, SparseKinds, kind_of
 from .tensors import as_real, real_dtype, versions_of, writable_values
 
@@ -33,7 +33,7 @@ class SparseFlight:
     kinds: KindsOfStep
 
 
-class SparseReduction(TakenAtOnce):
+class SparseReduction(PackedAtLaunch):
     """One parameter whose gradient is a sparse COO tensor; torch sums it.
 
     Args:
@@ -94,20 +94,20 @@ class SparseReduction(TakenAtOnce):
         if unchanged:  # else `check_unchanged` is to find it
             self._packed = self._parameter.grad
 
-    def under_way(self) -> UnderWay | None:
+    def in_flight(self) -> StartedCollective | None:
         """What `launch` started and `finish` will wait for."""
-        return None if self._future is None else UnderWay(self._future, None)
+        return None if self._future is None else StartedCollective(self._future, None)
 
     def check_unchanged(self) -> None:
         """Raises if the gradient is not the tensor that was taken, at the same version; a comm hook may write to it."""
         versions = self._versions if self._hook is None else None
         check_unchanged(self.members, [self._parameter.grad], [self._packed], versions, self._communicator.rank)
 
-    def finish(self, untouched: Collection[int], unscaling: Unscaling) -> None:
+    def finish(self, unused: Collection[int], unscaling: Unscaling) -> None:
         """Makes the sum the gradient; where no rank has one, it stays as it is."""
         value = self._landed(self.detach_flight())
-        if value is None or self._number in untouched:
-            self.pass_over()
+        if value is None or self._number in unused:
+            self.skip()
         else:
             self._write(value, unscaling)
 
@@ -120,12 +120,12 @@ class SparseReduction(TakenAtOnce):
     def rotate_wire(self) -> None:
         """There is nothing to make ready for a step behind one that was parted with."""
 
-    def apply(self, flight: SparseFlight, untouched: Collection[int], unscaling: Unscaling) -> None:
+    def apply(self, flight: SparseFlight, unused: Collection[int], unscaling: Unscaling) -> None:
         """Makes the sum that was parted with the gradient; None where no rank had one."""
         value = self._landed(flight)
-        if value is None or self._number in untouched:
+        if value is None or self._number in unused:
             self._parameter.grad = None
-            self.pass_over()
+            self.skip()
         else:
             self._write(value, unscaling)
 

@@ -1,8 +1,8 @@
-"""Hooks on a backward as a whole: how the reducer learns that one has begun at an output of forward, and has ended.
+"""Hooks on a backward as a whole: they call the reducer when it begins at an output of forward, and when it has ended.
 
-The end is told by a callback of the autograd engine. It is queued by a pre-hook on the outputs: what a parameter's hook
-queues inside a reentrant checkpoint would run at the end of the inner backward, with gradients still to come. It is
-queued by the last parameter's hook where no output was given or took part in the loss.
+The end is a callback of the autograd engine. A pre-hook on the outputs queues it, because a callback that a parameter's
+hook queues inside a reentrant checkpoint runs at the end of the inner backward, when gradients are still to come. Where
+no output was given, or none is part of the loss, the last parameter's hook queues it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .step import Step
 
 
 class BackwardHooks:
-    """Tells a reducer where backwards begin and end. Graphs that outlive it do not keep it.
+    """Calls a reducer where backwards begin and end. Graphs that outlive the reducer do not keep it alive.
 
     Args:
-        owner: held weakly.
+        owner: the reducer; referenced weakly.
         on_begin: called as on_begin(owner) on an autograd thread, before the backward has made any gradient.
-        on_end: called as on_end(owner, step) when it has made all of them, those of the backwards around it too.
+        on_end: called as on_end(owner, step) when the backward, and those around it, have made all gradients.
     """
 
     def __init__(self, owner: object, on_begin: Callable[[Any], None], on_end: Callable[[Any, Step], None]) -> None:
@@ -34,8 +34,12 @@ class BackwardHooks:
         self._watched: list[RemovableHandle] = []
 
     def watch(self, outputs: Sequence[torch.Tensor]) -> bool:
-        """Has us told when a backward begins at one of `outputs`, and at no earlier ones; says whether one can."""
-        begin = self._told(self._on_begin)
+        """Calls `on_begin` when a backward begins at one of `outputs`, and no longer at earlier ones.
+
+        Returns:
+            Whether a backward can begin at one of them.
+        """
+        begin = self._prehook(self._on_begin)
         for handle in self._watched:
             handle.remove()
         functions = {output.grad_fn for output in outputs if output.grad_fn is not None}
@@ -43,14 +47,14 @@ class BackwardHooks:
         return bool(functions)
 
     def watch_also(self, outputs: Sequence[torch.Tensor], on_begin: Callable[[Any], None]) -> bool:
-        """Has on_begin(owner) called when a backward begins at one of `outputs`, besides; says whether one can."""
+        """Calls on_begin(owner), in addition, when a backward begins at one of `outputs`; returns whether one can."""
         functions = {output.grad_fn for output in outputs if output.grad_fn is not None}
-        begin = self._told(on_begin)
+        begin = self._prehook(on_begin)
         for function in functions:
             function.register_prehook(begin)
         return bool(functions)
 
-    def _told(self, on_begin: Callable[[Any], None]) -> Callable[[object], None]:
+    def _prehook(self, on_begin: Callable[[Any], None]) -> Callable[[object], None]:
         alive = self._owner
 
         def begin(_: object) -> None:
@@ -61,14 +65,13 @@ class BackwardHooks:
         return begin
 
     def queue_end(self, step: Step) -> None:
-        """Has us told when the backward ends that this thread runs; once, however often it is called in one."""
+        """Queues `on_end` for the end of the backward that this thread runs, once per backward."""
         task = torch._C._current_graph_task_id()
         if step.callbacks == 0 or task != step.task:
             step.callbacks += 1
             step.task = task
-            # Kept until then, by the engine alone.
-            owner, on_end = self._owner(), self._on_end
-            assert owner is not None, "called by it"
+            owner, on_end = self._owner(), self._on_end  # until then the engine alone keeps the owner alive
+            assert owner is not None, "the owner calls this"
 
             def end() -> None:
                 step.callbacks -= 1
@@ -78,17 +81,17 @@ class BackwardHooks:
 
 
 def refuse_compiled_autograd(rank: int) -> None:
-    """Raises where the backward that runs is compiled autograd's, which has no such callbacks, and traces hooks.
+    """Refuses a backward under compiled autograd, which traces hooks and has no callbacks at its end.
 
     Args:
         rank: for the message.
 
     Raises:
-        FusedReduceError: it is.
+        FusedReduceError: compiled autograd runs this backward.
     """
     if torch._dynamo.compiled_autograd.in_compiled_autograd_region:
         raise FusedReduceError(
-            f"rank {rank}: compiled autograd cannot run a backward that fusedreduce reduces, as it cannot with torch's "
-            "own DistributedDataParallel. Leave torch._dynamo.config.compiled_autograd off, or call backward outside "
-            "of what torch.compile compiles; the forward may be compiled"
+            f"rank {rank}: compiled autograd runs this backward, and fusedreduce cannot reduce its gradients (nor can "
+            "torch's own DistributedDataParallel). Set torch._dynamo.config.compiled_autograd = False, or call "
+            "backward() outside of the compiled function; the forward may be compiled"
         )

@@ -1,4 +1,4 @@
-"""LateAverages: what a reducer keeps and does in modes where averages come later than their own step.
+"""DelayedAverages: what a reducer keeps and does in modes where averages come later than their own step.
 
 What `.grad` holds of earlier steps is kept apart from what backwards make (modes/gradient_stash.py); what is under way
 lands in `flush`, or goes into a checkpoint. In the synchronous mode there is nothing to do. Called under the reducer's
@@ -18,7 +18,7 @@ from ..buckets.stats.grad_stats import Observed
 from ..buckets.tensors import any_gradient
 from ..config import FlushReport, SyncMode, is_synchronous
 from ..errors import AgreementError, CollectiveError, FusedReduceError
-from .modes.asynchronous import OwnPace
+from .modes.asynchronous import AsynchronousMode
 from .modes.average_parameters import equalize
 from .modes.gradient_stash import GradientStash
 from .modes.step_end import Ended
@@ -30,7 +30,7 @@ _NO_SYNC_WAITS = (
 )
 
 
-class LateAverages:
+class DelayedAverages:
     """The part of a reducer that is there for modes other than Synchronous.
 
     Args:
@@ -168,7 +168,7 @@ class LateAverages:
 
     def _flush_contributions(
         self,
-        own: OwnPace,
+        own: AsynchronousMode,
         stash: GradientStash,
         optimizers: Sequence[Optimizer],
         step: Callable[[], None] | None,

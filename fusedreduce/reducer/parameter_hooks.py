@@ -1,8 +1,8 @@
-"""Post-hooks on AccumulateGrad nodes: how the reducer learns that a gradient is there.
+"""Post-hooks on AccumulateGrad nodes: they call the reducer when a gradient has been accumulated.
 
-On the node, not on the tensor: the hook runs after the user's own post-accumulate hooks, also those registered later,
-and so sees what they made of `.grad`. A node lives only while somebody holds it, so it is held here; it holds its
-parameter, and nothing here holds the reducer.
+The hooks are on the node, not on the tensor, so that they run after the user's own post-accumulate hooks, also those
+registered later, and see the `.grad` that these leave. A node lives only while something references it, so this module
+does. A node references its parameter; nothing here references the reducer strongly.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import FusedReduceError
 
-# Nodes of which one is asked for in each forward until the old graphs are gone.
-_ASKED = 4
+# Each forward tries to renew one of so many nodes, in turn, until the old graphs are gone.
+_PROBED_NODES = 4
 _HooksOfNode: TypeAlias = Callable[[], Mapping[int, object] | None]
 
 
@@ -31,9 +31,12 @@ class ParameterHooks:
     A hook costs 3 to 8 us when it fires and 4 us to install.
 
     Args:
-        owner: held weakly.
+        owner: the reducer; referenced weakly.
         parameters: leaves that require a gradient.
         on_gradient: called as on_gradient(owner, index) on an autograd thread when that `.grad` has been accumulated.
+
+    Attributes:
+        nodes: the AccumulateGrad node of each parameter.
     """
 
     def __init__(
@@ -43,8 +46,8 @@ class ParameterHooks:
         self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in parameters]
         self._devices = [parameter.device for parameter in parameters]
         self.nodes: list[Node] = [_accumulator(parameter) for parameter in parameters]
-        # Nodes whose hook was removed, each with its post-hooks.
-        self._worn: dict[int, _HooksOfNode] = {}
+        # By parameter, nodes whose hook was removed, and what gives their remaining post-hooks.
+        self._used_nodes: dict[int, _HooksOfNode] = {}
         self._forwards = 0
         self._owner = weakref.ref(owner)
         self._on_gradient = on_gradient
@@ -54,56 +57,63 @@ class ParameterHooks:
         self.hook_all()
 
     def hook_all(self) -> None:
-        """Every parameter tells."""
+        """Hooks every parameter."""
         self.hook(range(len(self.nodes)))
 
     def hook(self, indices: Iterable[int]) -> None:
-        """From now on these parameters have a hook, and no others; may be called while a backward runs."""
+        """Hooks these parameters and no others; may be called while a backward runs."""
         wanted = set(indices)
         for index in [index for index in self._handles if index not in wanted]:
             handle = self._handles.pop(index)
             handle.remove()
-            self._worn[index] = handle.hooks_dict_ref
+            self._used_nodes[index] = handle.hooks_dict_ref
         for index in wanted.difference(self._handles):
             self._handles[index] = self.nodes[index].register_hook(_hook(self._owner, index, self._on_gradient))
-            self._worn.pop(index, None)
+            self._used_nodes.pop(index, None)
 
     def renew_nodes(self, on_stream: Callable[[int], AbstractContextManager[object] | None]) -> None:
-        """Between two graphs: takes new nodes where hooks were removed, and does nothing while old graphs live.
+        """Replaces nodes whose hooks were removed, between two graphs; does nothing while old graphs live.
 
-        A node that has had a hook goes through Python in every backward from then on, hooked or not (1.4 us). It ends
-        with the last graph that it is part of: the loss of the step before keeps one, in some training loops.
+        A node that has had a hook calls into Python in every later backward, hooked or not (1.4 us). It is freed with
+        the last graph that contains it, which the loss of the step before keeps alive in some training loops.
 
         Args:
-            on_stream: within it the current stream is the one that the parameter's node had, which a new one keeps for
-                life as well; None: not known.
+            on_stream: gives, by parameter, a context in which the stream of its node is current, because a new node
+                keeps the current stream for life; None: the stream is not known.
         """
-        if not self._worn or not _makes_nodes():
+        if not self._used_nodes or not _makes_nodes():
             return
-        # Some in turn, as a graph that is kept for long may hold one; not all, as asking leaves a trace as well.
-        asked = list(itertools.islice(self._worn, _ASKED))
+        # A few in turn, because a graph that is kept for long may contain one of them. Not all of them, because probing
+        # leaves something on a node as well.
+        asked = list(itertools.islice(self._used_nodes, _PROBED_NODES))
         self._forwards += 1
         if self._renew(asked[self._forwards % len(asked)], on_stream):
-            for index in self._worn:
+            for index in self._used_nodes:
                 self._renew(index, on_stream)
-            self._worn.clear()
+            self._used_nodes.clear()
 
     def _renew(self, index: int, on_stream: Callable[[int], AbstractContextManager[object] | None]) -> bool:
-        """Lets a node go and takes what is the parameter's node then; whether that is another one.
+        """Drops the reference to a parameter's node and gets its node again; returns whether that is a new one.
 
-        A node stays with hooks of others, who may count on its being held here, and where the parameter is frozen.
+        A node is kept where others have hooked it, because they may rely on this reference, and where the parameter is
+        frozen.
         """
         parameter, within = self._parameters[index], on_stream(index)
-        if within is None or not parameter.requires_grad or self._worn[index]() or _has_prehooks(self.nodes[index]):
+        if (
+            within is None
+            or not parameter.requires_grad
+            or self._used_nodes[index]()
+            or _has_prehooks(self.nodes[index])
+        ):
             return False
-        _notes(self.nodes[index])[_WORN] = True
-        self.nodes[index] = self.nodes[index - 1]  # any other, so that this one is held by graphs alone
+        _notes(self.nodes[index])[_HAD_HOOK] = True
+        self.nodes[index] = self.nodes[index - 1]  # any other: this one is then referenced by graphs alone
         with within:
             self.nodes[index] = _accumulator(parameter)
-        return _WORN not in _notes(self.nodes[index])
+        return _HAD_HOOK not in _notes(self.nodes[index])
 
     def users_hook_gradients(self) -> bool:
-        """Whether a user's hook may take a gradient away before ours would see it (30 ns per parameter)."""
+        """Whether a user's hook may set a gradient to None before ours sees it (30 ns per parameter)."""
         return any(map(_post_accumulate_grad_hooks, self._parameters))
 
     def allow_other_dtypes(self) -> None:
@@ -116,13 +126,13 @@ class ParameterHooks:
         return self._dtypes is None
 
     def check_nodes(self, names: Sequence[str]) -> None:
-        """A parameter whose dtype or device has changed has a new AccumulateGrad node, which nobody hooks.
+        """Checks that no parameter has changed its dtype or device, and so has a new node without our hook.
 
         Args:
             names: of the parameters, for the message.
 
         Raises:
-            FusedReduceError: there is one.
+            FusedReduceError: a parameter has another dtype or device.
         """
         dtypes = self._dtypes
         if dtypes is None:
@@ -133,9 +143,9 @@ class ParameterHooks:
             kinds = zip(now, dtypes, devices, self._devices, strict=True)
             index = next(i for i, (a, b, c, d) in enumerate(kinds) if a != b or c != d)
             raise FusedReduceError(
-                f"{names[index]} was {dtypes[index]} on {self._devices[index]} when it was wrapped and is "
-                f"{now[index]} on {devices[index]} now: its gradients would not be reduced. Convert and move a model "
-                "before wrapping it"
+                f"{names[index]} was {dtypes[index]} on {self._devices[index]} when the model was wrapped, and is "
+                f"{now[index]} on {devices[index]} now: its gradients would not be reduced. Convert and move the model "
+                "before you wrap it"
             )
 
     def remove(self) -> None:
@@ -144,14 +154,14 @@ class ParameterHooks:
 
 
 def _notes(node: Node) -> dict[str, object]:
-    """What is kept with a node for as long as it lives."""
-    notes: Any = node.metadata  # torch's stub takes the property for a method
-    found: dict[str, object] = notes
-    return found
+    """A node's metadata, which lives as long as the node."""
+    metadata: Any = node.metadata  # torch's stub takes the property for a method
+    notes: dict[str, object] = metadata
+    return notes
 
 
 def _makes_nodes() -> bool:
-    """Whether an operator called now makes a node of the ordinary graph, and nobody else sees it."""
+    """Whether an operator called now makes a node of the ordinary graph, and no mode or tracer records it."""
     return not (
         torch.is_inference_mode_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func
@@ -161,7 +171,7 @@ def _makes_nodes() -> bool:
 
 
 def _has_prehooks(node: Node) -> bool:
-    handle = node.register_prehook(_nothing)  # the only way to see the others
+    handle = node.register_prehook(_nothing)  # only a handle shows the others
     handle.remove()
     return bool(handle.hooks_dict_ref())
 
@@ -194,5 +204,5 @@ def _remove(handles: dict[int, RemovableHandle]) -> None:
     handles.clear()
 
 
-_WORN = "fusedreduce: has had a hook"
+_HAD_HOOK = "fusedreduce: has had a hook"
 _post_accumulate_grad_hooks = operator.attrgetter("_post_accumulate_grad_hooks")

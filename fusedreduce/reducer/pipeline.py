@@ -1,14 +1,14 @@
-"""Pipeline: what is issued and finished in a step. Every rank issues the same collectives in the same order.
+"""Pipeline: issues and finishes the collectives of a step. Every rank issues the same ones in the same order.
 
-    once          a profiled step's probe, ahead of the first bucket
-    per bucket    launch: pack and start the collective, when it is ready and next in the plan
-    once          behind the last bucket: the used map, the scheduler's report, the kinds of sparse gradients, what is
-                  observed; then the sums of sparse gradients whose kind nobody knew before
-    per bucket    finish, in the same order: check that nothing has changed since, wait, unpack
+    once          a profiled step's probe, before the first bucket
+    per bucket    launch: pack and start the collective, when the bucket is ready and next in the plan
+    once          after the last bucket: the used map, the scheduler's report, the kinds of sparse gradients, the check
+                  for non-finite gradients; then the sums of sparse gradients whose kind no rank knew before
+    per bucket    finish, in the same order: check that no gradient has changed since, wait, unpack
 
-When a step begins and when a bucket is ready others say (reducer.py, readiness.py); how it ends in modes where its
-averages come later, modes/step_end.py. A rank without inputs issues the same with zeros (join.py). Called under the
-reducer's lock.
+reducer.py decides when a step begins, readiness.py when a bucket is ready, and modes/step_end.py how a step ends whose
+averages come later. A rank without inputs issues the same collectives with zeros (join.py). Called under the reducer's
+lock.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..planning.plan import Plan
 from ..planning.timeline import MISSING_NS
 from ..trace.step_clock import Looked, StepClock
 from .modes.step_end import Ended, Ends
-from .modes.steps_in_flight import untouched_of
+from .modes.steps_in_flight import unused_of
 from .plans import Plans
 from .recording import Recording
 from .step import Step
@@ -57,22 +57,23 @@ class StepTimes:
 
 
 class Pipeline:
-    """The buckets of a reducer, and what is under way of them.
+    """The buckets of a reducer, and their collectives in flight.
 
     Args:
-        maker: builds the buckets; what is put in its place holds from the next `build_buckets` on.
-        plans: where the first plan comes from, and whether plans follow measurements now.
-        observed: is told what happens to the gradients.
-        clock: is told when.
-        recording: keeps steps.
-        used: parameters that have a gradient.
-        skip_unused_buckets: leave a bucket out whose parameters are all unused.
+        maker: builds the buckets; another one takes effect with the next `build_buckets`.
+        plans: gives the first plan, and says whether plans follow measurements now.
+        observed: gradient statistics and the loss-scale state.
+        clock: records when buckets are packed, launched and unpacked.
+        recording: keeps profiled steps for a trace.
+        used: the map of used parameters.
+        skip_unused_buckets: do not reduce a bucket whose parameters are all unused.
 
     Attributes:
-        rounds: synchronised steps, of all ranks.
+        rounds: synchronised steps that all ranks have taken part in.
         buckets: of the plan in use.
-        ends: how steps end.
-        issued: collectives since the communicator was set.
+        ends: how steps end in the sync mode in use.
+        issued: collectives issued since the communicator was set.
+        times: host times of the latest step.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Pipeline:
         return self.buckets.plan
 
     def build_buckets(self, plan: Plan) -> None:
-        """Builds the buckets of `plan`; the old ones are given up."""
+        """Builds the buckets of `plan` in place of the old ones."""
         self._allocations += self.buckets.wire_allocations()
         self._restrided += int(self.buckets.stats()["restrided"])
         self.buckets = BucketSet(plan, self.maker)
@@ -128,7 +129,7 @@ class Pipeline:
         self._clock.arm(len(plan), closely=False, forward_ns=MISSING_NS)
 
     def check_wires(self) -> None:
-        """Asks the backend whether it can sum what these buckets send; once, until they are laid out anew.
+        """Checks, once for a set of buckets, that the backend can sum their wire dtypes.
 
         Raises:
             UnsupportedWireError: it cannot; on every rank.
@@ -139,7 +140,7 @@ class Pipeline:
         self._checked_wires = True
 
     def set_communicator(self, communicator: Communicator) -> None:
-        """Goes on with other ranks. To be followed by `drop_step` and `build_buckets`."""
+        """Switches to `communicator`. `drop_step` and `build_buckets` must follow."""
         self.maker = dataclasses.replace(self.maker, communicator=communicator)
         self.maker.sparse_kinds.set_communicator(communicator)
         self.used.set_communicator(communicator)
@@ -147,7 +148,7 @@ class Pipeline:
         self.issued = 0
 
     def set_mode(self, config: ReduceConfig) -> None:
-        """Steps end as `config.sync_mode` says from now on; none is under way."""
+        """Switches to the sync mode of `config`, when no step is in flight."""
         self.maker = dataclasses.replace(self.maker, config=config)
         self.ends.set_mode(self.maker, self.buckets)
 
@@ -163,12 +164,12 @@ class Pipeline:
         self.maker.sparse_kinds.restart()
 
     def release_buckets(self) -> None:
-        """Gives the buffers up; gradients that are views keep theirs."""
+        """Releases the buckets and their wires; gradients that are views keep the buffer they refer to."""
         self.ends.release()
         self.buckets = BucketSet((), self.maker)
 
     def stats(self) -> dict[str, int | str]:
-        """The part of `Reducer.stats` that is counted here."""
+        """The pipeline's part of `Reducer.stats`."""
         return {
             "collectives": self.issued,
             "wire_allocations": self._allocations + self.buckets.wire_allocations(),
@@ -180,29 +181,31 @@ class Pipeline:
     # A step
 
     def divide_by_ranks_counted(self, work: Any) -> None:
-        """The next step's divisor is what `work`, an all-reduce of ones, gives; of a sum there is none."""
+        """Divides the next step's gradients by the result of `work`, an all-reduce of ones; not with op="sum"."""
         self._count_ranks = work
 
     def wait_at_end(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
-        """Has the next `finish_step` wait for these too."""
+        """Adds futures that the next `finish_step` waits for."""
         self._installed.extend(futures)
 
     def arm(self, *, closely: bool, forward_ns: int, divisor: float | None = None) -> None:
-        """A synchronised backward comes next; see `StepClock.arm`.
+        """Prepares for a synchronised backward.
 
         Args:
-            closely, forward_ns: as there.
-            divisor: this rank's own, in this step.
+            closely: profile this step, as `StepClock.arm`.
+            forward_ns: time.perf_counter_ns() when forward began, as `StepClock.arm`.
+            divisor: this rank's own for this step; None: the ranks that were counted, else the configured one.
         """
         self._clock.arm(len(self.buckets), closely=closely, forward_ns=forward_ns)
         counted = self._counted_ranks()
         self._divisor = divisor or counted or self.maker.config.divisor(self.maker.communicator.size)
-        # A sum of what ranks keep would grow from step to step; a mean of it is what torch makes of views.
+        # The kept gradient of a parameter that no rank has used is a view, so it is reduced all the same. torch leaves
+        # its mean there; by another divisor, or as a sum, it would change each step, so it is copied and restored.
         self._keeps_unused = self.maker.as_views and (divisor is not None or self.maker.config.op == "sum")
 
     def pack_early(self, step: Step, bucket: int, group: int) -> None:
         """Packs a group of a bucket ahead of its launch; on CPU."""
-        # Else its wire is under way, and what comes too late is found in finish.
+        # If the bucket is in flight already, the late gradient is found by `check_unchanged`.
         if bucket >= step.next_bucket and self.ends.own is None:
             began_ns = time.perf_counter_ns()
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # 2 us, for every large gradient
@@ -210,18 +213,24 @@ class Pipeline:
             self._clock.packed_part(bucket, began_ns)
 
     def launch(self, step: Step) -> None:
-        """Starts every bucket that is next and ready. In the asynchronous mode nothing, until `finish_step`."""
+        """Launches every bucket that is next and ready, and after the last one the step's other collectives.
+
+        In the asynchronous mode it does nothing: `finish_step` issues a contribution.
+
+        Raises:
+            FusedReduceError, CollectiveError, TypeError: as `Reduction.launch`.
+        """
         if self.ends.own is not None:
             return
         if step.next_bucket == 0:
             self._observed.begin_reduction()
             self.times.comm_start = time.time_ns()
-            self._kept = {}  # only now: on CUDA a side stream may have read them until here
+            self._kept = {}  # those of the last step: on CUDA a side stream may have read them until now
             if torch.is_grad_enabled() and not self._warned:
                 self._warned = True
                 warnings.warn(
-                    "Using DistributedDataParallel with create_graph=True: gradients are averaged, but gradients of "
-                    "gradients are not",
+                    "backward(create_graph=True) of a reduced model: gradients are averaged over the ranks, but "
+                    "gradients of gradients (double backward) are this rank's own",
                     stacklevel=2,
                 )
             if self._plans.measured():
@@ -231,9 +240,9 @@ class Pipeline:
             reduction = self.buckets.reductions[step.next_bucket]
             step.next_bucket += 1
             members = reduction.members
-            if self._passes_over(step, members):
-                self._check_left_out(members)
-                reduction.pass_over()
+            if self._skips(step, members):
+                self._check_skipped(members)
+                reduction.skip()
                 continue
             self.buckets.streams.wait_for_gradients(members.index, members.device)
             with torch.no_grad(), self.buckets.streams.on(members.device):
@@ -241,11 +250,11 @@ class Pipeline:
                 if self._keeps_unused and self.used.kept:
                     self._keep_unused(members)
                 reduction.launch(self._divisor)
-                watched, issued_ns = reduction.under_way() or (None, None)
+                watched, issued_ns = reduction.in_flight() or (None, None)
                 self._clock.launched(members.index, watched, issued_ns, self.maker.communicator)
                 self.buckets.streams.packed(members.device)
             step.launched += 1
-            self.issued += watched is not None  # the sum of a sparse gradient may have to wait for `finish_step`
+            self.issued += watched is not None  # not the sum of a sparse gradient of unknown kind: see `launch_late`
         if step.all_launched() and before < step.next_bucket:
             if self.used.asks():
                 self.used.start()
@@ -259,12 +268,12 @@ class Pipeline:
             self.issued += self._observed.start_exchange()
 
     def launch_late(self) -> None:
-        """Behind `launch`, where it may be waited for: starts the sums of sparse gradients whose kind nobody knew.
+        """Starts the sums of sparse gradients whose kind no rank knew at `launch`; waits until the ranks know it.
 
-        Does nothing when it is called again.
+        Does nothing when it is called again in the same step.
 
         Raises:
-            AgreementError, CollectiveError: see `SparseKinds.learn`.
+            AgreementError, CollectiveError: as `SparseKinds.learn`.
         """
         with torch.no_grad():
             for sparse in self.buckets.sparse(self.maker.sparse_kinds.learn()):
@@ -273,21 +282,31 @@ class Pipeline:
                 self.issued += 1
 
     def finish_step(self, step: Step, *, shared: bool) -> Ended:
-        """Ends the step: finishes every launched bucket in launch order, or those of an earlier step, as the mode says.
+        """Ends a step whose buckets are all launched.
+
+        In the synchronous mode every launched bucket is finished, in launch order; with bounded staleness those of an
+        earlier step are; in the asynchronous mode a contribution is made.
 
         Args:
-            step: all of whose buckets are launched.
+            step: the step.
             shared: another reducer, of a nested wrapper, writes the same gradients.
+
+        Returns:
+            Which step's averages the gradients are.
+
+        Raises:
+            FusedReduceError: a gradient was changed after it had been packed.
+            CollectiveError: a peer died, left, or did not answer.
         """
         if self.ends.own is not None:
             return self._contribute(step)
-        launched = [one for one in self.buckets.reductions if not self._passes_over(step, one.members)]
+        launched = [one for one in self.buckets.reductions if not self._skips(step, one.members)]
         if self.maker.sparse_kinds.place:
-            # Ahead of the check, which may raise on this rank alone: the others wait for these sums too.
+            # Before the check, which may raise on this rank alone: the other ranks wait for these sums.
             self.launch_late()
         with torch.no_grad():
             if not shared:
-                # All before the first is overwritten: gradients that share memory share their version.
+                # All are checked before the first is overwritten: gradients that share memory share their version.
                 for reduction in launched:
                     reduction.check_unchanged()
             if self.ends.staleness:
@@ -299,12 +318,12 @@ class Pipeline:
             for future in installed:
                 wait_for(future, "a future that the end of backward waits for", self.maker.communicator)
         self.times.comm_end = time.time_ns()
-        # First of all: what raised below, or in `end_step`, would leave this rank's rounds behind those of its peers.
+        # Before anything else may raise, which would leave this rank's number of rounds behind that of its peers.
         self.close_round(self._clock.taken())
         return ended
 
     def end_step(self, ended: Ended) -> None:
-        """Behind `finish_step`: completes what is observed of the gradients. `observed.check` then raises for it.
+        """Completes the gradient statistics after `finish_step`; `observed.check` may raise for them.
 
         Args:
             ended: what `finish_step` returned.
@@ -315,23 +334,27 @@ class Pipeline:
             self.issued += self.ends.observe(ended)
 
     def apply_oldest(self) -> Ended:
-        """The oldest step under way lands, between two steps. `observed.check` then raises for it."""
+        """Applies the averages of the oldest step in flight, between two steps; `observed.check` may raise for them."""
         with torch.no_grad():
             ended = self.ends.apply_oldest(self.buckets, self._write)
             self.issued += self.ends.observe(ended)
         return ended
 
     def state_dict(self) -> dict[str, Any]:
-        """What is under way, by parameter name; waits for it."""
+        """The steps in flight as plain values, tensors by parameter name; waits for them."""
         with torch.no_grad():
             return self.ends.state_dict(self.maker, self.buckets, self.rounds, self._write)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what `state_dict` has given; see `averages.load`."""
+        """Restores the steps in flight from what `state_dict` returned; raises as `staleness_state.load`."""
         self.rounds = self.ends.load_state_dict(self.maker, state)
 
     def close_round(self, looked: Looked | None) -> None:
-        """A synchronised step has ended, here or (join) without this rank's inputs: all ranks count it."""
+        """Counts a synchronised step that all ranks have ended, this one maybe without inputs (join).
+
+        Args:
+            looked: the step's profile, where it was profiled.
+        """
         if self._plans.measured():
             self._plans.scheduler.close_round(looked)
         self.rounds += 1
@@ -341,20 +364,20 @@ class Pipeline:
     # Within
 
     def _end_now(self, launched: Sequence[Reduction]) -> list[int]:
-        """Finishes what was launched; returns the parameters whose gradients it has not written."""
+        """Finishes launched buckets; returns the numbers of the parameters whose gradients were not written."""
         left: list[int] = []
         used, unscaling = self.used.sum_of_step(), self._observed.units.unscaling()
         for reduction in launched:
             self._finish_one(reduction, used, unscaling)
         if self.used.kept or self.maker.keeps_gradients:
-            left = self._left_alone(() if self.maker.keeps_gradients else launched, used)
+            left = self._not_written(() if self.maker.keeps_gradients else launched, used)
         if self.used.asks():
             self.used.complete()
         self._observed.complete()
         return left
 
     def _contribute(self, step: Step) -> Ended:
-        """In place of launching and finishing: waits for nobody."""
+        """The end of a step in the asynchronous mode; waits for no peer."""
         self._observed.begin_reduction()
         self.times.comm_start = time.time_ns()
         self.ends.contribute(self.buckets)
@@ -365,25 +388,25 @@ class Pipeline:
 
     def _finish_one(self, reduction: Reduction, used: UsedSum | None, unscaling: Unscaling) -> None:
         members = reduction.members
-        untouched = untouched_of(members, used)
+        unused = unused_of(members, used)
 
         def write() -> None:
             self._clock.unpack(members.index)
-            reduction.finish(untouched, unscaling)
-            for number in untouched & self._kept.keys():
+            reduction.finish(unused, unscaling)
+            for number in unused & self._kept.keys():
                 gradient = self.maker.parameters[number].grad
                 assert gradient is not None
                 gradient.copy_(self._kept[number])
             self._clock.unpacked(members.index)
 
-        # A hook's future makes the current stream wait for whatever the hook did.
+        # The future of a comm hook makes the current stream wait for what the hook has enqueued.
         if isinstance(reduction, HookedReduction):
             write()
         else:
             self._write(members, write)
 
     def _write(self, members: Members, write: Callable[[], None]) -> None:
-        """Calls what writes a bucket's gradients; on CUDA on a side stream, and watched."""
+        """Calls `write`, which writes a bucket's gradients: on CUDA on a side stream, watched by the stall monitor."""
         if not self.buckets.streams.on_cuda:
             write()
             return
@@ -396,26 +419,27 @@ class Pipeline:
         self._monitor.watch(members, what, done.query, after_s, members.device)
 
     def _keep_unused(self, members: Members) -> None:
-        """Copies gradients of parameters that this rank has not used: as views they lie where the sum will."""
+        """Copies the gradients of parameters that this rank has not used: as views they are overwritten by the sum."""
         for number, parameter in zip(members.numbers, members.parameters, strict=True):
             if parameter.grad is not None and not self.used.here(number) and not self.maker.sparse[number]:
                 self._kept[number] = parameter.grad.clone()
 
-    def _passes_over(self, step: Step, members: Members) -> bool:
+    def _skips(self, step: Step, members: Members) -> bool:
         return self._skip_unused_buckets and step.skipped.issuperset(members.numbers)
 
-    def _left_alone(self, launched: Sequence[Reduction], used: UsedSum | None) -> list[int]:
-        """Parameters whose gradients this step has not written; `launched`: the buckets that it may have."""
+    def _not_written(self, launched: Sequence[Reduction], used: UsedSum | None) -> list[int]:
+        """Numbers of the parameters whose gradients this step has not written; `launched`: the buckets it has."""
         written: set[int] = set()
         for reduction in launched:
-            written |= set(reduction.members.numbers) - untouched_of(reduction.members, used)
+            written |= set(reduction.members.numbers) - unused_of(reduction.members, used)
         return [number for number in range(len(self.maker.parameters)) if number not in written]
 
-    def _check_left_out(self, members: Members) -> None:
+    def _check_skipped(self, members: Members) -> None:
         if any_gradient(members.parameters) and self._observed.units.scaled_step():
             raise FusedReduceError(
-                f"{members.label} is left out of this step (skip_all_reduce_unused_params), but holds gradients of "
-                "earlier backwards, whose loss scale would stay on: zero_grad() first, or use torch.amp.GradScaler"
+                f"rank {self.maker.communicator.rank}: {members.label} is skipped in this step "
+                "(skip_all_reduce_unused_params), but has gradients of earlier backwards, which would keep their loss "
+                "scale. Call zero_grad() before the forward, or use torch.amp.GradScaler"
             )
 
     def _counted_ranks(self) -> float | None:

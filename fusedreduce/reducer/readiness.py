@@ -1,10 +1,10 @@
-"""Arrivals: who tells that gradients are there, and the books of a step that they are entered in.
+"""ReadinessTracker: which gradients of the current step are ready, and which parameters are hooked.
 
-Once a step has shown which parameter completes each bucket, only that one keeps its hook (on CPU also those that
-complete a group within a bucket, which is packed at once, while it is in the cache). That is sound in a step whose
-backward began at an output of forward with every `.grad` None: then a `.grad` that is there was made by this backward.
-In any other step every parameter is hooked again. And in every step each gradient must, before it is overwritten, be
-the tensor that was packed, at the same version.
+Once a step has shown which parameter completes each bucket, only that parameter, the bucket's sentinel, keeps its hook
+(on CPU also those that complete a group within a bucket, which is then packed while it is in the cache). That is sound
+in a step whose backward began at an output of forward with every `.grad` None: any `.grad` that exists then was made by
+this backward. In any other step every parameter is hooked again. And in every step each gradient must, before it is
+overwritten, be the tensor that was packed, at the same version.
 
 Called under the reducer's lock.
 """
@@ -23,24 +23,24 @@ from .parameter_hooks import ParameterHooks
 from .pipeline import Pipeline
 from .step import Step
 
-# After a step that needed all hooks: so many that would not have, before they are taken off again (4 us each).
+# Steps in a row that would have done with sentinels alone, before the other hooks are removed again (4 us each).
 _CLEAN_STEPS = 3
 
 
-class Arrivals:
-    """Which gradients have come in the step that runs, and which parameters' hooks tell.
+class ReadinessTracker:
+    """Which gradients of the current step are ready, and which parameters are hooked.
 
     Args:
         hooks: on the parameters.
         pipeline: has the buckets, and packs groups of them early.
-        clock: is told when.
-        units: is told that a backward has begun.
+        clock: records times.
+        units: the loss-scale state, which notes each backward.
         static_graph: every step uses the same parameters equally often.
 
     Attributes:
-        step: the step that runs, or the last one.
-        sentinels: while few are hooked: by parameter its bucket, the groups that it completes there, and whether the
-            bucket. Empty: all are.
+        step: the current step, or the last one.
+        sentinels: the hooked parameters while only sentinels are hooked: by parameter its bucket, the groups that it
+            completes there, and whether it completes the bucket. Empty: every parameter is hooked.
         fires: static graph: how many gradients each parameter gets; None: not known yet.
     """
 
@@ -70,7 +70,7 @@ class Arrivals:
     # Between steps
 
     def set_buckets(self) -> None:
-        """The buckets are new."""
+        """Begins anew with the pipeline's buckets, which are new, and every parameter hooked."""
         self.hook_all(once=True)
         self.begin_step()
 
@@ -80,15 +80,15 @@ class Arrivals:
         self.fires = None
 
     def remove_hooks(self) -> None:
-        """Removes the hooks from the parameters; nothing is told from then on."""
+        """Removes the hooks from the parameters for good."""
         self.sentinels = {}
         self._hooks.remove()
 
     def hook_all(self, *, once: bool = False) -> None:
-        """Every parameter tells.
+        """Hooks every parameter.
 
         Args:
-            once: for one step; hooks go again as soon as it has been clean.
+            once: for one step: only sentinels stay hooked after the next clean one.
         """
         if self.sentinels:
             self.sentinels = {}
@@ -97,12 +97,12 @@ class Arrivals:
         if once:
             self._clean_steps = _CLEAN_STEPS
 
-    def hook_few(self) -> None:
-        """After a step with all hooks: keeps those that are needed, if the next steps can do with them."""
+    def hook_sentinels(self) -> None:
+        """After a step with all hooks: keeps those of the sentinels alone, if the next steps can do with them."""
         step = self.step
         never = self._hooks.dtypes_change or any(fires != 1 for fires in self.fires or ())
         never = never or self._hooks.users_hook_gradients()
-        if never or not step.whole or len(step.order) != len(self._parameters):
+        if never or not step.complete or len(step.order) != len(self._parameters):
             return
         self._clean_steps = self._clean_steps + 1 if step.clean else 0
         if self._clean_steps < _CLEAN_STEPS:
@@ -113,7 +113,7 @@ class Arrivals:
     # A step
 
     def begin_forward(self) -> None:
-        """A forward comes next; there may be no graph now."""
+        """Called before a forward, when there may be no autograd graph: replaces nodes that had a hook."""
         if self.sentinels:
             buckets = self._pipeline.buckets
             self._hooks.renew_nodes(lambda index: buckets.streams.of_nodes(buckets.bucket_of[index]))
@@ -124,21 +124,28 @@ class Arrivals:
         return self.static_graph and self.fires is None
 
     def begin_step(self, unused: Sequence[int] = ()) -> None:
-        """A synchronised step begins.
+        """Begins a synchronised step.
 
         Args:
-            unused: parameters that will get no gradient.
+            unused: parameters that get no gradient in it.
         """
         buckets = self._pipeline.buckets
         fires = self.fires if self.static_graph else None
         self.step = Step(buckets.sizes, buckets.bucket_of, self._names, fires=fires, unused=unused)
 
     def begin_backward(self) -> bool:
-        """A backward has reached an output of forward; says whether it is the first output that this one reaches."""
+        """Notes that a backward has reached an output of forward.
+
+        Returns:
+            Whether it is the first output that this backward reaches.
+
+        Raises:
+            FusedReduceError: see `LossUnits.note_backward`.
+        """
         step = self.step
         if step.from_outputs and step.task == torch._C._current_graph_task_id():
             return False
-        # Another root of this backward, or of a partial one; else a new one, which has made nothing yet.
+        # Another root of this backward, or of a partial one; else a new backward, which has made no gradient yet.
         again = step.from_outputs and (step.begun or step.callbacks > 0)
         step.from_outputs = True
         self._units.note_backward(first_output=not (again or step.begun))
@@ -152,13 +159,21 @@ class Arrivals:
         return True
 
     def count(self, index: int) -> None:
-        """A parameter's hook tells, in a static graph's first step."""
+        """Counts a gradient in a static graph's first step."""
         self._counted[index] += 1
         self.step.count(index)
         self._record_stream(index)
 
     def mark_ready(self, index: int) -> bool:
-        """A parameter's hook tells; says whether a bucket may have become ready."""
+        """Notes that a hooked parameter has its gradient.
+
+        Returns:
+            Whether a bucket may have become ready.
+
+        Raises:
+            FusedReduceError: the parameter was ready already, or, with sentinels, the backward did not begin at an
+                output of forward.
+        """
         if self.sentinels:
             return self._mark_sentinel(index)
         self._mark_one(index)
@@ -168,7 +183,11 @@ class Arrivals:
         return True
 
     def end_backward(self) -> bool:
-        """A backward has ended; says whether all gradients of the step are there. Not after a partial one."""
+        """Called when a backward has ended.
+
+        Returns:
+            Whether all gradients of the step are ready; they are not after one of several partial backwards.
+        """
         step = self.step
         late = bool(self.sentinels) and not step.all_ready() and self._mark_unseen()
         if not step.begun:
@@ -177,21 +196,21 @@ class Arrivals:
             self.fires = list(self._counted)
             step.make_all_ready()
         elif late or not step.all_ready():
-            self.hook_all()  # members of a bucket came in another order than before, or will come later
+            self.hook_all()  # a bucket's gradients were made in another order than before, or are still to come
         return step.all_ready()
 
     def missing(self) -> list[int]:
-        """Parameters whose gradient has not come, ascending."""
+        """Indices of the parameters that have no gradient in this step yet, ascending."""
         counting = self.counting
         return [index for index in self.step.missing() if not (counting and self._counted[index])]
 
     # Within
 
     def _mark_one(self, index: int) -> None:
-        """One parameter is ready, and with the first one all that are unused."""
+        """Marks one parameter as ready, and with the first one all that are unused."""
         step, buckets = self.step, self._pipeline.buckets
         if step.callbacks == 0:
-            step.clean = False  # a backward of which nobody has told us: no output of forward is its root
+            step.clean = False  # a backward that did not begin at an output of forward
         if buckets.streams.unrecorded:
             self._record_stream(index)
         for one in step.mark_ready(index):
@@ -206,14 +225,14 @@ class Arrivals:
             streams.record(index, self._devices[index])
 
     def _mark_sentinel(self, index: int) -> bool:
-        """Only the parameters that complete a bucket, or a group within it, are hooked. Whether a bucket is ready."""
+        """Notes a sentinel's gradient; returns whether its bucket is ready."""
         step = self.step
         if not step.from_outputs:
             self.hook_all()
             raise FusedReduceError(
-                f"a backward that did not begin at an output of forward gave {self._names[index]} a gradient; the "
-                "steps before did. Return from forward every tensor that a loss is made of. After reset() every "
-                "parameter is watched one by one again"
+                f"{self._names[index]} got a gradient from a backward that did not begin at an output of forward, but "
+                "the ones before it did. Return from forward every tensor that the loss is computed from. To go on, "
+                "call reset() on every rank: every parameter is hooked again after it"
             )
         step.mark_sentinel(index)
         bucket, groups, completes = self.sentinels[index]
@@ -226,14 +245,14 @@ class Arrivals:
             self._clock.bucket_ready(bucket)
             step.mark_bucket_ready(bucket, reduction.members.numbers)
         else:
-            # Another order than before. The bucket must go as soon as its last member comes, not at the end: peers,
-            # whose order may be the old one, launch theirs at that place among the user's own collectives.
+            # Another order than before. The bucket must be launched as soon as its last gradient is ready, not at the
+            # end of backward: peers whose order is the old one launch theirs there, among the user's own collectives.
             self._mark_unseen()
             self.hook_all()
         return True
 
     def _mark_unseen(self) -> bool:
-        """Makes ready what this step's backward has given a gradient unseen, in a step that began with none."""
+        """Marks parameters without a hook that have a gradient, in a step that began with none; returns if any have."""
         late = [
             index
             for index, parameter in enumerate(self._parameters)

@@ -60,14 +60,14 @@ from ..trace.step_clock import StepClock
 from . import optimizer_hooks as optimizer_steps
 from . import validation as admission
 from .backward_hooks import BackwardHooks, refuse_compiled_autograd
-from .delayed_averages import LateAverages
+from .delayed_averages import DelayedAverages
 from .failures import Failures, lost_error
 from .join import Shadows
 from .modes import asynchronous as own_pace
 from .parameter_hooks import ParameterHooks
 from .pipeline import Pipeline
 from .plans import Forecast, Plans
-from .readiness import Arrivals
+from .readiness import ReadinessTracker
 from .recording import Recording
 from .step import Step, unfinished_text
 from .unused_parameters import UsedMap, tensors_in, unreachable
@@ -206,11 +206,11 @@ class Reducer:
             skip_unused_buckets=skip_unused_buckets,
         )
         self.times = self._pipeline.times
-        self.late = LateAverages(self._pipeline, self.observed)
+        self.late = DelayedAverages(self._pipeline, self.observed)
         self.shadows = Shadows(self._pipeline, self._plans, self.observed)
         self._hooks = ParameterHooks(self, self.parameters, Reducer.on_gradient)
         self._backward_hooks = BackwardHooks(self, Reducer._backward_begins, Reducer._backward_ends)
-        self._arrivals = Arrivals(
+        self._readiness = ReadinessTracker(
             self._hooks, self._pipeline, self._clock, self.observed.units, static_graph=static_graph
         )
         self.observed.before_reading = _weakly(self)
@@ -239,7 +239,7 @@ class Reducer:
         with self._lock:
             self.check_finalized()
             self._check_still_hooked()
-            self._arrivals.begin_forward()
+            self._readiness.begin_forward()
             self.times.forward_start = time.time_ns()
             self._forward_ns = time.perf_counter_ns()
 
@@ -273,7 +273,7 @@ class Reducer:
             self._check_still_hooked()
             self.agree()
             self.rebuild()
-            arrivals = self._arrivals
+            arrivals = self._readiness
             if self.shares_parameters:
                 self.shares_parameters = admission.shared(self, self.parameters)
                 admission.check_mode(self.config.sync_mode, {"parameters of two wrappers": self.shares_parameters})
@@ -309,7 +309,7 @@ class Reducer:
             return
         with self._lock:
             self._clock.enter()
-            arrivals = self._arrivals
+            arrivals = self._readiness
             step = arrivals.step
             try:
                 self.observed.units.note_backward()
@@ -373,7 +373,7 @@ class Reducer:
             FusedReduceError: no step is armed, a backward of it has begun, or a gradient is expected here.
         """
         with self._lock:
-            step = self._arrivals.step
+            step = self._readiness.step
             if self.state is not ReducerState.ARMED or not step.begin_without_gradients():
                 raise FusedReduceError(
                     f"rank {self.communicator.rank}: end_without_backward() is for a step that is armed, with "
@@ -398,11 +398,11 @@ class Reducer:
         if self.state is ReducerState.LOST or self.communicator.lost:
             raise lost_error(self.communicator, self.communicator.lost)
         # A backward whose queued end never came has raised, maybe before any parameter told.
-        step = self._arrivals.step
+        step = self._readiness.step
         broken = step.callbacks > 0 and not in_backward()
         if self.state is ReducerState.FAILED or (self.state is ReducerState.ARMED and (step.begun or broken)):
             text = unfinished_text(
-                self._arrivals.missing(),
+                self._readiness.missing(),
                 self.names,
                 self.communicator.rank,
                 find_unused=self.find_unused_parameters,
@@ -436,7 +436,7 @@ class Reducer:
         with self._lock:
             if self.state is ReducerState.IDLE and not self.local_backward_expected:
                 # A second backward of this forward: what it adds stays here, and nobody may miss that.
-                self._arrivals.hook_all()
+                self._readiness.hook_all()
             self.observed.units.begin_scaled(scale, stays=self.local_backward_expected)
 
     def watch_local_forward(self, outputs: object) -> None:
@@ -588,7 +588,7 @@ class Reducer:
             self._agreed = False
             self._plans.restart()
             self._pipeline.drop_step()
-            self._arrivals.restart()
+            self._readiness.restart()
             # New wire buffers: a collective that is still under way may write into the old ones.
             self._build_buckets(self.plan)
 
@@ -621,7 +621,7 @@ class Reducer:
                 "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
                 "constructed."
             )
-        self.static_graph = self._arrivals.static_graph = True
+        self.static_graph = self._readiness.static_graph = True
         self._plans.learns = True
         self._pipeline.used.first = True
         self._build_buckets(self._plans.first())
@@ -637,7 +637,7 @@ class Reducer:
 
     def remove_hooks(self) -> None:
         """Removes the hooks from the parameters; nothing is reduced from then on."""
-        self._arrivals.remove_hooks()
+        self._readiness.remove_hooks()
 
     def __enter__(self) -> Reducer:
         return self
@@ -830,8 +830,8 @@ class Reducer:
     def end_first_static_step(self) -> None:
         """A static graph's first backward is done. (A wrapper's own call; without one the outputs' hook calls.)"""
         with self._lock:
-            if self.state is ReducerState.ARMED and self._arrivals.counting and self._arrivals.step.begun:
-                self._backward_ends(self._arrivals.step)
+            if self.state is ReducerState.ARMED and self._readiness.counting and self._readiness.step.begun:
+                self._backward_ends(self._readiness.step)
 
     # Within
 
@@ -843,9 +843,9 @@ class Reducer:
             with self._lock:
                 if self.late.stash is not None:
                     self.late.stash.stash()
-                if self._arrivals.begin_backward():
+                if self._readiness.begin_backward():
                     self.observed.additions += 1  # should it not come to its end
-                    self._backward_hooks.queue_end(self._arrivals.step)
+                    self._backward_hooks.queue_end(self._readiness.step)
 
     def _takes_aside(self) -> None:
         """A backward that is not reduced has reached an output of its forward."""
@@ -855,10 +855,10 @@ class Reducer:
     def _backward_ends(self, step: Step) -> None:
         """Ends the step if all is launched; does nothing after one of several partial backwards."""
         with self._lock:
-            if self.state is not ReducerState.ARMED or self._arrivals.step is not step:
+            if self.state is not ReducerState.ARMED or self._readiness.step is not step:
                 return
             self._clock.enter()
-            if not self._arrivals.end_backward():
+            if not self._readiness.end_backward():
                 return
             self.times.backward_end = time.time_ns()
             self._clock.backward_ended()
@@ -880,7 +880,7 @@ class Reducer:
         with self._lock:
             if self.state is ReducerState.LAUNCHED:
                 try:
-                    self._finish(self._arrivals.step)
+                    self._finish(self._readiness.step)
                 except BaseException as error:
                     self._note_failure(error)
                     raise
@@ -922,9 +922,9 @@ class Reducer:
 
     def _finish(self, step: Step) -> None:
         """All buckets are launched: the step is done then."""
-        arrivals = self._arrivals
+        arrivals = self._readiness
         if not arrivals.sentinels:
-            step.whole = none_missing([parameter.grad for parameter in self.parameters])
+            step.complete = none_missing([parameter.grad for parameter in self.parameters])
         ended = self._pipeline.finish_step(step, shared=self.shares_parameters)
         self.late.ended(ended)
         self.steps += 1
@@ -937,7 +937,7 @@ class Reducer:
         if not arrivals.sentinels:
             self._ready_ns = list(self._clock.arrived_ns)
             if not self._needs_all_hooks():
-                arrivals.hook_few()
+                arrivals.hook_sentinels()
         self._pipeline.end_step(ended)
         if self.late.stash is not None:
             self.late.stash.put_back()
@@ -988,13 +988,13 @@ class Reducer:
         return float(divisor)
 
     def _check_still_hooked(self) -> None:
-        if not self._arrivals.sentinels:  # else the end of backward looks at every `.grad`, and pack at its dtype
+        if not self._readiness.sentinels:  # else the end of backward looks at every `.grad`, and pack at its dtype
             self._hooks.check_nodes(self.names)
 
     def _unused(self, outputs: Sequence[torch.Tensor]) -> list[int]:
         """Parameters that will get no gradient in a backward from `outputs`."""
         if self.static_graph:
-            fires = self._arrivals.fires
+            fires = self._readiness.fires
             if not outputs and fires is None:
                 raise ValueError("static_graph=True needs the outputs: prepare_for_backward(outputs)")
             return [index for index, one in enumerate(fires or ()) if one == 0]
@@ -1045,7 +1045,7 @@ class Reducer:
     def _build_buckets(self, plan: Plan) -> None:
         """Builds the buckets of `plan`, between two steps."""
         self._pipeline.build_buckets(plan)
-        self._arrivals.set_buckets()
+        self._readiness.set_buckets()
 
 
 def _weakly(reducer: Reducer) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Step: the bookkeeping of one synchronised backward. Pure; made for a step and thrown away with it."""
+"""Step: which gradients of one synchronised backward are ready, and which bucket is next. Pure; made anew for each."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from ..errors import FusedReduceError
 
 
 class Step:
-    """Who is ready, which bucket is next.
+    """Readiness of the parameters and buckets in one synchronised step.
 
     Args:
         sizes: number of parameters in each bucket, in launch order.
         bucket_of: per parameter its bucket.
         names: of the parameters.
         fires: static graph: how many gradients each parameter gets; None: one.
-        unused: parameters that will get none; they are ready with the first that does.
+        unused: parameters that get no gradient; they become ready with the first parameter that gets one.
+
+    Attributes:
+        skipped: the unused parameters, once they are ready.
+        order: parameters in the order in which they became ready.
+        next_bucket: the next bucket in plan order, neither launched nor skipped yet.
+        launched: number of buckets that were launched.
+        begun: a gradient of this step has been accumulated.
     """
 
     def __init__(
@@ -39,18 +46,21 @@ class Step:
         self.next_bucket = 0
         self.launched = 0
         self.begun = False
-        self.callbacks = 0  # queued at the engine and not yet run
-        self.task = -1  # the backward that the latest of them belongs to
-        self._told: set[int] = set()
-        self.whole = True  # no gradient was taken away before it was reduced
-        self.from_outputs = False  # that backward began at an output of forward
-        self.clean = False  # every gradient was None when it began
+        self.callbacks = 0  # queued at the autograd engine and not yet run
+        self.task = -1  # graph task of the backward that the latest of them belongs to
+        self._sentinels: set[int] = set()  # those that have their gradient
+        self.complete = True  # every parameter had a gradient when the step ended
+        self.from_outputs = False  # the backward began at an output of forward
+        self.clean = False  # every gradient was None when the backward began
 
     def mark_ready(self, index: int) -> list[int]:
-        """A gradient was accumulated; returns the parameters that this makes ready, in order.
+        """Notes that a gradient was accumulated.
+
+        Returns:
+            The parameters that are ready now and were not before, in order.
 
         Raises:
-            FusedReduceError: it was ready already, or a static graph has changed.
+            FusedReduceError: the parameter was ready already, or a static graph has changed.
         """
         self.begun = True
         now = []
@@ -70,27 +80,31 @@ class Step:
         return [*now, index]
 
     def count(self, index: int) -> None:
-        """A gradient of a static graph's first step, in which nothing is ready before the end."""
+        """Notes a gradient of a static graph's first step, in which no parameter is ready before the end."""
         self.begun = True
         self.order.append(index)
 
     def mark_bucket_ready(self, bucket: int, members: Sequence[int]) -> None:
-        """All of a bucket's gradients are there; only its last one has told."""
+        """Makes a bucket ready whose gradients are all there, though only its sentinel is hooked.
+
+        Raises:
+            FusedReduceError: it was ready already.
+        """
         self.begun = True
         if self._pending[bucket] == 0:
             raise FusedReduceError(self._twice(members[-1]))
         self._pending[bucket] = 0
 
     def mark_sentinel(self, index: int) -> None:
-        """A parameter that tells for others has got its gradient.
+        """Notes the gradient of a sentinel, a parameter that completes a bucket or a group within one.
 
         Raises:
-            FusedReduceError: for the second time.
+            FusedReduceError: it is the second one in this backward.
         """
         self.begun = True
-        if index in self._told:
+        if index in self._sentinels:
             raise FusedReduceError(self._twice(index))
-        self._told.add(index)
+        self._sentinels.add(index)
 
     def is_ready(self, index: int) -> bool:
         """Whether a parameter is ready."""
@@ -105,7 +119,7 @@ class Step:
         return self.next_bucket < len(self._pending) and self._pending[self.next_bucket] == 0
 
     def all_launched(self) -> bool:
-        """Whether every bucket has been launched or passed over."""
+        """Whether every bucket has been launched or skipped."""
         return self.next_bucket == len(self._pending)
 
     def all_ready(self) -> bool:
@@ -113,7 +127,7 @@ class Step:
         return not any(self._pending)
 
     def begin_without_gradients(self) -> bool:
-        """Makes all ready, if every parameter is unused and no backward has begun; says whether it has."""
+        """Makes every parameter ready, if all are unused and no backward has begun; returns whether it did."""
         if self.begun or len(self._unused) < len(self._names):
             return False
         self.begun = True
@@ -122,7 +136,7 @@ class Step:
         return True
 
     def make_all_ready(self) -> None:
-        """The end of a static graph's first step."""
+        """Makes every bucket ready, at the end of a static graph's first step."""
         self._pending = [0] * len(self._pending)
 
     def missing(self) -> list[int]:
@@ -152,7 +166,7 @@ class Step:
             "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but "
             "then got used in the second iteration. this is not compatible with static_graph set to True. "
             f"{self._names[index]} (index {index}) got {before} gradient{'' if before == 1 else 's'} in the first "
-            "iteration and now gets more"
+            "iteration and gets more in this one: construct without static_graph=True where the graph changes"
         )
 
 
@@ -166,7 +180,17 @@ def unfinished_text(
     failure: str = "",
     debug_hint: bool = False,
 ) -> str:
-    """What to tell a user whose last backward left buckets unreduced: all missing names, and what may be the cause."""
+    """The error text for a backward that left buckets unreduced: every missing parameter, and what may be the cause.
+
+    Args:
+        missing: indices of the parameters that got no gradient.
+        names: of all parameters.
+        rank: of this process.
+        find_unused: find_unused_parameters is on.
+        static_graph: static_graph is on.
+        failure: what the backward raised; empty: not known.
+        debug_hint: point to TORCH_DISTRIBUTED_DEBUG.
+    """
     text = "Expected to have finished reduction in the prior iteration before starting a new one. "
     if static_graph:
         text += (
@@ -183,7 +207,7 @@ def unfinished_text(
             )
         else:
             text += (
-                "Have them found by passing the keyword argument `find_unused_parameters=True`, and make sure that all "
+                "Pass the keyword argument `find_unused_parameters=True` to have them found, and make sure that all "
                 "`forward` function outputs participate in calculating loss; or the backward raised before it was done."
             )
     if missing:
@@ -193,11 +217,11 @@ def unfinished_text(
             f"\nParameters which did not receive grad for rank {rank}: {', '.join(names[index] for index in missing)}"
         )
     else:
-        text += f"\nOn rank {rank} every parameter received its gradient, but the backward was not completed"
+        text += f"\nOn rank {rank} every parameter received its gradient, but the backward did not run to its end"
     if failure:
         text += f"\nRank {rank}: the last synchronised backward failed; call reset() on every rank. {failure}"
     else:
-        text += "\nWhere a backward raised, call reset() on every rank."
+        text += "\nIf a backward raised, call reset() on every rank."
     if missing and debug_hint:
         text += (
             " (For more of torch's own checks set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "

@@ -239,7 +239,7 @@ def test_with_few_hooks_and_a_scaled_loss_that_nobody_runs(wire: Wire, views: bo
                 scaled(reducer, loss, loss_scale(32.0))  # and no backward
                 loss = given(reducer.parameters, gradients)
                 reducer.prepare_for_backward(loss)
-            few += bool(reducer._arrivals.sentinels)
+            few += bool(reducer._readiness.sentinels)
             backward(reducer, loss, one)
         pair.compare(number)
     assert few > 4
@@ -541,7 +541,7 @@ def test_a_local_backward_that_tells_nobody_has_a_unit_too() -> None:
         gradients = [_ordinary(one) for one in parameters]
         for reducer, one in pair.each(loss_scale(SCALE)):
             step(reducer, list(gradients), scale=one)
-    tells = pair.reducers[0]._arrivals.sentinels
+    tells = pair.reducers[0]._readiness.sentinels
     assert tells
     pair.clear()
     some = [None if index in tells else _ordinary(one) for index, one in enumerate(parameters)]
@@ -586,7 +586,7 @@ def test_an_unscaled_backward_behind_a_scaled_one_that_raised(wire: Wire, views:
                 with pytest.raises(KeyError):
                     backward(reducer, loss, scale)
             assert all(one.grad is None for one in pair.parameters[:4])
-            if any(one.grad is not None for one in pair.parameters) or reducer._arrivals.step.callbacks:
+            if any(one.grad is not None for one in pair.parameters) or reducer._readiness.step.callbacks:
                 reducer.reset()
         pair.clear()
         gradients = [_ordinary(one) for one in pair.parameters]
@@ -731,7 +731,7 @@ def test_a_second_scaled_backward_of_one_forward_is_seen_by_every_parameter() ->
         loss = torch.stack([one.square().sum() for one in parameters]).sum()
         reducer.prepare_for_backward(loss)
         backward_of(loss)
-    unhooked = [one for index, one in enumerate(parameters) if index not in reducer._arrivals.sentinels]
+    unhooked = [one for index, one in enumerate(parameters) if index not in reducer._readiness.sentinels]
     assert 0 < len(unhooked) < len(parameters)
     with pytest.raises(FusedReduceError, match="added scaled gradients to unscaled ones"):
         backward_of(unhooked[0].sum())
@@ -777,7 +777,7 @@ def test_an_unscaled_local_backward_that_tells_nobody_is_found_by_the_next_scale
         clear(parameters)
         synchronised()
     clear(parameters)
-    unhooked = [one for index, one in enumerate(parameters) if index not in reducer._arrivals.sentinels]
+    unhooked = [one for index, one in enumerate(parameters) if index not in reducer._readiness.sentinels]
     assert 0 < len(unhooked) < len(parameters)
     with reducer.no_sync():
         reducer.prepare_for_backward()

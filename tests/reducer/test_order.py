@@ -221,7 +221,10 @@ FAULTS: Mapping[str, Fault] = {
     "addresses of freed gradients": Fault(_gradients_dropped, "native", "reuse", ("has been freed", "pack")),
     "events on the current device": Fault(_on_the_current_device, "native", "order", ("_foreach_add_", "unpack")),
     "the event of a copy to the host on the current device": Fault(
-        _on_the_current_device, "flushed", "order", ("Tensor.tolist (non_finite.py: _report)", "non_finite.py: end_step")
+        _on_the_current_device,
+        "flushed",
+        "order",
+        ("Tensor.tolist (non_finite.py: _report)", "non_finite.py: end_step"),
     ),
     "a launch on the current device": Fault(
         lambda patch: patch.setattr(variants, "_launch_on", lambda device: contextlib.nullcontext()),

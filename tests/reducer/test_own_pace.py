@@ -23,7 +23,7 @@ from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, SyncMode
 from fusedreduce.errors import AgreementError, CollectiveError, FusedReduceError
 from fusedreduce.kernels import dispatch
-from fusedreduce.reducer.modes.asynchronous import OwnPace
+from fusedreduce.reducer.modes.asynchronous import AsynchronousMode
 from fusedreduce.reducer.reducer import ReducerState
 
 
@@ -430,7 +430,7 @@ def test_the_channel_is_connected_for_every_device_before_it_is_used() -> None:
             communicator=Recorded(),
             config=config(),
         )
-        own = OwnPace(maker, 1)
+        own = AsynchronousMode(maker, 1)
         own.set_buckets([Members(0, tuple(range(4)), tuple(parameters), tuple("abcd"), True)])
         own.open()
         own.open()

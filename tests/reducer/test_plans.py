@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.loopback import Loopback, ThreadWorld, constant
 
 from fusedreduce import AgreementError, BucketCaps, ReduceConfig, Reducer
-from fusedreduce.buckets.dense import PackedReduction
+from fusedreduce.buckets.dense import DenseReduction
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import variants
 from fusedreduce.planning.cost_model import Costs, Linear
@@ -326,13 +326,13 @@ def test_where_no_plan_follows_a_clock_nobody_looks(why: str) -> None:
 def test_our_own_packing_is_no_part_of_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
     given = parameters(*[torch.float32] * 3)
     with Reducer(given, Loopback(), caps=BucketCaps(cap_bytes=12)) as reducer:
-        launch = PackedReduction.launch
+        launch = DenseReduction.launch
 
-        def slow(self: PackedReduction, divisor: float) -> None:
+        def slow(self: DenseReduction, divisor: float) -> None:
             time.sleep(0.02)
             launch(self, divisor)
 
-        monkeypatch.setattr(PackedReduction, "launch", slow)
+        monkeypatch.setattr(DenseReduction, "launch", slow)
         train(reducer, given, 14)
         ready_ns = reducer._plans.scheduler.readiness.host.values()
         assert min(ready_ns) >= 0 and max(ready_ns) < 20_000_000, "of 60 ms that backward took"

@@ -1129,7 +1129,9 @@ def test_a_parameter_that_was_converted_after_wrapping_is_named(dtype: torch.dty
     _step(reducer, parameters, _gradients(parameters))
     _clear(parameters)
     parameters[1].data = parameters[1].data.to(dtype)
-    with pytest.raises(FusedReduceError, match=rf"b was torch.float32 on cpu when it was wrapped and is {dtype}"):
+    with pytest.raises(
+        FusedReduceError, match=rf"b was torch.float32 on cpu when the model was wrapped, and is {dtype}"
+    ):
         _step(reducer, parameters, _gradients(parameters))
 
 

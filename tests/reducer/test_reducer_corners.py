@@ -14,7 +14,7 @@ from support.loopback import Loopback, ThreadWorld, constant
 from torch import nn
 
 import fusedreduce
-from fusedreduce.buckets.dense import PackedReduction
+from fusedreduce.buckets.dense import DenseReduction
 from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.errors import FusedReduceError
@@ -46,7 +46,7 @@ def with_few_hooks(parameters: list[torch.Tensor], communicator: Communicator, *
     reducer = Reducer(parameters, communicator, **options)  # type: ignore[arg-type]
     for _ in range(6):
         plain_step(reducer, parameters)
-    assert reducer._arrivals.sentinels, "all are hooked still"
+    assert reducer._readiness.sentinels, "all are hooked still"
     for parameter in parameters:
         parameter.grad = None
     return reducer
@@ -124,7 +124,7 @@ def test_an_order_that_changes_on_one_rank_launches_at_the_place_of_the_old_one(
         loss = ((head * inner) * outer).sum()
         reducer.prepare_for_backward(loss)
         if step in (6, 7):
-            assert reducer._arrivals.sentinels
+            assert reducer._readiness.sentinels
         loss.backward()
         if step > 0:
             assert launched == [before + 1], step
@@ -140,7 +140,7 @@ def test_an_exception_before_any_hook_has_told_is_an_error_at_the_next_forward()
 
     parameters = leaves(3)
     reducer = with_few_hooks(parameters, Loopback())
-    (teller,) = reducer._arrivals.sentinels
+    (teller,) = reducer._readiness.sentinels
     inner = spied(parameters[teller] * 1, boom).sum()
     for index, parameter in enumerate(parameters):
         if index != teller:
@@ -159,7 +159,7 @@ def test_an_exception_before_any_hook_has_told_is_an_error_at_the_next_forward()
 def test_gradients_that_come_around_forwards_outputs_are_warned_about() -> None:
     parameters = leaves(3)
     reducer = with_few_hooks(parameters, Loopback())
-    (teller,) = reducer._arrivals.sentinels
+    (teller,) = reducer._readiness.sentinels
     other = parameters[(teller + 1) % 3]
     reducer.prepare_for_backward(torch.stack([parameter.sum() for parameter in parameters]).sum())
     (other * 2).sum().backward()
@@ -248,7 +248,7 @@ def test_after_a_first_step_that_failed_on_one_rank_all_learn_anew() -> None:
         reducer.prepare_for_backward(loss)
         if communicator.rank == 1:
             one = reducer._pipeline.buckets.reductions[0]
-            assert isinstance(one, PackedReduction)
+            assert isinstance(one, DenseReduction)
 
             def bad() -> None:
                 raise FusedReduceError("on this rank alone")
@@ -332,7 +332,7 @@ def test_wrapping_again_is_no_nesting(alone: None) -> None:
         for _ in range(7):
             ddp.zero_grad()
             ddp(torch.ones(2, 3)).sum().backward()
-        assert not ddp._ours().shares_parameters and ddp._ours()._arrivals.sentinels
+        assert not ddp._ours().shares_parameters and ddp._ours()._readiness.sentinels
         del ddp
 
 
@@ -358,7 +358,7 @@ def means(reducer: Reducer, parameters: list[torch.Tensor]) -> None:
 def test_nodes_that_have_had_hooks_are_given_up_when_their_graphs_are_gone() -> None:
     parameters, world = leaves(4), Loopback([constant(0.0)])
     reducer = with_few_hooks(parameters, world)
-    (teller,) = reducer._arrivals.sentinels
+    (teller,) = reducer._readiness.sentinels
     others = [index for index in range(4) if index != teller]
     kept = parameters[others[0]].sum()  # a graph that lives on
     for _ in range(2):  # the first is asked for the node that lives on
@@ -366,10 +366,10 @@ def test_nodes_that_have_had_hooks_are_given_up_when_their_graphs_are_gone() -> 
     assert worn(reducer) == [others[0]]
     for _ in range(3):
         means(reducer, parameters)
-    reducer._arrivals.hook_all()
+    reducer._readiness.hook_all()
     for _ in range(6):
         means(reducer, parameters)
-    assert reducer._arrivals.sentinels
+    assert reducer._readiness.sentinels
     parameters[others[0]].grad = None
     with reducer.no_sync():
         reducer.prepare_for_backward(kept)
@@ -399,7 +399,7 @@ def test_nodes_stay_while_the_last_loss_is_kept() -> None:
 def test_nodes_with_hooks_of_others_stay() -> None:
     parameters = leaves(4)
     reducer = with_few_hooks(parameters, Loopback([constant(0.0)]))
-    (teller,) = reducer._arrivals.sentinels
+    (teller,) = reducer._readiness.sentinels
     others = [index for index in range(4) if index != teller]
     fired: list[int] = []
     # As with torch's DDP, who registers them need not hold the nodes.
@@ -408,19 +408,19 @@ def test_nodes_with_hooks_of_others_stay() -> None:
     for _ in range(5):
         means(reducer, parameters)
     assert sorted(fired) == sorted(others[:2] * 5)
-    assert not worn(reducer) and not reducer._hooks._worn
+    assert not worn(reducer) and not reducer._hooks._used_nodes
 
 
 def test_a_parameter_that_is_frozen_when_nodes_are_given_up_keeps_its_own() -> None:
     parameters = leaves(4)
     reducer = with_few_hooks(parameters, Loopback([constant(0.0)]))
-    frozen = next(iter(reducer._hooks._worn))
+    frozen = next(iter(reducer._hooks._used_nodes))
     parameters[frozen].requires_grad_(False)
     for _ in range(4):
         reducer.prepare_for_forward()
     assert len(set(map(id, reducer._hooks.nodes))) == 4
     parameters[frozen].requires_grad_(True)
-    reducer._arrivals.hook_all()
+    reducer._readiness.hook_all()
     for _ in range(6):
         means(reducer, parameters)
 
@@ -431,9 +431,9 @@ def test_a_forward_under_torch_func_where_nodes_would_be_given_up(alone: None) -
     for _ in range(9):
         ddp.zero_grad()
         ddp(torch.ones(2, 3)).sum().backward()
-        if reducer._hooks._worn:
+        if reducer._hooks._used_nodes:
             break
-    assert reducer._hooks._worn
+    assert reducer._hooks._used_nodes
     weights = torch.linalg.multi_dot([layer.weight for layer in reversed(ddp.module)]).detach()
     gradient = torch.func.grad(lambda inputs: ddp(inputs).sum())(torch.ones(2, 3)).detach()
     torch.testing.assert_close(gradient, weights.expand(2, 3))
@@ -460,7 +460,7 @@ def test_what_is_written_to_a_large_gradient_between_its_packing_and_its_buckets
         loss = (large * spied(small * 1, write)).sum()
         reducer.prepare_for_backward(loss)
         loss.backward()
-    assert bool(reducer._arrivals.sentinels) is few
+    assert bool(reducer._readiness.sentinels) is few
     begun.append(True)
     for parameter in parameters:
         parameter.grad = None
@@ -480,8 +480,8 @@ def test_nested_reducers_keep_all_their_hooks() -> None:
         for reducer in (one, other):
             reducer.prepare_for_backward(loss)
         loss.backward()
-        assert not one._arrivals.sentinels and not other._arrivals.sentinels
+        assert not one._readiness.sentinels and not other._readiness.sentinels
     other.close()
     for _ in range(8):
         plain_step(one, parameters)
-    assert one._arrivals.sentinels and not one.shares_parameters
+    assert one._readiness.sentinels and not one.shares_parameters

@@ -1,4 +1,4 @@
-"""OwnPace: the asynchronous mode of one reducer: what takes the place of its pipeline's launch and finish.
+"""AsynchronousMode: the asynchronous mode of one reducer: what takes the place of its pipeline's launch and finish.
 
     end of a synchronised backward   a loss scale comes off, then Contributions.end_of_step: gradients are corrected
     flush, state_dict                everything lands, everywhere
@@ -29,7 +29,7 @@ from .asynchronous_bucket import Ledger
 from .contributions import Contributions, Drained
 
 
-class OwnPace:
+class AsynchronousMode:
     """The asynchronous mode of one reducer. Called under its lock.
 
     Args:

@@ -16,7 +16,7 @@ import torch
 
 from ...buckets.loss_scale import LossScale, Unscaling
 from ...buckets.reduction import Members
-from .steps_in_flight import StepUnderWay
+from .steps_in_flight import StepInFlight
 
 _VERSION = 1
 
@@ -31,7 +31,7 @@ class Averaged:
     def __init__(self, members: Members) -> None:
         self.members = members
 
-    def apply(self, flight: Sequence[torch.Tensor | None], untouched: frozenset[int], unscaling: Unscaling) -> None:
+    def apply(self, flight: Sequence[torch.Tensor | None], unused: frozenset[int], unscaling: Unscaling) -> None:
         """Copies them into the gradients; None where no rank used a parameter. They stay as they are."""
         for parameter, average in zip(self.members.parameters, flight, strict=True):
             now = parameter.grad
@@ -84,7 +84,7 @@ def flights(
     return found
 
 
-def dump(steps: Iterable[StepUnderWay], names: Sequence[str], *, world_size: int, rounds: int) -> dict[str, Any]:
+def dump(steps: Iterable[StepInFlight], names: Sequence[str], *, world_size: int, rounds: int) -> dict[str, Any]:
     """What is to be kept of `steps`, all of which hold averages."""
     kept = []
     for step in steps:
@@ -112,7 +112,7 @@ def load(
     world_size: int,
     most: int,
     tells: bool,
-) -> tuple[list[StepUnderWay], int]:
+) -> tuple[list[StepInFlight], int]:
     """Steps under way, from what `dump` has kept. Nothing of it is changed.
 
     Args:
@@ -142,7 +142,7 @@ def _loaded(
     world_size: int,
     most: int,
     tells: bool,
-) -> tuple[list[StepUnderWay], int]:
+) -> tuple[list[StepInFlight], int]:
     version = state.get("version")
     if version != _VERSION:
         raise ValueError(f"not a state of steps under way: version {version!r}, expected {_VERSION}")
@@ -171,7 +171,7 @@ def _loaded(
             value = torch.tensor([kept["loss_scale"]], dtype=torch.float32, device=parameters[0].device)
             scale = LossScale.of(value)
         held = flights(parameters, names, averages)
-        steps.append(StepUnderWay(int(kept["step"]), held, Unscaling(scale), None, told, None))
+        steps.append(StepInFlight(int(kept["step"]), held, Unscaling(scale), None, told, None))
     return steps, int(state["rounds"])
 
 

@@ -19,8 +19,8 @@ from ...comm.protocol import Communicator
 from ...config import Asynchronous, staleness
 from ..unused_parameters import UsedMap
 from . import staleness_state as averages
-from .asynchronous import OwnPace
-from .steps_in_flight import StepsUnderWay, StepUnderWay
+from .asynchronous import AsynchronousMode
+from .steps_in_flight import StepInFlight, StepsInFlight
 
 # Calls what writes a bucket's gradients, on the stream where that belongs.
 Write = Callable[[Members, Callable[[], None]], None]
@@ -60,8 +60,8 @@ class Ends:
         self._parameters = maker.parameters
         self._observed = observed
         self._used = used
-        self.under_way = StepsUnderWay(maker.parameters)
-        self.own: OwnPace | None = None
+        self.under_way = StepsInFlight(maker.parameters)
+        self.own: AsynchronousMode | None = None
         self.staleness = 0
         self.set_mode(maker, BucketSet((), maker))
 
@@ -75,7 +75,7 @@ class Ends:
             self.own.release()
             self.own = None
         if isinstance(mode, Asynchronous):
-            self.own = OwnPace(maker, mode.max_in_flight)
+            self.own = AsynchronousMode(maker, mode.max_in_flight)
             self.set_buckets(buckets)
         self._used.alone = self._observed.alone = self.own is not None
 
@@ -109,7 +109,7 @@ class Ends:
     def end_later(self, buckets: BucketSet, number: int, write: Write) -> Ended:
         """Takes along what was launched; an earlier step lands in its place, if there are as many as there may be."""
         parting = buckets.parting()
-        step = StepUnderWay(
+        step = StepInFlight(
             number=number,
             flights=[(one, one.detach_flight()) for one in parting],
             unscaling=self._observed.units.unscaling(),
@@ -157,7 +157,7 @@ class Ends:
         if not self.staleness:
             return {}
 
-        def averaged(step: StepUnderWay) -> Any:
+        def averaged(step: StepInFlight) -> Any:
             for parameter in self._parameters:
                 parameter.grad = None
             if step.told is not None:

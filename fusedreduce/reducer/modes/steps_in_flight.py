@@ -28,13 +28,13 @@ class Lands(Protocol):
 
     members: Members
 
-    def apply(self, flight: Any, untouched: frozenset[int], unscaling: Unscaling) -> None:
+    def apply(self, flight: Any, unused: frozenset[int], unscaling: Unscaling) -> None:
         """Waits for what was parted with, and writes it into the gradients, whichever are there by now."""
         ...
 
 
 @dataclass(eq=False)
-class StepUnderWay:
+class StepInFlight:
     """A synchronised step whose buckets are launched, and not finished.
 
     Args:
@@ -54,7 +54,7 @@ class StepUnderWay:
     buckets: BucketSet | None
 
 
-class StepsUnderWay:
+class StepsInFlight:
     """The steps of one reducer that are under way, oldest first.
 
     Args:
@@ -63,7 +63,7 @@ class StepsUnderWay:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
-        self._steps: deque[StepUnderWay] = deque()
+        self._steps: deque[StepInFlight] = deque()
         self.given_up = 0
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class StepsUnderWay:
         """From the oldest on."""
         return iter(self._steps)
 
-    def add(self, step: StepUnderWay) -> None:
+    def add(self, step: StepInFlight) -> None:
         """One more."""
         self._steps.append(step)
 
@@ -85,7 +85,7 @@ class StepsUnderWay:
 
     def apply_oldest(
         self, write: Callable[[Members, Callable[[], None]], None], complete: Callable[[Started], None]
-    ) -> StepUnderWay:
+    ) -> StepInFlight:
         """The oldest step's averages become the gradients, None where no rank used a parameter.
 
         Args:
@@ -101,19 +101,19 @@ class StepsUnderWay:
         self._steps.popleft()
         return step
 
-    def write(self, step: StepUnderWay, write: Callable[[Members, Callable[[], None]], None]) -> None:
+    def write(self, step: StepInFlight, write: Callable[[Members, Callable[[], None]], None]) -> None:
         """A step's averages become the gradients; see `apply_oldest`."""
         for reduction, flight in step.flights:
-            untouched = untouched_of(reduction.members, step.used)
-            for number in untouched:
+            unused = unused_of(reduction.members, step.used)
+            for number in unused:
                 self._parameters[number].grad = None
 
-            def into(reduction: Lands = reduction, flight: Any = flight, untouched: frozenset[int] = untouched) -> None:
-                reduction.apply(flight, untouched, step.unscaling)
+            def into(reduction: Lands = reduction, flight: Any = flight, unused: frozenset[int] = unused) -> None:
+                reduction.apply(flight, unused, step.unscaling)
 
             write(reduction.members, into)
 
-    def keep_averages(self, averaged: Callable[[StepUnderWay], Sequence[tuple[Lands, Any]]]) -> None:
+    def keep_averages(self, averaged: Callable[[StepInFlight], Sequence[tuple[Lands, Any]]]) -> None:
         """Waits for all of them; `averaged` makes of each what lands in the place of its flights. Gradients stay."""
         before = [parameter.grad for parameter in self._parameters]
         try:
@@ -130,6 +130,6 @@ class StepsUnderWay:
         self._steps.clear()
 
 
-def untouched_of(members: Members, used: UsedSum | None) -> frozenset[int]:
+def unused_of(members: Members, used: UsedSum | None) -> frozenset[int]:
     """Parameters of a bucket that no rank has a gradient for."""
     return frozenset() if used is None else used.nowhere(members.numbers, lambda: members.label)
