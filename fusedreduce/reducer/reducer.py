@@ -1,4 +1,6 @@
-"""Reducer: when which bucket is reduced: the states of a step, agreement, recovery. Knows nothing of DDP.
+"""Reducer: averages gradients during backward, bucket by bucket: the states of a step, agreement, recovery.
+
+It knows nothing of DistributedDataParallel.
 
     reducer = Reducer(model.parameters(), communicator, ReduceConfig(wire="bf16"))
     for batch in data:
@@ -7,16 +9,17 @@
         loss.backward()                          # every .grad is the mean over all ranks when this returns
         optimizer.step()
 
-One step: armed (prepare_for_backward) -> each parameter's hook marks it ready -> a bucket whose parameters all are is
-launched, strictly in plan order, so that all ranks issue the same collectives in the same order whatever their own
-readiness was -> when backward is done a callback of the autograd engine finishes the buckets in that order. Which
-parameters' hooks tell is up to readiness.py, what is issued to pipeline.py.
+One step: `prepare_for_backward` arms the hooks -> each parameter's hook marks it ready -> a bucket is launched when
+all its parameters are ready, strictly in plan order, so that all ranks issue the same collectives in the same order
+whatever their own readiness was -> when backward is done, a callback of the autograd engine finishes the buckets in
+that order.
+readiness.py decides which parameters are hooked, pipeline.py issues the collectives.
 
 Where ranks share an autograd thread (Communicator.waits_in_backward) that callback leaves the step launched, and the
-calling thread finishes it: in `finalize`, or when it next needs a gradient (optimizer_hooks.py).
+calling thread finishes it: in `finalize`, or before it next reads a gradient (optimizer_hooks.py).
 
-The first step uses one bucket per dtype and device. Then rank 0's order of readiness is broadcast and every rank cuts
-it into buckets by the same pure function. With find_unused_parameters (and no static graph) nothing is learned:
+The first step uses one bucket per dtype and device. Then rank 0's order of readiness is broadcast, and every rank cuts
+it into buckets by the same pure function. With find_unused_parameters (and no static graph) no order is learned:
 buckets of limited size, in reverse order of registration, from the start.
 """
 
@@ -63,7 +66,7 @@ from .backward_hooks import BackwardHooks, refuse_compiled_autograd
 from .delayed_averages import DelayedAverages
 from .failures import Failures, lost_error
 from .join import Shadows
-from .modes import asynchronous as own_pace
+from .modes import asynchronous as asynchronous_mode
 from .parameter_hooks import ParameterHooks
 from .pipeline import Pipeline
 from .plans import Forecast, Plans
@@ -75,15 +78,18 @@ from .unused_parameters import UsedMap, tensors_in, unreachable
 _logger = logging.getLogger(__name__)
 
 
+_CLOSED = "this reducer is closed: build another one to reduce gradients again"
+
+
 class ReducerState(enum.Enum):
-    """Where a reducer stands."""
+    """The lifecycle of a reducer."""
 
     IDLE = "idle"  # no synchronised backward is expected, or the last one is done: gradients stay local
     ARMED = "armed"  # the next backward is reduced
-    LAUNCHED = "launched"  # all buckets are under way; finalize() completes the step
+    LAUNCHED = "launched"  # all buckets are in flight; finalize() completes the step
     FAILED = "failed"  # a hook, kernel or collective raised: reset() is needed
     LOST = "lost"  # reset, but the group of ranks cannot be used any more: set_communicator() is needed
-    CLOSED = "closed"  # for good
+    CLOSED = "closed"  # closed for good
 
 
 class Reducer:
@@ -91,22 +97,31 @@ class Reducer:
 
     Args:
         parameters: leaves that require a gradient, on devices of one type: fp32, fp16, bf16, fp64 or complex.
-        communicator: the ranks.
-        config: see ReduceConfig.
-        names: theirs, for messages; default "parameter 0", ...
-        sparse: per parameter whether its gradient is a sparse COO tensor.
-        caps: limits of the buckets after the first step.
-        find_unused_parameters: search the graph of the outputs for parameters that will get no gradient.
+        communicator: the ranks to average over.
+        config: see ReduceConfig; None: the defaults.
+        names: names of the parameters, for messages; None: "parameter 0", ...
+        sparse: per parameter whether its gradient is a sparse COO tensor; None: none is.
+        caps: size limits of the buckets after the first step, in bytes; None: torch's.
+        find_unused_parameters: search the graph of the outputs for parameters that get no gradient.
         static_graph: every step uses the same parameters equally often; allows reentrant checkpoints that share them.
-        gradient_as_bucket_view: gradients become views of the wire, and `zero_grad` keeps them. A 16-bit wire has none:
-            a warning says how many bytes that takes.
+        gradient_as_bucket_view: gradients become views of the wire, and `zero_grad` keeps them. With a 16-bit wire they
+            cannot: a warning says how many bytes that takes.
         skip_unused_buckets: do not reduce a bucket whose parameters are all unused; every rank must then have the
             same unused parameters.
-        exclusive: stands alone: refuse parameters that another such reducer holds. (Wrappers may be nested.)
-        agreed: the ranks have compared model and settings already; whether they compute alike (see Observed) then.
+        exclusive: refuse parameters that another exclusive reducer already reduces. (Wrappers may be nested.)
+        agreed: None: the ranks compare model and settings in the first `prepare_for_backward`. Else they have done so
+            already, and this says whether their statistics are bitwise equal (see Observed).
+
+    Attributes:
+        state: see ReducerState.
+        steps: synchronised steps since the reducer was built.
+        buckets_reduced: buckets that the latest step has reduced.
+        last_order: parameter numbers in the order in which they became ready in the latest step that shows it.
+        last_unused: parameter numbers that the latest step has found unused.
+        observed: statistics of the gradients and the loss-scale state.
 
     Raises:
-        ValueError, TypeError: bad input; nothing has been hooked. What differs across ranks is raised by the first
+        ValueError, TypeError: bad input; nothing has been hooked. Differences across ranks are raised by the first
             `prepare_for_backward`, as AgreementError, on every rank.
     """
 
@@ -141,7 +156,7 @@ class Reducer:
                 "skip_unused_buckets (skip_all_reduce_unused_params)": skip_unused_buckets,
             },
         )
-        own_pace.check(self.config, self.names, self.sparse)
+        asynchronous_mode.check(self.config, self.names, self.sparse)
         self.caps = caps or BucketCaps()
         self.communicator = communicator
         self.find_unused_parameters = find_unused_parameters
@@ -161,13 +176,13 @@ class Reducer:
         self.steps = 0
         self.last_order: tuple[int, ...] = ()
         self.last_unused: tuple[int, ...] = ()
-        self.unused_now: tuple[int, ...] = ()  # what the search has found in the outputs of the step that is armed
+        self.unused_now: tuple[int, ...] = ()  # what the search has found for the step that is armed
         self.unused_always_same = True
-        self.advises = True  # whoever made this has chosen its options, and can be told to choose others
+        self.advises = True  # the options are the user's choice, so warnings may suggest others
         self.buckets_reduced = 0
         self.on_error: Callable[[str], None] | None = None
-        # Called within the callback that has launched a step and cannot wait for it, or has failed (state FAILED): it
-        # then answers for raising what `finalize` raises, once all reducers of that backward have been heard of.
+        # Called from the engine's callback that has launched a step and may not wait for it, or has failed (state
+        # FAILED). The listener must raise what `finalize` raises, once called for all reducers of that backward.
         self.on_launched: Callable[[Reducer], None] | None = None
         self.shares_parameters = admission.enter(self, self.parameters, self.names, exclusive=exclusive)
         self._agreed = agreed is not None
@@ -224,9 +239,12 @@ class Reducer:
     # Lifecycle of a step
 
     def prepare_for_forward(self) -> None:
-        """Checks that the last step is finished, and lays the buckets out anew where that is due.
+        """Checks that the last step is finished, and rebuilds the buckets if the plan has changed.
 
-        Optional in a plain loop: `prepare_for_backward` does the same, but a relay before forward costs less memory.
+        Optional in a plain loop: `prepare_for_backward` does the same, but before forward a rebuild takes less memory.
+
+        Raises:
+            FusedReduceError, AgreementError, CollectiveError: as `prepare_for_backward`.
         """
         with self._lock:
             self.begin_forward()
@@ -235,7 +253,11 @@ class Reducer:
                 self.rebuild()
 
     def begin_forward(self) -> None:
-        """The part of `prepare_for_forward` without collectives."""
+        """The part of `prepare_for_forward` that issues no collective.
+
+        Raises:
+            FusedReduceError: as `check_finalized`; or a parameter has changed its dtype or device.
+        """
         with self._lock:
             self.check_finalized()
             self._check_still_hooked()
@@ -244,22 +266,26 @@ class Reducer:
             self._forward_ns = time.perf_counter_ns()
 
     def prepare_for_backward(self, outputs: object = None, *, divisor: float | None = None) -> None:
-        """Arms the hooks: the next backward is reduced. Called after each forward, not under `no_sync`.
+        """Arms the hooks: the next backward is reduced. Call it after each forward; under `no_sync` it arms nothing.
 
         Args:
             outputs: what the forward returned, or the loss: tensors in any pytree. Needed for static_graph, for
-                find_unused_parameters, and for reentrant checkpoints to be told from the backward around them.
-            divisor: what this rank's gradients are divided by in this step; None: the number of ranks, or 1 where
-                ReduceConfig(op="sum"). Ranks may have different ones: where rank i saw n_i of N samples and its loss
-                is their mean, N / n_i on each gives the mean over all N.
+                find_unused_parameters, and to distinguish a reentrant checkpoint from the backward around it.
+            divisor: what this rank's gradients are divided by in this step; None: the number of ranks, or 1 with
+                ReduceConfig(op="sum"). Ranks may give different ones. Example: rank i has n_i of N samples, and its
+                loss is their mean: N / n_i on each rank gives the mean over all N samples.
                 With find_unused_parameters and gradient_as_bucket_view every rank gives one in a step, or none does:
-                a gradient that was kept and no rank uses stays as it is where one is given, and is averaged elsewhere.
+                with one, a kept gradient that no rank has used stays as it is; without, it is averaged.
 
         Raises:
-            ValueError: a divisor that is not a positive number, or one beside a comm hook, which divides itself.
-            FusedReduceError: the last step is not finished, with the names of what is missing, or has failed; or a
-                CUDA graph is being captured, which holds no steps.
-            AgreementError: ranks were given different models or settings; on every rank. First call only.
+            ValueError: the divisor is not a positive number, or comes with a comm hook, which divides by itself, or
+                with Asynchronous; or static_graph=True without `outputs` in the first step.
+            FusedReduceError: the last step is not finished (names the missing parameters) or has failed; a parameter
+                has changed its dtype or device; or a CUDA graph is being captured, which cannot contain steps.
+            AgreementError: ranks have different models or settings (first call only), or have decided on different
+                plans; on every rank.
+            UnsupportedWireError: the backend cannot sum the wire's dtype; on every rank.
+            CollectiveError: a peer did not answer.
         """
         divisor = self._checked_divisor(divisor)
         with self._lock:
@@ -273,26 +299,28 @@ class Reducer:
             self._check_still_hooked()
             self.agree()
             self.rebuild()
-            arrivals = self._readiness
+            readiness = self._readiness
             if self.shares_parameters:
                 self.shares_parameters = admission.shared(self, self.parameters)
                 admission.check_mode(self.config.sync_mode, {"parameters of two wrappers": self.shares_parameters})
-                arrivals.hook_all()  # another reducer writes the same gradients: versions prove nothing
-            if arrivals.sentinels and self.state is ReducerState.ARMED and any_gradient(self.parameters):
-                arrivals.hook_all()
+                readiness.hook_all()  # another reducer writes the same gradients: versions prove nothing
+            if readiness.sentinels and self.state is ReducerState.ARMED and any_gradient(self.parameters):
+                readiness.hook_all()
                 self._warn_once(
-                    "gradients have come, but by no backward from an output of forward: they were not averaged. "
-                    "Return from forward every tensor that a loss is made of"
+                    "outside of forward",
+                    f"rank {self.communicator.rank}: gradients were accumulated by a backward that did not start at an "
+                    "output of forward; they were not averaged. Return from forward every tensor that the loss is "
+                    "computed from",
                 )
             self.observed.begin_forward(self._pipeline.buckets.reductions)
             tensors = tensors_in(outputs)
             unused = self._unused(tensors)
             self.unused_now = tuple(unused)
-            arrivals.begin_step(unused)
+            readiness.begin_step(unused)
             profiled = self._plans.profiles()
             watched = self._backward_hooks.watch(tensors)
             if not watched or profiled:
-                arrivals.hook_all(once=profiled)
+                readiness.hook_all(once=profiled)
             if self.late.stash is not None and not watched:
                 self.late.stash.stash()
             closely = profiled or self._recording.wants_step()
@@ -302,24 +330,28 @@ class Reducer:
             self.times.backward_start = time.time_ns()
 
     def on_gradient(self, index: int) -> None:
-        """A parameter's gradient has been accumulated; called by its hook, on an autograd thread."""
+        """Called by a parameter's hook, on an autograd thread, when its gradient has been accumulated.
+
+        Args:
+            index: number of the parameter.
+        """
         if self.state is not ReducerState.ARMED:
-            if self.state is not ReducerState.LAUNCHED:  # else it has changed what is under way, and `finish` says so
+            if self.state is not ReducerState.LAUNCHED:  # else it has changed what is in flight: `finish_step` raises
                 self._local_gradient(index)
             return
         with self._lock:
             self._clock.enter()
-            arrivals = self._readiness
-            step = arrivals.step
+            readiness = self._readiness
+            step = readiness.step
             try:
                 self.observed.units.note_backward()
                 if self.find_unused_parameters or self.static_graph:
                     if self.parameters[index].grad is not None:
                         self._pipeline.used.mark(index)
-                    if arrivals.counting:
-                        arrivals.count(index)
+                    if readiness.counting:
+                        readiness.count(index)
                         return
-                if not arrivals.mark_ready(index):
+                if not readiness.mark_ready(index):
                     return
                 if self._overlaps and step.head_is_ready():
                     self._pipeline.launch(step)
@@ -334,10 +366,10 @@ class Reducer:
                     self._backward_ends(step)
 
     def finalize(self) -> None:
-        """Ends a step: waits for one that is launched, if it is, and writes the gradients. See also `check_finalized`.
+        """Ends the step: waits for the buckets in flight, if there are any, and writes the gradients.
 
         Raises:
-            FusedReduceError: not every gradient has been reduced; or one was changed while it was under way.
+            FusedReduceError: not every gradient has been reduced; or one was changed while it was in flight.
             CollectiveError: a peer died, left, or did not answer.
             NonFiniteGradientError: see ReduceConfig.check_finite.
         """
@@ -347,7 +379,7 @@ class Reducer:
     def launch_late(self) -> None:
         """The part of `finalize` that starts collectives: sums of sparse gradients whose kind no rank knew before.
 
-        Where one thread drives all ranks: to be called for each of them, before `finalize` waits for those of one.
+        Needed only where one thread drives all ranks: call it for each of them before `finalize` waits for one.
 
         Raises:
             AgreementError: ranks have gradients of several kinds; on every rank.
@@ -362,42 +394,50 @@ class Reducer:
                     raise
 
     def backward(self, loss: torch.Tensor) -> None:
-        """`loss.backward()` and `finalize`: the step is complete when this returns, wherever its end had to be."""
+        """Runs `loss.backward()` and `finalize`: the step is complete when this returns.
+
+        Args:
+            loss: where the backward begins.
+
+        Raises:
+            FusedReduceError, CollectiveError, NonFiniteGradientError: as `finalize`.
+        """
         loss.backward()
         self.finalize()
 
     def end_without_backward(self) -> None:
-        """Takes part in the step that is armed with no gradient of this rank: its outputs reach no parameter.
+        """Takes part in the armed step without gradients of this rank, whose outputs depend on no parameter.
 
         Raises:
-            FusedReduceError: no step is armed, a backward of it has begun, or a gradient is expected here.
+            FusedReduceError: no step is armed, its backward has begun, or a gradient is expected on this rank.
         """
         with self._lock:
             step = self._readiness.step
             if self.state is not ReducerState.ARMED or not step.begin_without_gradients():
                 raise FusedReduceError(
-                    f"rank {self.communicator.rank}: end_without_backward() is for a step that is armed, with "
-                    "find_unused_parameters=True and outputs that reach no parameter: a gradient is expected here"
+                    f"rank {self.communicator.rank}: end_without_backward() needs an armed step, "
+                    "find_unused_parameters=True and outputs that depend on no parameter; here a gradient is expected, "
+                    f"or no step is armed (the reducer is {self.state.value}). Call backward() instead"
                 )
             with torch.no_grad():  # as a backward runs
                 self._backward_ends(step)
 
     def check_finalized(self) -> None:
-        """Raises if a backward has begun but not every bucket has been reduced, or if the last one failed.
-
-        A step that is launched is completed.
+        """Checks that the last synchronised backward was reduced to its end. A launched step is completed first.
 
         Raises:
-            FusedReduceError: with the names of all parameters that are missing. Or a CUDA graph is being captured.
+            FusedReduceError: a backward has begun but not every bucket has been reduced (names the missing parameters),
+                or it failed; the reducer is closed, or its group is lost; or a CUDA graph is being captured.
+            CollectiveError, NonFiniteGradientError: as `finalize`.
         """
         refuse_capture(self._device, self.communicator.rank)
         if self.state is ReducerState.LAUNCHED:
             self._complete_outside()
         if self.state is ReducerState.CLOSED:
-            raise FusedReduceError("this reducer is closed")
+            raise FusedReduceError(_CLOSED)
         if self.state is ReducerState.LOST or self.communicator.lost:
             raise lost_error(self.communicator, self.communicator.lost)
-        # A backward whose queued end never came has raised, maybe before any parameter told.
+        # A backward whose queued callback never ran has raised, maybe before any parameter's hook was called.
         step = self._readiness.step
         broken = step.callbacks > 0 and not in_backward()
         if self.state is ReducerState.FAILED or (self.state is ReducerState.ARMED and (step.begun or broken)):
@@ -414,11 +454,11 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forwards within it do not arm the hooks: gradients accumulate here, and the next step reduces their sum."""
+        """Context in which forwards do not arm the hooks: gradients accumulate, and the next step reduces their sum."""
         before, self._sync = self._sync, False
         stash = self.late.stash
         if stash is not None:
-            stash.stash()  # a backward may come of which nobody tells: without prepare_for_backward
+            stash.stash()  # a backward without prepare_for_backward may follow, which is not noticed
         try:
             yield
         finally:
@@ -427,41 +467,52 @@ class Reducer:
                 stash.put_back()
 
     def expect_local_backward(self) -> None:
-        """The next backward is not reduced on purpose (no_sync of a wrapper)."""
+        """Says that the next backward is not reduced on purpose (a wrapper's no_sync), so that nothing warns of it."""
         self.local_backward_expected = True
         self.observed.units.new_forward()
 
     def begin_scaled(self, scale: LossScale) -> None:
-        """A backward of a loss times `scale` begins, which may come here: the scale comes off in unpack."""
+        """Called when a backward of a scaled loss begins: unpack removes the scale from what this backward makes.
+
+        Args:
+            scale: the loss scale.
+
+        Raises:
+            FusedReduceError: see `LossUnits`: scaled gradients would be added to unscaled ones.
+        """
         with self._lock:
             if self.state is ReducerState.IDLE and not self.local_backward_expected:
-                # A second backward of this forward: what it adds stays here, and nobody may miss that.
+                # A second backward of this forward: what it adds stays on this rank, and every hook must see it.
                 self._readiness.hook_all()
             self.observed.units.begin_scaled(scale, stays=self.local_backward_expected)
 
     def watch_local_forward(self, outputs: object) -> None:
-        """A backward from `outputs` will not be reduced: where averages come later, it is kept apart from them."""
+        """Watches for a backward from `outputs` that is not reduced, to keep its gradients apart from delayed averages.
+
+        Args:
+            outputs: what a forward under no_sync returned: tensors in any pytree.
+        """
         if self.late.stash is not None and not self._backward_hooks.watch_also(
-            tensors_in(outputs), Reducer._takes_aside
+            tensors_in(outputs), Reducer._stash_gradients
         ):
             self.late.stash.stash()
 
     # Steps that end later than with their own backward
 
     def set_sync_mode(self, mode: SyncMode) -> None:
-        """Goes on in another mode, from the next step on; every rank at the same place, after `flush`.
+        """Switches to another sync mode, from the next step on. Every rank calls it at the same place, after `flush`.
 
         Args:
-            mode: see ReduceConfig.
+            mode: Synchronous(), BoundedStaleness(k) or Asynchronous(); see ReduceConfig.
 
         Raises:
-            ValueError: something excludes it, or it is no mode.
-            FusedReduceError: steps are under way, or one is not finished.
+            ValueError: not a mode, or an option in use excludes it.
+            FusedReduceError: steps are in flight, or one is not finished.
         """
         with self._lock:
             self.check_finalized()
             config = dataclasses.replace(self.config, sync_mode=mode)
-            own_pace.check(config, self.names, self.sparse)
+            asynchronous_mode.check(config, self.names, self.sparse)
             present = {
                 "gradient_as_bucket_view": self.has_views,
                 "skip_unused_buckets (skip_all_reduce_unused_params)": self.skip_unused_buckets,
@@ -485,35 +536,36 @@ class Reducer:
         step: Callable[[], None] | None = None,
         buffers: Sequence[torch.Tensor] = (),
     ) -> FlushReport:
-        """Lands every step that is under way, in order. Every rank calls it at the same place.
+        """Applies the averages of every step in flight, in order. Every rank calls it at the same place.
 
-        It adds to what is in `.grad`, where no optimizer of torch's has stepped with that yet. (Others: zero it first.)
+        The averages are added to what `.grad` holds, unless an optimizer of torch.optim has already stepped with that.
+        (With another optimizer zero it first.)
+
+        In the asynchronous mode all averages are applied at once, and this rank's outstanding correction is added to
+        `.grad`; then parameters, and the states that `optimizers` keep of them, become the same on all ranks (see
+        modes/average_parameters.py). `optimizers` and `step` go together there: `step` is called in place of the
+        optimizers' own.
 
         Args:
-            optimizers: to step after each landing; their gradients are None then.
-            step: in their place: called after each landing, to clip, step, update a scaler, and zero gradients. With
-                neither, `.grad` holds the sum of the averages that were under way.
-            buffers: become rank 0's (Asynchronous only).
-
-        In the asynchronous mode everything lands at once, and what this rank is owed is added to `.grad`; then
-        parameters, and the states that `optimizers` keep of them, become the same on all ranks (see
-        modes/average_parameters.py). `optimizers` and `step` go together there: the latter is called in place of
-        stepping the former.
+            optimizers: each steps after each applied step, and its gradients are then set to None.
+            step: called after each applied step in place of them, to clip, step, update a scaler, and zero gradients.
+                With neither, `.grad` holds the sum of the averages that were in flight.
+            buffers: module buffers, which become rank 0's (Asynchronous only).
 
         Returns:
-            How many steps have landed, and how far parameters were apart.
+            How many steps were applied, and how far parameters were apart.
 
         Raises:
-            FusedReduceError: gradients of backwards under no_sync() wait to be reduced, or a step is not finished.
+            FusedReduceError: gradients of backwards under no_sync() are still to be reduced, or a step is not finished.
             ValueError: optimizers beside `step`, or with a loss scaler, which must decide on each of their steps.
-            TypeError: an optimizer that is none.
+            TypeError: one of `optimizers` is not a torch.optim.Optimizer.
             CollectiveError: a peer died, left, or did not answer.
         """
         own = self._pipeline.ends.own
         if own is None or step is None:
             step = optimizer_steps.flush_step(optimizers, step, scaled=self.observed.units.attached)
         else:
-            optimizer_steps.flush_step(optimizers, None, scaled=False)  # of the right type
+            optimizer_steps.flush_step(optimizers, None, scaled=False)  # checks their type
         self._complete_outside()
         with self._lock:
             self.check_finalized()
@@ -522,13 +574,18 @@ class Reducer:
             return self.late.flush(optimizers, step, buffers, self._fail)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is under way, to keep in a checkpoint: plain tensors by parameter name, and numbers. Waits for it.
+        """The steps in flight, for a checkpoint. Waits for them.
 
-        The same on every rank. Empty in the synchronous mode. In the asynchronous one every rank calls it at the same
-        place, and it is what this rank is owed: call flush() first where only one rank saves.
+        In the asynchronous mode every rank calls it at the same place.
+
+        Returns:
+            Plain tensors by parameter name, and numbers. Empty in the synchronous mode. With bounded staleness the same
+            on every rank. In the asynchronous mode this rank's outstanding correction: call flush() first if only one
+            rank saves.
 
         Raises:
             FusedReduceError: a step is not finished.
+            CollectiveError: a peer died, left, or did not answer.
         """
         self._complete_outside()
         with self._lock:
@@ -538,11 +595,14 @@ class Reducer:
             return self.late.state_dict(self._fail)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what `state_dict` has given, of any plan.
+        """Restores the steps in flight of a checkpoint, whatever the plan was then.
+
+        Args:
+            state: what `state_dict` returned.
 
         Raises:
-            ValueError: it is damaged, or of another model, number of ranks or mode.
-            FusedReduceError: steps are under way here, or one is not finished.
+            ValueError: `state` is damaged, or of another model, number of ranks or mode.
+            FusedReduceError: steps are in flight here, or one is not finished.
         """
         self._complete_outside()
         with self._lock:
@@ -554,34 +614,37 @@ class Reducer:
     # Failures, changes, the end
 
     def reset(self) -> None:
-        """Gives up a step that failed or was not finished. Every rank calls it, within the group's timeout.
+        """Abandons a step that failed or was not finished. Every rank calls it, within the group's timeout.
 
-        Ranks compare how many collectives each has issued, outside of the collectives' own channel. Gradients stay as
-        they are (those that are views of a buffer become None): zero them.
+        Ranks compare, without a collective, how many collectives each has issued. Gradients stay as they are (those
+        that are views of a buffer become None): zero them.
 
         Raises:
-            FusedReduceError: a collective failed, or ranks have issued different numbers of them, or one did not
-                come: the group cannot be used any more. On every rank that came. The reducer then waits for
-                `set_communicator`.
+            FusedReduceError: a collective failed, ranks have issued different numbers of them, or a rank did not call
+                this in time; on every rank that did. The group cannot be used any more: call `set_communicator`.
         """
         with self._lock:
-            issued, stand = self._pipeline.issued, f"{plan_hash(self.plan):016x} {self.rebuilt}"
+            issued, plan_state = self._pipeline.issued, f"{plan_hash(self.plan):016x} {self.rebuilt}"
             self.give_up_step()
             try:
-                same = self._failures.compare(self.communicator, self._device, issued, stand)
+                same = self._failures.compare(self.communicator, self._device, issued, plan_state)
             except FusedReduceError:
                 self.state = ReducerState.LOST
                 raise
             if not same:
-                # Some had gone on to the next plan, or had learned an order, when others failed.
+                # Some ranks had adopted the next plan, or an order of readiness, when others failed.
                 self._plans.return_to_first()
                 self._build_buckets(self._plans.first())
 
     def give_up_step(self) -> None:
-        """The part of `reset` that concerns this rank alone; for what follows with `set_communicator`."""
+        """The part of `reset` without the other ranks, for callers that go on with `set_communicator`.
+
+        Raises:
+            FusedReduceError: the reducer is closed.
+        """
         with self._lock:
             if self.state is ReducerState.CLOSED:
-                raise FusedReduceError("this reducer is closed")
+                raise FusedReduceError(_CLOSED)
             self.state = ReducerState.IDLE
             self.late.drop_step()
             self._failures.clear_failure()
@@ -589,14 +652,19 @@ class Reducer:
             self._plans.restart()
             self._pipeline.drop_step()
             self._readiness.restart()
-            # New wire buffers: a collective that is still under way may write into the old ones.
+            # New wire buffers: a collective that is still in flight may write into the old ones.
             self._build_buckets(self.plan)
 
     def set_communicator(self, communicator: Communicator) -> None:
-        """Goes on with another group of ranks: they agree anew, and the plan is learned anew.
+        """Switches to another group of ranks, which agree on settings and learn a plan anew.
+
+        A step that is not finished is abandoned, and so are steps in flight.
 
         Args:
             communicator: the new ranks; the next synchronised step is the first one for all of them.
+
+        Raises:
+            FusedReduceError: the reducer is closed.
         """
         with self._lock:
             self.communicator = communicator
@@ -609,10 +677,10 @@ class Reducer:
             self._build_buckets(self._plans.first())
 
     def set_static_graph(self) -> None:
-        """As static_graph=True, before the first backward.
+        """Declares the graph static, as static_graph=True does. Call it before the first backward.
 
         Raises:
-            RuntimeError: a backward has been reduced already.
+            RuntimeError: a backward has been reduced, or one is armed.
         """
         if self.static_graph:
             return
@@ -627,7 +695,10 @@ class Reducer:
         self._build_buckets(self._plans.first())
 
     def close(self) -> None:
-        """Removes the hooks and gives the buffers up; gradients that are views keep theirs. May be called twice."""
+        """Removes the hooks and releases the wire buffers. May be called twice.
+
+        Gradients that are views keep their buffer alive.
+        """
         with self._lock:
             self.state = ReducerState.CLOSED
             optimizer_steps.leave(self)
@@ -636,7 +707,7 @@ class Reducer:
             admission.leave(self, self.parameters)
 
     def remove_hooks(self) -> None:
-        """Removes the hooks from the parameters; nothing is reduced from then on."""
+        """Removes the hooks from the parameters: nothing is reduced any more."""
         self._readiness.remove_hooks()
 
     def __enter__(self) -> Reducer:
@@ -648,16 +719,17 @@ class Reducer:
     # Comm hooks and views
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """Has `hook(state, bucket)` reduce the buckets in place of our own wire.
+        """Reduces the buckets by `hook(state, bucket)` in place of our own wire.
 
         Args:
             state: the hook's first argument.
-            hook: shown a GradBucket that is flat, dense, of one dtype, without padding and not divided; returns a
-                future of one tensor of as many elements.
+            hook: called with a GradBucket that is flat, dense, of one dtype, without padding and not divided; returns a
+                future of one tensor with as many elements.
 
         Raises:
             RuntimeError: a hook is registered already.
-            ValueError: the wire is not "native", or op not "mean": the hook would take their place.
+            ValueError: the wire is not "native", op is not "mean", or the sync mode is not Synchronous: the hook would
+                take their place.
         """
         with self._lock:
             self._complete_outside()
@@ -666,33 +738,45 @@ class Reducer:
                 raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
             if self.config.wire != "native":
                 raise ValueError(
-                    f"wire={self.config.wire!r} and a comm hook exclude each other: the hook decides what travels"
+                    f"wire={self.config.wire!r} and a comm hook exclude each other, because the hook decides what "
+                    "travels: use wire='native', or no hook"
                 )
             admission.check_mode(self.config.sync_mode, {"a comm hook": True})
             if self.config.op != "mean":
-                raise ValueError(f"op={self.config.op!r} and a comm hook exclude each other: the hook divides, or not")
+                raise ValueError(
+                    f"op={self.config.op!r} and a comm hook exclude each other, because the hook divides or does not: "
+                    "use op='mean', or no hook"
+                )
             self._pipeline.maker = dataclasses.replace(maker, hook=(state, hook))
             self._plans.give_up_measuring()
             self._build_buckets(self.plan)
 
     @property
     def has_comm_hook(self) -> bool:
-        """Whether a comm hook takes the place of our own wire."""
+        """Whether a comm hook reduces the buckets in place of our own wire."""
         return self._pipeline.maker.hook is not None
 
     def leave_gradients_to_hook(self) -> None:
-        """The comm hook writes `.grad` itself, or steps the optimizer: nothing is copied out of its buckets."""
+        """Copies nothing out of the comm hook's buckets: the hook writes `.grad` itself, or steps the optimizer.
+
+        Raises:
+            ValueError: the sync mode is not Synchronous.
+        """
         admission.check_mode(self.config.sync_mode, {"an optimizer in backward": True})
         self.steps_in_backward = True
         self._pipeline.maker = dataclasses.replace(self._pipeline.maker, keeps_gradients=True)
         self._build_buckets(self.plan)
 
     def allow_other_dtypes(self) -> None:
-        """Parameters change their dtype during a step (torch's mixed precision)."""
+        """Allows parameters to change their dtype during a step, as torch's mixed precision has them."""
         self._hooks.allow_other_dtypes()
 
     def zero_grad(self) -> None:
-        """Zeroes all gradients in place, one operator per bucket where they are views of it."""
+        """Zeroes all gradients in place, with one operator per bucket where they are views of it.
+
+        Raises:
+            FusedReduceError, CollectiveError: as `finalize`, where a step is launched and not finished.
+        """
         self._complete_outside()
         for reduction in self._pipeline.buckets.reductions:
             if not reduction.zero_views():
@@ -703,10 +787,10 @@ class Reducer:
     # Agreed and learned
 
     def agree(self) -> None:
-        """Compares model and settings across ranks, unless that has been done since the last `reset`. A collective.
+        """Compares model and settings across ranks, unless that was done since the last `reset`. A collective.
 
         Raises:
-            AgreementError: on every rank.
+            AgreementError: they differ; on every rank.
             UnsupportedWireError: the backend cannot sum the wire's dtype; on every rank.
             CollectiveError: a peer did not answer.
         """
@@ -730,10 +814,13 @@ class Reducer:
             self._open()
 
     def rebuild(self) -> bool:
-        """Lays out what ranks have agreed on; says whether that was new. A plan changes only here, between steps.
+        """Rebuilds the buckets if the ranks have agreed on another plan. A plan changes only here, between steps.
 
-        After the first step that is rank 0's order of readiness, by one collective. Later it is what the schedule has
-        had them agree on at the end of earlier steps.
+        After the first step the plan follows rank 0's order of readiness, which one collective broadcasts. Later it is
+        the one that the ranks have agreed on at the end of earlier steps.
+
+        Returns:
+            Whether the buckets were rebuilt.
 
         Raises:
             AgreementError: ranks have decided on different plans; on every rank.
@@ -742,63 +829,72 @@ class Reducer:
         with self._lock:
             plan, issued = self._plans.next(self.plan)
             self._pipeline.issued += issued
-            # Also where the order leaves the buckets as they are: hooks and streams are those of a first step.
+            # Also where the order gives the same buckets, because hooks and streams are still those of a first step.
             new = issued > 0 or plan != self.plan
             if new:
                 self._build_buckets(plan)
             return new
 
     def should_rebuild(self) -> bool:
-        """Whether an order of readiness is still to be learned or adopted."""
+        """Whether the plan still waits for an order of readiness, as before and right after the first step."""
         return self._plans.wants_order()
 
     @property
     def rebuilt(self) -> bool:
-        """Whether the buckets have been laid out by an order of readiness."""
+        """Whether the buckets follow an order of readiness already."""
         return self._plans.rebuilt
 
     def get_backward_stats(self) -> list[int]:
-        """Per parameter, ns from the end of forward until its gradient was ready, host clock.
+        """When each gradient was ready in the latest step in which all parameters were hooked.
 
-        Of the latest step in which all parameters were hooked; see `bucket_times` for every step.
+        Returns:
+            Per parameter, ns on the host clock from the end of forward. For times of every step see `bucket_times`.
         """
         return list(self._ready_ns)
 
     def bucket_times(self) -> list[tuple[int, int]]:
-        """Per bucket of the latest step, ns since backward began until it was ready and until it was launched."""
+        """When each bucket of the latest step was ready and when it was launched.
+
+        Returns:
+            Per bucket (ready, launched), ns on the host clock since backward began.
+        """
         return list(zip(self._clock.ready_ns, self._clock.launched_ns, strict=True))
 
     def plan_json(self) -> str:
-        """The plan in use, to keep in a checkpoint; `ReduceConfig(plan=...)` takes it, and keeps to it."""
+        """The plan in use, as JSON for a checkpoint or a file: `ReduceConfig(plan=...)` then keeps to it."""
         return self._plans.json(self.plan)
 
     def forecast(self) -> Forecast | None:
-        """What the planner's model says of a step of the plan in use; None where it has measured nothing (yet)."""
+        """What the planner's model predicts of a step with the plan in use; None where nothing was measured (yet)."""
         return self._plans.forecast(self.plan)
 
     def record_trace(self, folder: str | Path, limit: int = 100) -> AbstractContextManager[None]:
-        """Within: what happens in each synchronised step is recorded, for `fusedreduce trace` and `fusedreduce plan`.
+        """Records every synchronised step within the context, for `fusedreduce trace` and `fusedreduce plan`.
 
         Args:
-            folder: where this rank's file goes; the ranks may share it.
-            limit: steps after which no more are kept.
+            folder: folder of this rank's file; the ranks may share it.
+            limit: number of steps after which no more are kept.
+
+        Returns:
+            The context manager; it writes the file when it is left.
 
         Raises:
-            FusedReduceError: one is being recorded already.
-            ValueError: steps do not end with their own backward (sync_mode): there is no such thing to show.
+            FusedReduceError: a trace is being recorded already.
+            ValueError: the sync mode is not Synchronous: steps do not end with their own backward.
         """
         admission.check_mode(self.config.sync_mode, {"a trace": True})
         return self._recording.record(folder, limit)
 
     def stats(self) -> dict[str, int | str]:
-        """Counters since the reducer was built, on this rank.
+        """Counters of this rank since the reducer was built.
 
         Returns:
             steps (synchronised backwards), buckets, buckets_reduced (in the latest step), collectives (since the
-            communicator was set), wire_bytes (payload of one step, padding included; sparse and hooked buckets left
-            out), padding_bytes (of those), wire_allocations, restrided (gradients whose strides were not their
-            parameter's, and were copied), plans (changes of plan that ranks have agreed on,
-            since the communicator was set), path (triton, interpreter, torch, none), state.
+            communicator was set), wire_bytes (payload of one step, padding included; without sparse and hooked
+            buckets), padding_bytes (of those), wire_allocations, restrided (gradients that were copied because their
+            strides were not their parameter's), plans (changes of plan that the ranks have agreed on since the
+            communicator was set), path (triton, interpreter, torch, none), state. In other sync modes also
+            steps_under_way and steps_given_up, or the counters of contributions.
         """
         return {
             "steps": self.steps,
@@ -814,21 +910,25 @@ class Reducer:
         return self._pipeline.plan
 
     def bucket_bytes(self) -> list[int]:
-        """Bytes of gradients in each bucket, in launch order."""
+        """Bytes of the gradients in each bucket, in launch order; padding not included."""
         return [sum(self._plans.kinds[index].size_bytes for index in members) for members in self.plan]
 
-    # Join: what a rank without inputs does is `shadows`
+    # Join: `shadows` takes part for a rank without inputs
 
     def divide_by_ranks_counted(self, work: Any) -> None:
-        """The next step's divisor is what `work`, an all-reduce of ones, gives: the ranks that still have inputs."""
+        """Divides the next step's gradients by the number of ranks that still have inputs.
+
+        Args:
+            work: an all-reduce of ones over these ranks, as torch.distributed returns it.
+        """
         self._pipeline.divide_by_ranks_counted(work)
 
     def wait_at_end(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
-        """Has the end of the next backward wait for these too."""
+        """Adds futures that the end of the next backward waits for."""
         self._pipeline.wait_at_end(futures)
 
     def end_first_static_step(self) -> None:
-        """A static graph's first backward is done. (A wrapper's own call; without one the outputs' hook calls.)"""
+        """Ends a static graph's first step. A wrapper calls it; without one the hook on the outputs does."""
         with self._lock:
             if self.state is ReducerState.ARMED and self._readiness.counting and self._readiness.step.begun:
                 self._backward_ends(self._readiness.step)
@@ -836,7 +936,7 @@ class Reducer:
     # Within
 
     def _backward_begins(self) -> None:
-        """A backward has reached an output of forward: has its end finish the step."""
+        """Called when a backward has reached an output of forward: queues the callback that ends the step."""
         if self.state is ReducerState.ARMED:
             refuse_capture(self._device, self.communicator.rank)
             refuse_compiled_autograd(self.communicator.rank)
@@ -844,16 +944,16 @@ class Reducer:
                 if self.late.stash is not None:
                     self.late.stash.stash()
                 if self._readiness.begin_backward():
-                    self.observed.additions += 1  # should it not come to its end
+                    self.observed.additions += 1  # in case this backward raises
                     self._backward_hooks.queue_end(self._readiness.step)
 
-    def _takes_aside(self) -> None:
-        """A backward that is not reduced has reached an output of its forward."""
+    def _stash_gradients(self) -> None:
+        """Called when a backward that is not reduced has reached an output of its forward."""
         if self.late.stash is not None:
             self.late.stash.stash()
 
     def _backward_ends(self, step: Step) -> None:
-        """Ends the step if all is launched; does nothing after one of several partial backwards."""
+        """Called when a backward has ended: ends the step, unless gradients are still to come (partial backwards)."""
         with self._lock:
             if self.state is not ReducerState.ARMED or self._readiness.step is not step:
                 return
@@ -873,10 +973,10 @@ class Reducer:
                 if self._waits_in_backward or self._pipeline.ends.own is not None or self.on_launched is None:
                     raise
         if self.on_launched is not None:
-            self.on_launched(self)  # also of a failure: a callback that raises keeps those behind it from running
+            self.on_launched(self)  # also after a failure: if this callback raised, the engine would not run later ones
 
     def _complete(self) -> None:
-        """Waits for a step that is launched, and writes its gradients."""
+        """Waits for a launched step, and writes its gradients."""
         with self._lock:
             if self.state is ReducerState.LAUNCHED:
                 try:
@@ -886,13 +986,13 @@ class Reducer:
                     raise
 
     def _complete_outside(self) -> None:
-        """As `_complete`, for a caller that does not know whether it runs within a backward, or a capture."""
+        """`_complete` for callers that may run within a backward or a capture, where nothing may be waited for."""
         if self.state is ReducerState.LAUNCHED:
             refuse_capture(self._device, self.communicator.rank)
             if in_backward():
                 raise FusedReduceError(
-                    f"rank {self.communicator.rank}: gradients that are still under way were asked for within another "
-                    "backward, where nothing may wait for a peer: call finalize() after backward()"
+                    f"rank {self.communicator.rank}: gradients that are still in flight are needed within another "
+                    "backward, where nothing may wait for a peer. Call finalize() after each backward()"
                 )
             self._complete()
 
@@ -908,7 +1008,14 @@ class Reducer:
             optimizer_steps.enter(self)
 
     def before_optimizer_step(self, *, closure: bool) -> None:
-        """An optimizer of ours is about to step; called where gradients may be under way, or averages come later."""
+        """Called before an optimizer of these parameters steps, where gradients may be in flight or averages delayed.
+
+        Args:
+            closure: step() was given a closure.
+
+        Raises:
+            FusedReduceError: a closure, where ranks share an autograd thread; or as `finalize`.
+        """
         if not self._waits_in_backward:
             if closure:
                 raise FusedReduceError(
@@ -921,35 +1028,35 @@ class Reducer:
             self.late.stash.stepped = True
 
     def _finish(self, step: Step) -> None:
-        """All buckets are launched: the step is done then."""
-        arrivals = self._readiness
-        if not arrivals.sentinels:
+        """Ends a step whose buckets are all launched."""
+        readiness = self._readiness
+        if not readiness.sentinels:
             step.complete = none_missing([parameter.grad for parameter in self.parameters])
         ended = self._pipeline.finish_step(step, shared=self.shares_parameters)
         self.late.ended(ended)
         self.steps += 1
         self.buckets_reduced = step.launched
         if step.order:
-            # A static graph's first step has an entry for each gradient: the last one is when it was final.
+            # A static graph's first step has an entry per gradient, of which the last is when it was final.
             self.last_order = tuple(reversed(dict.fromkeys(reversed(step.order))))
         self.last_unused = tuple(sorted(step.skipped))
         self._plans.note_order(self.last_order)
-        if not arrivals.sentinels:
+        if not readiness.sentinels:
             self._ready_ns = list(self._clock.arrived_ns)
             if not self._needs_all_hooks():
-                arrivals.hook_sentinels()
+                readiness.hook_sentinels()
         self._pipeline.end_step(ended)
         if self.late.stash is not None:
             self.late.stash.put_back()
         self.state = ReducerState.IDLE
         if in_backward():
-            # Behind the callbacks of other reducers: where one raises, the engine runs no further one.
+            # After the callbacks of other reducers: if one raises, the engine runs no later ones.
             torch.autograd.Variable._execution_engine.queue_callback(self.observed.check)
         else:
             self.observed.check()
 
     def _open(self) -> None:
-        """The ranks have agreed: in the asynchronous mode the channel that it takes is made."""
+        """Makes the asynchronous mode's own communicator, once the ranks have agreed."""
         own = self._pipeline.ends.own
         assert own is not None
         try:
@@ -959,21 +1066,23 @@ class Reducer:
             raise collective_failed(what, self.communicator, error) from error
 
     def _needs_all_hooks(self) -> bool:
-        """Whether every parameter has to tell in the next step, whatever this one was like."""
+        """Whether every parameter must be hooked in the next step, whatever this one was like."""
         never = self.find_unused_parameters or self.shares_parameters or self._pipeline.maker.keeps_gradients
         return never or self._plans.profiles() or self.should_rebuild()
 
     def _local_gradient(self, index: int) -> None:
-        """A gradient that is not reduced now: under no_sync the next step will, after a finished step nobody does."""
+        """Notes a gradient that is not reduced now: with no_sync the next step will, after a step nothing does."""
         if self.find_unused_parameters and self.parameters[index].grad is not None:
             self._pipeline.used.mark(index)
         if self.state is ReducerState.IDLE:
             self.observed.added_here()
         if self.steps and not self.local_backward_expected and self.state is ReducerState.IDLE:
             self._warn_once(
-                f"{self.names[index]} got a gradient after this step's gradients had been averaged (a second backward "
-                "through the same forward, or several forwards before one backward): it was added on this rank only, "
-                "so ranks now differ. Call forward before each backward, or use no_sync() where this is meant"
+                "second backward",
+                f"rank {self.communicator.rank}: {self.names[index]} got a gradient after this step's gradients had "
+                "been averaged (a second backward through the same forward, or several forwards before one backward): "
+                "it was added on this rank only, so ranks now differ. Call forward before each backward, or use "
+                "no_sync() to accumulate",
             )
 
     def _checked_divisor(self, divisor: float | None) -> float | None:
@@ -982,9 +1091,11 @@ class Reducer:
         if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
             raise ValueError(f"divisor must be a positive number or None, got {divisor!r}")
         if self._pipeline.ends.own is not None:
-            raise ValueError("a step's own divisor and Asynchronous exclude each other: contributions hold many steps")
+            raise ValueError(
+                "divisor= and Asynchronous exclude each other, because a contribution holds several steps: leave it out"
+            )
         if self.has_comm_hook:
-            raise ValueError("a divisor and a comm hook exclude each other: the hook divides, or does not")
+            raise ValueError("divisor= and a comm hook exclude each other, because the hook divides: leave it out")
         return float(divisor)
 
     def _check_still_hooked(self) -> None:
@@ -992,11 +1103,11 @@ class Reducer:
             self._hooks.check_nodes(self.names)
 
     def _unused(self, outputs: Sequence[torch.Tensor]) -> list[int]:
-        """Parameters that will get no gradient in a backward from `outputs`."""
+        """Numbers of the parameters that a backward from `outputs` gives no gradient."""
         if self.static_graph:
             fires = self._readiness.fires
             if not outputs and fires is None:
-                raise ValueError("static_graph=True needs the outputs: prepare_for_backward(outputs)")
+                raise ValueError("static_graph=True needs the forward's outputs: call prepare_for_backward(outputs)")
             return [index for index, one in enumerate(fires or ()) if one == 0]
         if not (self.find_unused_parameters and outputs):
             return []
@@ -1019,17 +1130,16 @@ class Reducer:
         dense = zip(self._plans.kinds, self.sparse, strict=True)
         gradient_bytes = sum(kind.size_bytes for kind, sparse in dense if not sparse)
         warnings.warn(
-            f"gradient_as_bucket_view=True with wire={self.config.wire!r}: gradients are no views, which they are of "
+            f"gradient_as_bucket_view=True has no effect with wire={self.config.wire!r}: gradients can be views of "
             f"wire='native' only. Wire and gradients take {wire_bytes} bytes at the start of backward and "
-            f"{wire_bytes + gradient_bytes} at its end; as views at wire='native' they would hold {gradient_bytes} at "
-            "both",
+            f"{wire_bytes + gradient_bytes} at its end; as views with wire='native' they would take {gradient_bytes} "
+            "at both",
             stacklevel=3,
         )
 
-    def _warn_once(self, text: str) -> None:
-        key = text[-80:]
-        if key not in self._warned:
-            self._warned.add(key)
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(text, stacklevel=2)
 
     def _note_failure(self, error: BaseException) -> None:
@@ -1049,12 +1159,12 @@ class Reducer:
 
 
 def _weakly(reducer: Reducer) -> Callable[[], None]:
-    """What completes a launched step before its gradients are read; keeps nothing alive."""
+    """Returns what completes a launched step before its gradients are read; it does not keep the reducer alive."""
     alive = weakref.ref(reducer)
 
     def complete() -> None:
-        held = alive()
-        if held is not None:
-            held._complete_outside()
+        owner = alive()
+        if owner is not None:
+            owner._complete_outside()
 
     return complete

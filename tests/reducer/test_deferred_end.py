@@ -622,7 +622,7 @@ def test_a_rank_whose_outputs_reach_no_parameter_takes_part_with_zeros() -> None
 def test_it_is_refused_where_a_gradient_is_expected() -> None:
     parameters = [torch.zeros(3, requires_grad=True), torch.zeros(2, requires_grad=True)]
     reducer = Reducer(parameters, Loopback(), find_unused_parameters=True)
-    with pytest.raises(FusedReduceError, match="a step that is armed"):
+    with pytest.raises(FusedReduceError, match="needs an armed step"):
         reducer.end_without_backward()
     loss = given(parameters, [torch.ones(3), None])
     reducer.prepare_for_backward(loss)

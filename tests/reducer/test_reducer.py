@@ -921,7 +921,7 @@ def test_a_static_graph_that_changes_raises() -> None:
 def test_static_graph_needs_outputs_and_comes_before_the_first_backward() -> None:
     parameters = _parameters(((3,),))
     reducer = Reducer(parameters, Loopback(), static_graph=True)
-    with pytest.raises(ValueError, match="needs the outputs"):
+    with pytest.raises(ValueError, match="needs the forward.s outputs"):
         reducer.prepare_for_backward()
     reducer.close()
     reducer = Reducer(parameters, Loopback())
@@ -1505,7 +1505,7 @@ def test_views_of_a_16_bit_wire_are_none_and_a_warning_counts_real_bytes() -> No
     config = ReduceConfig(wire="bf16")
     options: dict[str, Any] = {"sparse": [False, False, False, True], "gradient_as_bucket_view": True}
     # fp32, bf16, complex64: 4 + 2 + 8 bytes an element as gradients, 2 + 2 + 4 on the wire.
-    with pytest.warns(UserWarning, match=r" 512 bytes at the start of backward and 1408 at its end; .* hold 896 "):
+    with pytest.warns(UserWarning, match=r" 512 bytes at the start of backward and 1408 at its end; .* take 896 "):
         reducer = Reducer(parameters, Loopback(), config, **options)
     assert reducer.gradient_as_bucket_view and not reducer.has_views
     assert reducer.stats()["wire_bytes"] == 512
