@@ -1,4 +1,4 @@
-"""One bucket: its layout, the tables the kernels walk, its wire buffer, and where it stands."""
+"""Bucket: its layout, the tables that the kernels walk, its wire buffer and its state."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from ..planning.layout import Layout
 
 
 class BucketState(enum.Enum):
-    """Where a bucket stands within one step."""
+    """The state of a bucket within one step."""
 
-    IDLE = "idle"  # nothing under way; the wire buffer is free
-    TAKEN = "taken"  # given out to be packed; if that raises, never again
+    IDLE = "idle"  # not in flight: the wire buffer is free
+    TAKEN = "taken"  # checked out of a BucketCache to be packed; if that raises, it is never used again
     LAUNCHED = "launched"  # packed, and its collective has been issued
     FAILED = "failed"  # the collective or a kernel raised; the wire buffer is not used again
 
 
 class Bucket:
-    """What is reduced together, for as long as its layout lives.
+    """Gradients that are reduced together: a layout, its tables and a wire buffer.
 
-    The wire buffer belongs to the bucket alone and is allocated at its first step: two buckets under way can never
-    meet in one buffer, and no step allocates after that.
+    The wire buffer belongs to the bucket alone and is allocated at its first step: two buckets in flight never share a
+    buffer, and no later step allocates one.
 
     Args:
-        layout: slots of the wire.
-        dtypes: gradient dtype of each slot.
-        wire_dtype: dtype that travels.
-        device: where gradients and wire live.
+        layout: slots of the wire, in elements.
+        dtypes: real gradient dtype of each slot.
+        wire_dtype: dtype of the wire.
+        device: of gradients and wire.
         label: for messages, logs and profiler ranges.
         shapes: size and strides of each slot's gradient, where they are always the same.
-        chunks: the layout's table, where there is one already.
+        chunks: the layout's chunk table; None: it is built.
         split: power of two by which the wire holds more than the result (see `exchange.divisor_split`).
     """
 
@@ -66,7 +66,7 @@ class Bucket:
         self._unpacked: torch.cuda.Event | None = None
 
     def twin(self) -> Bucket:
-        """Another one for the same gradients, with a wire and addresses of its own."""
+        """Another bucket for the same gradients, with a wire and a pointer table of its own."""
         return Bucket(
             self.layout, self._dtypes, self.wire_dtype, self.device, self.label, chunks=self.chunks, split=self.split
         )
@@ -78,7 +78,7 @@ class Bucket:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one reduction hands to the collective, padding included."""
+        """Bytes of one collective, padding included."""
         return self.layout.numel * self.wire_dtype.itemsize
 
     def wire(self) -> torch.Tensor:
@@ -91,7 +91,11 @@ class Bucket:
         return self._wire
 
     def unpacked(self) -> torch.cuda.Event | None:
-        """Marks the wire buffer as read by what was just launched on the current stream; the event (CUDA only)."""
+        """Records that the current stream has read the wire buffer with what was launched so far.
+
+        Returns:
+            The event; None on CPU.
+        """
         if self.device.type != "cuda":
             return None
         if self._unpacked is None:
@@ -102,7 +106,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketKey:
-    """What a bucket's layout and tables depend on."""
+    """What the layout and the tables of a comm hook's bucket depend on."""
 
     index: int
     numel: int
@@ -112,20 +116,20 @@ class BucketKey:
 
 
 class BucketCache:
-    """Buckets for a caller that is shown flat buffers again and again, by several DDP modules.
+    """Buckets for a comm hook, which several DDP modules call with the same flat buffers again and again.
 
-    What a buffer holds is known by its parameters, which are asked for only when its address is new. A parameter lies
-    in one bucket at a time: when it is shown in another one, DDP has laid its buckets out anew, and the old one is
-    given up with its wire buffer. One that is under way is never given out again: who asks meanwhile gets another one.
+    A buffer is identified by its address, and by its parameters if the address is new. A parameter is in one bucket at
+    a time: when it comes in another one, DDP has rebuilt its buckets, and the old Bucket is dropped with its wire
+    buffer. A Bucket in flight is never checked out a second time: a caller gets another one meanwhile.
     """
 
     def __init__(self) -> None:
-        # Weak: the address of a module that is gone may be another one's buffer by now, and on this rank alone.
+        # Weak: after a module is gone its address may belong to another one's buffer, and on this rank alone.
         self._by_address: MutableMapping[tuple[BucketKey, int], Bucket] = WeakValueDictionary()
-        self._homes: MutableMapping[torch.Tensor, _Home] = WeakIdKeyDictionary()
+        self._entries: MutableMapping[torch.Tensor, _Entry] = WeakIdKeyDictionary()
 
     def find(self, key: BucketKey, address: int) -> Bucket | None:
-        """The idle bucket that was last used for the buffer at `address`; taken then."""
+        """Checks out the idle bucket that was last used for the buffer at `address`; None: there is none."""
         bucket = self._by_address.get((key, address))
         if bucket is None or bucket.state is not BucketState.IDLE:
             return None
@@ -133,26 +137,36 @@ class BucketCache:
         return bucket
 
     def knows(self, key: BucketKey, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether one of `parameters` lies in such a bucket already."""
-        return any(home.key == key for home in self._homes_of(parameters))
+        """Whether one of `parameters` is in a bucket of this key already."""
+        return any(entry.key == key for entry in self._entries_of(parameters))
 
     def check_out(
         self, key: BucketKey, address: int, parameters: Sequence[torch.Tensor], make: Callable[[], Bucket]
     ) -> Bucket:
-        """An idle bucket for `parameters`, made if there is none; bound to `address` from now on."""
-        home = None
-        for old in self._homes_of(parameters):
+        """Checks out an idle bucket for `parameters`, and binds it to `address`.
+
+        Args:
+            key: what the bucket depends on.
+            address: of the buffer.
+            parameters: whose gradients the buffer holds.
+            make: builds a bucket if no idle one exists.
+
+        Returns:
+            The bucket, in state TAKEN.
+        """
+        entry = None
+        for old in self._entries_of(parameters):
             if old.key == key:
-                home = home or old
+                entry = entry or old
             else:
                 old.buckets.clear()
-        home = home or _Home(key, [])
+        entry = entry or _Entry(key, [])
         for parameter in parameters:
-            self._homes[parameter] = home
-        bucket = next((one for one in home.buckets if one.state is BucketState.IDLE), None)
+            self._entries[parameter] = entry
+        bucket = next((one for one in entry.buckets if one.state is BucketState.IDLE), None)
         if bucket is None:
             bucket = make()
-            home.buckets.append(bucket)
+            entry.buckets.append(bucket)
         bucket.state = BucketState.TAKEN
         alive = {id(one) for one in self.buckets()}
         for where, one in list(self._by_address.items()):
@@ -162,16 +176,16 @@ class BucketCache:
         return bucket
 
     def buckets(self) -> list[Bucket]:
-        """Everything that is kept now."""
-        return [one for home in set(self._homes.values()) for one in home.buckets]
+        """Every bucket of the cache."""
+        return [one for entry in set(self._entries.values()) for one in entry.buckets]
 
-    def _homes_of(self, parameters: Sequence[torch.Tensor]) -> list[_Home]:
-        return [self._homes[parameter] for parameter in parameters if parameter in self._homes]
+    def _entries_of(self, parameters: Sequence[torch.Tensor]) -> list[_Entry]:
+        return [self._entries[parameter] for parameter in parameters if parameter in self._entries]
 
 
 @dataclass(eq=False)
-class _Home:
-    """Where some parameters lie: what their bucket is, and the Buckets for it."""
+class _Entry:
+    """The key of some parameters' bucket, and the Buckets for it."""
 
     key: BucketKey
     buckets: list[Bucket]

@@ -23,17 +23,17 @@ from .tensors import real_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class BucketMaker:
-    """What all buckets of a reducer have in common; makes the sets for its plans.
+    """What all buckets of a reducer have in common; builds the reduction of each.
 
     Args:
-        parameters: all of them.
-        names: theirs.
+        parameters: all parameters of the reducer.
+        names: their names.
         sparse: per parameter whether its gradient is sparse.
-        config: the wire.
+        config: the wire, the reduction and the sync mode.
         as_views: gradients become views of their bucket.
         communicator: the ranks.
-        sparse_kinds: of what kind the sparse gradients are.
-        hook: a comm hook and its state, in place of our own wire.
+        sparse_kinds: the agreed kinds of the sparse gradients.
+        hook: state and comm hook, in place of our own wire; None: our own.
         keeps_gradients: the hook writes `.grad` itself.
     """
 
@@ -48,7 +48,7 @@ class BucketMaker:
     keeps_gradients: bool = False
 
     def reduction(self, members: Members) -> Reduction:
-        """The reduction that fits a bucket's gradients."""
+        """Builds the reduction for a bucket: sparse, by the comm hook, or dense on our own wire."""
         state, hook = self.hook or (None, None)
         if self.sparse[members.numbers[0]]:
             return SparseReduction(members, self.communicator, self.sparse_kinds, state, hook)
@@ -63,7 +63,7 @@ class BucketMaker:
 
 
 def kind_of(parameter: torch.Tensor, sparse: bool) -> ParameterKind:
-    """What a plan depends on: fp32, bf16 and fp16 can share a bucket, also as parts of complex numbers; fp64 can't."""
+    """What a plan must know of a parameter. fp32, bf16, fp16 and complex of these can share a bucket; fp64 cannot."""
     real = real_dtype(parameter.dtype)
     size_bytes = parameter.numel() * parameter.element_size()
     wide = real if real is torch.float64 else None
@@ -90,7 +90,7 @@ class BucketSet:
             names = tuple(maker.names[number] for number in numbers)
             self.reductions.append(maker.reduction(Members(index, numbers, parameters, names, index == len(plan) - 1)))
         self.streams = Streams(self.bucket_of, maker.parameters[0].device)
-        # Large gradients, groups of their own, which no other gradient has to be waited for: number -> group.
+        # Large gradients, each a group of its own, which is packed as soon as the gradient is ready: number -> group.
         self.large = {
             reduction.members.numbers[reduction.groups[group].start]: group
             for reduction in self.reductions
@@ -98,14 +98,17 @@ class BucketSet:
         }
 
     def __len__(self) -> int:
-        """Number of buckets."""
+        """The number of buckets."""
         return len(self.reductions)
 
     def sentinels(self, order: Sequence[int]) -> dict[int, tuple[int, list[int], bool]]:
-        """Parameters that tell for others, if all become ready in `order`.
+        """The parameters that complete a bucket or a group within one, if all become ready in `order`.
+
+        Args:
+            order: every parameter's number, in the order of readiness.
 
         Returns:
-            by parameter its bucket, which of the bucket's groups it is the last of, and whether of the bucket.
+            By parameter: its bucket, the bucket's groups that it completes, and whether it completes the bucket.
         """
         place = {number: position for position, number in enumerate(order)}
         found: dict[int, tuple[int, list[int], bool]] = {}
@@ -120,11 +123,11 @@ class BucketSet:
         return found
 
     def packed(self) -> list[DenseReduction]:
-        """Those on our own wire."""
+        """The dense reductions on our own wire."""
         return [reduction for reduction in self.reductions if isinstance(reduction, DenseReduction)]
 
     def sparse(self, numbers: Collection[int]) -> list[SparseReduction]:
-        """Those of the sparse gradients of these parameters."""
+        """The sparse reductions among those of the parameters `numbers`."""
         found = [self.reductions[self.bucket_of[number]] for number in sorted(numbers)]
         return [reduction for reduction in found if isinstance(reduction, SparseReduction)]
 
@@ -132,14 +135,14 @@ class BucketSet:
         """Wire buffers allocated so far."""
         return sum(one.allocations for one in self.packed())
 
-    def parting(self) -> list[DenseReduction | SparseReduction]:
-        """All of them, where none is a comm hook's: what they have started can end later than its step."""
-        parting = [one for one in self.reductions if isinstance(one, DenseReduction | SparseReduction)]
-        assert len(parting) == len(self.reductions), "refused before"
-        return parting
+    def detachable(self) -> list[DenseReduction | SparseReduction]:
+        """All reductions, none of which is a comm hook's: their collectives can outlive a step."""
+        detachable = [one for one in self.reductions if isinstance(one, DenseReduction | SparseReduction)]
+        assert len(detachable) == len(self.reductions), "validation.check_mode refuses comm hooks in this mode"
+        return detachable
 
     def stats(self) -> dict[str, int | str]:
-        """The part of `Reducer.stats` that the buckets know."""
+        """The buckets' part of `Reducer.stats`."""
         packed = self.packed()
         buckets = [reduction.bucket for reduction in packed]
         paths = [dispatch.path_for(one.device, (one.wire_dtype,), one.chunks.dtypes) for one in buckets[:1]]

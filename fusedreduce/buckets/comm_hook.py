@@ -1,4 +1,4 @@
-"""HookedReduction: a dense bucket handed to a comm hook, by torch's contract."""
+"""HookedReduction: a dense bucket that a comm hook reduces, by torch's contract."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
 class HookedReduction(PackedAtLaunch):
-    """A dense bucket handed to a comm hook: one dtype, no padding, gradients not yet divided.
+    """A dense bucket that a comm hook reduces: one dtype, no padding, gradients not yet divided.
 
     Args:
-        members: its parameters.
+        members: the bucket's parameters.
         state: the hook's first argument.
         hook: called as hook(state, bucket); returns a future of one tensor with the bucket's elements.
         communicator: the ranks.
@@ -49,7 +49,7 @@ class HookedReduction(PackedAtLaunch):
         self._hook = hook
         self._communicator = communicator
         self._as_views = as_views
-        # As it is now: torch's mixed precision puts other data behind the parameters during a step.
+        # The dtype between steps: torch's mixed precision puts other data behind the parameters during a step.
         self._dtype = real_dtype(members.parameters[0].dtype)
         self._buffer: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
@@ -73,7 +73,11 @@ class HookedReduction(PackedAtLaunch):
                 view.zero_()
             elif not aliases.hold(slot, gradient):
                 if gradient.layout is not torch.strided:
-                    raise TypeError(f"a {gradient.layout} gradient in {self.members.label}: a dense one was expected")
+                    raise TypeError(
+                        f"rank {self._communicator.rank}: the gradient of {self.members.names[slot]} in "
+                        f"{self.members.label} has layout {gradient.layout}, expected a dense one. To a Reducer give "
+                        "sparse=[...] for sparse gradients"
+                    )
                 present.append(as_real(gradient))
                 into.append(view)
         if present:
@@ -83,9 +87,9 @@ class HookedReduction(PackedAtLaunch):
             self.source.flushed.zero_()
             self._measure(self._views, Partials(self._unused.sums, self._unused.peaks, self.source.first_non_finite))
         if self._as_views:
-            # Before the hook runs: one that steps the optimizer reads the result from .grad.
+            # Before the hook is called: one that steps the optimizer reads the result from `.grad`.
             for slot, parameter in enumerate(self.members.parameters):
-                # (Mixed precision: the hook itself makes both fp32 before it returns.)
+                # (With mixed precision the hook itself makes both fp32 before it returns.)
                 if parameter.grad is not None and parameter.dtype is aliases.dtypes[slot]:
                     parameter.grad = aliases.restored(slot)
         shown = GradBucket(self.members.index, buffer, self._shown, self.members.parameters, self.members.is_last)
@@ -98,7 +102,7 @@ class HookedReduction(PackedAtLaunch):
         return None if self._future is None else StartedCollective(self._future, None)
 
     def check_unchanged(self) -> None:
-        """Raises if a gradient is not what was copied into the buffer, and what the hook made of it there."""
+        """Raises FusedReduceError if a gradient was replaced or written to after `launch`."""
         if self._keeps_gradients:
             return
         now = [parameter.grad for parameter in self.members.parameters]
@@ -106,21 +110,27 @@ class HookedReduction(PackedAtLaunch):
 
     @property
     def rows(self) -> int:
-        """Rows of a table of its own."""
+        """Number of rows of statistics."""
         return self._table().data_rows
 
     def spans(self) -> list[tuple[int, int]]:
-        """Per member its rows."""
+        """Per parameter its rows, [begin, end)."""
         return row_spans(self._table())
 
     def collect(self, source: SourcePartials | None, result: Partials | None) -> None:
-        """From the next step on: where the by-products go of what the hook is shown, and of what it makes of it."""
+        """Sets where statistics of the hook's input and of its result go, from the next step on."""
         super().collect(source, result)
         if source is not None:
             self._unused = self._table().new_partials(self.members.device)
 
     def finish(self, unused: Collection[int], unscaling: Unscaling) -> None:
-        """Copies the future's value into the gradients."""
+        """Waits for the hook's future and copies its value into the gradients.
+
+        Raises:
+            CollectiveError: the future failed.
+            TypeError, ValueError: it holds no tensor, or one of another size.
+            FusedReduceError: a loss scale is to be removed, and the hook writes gradients itself.
+        """
         future, self._future = self._future, None
         assert future is not None
         value = reduced_value(future, self.members, self._communicator)
@@ -129,8 +139,9 @@ class HookedReduction(PackedAtLaunch):
         if self._keeps_gradients:
             if inverse is not None:
                 raise FusedReduceError(
-                    f"the comm hook of {self.members.label} writes gradients itself, or steps the optimizer, so no "
-                    "loss scale can be taken off behind it"
+                    f"rank {self._communicator.rank}: the comm hook of {self.members.label} writes gradients itself, "
+                    "or steps the optimizer, so FusedGradScaler cannot remove the loss scale after it. Use a hook that "
+                    "returns the reduced bucket, or torch.amp.GradScaler"
                 )
             if self.result is not None:
                 self.skip()
@@ -139,7 +150,8 @@ class HookedReduction(PackedAtLaunch):
         numel = buffer.numel()
         if value.numel() != numel:
             raise ValueError(
-                f"the comm hook's future for {self.members.label} holds {value.numel()} elements, the bucket {numel}"
+                f"rank {self._communicator.rank}: the comm hook's future for {self.members.label} holds "
+                f"{value.numel()} elements, expected the bucket's {numel}"
             )
         own = value.data_ptr() == buffer.data_ptr() and value.dtype is buffer.dtype
         if own and inverse is not None:
@@ -173,7 +185,7 @@ class HookedReduction(PackedAtLaunch):
             torch._foreach_copy_(into, views)
 
     def shadow(self) -> GradBucket:
-        """A bucket of zeros."""
+        """A bucket of zeros, for a rank without inputs."""
         buffer = torch.zeros_like(self._allocated()[0])
         views = self._cut(buffer)
         return GradBucket(self.members.index, buffer, views, self.members.parameters, self.members.is_last)
@@ -183,7 +195,7 @@ class HookedReduction(PackedAtLaunch):
         return call_hook(self._hook, self._state, bucket)
 
     def zero_views(self) -> bool:
-        """Zeroes all gradients at once if every one is a view of the buffer; says whether it did."""
+        """Zeroes all gradients at once if each is a view of the buffer; returns whether it did."""
         gradients = [parameter.grad for parameter in self.members.parameters]
         if self._buffer is None or self._aliases is None or not self._aliases.hold_all(gradients):
             return False
@@ -214,7 +226,7 @@ class HookedReduction(PackedAtLaunch):
             self._buffer = torch.empty(numel, dtype=self._dtype, device=first.device)
             self._views = self._cut(self._buffer)
             pairs = zip(self._views, self.members.parameters, strict=True)
-            # Tensors of their own for the hook, which may write to them when it likes.
+            # The hook gets tensors of its own, because it may write to them at any time.
             self._shown = [
                 like_parameter(view, p) for view, p in zip(self._views, self.members.parameters, strict=True)
             ]
@@ -232,10 +244,15 @@ class HookedReduction(PackedAtLaunch):
 
 
 def call_hook(hook: CommHook, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Calls a comm hook.
+    """Calls a comm hook and returns its future.
+
+    Args:
+        hook: called as hook(state, bucket).
+        state: its first argument.
+        bucket: what it is to reduce.
 
     Raises:
-        TypeError: it returned no future.
+        TypeError: it returned something else.
     """
     future = hook(state, bucket)
     if not isinstance(future, torch._C.Future):
@@ -246,15 +263,23 @@ def call_hook(hook: CommHook, state: object, bucket: GradBucket) -> torch.future
 
 
 def reduced_value(future: torch.futures.Future[Any], members: Members, communicator: Communicator) -> torch.Tensor:
-    """The tensor that a comm hook's future holds, or one of a sum of sparse gradients; waits for it.
+    """Waits for the future of a comm hook, or of a sum of sparse gradients, and returns its tensor.
+
+    Args:
+        future: holds a tensor, or a list of one.
+        members: the bucket, for messages.
+        communicator: the ranks, whose timeout holds.
 
     Raises:
-        CollectiveError: it failed, or did not come in time.
+        CollectiveError: it failed, or was not done in time.
         TypeError: it holds no tensor.
     """
     value = wait_for(future, lambda: f"the reduction of {members.label}", communicator)
     if isinstance(value, list | tuple) and len(value) == 1:
         (value,) = value
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"the comm hook's future for {members.label} holds {type(value).__name__}, not one tensor")
+        raise TypeError(
+            f"rank {communicator.rank}: the comm hook's future for {members.label} holds {type(value).__name__}, "
+            "expected one tensor"
+        )
     return value

@@ -26,9 +26,9 @@ class Members:
     Args:
         index: the bucket's place in the launch order.
         numbers: the parameters' numbers within the reducer.
-        parameters: themselves.
-        names: theirs.
-        is_last: whether no bucket follows.
+        parameters: the parameters.
+        names: their names.
+        is_last: whether it is the last bucket of the plan.
     """
 
     index: int
@@ -39,12 +39,12 @@ class Members:
 
     @property
     def label(self) -> str:
-        """The bucket and its parameters' names."""
+        """The bucket's index and its parameters' names, for messages."""
         return bucket_label(self.index, self.names)
 
     @property
     def device(self) -> torch.device:
-        """Where all of them live."""
+        """The device of all of them."""
         return self.parameters[0].device
 
 
@@ -52,7 +52,7 @@ class StartedCollective(NamedTuple):
     """A collective that `launch` has started.
 
     Args:
-        watched: tells when it ends.
+        watched: its handle.
         issued_ns: time.perf_counter_ns() when it was issued; None: not seen.
     """
 
@@ -61,59 +61,82 @@ class StartedCollective(NamedTuple):
 
 
 class Reduction(Protocol):
-    """What the reducer asks of a bucket."""
+    """One bucket's reduction, as the reducer drives it: pack_early*, launch, check_unchanged, finish."""
 
     members: Members
 
-    groups: Sequence[range]  # slots that can be taken together ahead of `launch`; all slots or none
-    early: Collection[int]  # which of the groups are worth it
+    groups: Sequence[range]  # slots that can be packed together ahead of `launch`: they cover all slots, or none
+    early: Collection[int]  # indices of the groups for which that pays
 
     def pack_early(self, group: int, divisor: float) -> None:
-        """Takes a group's gradients, if all are there, as they are now and ahead of `launch`."""
+        """Packs a group's gradients ahead of `launch`, if all of them are there.
+
+        Args:
+            group: index of the group.
+            divisor: what gradients are divided by.
+        """
         ...
 
     def is_complete(self) -> bool:
-        """Whether every gradient is there."""
+        """Whether every parameter has a gradient."""
         ...
 
     def launch(self, divisor: float) -> None:
-        """Takes the gradients as they are now and starts their reduction."""
+        """Takes the gradients as they are now and starts their reduction.
+
+        Args:
+            divisor: what gradients are divided by.
+
+        Raises:
+            TypeError: a gradient is of another layout or dtype than its bucket.
+            CollectiveError: the collective could not be issued.
+        """
         ...
 
     def in_flight(self) -> StartedCollective | None:
-        """What `launch` started and `finish` will wait for."""
+        """The collective that `launch` has started; None: none is in flight."""
         ...
 
     def check_unchanged(self) -> None:
-        """Raises if a gradient is not what it was when it was taken."""
+        """Raises FusedReduceError if a gradient was replaced or written to after it had been packed."""
         ...
 
     def finish(self, unused: Collection[int], unscaling: Unscaling) -> None:
-        """Waits for the reduction, and writes every gradient whose parameter's number is not in `unused`.
+        """Waits for the reduction and writes the gradients.
 
-        The loss scale comes off on the way.
+        Args:
+            unused: numbers of parameters that no rank has used: their gradients are left as they are.
+            unscaling: removes the loss scale on the way.
+
+        Raises:
+            CollectiveError: a peer died, left, or did not answer.
         """
         ...
 
     @property
     def rows(self) -> int:
-        """Rows of by-products."""
+        """Number of rows of statistics."""
         ...
 
     def spans(self) -> list[tuple[int, int]]:
-        """Per member its rows, [begin, end)."""
+        """Per parameter its rows, [begin, end)."""
         ...
 
     def collect(self, source: SourcePartials | None, result: Partials | None) -> None:
-        """From the next step on: where the by-products go of what is packed, and of what is unpacked."""
+        """Sets where statistics go, from the next step on.
+
+        Args:
+            source: of the gradients that are packed; None: none are wanted.
+            result: of the gradients that are unpacked; None: none are wanted.
+        """
         ...
 
     def skip(self) -> None:
-        """Writes by-products for a step in which this bucket is not reduced."""
+        """Writes the statistics of a step in which this bucket is not reduced: zeros, nothing non-finite."""
         ...
 
     def zero_views(self) -> bool:
-        """Zeroes all gradients at once if each is a view of one buffer; says whether it did."""
+        """Zeroes all gradients at once if each is a view of one buffer; returns whether it did."""
         ...
 
     def drop_views(self) -> None:
@@ -121,29 +144,31 @@ class Reduction(Protocol):
         ...
 
     def shadow(self) -> GradBucket:
-        """Zeros that a joined rank contributes in place of gradients."""
+        """Zeros that a joined rank, one without inputs, contributes in place of gradients."""
         ...
 
     def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor] | None:
-        """Issues the collective of `launch` for what `shadow` returned; None where `launch` issues none."""
+        """Issues the collective of `launch` with what `shadow` returned; None where `launch` issues none."""
         ...
 
 
 class WritesPartials:
-    """Where a reduction's by-products go.
+    """A reduction that writes statistics.
 
-    `source` and `result`: of what goes into the reduction and what comes out; None: not wanted.
+    Attributes:
+        source: where those of the packed gradients go; None: nowhere.
+        result: where those of the unpacked gradients go; None: nowhere.
     """
 
     source: SourcePartials | None = None
     result: Partials | None = None
 
     def collect(self, source: SourcePartials | None, result: Partials | None) -> None:
-        """From the next step on: where the by-products go of what is packed, and of what is unpacked."""
+        """Sets where statistics of packed and of unpacked gradients go, from the next step on."""
         self.source, self.result = source, result
 
     def skip(self) -> None:
-        """Writes by-products for a step in which this bucket is not reduced."""
+        """Writes the statistics of a step in which this bucket is not reduced: zeros, nothing non-finite."""
         if self.source is not None:
             self.source.first_non_finite.fill_(-1)
             self.source.flushed.zero_()
@@ -154,22 +179,22 @@ class WritesPartials:
 
 
 class PackedAtLaunch(WritesPartials):
-    """A reduction that takes nothing ahead of `launch`."""
+    """A reduction that packs nothing ahead of `launch`."""
 
     members: Members
     groups: Sequence[range] = ()
     early: Collection[int] = ()
 
     def pack_early(self, group: int, divisor: float) -> None:
-        """Never called: there are no groups."""
+        """Is never called, because there are no groups."""
 
     def is_complete(self) -> bool:
-        """Whether every gradient is there."""
+        """Whether every parameter has a gradient."""
         return none_missing([parameter.grad for parameter in self.members.parameters])
 
 
 def row_spans(chunks: ChunkTable) -> list[tuple[int, int]]:
-    """Per slot its rows of by-products."""
+    """Per slot its rows of statistics, [begin, end)."""
     return list(itertools.pairwise(chunks.first_rows.tolist()))
 
 
@@ -203,13 +228,13 @@ def _changed_error(members: Members, slot: int, replaced: bool, rank: int) -> Fu
     twice = "" if replaced else "Expected to mark a variable ready only once. "
     return FusedReduceError(
         f"{twice}rank {rank}: the gradient of {members.names[slot]} (parameter {members.numbers[slot]}) was "
-        f"{'replaced' if replaced else 'written to'} after it had been packed into bucket {members.index}, so its "
-        "reduction lacks what was added. A hook of yours, or a second backward through the same parameter (reentrant "
-        "checkpoints that share it, use outside of forward), came after the reducer: use static_graph=True, or "
-        "register the hook on the parameter itself"
+        f"{'replaced' if replaced else 'written to'} after it had been packed into bucket {members.index}, so the "
+        "reduced gradient lacks that change. Usual causes: a hook of yours that ran after the reducer's (register it "
+        "on the parameter itself), or a second backward through the same parameter, as by reentrant checkpoints that "
+        "share it or by its use outside of forward (use static_graph=True)"
     )
 
 
 def wait_for_bucket(pending: Pending, members: Members, communicator: Communicator) -> None:
-    """Waits for a bucket's all-reduce. Raises CollectiveError: its gradients are still this rank's own."""
+    """Waits for a bucket's all-reduce. Raises CollectiveError, which leaves its gradients this rank's own."""
     wait_for(pending, lambda: f"the all-reduce of {members.label}", communicator)

@@ -1,4 +1,4 @@
-"""SparseReduction: one parameter whose gradient is a sparse COO tensor; torch sums it."""
+"""SparseReduction: one parameter whose gradient is a sparse COO tensor, which torch's collective sums."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .tensors import as_real, real_dtype, versions_of, writable_values
 
 @dataclass(frozen=True)
 class SparseFlight:
-    """A sum under way.
+    """A sparse sum in flight.
 
     Args:
         pending: the collective; None: there is none, or it is a comm hook's.
         future: holds the sum; None: no rank has ever had a gradient.
-        kinds: what the ranks have said of their gradients in that step.
+        kinds: the kinds of the ranks' gradients in that step.
     """
 
     pending: Pending | None
@@ -34,14 +34,14 @@ class SparseFlight:
 
 
 class SparseReduction(PackedAtLaunch):
-    """One parameter whose gradient is a sparse COO tensor; torch sums it.
+    """One parameter whose gradient is a sparse COO tensor, which torch's collective sums.
 
     Args:
         members: the one parameter.
         communicator: the ranks to average over.
-        kinds: of what kind the gradient is, on all ranks.
-        state: of the hook.
-        hook: a comm hook, shown the sparse gradient as its buffer; None: divide and sum.
+        kinds: the agreed kinds of the sparse gradients.
+        state: the hook's first argument.
+        hook: a comm hook, called with the sparse gradient as its bucket's buffer; None: divide and sum.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SparseReduction(PackedAtLaunch):
         self._versions = [-1]
 
     def launch(self, divisor: float) -> None:
-        """Starts the sum of the divided gradient, if all ranks know of what kind it is; else `launch_late` will."""
+        """Starts the sum of the divided gradient, if all ranks know its kind; else `launch_late` will."""
         gradient = self._parameter.grad
         self._packed, self._versions = gradient, versions_of([gradient])
         self._kinds.note(self._number, gradient)
@@ -78,62 +78,62 @@ class SparseReduction(PackedAtLaunch):
             self._start()
 
     def launch_late(self) -> None:
-        """Starts the sum that had to wait until all ranks know of what kind the gradient is."""
+        """Starts the sum that had to wait until all ranks know the gradient's kind."""
         self._start()
 
     def _start(self) -> None:
         kind, gradient = self._kinds.known[self._number], self._packed
         if gradient is None or kind_of(gradient) != kind:
-            gradient = kind.empty(self._parameter)  # another kind: every rank raises when it lands
+            gradient = kind.empty(self._parameter)  # of another kind: every rank raises in `finish`
         if self._hook is None:
             self._pending = self._communicator.all_reduce_sparse(gradient.detach() / self._divisor)
             self._future = self._pending.future()
             return
         unchanged = self._parameter.grad is self._packed
-        self._future = call_hook(self._hook, self._state, self._shown(gradient))
-        if unchanged:  # else `check_unchanged` is to find it
+        self._future = call_hook(self._hook, self._state, self._bucket_of(gradient))
+        if unchanged:  # else `check_unchanged` raises
             self._packed = self._parameter.grad
 
     def in_flight(self) -> StartedCollective | None:
-        """What `launch` started and `finish` will wait for."""
+        """The collective that `launch` has started; None: none is in flight."""
         return None if self._future is None else StartedCollective(self._future, None)
 
     def check_unchanged(self) -> None:
-        """Raises if the gradient is not the tensor that was taken, at the same version; a comm hook may write to it."""
+        """Raises FusedReduceError if the gradient was replaced, or (without a comm hook) written to, after `launch`."""
         versions = self._versions if self._hook is None else None
         check_unchanged(self.members, [self._parameter.grad], [self._packed], versions, self._communicator.rank)
 
     def finish(self, unused: Collection[int], unscaling: Unscaling) -> None:
-        """Makes the sum the gradient; where no rank has one, it stays as it is."""
-        value = self._landed(self.detach_flight())
+        """Makes the sum the gradient; if no rank has one, `.grad` stays as it is."""
+        value = self._summed(self.detach_flight())
         if value is None or self._number in unused:
             self.skip()
         else:
             self._write(value, unscaling)
 
     def detach_flight(self) -> SparseFlight:
-        """Hands over what `launch` has started: another step may be launched before it is done."""
+        """Hands over what `launch` has started, so that another step may be launched before it is done."""
         flight = SparseFlight(self._pending, self._future, self._kinds.of_step)
         self._pending, self._future, self._packed = None, None, None
         return flight
 
     def rotate_wire(self) -> None:
-        """There is nothing to make ready for a step behind one that was parted with."""
+        """Does nothing: a sparse sum has no wire buffer."""
 
     def apply(self, flight: SparseFlight, unused: Collection[int], unscaling: Unscaling) -> None:
-        """Makes the sum that was parted with the gradient; None where no rank had one."""
-        value = self._landed(flight)
+        """Makes the sum of an earlier step the gradient; None if no rank had one."""
+        value = self._summed(flight)
         if value is None or self._number in unused:
             self._parameter.grad = None
             self.skip()
         else:
             self._write(value, unscaling)
 
-    def _landed(self, flight: SparseFlight) -> torch.Tensor | None:
-        """The sum, once it is there; None where no rank had a gradient. Nothing is under way then."""
+    def _summed(self, flight: SparseFlight) -> torch.Tensor | None:
+        """Waits for the sum; None if no rank had a gradient."""
         kind = flight.kinds.agreed_kind(self._number)
         if flight.pending is not None:
-            wait_for_bucket(flight.pending, self.members, self._communicator)  # knows of more errors than its future
+            wait_for_bucket(flight.pending, self.members, self._communicator)  # raises more errors than its future
         value = None if flight.future is None else reduced_value(flight.future, self.members, self._communicator)
         return None if kind is None else value
 
@@ -149,20 +149,20 @@ class SparseReduction(PackedAtLaunch):
 
     @property
     def rows(self) -> int:
-        """One, of its values."""
+        """Number of rows of statistics: one, of its values."""
         return 1
 
     def spans(self) -> list[tuple[int, int]]:
-        """The one row."""
+        """The one row, [0, 1)."""
         return [(0, 1)]
 
     def shadow(self) -> GradBucket:
-        """A sparse gradient without elements; a dense one, which no collective sees, until its kind is known."""
+        """A sparse gradient without elements; until its kind is known an empty dense one, which no collective reads."""
         kind = self._kinds.known.get(self._number)
-        return self._shown(torch.empty(0) if kind is None else kind.empty(self._parameter))
+        return self._bucket_of(torch.empty(0) if kind is None else kind.empty(self._parameter))
 
     def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor] | None:
-        """Takes part in the sum with nothing; None: the kind is not known yet, so the sum comes later or not at all."""
+        """Takes part in the sum with no elements; None: the kind is not known yet, so the sum comes later or never."""
         if self._number not in self._kinds.known:
             return None
         if self._hook is not None:
@@ -170,13 +170,13 @@ class SparseReduction(PackedAtLaunch):
         return self._communicator.all_reduce_sparse(bucket.buffer())
 
     def zero_views(self) -> bool:
-        """A sparse gradient is never a view."""
+        """Returns False: a sparse gradient is never a view."""
         return False
 
     def drop_views(self) -> None:
-        """A sparse gradient is never a view."""
+        """Does nothing: a sparse gradient is never a view."""
 
-    def _shown(self, gradient: torch.Tensor) -> GradBucket:
+    def _bucket_of(self, gradient: torch.Tensor) -> GradBucket:
         return GradBucket(self.members.index, gradient, [gradient], self.members.parameters, self.members.is_last)
 
 

@@ -1,8 +1,8 @@
-"""SparseKinds: of what kind the sparse gradients of a reducer are, as its ranks have agreed.
+"""SparseKinds: the kinds (layout, sparse dimensions, dtype) of a reducer's sparse gradients, as its ranks have agreed.
 
 A sum of sparse tensors needs the same number of sparse dimensions on every rank, and a rank without a gradient (unused,
-joined) cannot know it. So behind the last bucket of every step one small all-gather says of what kind each rank's
-gradients are:
+joined) cannot know it. So after the last bucket of every step one small all-gather exchanges the kind of each rank's
+gradients:
 
     until any rank has had one   the sum of such a parameter waits for the end of the step, when all know its kind
     from then on                 a rank without one takes part with an empty tensor of that kind, in the bucket's place;
@@ -35,15 +35,15 @@ _DTYPES = (
 )
 _ABSENT = (-1, -1, -1)
 _EXPECTED_SPARSE = "Expected variable to have sparse gradient. "  # torch's own words
-_ASKING = "asking all ranks of what kind their sparse gradients are"
+_EXCHANGE = "the exchange of the kinds of sparse gradients between the ranks"
 
 
 class SparseKind(NamedTuple):
     """What must be the same on every rank for sparse gradients to be summed.
 
     Args:
-        layout: sparse_coo, or what cannot be summed.
-        sparse_dim: how many dimensions have indices; 0 unless sparse_coo.
+        layout: sparse_coo, or one that cannot be summed.
+        sparse_dim: number of sparse dimensions; 0 unless sparse_coo.
         dtype: of the values.
     """
 
@@ -57,7 +57,7 @@ class SparseKind(NamedTuple):
         return f"{'dense' if self.layout is torch.strided else self.layout} and {self.dtype}"
 
     def empty(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A gradient of `parameter` without elements."""
+        """A gradient of this kind for `parameter`, without elements."""
         dense = parameter.shape[self.sparse_dim :]
         return torch.sparse_coo_tensor(
             torch.empty((self.sparse_dim, 0), dtype=torch.int64, device=parameter.device),
@@ -69,37 +69,40 @@ class SparseKind(NamedTuple):
 
 
 def kind_of(gradient: torch.Tensor) -> SparseKind:
-    """Of what kind a gradient is."""
+    """The kind of a gradient."""
     sparse_dim = gradient.sparse_dim() if gradient.layout is torch.sparse_coo else 0
     return SparseKind(gradient.layout, sparse_dim, gradient.dtype)
 
 
 class KindsOfStep:
-    """Of what kind every rank's sparse gradients were in one step.
+    """The kinds of every rank's sparse gradients in one step.
 
     Args:
-        kinds: whose they are.
+        kinds: of the reducer.
         pending: the all-gather.
-        gathered: int64 [W, 3 S], what it fills.
+        gathered: int64 [W, 3 S], which it fills: three numbers for each of S sparse parameters.
     """
 
     def __init__(self, kinds: SparseKinds, pending: Pending, gathered: torch.Tensor) -> None:
-        # Not in a cycle with them: the collector, maybe on a thread of Gloo's, would drop the group (see
+        # No reference cycle: the garbage collector, maybe on a thread of Gloo's, would free the group (see
         # parallel/hook_completion.py).
         self._kinds: SparseKinds = weakref.proxy(kinds)
         self._pending = pending
         self._gathered = gathered
-        self._found: list[tuple[SparseKind | None, bool]] = []  # by place; and whether it is the same on all ranks
+        self._found: list[tuple[SparseKind | None, bool]] = []  # by place, and whether it is the same on all ranks
 
     def agreed_kind(self, number: int) -> SparseKind | None:
-        """The kind of a parameter's gradient, on every rank that has one; None: no rank has. Waits for the ranks.
+        """The kind of a parameter's gradient on every rank that has one; None: no rank has. Waits for the ranks.
+
+        Args:
+            number: of the parameter.
 
         Raises:
-            AgreementError: they are of several kinds, of another one than before, or cannot be summed; on every rank.
+            AgreementError: the kinds differ, are not that of the steps before, or cannot be summed; on every rank.
             CollectiveError: a peer did not answer.
         """
         if not self._found:
-            wait_for(self._pending, _ASKING, self._kinds.communicator)
+            wait_for(self._pending, _EXCHANGE, self._kinds.communicator)
             most = self._gathered.amax(dim=0)
             same = ((self._gathered == most) | (self._gathered < 0)).all(dim=0)
             rows = torch.stack([most, same.to(most.dtype)]).view(2, -1, 3).tolist()  # once: on CUDA the host waits
@@ -121,24 +124,24 @@ class KindsOfStep:
         before = "" if known is None else f" In the steps before it was {known}."
         torchs = "" if all(kind.layout is torch.sparse_coo for kind in by_kind) else _EXPECTED_SPARSE
         return AgreementError(
-            f"{torchs}The gradient of {self._kinds.names[number]} must be sparse (torch.sparse_coo), and of one kind "
-            f"on all ranks and in all steps; it has not been reduced: {found}.{before} Reduce it as dense "
-            "(sparse=False), or leave it sparse everywhere"
+            f"{torchs}The gradient of {self._kinds.names[number]} has not been reduced: it must be sparse "
+            f"(torch.sparse_coo), and of one kind on all ranks and in all steps, but it was {found}.{before} Make it "
+            "dense everywhere (sparse=False), or sparse everywhere"
         )
 
 
 class SparseKinds:
-    """The sparse parameters of a reducer.
+    """The sparse parameters of a reducer, and the kinds of their gradients.
 
     Args:
-        numbers: theirs.
+        numbers: numbers of the sparse parameters.
         names: of all parameters.
-        device: where the backend takes tensors.
+        device: device for the collective's tensors.
         communicator: the ranks.
 
     Attributes:
-        place: which of the sparse ones a parameter is.
-        known: by parameter, the kind that all ranks have agreed on; the same on every rank.
+        place: by parameter its index among the sparse ones.
+        known: by parameter the kind that all ranks have agreed on; the same on every rank.
     """
 
     def __init__(
@@ -153,38 +156,45 @@ class SparseKinds:
         self._step: KindsOfStep | None = None
 
     def set_communicator(self, communicator: Communicator) -> None:
-        """Goes on with other ranks. To be followed by `restart`."""
+        """Switches to `communicator`. `restart` must follow."""
         self.communicator = communicator
 
     def restart(self) -> None:
-        """Every rank forgets what was agreed on."""
+        """Forgets what was agreed on; every rank does so at the same place."""
         self.known, self._mine, self._step = {}, {}, None
 
     def note(self, number: int, gradient: torch.Tensor | None) -> None:
-        """A parameter's gradient in this step, on this rank."""
+        """Notes the kind of a parameter's gradient in this step, on this rank."""
         self._mine[number] = _ABSENT if gradient is None else _encoded(kind_of(gradient))
 
-    def ask(self) -> None:
-        """Behind the last bucket of a step, on every rank: tells the others, by one collective."""
+    def start_exchange(self) -> None:
+        """Starts the exchange of this step's kinds, after the last bucket, on every rank: one collective.
+
+        Raises:
+            CollectiveError: it could not be started.
+        """
         mine, self._mine = self._mine, {}
         numbers = [value for number in self.place for value in mine.get(number, _ABSENT)]
         try:
             pending, gathered = self.communicator.all_gather(on_device(numbers, torch.int64, self._device))
         except RuntimeError as error:
-            raise collective_failed(f"{_ASKING} could not be started", self.communicator, error) from error
+            raise collective_failed(f"{_EXCHANGE} could not be started", self.communicator, error) from error
         self._step = KindsOfStep(self, pending, gathered)
 
     @property
     def of_step(self) -> KindsOfStep:
-        """What the latest `ask` gives."""
+        """The result of the latest `start_exchange`."""
         assert self._step is not None
         return self._step
 
     def learn(self) -> list[int]:
-        """Behind `ask`: waits for the kinds that are not known yet, and keeps them; of which parameters.
+        """Waits, after `start_exchange`, for the kinds that are not known yet, and keeps them.
+
+        Returns:
+            Numbers of the parameters whose kind is known from this step on.
 
         Raises:
-            AgreementError, CollectiveError: see `KindsOfStep.agreed_kind`.
+            AgreementError, CollectiveError: as `KindsOfStep.agreed_kind`.
         """
         unknown = [number for number in self.place if number not in self.known]
         found = {number: kind for number in unknown if (kind := self.of_step.agreed_kind(number)) is not None}

@@ -289,7 +289,7 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
         FusedReduceError: a CUDA graph is being captured, which cannot hold a step; or an earlier step failed on this
             rank alone, so that a new process group is needed.
     """
-    future, step, met_by_all = None, None, True
+    future, step, on_all_ranks = None, None, True
     try:
         communicator = _communicator(state)
         if state._trace is not None:
@@ -298,14 +298,14 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
             state._trace.shown(bucket.index(), bucket.parameters(), sparse=sparse)
         if not state._errors.pending():
             prepared = _prepare(state, bucket, communicator)
-            met_by_all = False
+            on_all_ranks = False
             future = _start(state, bucket, communicator, prepared)
             if bucket.is_last() and state._observed.wanted:
                 step = state._observed.end_backward()
                 with state._lock:
                     state._counts["collectives"] += state._observed.checks
     except Exception as error:
-        state._errors.remember(error, met_by_all=met_by_all and not isinstance(error, CollectiveError))
+        state._errors.remember(error, on_all_ranks=on_all_ranks and not isinstance(error, CollectiveError))
         if not in_backward():
             state._errors.pop_error()
             state._observed.drop_step()

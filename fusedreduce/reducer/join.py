@@ -80,7 +80,7 @@ class Shadows:
             pipeline.issued += plans.scheduler.report(pipeline.plan)
         kinds = pipeline.maker.sparse_kinds
         if kinds.place:
-            kinds.ask()
+            kinds.start_exchange()
             pipeline.issued += 1
         pipeline.issued += self._observed.start_shadow_exchange()
         for complete in [self.run(one.shadow()) for one in pipeline.buckets.sparse(kinds.learn())]:

@@ -262,7 +262,7 @@ class Pipeline:
             if self._plans.measured():
                 self.issued += self._plans.scheduler.report(self.plan)
             if self.maker.sparse_kinds.place:
-                self.maker.sparse_kinds.ask()
+                self.maker.sparse_kinds.start_exchange()
                 self.issued += 1
             self.buckets.streams.wait_for_packs()
             self.issued += self._observed.start_exchange()

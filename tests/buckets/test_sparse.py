@@ -54,7 +54,10 @@ def test_a_gradient_of_another_kind_is_the_same_error_on_every_rank(
     messages = ranks.run(sparse_cases.disagreed, what, before, how)
     assert len(set(messages)) == 1, messages
     world = len(messages)
-    assert "The gradient of rows.weight has not been reduced: it must be sparse (torch.sparse_coo), and of one kind" in messages[0], messages
+    assert (
+        "The gradient of rows.weight has not been reduced: it must be sparse (torch.sparse_coo), and of one kind"
+        in messages[0]
+    ), messages
     assert f"{shown} torch.float32 on rank {world - 1}" in messages[0], messages
     assert ("In the steps before it was sparse of 1 sparse dimensions" in messages[0]) == bool(before), messages
 

@@ -1230,7 +1230,7 @@ def _raises(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     [
         (_raises, KeyError, "of the hook"),
         (_failed_future, ValueError, "of the hook"),
-        (_wrong_numel, ValueError, "holds 8 elements, the bucket 7"),
+        (_wrong_numel, ValueError, "holds 8 elements, expected the bucket's 7"),
         (lambda _, bucket: bucket.buffer(), TypeError, "should be a torch.futures.Future, got Tensor"),
     ],
 )

@@ -108,10 +108,10 @@ class Ends:
 
     def end_later(self, buckets: BucketSet, number: int, write: Write) -> Ended:
         """Takes along what was launched; an earlier step lands in its place, if there are as many as there may be."""
-        parting = buckets.parting()
+        detachable = buckets.detachable()
         step = StepInFlight(
             number=number,
-            flights=[(one, one.detach_flight()) for one in parting],
+            flights=[(one, one.detach_flight()) for one in detachable],
             unscaling=self._observed.units.unscaling(),
             used=self._used.detach_sum(),
             told=self._observed.detach_exchange(),
@@ -123,7 +123,7 @@ class Ends:
         else:
             self.under_way.withhold()
             ended = Ended(None)
-        for one in parting:
+        for one in detachable:
             one.rotate_wire()
         return ended
 
@@ -166,7 +166,7 @@ class Ends:
             return averages.flights(maker.parameters, maker.names, [one.grad for one in maker.parameters])
 
         self.under_way.keep_averages(averaged)
-        for one in buckets.parting():
+        for one in buckets.detachable():
             one.rotate_wire()
         return averages.dump(self.under_way, maker.names, world_size=maker.communicator.size, rounds=rounds)
 
