@@ -69,8 +69,8 @@ MAY_WAIT: dict[str, set[str]] = {
     "fusedreduce/comm/local/group.py": {"pending.wait"},
     "fusedreduce/comm/local/process_group.py": {"pending.wait", "self.wait"},
     # threads of this process, and keys in a store
-    "fusedreduce/comm/local/rendezvous.py": {"meeting.changed.wait"},
-    "fusedreduce/comm/local/threads.py": {"one.wait"},
+    "fusedreduce/comm/local/rendezvous.py": {"rendezvous.changed.wait"},
+    "fusedreduce/comm/local/threads.py": {"end.wait"},
     "fusedreduce/parallel/replicas/thread_pool.py": {"round_.wait", "self._latest.wait"},
     "fusedreduce/collective/registration.py": {"self._changed.wait", "exchange.wait"},
     "fusedreduce/collective/peer_group.py": {"self._changed.wait", "self._exchange.wait"},

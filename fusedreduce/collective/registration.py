@@ -19,7 +19,6 @@ import torch
 
 from ..comm.local.group import LocalGroup
 from ..comm.store_exchange import Exchange, KeyValueStore
-from ..comm.waiting import wait_for
 from ..errors import CollectiveError
 from .config import CollectiveConfig
 from .errors import CollectiveSessionError, InvalidConfig, MultipleRegister, PeerLost
@@ -33,8 +32,6 @@ _alone: dict[tuple[str, int], Lobby] = {}  # one peer per node and no group: by 
 _lock = threading.Lock()
 _PREFIX = "fusedreduce/session"
 _NUMBER = f"{_PREFIX}/number"  # of the next registration, in a session's own store
-# While a caller waits for others, how often it looks whether their group has ended.
-_LOOK_EVERY_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -63,9 +60,16 @@ class _Registration:
     wants: list[Description] = field(default_factory=list)
     callers: dict[int, Caller] = field(default_factory=dict)
     deciding: bool = False
-    ended: bool = False  # the group was closed, or one of its peers gave up
+    ended: str = ""  # why the group's epoch ended before all had come
     verdict: Verdict | None = None
     room: Room | None = None
+
+
+@dataclass(eq=False)
+class _Waiter:
+    """A caller that waits for others; `epoch_ended`: why the group's epoch has, since it began to."""
+
+    epoch_ended: str = ""
 
 
 class Lobby:
@@ -86,6 +90,13 @@ class Lobby:
     def register(self, want: Description, caller: Caller) -> Room:
         """Waits for all peers; see `session.register`."""
         peer, place, timeout_s = want.peer, caller.place, caller.config.timeout_s
+        waiter = _Waiter()
+        group = None if self._group is None else self._group()
+        if group is not None:
+            try:
+                group.on_epoch_end(waiter, self._epoch_ended)
+            except CollectiveError as error:
+                raise PeerLost(f"register: {error}") from error
         with self._changed:
             room = None if self._room is None else self._room()
             if room is not None and room.closed is None:
@@ -103,7 +114,7 @@ class Lobby:
             decides = not ended and not attempt.deciding and attempt.calls == place.local
             attempt.deciding = attempt.deciding or decides
             if not decides:
-                self._wait(attempt)
+                self._wait(attempt, waiter)
                 decides = attempt.verdict is None
         if decides:
             self._decide(attempt, caller)
@@ -119,20 +130,23 @@ class Lobby:
             if self._room is not None and self._room() is room:
                 self._room = None
 
-    def _wait(self, attempt: _Registration) -> None:
+    def _wait(self, attempt: _Registration, waiter: _Waiter) -> None:
         """Until there is a verdict, or this caller must give one; the lock is held."""
-        group = None if self._group is None else self._group()
-        began = 0 if group is None else group.endings
         while attempt.verdict is None:
             left_s = attempt.until_s - time.monotonic()
             if attempt.deciding:
                 self._changed.wait(1.0)
-            elif left_s <= 0 or (group is not None and group.endings != began):
+            elif left_s <= 0 or waiter.epoch_ended:
                 attempt.deciding = True
-                attempt.ended = left_s > 0
+                attempt.ended = waiter.epoch_ended
                 return
             else:
-                self._changed.wait(min(left_s, _LOOK_EVERY_S))
+                self._changed.wait(left_s)
+
+    def _epoch_ended(self, waiter: _Waiter, why: str) -> None:
+        with self._changed:
+            waiter.epoch_ended = why
+            self._changed.notify_all()
 
     def _decide(self, attempt: _Registration, caller: Caller) -> None:
         verdict: Verdict | None = None
@@ -145,7 +159,7 @@ class Lobby:
                 complete = attempt.calls >= place.local
             verdict = _judge_here(wants, callers, complete)
             if attempt.ended:
-                verdict = failed(PeerLost, f"register: a peer gave up, or the group was closed; {_who(wants, place)}")
+                verdict = failed(PeerLost, f"register: {attempt.ended}; {_who(wants, place)}")
             one_way = len({(one.place, id(one.shared)) for one in callers.values()}) == 1
             if place.nodes > 1 and one_way:
                 verdict, room = self._decide_among_nodes(attempt, caller, wants, callers, verdict)
@@ -153,8 +167,9 @@ class Lobby:
                 verdict = lost(wants, place.peers, "register", caller.config.timeout_s)
             elif verdict.error is None:
                 room = Room(caller.config, place, {peer: one.device for peer, one in callers.items()})
-            if room is not None:
-                self._watch(room, place)
+            group = None if self._group is None else self._group()
+            if room is not None and group is not None and place.local > 1:
+                group.on_epoch_end(room, _end_with_group)
         except (RuntimeError, ValueError) as error:
             if verdict is None or verdict.error is None:
                 kind = type(error) if isinstance(error, CollectiveSessionError) else PeerLost
@@ -276,36 +291,10 @@ class Lobby:
             for key in [key for key, lobby in _alone.items() if lobby is self]:
                 del _alone[key]
 
-    def _watch(self, room: Room, place: Place) -> None:
-        """Has the room end when a peer's thread gives up (LocalGroup.run, abort) or the group is closed.
 
-        By a collective that is complete when the session is finished, and fails when the group does.
-        """
-        group = None if self._group is None else self._group()
-        if group is None or place.local == 1:
-            return
-        ranks = group.communicators()
-        pending = ranks[0].all_reduce(torch.zeros(1))
-        held = weakref.ref(room)
-
-        def ended() -> None:
-            watched = held()
-            if watched is None or watched.closed is not None:
-                return
-            try:
-                wait_for(pending, "watching for the group's end", ranks[0])
-            except CollectiveError as error:
-                watched.end(failed(PeerLost, f"the session is over, its group has ended: {error}"))
-
-        def finish() -> None:
-            try:
-                for rank in ranks[1:]:
-                    rank.all_reduce(torch.zeros(1))
-            except CollectiveError:
-                pass  # closed in the same moment
-
-        pending.notify(ended)
-        room.at_end.append(finish)
+def _end_with_group(room: Room, why: str) -> None:
+    """The group was closed, or a peer's thread gave up (LocalGroup.run, abort): nobody waits for that peer."""
+    room.end(failed(PeerLost, f"the session is over, its group has ended: {why}"))
 
 
 def lobby_and_caller(

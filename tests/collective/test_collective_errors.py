@@ -504,7 +504,7 @@ def test_a_thread_that_dies_before_it_registers_is_not_waited_for() -> None:
     with pytest.raises(ArithmeticError):
         group.run(case)
     assert time.monotonic() - began < 10
-    assert told == ["register: a peer gave up, or the group was closed; peer 1 had not come"] * 2
+    assert told == ["register: rank 1 gave up: ArithmeticError: before; peer 1 had not come"] * 2
 
 
 def test_communicators_of_the_peers_own_meet_whatever_is_registered_between() -> None:

@@ -21,7 +21,7 @@ from fusedreduce.comm.agreement import agree
 from fusedreduce.comm.local import operations as local_operations
 from fusedreduce.comm.local import sequence as channel
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
-from fusedreduce.comm.local.rendezvous import LocalPending, Meeting
+from fusedreduce.comm.local.rendezvous import LocalPending, Rendezvous
 from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
 from fusedreduce.comm.protocol import Communicator, ReduceOp
 from fusedreduce.errors import AgreementError, CollectiveError, UnsupportedWireError
@@ -294,7 +294,7 @@ def test_channels_are_independent() -> None:
         (lambda c: c.all_reduce(torch.ones(6)[:: 1 + (c.rank == 1)]), ("rank 1: a tensor of strides (2,)",)),
         (lambda c: c.reduce(torch.ones(1), 3), ("rank 0: there is no rank 3", "rank 2: there is no rank 3")),
         (lambda c: c.reduce(torch.ones(1), "max"), ("rank 2: there is no rank 'max'",)),
-        (lambda c: c.all_to_all(torch.ones(4), torch.ones(4)), ("4 elements cannot be dealt out to 3 ranks",)),
+        (lambda c: c.all_to_all(torch.ones(4), torch.ones(4)), ("4 elements cannot be divided among 3 ranks",)),
         (lambda c: c.all_to_all(torch.ones(3), torch.ones(6)), ("output and input of an all_to_all differ",)),
         (lambda c: c.all_reduce_sparse(torch.ones(3)), ("is not sparse COO",)),
     ],
@@ -327,7 +327,7 @@ def test_memory_that_two_ranks_share_is_refused_but_for_a_broadcast() -> None:
 
     group = LocalGroup(2, timeout_s=10)
     errors = errors_of(group, overlapping)
-    assert errors[0] == errors[1] and "ranks 0, 1 brought overlapping memory" in errors[0]
+    assert errors[0] == errors[1] and "overlapping memory was given by ranks 0, 1" in errors[0]
     assert shared.tolist() == list(range(6)), "nothing was done"
     group.run(lambda communicator: communicator.broadcast(shared, 1))
 
@@ -337,7 +337,7 @@ def test_who_did_not_come_is_named_and_who_comes_late_reads_the_same_at_once() -
     ranks = [group.communicator(rank) for rank in range(3)]
     first, second = (ranks[rank].all_reduce(torch.ones(2)) for rank in (0, 2))
     began = time.monotonic()
-    with pytest.raises(CollectiveError, match=r"rank 1 did not come within 0\.1 s .*float32\[2\].* from ranks 0, 2"):
+    with pytest.raises(CollectiveError, match=r"rank 1 did not issue it within 0\.1 s .*float32\[2\].* from ranks 0, 2"):
         first.wait()
     assert 0.05 < time.monotonic() - began < 5
     told: list[int] = []
@@ -351,7 +351,7 @@ def test_who_did_not_come_is_named_and_who_comes_late_reads_the_same_at_once() -
         with pytest.raises(CollectiveError) as found:
             one.wait()
         texts.add(str(found.value))
-        with pytest.raises(RuntimeError, match="did not come"):
+        with pytest.raises(RuntimeError, match="did not issue it"):
             one.future().wait()
     assert len(texts) == 1 and time.monotonic() - began < 5 and mine.eq(1).all()
     after = [torch.ones(1) for _ in range(3)]
@@ -380,11 +380,11 @@ def test_an_exchange_aside_meets_by_key_whatever_else_is_issued() -> None:
     quick = LocalGroup(2, timeout_s=0.05)
     first, second = quick.communicator(0), quick.communicator(1)
     for _ in range(2):
-        with pytest.raises(CollectiveError, match=r"exchange 'key' .* rank 1 did not come"):
+        with pytest.raises(CollectiveError, match=r"exchange 'key' .* rank 1 did not issue it"):
             first.compare_aside("key", "", CPU)
-    with pytest.raises(CollectiveError, match="rank 1 did not come"):
+    with pytest.raises(CollectiveError, match="rank 1 did not issue it"):
         second.compare_aside("key", "", CPU)
-    assert not first._channel._meetings
+    assert not first._channel._incomplete
 
 
 def test_ranks_agree_on_settings_here_too() -> None:
@@ -401,13 +401,16 @@ def test_ranks_agree_on_settings_here_too() -> None:
 # Giving up
 
 
-def test_an_abort_ends_everything_under_way_and_later_of_its_generation() -> None:
+def test_an_abort_ends_everything_in_flight_and_later_of_its_epoch() -> None:
     group = LocalGroup(3, timeout_s=30)
     ranks = [group.communicator(rank) for rank in range(3)]
     apart = [one.apart() for one in ranks]
     under_way = [ranks[0].all_reduce(torch.ones(1)), apart[1].all_reduce(torch.ones(1))]
     told: list[str] = []
     under_way[0].notify(lambda: told.append("told"))
+    ends: list[str] = []
+    owner = Owner()
+    group.on_epoch_end(owner, lambda _, why: ends.append(why))
     error = KeyError("the cause")
     ranks[2].abort(error)
     ranks[1].abort(ValueError("too late"))
@@ -427,13 +430,40 @@ def test_an_abort_ends_everything_under_way_and_later_of_its_generation() -> Non
     again = [group.communicator(rank) for rank in range(3)]
     for pending in [one.all_reduce(torch.ones(1)) for one in again]:
         pending.wait()
-    assert group.endings == 1
-    ranks[0].abort(ValueError("of the old generation"))
-    assert group.endings == 1
+    ranks[0].abort(ValueError("of the old epoch"))
+    assert ends == ["rank 2 gave up: KeyError: 'the cause'"]
     assert again[0].all_reduce(torch.ones(1)).ready() is False
 
 
-def test_who_does_not_know_of_an_abort_does_not_stray_into_the_next_generation() -> None:
+class Owner:
+    """An object that waits for an epoch's end."""
+
+
+def test_the_end_of_an_epoch_is_told_once_to_each_owner_that_lives(caplog: pytest.LogCaptureFixture) -> None:
+    group = LocalGroup(2, timeout_s=5)
+    told: list[tuple[str, str]] = []
+    owners = {name: Owner() for name in ("first", "second", "gone")}
+
+    def fails(_: object, why: str) -> None:
+        raise ZeroDivisionError(why)
+
+    group.on_epoch_end(owners["first"], fails)
+    for name in ("second", "gone"):
+        group.on_epoch_end(owners[name], lambda _, why, name=name: told.append((name, why)))  # type: ignore[misc]
+    del owners["gone"]
+    group.communicators()[1].abort(RuntimeError("stop"))
+    assert told == [("second", "rank 1 gave up: RuntimeError: stop")] and "ZeroDivisionError" in caplog.text
+    group.communicators()[0].abort(RuntimeError("again"))
+    assert len(told) == 1, "that was the next epoch"
+    group.on_epoch_end(owners["first"], lambda _, why: told.append(("first", why)))
+    group.close()
+    group.close()
+    assert told[1:] == [("first", "the group is closed")]
+    with pytest.raises(CollectiveError, match="closed"):
+        group.on_epoch_end(owners["first"], fails)
+
+
+def test_who_does_not_know_of_an_abort_does_not_stray_into_the_next_epoch() -> None:
     """Rank 1 makes its second communicator of the old life when rank 0 has begun a new one."""
     group = LocalGroup(2, timeout_s=5)
     first, _ = group.communicator(0), group.communicator(1)
@@ -490,11 +520,11 @@ def test_who_is_interrupted_before_it_performs_keeps_nobody_waiting(monkeypatch:
     first, last = group.communicators()
     pending = first.all_reduce(torch.ones(1))
     with monkeypatch.context() as patched:
-        patched.setattr(Meeting, "perform", interrupted)
+        patched.setattr(Rendezvous, "perform", interrupted)
         with pytest.raises(KeyboardInterrupt):
             last.all_reduce(torch.ones(1))
     began = time.monotonic()
-    with pytest.raises(CollectiveError, match="rank 1, the last to come, was interrupted"):
+    with pytest.raises(CollectiveError, match="rank 1, the last to arrive, was interrupted"):
         pending.wait()
     assert time.monotonic() - began < 5
     pending = first.all_reduce(torch.ones(1))
@@ -561,7 +591,6 @@ def test_a_closed_group_refuses_everything() -> None:
         communicator = group.communicator(0)
         pending = communicator.all_reduce(torch.ones(1))
     group.close()
-    assert group.endings == 1
     for issue in (
         pending.wait,
         lambda: communicator.all_reduce(torch.ones(1)),
@@ -580,11 +609,11 @@ def test_where_one_thread_drives_all_ranks_waiting_for_another_is_an_error_at_on
     ranks = [group.communicator(rank) for rank in range(3)]
     assert not ranks[0].waits_in_backward(CPU)
     began = time.monotonic()
-    with pytest.raises(CollectiveError, match="ranks 1, 2 cannot come: this thread drives them too"):
+    with pytest.raises(CollectiveError, match="ranks 1, 2 cannot arrive: the thread that waits drives them too"):
         ranks[0].all_gather_bytes(b"", 1, CPU)
     assert time.monotonic() - began < 5
     for one in ranks[1:]:
-        with pytest.raises(CollectiveError, match="cannot come"):
+        with pytest.raises(CollectiveError, match="cannot arrive"):
             one.all_gather_bytes(b"", 1, CPU)
     pendings = [one.all_reduce(torch.ones(1)) for one in ranks]
     for pending in pendings:
@@ -655,13 +684,13 @@ def test_nothing_is_left_of_hundreds_of_collectives() -> None:
                 communicator.all_reduce(dropped).notify(lambda: None)
             kept = torch.ones(16)
         communicator.all_gather_bytes(b"", 1, CPU)
-        assert not communicator._channel._meetings
+        assert not communicator._channel._incomplete
 
     group.run(case)
     gc.collect()
     assert threading.active_count() == threads
     assert len(held) == 36 and all(one() is None for one in held)
-    assert not len(group._generation.channels), "channels go with their communicators"
+    assert not len(group._epoch.channels), "channels go with their communicators"
     tensor = torch.ones(2)
     abandoned, alone = weakref.ref(tensor), group.communicator(0)
     alone.all_reduce(tensor)
@@ -712,7 +741,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @initialize()
     def first(self) -> None:
-        assert not self.ranks[0]._channel._meetings
+        assert not self.ranks[0]._channel._incomplete
 
     @rule(rank=st.integers(0, SIZE - 1), numel=st.sampled_from((2, 2, 2, 2, 3)))
     def arrive(self, rank: int, numel: int) -> None:
@@ -731,7 +760,7 @@ class Interleavings(RuleBasedStateMachine):
         number, rank, tensor, pending, told = data.draw(st.sampled_from(self.held))
         brought = self.brought[number]
         if number in self.timed_out or len(brought) < self.SIZE:
-            with pytest.raises(CollectiveError, match="did not come within"):
+            with pytest.raises(CollectiveError, match="did not issue it within"):
                 pending.wait()
             self.timed_out.add(number)
             assert tensor.eq(rank + 1).all(), "written by nobody"
@@ -764,7 +793,7 @@ class Interleavings(RuleBasedStateMachine):
     @invariant()
     def only_what_somebody_may_come_to_is_kept(self) -> None:
         wanted = {number for number, brought in enumerate(self.brought) if len(brought) < self.SIZE}
-        assert set(self.ranks[0]._channel._meetings) == wanted
+        assert set(self.ranks[0]._channel._incomplete) == wanted
         for number, _, _, _, told in self.held:
             assert told[0] == (len(self.brought[number]) == self.SIZE or number in self.timed_out)
 

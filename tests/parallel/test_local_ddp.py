@@ -521,7 +521,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(how: str, make: C
         communicator.all_gather_bytes(b"", 0, torch.device("cpu"))
         communicator.group.timeout_s = 0.15
         if communicator.rank == 1:
-            return "rank 1 did not come"
+            return "rank 1 did not issue it"
         begin = time.monotonic()
         with pytest.raises(RuntimeError) as found:
             train(ddp, communicator.rank, 3)
@@ -529,7 +529,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(how: str, make: C
         return str(found.value)
 
     for said in on_ranks(case, make):  # on a busy machine another may be late too
-        assert re.search(r"ranks? (0, )?1(, 2)? did not come", said)
+        assert re.search(r"ranks? (0, )?1(, 2)? did not issue it", said)
 
 
 @pytest.mark.parametrize("how", WAITS)
@@ -709,9 +709,9 @@ def test_a_future_is_done_well_or_not() -> None:
         work = group.allreduce([torch.ones(2 + communicator.rank)])
         assert work.get_future().done() and not work.is_success()
         for future in (work.get_future(), work.get_future().then(lambda future: future.value())):
-            with pytest.raises(RuntimeError, match="peers issued different collectives"):
+            with pytest.raises(RuntimeError, match="ranks issued different collectives"):
                 future.wait()
-        with pytest.raises(CollectiveError, match="peers issued different collectives"):
+        with pytest.raises(CollectiveError, match="ranks issued different collectives"):
             work.synchronize()
         assert isinstance(work.exception(), CollectiveError)
 

@@ -551,7 +551,7 @@ def test_one_thread_that_waits_for_a_sum_that_it_has_not_started_is_told_at_once
         for rank, (module, reducer, _) in enumerate(ranks):
             _backward_through(module, reducer, TABLES, rank)
         began_s = time.monotonic()
-        with pytest.raises(CollectiveError, match="rank 1 cannot come: this thread drives them too"):
+        with pytest.raises(CollectiveError, match="rank 1 cannot arrive: the thread that waits drives them too"):
             ranks[0][1].finalize()
         assert time.monotonic() - began_s < 30
 

@@ -1,10 +1,11 @@
-"""LocalGroup: ranks that are threads of this process (or several that one thread drives), behind the Communicator.
+"""LocalGroup: ranks that are threads of this process, or that one thread drives, behind the Communicator protocol.
 
     group = LocalGroup(2)
     results = group.run(lambda communicator: train(communicator))      # one thread per rank
 
-The n-th collectives of a channel's ranks meet; see `meeting`. A channel is what the n-th communicators of all ranks
-share, so several independent sequences of collectives can be under way. There is no thread of the group's own.
+The n-th collective that each rank issues on a channel is one rendezvous (rendezvous.py). The n-th communicators of all
+ranks share a channel, so several independent sequences of collectives can be in flight. The group has no thread of its
+own: the last rank to arrive performs the collective.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import torch
 
 from ...errors import CollectiveError, UnsupportedWireError
 from ..protocol import ReduceOp
-from .operations import COMPUTED_WIDE, Workshop
+from .operations import COMPUTED_WIDE, Resources
 from .rendezvous import Arrival, LocalPending
-from .sequence import Channel, Generation
+from .sequence import Channel, Epoch, OwnerT
 from .strategies import Centralized, Strategy
 from .threads import run_in_threads
 
@@ -36,15 +37,18 @@ _CENTRALIZED = Centralized()
 class LocalGroup:
     """`world_size` ranks in this process.
 
+    An *epoch* of the group ends when a rank gives up (`LocalCommunicator.abort`, or an exception under `run`): every
+    collective of it raises on every rank, and communicators that are made afterwards belong to the next epoch.
+
     Args:
-        world_size: how many.
-        strategy: the order of additions, and between devices their places.
-        timeout_s: how long a rank waits for the others in a collective.
+        world_size: number of ranks.
+        strategy: the order of the additions, and between devices where they are done.
+        timeout_s: seconds for which a rank waits for the others in a collective.
         one_thread: one thread drives all ranks, so none of them may wait for another inside backward.
 
     Raises:
-        ValueError: a world size below 1, a timeout that is not above 0.
-        TypeError: something else than a strategy.
+        ValueError: `world_size` is below 1, or `timeout_s` is not above 0.
+        TypeError: `strategy` is not Centralized, Tree or Ring.
     """
 
     def __init__(
@@ -65,29 +69,29 @@ class LocalGroup:
         self.strategy = strategy
         self.timeout_s = float(timeout_s)
         self.one_thread = one_thread
-        # Reentrant: the garbage collector may run someone's abort() inside.
+        # Reentrant: the garbage collector may run a finalizer that aborts while this thread holds it.
         self.lock = threading.RLock()
-        self.workshop = Workshop(strategy, world_size)
-        self.unaware: dict[int, Generation] = {}  # ranks that do not know yet that theirs has ended
+        self.resources = Resources(strategy, world_size)
+        self.unaware: dict[int, Epoch] = {}  # by rank, the epoch that has ended without the rank having been told
         self._closed = False
-        self._endings = 0
         self._together = 0
-        self._generation = Generation(self)
-
-    @property
-    def endings(self) -> int:
-        """How many generations have ended, by an abort or by `close`: for whoever waits for peers by other means."""
-        return self._endings
+        self._epoch = Epoch(self)
 
     def communicator(self, rank: int) -> LocalCommunicator:
-        """A new one for `rank`; the n-th of each rank in a generation are one channel.
+        """A new communicator for `rank`; the n-th that each rank makes in an epoch share a channel.
 
-        A generation ends with an abort. A rank that had a communicator then and has not been told yet (by an error of
-        its own, or `rejoin`) is told here, once: what it is about to begin belongs to what the others have given up.
+        A rank that had a communicator when an epoch ended, and has not been told (by an error of a collective, or
+        `rejoin`), is told here, once: what it is about to begin belongs to what the others have given up.
+
+        Args:
+            rank: from 0.
+
+        Returns:
+            The communicator.
 
         Raises:
             ValueError: there is no such rank.
-            CollectiveError: the group is closed, or a peer has given up and this rank did not know.
+            CollectiveError: the group is closed, or a rank has given up and this one had not been told.
         """
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
             raise ValueError(f"rank must be one of 0 to {self.size - 1}, not {rank!r}")
@@ -95,59 +99,87 @@ class LocalGroup:
             self._refuse_closed()
             if rank in self.unaware:
                 self.unaware[rank].check(f"rank {rank} cannot make a communicator", rank)
-            return LocalCommunicator(self, self._generation.roots.channel(rank), rank)
+            return LocalCommunicator(self, self._epoch.roots.next_of(rank), rank)
 
     def communicators(self) -> list[LocalCommunicator]:
-        """One for every rank, on a channel of their own: for who drives them all, or deals them out.
+        """A communicator for every rank, on a channel of their own: for a caller that drives or hands out all ranks.
 
-        They do not count among those of `communicator`, and no rank is told later that their generation has ended.
+        They do not count among those of `communicator`, and no rank is told by `communicator` that their epoch ended.
+
+        Returns:
+            The communicators, in rank order.
 
         Raises:
             CollectiveError: the group is closed.
         """
         with self.lock:
             self._refuse_closed()
-            channel = Channel(self._generation, f"together {self._together}")
+            channel = Channel(self._epoch, f"together {self._together}")
             self._together += 1
             return [LocalCommunicator(self, channel, rank) for rank in range(self.size)]
 
     def rejoin(self, *ranks: int) -> None:
-        """These ranks know of all aborts so far: the communicators that they make next are of the new generation."""
+        """Says that ranks know of all aborts so far, so that `communicator` does not raise for them.
+
+        Args:
+            ranks: their numbers.
+        """
         with self.lock:
             for rank in ranks:
                 self.unaware.pop(rank, None)
 
     def run(self, case: Callable[[LocalCommunicator], T]) -> list[T]:
-        """`case(communicator)` in one thread per rank, on a channel of their own; what each returned, in rank order.
+        """Runs `case(communicator)` in one thread per rank, on a channel of their own.
+
+        Args:
+            case: what each rank does.
+
+        Returns:
+            What each rank's call returned, in rank order.
 
         Raises:
-            BaseException: the first that a rank raised, after all threads have ended: the others' collectives were
-                aborted then. What they raised of their own is added as notes.
+            BaseException: the first error that a rank raised, once all threads have ended: it ends the epoch, so no
+                other rank waits for that one. Errors that others raised of their own are added as notes.
         """
         with self.lock:
             communicators = self.communicators()
             communicators[0]._channel.used_by = dict.fromkeys(range(self.size))
-            self._generation.ranks.update(range(self.size))
+            self._epoch.ranks.update(range(self.size))
         try:
             return run_in_threads(
                 "rank",
-                [functools.partial(case, one) for one in communicators],
+                [functools.partial(case, communicator) for communicator in communicators],
                 lambda rank, error: communicators[rank or 0].abort(error),
             )
         finally:
             self.rejoin(*range(self.size))
 
     def abort(self, communicator: LocalCommunicator, error: BaseException) -> None:
-        """As `communicator.abort(error)`."""
+        """Calls `communicator.abort(error)`."""
         communicator.abort(error)
 
-    def close(self) -> None:
-        """Everything that is under way or comes later raises."""
+    def on_epoch_end(self, owner: OwnerT, call: Callable[[OwnerT, str], None]) -> None:
+        """Has `call(owner, why)` called once when this epoch ends, in the thread that aborts it or closes the group.
+
+        For whoever waits for ranks by other means than collectives.
+
+        Args:
+            owner: referenced weakly: nothing is called once it is gone. One call per owner and epoch.
+            call: must not reference `owner`.
+
+        Raises:
+            CollectiveError: the group is closed.
+        """
         with self.lock:
-            self._endings += not self._closed
+            self._refuse_closed()
+            self._epoch.call_at_end(owner, call)
+
+    def close(self) -> None:
+        """Closes the group: every collective in flight, and whatever is asked of it later, raises CollectiveError."""
+        with self.lock:
             self._closed = True
-            generation = self._generation
-        generation.fail("the group is closed", None)
+            epoch = self._epoch
+        epoch.end("the group is closed", None)
 
     def __enter__(self) -> LocalGroup:
         return self
@@ -157,14 +189,13 @@ class LocalGroup:
     ) -> None:
         self.close()
 
-    def _renew(self, generation: Generation, rank: int) -> None:
-        """`rank` aborts `generation`: what is made from now on belongs to another one."""
+    def _begin_epoch_after(self, epoch: Epoch, rank: int) -> None:
+        """`rank` is about to end `epoch`: communicators that are made from now on belong to another one."""
         with self.lock:
-            if self._generation is generation and not self._closed:
-                self._generation = Generation(self)
-                self._endings += 1
-                self.unaware.update(dict.fromkeys(generation.ranks, generation))
-        generation.acknowledge(rank)
+            if self._epoch is epoch and not self._closed:
+                self._epoch = Epoch(self)
+                self.unaware.update(dict.fromkeys(epoch.ranks, epoch))
+        epoch.acknowledge(rank)
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -172,59 +203,69 @@ class LocalGroup:
 
 
 class LocalCommunicator:
-    """One rank of a LocalGroup (comm.protocol.Communicator). Several threads may use it, one at a time."""
+    """One rank of a LocalGroup (a comm.protocol.Communicator). Several threads may use it, one at a time."""
 
     def __init__(self, group: LocalGroup, channel: Channel, rank: int) -> None:
         self.group = group
         self._channel = channel
         self._rank = rank
         self._issued = 0
-        self.lost = ""  # see Ranks
+        self.lost = ""
 
     @property
     def rank(self) -> int:
-        """This peer's rank within the group."""
+        """This communicator's rank within the group."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
         return self.group.size
 
     def apart(self, devices: Collection[torch.device] = ()) -> LocalCommunicator:
-        """A communicator of the same ranks with a sequence of its own; the n-th that each rank makes here meet.
+        """A communicator of the same ranks with a sequence of its own; the n-th that each rank makes here share one.
 
-        Nobody waits for another here: there is nothing to connect.
+        It does not block: there is nothing to connect.
+
+        Args:
+            devices: not needed here.
+
+        Raises:
+            CollectiveError: the group is closed, or a rank has given up.
         """
-        return LocalCommunicator(self.group, self._channel.siblings.channel(self._rank), self._rank)
+        return LocalCommunicator(self.group, self._channel.children.next_of(self._rank), self._rank)
 
     def process_group(self) -> LocalProcessGroup:
-        """This rank for torch: `DistributedDataParallel(model, process_group=communicator.process_group())`.
+        """This rank as a process group: `DistributedDataParallel(model, process_group=communicator.process_group())`.
 
-        A new object each time; they share this communicator's sequence of collectives.
+        Returns:
+            A new object each time; all of them share this communicator's sequence of collectives.
         """
         from .process_group import LocalProcessGroup
 
         return LocalProcessGroup(self)
 
     def close(self) -> None:
-        """Nothing: a channel is forgotten with its communicators."""
+        """Does nothing: a channel lives as long as its communicators."""
 
     def abort(self, error: BaseException) -> None:
-        """Gives up, for all: every collective of this generation, under way or later, raises on every rank.
+        """Ends the epoch for all ranks: every collective of it, in flight or issued later, raises on every rank.
 
-        Communicators that the group makes afterwards are of the next generation. Only the first abort of one counts.
+        Communicators that the group makes afterwards belong to the next epoch. Only the first abort of an epoch counts.
+
+        Args:
+            error: why; the ranks' CollectiveErrors name it, and have it as their cause.
         """
-        generation = self._channel.generation
-        self.group._renew(generation, self._rank)
-        generation.fail(f"rank {self._rank} gave up: {type(error).__name__}: {error}", error)
+        epoch = self._channel.epoch
+        self.group._begin_epoch_after(epoch, self._rank)
+        epoch.end(f"rank {self._rank} gave up: {type(error).__name__}: {error}", error)
 
     def timeout_s(self, device: torch.device | None = None) -> float:
-        """How long a rank waits for the others."""
+        """Seconds for which a rank waits for the others in a collective, on any device."""
         return self.group.timeout_s
 
     def waits_in_backward(self, device: torch.device) -> bool:
-        """On CPU, where each rank's backward has a thread of its own."""
+        """Returns whether `device` is a CPU and each rank has a thread, which then runs its backward."""
         return device.type == "cpu" and not self.group.one_thread
 
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -235,30 +276,32 @@ class LocalCommunicator:
         if device.type not in ("cpu", "cuda") or dtype not in COMPUTED_WIDE:
             names = ", ".join(sorted(map(str, COMPUTED_WIDE)))
             raise UnsupportedWireError(
-                f"a LocalGroup cannot all-reduce {dtype} on {device.type} (on cpu and cuda it sums {names}); choose "
+                f"a LocalGroup cannot all-reduce {dtype} on {device.type}: on cpu and cuda it sums {names}. Choose "
                 "another wire"
             )
-        self.group.workshop.prepare(dtype, device)
+        self.group.resources.prepare(dtype, device)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> LocalPending:
         """Starts the reduction of `tensor` over all ranks, elementwise and in place.
 
-        A sum has one rounding: it is computed in fp32 (fp64 for fp64), in the order that the strategy says.
+        A sum is computed in fp32 (fp64 for fp64), in the strategy's order of additions, and rounded once.
         """
-        return self._issue("all_reduce", tensor, op=op, problem=_dense(tensor))
+        return self._issue("all_reduce", tensor, op=op, problem=_dense_problem(tensor))
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> LocalPending:
-        """As `all_reduce`, but only rank `root`'s tensor holds the result; the others' hold anything."""
-        return self._issue("reduce", tensor, op=op, root=root, problem=_dense(tensor) or self._root(root))
+        """As `all_reduce`, but only rank `root`'s tensor holds the result; the others' contents are undefined."""
+        return self._issue(
+            "reduce", tensor, op=op, root=root, problem=_dense_problem(tensor) or self._root_problem(root)
+        )
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> LocalPending:
         """Starts the exchange of equal parts: `output`, [ranks * n], gets part `rank` of each rank's `input`."""
-        problem = _dense(input) or _dense(output)
+        problem = _dense_problem(input) or _dense_problem(output)
         if not problem and (output.numel() != input.numel() or output.dtype is not input.dtype):
             problem = f"output and input of an all_to_all differ: {output.numel()} {output.dtype}, {input.numel()} "
             problem += str(input.dtype)
         if not problem and input.numel() % self.size:
-            problem = f"{input.numel()} elements cannot be dealt out to {self.size} ranks"
+            problem = f"{input.numel()} elements cannot be divided among {self.size} ranks"
         return self._issue("all_to_all", input, output, problem=problem)
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> LocalPending:
@@ -267,27 +310,29 @@ class LocalCommunicator:
         return self._issue("all_reduce_sparse", tensor, problem=problem)
 
     def all_gather(self, tensor: torch.Tensor) -> tuple[LocalPending, torch.Tensor]:
-        """Starts gathering `tensor`, [n], from all ranks; the tensor that will hold it: [ranks, n]."""
+        """Starts gathering `tensor`, [n], from all ranks; returns the tensor that will hold the result, [ranks, n]."""
         gathered = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
-        return self._issue("all_gather", tensor, gathered, problem=_dense(tensor)), gathered
+        return self._issue("all_gather", tensor, gathered, problem=_dense_problem(tensor)), gathered
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrites `tensor` on every rank with that of rank `source`; blocks until all ranks have come."""
-        pending = self._issue("broadcast", tensor, root=source, problem=_dense(tensor) or self._root(source))
+        """Overwrites `tensor` on every rank with that of rank `source`; blocks until all ranks have called it."""
+        pending = self._issue(
+            "broadcast", tensor, root=source, problem=_dense_problem(tensor) or self._root_problem(source)
+        )
         pending.wait()
 
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
-        """Every rank's payload, in rank order; blocks. They go from host to host."""
+        """Returns every rank's payload, in rank order; blocks. `device` does not matter: payloads stay on the host."""
         if len(payload) > capacity_bytes:
             raise ValueError(f"a payload of {len(payload)} bytes does not fit into {capacity_bytes}")
         gathered = self._issue("all_gather_bytes", payload=payload).gathered()
-        return [one for one in gathered if isinstance(one, bytes)]
+        return [payload for payload in gathered if isinstance(payload, bytes)]
 
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
-        """Every rank's `text`, in rank order; blocks. The ranks meet by `key`, whatever else they have issued."""
+        """Returns every rank's `text`, in rank order; blocks. Ranks are matched by `key`, whatever else they issued."""
         arrival = Arrival("compare_aside", payload=text, due_s=self._due_s(), thread=threading.get_ident())
-        gathered = self._channel.arrive(self._rank, key, arrival).gathered()
-        return [one for one in gathered if isinstance(one, str)]
+        gathered = self._channel.issue(self._rank, key, arrival).gathered()
+        return [text for text in gathered if isinstance(text, str)]
 
     def _issue(
         self,
@@ -311,19 +356,19 @@ class LocalCommunicator:
             threading.get_ident(),
         )
         place, self._issued = self._issued, self._issued + 1
-        return self._channel.arrive(self._rank, place, arrival)
+        return self._channel.issue(self._rank, place, arrival)
 
     def _due_s(self) -> float:
         return time.monotonic() + self.group.timeout_s
 
-    def _root(self, root: int) -> str:
+    def _root_problem(self, root: int) -> str:
         return "" if isinstance(root, int) and 0 <= root < self.size else f"there is no rank {root!r}"
 
 
-def _dense(tensor: torch.Tensor) -> str:
+def _dense_problem(tensor: torch.Tensor) -> str:
     """Why a tensor cannot be reduced as it lies in memory; "" if it can."""
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout} is not dense"
     if tensor.device.type not in ("cpu", "cuda"):
-        return f"tensors on {tensor.device.type} cannot be used"
+        return f"a tensor on {tensor.device.type} cannot be used, only on cpu and cuda"
     return "" if tensor.is_contiguous() else f"a tensor of strides {tensor.stride()} is not contiguous"

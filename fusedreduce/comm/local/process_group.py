@@ -1,9 +1,9 @@
-"""A LocalCommunicator as a ProcessGroup of torch's, so that DistributedDataParallel runs over a LocalGroup.
+"""LocalProcessGroup: a LocalCommunicator as a torch ProcessGroup, so that DistributedDataParallel takes a LocalGroup.
 
-torch.distributed need not be initialised, and is not told of the group. What torch does with a group object works:
+torch.distributed need not be initialised, and does not register the group. What torch does with a group object works:
 `group.rank()`, `size()`, `name()`, its collectives, and functions of `torch.distributed` that are given the group and
 ranks within it (`dist.all_reduce(t, group=group)`, `dist.broadcast(t, group_src=0, group=group)`). What looks the group
-up in torch's own table of groups does not: `get_rank(group)`, `get_backend(group)`, `get_global_rank(group, ...)`.
+up in torch's table of groups does not: `get_rank(group)`, `get_backend(group)`, `get_global_rank(group, ...)`.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ from .group import LocalCommunicator
 
 
 class LocalProcessGroup(dist.ProcessGroup):
-    """One rank of a LocalGroup, for torch. Its collectives take their places in the communicator's sequence.
+    """One rank of a LocalGroup as a torch ProcessGroup. Its collectives are part of the communicator's sequence.
 
     Args:
-        communicator: this rank's.
+        communicator: of this rank.
     """
 
     def __init__(self, communicator: LocalCommunicator) -> None:
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]  # not in its stub
         self.communicator = communicator
 
-    # What torch calls by these names, in C++ too: of each, the overload with options
+    # Names that torch calls, from C++ too: of each the overload with options
 
     def getBackendName(self) -> str:
-        """What `name()` gives, and DDP's logging data."""
+        """The name that `name()` and DDP's logging data show."""
         return "local"
 
     def allreduce(self, tensors: Any, opts: Any = None) -> LocalWork:  # type: ignore[override]
-        """Reduces each tensor in place; of a sparse COO tensor the sum."""
+        """Reduces each tensor over all ranks, in place; sparse COO tensors are summed."""
         op = _op("all_reduce", opts)
         works = [self._all_reduce(tensor, op) for tensor in _listed(tensors)]
         return LocalWork(self, _listed(tensors), works)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> LocalWork:
-        """As `allreduce`."""
+        """Reduces each tensor over all ranks, in place, one collective each."""
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any) -> LocalWork:  # type: ignore[override]
-        """As `allreduce`; only the root's tensors hold the result."""
+        """Reduces each tensor; only the root's tensors hold the result, the others' contents are undefined."""
         op = _op("reduce", opts)
         works = [(self.communicator.reduce(_flat(one), opts.rootRank, op), None) for one in _listed(tensors)]
         return LocalWork(self, _listed(tensors), works)
 
     def broadcast(self, tensors: Any, opts: Any) -> LocalWork:  # type: ignore[override]
-        """Blocks until all ranks have come, also where torch asks for it asynchronously."""
+        """Overwrites each tensor with the root's; blocks until all ranks have called it, also with async_op."""
         for tensor in _listed(tensors):
             self.communicator.broadcast(_flat(tensor), opts.rootRank)
         return LocalWork(self, _listed(tensors), [])
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> LocalWork:
-        """Every rank's tensor, in rank order, into the tensors of its list."""
+        """Gathers every rank's tensor into the list of output tensors, in rank order."""
         pairs = list(zip(output_tensors, _listed(input_tensors), strict=True))
         works = [self._all_gather(outputs, one) for outputs, one in pairs]
         tensors = [one for outputs in output_tensors for one in outputs]
         return LocalWork(self, tensors, works, [list(outputs) for outputs in output_tensors])
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> LocalWork:
-        """Every rank's tensor, in rank order, into one."""
+        """Gathers every rank's tensor into one output tensor, in rank order."""
         rows = output.detach().view(self.communicator.size, -1).unbind()
         return LocalWork(self, [output], [self._all_gather(rows, input)])
 
@@ -81,15 +81,15 @@ class LocalProcessGroup(dist.ProcessGroup):
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> LocalWork:
-        """Part `rank` of each rank's input; the parts are equal."""
+        """Gets part `rank` of each rank's input; parts must be of equal size."""
         if len({*output_split_sizes}) > 1 or len({*input_split_sizes}) > 1:
             raise NotImplementedError(
-                "all_to_all over a LocalGroup exchanges equal parts; other sizes are not supported"
+                "all_to_all over a LocalGroup exchanges parts of equal size: leave the split sizes out, or pad"
             )
         return LocalWork(self, [output], [(self.communicator.all_to_all(_flat(output), _flat(input)), None)])
 
     def barrier(self, opts: Any = None) -> LocalWork:
-        """Blocks until all ranks have come."""
+        """Blocks until all ranks have called it."""
         self.communicator.all_gather_bytes(b"", 0, torch.device("cpu"))
         return LocalWork(self, [], [])
 
@@ -98,7 +98,7 @@ class LocalProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a LocalGroup is of this process alone: its process group can be neither pickled nor copied")
+        raise TypeError("a LocalGroup lives in this process only: its process group can be neither pickled nor copied")
 
     def __repr__(self) -> str:
         return f"LocalProcessGroup(rank {self.communicator.rank} of {self.communicator.size})"
@@ -107,23 +107,23 @@ class LocalProcessGroup(dist.ProcessGroup):
         if tensor.layout is torch.strided:
             return self.communicator.all_reduce(_flat(tensor), op), None
         if op != "sum":
-            raise NotImplementedError(f"a LocalGroup sums sparse tensors; {op} is not supported")
+            raise NotImplementedError(f"a LocalGroup can only sum sparse tensors; {op} is not supported")
         pending = self.communicator.all_reduce_sparse(tensor.detach())
 
-        def take_over() -> None:
-            with torch.no_grad():  # not into a detached one: of a sparse tensor that has values of its own
+        def copy_back() -> None:
+            with torch.no_grad():  # not detach(): a detached sparse tensor has values of its own
                 tensor.copy_(pending.future().value()[0])
 
-        return pending, take_over
+        return pending, copy_back
 
     def _all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> _Started:
         pending, gathered = self.communicator.all_gather(tensor.detach().contiguous().view(-1))
 
-        def hand_out() -> None:
+        def copy_rows() -> None:
             for output, row in zip(outputs, gathered, strict=True):
                 output.detach().copy_(row.view(output.shape))
 
-        return pending, hand_out
+        return pending, copy_rows
 
 
 _Started = tuple[Pending, Callable[[], object] | None]
@@ -158,17 +158,17 @@ for _name in (
     "split_group",
     "merge_remote_group",
 ):
-    # Under the name that its callers know: "_reduce_scatter_base" is what torch 2.11 calls for a reduce_scatter_tensor.
+    # The message has the public name: torch 2.11 calls "_reduce_scatter_base" for a reduce_scatter_tensor.
     setattr(LocalProcessGroup, _name, _refused(_name.removeprefix("_").removesuffix("_base")))
 
 
 class LocalWork(dist.Work):
-    """Collectives under way, as torch holds them. The group's timeout holds, whatever `wait` is given.
+    """Collectives in flight, as a torch Work. The group's timeout applies, whatever timeout `wait` is given.
 
     Args:
-        group: whose they are.
+        group: that issued them.
         tensors: the results.
-        started: each collective, and what is to be done once behind it.
+        started: each collective, and what copies its result into the caller's tensors, to be called once.
         value: of the future; None: the tensors.
     """
 
@@ -184,51 +184,57 @@ class LocalWork(dist.Work):
         self._communicator = group.communicator
         self._tensors = tensors
         self._started = started
-        self._landed = False
+        self._copied = False
         self._lock = threading.Lock()
 
     def wait(self, timeout: Any = None) -> bool:
-        """Blocks until the tensors hold the result; on CUDA only until all ranks have come.
+        """Blocks until the tensors hold the result; on CUDA only until all ranks have issued the collectives.
+
+        Args:
+            timeout: ignored, since the group's applies.
+
+        Returns:
+            True.
 
         Raises:
-            CollectiveError: they did not come in time, want different things, or one gave up.
+            CollectiveError: a rank did not issue them in time, ranks issued different ones, or one gave up.
         """
         self._check_may_wait()
         with self._lock:
             for pending, _ in self._started:
                 pending.wait()
-            if not self._landed:
-                self._landed = True
-                for _, land in self._started:
-                    if land is not None:
-                        land()
+            if not self._copied:
+                self._copied = True
+                for _, copy in self._started:
+                    if copy is not None:
+                        copy()
         return True
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Waits, as `wait()` does."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return, or raise, without blocking."""
         return all(pending.ready() for pending, _ in self._started)
 
     def is_success(self) -> bool:
-        """Whether all has gone well."""
+        """Returns whether all collectives have ended without an error."""
         return self.is_completed() and self._error() is None
 
     def exception(self) -> CollectiveError | None:
-        """Why it failed; None if it did not, or not yet."""
+        """Returns the error of a collective that has ended; None if there is none, or none yet."""
         return self._error() if self.is_completed() else None
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors, which hold the result after `wait`."""
+        """Returns the tensors, which hold the result after `wait`."""
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[list[Any]]:
-        """A future that is done: waits for all ranks here.
+        """Returns a completed future: waits for all ranks first.
 
-        Their threads would otherwise run each other's callbacks, of which one that waits for a further collective
-        could wait for what only its own thread would issue; and nobody would keep the time for C++ that waits for it.
+        Otherwise ranks' threads would run each other's callbacks, and a callback that waits for another collective
+        could wait for one that only its own thread would issue. Nor would the timeout apply to C++ that waits for it.
         """
         devices: list[int | str | torch.device] = [*dict.fromkeys(one.device for one in self._tensors if one.is_cuda)]
         future: torch.futures.Future[list[Any]] = torch.futures.Future(devices=devices or None)
@@ -249,33 +255,36 @@ class LocalWork(dist.Work):
         for tensor in self._tensors:
             if not self._communicator.waits_in_backward(tensor.device):
                 raise CollectiveError(
-                    f"rank {self._communicator.rank}: within a backward on {tensor.device} a rank of a LocalGroup "
-                    "cannot wait for another, whose backward needs the same thread. Use "
+                    f"rank {self._communicator.rank}: a rank of a LocalGroup cannot wait for another inside a backward "
+                    f"on {tensor.device}, because the other's backward needs the same thread. Use "
                     "fusedreduce.DistributedDataParallel there, without comm hooks"
                 )
 
 
 def communicator_of(group: dist.ProcessGroup | None) -> LocalCommunicator | ProcessGroupCommunicator:
-    """What reduces over a process group; None: the default one.
+    """The communicator of a process group.
+
+    Args:
+        group: one of torch's, or a LocalProcessGroup; None: torch's default group.
 
     Raises:
-        TypeError: it is a communicator itself.
-        ValueError: see ProcessGroupCommunicator.
+        TypeError: `group` is a communicator.
+        ValueError: torch.distributed is not initialised, or this process is not a member of `group`.
     """
     if isinstance(group, LocalProcessGroup):
         return group.communicator
     if isinstance(group, LocalCommunicator):
-        raise TypeError("process_group is a communicator: give communicator.process_group()")
+        raise TypeError("process_group is a communicator: give communicator.process_group() instead")
     return ProcessGroupCommunicator(group)
 
 
 def backend_name(group: dist.ProcessGroup) -> str:
-    """torch's name of the backend; "local" where torch has none."""
+    """torch's name of the group's backend; "local" for a LocalProcessGroup."""
     return group.name() if isinstance(group, LocalProcessGroup) else str(dist.get_backend(group))
 
 
 def _fail(error: CollectiveError, future: torch.futures.Future[Any]) -> NoReturn:
-    """As a callback. (An exception that is given to a future of Python's is a result to C++ that waits for it.)"""
+    """Raises in a callback, since C++ that waits for a future takes an exception set from Python for a result."""
     raise error
 
 
@@ -284,16 +293,26 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, real and of one dimension; what cannot be is refused by the communicator, on every rank."""
+    """The same memory as a real tensor of one dimension; one that cannot be is refused by the communicator later."""
     tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return tensor.view(-1) if tensor.is_contiguous() else tensor
 
 
 def _op(what: str, opts: Any) -> ReduceOp:
-    """Ours of torch's: `opts` are the collective's options, an operation, or None."""
+    """torch's reduce operation as ours.
+
+    Args:
+        what: the collective, for the message.
+        opts: its options, an operation, or None (a sum).
+
+    Raises:
+        NotImplementedError: ours has no such operation.
+    """
     given = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
     for op, known in REDUCE_OPS.items():
         if given == known:
             return op
     name = getattr(getattr(given, "op", given), "name", given)
-    raise NotImplementedError(f"{what} over a LocalGroup: {name} is not supported; {', '.join(REDUCE_OPS)} are")
+    raise NotImplementedError(
+        f"{what} over a LocalGroup: reduce operation {name} is not supported; use one of {', '.join(REDUCE_OPS)}"
+    )

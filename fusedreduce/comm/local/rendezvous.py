@@ -1,11 +1,11 @@
-"""Meeting: one collective of peers that are threads of this process, from the first arrival to the verdict.
+"""Rendezvous: one collective of ranks that are threads of this process, from the first arrival to the outcome.
 
-A peer arrives, which never blocks, and gets a LocalPending. The last to arrive performs the collective in its own
-thread, outside of every lock, and then tells the others. There is one verdict per meeting, for latecomers too: done,
-or failed with a text that is the same on every peer.
+A rank arrives, which never blocks, and gets a LocalPending. The last to arrive performs the collective in its own
+thread, outside of every lock, and then wakes the others. A rendezvous ends once, for late ranks too: done, or failed
+with a text that is the same on every rank.
 
-Who holds what: the channel holds a meeting until all peers have come; then only their LocalPendings do. On CUDA the
-meeting keeps a peer's tensors until that peer has ordered its stream behind the collective.
+Ownership: the channel references a rendezvous until all ranks have arrived; afterwards only their LocalPendings do. On
+CUDA a rendezvous keeps a rank's tensors until that rank has ordered its stream behind the collective.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ _logger = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
-    """Where a meeting is."""
+    """The state of a rendezvous."""
 
-    GATHERING = "not all peers have come"
-    WORKING = "all have come, the last one performs the collective"
-    DONE = "the result is there (on CUDA: behind events)"
-    FAILED = "every peer raises the same error"
+    GATHERING = "not all ranks have arrived"
+    WORKING = "all have arrived, and the last one performs the collective"
+    DONE = "the result is complete (on CUDA: behind events)"
+    FAILED = "every rank raises the same error"
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """What one peer brings.
+    """What one rank brings to a collective.
 
     Attributes:
         kind, op, root: the collective and its arguments.
         tensors: what is read and written, in the collective's own order.
-        payload: of collectives between hosts.
-        events: of the peer's current stream on arrival; none on CPU.
-        problem: why this peer's arguments cannot be used; it fails the meeting for all.
-        due_s: until when the others must have come, time.monotonic().
-        thread: which one brought it.
+        payload: of a collective of bytes or texts.
+        events: of the rank's current streams on arrival; none on CPU.
+        problem: why this rank's arguments cannot be used, which fails the collective for all; empty if they can.
+        due_s: until when the others must have arrived, time.monotonic().
+        thread: that issued it.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class Arrival:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What must be equal on all peers."""
+        """What must be equal on all ranks."""
         tensors = tuple((one.dtype, one.layout, one.numel(), one.device.type) for one in self.tensors)
         shapes = tuple(one.shape for one in self.tensors if one.layout is not torch.strided)
         return self.kind, self.op, self.root, tensors, shapes
@@ -80,13 +80,13 @@ class Arrival:
 
 @dataclass
 class Outcome:
-    """What performing a collective left behind.
+    """The result of a collective.
 
     Attributes:
-        events: one per CUDA device that took part, behind its work there.
+        events: one per CUDA device that took part, recorded behind the collective's work.
         streams: the streams of that work.
-        results: by rank, where the result is not in the tensors that were brought.
-        gathered: every peer's payload, in rank order.
+        results: by rank, where the result is not in the tensors that the ranks brought.
+        gathered: every rank's payload, in rank order.
     """
 
     events: tuple[torch.cuda.Event, ...] = ()
@@ -96,8 +96,16 @@ class Outcome:
 
 
 @dataclass(eq=False)
-class Meeting:
-    """One collective; `lock` guards every field. `name` says which one it is, for messages."""
+class Rendezvous:
+    """One collective; `lock` guards every field.
+
+    Attributes:
+        name: which collective it is, for messages.
+        size: how many ranks take part.
+        arrivals: by rank, while they are needed.
+        arrived: ranks that have arrived, also after it has failed.
+        aborted: it has failed because its epoch ended.
+    """
 
     name: str
     size: int
@@ -105,7 +113,7 @@ class Meeting:
     timeout_s: float
     state: State = State.GATHERING
     arrivals: dict[int, Arrival] = field(default_factory=dict)
-    came: set[int] = field(default_factory=set)
+    arrived: set[int] = field(default_factory=set)
     outcome: Outcome | None = None
     problem: str = ""
     cause: BaseException | None = None
@@ -113,14 +121,16 @@ class Meeting:
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
-        self._told: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
 
-    def arrive(self, rank: int, arrival: Arrival) -> bool:
-        """Takes a peer's arrival; whether it must `perform` now. The lock is held."""
-        if rank in self.came:  # of an exchange with a key: a place in the sequence is there once
-            self.verdict()
-            raise CollectiveError(f"{self.name}: rank {rank} has come before; every exchange needs a key of its own")
-        self.came.add(rank)
+    def add(self, rank: int, arrival: Arrival) -> bool:
+        """Adds a rank's arrival; returns whether the caller must `perform` the collective. The lock must be held."""
+        if rank in self.arrived:  # of an exchange by key: a place in the sequence is used once
+            self.outcome_or_error()
+            raise CollectiveError(
+                f"{self.name}: rank {rank} has used this key before; every exchange needs a new one, the same on all"
+            )
+        self.arrived.add(rank)
         if self.state is State.FAILED:
             return False
         self.arrivals[rank] = arrival
@@ -130,97 +140,100 @@ class Meeting:
         return True
 
     def perform(self, work: Callable[[Sequence[Arrival]], Outcome]) -> None:
-        """All have come: checks that they want the same and does it. The lock is not held."""
+        """Checks that all ranks issued the same collective, and performs it. The lock must not be held."""
         try:
             arrivals = [self.arrivals[rank] for rank in range(self.size)]
             problem = disagreement(arrivals)
             if problem:
-                self.finish(None, f"{self.name}: {problem}")
+                self._complete(None, f"{self.name}: {problem}")
             else:
-                self.finish(work(arrivals))
+                self._complete(work(arrivals))
         except BaseException as error:
-            self.finish(None, f"{self.name} failed: {type(error).__name__}: {error}", error)
+            self._complete(None, f"{self.name} failed: {type(error).__name__}: {error}", error)
             if not isinstance(error, Exception):
                 raise
 
     def fail(self, problem: str, cause: BaseException | None = None) -> bool:
-        """Fails what is not being performed yet; whether it did. The lock is held, and `tell` called after it."""
+        """Fails the collective unless it is being performed; returns whether it did.
+
+        The lock must be held, and the caller calls `run_callbacks` once it has released it.
+        """
         if self.state is not State.GATHERING:
             return False
-        self._settle(State.FAILED, problem, cause)
+        self._set_state(State.FAILED, problem, cause)
         self.arrivals.clear()
         return True
 
     def abort(self, problem: str, cause: BaseException | None) -> bool:
-        """As `fail`, for all collectives at once."""
+        """As `fail`, at the end of the epoch."""
         self.aborted = self.fail(problem, cause)
         return self.aborted
 
-    def finish(self, outcome: Outcome | None, problem: str = "", cause: BaseException | None = None) -> None:
-        """It has been performed, or could not be."""
+    def _complete(self, outcome: Outcome | None, problem: str = "", cause: BaseException | None = None) -> None:
+        """Records that it has been performed, or could not be."""
         with self.lock:
             if self.state is State.WORKING:
                 self.outcome = outcome
-                self._settle(State.DONE if outcome is not None else State.FAILED, problem, cause)
+                self._set_state(State.DONE if outcome is not None else State.FAILED, problem, cause)
             if outcome is None or not outcome.events:
                 self.arrivals.clear()
-        self.tell()
+        self.run_callbacks()
 
-    def end_at_last(self, problem: str) -> None:
-        """Whoever performs it is through: where nothing came of that, it has failed."""
+    def fail_if_unfinished(self, problem: str) -> None:
+        """Fails it where the rank that performs it has left without an outcome."""
         if not self.ended:
-            self.finish(None, f"{self.name}: {problem}")
+            self._complete(None, f"{self.name}: {problem}")
 
-    def tell(self) -> None:
-        """Calls what was to be called at the end. The lock is not held."""
+    def run_callbacks(self) -> None:
+        """Calls what `notify` was given. The lock must not be held."""
         with self.lock:
-            told, self._told = self._told, []
-        for done in told:
+            callbacks, self._callbacks = self._callbacks, []
+        for done in callbacks:
             try:
                 done()
             except Exception:
                 _logger.exception("a callback at the end of %s failed", self.name)
 
     def notify(self, done: Callable[[], None]) -> None:
-        """Has `done()` called at the end, by whoever brings it about; at once if it has come."""
+        """Has `done()` called at the end, by the thread that ends it; immediately if it has ended."""
         with self.lock:
             if not self.ended:
-                self._told.append(done)
+                self._callbacks.append(done)
                 return
         done()
 
     @property
     def ended(self) -> bool:
-        """Whether the verdict is there."""
+        """Whether it is done or has failed."""
         return self.state in (State.DONE, State.FAILED)
 
     def missing(self) -> list[int]:
-        """Who has not come."""
-        return [rank for rank in range(self.size) if rank not in self.came]
+        """The ranks that have not arrived."""
+        return [rank for rank in range(self.size) if rank not in self.arrived]
 
-    def verdict(self) -> Outcome | None:
-        """The outcome, or the error; None if there is none yet."""
+    def outcome_or_error(self) -> Outcome | None:
+        """Returns the outcome, or None before the end; raises CollectiveError if it has failed."""
         if self.state is State.FAILED:
             raise CollectiveError(self.problem) from self.cause
         return self.outcome
 
     def time_out(self) -> bool:
-        """A peer's time is over: fails for all, unless the last one has come. The lock is held, `tell` called after it.
+        """Fails as `fail` does, because a rank's timeout is over.
 
-        What is being performed writes into every peer's tensor: its end is waited for.
+        A collective that is being performed goes on, since it writes into every rank's tensor.
         """
         what = "; ".join(_by_text(self.arrivals))
         return self.fail(
-            f"{self.name}: {ranks_text(self.missing())} did not come within {self.timeout_s:g} s ({what}). A peer has "
-            "died, hangs, or issues other collectives than its peers"
+            f"{self.name}: {ranks_text(self.missing())} did not issue it within {self.timeout_s:g} s (issued: {what}). "
+            "A rank has died, hangs, or issues other collectives than its peers"
         )
 
-    def _settle(self, state: State, problem: str, cause: BaseException | None) -> None:
+    def _set_state(self, state: State, problem: str, cause: BaseException | None) -> None:
         self.state, self.problem, self.cause = state, problem, cause
         self.changed.notify_all()
 
     def __del__(self) -> None:
-        # Peers that never waited: their memory must not be used again before the device is through with it.
+        # The memory of ranks that never waited must not be reused before the device has finished with it.
         streams = () if self.outcome is None else self.outcome.streams
         if streams:
             with contextlib.suppress(RuntimeError):
@@ -231,45 +244,58 @@ class Meeting:
 
 
 class LocalPending:
-    """A collective of a LocalGroup, as one peer holds it (comm.protocol.Pending)."""
+    """A collective of a LocalGroup in flight, on one rank (comm.protocol.Pending).
+
+    Args:
+        rendezvous: the collective.
+        rank: whose handle this is.
+        arrival: what that rank brought.
+        deadlock: why waiting in this thread would never end; "" if it may end.
+        acknowledge: called when this rank learns that the epoch has ended.
+    """
 
     def __init__(
-        self, meeting: Meeting, rank: int, arrival: Arrival, alone: Callable[[], str], told: Callable[[], None]
+        self,
+        rendezvous: Rendezvous,
+        rank: int,
+        arrival: Arrival,
+        deadlock: Callable[[], str],
+        acknowledge: Callable[[], None],
     ) -> None:
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._rank = rank
         self._tensors = arrival.tensors
         self._due_s = arrival.due_s
-        self._alone = alone
-        self._told = told
+        self._deadlock = deadlock
+        self._acknowledge = acknowledge
 
     def notify(self, done: Callable[[], None]) -> None:
-        """Has `done()` called once when the collective ends, or at once if it has, by the thread that ended it."""
-        self._meeting.notify(done)
+        """Has `done()` called once when the collective ends, by the thread that ends it; immediately if it has."""
+        self._rendezvous.notify(done)
 
     def ready(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        meeting = self._meeting
-        return meeting.ended or (meeting.state is State.GATHERING and time.monotonic() >= self._due_s)
+        """Returns whether `wait` would return, or raise, without blocking."""
+        rendezvous = self._rendezvous
+        return rendezvous.ended or (rendezvous.state is State.GATHERING and time.monotonic() >= self._due_s)
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Completed at the end, by the thread that brought it about; nobody need wait."""
+        """A future that the thread that ends the collective completes; nothing needs to wait for it."""
         devices: list[int | str | torch.device] = [*dict.fromkeys(one.device for one in self._tensors if one.is_cuda)]
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices or None)
-        self._meeting.notify(lambda: self._complete(future))
+        self._rendezvous.notify(lambda: self._complete(future))
         return future
 
     def gathered(self) -> tuple[bytes | str, ...]:
-        """Every peer's payload, in rank order; blocks."""
-        return self._outcome().gathered
+        """Every rank's payload, in rank order; blocks, and raises as `wait` does."""
+        return self._wait_for_outcome().gathered
 
     def wait(self) -> None:
-        """Blocks until all peers have come; on CUDA the current stream is then ordered behind the collective.
+        """Blocks until all ranks have issued the collective; on CUDA the current stream is then ordered behind it.
 
         Raises:
-            CollectiveError: they did not come in time, want different things, or one gave up.
+            CollectiveError: a rank did not issue it in time, ranks issued different collectives, or one gave up.
         """
-        outcome = self._outcome()
+        outcome = self._wait_for_outcome()
         for device in dict.fromkeys(one.device for one in self._tensors if one.is_cuda):
             current = torch.cuda.current_stream(device)
             for event in outcome.events:
@@ -277,36 +303,36 @@ class LocalPending:
             if outcome.results is not None:
                 record_use(outcome.results[self._rank], current)
         if outcome.events:
-            with self._meeting.lock:
-                self._meeting.arrivals.pop(self._rank, None)
+            with self._rendezvous.lock:
+                self._rendezvous.arrivals.pop(self._rank, None)
 
-    def _outcome(self) -> Outcome:
-        meeting = self._meeting
-        settled = False
-        with meeting.lock:
-            if not meeting.ended:
-                stuck = self._alone()
-                if stuck:
-                    settled = meeting.fail(f"{meeting.name}: {stuck}")
-            while not meeting.ended:
+    def _wait_for_outcome(self) -> Outcome:
+        rendezvous = self._rendezvous
+        failed = False
+        with rendezvous.lock:
+            if not rendezvous.ended:
+                deadlock = self._deadlock()
+                if deadlock:
+                    failed = rendezvous.fail(f"{rendezvous.name}: {deadlock}")
+            while not rendezvous.ended:
                 left_s = self._due_s - time.monotonic()
-                if meeting.state is State.WORKING:
-                    meeting.changed.wait()
+                if rendezvous.state is State.WORKING:
+                    rendezvous.changed.wait()
                 elif left_s > 0:
-                    meeting.changed.wait(left_s)
+                    rendezvous.changed.wait(left_s)
                 else:
-                    settled = meeting.time_out()
-        if settled:
-            meeting.tell()
-        if meeting.aborted:
-            self._told()
-        outcome = meeting.verdict()
+                    failed = rendezvous.time_out()
+        if failed:
+            rendezvous.run_callbacks()
+        if rendezvous.aborted:
+            self._acknowledge()
+        outcome = rendezvous.outcome_or_error()
         assert outcome is not None
         return outcome
 
     def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         try:
-            outcome = self._meeting.verdict()
+            outcome = self._rendezvous.outcome_or_error()
         except CollectiveError as error:
             future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
             return
@@ -319,18 +345,18 @@ class LocalPending:
 
 
 def disagreement(arrivals: Sequence[Arrival]) -> str:
-    """Why these cannot be one collective, naming every rank; "" if they can."""
+    """Why these arrivals cannot be one collective, naming every rank; "" if they can."""
     problems = [f"rank {rank}: {one.problem}" for rank, one in enumerate(arrivals) if one.problem]
     if problems:
-        return f"not every peer brought what can be used: {'; '.join(problems)}"
+        return f"ranks gave arguments that cannot be used, so nothing was done: {'; '.join(problems)}"
     if len({one.signature for one in arrivals}) == 1:
         return "" if arrivals[0].kind == "broadcast" else _overlap(arrivals)
-    held = "; ".join(_by_text(dict(enumerate(arrivals))))
-    return f"peers issued different collectives, so nothing was done: {held}"
+    issued = "; ".join(_by_text(dict(enumerate(arrivals))))
+    return f"ranks issued different collectives, so nothing was done: {issued}"
 
 
 def _overlap(arrivals: Sequence[Arrival]) -> str:
-    """Which two ranks brought the same memory, where a result would be lost; "" if none did."""
+    """Which two ranks gave overlapping memory, where one result would overwrite another; "" if none did."""
     ranges = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, rank)
         for rank, one in enumerate(arrivals)
@@ -339,19 +365,19 @@ def _overlap(arrivals: Sequence[Arrival]) -> str:
     )
     for (_, end, rank), (begin, _, other) in zip(ranges, ranges[1:], strict=False):
         if begin < end:
-            who = f"{ranks_text([rank, other])} brought" if rank != other else f"{ranks_text([rank])} twice brought"
-            return f"{who} overlapping memory to {arrivals[0]}: give every rank a tensor of its own"
+            who = ranks_text([rank, other]) if rank != other else f"{ranks_text([rank])} twice"
+            return f"overlapping memory was given by {who} to {arrivals[0]}: give every rank a tensor of its own"
     return ""
 
 
 def record_use(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    """`tensor` came from another stream's memory and is used on `stream` from now on."""
+    """Tells the allocator that `tensor`, of another stream's memory, is used on `stream`; sparse ones too."""
     for one in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
         one.record_stream(stream)
 
 
 def _by_text(arrivals: Mapping[int, Arrival]) -> list[str]:
-    held: dict[str, list[int]] = {}
+    by_text: dict[str, list[int]] = {}
     for rank in sorted(arrivals):
-        held.setdefault(str(arrivals[rank]), []).append(rank)
-    return [f"{text} from {ranks_text(ranks)}" for text, ranks in held.items()]
+        by_text.setdefault(str(arrivals[rank]), []).append(rank)
+    return [f"{text} from {ranks_text(ranks)}" for text, ranks in by_text.items()]

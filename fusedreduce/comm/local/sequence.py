@@ -1,143 +1,185 @@
-"""Channels of a LocalGroup: sequences of collectives, and the generations that they live in.
+"""Channels of a LocalGroup, which are sequences of collectives, and the epochs that they belong to.
 
-A generation is all channels from one abort of the group to the next; it ends for all of them at once. The n-th
-channels that ranks ask for in the same place are one. The group's lock guards everything here.
+An epoch is all channels from one abort of the group to the next; it ends for all of them at once. The n-th channel
+that each rank asks for from the same parent (the epoch, or a channel that it duplicates) is the same channel. The
+group's lock guards everything here.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from ...errors import CollectiveError
 from ..agreement import ranks_text
-from .operations import Workshop, perform
-from .rendezvous import Arrival, LocalPending, Meeting
+from .operations import Resources, perform
+from .rendezvous import Arrival, LocalPending, Rendezvous
+
+_logger = logging.getLogger(__name__)
+OwnerT = TypeVar("OwnerT")
 
 
 class Group(Protocol):
-    """What a generation uses of its group, a LocalGroup."""
+    """What an epoch uses of its group, a LocalGroup.
+
+    Attributes:
+        unaware: by rank, the epoch that has ended without the rank having been told.
+    """
 
     size: int
     timeout_s: float
     one_thread: bool
     lock: threading.RLock
-    workshop: Workshop
-    unaware: dict[int, Generation]
+    resources: Resources
+    unaware: dict[int, Epoch]
 
 
-class Siblings:
-    """Channels by number: the n-th that each rank asks for is the same one."""
+class Channels:
+    """The channels of one parent, by number."""
 
-    def __init__(self, generation: Generation, name: str) -> None:
-        self._generation = generation
+    def __init__(self, epoch: Epoch, name: str) -> None:
+        self._epoch = epoch
         self._name = name
-        self._asked: dict[int, int] = {}
-        self._waiting: dict[int, tuple[Channel, set[int]]] = {}
+        self._numbers: dict[int, int] = {}
+        self._incomplete: dict[int, tuple[Channel, set[int]]] = {}
 
-    def channel(self, rank: int) -> Channel:
-        """The next one of `rank`; forgotten here when all ranks have it."""
-        generation = self._generation
-        with generation.group.lock:
-            generation.check(f"rank {rank} cannot make a communicator", rank)
-            number = self._asked[rank] = self._asked.get(rank, -1) + 1
-            if number not in self._waiting:
-                self._waiting[number] = (Channel(generation, f"{self._name}{number}"), set())
-            channel, have = self._waiting[number]
-            have.add(rank)
-            generation.ranks.add(rank)
-            if len(have) == generation.group.size:
-                del self._waiting[number]
+    def next_of(self, rank: int) -> Channel:
+        """The next channel of `rank`. A channel that all ranks have is no longer referenced here."""
+        epoch = self._epoch
+        with epoch.group.lock:
+            epoch.check(f"rank {rank} cannot make a communicator", rank)
+            number = self._numbers[rank] = self._numbers.get(rank, -1) + 1
+            if number not in self._incomplete:
+                self._incomplete[number] = (Channel(epoch, f"{self._name}{number}"), set())
+            channel, ranks = self._incomplete[number]
+            ranks.add(rank)
+            epoch.ranks.add(rank)
+            if len(ranks) == epoch.group.size:
+                del self._incomplete[number]
             return channel
 
 
-class Generation:
-    """All channels from one abort of the group to the next."""
+class Epoch:
+    """All channels from one abort of the group to the next.
+
+    Attributes:
+        problem: why it has ended; empty while it has not.
+        cause: the error that ended it.
+        ranks: those that have a communicator of it.
+    """
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.problem = ""
         self.cause: BaseException | None = None
         self.channels: weakref.WeakSet[Channel] = weakref.WeakSet()
-        self.ranks: set[int] = set()  # that have a communicator of it
-        self.roots = Siblings(self, "")
+        self.ranks: set[int] = set()
+        self.roots = Channels(self, "")
+        self._at_end: weakref.WeakKeyDictionary[Any, Callable[[Any, str], None]] = weakref.WeakKeyDictionary()
 
     def check(self, what: str, rank: int) -> None:
-        """Raises if somebody has given up; `rank` knows then. The lock is held."""
+        """Raises CollectiveError if the epoch has ended; `rank` has been told then. The lock must be held."""
         if self.problem:
             self.acknowledge(rank)
             raise CollectiveError(f"{what}: {self.problem}") from self.cause
 
     def acknowledge(self, rank: int) -> None:
-        """`rank` knows that this one has ended; of those that ended later it may not know."""
+        """`rank` has been told that this epoch has ended; it may not know of epochs that ended later."""
         with self.group.lock:
             if self.group.unaware.get(rank) is self:
                 del self.group.unaware[rank]
 
-    def fail(self, problem: str, cause: BaseException | None) -> None:
-        """Everything of this generation raises from now on, but what is being performed."""
-        failed: list[Meeting] = []
+    def call_at_end(self, owner: OwnerT, call: Callable[[OwnerT, str], None]) -> None:
+        """Has `call(owner, why)` called when the epoch ends; see `LocalGroup.on_epoch_end`. The lock must be held."""
+        self._at_end[owner] = call
+
+    def end(self, problem: str, cause: BaseException | None) -> None:
+        """Ends the epoch: every collective of it that is not being performed raises from now on.
+
+        Args:
+            problem: why; the first reason counts.
+            cause: the error behind it.
+        """
+        failed: list[Rendezvous] = []
         with self.group.lock:
             if self.problem:
                 return
             self.problem, self.cause = problem, cause
             for channel in list(self.channels):
-                failed += [one for one in channel.forget() if one.abort(f"{one.name}: {problem}", cause)]
-        for meeting in failed:
-            meeting.tell()
+                failed += [one for one in channel.drop_incomplete() if one.abort(f"{one.name}: {problem}", cause)]
+            calls = list(self._at_end.items())
+            self._at_end.clear()
+        for rendezvous in failed:
+            rendezvous.run_callbacks()
+        for owner, call in calls:
+            try:
+                call(owner, problem)
+            except Exception:
+                _logger.exception("a callback at the end of an epoch failed (%s)", problem)
 
 
 class Channel:
-    """A sequence of collectives, and those that have a key instead of a place in it."""
+    """A sequence of collectives, and those that are identified by a key instead of a place in the sequence.
 
-    def __init__(self, generation: Generation, name: str) -> None:
-        self.generation = generation
+    Attributes:
+        children: channels of the communicators that were duplicated from this one's.
+        used_by: by rank, the thread that used its communicator last. None: no thread has, and each rank has its own.
+    """
+
+    def __init__(self, epoch: Epoch, name: str) -> None:
+        self.epoch = epoch
         self.name = name
-        self.siblings = Siblings(generation, f"{name}.")
-        # By rank, the thread that used its communicator last. None: nobody has, and there is one thread for each.
+        self.children = Channels(epoch, f"{name}.")
         self.used_by: dict[int, int | None] = {}
-        self._meetings: dict[int | str, Meeting] = {}
-        generation.channels.add(self)
+        self._incomplete: dict[int | str, Rendezvous] = {}
+        epoch.channels.add(self)
 
-    def forget(self) -> list[Meeting]:
-        """Those that not all ranks have come to; the channel has none any more."""
-        meetings = list(self._meetings.values())
-        self._meetings.clear()
-        return meetings
+    def drop_incomplete(self) -> list[Rendezvous]:
+        """Removes and returns the collectives that not all ranks have issued."""
+        incomplete = list(self._incomplete.values())
+        self._incomplete.clear()
+        return incomplete
 
-    def arrive(self, rank: int, place: int | str, arrival: Arrival) -> LocalPending:
-        """Never blocks, but performs the collective if this is the last rank to come.
+    def issue(self, rank: int, place: int | str, arrival: Arrival) -> LocalPending:
+        """Takes part in a collective. Never blocks, but performs the collective if `rank` is the last to issue it.
+
+        Args:
+            rank: that issues it.
+            place: its number in the sequence, or its key.
+            arrival: what the rank brings.
 
         Raises:
             CollectiveError: the group is closed, or a rank has given up.
         """
-        generation, group = self.generation, self.generation.group
+        epoch, group = self.epoch, self.epoch.group
         with group.lock:
-            generation.check(f"rank {rank} cannot issue {arrival}", rank)
-            meeting = self._meetings.get(place)
-            if meeting is None:
+            epoch.check(f"rank {rank} cannot issue {arrival}", rank)
+            rendezvous = self._incomplete.get(place)
+            if rendezvous is None:
                 where = f"collective {place}" if isinstance(place, int) else f"exchange {place!r}"
                 name = f"{where} of channel {self.name} among {group.size} local ranks"
-                meeting = self._meetings[place] = Meeting(name, group.size, group.lock, group.timeout_s)
+                rendezvous = self._incomplete[place] = Rendezvous(name, group.size, group.lock, group.timeout_s)
             self.used_by[rank] = arrival.thread
             pending = LocalPending(
-                meeting, rank, arrival, lambda: self._alone(meeting), lambda: generation.acknowledge(rank)
+                rendezvous, rank, arrival, lambda: self._deadlock(rendezvous), lambda: epoch.acknowledge(rank)
             )
-            last = meeting.arrive(rank, arrival)
-            if not meeting.missing():
-                del self._meetings[place]
+            last = rendezvous.add(rank, arrival)
+            if not rendezvous.missing():
+                del self._incomplete[place]
         if last:
             try:
-                meeting.perform(lambda arrivals: perform(arrivals, group.workshop))
+                rendezvous.perform(lambda arrivals: perform(arrivals, group.resources))
             finally:
-                meeting.end_at_last(f"rank {rank}, the last to come, was interrupted")
+                rendezvous.fail_if_unfinished(f"rank {rank}, the last to arrive, was interrupted")
         return pending
 
-    def _alone(self, meeting: Meeting) -> str:
-        """Why waiting here would be for ever: with one thread for all ranks, whoever is missing cannot come."""
+    def _deadlock(self, rendezvous: Rendezvous) -> str:
+        """Why waiting here would never end: with one thread for all ranks, the missing ones cannot arrive; else ""."""
         me = threading.get_ident()
-        missing = meeting.missing()
-        if self.generation.group.one_thread and missing and all(self.used_by.get(rank, me) == me for rank in missing):
-            return f"{ranks_text(missing)} cannot come: this thread drives them too, and it waits"
+        missing = rendezvous.missing()
+        if self.epoch.group.one_thread and missing and all(self.used_by.get(rank, me) == me for rank in missing):
+            return f"{ranks_text(missing)} cannot arrive: the thread that waits drives them too"
         return ""

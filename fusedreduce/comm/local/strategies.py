@@ -1,8 +1,8 @@
-"""In which order the contributions of peers are added, and where: pure functions of the number of peers and elements.
+"""Reduction orders: which contributions are added in which order and where, from the numbers of peers and elements.
 
 Floating-point addition is commutative and not associative, so the *association* decides the bits. A strategy gives it
-for each part of a tensor as a list of additions between peers (`kernels.parts.Part`), which also says at whose device
-each is done where the peers have several.
+for each part of a tensor as a list of additions between peers (`kernels.parts.Part`), which also says on whose device
+each addition is done where the peers have several.
 
 Example, 3 peers, 7 elements, by strategy:
     Centralized   [0, 7): (0, 1), (0, 2)          ->  (t0 + t1) + t2, at peer 0
@@ -22,19 +22,30 @@ from ...kernels.parts import Part
 
 @dataclass(frozen=True)
 class Centralized:
-    """Peer 0 adds up all, in rank order."""
+    """Peer 0 adds all contributions, in rank order."""
 
     def parts(self, size: int, numel: int) -> tuple[Part, ...]:
-        """The parts of a tensor of `numel` elements among `size` peers; empty ones are left out."""
+        """The order of additions of a tensor.
+
+        Args:
+            size: number of peers.
+            numel: elements of the tensor.
+
+        Returns:
+            Parts that cover it; empty parts are left out.
+        """
         return (Part(0, numel, _in_order(size), 0),) if numel else ()
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Peer p adds the sums of its children, peers arity * p + 1 to arity * p + arity, to its own.
+    """Peer p adds the sums of its children, peers arity * p + 1 to arity * p + arity, to its own contribution.
+
+    Args:
+        arity: children per peer; 1 is a chain.
 
     Raises:
-        ValueError: an arity below 1 (1 is a chain).
+        ValueError: `arity` is below 1.
     """
 
     arity: int = 2
@@ -44,16 +55,16 @@ class Tree:
             raise ValueError(f"Tree: arity must be an integer of at least 1, not {self.arity!r}")
 
     def parts(self, size: int, numel: int) -> tuple[Part, ...]:
-        """As `Centralized.parts`."""
+        """The order of additions of a tensor; see `Centralized.parts`."""
         return (Part(0, numel, _tree(self.arity, size), 0),) if numel else ()
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Each peer owns a part; its sum starts at the owner's successor and goes round, every peer adding its own."""
+    """Each peer owns a part, whose sum starts at the owner's successor and goes round; every peer adds its share."""
 
     def parts(self, size: int, numel: int) -> tuple[Part, ...]:
-        """As `Centralized.parts`."""
+        """The order of additions of a tensor; see `Centralized.parts`."""
         return _ring(size, numel)
 
 
@@ -61,7 +72,15 @@ Strategy = Centralized | Tree | Ring
 
 
 def balanced(numel: int, pieces: int) -> list[tuple[int, int]]:
-    """`numel` elements as `pieces` ranges, in order, whose lengths differ by one at most; the longer ones first."""
+    """Divides range(numel) into contiguous ranges of nearly equal length.
+
+    Args:
+        numel: how many elements.
+        pieces: how many ranges.
+
+    Returns:
+        (begin, end) of each, in order; lengths differ by one at most, the longer ones first.
+    """
     length, longer = divmod(numel, pieces)
     bounds = [index * length + min(index, longer) for index in range(pieces + 1)]
     return list(zip(bounds, bounds[1:], strict=False))
@@ -69,8 +88,8 @@ def balanced(numel: int, pieces: int) -> list[tuple[int, int]]:
 
 @functools.cache
 def _tree(arity: int, size: int) -> tuple[tuple[int, int], ...]:
-    # Children have higher numbers than their parents, so from the last peer up every sum is whole before it is used;
-    # within one parent the lower child goes first.
+    # Children have higher numbers than their parents, so in descending order of parents every sum is complete before it
+    # is used; of one parent's children the lower number goes first.
     adds: list[tuple[int, int]] = []
     for parent in reversed(range(size)):
         first = arity * parent + 1

@@ -1,4 +1,4 @@
-"""A thread for each of several peers, until all have come to their end."""
+"""Runs each of several ranks, or devices, in a thread of its own, and waits until all threads have ended."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ T = TypeVar("T")
 def run_in_threads(
     peer: str, cases: Sequence[Callable[[], T]], give_up: Callable[[int | None, BaseException], None]
 ) -> list[T]:
-    """What each case returned, which had a thread of its own.
+    """Runs each case in a thread of its own.
 
     Args:
-        peer: what a case is called, in messages and names of threads: "rank".
+        peer: what a case is called in messages and in names of threads: "rank".
         cases: one per peer.
-        give_up: told of what the peer with a number raised, in its thread, or of what interrupted the caller (None):
-            sees to it that the others do not wait for it.
+        give_up: called with a peer's number and the error that it raised, in its thread, or with None and what
+            interrupted the caller. It must see to it that the other peers do not wait for that one.
+
+    Returns:
+        What each case returned, in order.
 
     Raises:
-        BaseException: the first that a peer raised, after all threads have ended. What others raised of their own is
-            added as notes.
+        BaseException: the first error that a peer raised, once all threads have ended. Other errors than
+            CollectiveError that other peers raised are added as notes.
     """
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []
-    # Not `join`: once interrupted, it takes a thread that runs for one that has stopped (CPython 3.11).
+    # Not Thread.join: once interrupted, it takes a running thread for a stopped one (CPython 3.11).
     ended = [threading.Event() for _ in cases]
 
     def work(number: int) -> None:
@@ -47,13 +50,13 @@ def run_in_threads(
     try:
         for thread in threads:
             thread.start()
-        for one in ended:
-            one.wait()
+        for end in ended:
+            end.wait()
     except BaseException as error:
         give_up(None, error)
-        for thread, one in zip(threads, ended, strict=True):
+        for thread, end in zip(threads, ended, strict=True):
             if thread.ident is not None:
-                one.wait()
+                end.wait()
         raise
     finally:
         for thread in threads:
