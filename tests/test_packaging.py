@@ -62,9 +62,9 @@ MAY_NAME_TORCH_DISTRIBUTED = (
 MAY_GUARD_TRITON = ("fusedreduce/kernels/dispatch.py",)
 # Where something is waited for other than by `wait_for`, and what that is.
 MAY_WAIT: dict[str, set[str]] = {
-    "fusedreduce/comm/waiting.py": {"pending.wait", "came.wait"},
+    "fusedreduce/comm/waiting.py": {"pending.wait", "completed.wait"},
     # what a Pending's own `wait` is made of
-    "fusedreduce/comm/process_group.py": {"self.work.wait", "exchange.wait"},
+    "fusedreduce/comm/process_group.py": {"self.work.wait"},
     "fusedreduce/collective/node_collectives.py": {"self._work.wait"},
     "fusedreduce/comm/local/group.py": {"pending.wait"},
     "fusedreduce/comm/local/process_group.py": {"pending.wait", "self.wait"},
@@ -72,8 +72,8 @@ MAY_WAIT: dict[str, set[str]] = {
     "fusedreduce/comm/local/rendezvous.py": {"rendezvous.changed.wait"},
     "fusedreduce/comm/local/threads.py": {"end.wait"},
     "fusedreduce/parallel/replicas/thread_pool.py": {"round_.wait", "self._latest.wait"},
-    "fusedreduce/collective/registration.py": {"self._changed.wait", "exchange.wait"},
-    "fusedreduce/collective/peer_group.py": {"self._changed.wait", "self._exchange.wait"},
+    "fusedreduce/collective/registration.py": {"self._changed.wait"},
+    "fusedreduce/collective/peer_group.py": {"self._changed.wait"},
     # handles of a session's operations, which a session's user waits for too
     "fusedreduce/collective/session.py": {
         "self.all_reduce_async(tensor, op).wait",

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..comm.store_exchange import Exchange
+from ..comm.store_exchange import StoreExchange
 from .config import CollectiveConfig
 from .errors import PeerLost
 from .node_collectives import Wide
@@ -79,7 +79,7 @@ class Room:
         config: CollectiveConfig,
         place: Place,
         devices: Mapping[int, torch.device],
-        exchange: Exchange | None = None,
+        exchange: StoreExchange | None = None,
         wide: Wide | None = None,
     ) -> None:
         self.config = config
@@ -198,7 +198,7 @@ class Room:
         try:
             self._drive(upto, block=False)
             for number in range(self._next, upto + 1):
-                self._exchange.take(number)
+                self._exchange.acknowledge(number)
         finally:
             with self._changed:
                 self._driving = False
@@ -213,7 +213,7 @@ class Room:
     def _finish(self, gone: Verdict) -> None:
         if self._exchange is not None and self._finished is not None and self.place.node == 0:
             # Node 0 may be the store's host.
-            self._exchange.wait_until_taken(self._finished, time.monotonic() + min(self.config.timeout_s, 10.0))
+            self._exchange.wait_until_acknowledged(self._finished, time.monotonic() + min(self.config.timeout_s, 10.0))
         self._carrier.close()
         self._close(gone, gone)
         self._exchange = None  # sessions may be kept, but not the store's port
@@ -294,9 +294,9 @@ class Room:
                 return
             if not self._posted(operation, block):
                 return
-            text = operation.known or self._exchange.look(number)
+            text = operation.known or self._exchange.verdict(number)
             if text is None and block:
-                text = self._exchange.wait(number, operation.until_s)
+                text = self._exchange.wait_for_verdict(number, operation.until_s)
             if text is None and time.monotonic() >= operation.until_s:
                 text = self._exchange.propose(number, encode(self._lost(operation)))
             if text is None:
@@ -306,7 +306,7 @@ class Room:
             if verdict.error is None and next(iter(operation.wants.values())).kind == "finish":
                 self._finished = number
             try:
-                self._exchange.take(number)
+                self._exchange.acknowledge(number)
             finally:
                 self._conclude(operation, verdict)
             if verdict.closes:
@@ -322,7 +322,7 @@ class Room:
                     operation.deciding = True
                     return True
                 # A verdict may come from other nodes, whose patience is over or who were reset.
-                if self._exchange.look(operation.number) is not None:
+                if self._exchange.verdict(operation.number) is not None:
                     operation.deciding = True
                     return True
                 if not block:

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..comm.local.group import LocalGroup
-from ..comm.store_exchange import Exchange, KeyValueStore
+from ..comm.store_exchange import KeyValueStore, StoreExchange
 from ..errors import CollectiveError
 from .config import CollectiveConfig
 from .errors import CollectiveSessionError, InvalidConfig, MultipleRegister, PeerLost
@@ -225,7 +225,7 @@ class Lobby:
         else:
             backend = shared
         wide = Wide(backend, own, config.timeout_s)
-        exchange = Exchange(store, f"{prefix}/operation", place.node, place.nodes)
+        exchange = StoreExchange(store, f"{prefix}/operation", place.node, place.nodes)
         room = Room(config, place, {peer: one.device for peer, one in callers.items()}, exchange, wide)
         if own:
             room.at_end.append(self._hang_up)
@@ -233,7 +233,7 @@ class Lobby:
 
     def _agree(
         self,
-        exchange: Exchange,
+        exchange: StoreExchange,
         place: Place,
         wants: Sequence[Description],
         local: Verdict | None,
@@ -248,12 +248,12 @@ class Lobby:
             text = exchange.propose(0, encode(local))
         else:
             text = exchange.post(0, encode(wants), False, lambda held: encode(judge(descriptions_of(held), "register")))
-            text = text or exchange.wait(0, until_s)
+            text = text or exchange.wait_for_verdict(0, until_s)
         if text is None:
             present = {one.peer: one for one in descriptions_of(exchange.present(0))}
             verdict = lost(list(present.values()), range(place.total), "register", timeout_s)
             text = exchange.propose(0, encode(verdict))
-        exchange.take(0)
+        exchange.acknowledge(0)
         return decode_verdict(text)
 
     def _store(self, caller: Caller, until_s: float) -> tuple[KeyValueStore, int, bool]:
@@ -281,7 +281,7 @@ class Lobby:
         store = self._connection[1]
         now = int(store.get(_NUMBER)) if store.check([_NUMBER]) else 0
         missed = range(now if self._told is None else self._told, now)
-        ended = (one for one in missed if _registration(store, one, place).look(0) is not None)
+        ended = (one for one in missed if _registration(store, one, place).verdict(0) is not None)
         return store, next(ended, now), True
 
     def _hang_up(self) -> None:
@@ -369,8 +369,8 @@ def _who(wants: Sequence[Description], place: Place) -> str:
     return f"{peers_text([peer for peer in place.peers if peer not in came])} had not come"
 
 
-def _registration(store: KeyValueStore, number: int, place: Place) -> Exchange:
-    return Exchange(store, f"{_PREFIX}/{number}/register", place.node, place.nodes)
+def _registration(store: KeyValueStore, number: int, place: Place) -> StoreExchange:
+    return StoreExchange(store, f"{_PREFIX}/{number}/register", place.node, place.nodes)
 
 
 def _doubled(wants: Sequence[Description]) -> bool:

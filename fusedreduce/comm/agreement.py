@@ -1,4 +1,4 @@
-"""Ranks compare what they were told before they act on it; where they differ, all of them raise the same error."""
+"""Compares settings and models across ranks before they are used; where they differ, all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def agree(communicator: Communicator, what: str, settings: Mapping[str, object],
         device: where the backend takes tensors.
 
     Raises:
-        AgreementError: on every rank, with each differing name and which ranks hold which value.
+        AgreementError: on every rank, with each differing name and which ranks have which value.
     """
     payload = json.dumps(dict(settings), sort_keys=True).encode()
-    held = [_parse(raw) for raw in communicator.all_gather_bytes(payload, CAPACITY_BYTES, device)]
+    by_rank = [_parse(raw) for raw in communicator.all_gather_bytes(payload, CAPACITY_BYTES, device)]
     problems = []
-    for name in sorted(set().union(*held)):
+    for name in sorted(set().union(*by_rank)):
         ranks_by_value: dict[str, list[int]] = {}
-        for rank, one in enumerate(held):
-            value = json.dumps(one[name]) if name in one else "nothing"
+        for rank, values in enumerate(by_rank):
+            value = json.dumps(values[name]) if name in values else "nothing"
             ranks_by_value.setdefault(value, []).append(rank)
         if len(ranks_by_value) > 1:
             parts = [f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_by_value.items()]
@@ -53,34 +53,34 @@ def agree_on_parameters(
     problem: str = "",
     arithmetic: str = "",
 ) -> bool:
-    """Compares a model and its settings across all ranks; three small blocking collectives where they differ, else one.
+    """Compares a model and its settings across all ranks by two small blocking collectives (three where models differ).
 
     Args:
         communicator: the ranks that must agree; each calls this at the same place.
-        descriptions: one text per parameter with all that must be equal.
+        descriptions: one text per parameter, with everything that must be equal.
         settings: as for `agree`.
         device: where the backend takes tensors.
-        problem: why this rank cannot take part; it tells the others instead of leaving them waiting.
-        arithmetic: what decides the last bits of sums here; may differ.
+        problem: why this rank cannot take part, which is reported to the others instead of leaving them waiting.
+        arithmetic: what decides the last bits of sums on this rank; it may differ between ranks.
 
     Returns:
-        Whether it is the same on every rank.
+        Whether `arithmetic` is the same on every rank.
 
     Raises:
-        AgreementError: on every rank the same text: a rank's problem, the first parameter that differs, or each
-            differing setting.
+        AgreementError: with the same text on every rank: the ranks' problems, the first parameter that differs, or
+            each differing setting.
     """
     hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in descriptions]
     digest = hashlib.blake2b(b"".join(hashes), digest_size=16).hexdigest()
     about = {"parameters": len(descriptions), "digest": digest, "problem": problem[:_PROBLEM_SHOWN]}
-    held = _first_words(communicator, {**about, "arithmetic": arithmetic}, device)
-    refusals = _problems(held)
+    by_rank = _gather_summaries(communicator, {**about, "arithmetic": arithmetic}, device)
+    refusals = _problems(by_rank)
     if refusals:
         error = AgreementError(f"not every rank can reduce its model. {' | '.join(refusals)}")
-        error.on_every_rank = len(refusals) == len(held)
+        error.on_every_rank = len(refusals) == len(by_rank)
         raise error
-    counts = [one.get("parameters") for one in held]
-    if len({(one.get("parameters"), one.get("digest")) for one in held}) > 1:
+    counts = [summary.get("parameters") for summary in by_rank]
+    if len({(summary.get("parameters"), summary.get("digest")) for summary in by_rank}) > 1:
         if len(set(counts)) > 1:
             other = next(rank for rank, count in enumerate(counts) if count != counts[0])
             raise AgreementError(
@@ -100,51 +100,60 @@ def agree_on_parameters(
             f"parameter {first} appears not to match across ranks: {shown}. Build the same model on all"
         )
     agree(communicator, "settings of the reduction", settings, device)
-    return len({str(one.get("arithmetic")) for one in held}) == 1
+    return len({str(summary.get("arithmetic")) for summary in by_rank}) == 1
 
 
 def problems_of_ranks(communicator: Communicator, problem: str, device: torch.device) -> str:
-    """Why ranks cannot take part, the same text on all of them; one small blocking collective.
+    """Gathers why ranks cannot take part; one small blocking collective.
 
     Args:
         communicator: the ranks; each calls this at the same place.
         problem: this rank's; "" where it has none.
         device: where the backend takes tensors.
 
+    Returns:
+        All ranks' problems in one text, the same on all ranks; "" if there are none.
+
     Raises:
-        AgreementError: other ranks do not ask, but compare their models already.
+        AgreementError: only some ranks were given `fallback`; the others compare their models already.
     """
     return " | ".join(
-        _problems(_first_words(communicator, {"problem": problem[:_PROBLEM_SHOWN], "fallback": True}, device))
+        _problems(_gather_summaries(communicator, {"problem": problem[:_PROBLEM_SHOWN], "fallback": True}, device))
     )
 
 
-def _first_words(communicator: Communicator, mine: dict[str, object], device: torch.device) -> list[dict[str, object]]:
-    """What each rank says first of its wrapper."""
+def _gather_summaries(
+    communicator: Communicator, mine: dict[str, object], device: torch.device
+) -> list[dict[str, object]]:
+    """Gathers what each rank says of its wrapper, in rank order; `mine` is this rank's."""
     raws = communicator.all_gather_bytes(json.dumps(mine).encode(), CAPACITY_BYTES, device)
-    held = [_parse(raw) for raw in raws]
-    asking = [rank for rank, one in enumerate(held) if one.get("fallback")]
-    if 0 < len(asking) < len(held):
+    by_rank = [_parse(raw) for raw in raws]
+    asking = [rank for rank, summary in enumerate(by_rank) if summary.get("fallback")]
+    if 0 < len(asking) < len(by_rank):
         raise AgreementError(f"fallback is asked for on {ranks_text(asking)} only. Give every rank the same")
-    return held
+    return by_rank
 
 
-def _problems(held: Sequence[Mapping[str, object]]) -> list[str]:
-    return [f"rank {rank}: {one['problem']}" for rank, one in enumerate(held) if one.get("problem")]
+def _problems(by_rank: Sequence[Mapping[str, object]]) -> list[str]:
+    return [f"rank {rank}: {one['problem']}" for rank, one in enumerate(by_rank) if one.get("problem")]
 
 
 def _parse(raw: bytes) -> dict[str, object]:
-    """What a peer sent: JSON of an object, nothing else is accepted."""
+    """Parses what a rank sent, which must be a JSON object."""
+    value: object = None
+    cause: ValueError | None = None
     try:
         value = json.loads(raw)
     except ValueError as error:
-        raise AgreementError(f"a peer sent no settings but {raw[:40]!r}: is another program in this group?") from error
+        cause = error
     if not isinstance(value, dict):
-        raise AgreementError(f"a peer sent no settings but {raw[:40]!r}: is another program in this group?")
+        raise AgreementError(
+            f"a rank sent {raw[:40]!r} in place of its settings: is another program in this group?"
+        ) from cause
     return value
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 0, 2"; the first eight."""
+    """Writes ranks for a message: "rank 3" or "ranks 0, 2"; at most the first eight are shown."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

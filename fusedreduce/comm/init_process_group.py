@@ -1,10 +1,10 @@
-"""Starting torch.distributed from torchrun's environment, every value of which is looked at before anything starts.
+"""init_process_group: starts torch.distributed from torchrun's environment, whose values are checked first.
 
 torchrun --nproc-per-node 2 train.py      # sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK, ...
 
 fusedreduce.init_process_group()          # in train.py: NCCL for CUDA tensors, Gloo for the others
 
-And what the environment holds for torch's reducer that ours does not follow.
+Also warns of environment variables for torch's reducer that ours does not follow.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..errors import FusedReduceError
 _CUDA_BACKEND = "nccl"
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LARGEST_PORT = 65535
-# More digits than any of these has; Python refuses to read thousands of them.
+# More digits than any of these values has; Python refuses to parse thousands of them.
 _NUMBER = re.compile(r"-?[0-9]{1,18}", re.ASCII)
 _HINT = "Start the processes with torchrun, which sets it: torchrun --nproc-per-node 2 SCRIPT"
-# By variable: when torch's reducer works otherwise for it, and what ours does. (In torch 2.13 it reads one more,
-# TORCH_DISTRIBUTED_DEBUG, which is followed; process groups, which have their own, are torch's here too.)
+# By variable: whether its value changes what torch's reducer does, and what ours does instead. (torch 2.13's reducer
+# reads one more, TORCH_DISTRIBUTED_DEBUG, which ours follows. Those of process groups apply here too.)
 _SWITCHES: dict[str, tuple[Callable[[str], bool], str]] = {
     "DDP_SET_LAST_BUCKET_CAP": (
         lambda value: value == "1",
@@ -41,7 +41,7 @@ _SWITCHES: dict[str, tuple[Callable[[str], bool], str]] = {
 
 
 def warn_of_switches() -> None:
-    """Names each variable that would make torch's reducer work otherwise, and says what ours does."""
+    """Warns of each environment variable that changes what torch's reducer does and that ours does not follow."""
     for name, (acts, instead) in _SWITCHES.items():
         value = os.environ.get(name)
         if value is not None and acts(value):
@@ -51,12 +51,12 @@ def warn_of_switches() -> None:
 def init_process_group(backend: str = "auto", *, timeout: datetime.timedelta | None = None) -> None:
     """Initialises torch.distributed's default group from the environment that torchrun sets.
 
-    Where the backend is one for CUDA, LOCAL_RANK becomes the current CUDA device.
+    Where the backend is one for CUDA, LOCAL_RANK becomes the current CUDA device first.
 
     Args:
         backend: "auto": "cpu:gloo,cuda:nccl" where there is CUDA, else "gloo"; or what
             `torch.distributed.init_process_group` takes, such as "gloo" or "cuda:nccl".
-        timeout: of the group's collectives; None: torch's default for the backend.
+        timeout: of the group's collectives; None: torch's default of the backend.
 
     Raises:
         ValueError: a variable is missing, not a number or out of range, or there is no such backend; nothing has been
@@ -65,8 +65,8 @@ def init_process_group(backend: str = "auto", *, timeout: datetime.timedelta | N
     """
     if dist.is_initialized():
         raise FusedReduceError(
-            "torch.distributed is initialised already: call init_process_group once per process, or "
-            "torch.distributed.destroy_process_group() before"
+            "torch.distributed is initialised already: call init_process_group once per process, or call "
+            "torch.distributed.destroy_process_group() first"
         )
     if timeout is not None and not (isinstance(timeout, datetime.timedelta) and timeout > datetime.timedelta()):
         raise ValueError(f"timeout must be a positive datetime.timedelta or None, got {timeout!r}")
@@ -77,7 +77,10 @@ def init_process_group(backend: str = "auto", *, timeout: datetime.timedelta | N
 
 
 def rank_size_address() -> tuple[int, int, tuple[str, int]]:
-    """This process's rank, how many there are, and where they meet, all from the environment.
+    """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Returns:
+        This process's rank, the number of processes, and the (host, port) of the rendezvous.
 
     Raises:
         ValueError: a variable is missing, not a number or out of range.
@@ -100,7 +103,7 @@ def choose_device(backend: str, size: int) -> None:
         size: number of all processes.
 
     Raises:
-        ValueError: LOCAL_RANK is missing and needed, or no number of a device.
+        ValueError: LOCAL_RANK is missing and needed, or is not the number of a CUDA device.
     """
     on_cuda = _CUDA_BACKEND in backend
     local_rank = _local_rank(size, needed=on_cuda and torch.cuda.device_count() > 1)
@@ -109,7 +112,10 @@ def choose_device(backend: str, size: int) -> None:
 
 
 def backend_named(asked: str) -> str:
-    """A backend's name as torch takes it; "auto": what there is here.
+    """A backend's name as torch takes it.
+
+    Args:
+        asked: a backend's name, or "auto": Gloo, with NCCL for CUDA tensors where there is CUDA.
 
     Raises:
         ValueError: torch has no such backend here.
@@ -130,7 +136,7 @@ def _local_rank(world_size: int, *, needed: bool) -> int | None:
 
     Args:
         world_size: number of all processes.
-        needed: without it this process cannot tell its CUDA device.
+        needed: whether this process cannot know its CUDA device without it.
     """
     if not needed and "LOCAL_RANK" not in os.environ and "LOCAL_WORLD_SIZE" not in os.environ:
         return None
@@ -150,16 +156,16 @@ def _set_device(local_rank: int | None) -> None:
 
 
 def _number(name: str, *, least: int = 0, most: int | None = None, why: str = "") -> int:
-    """A variable as a number.
+    """Reads an environment variable that must be a whole number.
 
     Args:
-        name: of the variable, which is set.
-        least: its smallest value.
-        most: its largest; None: any.
-        why: where `most` comes from.
+        name: of the variable, which must be set.
+        least: the smallest value that is accepted.
+        most: the largest; None: any.
+        why: where `most` comes from, for the message.
 
     Raises:
-        ValueError: it is no number, or out of range.
+        ValueError: it is not a whole number, or out of range.
     """
     text = os.environ[name]
     if not _NUMBER.fullmatch(text):

@@ -1,4 +1,4 @@
-"""Numbers that ranks tell each other: from Python's lists to where a backend takes tensors."""
+"""Numbers that ranks exchange: from Python lists to tensors on the device that a backend takes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ import torch
 
 
 def on_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`numbers` as a tensor of `dtype` on `device`, [len(numbers)]; on CUDA without a wait of the host's."""
+    """Makes a tensor of numbers; on CUDA the copy does not block the host.
+
+    Args:
+        numbers: to be put into the tensor.
+        dtype: of the tensor.
+        device: of the tensor.
+
+    Returns:
+        A tensor, [len(numbers)].
+    """
     host = torch.tensor(numbers, dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -1,4 +1,4 @@
-"""Communicator: the little that a reduction needs of a group of ranks."""
+"""Communicator: what a reduction needs of a group of ranks."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ ReduceOp = Literal["sum", "max", "min", "product"]
 
 
 class Pending(Protocol):
-    """A collective under way. Whoever holds it keeps the tensor alive."""
+    """A collective in flight. It keeps its tensors alive."""
 
     def notify(self, done: Callable[[], None]) -> None:
-        """Has `done()` called once when the collective ends, or at once if it has, by any thread; on CPU only.
+        """Has `done()` called once when the collective ends, by any thread; on CPU only.
 
-        It may never be called: nothing may depend on it but measurements.
+        Args:
+            done: called immediately if the collective has ended. It may never be called: use it for measurements only.
         """
         ...
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Done when the result may be used (on CUDA: by streams that wait as the future's callbacks do)."""
+        """Returns a future that completes when the result may be used (on CUDA: on the streams of its callbacks)."""
         ...
 
     def ready(self) -> bool:
-        """Whether `wait` would return, or raise, at once: without blocking this thread."""
+        """Returns whether `wait` would return, or raise, without blocking this thread."""
         ...
 
     def wait(self) -> None:
         """Blocks until the tensor holds the result; on CUDA only orders the current stream behind it.
 
         Raises:
-            RuntimeError: a peer died, left, or did not answer within the group's timeout.
+            RuntimeError: a rank died, left, or did not answer within the group's timeout.
         """
         ...
 
 
 class Ranks(Protocol):
-    """What an error needs to know of a group of ranks.
+    """What an error message needs to know of a group of ranks.
 
-    `lost`: why no collective of the group can be relied on any more; empty while none has failed. See `wait_for`.
+    Attributes:
+        lost: why no collective of the group can be relied on any more; empty while none has failed. `wait_for` sets it.
     """
 
     lost: str
@@ -51,7 +53,11 @@ class Ranks(Protocol):
         ...
 
     def timeout_s(self, device: torch.device | None = None) -> float:
-        """Seconds after which a collective on `device` fails (None: on one that the group has a backend for)."""
+        """Returns the seconds after which a collective on `device` fails.
+
+        Args:
+            device: None: one that the group has a backend for.
+        """
         ...
 
 
@@ -60,26 +66,31 @@ class Communicator(Ranks, Protocol):
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
         ...
 
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises UnsupportedWireError, on every rank alike, if `dtype` cannot be summed on `device`."""
+        """Raises UnsupportedWireError, on every rank, if tensors of `dtype` cannot be summed on `device`."""
         ...
 
     def waits_in_backward(self, device: torch.device) -> bool:
-        """Whether `Pending.wait` may be called from autograd's hooks and callbacks.
+        """Returns whether `Pending.wait` may be called from autograd's hooks and callbacks on `device`.
 
-        Not where ranks share an autograd thread: what one of them waits for there, another could never issue.
+        It may not where ranks share an autograd thread: a rank that waits there keeps the others from issuing theirs.
         """
         ...
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
-        """Starts the reduction of `tensor` over all ranks, elementwise and in place."""
+        """Starts the elementwise reduction of `tensor` over all ranks, in place.
+
+        Args:
+            tensor: dense and contiguous; the same shape and dtype on all ranks.
+            op: the operation.
+        """
         ...
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> Pending:
-        """As `all_reduce`, but only rank `root`'s tensor holds the result; the others' hold anything."""
+        """As `all_reduce`, but only rank `root`'s tensor holds the result; the others' contents are undefined."""
         ...
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
@@ -91,7 +102,7 @@ class Communicator(Ranks, Protocol):
         ...
 
     def all_gather(self, tensor: torch.Tensor) -> tuple[Pending, torch.Tensor]:
-        """Starts gathering `tensor`, [n], from all ranks; the tensor that will hold it: [ranks, n]."""
+        """Starts gathering `tensor`, [n], from all ranks; also returns the tensor that will hold it, [ranks, n]."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
@@ -99,36 +110,54 @@ class Communicator(Ranks, Protocol):
         ...
 
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
-        """Every rank's payload, in rank order; blocks. Payloads are at most `capacity_bytes` long."""
+        """Gathers every rank's payload; blocks.
+
+        Args:
+            payload: this rank's.
+            capacity_bytes: the most that any rank's payload has; the same on all ranks.
+            device: where the backend takes tensors.
+
+        Returns:
+            The payloads, in rank order.
+
+        Raises:
+            ValueError: `payload` is longer than `capacity_bytes`.
+        """
         ...
 
     def apart(self, devices: Collection[torch.device] = ()) -> Communicator:
-        """A communicator of the same ranks whose collectives keep no place relative to this one's.
+        """Duplicates the communicator (MPI_Comm_dup): its collectives are not ordered with this one's.
 
-        Every rank calls this at the same place, and `close` on what it got.
+        Every rank calls this at the same place, and later `close` on the result.
 
         Args:
-            devices: those whose tensors it is for. Where ranks have to connect before the first collective of a
-                device, they have when this returns.
+            devices: of the tensors that it is for. Where ranks have to connect before the first collective on a device,
+                they have connected when this returns.
+
+        Returns:
+            A communicator of the same ranks.
 
         Raises:
-            RuntimeError: a rank did not come within the timeout, or they could not be connected.
+            RuntimeError: a rank did not call it within the timeout, or the ranks could not be connected.
         """
         ...
 
     def close(self) -> None:
-        """Gives back what `apart` made; nothing on other communicators."""
+        """Releases what `apart` made; does nothing on other communicators."""
         ...
 
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
-        """Every rank's `text`, in rank order, without a collective: for ranks that may be out of step.
+        """Exchanges texts without a collective, through a store: for ranks that may be out of step. Blocks.
 
         Args:
-            key: the same on every rank, and new each time.
+            key: of this exchange: the same on every rank, and new each time.
             text: this rank's.
-            device: whose timeout holds.
+            device: whose timeout applies.
+
+        Returns:
+            Every rank's text, in rank order.
 
         Raises:
-            RuntimeError: a rank did not come within the timeout.
+            RuntimeError: a rank did not call it within the timeout.
         """
         ...

@@ -1,8 +1,8 @@
-"""StallMonitor: names the bucket whose reduction does not finish, before the backend's watchdog ends the process.
+"""StallMonitor: logs which bucket's reduction is overdue, before the backend's watchdog ends the process.
 
-On NCCL `wait()` only orders streams, so a dead peer is found by nobody until the watchdog aborts, and the watchdog
-knows collectives, not buckets. A daemon thread asks each reduction's event whether it is done (a query: the GPU is
-never waited for) and logs the bucket once when it is overdue.
+On NCCL `wait()` only orders streams, so nothing notices a dead rank until the watchdog aborts, and the watchdog knows
+collectives, not buckets. A daemon thread queries each reduction's event (a query does not wait for the GPU), and logs
+the bucket once when it is overdue.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def stall_report_after_s(configured_s: float | None, ranks: Ranks, device: torch
 
 
 class StallMonitor:
-    """Watches reductions by polling; the thread starts with the first and ends when none is left.
+    """Watches reductions by polling; its thread starts with the first reduction and ends when none is left.
 
     Args:
-        poll_s: seconds between two looks.
+        poll_s: seconds between two polls.
         clock: seconds, monotonic; tests give their own.
     """
 
@@ -69,14 +69,14 @@ class StallMonitor:
     ) -> None:
         """Logs `what` as an error, once, if `done()` is still false after `report_after_s` seconds.
 
-        A key that is watched already starts again: a bucket's event belongs to its latest step.
+        A key that is watched already starts again, because a bucket's event belongs to its latest step.
 
         Args:
-            key: what is watched.
-            what: it, for the log.
-            done: whether it is; called in the monitor's thread.
-            report_after_s: when it is overdue.
-            device: a device of this process's.
+            key: identifies the reduction.
+            what: names it in the log.
+            done: whether it has finished; called in the monitor's thread.
+            report_after_s: seconds after which it is overdue.
+            device: one that this process uses.
         """
         with self._lock:
             self._watched[key] = _Watched(what, done, self._clock(), report_after_s)
@@ -86,8 +86,8 @@ class StallMonitor:
                 )
                 self._thread.start()
 
-    def look(self) -> int:
-        """One look at everything watched; returns how many reductions are still under way."""
+    def poll(self) -> int:
+        """Polls every reduction once; returns how many are still in flight."""
         with self._lock:
             watched = list(self._watched.items())
         now = self._clock()
@@ -99,7 +99,7 @@ class StallMonitor:
             elif not one.reported and now - one.since_s >= one.report_after_s:
                 one.reported = True
                 _logger.error(
-                    "%s has not finished after %.1f s: a peer has probably died, left or fallen behind",
+                    "%s has not finished after %.1f s: another rank has probably died, left or fallen behind",
                     one.what,
                     now - one.since_s,
                 )
@@ -111,7 +111,7 @@ class StallMonitor:
             _prepare_thread(device)
         while True:
             time.sleep(self._poll_s)
-            if self.look() == 0:
+            if self.poll() == 0:
                 with self._lock:
                     if not self._watched:
                         self._thread = None
@@ -119,13 +119,13 @@ class StallMonitor:
 
 
 def _prepare_thread(device: torch.device) -> None:
-    """Lets this thread query events of `device` at any time, without a context on another one.
+    """Lets this thread query events of `device` at any time, without making a context on another device.
 
-    In a thread's default capture mode an event query, while any other thread captures a CUDA graph, is an error that
-    invalidates that capture. And a new thread's device is 0: on the other ranks of a machine the first query would make
-    a context there, of half a GB on rank 0's GPU.
+    In a thread's default capture mode, an event query is an error while any other thread captures a CUDA graph, and
+    invalidates that capture. A new thread's device is 0, so that on the other ranks of a machine the first query would
+    make a context on rank 0's GPU, which takes half a GB.
     """
-    # The driver's own function: the runtime's would make that context.
+    # The driver's function, because the runtime's would make that context.
     name, function = "libcuda.so.1", "cuThreadExchangeStreamCaptureMode"
     if torch.version.hip is not None:
         name, function = "libamdhip64.so", "hipThreadExchangeStreamCaptureMode"
@@ -138,8 +138,8 @@ def _prepare_thread(device: torch.device) -> None:
         problem = str(error)
     if problem:
         _logger.warning(
-            "the stall monitor cannot set its thread's capture mode (%s): it may invalidate a CUDA graph that is "
-            "captured within seconds of a step",
+            "the stall monitor cannot set its thread's capture mode (%s): it may invalidate a CUDA graph that you "
+            "capture within seconds of a step",
             problem,
         )
     torch.cuda.set_device(device)

@@ -1,14 +1,14 @@
-"""Exchange: nodes compare what they want through a key-value store, beside their collectives, with one verdict each.
+"""StoreExchange: nodes exchange texts through a key-value store, beside their collectives, and agree on one verdict.
 
-A node is a process; of ranks, each is one. Per exchange n, under the prefix:
-    d/n/node   what that node wants
-    c/n        how many nodes have said so, and (from bit 32 on) how many of those want to finish
-    v/n        the verdict, set once by compare_set: by the last node to come, or by one whose patience is over. Who
-               comes later reads it, so that a node is never in a collective whose peers have given up
-    t/n        how many nodes have read it; the last one deletes all four
+A node is a process (of ranks, each is one). Per exchange n, under the prefix:
+    d/n/node   that node's text
+    c/n        how many nodes have posted theirs, and (from bit 32 on) how many of those are finishing
+    v/n        the verdict, set once by compare_set: by the last node to post, or by one whose timeout is over. A late
+               node reads it, and so never enters a collective that its peers have given up
+    t/n        how many nodes have read the verdict; the last one deletes all four
 
-Nobody ever blocks in the store: a TCPStore's client has one lock, which a wait would keep from this process's other
-threads. Who waits looks again and again, at intervals that grow to a tenth of the time that it has waited.
+Nothing blocks inside the store: a TCPStore's client has one lock, which a blocking call would keep from this process's
+other threads. A node that waits polls, at intervals that grow to a tenth of the time that it has waited.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_PAUSE_S = 0.02
 
 
 class KeyValueStore(Protocol):
-    """The part of torch.distributed.Store that is used: nothing that blocks."""
+    """The part of torch.distributed.Store that is used; none of it blocks."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -34,13 +34,13 @@ class KeyValueStore(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
 
 
-class Exchange:
-    """One node's end. Every exchange has a number, or name, that none had before.
+class StoreExchange:
+    """One node's side of exchanges, each of which has a number, or name, of its own.
 
     Args:
-        store: of all nodes.
-        prefix: of these exchanges' keys; nobody else's.
-        node: this one's number.
+        store: shared by all nodes.
+        prefix: of the keys; used by these exchanges only.
+        node: this node's number.
         nodes: how many there are.
     """
 
@@ -53,62 +53,66 @@ class Exchange:
     def post(
         self, number: int | str, text: str, finishing: bool, decide: Callable[[Mapping[int, str]], str]
     ) -> str | None:
-        """Says what this node wants; the verdict, if that can be found now.
+        """Posts this node's text, and proposes the verdict if enough nodes have posted theirs.
 
         Args:
             number: of the exchange.
-            text: what it wants.
-            finishing: whether that is to finish; with others that do not, the verdict need not wait for the rest.
-            decide: makes a verdict of what nodes want.
+            text: this node's.
+            finishing: this node is finishing. Where others that have posted are not, the verdict does not wait for the
+                rest.
+            decide: makes the verdict from the nodes' texts.
+
+        Returns:
+            The verdict; None if it is not known yet.
         """
         self._store.set(self._key("d", number, self._node), text)
         count = self._store.add(self._key("c", number), 1 + (_FINISHING if finishing else 0))
-        finished, came = divmod(count, _FINISHING)
-        if came == self._nodes or 0 < finished < came:
+        finished, posted = divmod(count, _FINISHING)
+        if posted == self._nodes or 0 < finished < posted:
             return self.propose(number, decide(self.present(number)))
         return None
 
     def present(self, number: int | str) -> dict[int, str]:
-        """What the nodes that have come want. Only before `take`."""
+        """Returns the texts of the nodes that have posted theirs. Only before `acknowledge`."""
         keys = {node: self._key("d", number, node) for node in range(self._nodes)}
         return {node: self._store.get(key).decode() for node, key in keys.items() if self._store.check([key])}
 
     def propose(self, number: int | str, verdict: str) -> str:
-        """Makes this the verdict, unless there is one; the verdict."""
+        """Makes `verdict` the verdict, unless there is one already; returns the verdict."""
         return self._store.compare_set(self._key("v", number), "", verdict).decode()
 
-    def look(self, number: int | str) -> str | None:
-        """The verdict, if it is there. Only before `take`."""
+    def verdict(self, number: int | str) -> str | None:
+        """Returns the verdict, or None if there is none yet. Only before `acknowledge`."""
         key = self._key("v", number)
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def wait(self, number: int | str, until_s: float) -> str | None:
-        """The verdict, or None if there is none by `until_s`, time.monotonic()."""
+    def wait_for_verdict(self, number: int | str, until_s: float) -> str | None:
+        """Returns the verdict, or None if there is none by `until_s` (time.monotonic())."""
         began_s = time.monotonic()
         while True:
-            found = self.look(number)
+            verdict = self.verdict(number)
             now_s = time.monotonic()
-            if found is not None or now_s >= until_s:
-                return found
+            if verdict is not None or now_s >= until_s:
+                return verdict
             pause_s = min(max((now_s - began_s) / 10, _LEAST_PAUSE_S), _MOST_PAUSE_S)
             time.sleep(min(pause_s, max(until_s - now_s, 0.0)))
 
-    def take(self, number: int | str) -> None:
-        """This node has read the verdict. Each calls it once."""
-        with contextlib.suppress(RuntimeError):  # the host has gone; whatever comes next will say so
+    def acknowledge(self, number: int | str) -> None:
+        """Says that this node has read the verdict; each node calls it once."""
+        with contextlib.suppress(RuntimeError):  # the store's host has gone, as the next call will say
             if self._store.add(self._key("t", number), 1) == self._nodes:
                 keys = [self._key("d", number, node) for node in range(self._nodes)]
                 for key in [*keys, self._key("c", number), self._key("v", number), self._key("t", number)]:
                     self._store.delete_key(key)
 
-    def wait_until_taken(self, number: int | str, until_s: float) -> None:
-        """Returns when every node has read the verdict of an exchange that this one took, or at `until_s`."""
+    def wait_until_acknowledged(self, number: int | str, until_s: float) -> None:
+        """Blocks until every node has read a verdict that this node has acknowledged, or until `until_s`."""
         with contextlib.suppress(RuntimeError):
             while self._store.check([self._key("t", number)]) and time.monotonic() < until_s:
                 time.sleep(0.001)
 
     def first_failure(self, text: str) -> str:
-        """What the first node said that could not go on, so that all say the same; `text` where nobody can be asked."""
+        """Returns the text of the first node that called this, so that all report the same; `text` without a store."""
         with contextlib.suppress(RuntimeError):
             return self._store.compare_set(f"{self._prefix}/failed", "", text).decode()
         return text

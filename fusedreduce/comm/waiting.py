@@ -1,4 +1,4 @@
-"""wait_for: where the package waits for collectives, and for the futures of comm hooks. Nothing else does."""
+"""wait_for: the one place where the package waits for collectives and for the futures of comm hooks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from ..errors import CollectiveError, FusedReduceError
 from .protocol import Ranks
 
-# A backend's own timeout says more than ours can: it goes first.
+# Added to the timeout, because the backend's own error says more than ours can.
 _GRACE_S = 3.0
 
 
 class Waits(Protocol):
-    """A collective under way: a `Pending`, or a Work of torch's."""
+    """A collective in flight: a `Pending`, or a torch Work."""
 
     def wait(self) -> Any:
         """Blocks until its tensors hold the result; on CUDA only orders the current stream behind it."""
@@ -25,26 +25,26 @@ class Waits(Protocol):
 
 
 def wait_for(pending: Waits | torch.futures.Future[Any], what: str | Callable[[], str], communicator: Ranks) -> Any:
-    """Waits for a collective or a future, on CUDA as each of them does: only the current stream waits for the device.
+    """Waits for a collective or a future; on CUDA only the current stream waits for the device.
 
     A failure marks the group as lost (`communicator.lost`), so that `Reducer.reset` refuses it on every rank.
 
     Args:
-        pending: what is waited for; no longer than the group's timeout.
-        what: names it in the error ("the all-reduce of bucket 3 (...)"); a function is called only for that.
+        pending: what is waited for, no longer than the group's timeout.
+        what: names it in the error ("the all-reduce of bucket 3 (...)"); a function is called only for an error.
         communicator: the ranks that take part.
 
     Returns:
         A future's value; what `pending.wait()` returns otherwise.
 
     Raises:
-        CollectiveError: it failed, or did not come in time; with this rank, `what`, and the seconds waited.
-        FusedReduceError: an error of ours that a callback has left in a future, as it is.
+        CollectiveError: it failed or timed out; with this rank, `what`, and the seconds waited.
+        FusedReduceError: an error of ours that a callback has set in a future, unchanged.
     """
     began_s = time.monotonic()
     try:
         if isinstance(pending, torch._C.Future):
-            _complete_in_time(pending, communicator)
+            _wait_for_future(pending, communicator)
         return pending.wait()
     except RuntimeError as error:
         if isinstance(error, FusedReduceError) and isinstance(pending, torch._C.Future):
@@ -57,29 +57,29 @@ def wait_for(pending: Waits | torch.futures.Future[Any], what: str | Callable[[]
 
 
 def collective_failed(what: str, communicator: Ranks, cause: BaseException) -> CollectiveError:
-    """The error for a collective that could not be issued or waited for; marks the group as lost."""
+    """Makes the error for a collective that could not be issued or waited for, and marks the group as lost."""
     error = collective_error(what, communicator.rank, cause)
     mark_lost(communicator, str(error))
     return error
 
 
 def mark_lost(communicator: Ranks, why: str) -> None:
-    """No collective of the group can be relied on any more. What failed first stays: it is the cause of the rest."""
+    """Records why no collective of the group can be relied on any more; the first reason stays."""
     communicator.lost = communicator.lost or why
 
 
 def collective_error(what: str, rank: int, cause: BaseException) -> CollectiveError:
-    """The error for a collective that failed with `cause`. Where there is a communicator, see `collective_failed`."""
+    """Makes the error for a collective that failed with `cause`; `collective_failed` also marks the group as lost."""
     return CollectiveError(
-        f"rank {rank}: {what}. A peer died, left, or did not answer within the process group's timeout. Cause: {cause}"
+        f"rank {rank}: {what}. A rank died, left, or did not answer within the process group's timeout. Cause: {cause}"
     )
 
 
-def _complete_in_time(future: torch._C.Future[Any], communicator: Ranks) -> None:
+def _wait_for_future(future: torch._C.Future[Any], communicator: Ranks) -> None:
     if future.done():
         return
-    came = threading.Event()
-    future.add_done_callback(lambda _: came.set())
+    completed = threading.Event()
+    future.add_done_callback(lambda _: completed.set())
     timeout_s = communicator.timeout_s()
-    if not came.wait(timeout_s + _GRACE_S):
+    if not completed.wait(timeout_s + _GRACE_S):
         raise RuntimeError(f"it was not completed within {timeout_s:g} s, the process group's timeout")

@@ -64,7 +64,7 @@ from fusedreduce.collective.verdicts import (
     judge,
     lost,
 )
-from fusedreduce.comm.store_exchange import Exchange
+from fusedreduce.comm.store_exchange import StoreExchange
 from fusedreduce.errors import CollectiveError, FusedReduceError
 
 PLACES = {"threads": (3, 1), "nodes": (1, 3), "both": (2, 2)}
@@ -150,21 +150,21 @@ def test_an_exchange_has_one_verdict_and_leaves_no_keys(kind: str) -> None:
 
     stores: Any = dist
     store = stores.HashStore() if kind == "HashStore" else stores.TCPStore("127.0.0.1", 0, None, True)
-    ends = [Exchange(store, "x", node, 3) for node in range(3)]
+    ends = [StoreExchange(store, "x", node, 3) for node in range(3)]
     before = store.num_keys()
     for number in range(5):
         decide = lambda held: "+".join(held[node] for node in sorted(held))  # noqa: E731
-        assert ends[2].post(number, "c", False, decide) is None and ends[2].look(number) is None
+        assert ends[2].post(number, "c", False, decide) is None and ends[2].verdict(number) is None
         assert ends[0].post(number, "a", False, decide) is None
         assert ends[0].present(number) == {0: "a", 2: "c"}
         if number % 2:
             assert ends[1].post(number, "b", False, decide) == "a+b+c"
-            assert ends[0].propose(number, "lost") == "a+b+c" == ends[2].wait(number, 0.0)
+            assert ends[0].propose(number, "lost") == "a+b+c" == ends[2].wait_for_verdict(number, 0.0)
         else:
             assert ends[0].propose(number, "lost") == "lost"
-            assert ends[1].post(number, "b", False, decide) == "lost" == ends[1].look(number)
+            assert ends[1].post(number, "b", False, decide) == "lost" == ends[1].verdict(number)
         for end in ends:
-            end.take(number)
+            end.acknowledge(number)
     assert store.num_keys() == before
     assert ends[0].post(9, "a", True, decide) is None
     assert ends[1].post(9, "b", False, decide) == "a+b"
@@ -176,7 +176,7 @@ def test_one_who_waits_keeps_nobody_from_the_store() -> None:
 
     stores: Any = dist
     store = stores.TCPStore("127.0.0.1", 0, None, True)
-    one, other = (Exchange(store, "x", node, 2) for node in range(2))
+    one, other = (StoreExchange(store, "x", node, 2) for node in range(2))
     found: list[str | None] = []
     waiter = threading.Thread(target=lambda: found.append(one.wait(0, time.monotonic() + 10)))
     waiter.start()
@@ -418,9 +418,9 @@ def test_who_is_interrupted_while_it_decides_keeps_nobody_beyond_the_timeout(mon
 def test_who_is_interrupted_between_verdict_and_collective_loses_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = Peers(1, 2)
     with monkeypatch.context() as patched:
-        taken = Exchange.take
+        taken = StoreExchange.acknowledge
 
-        def take(self: Exchange, number: int) -> None:
+        def take(self: StoreExchange, number: int) -> None:
             taken(self, number)
             if threading.current_thread() is interrupted[0] and self._prefix.endswith("operation"):
                 interrupted.clear()
@@ -428,7 +428,7 @@ def test_who_is_interrupted_between_verdict_and_collective_loses_neither(monkeyp
                 raise KeyboardInterrupt
 
         interrupted: list[Any] = [None]
-        patched.setattr(Exchange, "take", take)
+        patched.setattr(StoreExchange, "acknowledge", take)
 
         def case(session: Session) -> torch.Tensor | None:
             handle = session.all_reduce_async(torch.ones(1))

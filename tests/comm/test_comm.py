@@ -108,13 +108,13 @@ def test_an_overdue_bucket_is_named_once_and_a_finished_one_never(caplog: pytest
     monitor.watch("quick", "bucket 4", lambda: finished["quick"], 10.0, CPU)
     with caplog.at_level(logging.ERROR):
         clock.now += 9.9
-        assert monitor.look() == 1 and not caplog.records
+        assert monitor.poll() == 1 and not caplog.records
         clock.now += 0.2
-        assert monitor.look() == 1 and monitor.look() == 1
+        assert monitor.poll() == 1 and monitor.poll() == 1
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "rank 1: the reduction of bucket 3 has not finished after 10.1 s" in caplog.records[0].message
     finished["slow"] = True
-    assert monitor.look() == 0
+    assert monitor.poll() == 0
 
 
 def test_a_buckets_next_step_starts_its_time_anew(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,7 +123,7 @@ def test_a_buckets_next_step_starts_its_time_anew(caplog: pytest.LogCaptureFixtu
     for _ in range(5):
         monitor.watch("bucket", "bucket 0", lambda: False, 10.0, CPU)
         clock.now += 8.0
-        assert monitor.look() == 1
+        assert monitor.poll() == 1
     assert not caplog.records
 
 
@@ -136,9 +136,9 @@ def test_a_step_that_begins_while_the_last_one_is_looked_at_is_watched(caplog: p
         return True
 
     monitor.watch("bucket", "bucket 0", done, 10.0, CPU)
-    assert monitor.look() == 1
+    assert monitor.poll() == 1
     clock.now += 11.0
-    assert monitor.look() == 1
+    assert monitor.poll() == 1
     assert "bucket 0 in its next step has not finished after 11.0 s" in caplog.text
 
 

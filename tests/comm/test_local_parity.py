@@ -69,7 +69,7 @@ def test_groups_apart_come_and_go(two: RankPool) -> None:
 
 def test_texts_are_compared_beside_the_collectives_with_one_verdict(two: RankPool) -> None:
     first, second = two.run(local_cases.exchanges_aside)
-    assert first == second == ["exchange 'late' among 2 ranks: ranks [1] did not come within 0.1 s"]
+    assert first == second == ["exchange 'late' among 2 ranks: ranks [1] did not reach it within 0.1 s"]
 
 
 def test_communicators_made_anew_do_not_read_what_was_written_before(two: RankPool) -> None:

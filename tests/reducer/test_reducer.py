@@ -1809,7 +1809,7 @@ def test_a_peers_problem_is_told_to_all() -> None:
 def test_what_is_no_settings_is_named() -> None:
     communicator = Loopback()
     communicator.payload = lambda rank, mine: b"GET / HTTP/1.1"
-    assert "a peer sent no settings but b'GET / HTTP/1.1'" in _refused(communicator, _parameters(((3,),)))
+    assert "a rank sent b'GET / HTTP/1.1' in place of its settings" in _refused(communicator, _parameters(((3,),)))
 
 
 def test_ranks_adopt_the_order_of_rank_0() -> None:

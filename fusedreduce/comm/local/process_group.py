@@ -84,7 +84,7 @@ class LocalProcessGroup(dist.ProcessGroup):
         """Gets part `rank` of each rank's input; parts must be of equal size."""
         if len({*output_split_sizes}) > 1 or len({*input_split_sizes}) > 1:
             raise NotImplementedError(
-                "all_to_all over a LocalGroup exchanges parts of equal size: leave the split sizes out, or pad"
+                "all_to_all over a LocalGroup exchanges equal parts only: leave the split sizes out, or pad"
             )
         return LocalWork(self, [output], [(self.communicator.all_to_all(_flat(output), _flat(input)), None)])
 
