@@ -1,4 +1,4 @@
-"""What the functions refuse, before anything is read or written. Shared by the kernels and their torch reference."""
+"""Checks of arguments, before anything is read or written; shared by the kernels and their torch reference."""
 
 from __future__ import annotations
 
@@ -18,10 +18,18 @@ def check_transfer(
     scalar: torch.Tensor,
     partials: Partials | SourcePartials | None,
 ) -> None:
-    """Raises if these arguments of pack or unpack do not fit together.
+    """Raises if the arguments of pack or unpack do not fit together.
 
-    What is one of a kind (wire, scalar, partials) is checked every time; the gradients one by one only when one of
-    them, or the layout, is not what `pointers` holds.
+    Wire, scalar and partials are checked every time; gradients one by one only if one of them, or the layout, has
+    changed since the last launch with `pointers`.
+
+    Args:
+        gradients: P tensors; None: no gradient.
+        chunks: the layout's table.
+        pointers: the bucket's address table.
+        wire: [chunks.wire_numel].
+        scalar: divisor or scale.
+        partials: statistics; None: none.
 
     Raises:
         ValueError: wrong count, size, device, layout, or memory that overlaps.
@@ -46,8 +54,19 @@ def check_walk(
     factor: torch.Tensor | None,
     partials: Partials | None,
 ) -> None:
-    """Raises if these arguments of measure or scale do not fit together; when it looks at gradients, and what it
-    raises, is as in `check_transfer`."""
+    """Raises if the arguments of measure or scale do not fit together, as `check_transfer` does.
+
+    Args:
+        gradients: P tensors; None: no gradient.
+        chunks: the layout's table.
+        pointers: the address table.
+        factor: of scale; None: measure.
+        partials: statistics; None: none (scale only).
+
+    Raises:
+        ValueError: wrong count, size, device, layout, or memory that overlaps.
+        TypeError: wrong dtype.
+    """
     _check_count(gradients, chunks)
     device = factor.device if factor is not None else partials.sums.device if partials is not None else None
     assert device is not None
@@ -61,11 +80,16 @@ def check_walk(
 
 
 def check_combine(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
-    """Raises if these arguments of combine do not fit together. That memory overlaps is the caller's to know.
+    """Raises if the arguments of combine do not fit together. Overlapping memory is not looked for.
+
+    Args:
+        tensors: to add up.
+        outputs: to write.
+        parts: ranges of elements with their orders of additions.
 
     Raises:
-        ValueError: nothing to add, other sizes or layout, parts that do not cover every element once.
-        TypeError: another dtype.
+        ValueError: no tensors or outputs, different sizes, not contiguous, parts that do not cover every element once.
+        TypeError: different dtypes, or one that the kernels do not take.
     """
     if not tensors or not outputs:
         raise ValueError("combine needs at least one tensor and one output")
@@ -92,13 +116,13 @@ def _check_count(gradients: Sequence[torch.Tensor | None], chunks: ChunkTable) -
 def _check_scalar(what: str, scalar: torch.Tensor, chunks: ChunkTable) -> None:
     compute = torch.float64 if chunks.fp64 else torch.float32
     if scalar.dtype != compute or scalar.numel() != 1:
-        raise TypeError(f"the {what} must be one element of {compute}, got {scalar.numel()} of {scalar.dtype}")
+        raise TypeError(f"the {what} must be one element of {compute}, got {scalar.numel()} elements of {scalar.dtype}")
 
 
 def _check_wire(wire: torch.Tensor, chunks: ChunkTable) -> None:
     accepted = (*WIRE_DTYPES[1:], torch.float64) if chunks.fp64 else WIRE_DTYPES
     if wire.dtype not in accepted:
-        raise TypeError(f"the wire buffer is {wire.dtype}; for these gradients it must be one of {_names(accepted)}")
+        raise TypeError(f"the wire buffer is {wire.dtype}, expected one of {_names(accepted)} for these gradients")
     if wire.requires_grad:
         raise ValueError("the wire buffer requires a gradient; pass wire.detach()")
     if wire.dim() != 1 or not wire.is_contiguous() or wire.numel() != chunks.wire_numel:
@@ -111,7 +135,7 @@ def _check_wire(wire: torch.Tensor, chunks: ChunkTable) -> None:
 def _check_apart(what: str, tensor: torch.Tensor, wire: torch.Tensor) -> None:
     begin, end = wire.data_ptr(), wire.data_ptr() + wire.numel() * wire.element_size()
     if wire.numel() and begin <= tensor.data_ptr() < end:
-        raise ValueError(f"the {what} lies inside the wire buffer; give it memory of its own")
+        raise ValueError(f"the {what} lies inside the wire buffer: give it memory of its own")
 
 
 def _check_device(what: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -135,7 +159,7 @@ def _check_gradients(
 ) -> None:
     try:
         known = pointers.holds(gradients, chunks)
-    except RuntimeError:  # a sparse or fake tensor has no address; it is named below
+    except RuntimeError:  # a sparse or fake tensor has no address; the loop below names it
         known = False
     if not known:
         for slot, gradient in enumerate(gradients):
@@ -148,17 +172,20 @@ def _check_gradient(slot: int, gradient: torch.Tensor, chunks: ChunkTable, devic
     if gradient.layout != torch.strided:
         raise TypeError(f"{what} has layout {gradient.layout}; only dense (strided) gradients can be packed")
     if gradient.dtype != chunks.dtypes[slot]:
-        raise TypeError(f"{what} is {gradient.dtype}, its slot was laid out for {chunks.dtypes[slot]}")
+        raise TypeError(f"{what} is {gradient.dtype}, its slot expects {chunks.dtypes[slot]}")
     _check_device(what, gradient, device)
     needed = chunks.begins[slot] + chunks.numels[slot]
     if gradient.numel() < needed or (chunks.begins[slot] == 0 and not chunks.shared and gradient.numel() != needed):
-        raise ValueError(f"{what} has {gradient.numel()} elements, its slot needs {needed}")
+        raise ValueError(f"{what} has {gradient.numel()} elements, its slot expects {needed}")
     if gradient.is_neg() or gradient.is_conj():
         raise ValueError(
             f"{what} is a lazily negated or conjugated view; pass gradient.resolve_neg() or resolve_conj()"
         )
     if gradient.data_ptr() % gradient.element_size():
-        raise ValueError(f"{what} lies at an address that is no multiple of its {gradient.element_size()} bytes")
+        raise ValueError(
+            f"{what} lies at an address that is no multiple of its element size, {gradient.element_size()} bytes: "
+            "clone it"
+        )
     if not is_dense(gradient):
         raise ValueError(
             f"{what} (shape {tuple(gradient.shape)}, strides {gradient.stride()}) has gaps or repeats in memory; "
@@ -167,7 +194,7 @@ def _check_gradient(slot: int, gradient: torch.Tensor, chunks: ChunkTable, devic
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a gapless range of memory, each once, in any order of dimensions."""
+    """Whether a tensor's elements fill a range of memory without gaps, each once, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -190,7 +217,7 @@ def _check_overlap(
     ranges.sort()
     for (_, end, slot), (begin, _, other) in zip(ranges, ranges[1:], strict=False):
         if begin < end:
-            raise ValueError(f"gradients {slot} and {other} overlap in memory; pass each element once")
+            raise ValueError(f"gradients {slot} and {other} overlap in memory: clone one of them")
     if wire is None:
         return
     wire_begin = wire.data_ptr()
@@ -201,8 +228,8 @@ def _check_overlap(
         )
         if begin < wire_end and wire_begin < end and not in_place:
             raise ValueError(
-                f"gradient {slot} overlaps the wire buffer; that is possible only in place, "
-                "with the same dtype and each element at its own offset"
+                f"gradient {slot} overlaps the wire buffer; that is allowed only in place, with the wire's dtype and "
+                "the slot's own offset"
             )
 
 

@@ -160,9 +160,9 @@ def _combine_kernel(
 
 
 class CombineTables:
-    """What launches read besides tensors, uploaded once for each set of addresses. All of them use one stream.
+    """Tables that launches read besides tensors, uploaded once per set of addresses, for launches on one stream.
 
-    Rows say which elements a program has, steps and outputs where they are: those change when an address does.
+    Rows hold the elements of each program; steps and outputs hold addresses, and change with these.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,8 @@ class CombineTables:
     def places(
         self, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], parts: tuple[Part, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Steps, int64 [steps of all parts, 2], and outputs, int64 [2 + outputs]: count, alignment, addresses."""
+        """Steps, int64 [steps of all parts, 2]: kind, address; and outputs, int64 [2 + outputs]: count, alignment,
+        addresses."""
         read = tuple([one.data_ptr() for one in tensors])
         written = tuple([one.data_ptr() for one in outputs])
         first = tensors[0]
@@ -218,20 +219,23 @@ def combine(
 
     Args:
         tensors: P tensors of one dtype (fp32, bf16, fp16, fp64) and size on one device, contiguous, at any address.
-        outputs: at least one, as they are; each is one of them or overlaps none.
-        parts: every element once, and how it is added up.
-        scale: finite.
-        tables: belongs to the stream on which all of its launches are.
-        tuning: launch shape; default: the architecture's.
+        outputs: at least one tensor of the same dtype, size and device; each is one of `tensors` or overlaps none.
+        parts: ranges that cover every element once, in order, each with its order of additions.
+        scale: a finite factor.
+        tables: kept from launch to launch on one stream; None: made for this launch.
+        tuning: launch shape; None: the architecture's.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit together; nothing has been written then.
+        ValueError, TypeError: arguments that do not fit together; nothing is written then.
     """
     check_combine(tensors, outputs, parts)
     first, kept = tensors[0], tables if tables is not None else CombineTables()
     needed = max((depth(steps(part.adds, part.owner)) for part in parts), default=0)
     if not serves(parts):
-        raise ValueError(f"a sum of {len(tensors)} in this order needs {needed} partial sums at a time, not {DEPTH}")
+        raise ValueError(
+            f"a sum of {len(tensors)} tensors in this order needs {needed} partial sums at a time; the kernel has "
+            f"{DEPTH}: use kernels.dispatch.combine, which takes the torch path then"
+        )
     target = current_target(first.device)
     variant = combine_variant(first.dtype, needed > 1, tuning or tuning_for(target), target[0])
     rows = kept.rows(parts, variant.constexprs["TILE_BYTES"] // first.itemsize, first.device)
@@ -243,7 +247,14 @@ def combine(
 
 
 def serves(parts: Sequence[Part]) -> bool:
-    """Whether these orders need no more partial sums at a time than a program has registers for."""
+    """Whether the kernel can add in these orders: with at most DEPTH partial sums per element at a time.
+
+    Args:
+        parts: ranges of elements with their orders of additions.
+
+    Returns:
+        False if only the torch path can.
+    """
     return all(depth(steps(part.adds, part.owner)) <= DEPTH for part in parts)
 
 
@@ -260,7 +271,7 @@ def _rows(parts: Sequence[Part], tile_numel: int) -> npt.NDArray[np.int64]:
 
 def _places(read: Sequence[int], written: Sequence[int], parts: Sequence[Part], itemsize: int) -> npt.NDArray[np.int64]:
     vector = 16 // itemsize
-    # Element i is at a multiple of 16 bytes where address + i * itemsize is.
+    # The first element whose address is a multiple of 16 bytes; tensors must agree in it.
     starts = {-(address // itemsize) % vector for address in (*read, *written)}
     flat = [len(written), starts.pop() if len(starts) == 1 else -1, *written]
     for part in parts:
@@ -271,7 +282,7 @@ def _places(read: Sequence[int], written: Sequence[int], parts: Sequence[Part], 
 
 @functools.cache
 def combine_variant(dtype: torch.dtype, stacked: bool, tuning: Tuning, backend: str) -> Variant:
-    """The one compilation that serves a dtype, with one sum per element or (`stacked`) DEPTH of them."""
+    """The compilation for a dtype, with one partial sum per element or (`stacked`) DEPTH of them."""
     name = TRITON_NAMES[dtype]
     # With four vectors of fp64 per thread, the loop over contributions is unrolled until it spills on sm_80.
     smaller = DEPTH if stacked else 2 if dtype is torch.float64 else 1
@@ -298,5 +309,5 @@ def combine_variant(dtype: torch.dtype, stacked: bool, tuning: Tuning, backend: 
 
 
 def variants(tuning: Tuning, backend: str) -> tuple[Variant, ...]:
-    """Everything this file can launch on one architecture."""
+    """All variants that this file can launch on one architecture."""
     return tuple(combine_variant(dtype, stacked, tuning, backend) for dtype in _DTYPES for stacked in (False, True))

@@ -1,11 +1,11 @@
-"""Which of the two implementations runs: Triton kernels or their torch reference.
+"""Dispatch: runs the Triton kernels or their torch reference, by device.
 
     CUDA (or ROCm) tensors                     triton       the compiled kernels
     CPU tensors                                torch        reference.py
     CPU tensors under TRITON_INTERPRET=1       interpreter  the kernels, in Triton's interpreter (slow: for tests)
 
-The interpreter rounds fp32 -> bf16 by cutting bits off, so whatever writes bf16 there takes the torch path: dispatch
-never hands out a wrong gradient. Signatures are the launchers'.
+The interpreter rounds fp32 -> bf16 by truncation, so a function that writes bf16 there takes the torch path: dispatch
+never leaves a wrong gradient. Signatures are those of the kernels' launchers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,13 @@ class UnsupportedPairError(TypeError):
 
 @dataclass(frozen=True)
 class Launch:
-    """One call that was counted: which function, which path, and how many kernels or torch operators it ran."""
+    """One call that `count_launches` counted.
+
+    Args:
+        function: name of the function.
+        path: the path it took.
+        launches: number of kernels, or of torch operators on the torch path.
+    """
 
     function: Literal["pack", "unpack", "measure", "scale", "combine", "reduce_partials", "reduce_source_partials"]
     path: Path
@@ -63,10 +69,18 @@ class Launch:
 
 
 def path_for(device: torch.device, written: Iterable[torch.dtype], read: Iterable[torch.dtype] = ()) -> Path:
-    """The path that a function writing dtypes `written` and reading `read` takes for tensors on `device`.
+    """The path that a function takes.
+
+    Args:
+        device: of the tensors.
+        written: dtypes that the function writes.
+        read: dtypes that it reads.
+
+    Returns:
+        "triton", "interpreter" or "torch".
 
     Raises:
-        UnsupportedPairError: a GPU whose architecture cannot have one of the dtypes.
+        UnsupportedPairError: the kernels cannot be compiled for one of the dtypes on this GPU's architecture.
     """
     if _triton_pack is None:
         _warn_without_triton(device.type)
@@ -93,9 +107,21 @@ def pack(
     vouched: bool = False,
     done: Collection[int] = (),
 ) -> None:
-    """Flattens, divides and casts `gradients` into `wire`; see `kernels.pack.pack`.
+    """Flattens, divides and casts `gradients` into `wire`.
 
-    `done`: first slots of the groups that `pack_early` has packed.
+    Args:
+        gradients: P tensors, dense in memory, on one device; None: no gradient, its slot is filled with zeros.
+        chunks: the layout's table, with the size, dtype and wire offset of each gradient.
+        pointers: this bucket's address table.
+        wire: output [chunks.wire_numel]: fp32, bf16 or fp16 (fp64 gradients: fp64, bf16 or fp16).
+        divisor: one element on the device, fp32 (fp64 for fp64 gradients).
+        partials: filled in the same launch; None: no statistics.
+        vouched: skip the checks of arguments; the caller has made them.
+        done: first slots of the groups that `pack_early` has packed already.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together; nothing is written then.
+        UnsupportedPairError: see `path_for`.
     """
     path = path_for(wire.device, (wire.dtype,), chunks.dtypes)
     options: dict[str, Any] = {"vouched": vouched}
@@ -106,9 +132,16 @@ def pack(
 
 
 def early_groups(chunks: ChunkTable, wire_dtype: torch.dtype, device: torch.device) -> list[range]:
-    """Groups of slots worth packing as soon as all of their gradients are there: on CPU, where they are in the cache.
+    """Groups of slots to pack as soon as all of their gradients are ready: on CPU, while they are in the cache.
 
-    All slots, ascending; a large one is a group of its own. Elsewhere none: a launch for each would cost more.
+    Args:
+        chunks: the layout's table.
+        wire_dtype: of the wire buffer.
+        device: of the gradients.
+
+    Returns:
+        Ranges of slots, ascending, which cover all; a large slot is a group of its own. Empty on GPUs, where a launch
+        per group would cost more.
     """
     if device.type != "cpu" or path_for(device, (wire_dtype,), chunks.dtypes) != "torch":
         return []
@@ -116,7 +149,16 @@ def early_groups(chunks: ChunkTable, wire_dtype: torch.dtype, device: torch.devi
 
 
 def copies_small(chunks: ChunkTable, wire_dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether vouched gradients in groups of several slots may have any strides."""
+    """Whether gradients that are passed with vouched=True, in groups of several slots, may have any strides.
+
+    Args:
+        chunks: the layout's table.
+        wire_dtype: of the wire buffer.
+        device: of the gradients.
+
+    Returns:
+        True on the torch path on CPU, if it copies through views.
+    """
     on_cpu = device.type == "cpu" and path_for(device, (wire_dtype,), chunks.dtypes) == "torch"
     return on_cpu and reference.uses_views(chunks, wire_dtype)
 
@@ -129,13 +171,28 @@ def pack_early(
     wire: torch.Tensor,
     divisor: torch.Tensor,
 ) -> None:
-    """Packs one of `early_groups`; the caller answers for what `pack` checks, and names its first slot as `done`."""
+    """Packs one of `early_groups`, without `pack`'s checks; its first slot has to be in the `done` of a later `pack`.
+
+    Args:
+        gradients: those of the group.
+        group: index in `early_groups`.
+        chunks: the layout's table.
+        pointers: this bucket's address table.
+        wire: output [chunks.wire_numel].
+        divisor: one element on the device.
+    """
     run = reference.runs(chunks)[group]
     _call("pack", "torch", reference.pack_run, gradients, run, chunks, pointers, wire, divisor, vouched=True)
 
 
 def divide(gradient: torch.Tensor, divisor: float, out: torch.Tensor) -> None:
-    """`pack_early` of one gradient on a wire of its own dtype, fp32 or fp64: `out` is its slot, shaped as it is."""
+    """Packs one gradient of fp32 or fp64 on a wire of its own dtype, as `pack_early` does.
+
+    Args:
+        gradient: to divide.
+        divisor: by which.
+        out: its slot of the wire, with the gradient's shape.
+    """
     _call("pack", "torch", reference.divide, gradient, divisor, out)
 
 
@@ -149,7 +206,21 @@ def unpack(
     *,
     vouched: bool = False,
 ) -> None:
-    """Unflattens, scales and casts `wire` into `gradients`; see `kernels.unpack.unpack`."""
+    """Unflattens, scales and casts `wire` into `gradients`.
+
+    Args:
+        gradients: P tensors, dense in memory, on one device; None: no gradient, its slot is skipped.
+        chunks: the layout's table, with the size, dtype and wire offset of each gradient.
+        pointers: this bucket's address table.
+        wire: input [chunks.wire_numel]: fp32, bf16 or fp16 (fp64 gradients: fp64, bf16 or fp16).
+        scale: one element on the device, fp32 (fp64 for fp64 gradients).
+        partials: filled in the same launch, from the values as stored; None: no statistics.
+        vouched: skip the checks of arguments; the caller has made them.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together; nothing is written then.
+        UnsupportedPairError: see `path_for`.
+    """
     path = path_for(wire.device, chunks.dtypes, (wire.dtype,))
     function = reference.unpack if path == "torch" else _triton_unpack.unpack
     _call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials, vouched=vouched)
@@ -163,8 +234,20 @@ def measure(
     *,
     vouched: bool = False,
 ) -> None:
-    """Partials of gradients as they are; see `kernels.measure.measure`."""
-    # The interpreter reads some numbers of bf16 wrongly too.
+    """Fills `partials` with statistics of gradients as they are.
+
+    Args:
+        gradients: P tensors, dense in memory, on one device; None: no gradient, which counts as zeros.
+        chunks: the layout's table, with the size and dtype of each gradient.
+        pointers: the address table of these gradients.
+        partials: output, from `chunks.new_partials`.
+        vouched: skip the checks of arguments; the caller has made them.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together; nothing is written then.
+        UnsupportedPairError: see `path_for`.
+    """
+    # dtypes as written, not read: the interpreter reads some numbers of bf16 wrongly too.
     path = path_for(partials.sums.device, chunks.dtypes)
     function = reference.measure if path == "torch" else _triton_measure.measure
     _call("measure", path, function, gradients, chunks, pointers, partials, vouched=vouched)
@@ -179,14 +262,31 @@ def scale(
     *,
     vouched: bool = False,
 ) -> None:
-    """Multiplies gradients in place; see `kernels.scale.scale`."""
+    """Multiplies gradients by `factor`, in place.
+
+    Args:
+        gradients: P tensors, dense in memory, on one device; None: no gradient, nothing is done.
+        chunks: the layout's table, with the size and dtype of each gradient.
+        pointers: the address table of these gradients.
+        factor: one element on the device, fp32 (fp64 for fp64 gradients).
+        partials: filled in the same launch, from the values as stored; None: no statistics.
+        vouched: skip the checks of arguments; the caller has made them.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together; nothing is written then.
+        UnsupportedPairError: see `path_for`.
+    """
     path = path_for(factor.device, chunks.dtypes)
     function = reference.scale if path == "torch" else _triton_scale.scale
     _call("scale", path, function, gradients, chunks, pointers, factor, partials, vouched=vouched)
 
 
 def new_combine_tables() -> CombineTables | None:
-    """What `combine` keeps between its launches on one stream; None where the torch path serves every device."""
+    """Tables for `combine` to keep between its launches on one stream.
+
+    Returns:
+        Empty tables; None without Triton.
+    """
     return None if _triton_pack is None else _triton_combine.CombineTables()
 
 
@@ -197,10 +297,21 @@ def combine(
     scale: float = 1.0,
     tables: CombineTables | None = None,
 ) -> None:
-    """Adds `tensors` up and writes the sum into each of `outputs`; see `kernels.combine.combine`.
+    """Adds `tensors` up and writes the sum, times `scale`, into each of `outputs`.
 
-    Tensors on several devices take the torch path: partial sums travel as the parts say. So do CPU tensors in the
-    interpreter: peers in one process would wait for it at every collective.
+    Tensors on several devices take the torch path, where partial sums are copied from device to device. So do CPU
+    tensors under TRITON_INTERPRET=1, since ranks of one process would wait for the interpreter at every collective.
+
+    Args:
+        tensors: P contiguous tensors of one dtype (fp32, bf16, fp16, fp64) and size.
+        outputs: at least one of the same dtype and size; each is one of `tensors` or overlaps none.
+        parts: ranges that cover every element once, in order, each with its order of additions.
+        scale: a finite factor.
+        tables: from `new_combine_tables`; None: made for this call.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together; nothing is written then.
+        UnsupportedPairError: see `path_for`.
     """
     first = tensors[0]
     one_device = all(one.device == first.device for one in (*tensors, *outputs))
@@ -211,7 +322,15 @@ def combine(
 
 
 def reduce_partials(partials: Partials, spans: Spans) -> Totals:
-    """Adds partials up per parameter and in total; see `kernels.stats.reduce_partials`."""
+    """Adds partials of unpack, measure or scale up per parameter and in total.
+
+    Args:
+        partials: fp64 and int64 [rows].
+        spans: int64 [1 + 2 P] on their device: P, then begin and end row of each parameter.
+
+    Returns:
+        Totals, parameters in the order of `spans`.
+    """
     path = path_for(partials.sums.device, ())
     function = reference_stats.reduce_partials if path == "torch" else _triton_stats.reduce_partials
     totals: Totals = _call("reduce_partials", path, function, partials, spans)
@@ -219,7 +338,15 @@ def reduce_partials(partials: Partials, spans: Spans) -> Totals:
 
 
 def reduce_source_partials(partials: SourcePartials, spans: Spans) -> SourceTotals:
-    """Brings partials of pack together per parameter; see `kernels.stats.reduce_source_partials`."""
+    """Reduces partials of pack per parameter and in total.
+
+    Args:
+        partials: int64 [rows].
+        spans: int64 [1 + 2 P] on their device: P, then begin and end row of each parameter.
+
+    Returns:
+        SourceTotals, parameters in the order of `spans`.
+    """
     path = path_for(partials.flushed.device, ())
     function = reference_stats.reduce_source_partials if path == "torch" else _triton_stats.reduce_source_partials
     totals: SourceTotals = _call("reduce_source_partials", path, function, partials, spans)
@@ -227,7 +354,14 @@ def reduce_source_partials(partials: SourcePartials, spans: Spans) -> SourceTota
 
 
 def arithmetic(device: torch.device) -> str:
-    """What decides the last bits of sums on `device`: equal here and on a peer, equal gradients have equal sums."""
+    """Describes what determines the last bits of sums: if ranks have the same text, equal gradients have equal sums.
+
+    Args:
+        device: of the gradients.
+
+    Returns:
+        Versions, and architecture or CPU capability, as text.
+    """
     path = path_for(device, ())
     if path == "torch":
         capability = torch.backends.cpu.get_cpu_capability()
@@ -239,9 +373,16 @@ def arithmetic(device: torch.device) -> str:
 
 
 def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stats: bool = False) -> None:
-    """Compiles pack and unpack for one wire by running them on one element, so that no step has to.
+    """Compiles pack and unpack for one wire by running them on one element; does nothing on the torch path.
 
-    `stats`: with by-products too, and what measures, scales and adds up. A no-op where the torch path runs.
+    Args:
+        device: whose architecture is compiled for.
+        wire: dtype of the wire buffer.
+        fp64: gradients are fp64; else fp32, bf16 and fp16.
+        stats: with statistics too, and the kernels that measure, scale and add up.
+
+    Raises:
+        UnsupportedPairError: see `path_for`.
     """
     dtype = torch.float64 if fp64 else torch.float32
     if path_for(device, (wire,), (dtype,)) != "triton":
@@ -265,10 +406,13 @@ def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stat
 
 @contextmanager
 def count_launches() -> Iterator[list[Launch]]:
-    """Counts every pack, unpack and reduce_partials of the process, on any thread, while the context is open.
+    """Counts every call of this module's functions in the process, on any thread, while the context is open.
 
-    A kernel counts as one launch, on the torch path every operator that does work. Dispatch modes that are active on
-    the calling thread do not see what is counted here.
+    A kernel counts as one launch; on the torch path every operator that does work does. Dispatch modes that are active
+    on the calling thread do not see the operators counted here.
+
+    Yields:
+        The calls so far; the list grows.
     """
     counted: list[Launch] = []
     with _lock:
@@ -288,15 +432,19 @@ _ALLOCATIONS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "
 
 
 def does_work(operator: Any) -> bool:
-    """Whether a torch operator launches anything: no views, no bare allocations, no marks for the profiler."""
+    """Whether a torch operator launches work: it is no view, no bare allocation, no mark for the profiler.
+
+    Args:
+        operator: as `__torch_dispatch__` gets it.
+    """
     return not (operator.is_view or operator.namespace == "profiler" or operator._opname in _ALLOCATIONS)
 
 
 class OperatorCounter(TorchDispatchMode):
     """Counts the torch operators that do work, as dispatched on this thread and on the autograd threads it starts.
 
-    A foreach operator counts as one call, however many kernels it launches. The kernels of this package are not seen
-    here but by `count_launches`.
+    A foreach operator counts as one call, however many kernels it launches. Calls of this module's functions are left
+    out: `count_launches` counts those.
 
     Attributes:
         calls: how many so far.
@@ -320,7 +468,7 @@ class OperatorCounter(TorchDispatchMode):
 def _call(name: Any, path: Path, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     if not _counting:
         return function(*arguments, **options)
-    # Modes of the caller's would count the same operators again, and those with which the interpreter plays a kernel.
+    # The caller's dispatch modes would count these operators again, and those by which the interpreter runs a kernel.
     with _disable_current_modes(), OperatorCounter() as operators:
         before = 0 if path == "torch" else _variants.launches()
         result = function(*arguments, **options)
@@ -343,4 +491,4 @@ def _refuse_unsupported(device: torch.device, dtypes: frozenset[torch.dtype]) ->
 @functools.cache
 def _warn_without_triton(device_type: str) -> None:
     if device_type == "cuda":
-        _logger.warning("triton cannot be imported: gradients on CUDA take the slower torch path")
+        _logger.warning("triton cannot be imported, so gradients on CUDA take the slower torch path: install triton")

@@ -1,4 +1,4 @@
-"""Measure: by-products of gradients as they are, through a table of addresses, in one launch.
+"""Measure: statistics of gradients as they are, through a table of addresses, in one launch.
 
     sums[c], peaks[c], first_non_finite[c] of each chunk c; fp32 arithmetic (fp64 for fp64)
 
@@ -89,19 +89,19 @@ def measure(
     vouched: bool = False,
     tuning: Tuning | None = None,
 ) -> None:
-    """Fills `partials` with by-products of `gradients` as they are, in one launch; changes nothing else.
+    """Fills `partials` with statistics of `gradients`, in one launch; writes nothing else.
 
     Args:
-        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None where
-            a gradient is missing (it counts as zeros).
-        chunks: the layout's table; says size and dtype of each. Its wire offsets mean nothing here.
+        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None: no
+            gradient, which counts as zeros.
+        chunks: the layout's table, with the size and dtype of each gradient. Its wire offsets are not used.
         pointers: the address table of these gradients.
         partials: from `chunks.new_partials`, on the gradients' device.
-        vouched: the caller answers for what is checked otherwise (3 us per gradient whose address is new).
-        tuning: launch shape; default: the architecture's.
+        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
+        tuning: launch shape; None: the architecture's.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit together; nothing has been written then.
+        ValueError, TypeError: arguments that do not fit together; nothing is written then.
     """
     if not vouched:
         check_walk(gradients, chunks, pointers, None, partials)
@@ -116,7 +116,7 @@ def measure(
 
 @functools.cache
 def measure_variant(fp64: bool, tuning: Tuning, backend: str) -> Variant:
-    """The one compilation that serves mixed or fp64 gradients."""
+    """The compilation for mixed or fp64 gradients."""
     return walk_variant(
         "measure",
         _measure_kernel,
@@ -130,5 +130,5 @@ def measure_variant(fp64: bool, tuning: Tuning, backend: str) -> Variant:
 
 
 def variants(tuning: Tuning, backend: str) -> tuple[Variant, ...]:
-    """Everything this file can launch on one architecture."""
+    """All variants that this file can launch on one architecture."""
     return tuple(measure_variant(fp64, tuning, backend) for fp64 in (False, True))

@@ -118,19 +118,19 @@ def pack(
     """Flattens, divides and casts `gradients` into `wire`, in one launch.
 
     Args:
-        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None where
-            a gradient is missing (its slot is filled with zeros).
-        chunks: the layout's table; says size, dtype and wire offset of each.
+        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None: no
+            gradient, its slot is filled with zeros.
+        chunks: the layout's table, with the size, dtype and wire offset of each gradient.
         pointers: this bucket's address table; belongs to this bucket alone.
         wire: output [chunks.wire_numel], contiguous: fp32, bf16 or fp16 (fp64 gradients: fp64, bf16 or fp16).
         divisor: one element on the device, fp32 (fp64 for fp64 gradients).
-        partials: from `chunks.new_source_partials`, filled in the same launch. Where a gradient is packed in place,
-            its first non-finite value is found for divisors of 1 and more.
-        vouched: the caller answers for what is checked otherwise (3 us per gradient whose address is new).
-        tuning: launch shape; default: the architecture's.
+        partials: from `chunks.new_source_partials`, filled in the same launch; None: no statistics. Of a gradient
+            packed in place the first non-finite value is found for divisors of at least 1 only.
+        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
+        tuning: launch shape; None: the architecture's.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit together; nothing has been written then.
+        ValueError, TypeError: arguments that do not fit together; nothing is written then.
     """
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, divisor, partials)
@@ -146,10 +146,10 @@ def pack(
 
 
 def pack_variant(wire: torch.dtype, fp64: bool, stats: bool, tuning: Tuning, backend: str) -> Variant:
-    """The one compilation that serves this wire, mixed or fp64 gradients, and by-products or none."""
+    """The compilation for this wire, mixed or fp64 gradients, with or without statistics."""
     return transfer_variant("pack", _pack_kernel, wire, fp64, stats, tuning, backend)
 
 
 def variants(tuning: Tuning, backend: str) -> tuple[Variant, ...]:
-    """Everything this file can launch on one architecture."""
+    """All variants that this file can launch on one architecture."""
     return tuple(pack_variant(*choice, tuning, backend) for choice in TRANSFERS)

@@ -1,6 +1,6 @@
-"""In which order contributions are added: the parts of a tensor, and each part's additions as steps of a small stack.
+"""The order of additions: parts of a tensor, and each part's additions as steps on a small stack.
 
-Floating-point addition is commutative and not associative, so the association alone decides the bits of a sum.
+Floating-point addition is commutative, not associative: the association alone determines the bits of a sum.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple, TypeAlias
 
-# A step: PUSH a contribution, ADD one to what lies on top, or FOLD: the two on top become their sum.
+# A step: PUSH a contribution, ADD one to the top, or FOLD: replace the top two by their sum.
 PUSH, ADD, FOLD = 0, 1, 2
 Step: TypeAlias = tuple[int, int]
 # A contribution's number, or the sum of two terms.
@@ -16,12 +16,14 @@ _Term: TypeAlias = "int | tuple[_Term, _Term]"
 
 
 class Part(NamedTuple):
-    """Elements [begin, end) of every tensor, and how they are added up.
+    """Elements [begin, end) of every tensor, and the order in which they are added up.
 
     Attributes:
-        adds: `(into, source)`: the partial sum at `into` becomes that plus the one at `source`, which is used up. A
-            partial sum begins as that tensor's own elements.
-        owner: where the whole sum is at the end.
+        begin: first element.
+        end: the element after the last one.
+        adds: pairs `(into, source)`, in order: the partial sum of tensor `source` is added to that of tensor `into`,
+            and not used again. A partial sum begins as its tensor's own elements.
+        owner: the tensor whose partial sum is the whole sum at the end.
     """
 
     begin: int
@@ -32,12 +34,19 @@ class Part(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def steps(adds: tuple[tuple[int, int], ...], owner: int) -> tuple[Step, ...]:
-    """The additions as steps, with as few sums at a time as can be: what needs more of them goes first.
+    """The additions as steps with the smallest stack: a term that needs more partial sums is evaluated first.
 
     Example: ((1, 3), (0, 1), (0, 2)), owner 0: (t0 + (t1 + t3)) + t2 is PUSH 1, ADD 3, ADD 0, ADD 2.
 
+    Args:
+        adds: see `Part`.
+        owner: see `Part`.
+
+    Returns:
+        Pairs of PUSH, ADD or FOLD and the contribution's number (0 for FOLD).
+
     Raises:
-        ValueError: something is added twice, or is not in the sum.
+        ValueError: a contribution is added twice, or is not in the sum.
     """
     terms: dict[int, _Term] = {}
     used: set[int] = set()
@@ -48,14 +57,18 @@ def steps(adds: tuple[tuple[int, int], ...], owner: int) -> tuple[Step, ...]:
         used.add(source)
     left = {peer for add in adds for peer in add} - used
     if left - {owner}:
-        raise ValueError(f"not in the sum at {owner}: what is at {sorted(left)}")
+        raise ValueError(f"not in the sum of owner {owner}: tensors {sorted(left - {owner})}")
     found: list[Step] = []
     _evaluate(terms.get(owner, owner), found)
     return tuple(found)
 
 
 def depth(program: tuple[Step, ...]) -> int:
-    """How many sums lie on the stack at most."""
+    """The largest number of sums on the stack.
+
+    Args:
+        program: from `steps`.
+    """
     height = highest = 0
     for kind, _ in program:
         height += {PUSH: 1, ADD: 0, FOLD: -1}[kind]
@@ -64,7 +77,7 @@ def depth(program: tuple[Step, ...]) -> int:
 
 
 def _evaluate(term: _Term, found: list[Step]) -> None:
-    # Not recursive along the left side, which is as long as there are contributions.
+    # No recursion along the left side, which is as long as the number of contributions.
     waiting: list[_Term] = []
     while not isinstance(term, int):
         one, other = term
@@ -84,7 +97,7 @@ def _evaluate(term: _Term, found: list[Step]) -> None:
 
 
 def _height(term: _Term) -> int:
-    """Sums on the stack while a term is evaluated."""
+    """The largest number of sums on the stack while a term is evaluated."""
     found: list[Step] = []
     _evaluate(term, found)
     return depth(tuple(found))

@@ -106,17 +106,17 @@ def scale(
     """Multiplies `gradients` by `factor`, in place, in one launch.
 
     Args:
-        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None where
-            a gradient is missing (it is skipped).
-        chunks: the layout's table; says size and dtype of each. Its wire offsets mean nothing here.
+        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None: no
+            gradient, nothing is done.
+        chunks: the layout's table, with the size and dtype of each gradient. Its wire offsets are not used.
         pointers: the address table of these gradients.
         factor: one element on the device, fp32 (fp64 for fp64 gradients).
-        partials: from `chunks.new_partials`, filled in the same launch, of the values as stored.
-        vouched: the caller answers for what is checked otherwise (3 us per gradient whose address is new).
-        tuning: launch shape; default: the architecture's.
+        partials: from `chunks.new_partials`, filled in the same launch from the values as stored; None: no statistics.
+        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
+        tuning: launch shape; None: the architecture's.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit together; nothing has been written then.
+        ValueError, TypeError: arguments that do not fit together; nothing is written then.
     """
     if not vouched:
         check_walk(gradients, chunks, pointers, factor, partials)
@@ -131,7 +131,7 @@ def scale(
 
 @functools.cache
 def scale_variant(fp64: bool, stats: bool, tuning: Tuning, backend: str) -> Variant:
-    """The one compilation that serves mixed or fp64 gradients, with by-products or none."""
+    """The compilation for mixed or fp64 gradients, with or without statistics."""
     return walk_variant(
         "scale",
         _scale_kernel,
@@ -145,5 +145,5 @@ def scale_variant(fp64: bool, stats: bool, tuning: Tuning, backend: str) -> Vari
 
 
 def variants(tuning: Tuning, backend: str) -> tuple[Variant, ...]:
-    """Everything this file can launch on one architecture."""
+    """All variants that this file can launch on one architecture."""
     return tuple(scale_variant(fp64, stats, tuning, backend) for fp64 in (False, True) for stats in (False, True))

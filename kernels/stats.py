@@ -1,4 +1,4 @@
-"""Second stage of the by-products: per-chunk partials to per-parameter and total ones, in a fixed order.
+"""Second stage of the statistics: per-chunk partials to per-parameter and total results, in a fixed order.
 
     parameter_sums[p] = sum of sums[c] over the chunks c of p;  total[0] = sum of parameter_sums, in order of p
 
@@ -18,8 +18,8 @@ from .table import Partials, SourcePartials, SourceTotals, Spans, Totals
 from .variants import STATS_POINTERS, Variant
 
 NONE_FOUND = tl.constexpr(0x7FFFFFFFFFFFFFFF)
-# One program reads all rows of a parameter, turn after turn, each as long as a trip to memory: so a turn is wide. The
-# largest tensor of GPT-2 takes 5 of them.
+# One program reads all rows of a parameter in a loop, an iteration of which takes as long as a trip to memory: so
+# iterations are wide. The largest tensor of GPT-2 takes 5.
 _BLOCK = 1024
 _NUM_WARPS = 8
 
@@ -156,14 +156,14 @@ FIRST_SOURCE = _variant(_first_source_kernel, "first_source", parameter_first="*
 
 
 def reduce_partials(partials: Partials, spans: Spans) -> Totals:
-    """Adds the partials of any number of launches up, in two launches.
+    """Adds partials of any number of launches up per parameter and in total, in two launches.
 
     Args:
-        partials: what unpack, measure or scale filled: fp64 and int64 [rows].
+        partials: fp64 and int64 [rows], as unpack, measure or scale filled them.
         spans: int64 [1 + 2 P] on their device: P, then begin and end row of each parameter.
 
     Returns:
-        Totals, parameters in the order of `spans`.
+        Totals [P], parameters in the order of `spans`.
     """
     parameters, device = spans.numel() // 2, partials.sums.device
     totals = Totals(
@@ -181,14 +181,14 @@ def reduce_partials(partials: Partials, spans: Spans) -> Totals:
 
 
 def reduce_source_partials(partials: SourcePartials, spans: Spans) -> SourceTotals:
-    """Brings the partials of any number of packs together, in two launches.
+    """Reduces partials of any number of packs per parameter and in total, in two launches.
 
     Args:
-        partials: what pack filled: int64 [rows].
-        spans: as for `reduce_partials`.
+        partials: int64 [rows], as pack filled them.
+        spans: int64 [1 + 2 P] on their device: P, then begin and end row of each parameter.
 
     Returns:
-        SourceTotals, parameters in the order of `spans`.
+        SourceTotals [P], parameters in the order of `spans`.
     """
     parameters, device = spans.numel() // 2, partials.flushed.device
     totals = SourceTotals(
@@ -204,5 +204,5 @@ def reduce_source_partials(partials: SourcePartials, spans: Spans) -> SourceTota
 
 
 def variants() -> tuple[Variant, ...]:
-    """Everything this file can launch."""
+    """All variants that this file can launch."""
     return PARAMETER_TOTALS, TOTAL, PARAMETER_SOURCES, FIRST_SOURCE

@@ -1,4 +1,4 @@
-"""Tables the kernels walk: ChunkTable (what a layout looks like) and PointerTable (where the gradients are now).
+"""Tables that the kernels read: ChunkTable (a bucket's layout) and PointerTable (the gradients' addresses).
 
 ChunkTable rows are int64 (parameter, begin, end, offset, dtype code): elements [begin, end) of that parameter's
 memory belong at [offset, offset + end - begin) of the wire. It is built once per layout with numpy and uploaded
@@ -23,21 +23,21 @@ import torch
 DTYPE_CODES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 # fp64 gradients travel as fp64, bf16 or fp16.
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# In place of a dtype code: the row is padding and has no partials.
+# Stands in place of a dtype code in padding rows, which have no partials.
 PADDING_CODE = 4
 CHUNK_NUMEL = 8192
 # Size and strides of a tensor that is dense in memory.
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-# What tells second stages which rows are whose: int64 [1 + 2 P] on the partials' device: P, then the begin and end row
-# of each parameter, in any order of the caller's; begin == end where it has none.
+# Which rows belong to which parameter, for second stages: int64 [1 + 2 P] on the partials' device: P, then the begin
+# and end row of each parameter, in any order; begin == end if it has no rows.
 Spans: TypeAlias = torch.Tensor
 
 
 @dataclass(frozen=True)
 class Partials:
-    """By-products of unpack, measure or scale, one entry per data row of the table.
+    """Statistics from unpack, measure or scale, one entry per data row of the table.
 
     Args:
         sums: fp64 [rows], sums of squares of the values as stored.
@@ -56,12 +56,12 @@ class Partials:
 
 @dataclass(frozen=True)
 class SourcePartials:
-    """By-products of pack, one entry per data row of the table: what is wrong with gradients before any rank is added.
+    """Statistics from pack, of this rank's gradients before the reduction; one entry per data row of the table.
 
     Args:
-        first_non_finite: int64 [rows], index within the parameter's memory of the first NaN or Inf of the gradient as
-            it was given (an overflow on the wire is not the gradient's fault), -1 for none.
-        flushed: int64 [rows], how many elements are not 0 in the gradient and 0 on the wire; counted only where
+        first_non_finite: int64 [rows], index within the parameter's memory of the first NaN or Inf in the gradient (not
+            on the wire, where finite values may overflow), -1 for none.
+        flushed: int64 [rows], number of elements that are not 0 in the gradient and 0 on the wire; counted only if
             `may_flush`, else 0.
     """
 
@@ -75,7 +75,7 @@ class SourcePartials:
 
 @dataclass(frozen=True)
 class Totals:
-    """Second stage of Partials: see `kernels.stats.reduce_partials`.
+    """Partials added up per parameter and in total: the result of `kernels.stats.reduce_partials`.
 
     Args:
         parameter_sums: fp64 [P], sum of squares of each parameter's values.
@@ -93,11 +93,11 @@ class Totals:
 
 @dataclass(frozen=True)
 class SourceTotals:
-    """Second stage of SourcePartials: see `kernels.stats.reduce_source_partials`.
+    """SourcePartials per parameter and in total: the result of `kernels.stats.reduce_source_partials`.
 
     Args:
         first_non_finite: int64 [P], index within the parameter's memory of its first NaN or Inf, -1 for none.
-        flushed: int64 [P], elements that the wire's dtype made 0.
+        flushed: int64 [P], number of elements that the wire's dtype made 0.
         first: int64 [2], the lowest parameter with a non-finite value and its index there; (-1, -1) for none.
     """
 
@@ -107,7 +107,7 @@ class SourceTotals:
 
 
 def new_partials(rows: int, device: torch.device) -> Partials:
-    """Uninitialised; launches write every data row of their tables."""
+    """Partials [rows], uninitialised: launches write every data row of their tables."""
     return Partials(
         sums=torch.empty(rows, dtype=torch.float64, device=device),
         peaks=torch.empty(rows, dtype=torch.float64, device=device),
@@ -116,7 +116,7 @@ def new_partials(rows: int, device: torch.device) -> Partials:
 
 
 def new_source_partials(rows: int, device: torch.device) -> SourcePartials:
-    """Uninitialised; pack writes every data row of its table."""
+    """SourcePartials [rows], uninitialised: pack writes every data row of its table."""
     return SourcePartials(
         first_non_finite=torch.empty(rows, dtype=torch.int64, device=device),
         flushed=torch.empty(rows, dtype=torch.int64, device=device),
@@ -124,25 +124,25 @@ def new_source_partials(rows: int, device: torch.device) -> SourcePartials:
 
 
 def may_flush(gradient: torch.dtype, wire: torch.dtype) -> bool:
-    """Whether what the wire makes 0 is counted: where its dtype is narrower."""
+    """Whether elements flushed to zero are counted: if the wire's dtype has fewer bytes than the gradient's."""
     return wire.itemsize < gradient.itemsize
 
 
 class ChunkTable:
-    """The static half: rows of one layout.
+    """The rows of one layout, which never change.
 
     Args:
-        numels: elements of each slot.
+        numels: number of elements of each slot.
         offsets: first wire element of each slot; slots ascend and do not overlap.
         dtypes: gradient dtype of each slot: fp32, bf16 and fp16 in any mix, or fp64 alone.
-        wire_numel: elements of the wire buffer; what no slot covers is padding.
-        begins: first element of each slot within its memory (default 0; a comm hook's slots share one buffer).
-        chunk_numel: at most this many elements per row.
-        shapes: size and strides of each slot's gradient where they are always the same; saves work on CPU.
+        wire_numel: number of elements of the wire buffer; elements that no slot covers are padding.
+        begins: first element of each slot within its memory; None: 0. (A comm hook's slots share one buffer.)
+        chunk_numel: largest number of elements per row.
+        shapes: size and strides of each slot's gradient, if they are always the same; saves work on CPU.
 
     Raises:
         ValueError: slots overlap, leave the wire, or a size is negative.
-        TypeError: a dtype the kernels do not take, or fp64 mixed with others.
+        TypeError: a dtype that the kernels do not take, or fp64 mixed with others.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class ChunkTable:
         self.offsets = tuple(offsets)
         self.dtypes = tuple(dtypes)
         self.begins = tuple(begins) if begins is not None else (0,) * len(self.numels)
-        # Slots that name their begin share one buffer, which is longer than any of them.
+        # Slots with begins share one buffer, which is longer than any of them.
         self.shared = begins is not None
         self.wire_numel = wire_numel
         self.chunk_numel = chunk_numel
@@ -194,23 +194,37 @@ class ChunkTable:
         return len(self.numels)
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The rows on `device`; uploaded at the first call."""
+        """The rows on a device; uploaded at the first call.
+
+        Args:
+            device: where they are needed.
+
+        Returns:
+            int64 [rows, 5]: parameter, begin, end, offset, dtype code.
+        """
         uploaded = self._on_device.get(device)
         if uploaded is None:
             uploaded = self._on_device[device] = torch.from_numpy(self.rows).to(device)
         return uploaded
 
     def spans(self, device: torch.device) -> Spans:
-        """Which partials of one launch are whose, slots in order; a new tensor at every call."""
+        """The rows of each slot in the partials of one launch; a new tensor at every call.
+
+        Args:
+            device: of the partials.
+
+        Returns:
+            int64 [1 + 2 P]: P, then begin and end row of each slot.
+        """
         pairs = np.stack([self.first_rows[:-1], self.first_rows[1:]], axis=1)
         return torch.from_numpy(np.concatenate([[len(self)], pairs.reshape(-1)])).to(device)
 
     def new_partials(self, device: torch.device) -> Partials:
-        """Partials for one launch of unpack, measure or scale."""
+        """Uninitialised Partials for one launch of unpack, measure or scale, on `device`."""
         return new_partials(self.data_rows, device)
 
     def new_source_partials(self, device: torch.device) -> SourcePartials:
-        """Partials for one launch of pack."""
+        """Uninitialised SourcePartials for one launch of pack, on `device`."""
         return new_source_partials(self.data_rows, device)
 
 
@@ -222,7 +236,7 @@ def _checked_fp64(dtypes: Sequence[torch.dtype]) -> bool:
         accepted = ", ".join(map(str, DTYPE_CODES))
         raise TypeError(f"gradients of {names} cannot be packed; accepted: {accepted} (complex: pass view_as_real)")
     if torch.float64 in kinds and len(kinds) > 1:
-        raise TypeError("torch.float64 gradients need a bucket of their own; put the other dtypes into another one")
+        raise TypeError("torch.float64 gradients need a bucket of their own: put other dtypes into another bucket")
     return torch.float64 in kinds
 
 
@@ -269,10 +283,13 @@ def _cut(
 
 
 class PointerTable:
-    """The moving half: where the gradients of one bucket are now.
+    """The addresses of one bucket's gradients, on the device.
 
-    Uploads only when an address changed. What a launch in flight reads is never overwritten: a change takes a
-    generation that no launch reads any more, or a new one, rather than wait.
+    They are uploaded only when one has changed. A table that a launch in flight reads is never overwritten: a change
+    goes into a generation that no launch reads any more, or into a new one, without waiting.
+
+    Attributes:
+        uploads: number of uploads so far.
     """
 
     def __init__(self) -> None:
@@ -288,7 +305,16 @@ class PointerTable:
     def holds(
         self, gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, wire: torch.Tensor | None = None
     ) -> bool:
-        """Whether the last launch had these tensors (address, dtype, size), this layout and, if given, this wire."""
+        """Whether the last launch had the same tensors (address, dtype, size), layout and, if given, wire.
+
+        Args:
+            gradients: P tensors; None: no gradient.
+            chunks: the layout's table.
+            wire: the wire buffer.
+
+        Returns:
+            True if the arguments need no check.
+        """
         if self._chunks is not chunks or (wire is not None and self._wire != (wire.data_ptr(), wire.dtype)):
             return False
         return self._held == _identities(gradients)
@@ -296,7 +322,13 @@ class PointerTable:
     def remember(
         self, gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, wire: torch.Tensor | None = None
     ) -> None:
-        """Notes what a launch was checked for, without uploading it (the torch reference needs no table)."""
+        """Records the arguments that a launch was checked for, without an upload (the torch path needs none).
+
+        Args:
+            gradients: P tensors; None: no gradient.
+            chunks: the layout's table.
+            wire: the wire buffer, of pack and unpack.
+        """
         held = _identities(gradients)
         if held != self._held:
             self._held = held
@@ -309,7 +341,15 @@ class PointerTable:
             self._wire = (wire.data_ptr(), wire.dtype)
 
     def views(self, chunks: ChunkTable, wire: torch.Tensor) -> list[torch.Tensor]:
-        """The slots of `wire`, each with its gradient's shape; made once per wire (1 us a piece). Keeps it alive."""
+        """The slots of a wire, as views with their gradients' shapes; made once per wire (1 us each), which they keep.
+
+        Args:
+            chunks: the layout's table, with shapes.
+            wire: [chunks.wire_numel].
+
+        Returns:
+            P views.
+        """
         assert chunks.shapes is not None
         key = (wire.data_ptr(), wire.dtype, chunks)
         if self._views is None or self._views[0] != key:
@@ -325,9 +365,16 @@ class PointerTable:
         device: torch.device,
         wire: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Addresses of `gradients` on `device`, theirs: int64 [P + 1], 0 where one is None, and 0 at the end.
+        """The gradients' addresses on the device, uploaded if they have changed.
 
-        The last entry is what padding rows point to. `wire`: of pack and unpack.
+        Args:
+            gradients: P tensors; None: no gradient.
+            chunks: the layout's table.
+            device: the gradients'.
+            wire: the wire buffer, of pack and unpack.
+
+        Returns:
+            int64 [P + 1]: the address, 0 for None; the last entry is 0, for padding rows.
         """
         self.remember(gradients, chunks, wire)
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -336,10 +383,10 @@ class PointerTable:
             addresses = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
             current = self._uploaded(torch.tensor([*addresses, 0], dtype=torch.int64), device, capturing)
             self.uploads += 1
-            # What a capture uploads is filled by its replays only: no eager launch may read it.
+            # A table uploaded in a capture is filled by replays only: no eager launch may read it.
             self._current = None if capturing else current
         elif capturing and current in self._generations:
-            # A graph will read it at every replay: it is never filled with anything else.
+            # The graph will read it at every replay, so it is never filled with other addresses.
             self._generations.remove(current)
             self._captured.append(current)
         return current.device
@@ -356,7 +403,7 @@ class PointerTable:
         if device.type == "cpu":
             return _Upload(values, values)
         if capturing:
-            host = values.pin_memory()  # read at every replay, as is the copy of it
+            host = values.pin_memory()  # copied again by every replay
             upload = _Upload(host, host.to(device, non_blocking=True))
             self._captured.append(upload)
             return upload
@@ -380,10 +427,10 @@ class _Upload:
     readers: dict[int, torch.cuda.Event] = field(default_factory=dict)
 
     def unread(self) -> bool:
-        """Whether what was uploaded here has been read by all that were to read it."""
+        """Whether all launches that read this generation have ended."""
         return bool(self.readers) and all(event.query() for event in self.readers.values())
 
 
 def _identities(gradients: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
-    """What tells whether tensors are the ones that were checked; 0.2 us each."""
+    """Keys that are equal if tensors are the ones that were checked; 0.2 us each."""
     return tuple([None if g is None else (g.data_ptr(), g.dtype, g.numel(), g.is_contiguous()) for g in gradients])

@@ -106,21 +106,21 @@ def unpack(
 ) -> None:
     """Unflattens, scales and casts `wire` into `gradients`, in one launch.
 
-    A gradient may be a view of its own slot of the wire, of the wire's dtype: it is then scaled in place.
+    A gradient of the wire's dtype may be a view of its own slot of the wire; it is scaled in place then.
 
     Args:
-        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None where
-            a gradient is missing (its slot is skipped).
-        chunks: the layout's table; says size, dtype and wire offset of each.
+        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None: no
+            gradient, its slot is skipped.
+        chunks: the layout's table, with the size, dtype and wire offset of each gradient.
         pointers: this bucket's address table; belongs to this bucket alone.
         wire: input [chunks.wire_numel], contiguous: fp32, bf16 or fp16 (fp64 gradients: fp64, bf16 or fp16).
         scale: one element on the device, fp32 (fp64 for fp64 gradients).
-        partials: from `chunks.new_partials`, filled in the same launch, of the values as stored.
-        vouched: the caller answers for what is checked otherwise (3 us per gradient whose address is new).
-        tuning: launch shape; default: the architecture's.
+        partials: from `chunks.new_partials`, filled in the same launch from the values as stored; None: no statistics.
+        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
+        tuning: launch shape; None: the architecture's.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit together; nothing has been written then.
+        ValueError, TypeError: arguments that do not fit together; nothing is written then.
     """
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, scale, partials)
@@ -135,10 +135,10 @@ def unpack(
 
 
 def unpack_variant(wire: torch.dtype, fp64: bool, stats: bool, tuning: Tuning, backend: str) -> Variant:
-    """The one compilation that serves this wire, mixed or fp64 gradients, and by-products or none."""
+    """The compilation for this wire, mixed or fp64 gradients, with or without statistics."""
     return transfer_variant("unpack", _unpack_kernel, wire, fp64, stats, tuning, backend)
 
 
 def variants(tuning: Tuning, backend: str) -> tuple[Variant, ...]:
-    """Everything this file can launch on one architecture."""
+    """All variants that this file can launch on one architecture."""
     return tuple(unpack_variant(*choice, tuning, backend) for choice in TRANSFERS)

@@ -1,6 +1,6 @@
-"""What gets compiled: the one table from which `dispatch` launches and `aot` compiles and reads machine code.
+"""Variants: the compilations of all kernels, which `dispatch` launches and `aot` compiles ahead of time.
 
-A Variant is a kernel with everything that decides its code: argument types, constexprs, warps, options. No pointer
+A Variant is a kernel with everything that determines its code: argument types, constexprs, warps, options. No pointer
 is specialised on its alignment and no kernel takes an integer argument, so the addresses and sizes of a step can
 never cause a compilation: one Variant is one compilation per device.
 """
@@ -38,7 +38,7 @@ STATS_POINTERS = [
     "total",
     "first",
 ]
-# Dtypes of gradients in one table: fp64 goes alone.
+# Dtypes of gradients in one table, by whether they are fp64, which is not mixed with others.
 GRADIENTS: Mapping[bool, tuple[str, ...]] = {False: ("fp32", "bf16", "fp16"), True: ("fp64",)}
 
 TRITON_NAMES: Mapping[torch.dtype, str] = {
@@ -52,10 +52,13 @@ TRITON_NAMES: Mapping[torch.dtype, str] = {
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch shape of one architecture: bytes of a tile on its wider side, and warps of a program.
+    """Launch shape of one architecture.
 
-    `hint`: which cache lines pack and unpack let go first: of nothing in particular (""), of what they read ("read"),
-    or also of what they write ("both").
+    Args:
+        tile_bytes: size of a tile on its wider side.
+        num_warps: warps of a program.
+        hint: cache lines that pack and unpack mark to be evicted first: none (""), those that they read ("read"), or
+            also those that they write ("both").
     """
 
     tile_bytes: int
@@ -63,7 +66,7 @@ class Tuning:
     hint: Literal["", "read", "both"] = ""
 
 
-# Keyed by Triton's (backend, architecture); found offline, never while training. Four 16-byte loads per thread in
+# Keyed by Triton's (backend, architecture); found offline, never while training. Each thread has four 16-byte loads in
 # flight on the wider side.
 TUNING: Mapping[tuple[str, int | str], Tuning] = {
     ("cuda", 80): Tuning(tile_bytes=8192, num_warps=4),
@@ -78,7 +81,7 @@ WARP_SIZE: Mapping[str, int] = {"cuda": 32, "hip": 64, "interpreter": 32}
 
 
 def interpreted() -> bool:
-    """Whether Triton was imported to run kernels in its interpreter, on CPU tensors."""
+    """Whether Triton runs kernels in its interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
     return bool(triton.knobs.runtime.interpret)
 
 
@@ -87,10 +90,16 @@ if interpreted():
 
 
 def current_target(device: torch.device) -> tuple[str, int | str]:
-    """Triton's (backend, architecture) for tensors on `device`; ("interpreter", "") for CPU tensors there.
+    """Triton's target for tensors on a device.
+
+    Args:
+        device: of the tensors.
+
+    Returns:
+        (backend, architecture): ("cuda", 90), ("hip", "gfx942"); ("interpreter", "") in the interpreter.
 
     Raises:
-        ValueError: CPU tensors without the interpreter: no kernel can read them.
+        ValueError: CPU tensors without the interpreter, which no kernel can read.
     """
     if device.type == "cuda":
         if torch.version.hip is not None:
@@ -106,7 +115,7 @@ def current_target(device: torch.device) -> tuple[str, int | str]:
 
 
 def tuning_for(target: tuple[str, int | str]) -> Tuning:
-    """The launch shape of an architecture; one that is not in the table gets the nearest older one of its backend."""
+    """The launch shape of an architecture; of one that is not in TUNING, that of the nearest older one."""
     if target[0] == "interpreter":
         return INTERPRETER_TUNING
     if target in TUNING:
@@ -122,7 +131,7 @@ _interpreter_lock = threading.Lock()
 
 
 def launches() -> int:
-    """Kernels that this thread has launched so far."""
+    """The number of kernels that this thread has launched so far."""
     return getattr(_launched, "count", 0)
 
 
@@ -130,9 +139,15 @@ def launches() -> int:
 class Variant:
     """One compilation: `kernel` with these argument types, constexprs and options.
 
-    `signature` maps every argument to Triton's name of its type ("*fp32", "constexpr"); `constexprs` holds the
-    values of the latter. `branches` names the dtype branches that the machine code must have, as (source,
-    destination) pairs; the destination is None where a branch only reads.
+    Args:
+        kernel: the jit function.
+        signature: every argument with Triton's name of its type ("*fp32", "constexpr").
+        constexprs: values of the constexpr arguments.
+        num_warps: warps of a program.
+        branches: dtype branches that the machine code must have, as (source, destination); the destination is None if a
+            branch only reads.
+        label: name in messages and records.
+        options: Triton's compile options.
     """
 
     kernel: Any
@@ -144,7 +159,12 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": True})
 
     def launch(self, programs: int, pointers: Sequence[torch.Tensor | None]) -> None:
-        """Launches `programs` programs on the first pointer's device, on its current stream."""
+        """Launches the kernel on the first pointer's device, on its current stream.
+
+        Args:
+            programs: how many.
+            pointers: the arguments that are no constexprs, in the kernel's order; None: absent.
+        """
         _launched.count = launches() + 1
         assert pointers[0] is not None
         with _launch_on(pointers[0].device):
@@ -152,8 +172,8 @@ class Variant:
 
 
 def _launch_on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensors'. The interpreter swaps
-    triton.language out while a kernel runs, so two threads must not be in it at once."""
+    # Triton launches on the current device, which need not be the tensors'. The interpreter replaces triton.language
+    # while a kernel runs, so two threads must not be in it at once.
     if device.type == "cuda":
         return torch.cuda.device(device)
     return _interpreter_lock if interpreted() else nullcontext()
@@ -164,7 +184,7 @@ def lanes(tuning: Tuning, backend: str) -> int:
     return tuning.num_warps * WARP_SIZE[backend]
 
 
-# What pack and unpack are compiled for: (wire, gradients are fp64, with by-products).
+# Variants of pack and unpack: (wire, gradients are fp64, with statistics).
 TRANSFERS: tuple[tuple[torch.dtype, bool, bool], ...] = tuple(
     (wire, fp64, stats)
     for wire, fp64 in (
@@ -220,7 +240,7 @@ def walk_variant(
     branches: tuple[tuple[str, str | None], ...],
     label: str,
 ) -> Variant:
-    """A variant of a kernel that walks gradients."""
+    """A variant of a kernel that reads or writes gradients through tables."""
     constexprs = {**switches, "TILE_BYTES": tuning.tile_bytes, "LANES": lanes(tuning, backend)}
     return Variant(
         kernel=kernel,
@@ -233,12 +253,12 @@ def walk_variant(
 
 
 def absent(outputs: Mapping[str, str]) -> dict[str, str]:
-    """Outputs that nobody asked for, as a signature has them."""
+    """The signature of outputs that are not written."""
     return dict.fromkeys(outputs, "constexpr")
 
 
 def partials_of(partials: Partials | None) -> tuple[torch.Tensor | None, ...]:
-    """What goes to a kernel for PARTIALS."""
+    """Arguments of a kernel for PARTIALS."""
     if partials is None:
         return None, None, None
     return partials.sums, partials.peaks, partials.first_non_finite

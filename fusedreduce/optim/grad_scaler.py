@@ -29,13 +29,13 @@ from ..buckets.tensors import any_gradient
 from ..errors import FusedReduceError
 from ..parallel.data_parallel import DataParallel
 from ..parallel.ddp import DistributedDataParallel, uncompiled
-from ..parallel.replicas.module_gradients import RealGradients
+from ..parallel.replicas.module_gradients import ModuleGradients
 from ..reducer import validation as admission
 from ..reducer.reducer import Reducer
 
 Wrapper = DistributedDataParallel | DataParallel | Reducer
 # What has the gradients of a wrapper: those it reduces, or those its replicas have in common.
-Reduces = Reducer | RealGradients
+Reduces = Reducer | ModuleGradients
 _MISSING = object()
 _FUSED_STEP_ATTRIBUTES = ("grad_scale", "found_inf")
 _numbers: weakref.WeakKeyDictionary[Reduces, dict[int, int]] = weakref.WeakKeyDictionary()
@@ -308,7 +308,7 @@ class _Beginning:
         """Raises if the scale would stay on some gradients of a DataParallel's."""
         for held in self._reducers:
             reducer = held()
-            if isinstance(reducer, RealGradients):
+            if isinstance(reducer, ModuleGradients):
                 reducer.check_loss(scaled)
 
     def __call__(self, _: object) -> None:

@@ -1,12 +1,12 @@
-"""DataParallel: one process drives several devices; each has a replica of the module and a part of the batch.
+"""DataParallel: one process drives several devices; each has a replica of the module and gets a part of the batch.
 
     dp = fusedreduce.DataParallel(model, ["cuda:0", "cuda:1"])
     for inputs, targets in data:
-        loss(dp(inputs), targets).backward()     # gradients of the real parameters: the sum over replicas
+        loss(dp(inputs), targets).backward()     # .grad of the module's parameters: the sum over replicas
         optimizer.step()
         optimizer.zero_grad()
 
-What torch.nn.DataParallel does, with the reducer and kernels of this package in place of its copies, and on CPU too.
+It does what torch.nn.DataParallel does, with this package's reducer and kernels in place of copies, and on CPU too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ..errors import FusedReduceError
 from ..reducer.optimizer_hooks import flush_step
 from ..reducer.reducer import Reducer
 from .replicas.autograd_bridge import Call, Joined, Output
-from .replicas.engine import Team
-from .replicas.module_gradients import RealGradients, Scaling
+from .replicas.engine import Engine
+from .replicas.module_gradients import ModuleGradients, Scaling
 from .replicas.replicate import check_module
 from .replicas.scatter_gather import (
     Nested,
@@ -51,22 +51,22 @@ class DataParallel(nn.Module):
     """Replicas of `module` on `devices`, trained as one.
 
     Args:
-        module: it is moved to the first device; its parameters are those of this module, and get all gradients.
-        devices: of one type; one may be listed several times. On CPU each has its share of the intra-op threads.
-        reduce: how gradients travel; `op` is "sum" whatever is given.
-        dim: of inputs and outputs, along which samples lie.
-        broadcast_buffers: replicas begin each forward with the module's buffers. What replica 0 does to its own is
-            kept, what others do is lost; as torch.nn.DataParallel.
-        timeout_s: how long replicas wait for each other in a reduction.
-        threads: one thread per replica, else they run one after another in the caller's. None: where devices are CPUs,
-            whose operators are not asynchronous. Dropout on CPU draws from one generator, which threads share: its
-            numbers are reproducible without threads only.
+        module: is moved to the first device. Its parameters are those of this module, and get all gradients.
+        devices: of one type; a device may be listed several times. On CPU each has a share of the intra-op threads.
+        reduce: how gradients are reduced; `op` is always "sum". None: ReduceConfig().
+        dim: dimension of inputs and outputs along which samples lie.
+        broadcast_buffers: copy the module's buffers to all replicas before each forward. Changes that replica 0 makes
+            to buffers are kept, those of others are lost, as in torch.nn.DataParallel.
+        timeout_s: seconds that replicas wait for each other in a reduction.
+        threads: True: one thread per replica; False: replicas run one after another in the caller's thread; None: True
+            on CPU, whose operators are not asynchronous. Dropout on CPU draws from one generator, which threads share:
+            its numbers are reproducible without threads only.
 
     Raises:
-        ValueError: no devices, of several types, or a kind that is neither CPU nor CUDA; threads on CUDA; the mode
-            Asynchronous without threads; a module that is not
-            initialised, on "meta", sharded, or parallel already.
-        TypeError: something that is no module; TorchScript.
+        ValueError: no devices, or devices of several types, or neither CPU nor CUDA; timeout_s not above 0; threads on
+            CUDA; the mode Asynchronous without threads; a module that is not initialised, on "meta", sharded, or
+            parallel already.
+        TypeError: an argument of another type; a TorchScript module.
     """
 
     def __init__(
@@ -97,59 +97,61 @@ class DataParallel(nn.Module):
         self._threads = self._devices[0].type == "cpu" if threads is None else bool(threads)
         if self._threads and self._devices[0].type == "cuda":
             raise ValueError(
-                "threads=True is for CPUs: all backwards of a CUDA device run on one thread of autograd's, which would "
-                "wait for itself"
+                "threads=True is for CPUs: autograd runs all backwards of a CUDA device on one thread, which would "
+                "wait for itself. Leave threads at None"
             )
         self._sync = True
         self._closed = False
         self._turns = Turns()
         self._scaling = Scaling()
         self._workers: Workers | None = None
-        self._team: Team | None = None
+        self._engine: Engine | None = None
         for name, one in module.named_modules():
             if isinstance(one, DataParallel | nn.DataParallel | DistributedDataParallel):
-                raise ValueError(f"{name or 'the module'} is a {type(one).__name__}, which cannot be replicated")
+                raise ValueError(
+                    f"{name or 'the module'} is a {type(one).__name__}, which cannot be replicated: pass its .module"
+                )
         named = [*module.named_parameters(), *module.named_buffers()]
         if all(one.device.type != "meta" for _, one in named):
-            # What is not initialised may be moved; what is on "meta" has nothing to move, and is refused next.
+            # Tensors on "meta" have no data to move, and are refused next.
             module.to(self._devices[0])
         check_module(module, self._devices[0])
         self.module = module
-        self._make_team()
+        self._make_engine()
 
-    # What it is
+    # Properties
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Where the replicas are."""
+        """The device of each replica."""
         return self._devices
 
     @property
     def reduce_config(self) -> ReduceConfig:
-        """How gradients travel."""
+        """The options of the reduction."""
         return self._config
 
     @property
     def sync_mode(self) -> SyncMode:
-        """When gradients are synchronised; see ReduceConfig."""
+        """The mode in use: which step's sums `.grad` holds after a backward; see ReduceConfig."""
         return self._config.sync_mode
 
     @property
     def reducers(self) -> tuple[Reducer, ...]:
-        """One per replica, of that replica's parameters; none where there are none to reduce, or no need for them.
+        """The reducer of each replica's parameters.
 
-        With all replicas on one device, wire "native", the synchronous mode and nothing to observe, gradients are added
-        up where they lie.
+        Empty if nothing is trained, and if gradients are added in place: with all replicas on one device, wire
+        "native", the synchronous mode and no statistics.
         """
         peers = self._current().peers
         return () if peers.adds_up else tuple(peers.reducers)
 
     @property
-    def gradients(self) -> RealGradients:
-        """What `clip_grad_norm_` and `FusedGradScaler` ask.
+    def gradients(self) -> ModuleGradients:
+        """The module's gradients, as `clip_grad_norm_` and `FusedGradScaler` use them.
 
         Raises:
-            ValueError: nothing is to be trained, or after close().
+            ValueError: no parameter requires a gradient; or after close().
         """
         self._check_open()
         real = self._current().real
@@ -158,54 +160,64 @@ class DataParallel(nn.Module):
         return real
 
     def extra_repr(self) -> str:
-        """Shown by `print`."""
+        """The text that `print` shows in parentheses: devices and dimension."""
         return f"devices={[str(one) for one in self._devices]}, dim={self.dim}"
 
     # Forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Scatters the arguments, runs the replicas, and concatenates what they return, on the first device.
+        """Scatters the arguments, runs the replicas, and concatenates their outputs on the first device.
 
-        Tensors with dimensions are divided along `dim`, evenly, the first parts being the larger ones; anything else
-        goes to every replica as it is. Outputs may be nested. Of 0-dim outputs, losses say, a vector is made, as
-        torch.nn.DataParallel does; what is no tensor must be the same on all replicas.
+        Args:
+            args: of the module. Tensors with dimensions are divided along `dim` into parts whose sizes differ by at
+                most 1, larger ones first; everything else goes to every replica unchanged.
+            kwargs: of the module, scattered in the same way.
+
+        Returns:
+            The outputs, nested as the module returned them. 0-dim outputs, losses say, become a vector, as with
+            torch.nn.DataParallel; values that are no tensors must be the same on all replicas.
 
         Raises:
             ValueError: after close(); fewer samples than devices; inputs with different numbers of samples; no tensor
                 to scatter; outputs that cannot be gathered.
-            Exception: what a replica has raised, with a note that says which.
+            TypeError: a PackedSequence.
+            Exception: an error of a replica, with a note that says which.
         """
-        with self._turn(again=True):
+        with self._exclusive_use(again=True):
             return self._forward(args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward_parallel(self, inputs: Sequence[Any]) -> list[Any]:
-        """One input and one output per device: what each replica returns, where it is.
+        """Runs the replicas on one input each, without scattering and gathering.
 
-        Each output's loss is to be the mean over its replica's samples. Its gradient is weighted with that replica's
-        share of all samples when it enters the replica, so that parameters, and whatever the inputs were made of, get
-        the gradient of the mean over all of them: whether the losses are summed or run backward one by one.
+        Each output's loss should be the mean over its replica's samples. Its gradient is multiplied by that replica's
+        share of all samples when it enters the replica, so that parameters and inputs get the gradient of the mean over
+        all samples, whether losses are summed or run backward one by one.
 
         Args:
-            inputs: per device one argument, or a tuple or list of them.
+            inputs: per device one argument, or a tuple or list of arguments.
+
+        Returns:
+            Each replica's output, on its device.
 
         Raises:
             ValueError: not as many inputs as devices, or an input without samples; after close().
-            Exception: what a replica has raised, with a note that says which.
+            TypeError: a PackedSequence.
+            Exception: an error of a replica, with a note that says which.
         """
-        with self._turn(again=True):
+        with self._exclusive_use(again=True):
             return self._forward_parallel(inputs)
 
     # Training
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forwards within it are no step of the reducers.
+        """Backwards of forwards within the context are not reduced through the wire.
 
-        In synchronous mode the sum over replicas is in `.grad` after their backwards all the same, without having been
-        rounded to the wire. In other modes replicas keep their gradients, until the next backward of a forward outside
-        of it reduces them; `zero_grad` of this module drops them.
+        In the synchronous mode `.grad` still gets the sum over replicas, not rounded to the wire's dtype. In other
+        modes replicas stash their gradients until the next backward of a forward outside the context reduces them;
+        `zero_grad` of this module drops them.
         """
         before, self._sync = self._sync, False
         try:
@@ -214,67 +226,89 @@ class DataParallel(nn.Module):
             self._sync = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `Module.zero_grad`; also drops what replicas keep under `no_sync`."""
+        """Clears all gradients, as `Module.zero_grad` does, and those stashed under `no_sync`.
+
+        Args:
+            set_to_none: set `.grad` to None; False: fill with zeros.
+        """
         super().zero_grad(set_to_none)
-        if self._team is not None:
-            self._team.drop_gradients()
+        if self._engine is not None:
+            self._engine.drop_gradients()
 
     def set_sync_mode(self, mode: SyncMode) -> None:
-        """Goes on in another mode, from the next backward on; after `flush`.
+        """Changes the mode from the next backward on. Call `flush` first.
+
+        Args:
+            mode: Synchronous(), BoundedStaleness(k) or Asynchronous(); see `ReduceConfig.sync_mode`.
 
         Raises:
-            ValueError: something excludes it, or it is no mode.
-            FusedReduceError: steps are under way.
+            ValueError: an option excludes the mode, or it is not a mode; after close().
+            FusedReduceError: steps are in flight, or gradients of backwards under no_sync() wait to be reduced.
         """
         config = dataclasses.replace(self._config, sync_mode=mode)
-        with self._turn():
+        with self._exclusive_use():
             self._current().set_sync_mode(config)
             self._config = config
 
     def flush(self, *optimizers: Optimizer, step: Callable[[], None] | None = None) -> FlushReport:
-        """Lands what is under way in the modes whose averages come late; see `Reducer.flush`.
+        """Applies the sums of every step in flight, in order.
 
         Args:
-            optimizers: to step after each landing; their gradients are None then.
-            step: in their place: called after each landing. With neither, `.grad` holds the sum of them all.
+            optimizers: each is stepped after each step's sums have been applied; gradients are None afterwards.
+            step: called in place of stepping. With neither, `.grad` holds the total of all steps.
+
+        Returns:
+            How many steps were applied, and how far parameters were apart.
 
         Raises:
-            ValueError: optimizers beside `step`, or with a loss scaler, which must decide on each of their steps.
-            TypeError: an optimizer that is none.
-            FusedReduceError: gradients of backwards under no_sync() wait.
-            Exception: what `step` has raised; what had not landed is given up then.
+            ValueError: optimizers together with `step`, or with a loss scaler, which has to decide on each of their
+                steps; after close().
+            TypeError: an optimizer that is not a torch optimizer.
+            FusedReduceError: gradients of backwards under no_sync() wait to be reduced.
+            Exception: an error of `step`; steps that were not applied are dropped then.
         """
-        with self._turn():
-            team = self._current()
-            scaled = team.real is not None and team.real.observed.units.attached
-            return team.flush(flush_step(optimizers, step, scaled=scaled))
+        with self._exclusive_use():
+            engine = self._current()
+            scaled = engine.real is not None and engine.real.observed.units.attached
+            return engine.flush(flush_step(optimizers, step, scaled=scaled))
 
     def reduce_state_dict(self) -> dict[str, Any]:
-        """What is under way, to keep in a checkpoint beside the module's and the optimizer's state. Waits for it.
+        """The steps in flight, to keep in a checkpoint beside the module's and the optimizer's state. Waits for them.
 
-        Plain tensors, numbers and names; empty in the synchronous mode.
+        Returns:
+            Plain tensors, numbers and names; empty in the synchronous mode.
 
         Raises:
-            FusedReduceError: gradients of backwards under no_sync() wait.
+            ValueError: after close().
+            FusedReduceError: gradients of backwards under no_sync() wait to be reduced.
         """
-        with self._turn():
+        with self._exclusive_use():
             return self._current().state()
 
     def load_reduce_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what `reduce_state_dict` has given.
+        """Resumes from a checkpoint of steps in flight.
+
+        Args:
+            state: what `reduce_state_dict` returned.
 
         Raises:
-            ValueError: it is damaged, or of another model, number of devices or mode.
-            FusedReduceError: steps are under way here, or gradients of backwards under no_sync() wait.
+            ValueError: it is damaged, or belongs to another model, number of devices or mode; after close().
+            FusedReduceError: steps are in flight here, or gradients of backwards under no_sync() wait to be reduced.
         """
-        with self._turn():
+        with self._exclusive_use():
             self._current().load_state(dict(state))
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """Norm over the gradients as they are now: fp64, 0-dim, on the first device; one launch, and nothing waits.
+        """Norm over the module's gradients as they are now; one launch, which the host does not wait for.
 
         Args:
             norm_type: 2 or inf.
+
+        Returns:
+            0-dim tensor of fp64 on the first device.
+
+        Raises:
+            ValueError: another norm_type; no parameter requires a gradient; or after close().
         """
         return self.gradients.observed.grad_norm(norm_type)
 
@@ -282,22 +316,23 @@ class DataParallel(nn.Module):
         """Compares all replicas' parameters with the module's, byte for byte.
 
         Raises:
-            FusedReduceError: some differ, with their names and replicas.
+            ValueError: after close().
+            FusedReduceError: parameters differ; with their names and replicas.
         """
-        with self._turn():
+        with self._exclusive_use():
             self._current().replicas.verify()
 
     # Lifecycle
 
     def close(self) -> None:
-        """Ends the threads and gives the replicas up; the module stays as it is. May be called twice."""
+        """Ends the threads and frees the replicas; the module stays as it is. May be called twice."""
         self._closed = True
-        team, self._team = self._team, None
-        if team is not None:
-            team.close()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.release()
         workers, self._workers = self._workers, None
         if workers is not None:
-            workers.close()
+            workers.stop_threads()
 
     def __enter__(self) -> DataParallel:
         return self
@@ -308,28 +343,28 @@ class DataParallel(nn.Module):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_team": None, "_workers": None, "_turns": None, "_scaling": None}
+        return {**vars(self), "_engine": None, "_workers": None, "_turns": None, "_scaling": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._turns, self._scaling = Turns(), Scaling()
 
-    # Within
+    # Private
 
-    def _turn(self, *, again: bool = False) -> AbstractContextManager[bool]:
-        """To be entered by whoever uses the replicas; see Turns. A checkpoint runs a forward again in a backward."""
+    def _exclusive_use(self, *, again: bool = False) -> AbstractContextManager[bool]:
+        """Context manager to hold while using the replicas; `again` for forward, which checkpoints run in backward."""
         self._check_open()
-        return self._turns.take(self._workers, again=again)
+        return self._turns.lock_for(self._workers, again=again)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ValueError("this DataParallel is closed")
+            raise ValueError("this DataParallel is closed: make a new one of its .module")
 
-    def _make_team(self) -> Team:
+    def _make_engine(self) -> Engine:
         if self._workers is None:
             self._workers = Workers(len(self._devices) if self._threads else 1, "replica")
-        with torch.inference_mode(False):  # its parameters outlive this forward
-            self._team = Team(
+        with torch.inference_mode(False):  # the replicas' parameters outlive this forward
+            self._engine = Engine(
                 self.module,
                 self._devices,
                 self._workers,
@@ -339,32 +374,32 @@ class DataParallel(nn.Module):
                 turns=self._turns,
                 scaling=self._scaling,
             )
-        return self._team
+        return self._engine
 
-    def _current(self) -> Team:
+    def _current(self) -> Engine:
         if self._workers is not None and not self._workers.are_here():
-            self._workers = self._team = None  # this process was forked: its threads are elsewhere
-        return self._make_team() if self._team is None else self._team
+            self._workers = self._engine = None  # this process was forked, without the threads
+        return self._make_engine() if self._engine is None else self._engine
 
-    def _followed(self) -> Team:
-        """The team, in line with the module as it is now."""
-        team = self._current()
-        if not team.replicas.follow(broadcast_buffers=self.broadcast_buffers):
-            if team.peers.under_way():
+    def _updated_engine(self) -> Engine:
+        """The engine, after its replicas were updated from the module."""
+        engine = self._current()
+        if not engine.replicas.update_from_module(broadcast_buffers=self.broadcast_buffers):
+            if engine.peers.under_way():
                 raise FusedReduceError(
-                    "the module's parameters have changed (replaced, frozen, converted) while steps are under way: "
-                    "flush() before such a change"
+                    "the module's parameters have changed (replaced, frozen, converted) while steps are in flight: "
+                    "call flush() before such a change"
                 )
-            team.close()
-            team = self._make_team()
-            if not team.replicas.follow(broadcast_buffers=self.broadcast_buffers):
-                raise FusedReduceError("the module changes while it is being replicated")
-        return team
+            engine.release()
+            engine = self._make_engine()
+            if not engine.replicas.update_from_module(broadcast_buffers=self.broadcast_buffers):
+                raise FusedReduceError("the module changed while it was being replicated: another thread modifies it")
+        return engine
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        team = self._followed()
+        engine = self._updated_engine()
         inputs = scattered(args, kwargs, len(self._devices), self.dim)
-        runs = _Runs(team, inputs)
+        runs = _Runs(engine, inputs)
         outputs = [flatten(one) for one in runs.outputs]
         found = pieces(outputs, self.dim)
         warn_of_scalars(found)
@@ -379,13 +414,13 @@ class DataParallel(nn.Module):
                 leaves.append(None)
             else:
                 leaves.append(joined(piece.leaves, self.dim, self._devices[0]))
-        self._connect(team, runs, graph, leaves, None)
+        self._connect(engine, runs, graph, leaves, None)
         return outputs[0].rebuild(leaves)
 
     def _forward_parallel(self, inputs: Sequence[Any]) -> list[Any]:
-        team = self._followed()
+        engine = self._updated_engine()
         if len(inputs) != len(self._devices):
-            raise ValueError(f"got {len(inputs)} inputs for {len(self._devices)} devices: there must be one for each")
+            raise ValueError(f"got {len(inputs)} inputs, expected one for each of {len(self._devices)} devices")
         refuse_packed(list(inputs))
         given: list[tuple[Nested, list[Any]]] = []
         samples: list[int] = []
@@ -397,7 +432,7 @@ class DataParallel(nn.Module):
             if samples[-1] == 0:
                 raise ValueError(f"input {number} has no samples")
             given.append((nested, list(nested.leaves)))
-        runs = _Runs(team, given)
+        runs = _Runs(engine, given)
         outputs = [flatten(one) for one in runs.outputs]
         leaves = [leaf for one in outputs for leaf in one.leaves]
         graph: list[tuple[int, Output]] = []
@@ -407,7 +442,7 @@ class DataParallel(nn.Module):
                 if runs.graph and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     graph.append((at, Output([replica], [leaf], leaf.device)))
                 at += 1
-        self._connect(team, runs, graph, leaves, [one / sum(samples) for one in samples])
+        self._connect(engine, runs, graph, leaves, [one / sum(samples) for one in samples])
         results = []
         for one in outputs:
             results.append(one.rebuild(leaves[: len(one.leaves)]))
@@ -416,18 +451,18 @@ class DataParallel(nn.Module):
 
     def _connect(
         self,
-        team: Team,
+        engine: Engine,
         runs: _Runs,
         graph: Sequence[tuple[int, Output]],
         leaves: list[Any],
         weights: Sequence[float] | None,
     ) -> None:
-        """Puts into `leaves` what the graph outside sees of `graph`, by place."""
-        team.replicas.keep_buffers()
+        """Connects the outputs in `graph` to the outer graph, and stores the results in `leaves` at their positions."""
+        engine.replicas.keep_buffers()
         if graph:
             outputs = [one for _, one in graph]
-            call = Call(team, outputs, runs.leaves, self.dim, weights, reduce=self._sync, together=runs.together)
-            made = Joined.apply(call, *team.replicas.trained, *runs.sources)
+            call = Call(engine, outputs, runs.leaves, self.dim, weights, reduce=self._sync, together=runs.together)
+            made = Joined.apply(call, *engine.replicas.trained, *runs.sources)
             for (at, _), tensor in zip(graph, made, strict=True):
                 leaves[at] = tensor
 
@@ -436,18 +471,18 @@ class _Runs:
     """A forward of all replicas.
 
     Args:
-        team: the replicas.
-        inputs: see `Team.forward`.
+        engine: the replicas.
+        inputs: see `Engine.forward`.
 
     Attributes:
-        graph: whether a graph is wanted.
-        together: see `Team.backward`.
+        graph: whether a graph is recorded.
+        together: see `Engine.backward`.
         outputs: by replica.
-        sources: inputs that require a gradient, as the graph outside knows them.
-        leaves: per replica, what it was given in their place.
+        sources: inputs that require a gradient, in the outer graph.
+        leaves: per replica, the detached inputs that it was given in their place.
     """
 
-    def __init__(self, team: Team, inputs: Sequence[tuple[Nested, list[Any]]]) -> None:
+    def __init__(self, engine: Engine, inputs: Sequence[tuple[Nested, list[Any]]]) -> None:
         enabled = torch.is_grad_enabled()
         self.sources: list[torch.Tensor] = []
         self.leaves: list[list[torch.Tensor]] = []
@@ -459,17 +494,13 @@ class _Runs:
                     leaves[at] = leaf.detach().requires_grad_()
                     mine.append(leaves[at])
             self.leaves.append(mine)
-        self.graph = enabled and bool(team.replicas.trained or self.sources)
-        self.together = not team.runs_in_threads
-        self.outputs = team.forward(inputs)
+        self.graph = enabled and bool(engine.replicas.trained or self.sources)
+        self.together = not engine.runs_in_threads
+        self.outputs = engine.forward(inputs)
 
 
 def _checked_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.device, ...]:
-    """As torch.device, with numbers.
-
-    Raises:
-        ValueError: none, of several types, or a kind that is neither CPU nor CUDA.
-    """
+    """The devices as torch.device, CUDA devices with an index."""
     found = [torch.device(one) for one in devices]
     if not found:
         raise ValueError("DataParallel needs at least one device")

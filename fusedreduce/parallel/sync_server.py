@@ -1,20 +1,21 @@
-"""SyncServer: gradients averaged over devices of this process, each of which says first what it will produce.
+"""SyncServer: gradients averaged over devices of this process, each of which announces what it will produce.
 
     server = SyncServer(2)
     with server.device(rank, model.named_parameters()) as device:     # in a thread per device
         for batch in data:
-            device.announce(loss := model(batch))               # None: nothing this time
+            device.announce(loss := model(batch))               # None: no gradients this time
             loss.backward()
             device.sync()                                       # every .grad is the mean over both devices now
             optimizer.step()
 
-What lies between announce and sync is an *epoch*. Each device counts its own, and the n-th of all devices meet; none
-resets what others count by. Announced is what the graph of the loss reaches: a parameter that k of n devices produce
-is averaged over n, with zeros for the others, who get the result too; one that nobody produces keeps its `.grad`.
+The time from announce to sync is an *epoch*. Each device counts its own epochs, and the n-th epochs of all devices are
+reduced together. A device announces the parameters that the graph of its loss reaches: a parameter that k of n devices
+produce is averaged over n, with zeros for the others, which get the result too; a parameter that no device produces
+keeps its `.grad`.
 
-Each device is a rank of a LocalGroup with a Reducer of its own, which does the reducing. An epoch that cannot be
-finished (a device raised, was closed, or did not come in time) is given up for all: whoever is in it raises, and so
-does, at once, whoever comes to it later. The next epochs meet again, in a *generation* of new communicators.
+Each device is a rank of a LocalGroup, with a Reducer of its own. An epoch that cannot be finished (a device raised, was
+closed, or did not come in time) is given up for all: every device in it raises, and a device that comes to it later
+raises at once. Later epochs work again, in a *generation* of new communicators.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ _NAMES_SHOWN = 20
 
 
 class DeviceState(enum.Enum):
-    """Where a device stands."""
+    """State of a SyncDevice."""
 
-    IDLE = "between epochs"  # no backward may come
+    IDLE = "between epochs"  # a backward raises
     ANNOUNCED = "in an epoch"  # from announce to sync
-    CLOSED = "closed"  # for good
+    CLOSED = "closed"  # cannot be used again
 
 
 @dataclass(frozen=True, eq=False)
 class _Generation:
-    """Epochs that meet on the same communicators: from `first` on, until one is given up.
+    """The epochs that use the same communicators: from `first` on, until one is given up.
 
     Args:
-        communicators: by rank; made together, so that they meet.
+        communicators: by rank, made together.
         first: number of the first epoch.
     """
 
@@ -75,17 +76,17 @@ class _Failure:
 
 
 class SyncServer:
-    """`world_size` devices of this process that average their gradients.
+    """Averages the gradients of `world_size` devices of this process.
 
     Args:
-        world_size: how many devices.
-        op: "mean" over all devices, or "sum"; None: what `config` says.
-        config: how gradients are reduced.
-        caps: limits of the buckets.
-        timeout_s: how long a device waits for the others.
+        world_size: number of devices.
+        op: "mean" over all devices, or "sum"; None: `config.op`.
+        config: how gradients are reduced; None: ReduceConfig().
+        caps: size limits of buckets; None: torch's.
+        timeout_s: seconds that a device waits for the others.
 
     Raises:
-        ValueError: a world size below 1, a timeout that is not above 0, an unknown op, a mode other than synchronous.
+        ValueError: a world size below 1, a timeout not above 0, an unknown op, a mode other than Synchronous.
     """
 
     def __init__(
@@ -101,12 +102,15 @@ class SyncServer:
         if op is not None:
             self.config = dataclasses.replace(self.config, op=op)
         if self.config.sync_mode != Synchronous():
-            raise ValueError(f"SyncServer: an epoch ends with its own averages, so {self.config.sync_mode} is refused")
+            raise ValueError(
+                f"SyncServer takes sync_mode=Synchronous() only, since an epoch ends with its own averages; got "
+                f"{self.config.sync_mode}"
+            )
         self._caps = caps
         self._lock = threading.RLock()
         self._group = LocalGroup(world_size, timeout_s=timeout_s)
         self._devices: dict[int, SyncDevice] = {}
-        self._departed: dict[int, int] = {}  # closed and not started again: rank -> its last epoch
+        self._departed: dict[int, int] = {}  # devices that are closed and not started again: rank -> last epoch
         self._last_epoch = 0  # of any device
         self._failures: dict[int, _Failure] = {}  # of epochs that were given up, and not every device has come to
         self._closed = False
@@ -118,24 +122,27 @@ class SyncServer:
         return self._group.size
 
     def device(self, rank: int, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> SyncDevice:
-        """Takes a device's place; it is left by `close`, and may be taken again then.
+        """Starts a device. After `SyncDevice.close` the same rank may be started again.
 
         Args:
-            rank: which device, from 0.
-            named_parameters: its model's, as `model.named_parameters()` gives them. Names and their order must be the
+            rank: of the device, from 0.
+            named_parameters: of its model, as `model.named_parameters()` gives them. Names and their order must be the
                 same on every device; the first epoch compares them. A shared parameter counts once, under its first
-                name; those that need no gradient are left out.
+                name; parameters that need no gradient are left out.
+
+        Returns:
+            The device, for one thread at a time.
 
         Raises:
-            ValueError: no such rank, nothing to reduce, a name twice, or parameters that another server or reducer
-                holds.
+            ValueError: no such rank, no parameter that requires a gradient, a name twice, or parameters that another
+                server or reducer reduces.
             TypeError: parameters without names.
-            FusedReduceError: the server is closed, or the place is taken.
+            FusedReduceError: the server is closed, or the device has been started already.
         """
         kept: dict[str, torch.Tensor] = {}
         seen: set[int] = set()
         for pair in named_parameters:
-            # Without names only an order could say which parameters belong together, and nothing would check that.
+            # Names let the first epoch check which parameters belong together; an order alone could not be checked.
             if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
                 raise TypeError(
                     "device: expected pairs of a name and a parameter, as model.named_parameters() gives them, got "
@@ -161,19 +168,27 @@ class SyncServer:
             return device
 
     def run(self, case: Callable[[SyncDevice], T]) -> list[T]:
-        """`case(device)` in a thread for each device; what each returned, in rank order.
+        """Calls `case(device)` in a thread for each device, and waits for all.
+
+        Args:
+            case: the training loop of one device.
+
+        Returns:
+            The results in rank order.
 
         Raises:
-            FusedReduceError: not every device has been started.
-            BaseException: the first that a device raised, after all threads have ended. The others' epoch was given up
-                then; what they raised of their own is added as notes.
+            FusedReduceError: not every device has been started, or the server is closed.
+            BaseException: the first error of a device, after all threads have ended. The epoch is given up for the
+                others; their own errors are added as notes.
         """
         with self._lock:
             self._check_open()
             devices = [self._devices.get(rank) for rank in range(self.world_size)]
             missing = [rank for rank, device in enumerate(devices) if device is None]
         if missing:
-            raise FusedReduceError(f"{_devices_text(missing)} not started: device(rank, parameters) before run")
+            raise FusedReduceError(
+                f"{_devices_text(missing)} not started: call SyncServer.device(rank, named_parameters) before run()"
+            )
         present = [device for device in devices if device is not None]
 
         def give_up(rank: int | None, error: BaseException) -> None:
@@ -189,7 +204,7 @@ class SyncServer:
             raise
 
     def close(self) -> None:
-        """Closes every device; who waits in an epoch raises. May be called twice."""
+        """Closes every device; a device that waits in an epoch raises. May be called twice."""
         with self._lock:
             self._closed = True
             devices = list(self._devices.values())
@@ -203,11 +218,11 @@ class SyncServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # What devices ask
+    # Called by devices
 
     def _check_open(self) -> None:
         if self._closed:
-            raise FusedReduceError("this SyncServer is closed")
+            raise FusedReduceError("this SyncServer is closed: make a new one")
 
     def _new_generation(self) -> _Generation:
         return _Generation(self._group.communicators(), self._last_epoch + 1)
@@ -225,8 +240,8 @@ class SyncServer:
         missing = [rank for rank, last in sorted(self._departed.items()) if last < epoch]
         if missing:
             raise CollectiveError(
-                f"device {device.rank}: {_devices_text(missing)} closed, so no epoch could be finished: "
-                "start again with SyncServer.device, or close this device too"
+                f"device {device.rank}: {_devices_text(missing)} closed, so no epoch can be finished: "
+                "start the closed ones again with SyncServer.device, or close this device too"
             )
         device.epoch = epoch
         self._last_epoch = max(self._last_epoch, epoch)
@@ -259,7 +274,7 @@ class SyncServer:
             self._generation = self._new_generation()
 
     def _missing(self, epoch: int) -> str:
-        """Whom the devices of an epoch wait for. Under the lock."""
+        """The text on which devices an epoch waits for, and why. Under the lock."""
         found = []
         for rank in range(self.world_size):
             device = self._devices.get(rank)
@@ -301,13 +316,13 @@ class SyncServer:
 class SyncDevice:
     """One device of a SyncServer; made by `SyncServer.device`, used by one thread at a time, closed at the end.
 
-    As a context manager: what is raised within gives the epoch up for all devices.
+    As a context manager it gives the epoch up for all devices if the body raises, and closes the device.
 
     Attributes:
-        rank: which device.
-        reducer: what reduces its gradients.
-        epoch: number of its latest one; 0 before the first.
-        state: where it stands.
+        rank: number of the device, from 0.
+        reducer: reduces its gradients.
+        epoch: number of its latest epoch; 0 before the first.
+        state: between epochs, in an epoch, or closed.
     """
 
     def __init__(self, server: SyncServer, rank: int, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
@@ -319,8 +334,8 @@ class SyncDevice:
         self._local = False  # under no_sync
         self._announced: frozenset[int] = frozenset()
         self._arrived: set[int] = set()
-        self._prepared = False  # the reducer is, for the latest epoch
-        self._syncs = False  # sync() has been called where nothing was announced
+        self._prepared = False  # the reducer is prepared for the latest epoch
+        self._syncs = False  # sync() was called in an epoch for which nothing was announced
         self.reducer = Reducer(
             parameters,
             self.generation.communicators[rank],
@@ -330,7 +345,7 @@ class SyncDevice:
             find_unused_parameters=True,
         )
         self.reducer.advises = False
-        # Held, since a node lives only while somebody holds it. The reducer holds the same ones.
+        # A gradient accumulation node, and with it its hooks, lives only as long as it is referenced.
         self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
         self._handles = _hook(self, self._nodes)
         weakref.finalize(self, _remove, self._handles).atexit = False
@@ -338,21 +353,23 @@ class SyncDevice:
     # An epoch
 
     def announce(self, outputs: object) -> None:
-        """Begins an epoch: the next backward produces the gradients that the graph of `outputs` reaches.
+        """Begins an epoch: the next backward is to produce gradients of the parameters that `outputs` depends on.
 
         Args:
-            outputs: the loss, or tensors in any pytree; None: this device has nothing to produce, and calls `sync`.
+            outputs: the loss, or tensors in any pytree; None: this device produces no gradients, and calls `sync`.
 
         Raises:
             FusedReduceError: the last epoch is not synced yet, or its backward was not completed; or this device is
                 closed.
             CollectiveError: the epoch was given up by another device; or not all came in time (first epoch only).
-            AgreementError: devices were given different models; on all of them.
-            TypeError: something else than tensors.
+            AgreementError: devices were given different models; raised on all of them.
+            TypeError: outputs without a tensor.
         """
         tensors = tensors_in(outputs)
         if not tensors and outputs is not None:
-            raise TypeError(f"announce: expected the loss, tensors or None, got {type(outputs).__name__}")
+            raise TypeError(
+                f"device {self.rank}: announce() takes the loss, tensors or None, got {type(outputs).__name__}"
+            )
         server = self._server
         with server._lock:
             self._check_open()
@@ -367,7 +384,7 @@ class SyncDevice:
         try:
             if moved:
                 self.reducer.set_communicator(self.generation.communicators[self.rank])
-            # Without a tensor nothing would be searched, and everything expected.
+            # With no tensor at all the reducer would expect every gradient.
             self.reducer.prepare_for_backward(tensors or [torch.zeros(())])
             self._announced = frozenset(range(len(self._nodes))).difference(self.reducer.unused_now)
             self._prepared = True
@@ -375,16 +392,18 @@ class SyncDevice:
             self._raise(error)
 
     def sync(self) -> None:
-        """Ends the epoch: every `.grad` holds the average then. Waits for the other devices.
+        """Ends the epoch: waits for the other devices, then every `.grad` holds the average.
 
         Raises:
-            FusedReduceError: nothing was announced, or what was has not been produced yet.
-            CollectiveError: the epoch was given up, with the device and why; the next one can begin.
+            FusedReduceError: no epoch has begun, or gradients that were announced have not been produced.
+            CollectiveError: the epoch was given up; names the device and its error. The next epoch can begin.
         """
         with self._server._lock:
             self._check_open()
             if self.state is not DeviceState.ANNOUNCED:
-                raise FusedReduceError(f"device {self.rank}: sync() before announce(): no epoch has begun")
+                raise FusedReduceError(
+                    f"device {self.rank}: sync() before announce(): no epoch has begun. Call announce(loss) first"
+                )
         reducer, failed = self.reducer, False
         try:
             if reducer.state is ReducerState.ARMED and not self._announced:
@@ -394,7 +413,7 @@ class SyncDevice:
             failed = reducer.state is ReducerState.FAILED
             reducer.finalize()
         except BaseException as error:
-            if failed:  # what a backward has raised already is told again, by the reducer
+            if failed:  # the backward has raised this error already
                 self._raise(CollectiveError(str(error)))
             self._raise(self._incomplete() if reducer.state is ReducerState.ARMED else error)
         if reducer.state is ReducerState.ARMED:
@@ -402,19 +421,19 @@ class SyncDevice:
                 self._raise_if_given_up()
             raise FusedReduceError(
                 f"device {self.rank}: sync() before the backward that was announced for epoch {self.epoch}, of "
-                f"{_names_text(self.owed())}"
+                f"{_names_text(self.owed())}: call backward() first"
             )
         self.state = DeviceState.IDLE
 
     def backward(self, loss: torch.Tensor | None) -> None:
-        """announce(loss), loss.backward() and sync().
+        """Calls announce(loss), loss.backward() and sync().
 
         Args:
-            loss: of this device; None: it has none in this epoch.
+            loss: of this device; None: it produces no gradients in this epoch.
 
         Raises:
-            BaseException: what the backward raised, which gives the epoch up for all.
-            FusedReduceError, CollectiveError, AgreementError: see `announce` and `sync`.
+            BaseException: an error of the backward, which gives the epoch up for all devices.
+            FusedReduceError, CollectiveError, AgreementError, TypeError: see `announce` and `sync`.
         """
         self.announce(loss)
         if loss is not None and loss.requires_grad:
@@ -425,12 +444,12 @@ class SyncDevice:
         self.sync()
 
     def abort(self, error: BaseException) -> None:
-        """Gives this device's epoch up: the other devices raise, naming it.
+        """Gives this device's epoch up: the other devices raise an error that names this one.
 
-        That is the epoch it is in; if it has done its part there, or is in none, the next one.
+        That is the epoch that the device is in; or the next one, if it is in none or has done its part already.
 
         Args:
-            error: why.
+            error: the reason, for the other devices' messages.
         """
         with self._server._lock:
             if self.state is not DeviceState.CLOSED:
@@ -438,15 +457,21 @@ class SyncDevice:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards within stay on this device; the next epoch reduces their sum.
+        """Backwards within the context are not reduced; the next epoch reduces the accumulated gradients.
+
+        Yields:
+            None.
 
         Raises:
-            FusedReduceError: within an epoch.
+            FusedReduceError: called within an epoch, or the device is closed.
         """
         with self._server._lock:
             self._check_open()
             if self.state is not DeviceState.IDLE:
-                raise FusedReduceError(f"device {self.rank}: no_sync() between announce() and sync()")
+                raise FusedReduceError(
+                    f"device {self.rank}: no_sync() between announce() and sync(): finish epoch {self.epoch} with "
+                    "sync() first"
+                )
         self.reducer.expect_local_backward()
         self._local = True
         try:
@@ -455,7 +480,7 @@ class SyncDevice:
             self._local = False
 
     def close(self) -> None:
-        """Leaves the server, and takes the hooks off. Who waits for this device raises. May be called twice."""
+        """Leaves the server, and removes the hooks. Devices that wait for this one raise. May be called twice."""
         self._server._leave(self)
         self.state = DeviceState.CLOSED
         _remove(self._handles)
@@ -469,7 +494,7 @@ class SyncDevice:
             self.abort(error)
         self.close()
 
-    # For messages, by any thread
+    # For messages; called by any thread
 
     def announced(self) -> list[str]:
         """Names of the parameters that were announced for the latest epoch."""
@@ -480,38 +505,38 @@ class SyncDevice:
         return [self.reducer.names[index] for index in sorted(self._announced.difference(self._arrived))]
 
     def owes_sync(self) -> bool:
-        """Whether nothing was announced, and that is all that the others have had of it."""
+        """True if announce(None) was called, and sync() was not."""
         return self._prepared and not self._announced and not self._syncs
 
-    # Within
+    # Private
 
-    def _gradient_comes(self, index: int) -> None:
-        """A backward is about to give a parameter its gradient; by its hook."""
+    def _before_gradient(self, index: int) -> None:
+        """Called by a hook before a backward accumulates a parameter's gradient."""
         if self._local:
             return
         name = self.reducer.names[index]
         if self.state is not DeviceState.ANNOUNCED:
             raise FusedReduceError(
-                f"device {self.rank}: a backward comes to {name}, but no epoch has begun, so nobody would average it: "
-                "announce(loss) before loss.backward(). Within no_sync() it would stay on this device"
+                f"device {self.rank}: backward reached {name}, but no epoch has begun, so its gradient would not be "
+                "averaged: call announce(loss) before loss.backward(), or use no_sync() to keep gradients local"
             )
         state = self.reducer.state
         if state is ReducerState.ARMED and index in self._announced:
             self._arrived.add(index)
         elif state is ReducerState.ARMED:
             error = FusedReduceError(
-                f"device {self.rank}: a backward comes to {name}, which was not announced for epoch {self.epoch}: "
+                f"device {self.rank}: backward reached {name}, which was not announced for epoch {self.epoch}: "
                 "announce every tensor that a backward of this epoch begins at"
             )
             with self._server._lock:
-                # Where all that was announced has been launched, the others have their averages, without this one.
+                # If everything that was announced has been launched, the others have their averages without this.
                 given = bool(self._announced) and not self.owed() and self.reducer.config.overlap
                 self._give_up(error, given=given)
             raise error
         elif state is not ReducerState.FAILED:
             raise FusedReduceError(
                 f"device {self.rank}: a second backward before sync(): epoch {self.epoch} has averaged {name} already. "
-                "sync() and announce() between two backwards"
+                "Call sync() and announce() between two backwards"
             )
 
     def _check_open(self) -> None:
@@ -521,14 +546,14 @@ class SyncDevice:
 
     @property
     def has_given(self) -> bool:
-        """Whether the others need nothing more of it for its latest epoch."""
+        """True if the other devices can finish this device's latest epoch without it."""
         if self.state is not DeviceState.ANNOUNCED:
             return True
         waits = (ReducerState.ARMED, ReducerState.FAILED)
         return self._prepared and self.reducer.state not in waits and self.epoch not in self._server._failures
 
     def _recover(self) -> None:
-        """An epoch may only begin after the last one was synced, or was given up and this device has said so."""
+        """Before announce: raises unless the last epoch was synced, or was given up and this device has raised that."""
         if self.state is not DeviceState.ANNOUNCED:
             return
         state = self.reducer.state
@@ -536,7 +561,7 @@ class SyncDevice:
             self._give_up(CollectiveError("its backward failed"), given=False)  # and raised
             return
         self._raise_if_given_up()
-        if state is ReducerState.ARMED:  # else the backward is done, and finalize could wait
+        if state is ReducerState.ARMED:  # else the backward is complete, and check_finalized might wait for others
             try:
                 self.reducer.check_finalized()
             except FusedReduceError:
@@ -546,16 +571,17 @@ class SyncDevice:
         )
 
     def _incomplete(self) -> FusedReduceError:
-        """In place of the reducer's error, which tells of options that are set here."""
+        """The error in place of the reducer's, which would suggest options that SyncServer sets itself."""
         owed = self.owed()
-        lacks = f"without the gradients of {_names_text(owed)}, which were announced" if owed else "before it was done"
+        missing = f"without the gradients of {_names_text(owed)}, which were announced"
+        lacks = missing if owed else "before it was complete"
         return FusedReduceError(
-            f"device {self.rank}: the backward of epoch {self.epoch} has ended {lacks}: announce just what one or more "
-            "backwards begin at, and run them all before sync()"
+            f"device {self.rank}: the backward of epoch {self.epoch} ended {lacks}: announce exactly the tensors that "
+            "backwards begin at, and run all of these backwards before sync()"
         )
 
     def _raise_if_given_up(self) -> None:
-        """Raises what the others have raised, in the epoch that this device is in."""
+        """Raises the others' error, if the epoch that this device is in was given up."""
         if self.epoch in self._server._failures:
             self.state = DeviceState.IDLE
             self._server._raise_failure(self)
@@ -590,16 +616,16 @@ class SyncDevice:
 
 
 def _hook(device: SyncDevice, nodes: Sequence[Node]) -> list[RemovableHandle]:
-    """Has the device told before a parameter gets a gradient; graphs that outlive it do not keep it."""
-    alive = weakref.ref(device)
+    """Registers hooks that run before gradients are accumulated. They reference the device weakly."""
+    weak = weakref.ref(device)
 
     def hook(index: int) -> Callable[[object], None]:
-        def comes(_: object) -> None:
-            one = alive()
-            if one is not None:
-                one._gradient_comes(index)
+        def before(_: object) -> None:
+            alive = weak()
+            if alive is not None:
+                alive._before_gradient(index)
 
-        return comes
+        return before
 
     return [node.register_prehook(hook(index)) for index, node in enumerate(nodes)]
 

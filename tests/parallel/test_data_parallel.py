@@ -62,8 +62,8 @@ Build = Callable[..., DataParallel]
 
 
 def _replicas(dp: DataParallel) -> Replicas:
-    assert dp._team is not None
-    return dp._team.replicas
+    assert dp._engine is not None
+    return dp._engine.replicas
 
 
 @pytest.fixture(autouse=True)
@@ -451,7 +451,7 @@ def test_bounded_staleness(build: Build, threads: bool, late: int) -> None:
         with pytest.raises(FusedReduceError, match="under way"):
             dp.set_sync_mode(Synchronous())
         module[0].weight.requires_grad_(False)
-        with pytest.raises(FusedReduceError, match=r"under way: flush\(\)"):
+        with pytest.raises(FusedReduceError, match=r"in flight: call flush\(\)"):
             dp(batch(6)[0])
         module[0].weight.requires_grad_(True)
     landed: list[int] = []
@@ -803,7 +803,7 @@ def test_outputs_that_cannot_be_gathered(build: Build) -> None:
         dp(inputs)
     assert dp.forward_parallel([inputs[:2], inputs[2:]]) == [0.0, 2.0]
     dp = build(Calls(lambda _, x: [x] * (1 + int(x[0] > 0))))
-    with pytest.raises(ValueError, match="not nested as"):
+    with pytest.raises(ValueError, match="nested differently from"):
         dp(inputs)
     dp = build(Calls(lambda _, x: x if x[0] > 0 else "none"))
     with pytest.raises(ValueError, match="some replicas"):
@@ -860,9 +860,9 @@ def test_bad_inputs(build: Build) -> None:
     inputs, _ = batch(6)
     with pytest.raises(ValueError, match="2 samples cannot be divided among 3"):
         dp(inputs[:2])
-    with pytest.raises(ValueError, match="2 inputs for 3 devices"):
+    with pytest.raises(ValueError, match="2 inputs, expected one for each of 3 devices"):
         dp.forward_parallel([inputs, inputs])
-    with pytest.raises(ValueError, match="4 inputs for 3 devices"):
+    with pytest.raises(ValueError, match="4 inputs, expected one for each of 3 devices"):
         dp.forward_parallel([inputs] * 4)
     with pytest.raises(ValueError, match="input 1 has no samples"):
         dp.forward_parallel([inputs, inputs[:0], inputs])
@@ -1089,7 +1089,7 @@ def test_calls_within_itself_are_errors_and_no_deadlocks(build: Build) -> None:
         dp(torch.ones(4))
     stale = build(mlp(), reduce=ReduceConfig(sync_mode=BoundedStaleness(1)))
     _mse(stale, *batch(6)).backward()
-    with pytest.raises(FusedReduceError, match="within flush"):
+    with pytest.raises(FusedReduceError, match=r"flush\(\) calls"):
         stale.flush(step=lambda: stale(batch(6)[0]))
 
 
@@ -1149,7 +1149,7 @@ def test_openmp_threads_are_let_go_and_none_are_left() -> None:
             assert settles_at(alone + 2 + count - 1)
             workers.run([work, work])
             assert settles_at(alone + 2)
-            workers.close()
+            workers.stop_threads()
     finally:
         torch.set_num_threads(intra_op)
 
@@ -1262,15 +1262,15 @@ def test_a_graph_keeps_the_replicas_and_nothing_else_does(build: Build) -> None:
     module = Stores()
     dp = DataParallel(module, ["cpu", "cpu"], timeout_s=TIMEOUT_S)
     loss = dp(batch(6)[0]).sum()
-    team, stored = weakref.ref(dp._team), weakref.ref(_replicas(dp).modules[1].last)
+    engine, stored = weakref.ref(dp._engine), weakref.ref(_replicas(dp).modules[1].last)
     before = threading.active_count()
     del dp
-    assert team() is not None
+    assert engine() is not None
     loss.backward()
     assert module.layer.weight.grad is not None and module.last is None
     del loss
     gc.collect()
-    assert team() is None and stored() is None
+    assert engine() is None and stored() is None
     deadline = time.monotonic() + TIMEOUT_S
     while threading.active_count() > before - 2 and time.monotonic() < deadline:
         time.sleep(0.01)

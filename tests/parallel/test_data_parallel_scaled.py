@@ -182,9 +182,9 @@ def test_a_loss_that_goes_around_the_replicas_is_refused() -> None:
     with loop.dp:
         out = loop.dp(torch.ones(2)).sum()
         for around in (loop.module.weight.square().sum(), loop.module(torch.ones(2)).sum()):
-            with pytest.raises(FusedReduceError, match="another way than through its replicas, weight"):
+            with pytest.raises(FusedReduceError, match="not only through its replicas, weight"):
                 loop.scaler.scale(out + around)
-        with pytest.raises(FusedReduceError, match="another way"):
+        with pytest.raises(FusedReduceError, match="not only through"):
             loop.scaler.scale(loop.dp(torch.ones(2) * loop.module.weight).sum())
         # As the message says:
         loop.backward(1.0, 2.0)
@@ -429,7 +429,7 @@ def test_states_that_are_none() -> None:
             dp.load_reduce_state_dict({"loss_scales": ["1"]})
         with dp.no_sync():
             F.mse_loss(dp(batch(6)[0]), batch(6)[1]).backward()
-        with pytest.raises(FusedReduceError, match=r"reduce_state_dict\(\) while"):
+        with pytest.raises(FusedReduceError, match=r"reduce_state_dict\(\) is not possible while"):
             dp.reduce_state_dict()
         dp.zero_grad()
         state = dp.reduce_state_dict()

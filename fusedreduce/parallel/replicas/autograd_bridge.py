@@ -1,10 +1,10 @@
 """Joined: one autograd node around all replicas, so that the graph outside sees one module with its real parameters.
 
-    forward      the replicas' outputs, gathered; each replica keeps a graph of its own, from leaves of its own
-    backward     its part of the gradient goes to each replica, whose graph is run; what the sum of their parameters'
-                 gradients is becomes that of the real parameters
+    forward      gathers the replicas' outputs; each replica keeps a graph of its own, with its own leaves
+    backward     scatters the gradient and runs each replica's graph; the gradient of a real parameter is the sum over
+                 replicas
 
-Everything outside is autograd's as usual: accumulation, hooks on parameters, several forwards in one loss or several
+Outside of this node autograd works as usual: accumulation, hooks on parameters, several forwards in one loss, several
 losses of one forward.
 """
 
@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 
-from .engine import Roots, Team
+from .engine import Engine, Roots
 from .scatter_gather import joined, parts_of
 
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor that the graph outside sees.
+    """One output of the joined node.
 
     Args:
-        replicas: whose outputs it is made of.
-        tensors: those.
-        device: where it is.
+        replicas: numbers of the replicas whose outputs it is made of.
+        tensors: these outputs.
+        device: where it is gathered.
     """
 
     replicas: Sequence[int]
@@ -36,20 +36,21 @@ class Output:
 
 
 class Call:
-    """One forward of all replicas, until it is run backward.
+    """One forward of all replicas, and its backward.
 
     Args:
-        team: the replicas.
+        engine: runs the replicas.
         outputs: those that require a gradient.
-        leaves: per replica, copies of its inputs that require one.
-        dim: along which outputs are joined.
-        weights: per replica, the share of its samples in the loss; None: the loss is of joined outputs.
-        reduce: see `Team.backward`, as for together.
+        leaves: per replica, copies of its inputs that require a gradient.
+        dim: dimension along which outputs are joined.
+        weights: per replica, its share of all samples, by which gradients are multiplied; None: outputs are joined.
+        reduce: see `Engine.backward`.
+        together: see `Engine.backward`.
     """
 
     def __init__(
         self,
-        team: Team,
+        engine: Engine,
         outputs: list[Output],
         leaves: Sequence[Sequence[torch.Tensor]],
         dim: int,
@@ -58,7 +59,7 @@ class Call:
         reduce: bool,
         together: bool,
     ) -> None:
-        self.team = team
+        self.engine = engine
         self.outputs = outputs
         self._leaves = leaves
         self._dim = dim
@@ -69,23 +70,30 @@ class Call:
         self._freed = [False] * self._count
 
     def gathered(self) -> list[torch.Tensor]:
-        """The outputs as the graph outside sees them."""
+        """The gathered outputs."""
         tensors = []
         for one in self.outputs:
-            # A copy, or another tensor on the same memory: the replica's graph must not be part of it.
+            # Detached: the replicas' graphs must not be part of the outer graph.
             tensors.append(joined([tensor.detach() for tensor in one.tensors], self._dim, one.device))
         return tensors
 
     def backward(
         self, gradients: Sequence[torch.Tensor | None], *, keep_graph: bool
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Gradients of the real parameters and of the inputs.
+        """Runs the replicas' backwards.
+
+        Args:
+            gradients: of each output; None: it has none.
+            keep_graph: another backward may follow.
+
+        Returns:
+            Gradients of the real parameters, and of the inputs that require one.
 
         Raises:
             RuntimeError: a replica's graph has been freed by an earlier backward.
             FusedReduceError: called within the replicas' own forward or backward.
         """
-        with self.team.turn():
+        with self.engine.turn():
             return self._backward(gradients, keep_graph=keep_graph)
 
     def _backward(
@@ -105,7 +113,7 @@ class Call:
                 "through it a second time"
             )
         try:
-            summed = self.team.backward(roots, keep_graph=keep_graph, reduce=self._reduce, together=self._together)
+            summed = self.engine.backward(roots, keep_graph=keep_graph, reduce=self._reduce, together=self._together)
             found = [leaf.grad for leaves in self._leaves for leaf in leaves]
         finally:
             for leaves in self._leaves:
@@ -126,13 +134,13 @@ class Call:
 
 
 class Joined(torch.autograd.Function):
-    """See this file's head. Its inputs are a Call, the real parameters, and the inputs that require a gradient."""
+    """The autograd node. Its inputs are a Call, the real parameters, and the inputs that require a gradient."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The outputs."""
+        """Returns the gathered outputs."""
         ctx.call = call
-        ctx.joins = 1 + len(call.team.replicas.trained)  # so many of the inputs stand for what is within
+        ctx.joins = 1 + len(call.engine.replicas.trained)  # number of inputs that are not the user's
         ctx.set_materialize_grads(False)
         return tuple(call.gathered())
 
@@ -141,12 +149,13 @@ class Joined(torch.autograd.Function):
         """Runs the replicas' own graphs.
 
         Raises:
-            RuntimeError: gradients of gradients are wanted; or as Call.backward.
+            RuntimeError: create_graph=True; or a replica's graph has been freed.
+            FusedReduceError: called within the replicas' own forward or backward.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True goes through a DataParallel module: its replicas' gradients are summed outside of "
-                "autograd, and have no gradients themselves. Use .module for this loss"
+                "backward with create_graph=True reached a DataParallel module, whose replicas' gradients are summed "
+                "outside of autograd, so that they have no gradients themselves. Use .module for this loss"
             )
         keep_graph = bool(torch._C._autograd._get_current_graph_task_keep_graph())
         summed, of_inputs = ctx.call.backward(gradients, keep_graph=keep_graph)

@@ -1,12 +1,12 @@
-"""Team: a module's replicas, what runs them, and what sums their gradients.
+"""Engine: runs forward and backward of a module's replicas, and sums their gradients.
 
     threads      each replica has a worker thread, for its forward, its backward and its part of the reduction
-    one thread   forwards one after another in the caller's, one backward for all (on CUDA devices they run at once);
-                 a worker thread drives all reducers
+    one thread   forwards run one after another in the caller's thread, then one backward for all (CUDA devices work at
+                 once); a worker thread drives all reducers
 
-Replicas' gradients live from a backward to the reduction at its end (peers.py). Where nothing travels (one device, in
-the gradients' own dtype) and nothing is to be observed there are no reducers: gradients are added up where they lie,
-which gives the same bytes.
+Replicas have gradients from a backward to the reduction at its end (peers.py). If nothing has to be sent (all replicas
+on one device, wire "native") and no statistics are collected, there are no reducers: gradients are added in place
+(local_sum.py), with the same result, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,53 +27,53 @@ from ...config import FlushReport, ReduceConfig
 from ...errors import CollectiveError, FusedReduceError
 from ...reducer.reducer import Reducer
 from .local_sum import add_up, added_up_sparse, is_sparse, totals
-from .module_gradients import RealGradients, Scaling
+from .module_gradients import ModuleGradients, Scaling
 from .peers import Peers, launch
 from .replicate import Replicas
 from .scatter_gather import Nested
 from .thread_pool import Turns, Workers, modes_are_active
 
-# From so many elements on, adding up is divided among the workers.
+# The number of elements from which on a local sum is divided among the workers.
 _SHARED_NUMEL = 1 << 17
-_NO_SYNC_WAITS = (
-    "while gradients of backwards under no_sync() wait here: first run the synchronised backward that they belong to, "
-    "or zero_grad() of the DataParallel module"
+_NO_SYNC_STASH = (
+    "is not possible while gradients of backwards under no_sync() wait to be reduced: first run a synchronised "
+    "backward, or call zero_grad() of the DataParallel module"
 )
 
 
 @dataclass(frozen=True)
 class Roots:
-    """What a backward begins with on one replica.
+    """Roots of one replica's backward.
 
     Args:
         tensors: outputs of its forward.
-        gradients: theirs.
+        gradients: of these outputs.
     """
 
     tensors: list[torch.Tensor]
     gradients: list[torch.Tensor]
 
 
-class Team:
+class Engine:
     """Replicas of `module` on `devices`.
 
     Args:
-        module: the real one.
+        module: the user's.
         devices: of one type.
-        workers: as many as devices, or one, which then drives all reducers.
-        config: how gradients travel; op "sum".
-        timeout_s: how long replicas wait for each other in a reduction.
-        threads: there is a worker per replica.
-        turns: whose it is to use the replicas.
-        scaling: the loss scale of the backward that runs.
+        workers: one thread per device, or a single one, which drives all reducers.
+        config: how gradients are reduced; op "sum".
+        timeout_s: seconds that replicas wait for each other in a reduction.
+        threads: whether there is a worker per replica.
+        turns: lets one thread at a time use the replicas.
+        scaling: knows the loss scale of the backward that runs.
 
     Raises:
-        ValueError, TypeError: what cannot be replicated or reduced.
+        ValueError, TypeError: a module that cannot be replicated or reduced.
 
     Attributes:
         replicas: the modules.
         peers: their reducers.
-        real: the module's own gradients; None where there is nothing to train.
+        real: the user's module's own gradients; None if nothing is to be trained.
     """
 
     def __init__(
@@ -96,25 +96,32 @@ class Team:
         self._workers = workers
         self.peers = Peers(self.replicas, devices, workers, config, timeout_s, threads=threads)
         trained = self.replicas.trained
-        self.real = RealGradients(trained, self.replicas.names, scaling) if trained else None
-        self._attend()
+        self.real = ModuleGradients(trained, self.replicas.names, scaling) if trained else None
+        self._set_delayed()
         self._tables = [GradientTable(own) for own in self.replicas.trained_by] if trained else []
-        self._held: list[list[torch.Tensor | None]] = []
+        self._stash: list[list[torch.Tensor | None]] = []
         self._begun = False
 
     def turn(self) -> contextlib.AbstractContextManager[bool]:
-        """To be entered for a backward; see Turns."""
-        return self._turns.take(self._workers)
+        """Context manager to hold during a backward; see Turns."""
+        return self._turns.lock_for(self._workers)
 
     @property
     def runs_in_threads(self) -> bool:
-        """Whether a forward now would. Else one backward is to be run for all of its replicas."""
+        """True if forward uses one thread per replica now; else one backward has to run for all replicas."""
         return self._threads and not modes_are_active()
 
     # Forward
 
     def forward(self, inputs: Sequence[tuple[Nested, list[Any]]]) -> list[Any]:
-        """Each replica's output for its arguments, which are moved to its device."""
+        """Runs all replicas.
+
+        Args:
+            inputs: per replica, the structure of its arguments and their leaves, which are moved to its device.
+
+        Returns:
+            Each replica's output.
+        """
         jobs = [functools.partial(self._forward, number, *one) for number, one in enumerate(inputs)]
         if self.runs_in_threads:
             return self._workers.run(jobs)
@@ -132,20 +139,23 @@ class Team:
     def backward(
         self, roots: Sequence[Roots], *, keep_graph: bool, reduce: bool, together: bool
     ) -> list[torch.Tensor | None]:
-        """Runs each replica's backward, and gives the sum of their parameters' gradients, in the order of `trained`.
+        """Runs each replica's backward.
 
-        A loss scale comes off each replica's gradients before anything else is done to them.
+        Each replica's gradients are divided by the loss scale first, if there is one.
 
         Args:
-            roots: per replica; one without tensors takes part with nothing.
+            roots: per replica; a replica without tensors contributes nothing.
             keep_graph: another backward may follow.
-            reduce: False: in synchronous mode gradients are summed without the wire's rounding. In others they wait
-                for the next backward.
-            together: one backward for all replicas, in this thread: as what it runs may be the forward again (of a
-                checkpoint around the module).
+            reduce: False: in the synchronous mode gradients are summed without the wire's rounding; in others they are
+                stashed for the next backward.
+            together: one backward for all replicas in this thread, since it may run a forward again (of a checkpoint
+                around the module).
+
+        Returns:
+            The sum over replicas of each parameter's gradient, in the order of `trained`; None: no gradient.
 
         Raises:
-            Exception: what a replica's backward or the reduction has raised. No gradients are left then.
+            Exception: the error of a replica's backward or of the reduction. All gradients are dropped then.
         """
         if self._begun:
             self._give_up(None)
@@ -155,23 +165,23 @@ class Team:
             reducers = self.peers.reducers
             if scale is not None:
                 self.peers.excuse(self.real.observed.units.scalers())
-        held: list[list[torch.Tensor | None]] = []  # for the next step, apart from what reducers leave
-        with self._given_up_on_error():
+        stash: list[list[torch.Tensor | None]] = []  # for the next step
+        with self._giving_up_on_error():
             reduced = self._run_backwards(roots, reducers, scale, keep_graph=keep_graph, together=together)
             if reduced:
                 found = self._of(0)
             elif reducers or self.peers.synchronous:
-                found = self._added_up()
+                found = self._sum_locally()
             else:
                 found = [None] * len(self.replicas.trained)
-                held = [self._of(replica) for replica in range(len(self._devices))]
-        self._held = held
+                stash = [self._of(replica) for replica in range(len(self._devices))]
+        self._stash = stash
         self._clear()
         if self.real is not None:
-            self.real.local_backward_expected = bool(held)
-            if not held:
+            self.real.local_backward_expected = bool(stash)
+            if not stash:
                 keeps = reduced and not (self.peers.synchronous or self.peers.asynchronous)
-                self.real.ended(scale, self.peers.under_way() if keeps else 0, keeps=keeps)
+                self.real.end_backward(scale, self.peers.under_way() if keeps else 0, keeps=keeps)
         return found
 
     def _run_backwards(
@@ -183,9 +193,9 @@ class Team:
         keep_graph: bool,
         together: bool,
     ) -> bool:
-        """Whether the reducers have taken the gradients; without reducers, no."""
+        """Returns whether reducers have reduced the gradients."""
         replicas = range(len(self._devices))
-        # A step that overflows in one replica is skipped by all, so that nothing is contributed to a later one.
+        # A step that overflows in one replica is skipped by all: in this mode it would contribute to later steps.
         looks = bool(reducers) and scale is not None and self.peers.asynchronous
         if self._threads and not together:
             jobs = [
@@ -194,7 +204,7 @@ class Team:
                 )
                 for number in replicas
             ]
-            self._workers.run(jobs, self.peers.gave_up)
+            self._workers.run(jobs, self.peers.abort)
             if not looks:
                 return bool(reducers)
         else:
@@ -211,10 +221,10 @@ class Team:
         if not reducers or (looks and not self._all_finite()):
             return False
         if self._threads:
-            self._workers.run([functools.partial(_reduce, one) for one in reducers], self.peers.gave_up)
+            self._workers.run([functools.partial(_reduce, one) for one in reducers], self.peers.abort)
         else:
             streams = [torch.cuda.current_stream(one) for one in self._devices if one.type == "cuda"]
-            self._workers.run([functools.partial(_reduce_all, reducers, streams)], self.peers.gave_up)
+            self._workers.run([functools.partial(_reduce_all, reducers, streams)], self.peers.abort)
         return True
 
     def _all_finite(self) -> bool:
@@ -238,28 +248,28 @@ class Team:
                 _reduce(reducers[replica])
 
     def _begin(self, replica: int, reducers: Sequence[Reducer], scale: LossScale | None) -> None:
-        """Before its backward: what is there now does not belong to the step, but for what was held for it."""
+        """Before a replica's backward: drops gradients, except those stashed for this step."""
         own = self.replicas.trained_by[replica]
         for one in own:
             one.grad = None
         if reducers:
             reducers[replica].prepare_for_backward()
-        if self._held and scale is None:
-            for one, gradient in zip(own, self._held[replica], strict=True):
+        if self._stash and scale is None:
+            for one, gradient in zip(own, self._stash[replica], strict=True):
                 one.grad = gradient
 
     def _unscale(self, replica: int, scale: LossScale | None) -> None:
-        """After its backward: in the unit of what was held."""
+        """After a replica's backward: divides its gradients by the loss scale, then adds those stashed."""
         if scale is None or self.real is None:
             return
         self._tables[replica].multiply(scale.inverse)
-        if self._held:
+        if self._stash:
             with torch.no_grad():
-                for one, gradient in zip(self.replicas.trained_by[replica], self._held[replica], strict=True):
+                for one, gradient in zip(self.replicas.trained_by[replica], self._stash[replica], strict=True):
                     one.grad = _sum(gradient, one.grad)
 
-    def _added_up(self) -> list[torch.Tensor | None]:
-        """The sums, in what the replicas' gradients were, or some of them."""
+    def _sum_locally(self) -> list[torch.Tensor | None]:
+        """Sums without reducers, in place of some replicas' gradients."""
         device = self._devices[0]
         gradients = [
             [None if one is None else one.to(device) for one in self._of(replica)]
@@ -278,8 +288,8 @@ class Team:
         return [one.grad for one in self.replicas.trained_by[replica]]
 
     def drop_gradients(self) -> None:
-        """Replicas have none, and keep none for the next step."""
-        self._held = []
+        """Drops the replicas' gradients, and those stashed for the next step."""
+        self._stash = []
         if self.real is not None:
             self.real.local_backward_expected = False
         self._clear()
@@ -292,29 +302,32 @@ class Team:
     # Modes
 
     def set_sync_mode(self, config: ReduceConfig) -> None:
-        """Goes on with another mode."""
-        self._check_nothing_held("set_sync_mode()")
+        """Changes the mode from the next backward on."""
+        self._check_no_stash("set_sync_mode()")
         self.peers.set_sync_mode(config)
-        self._attend()
+        self._set_delayed()
 
     def flush(self, step: Callable[[], None] | None) -> FlushReport:
-        """Lands what is under way; the averages are added to the real parameters' gradients.
+        """Applies the sums of all steps in flight, adding them to the gradients of the module's parameters.
 
         Args:
-            step: called after each landing.
+            step: called after each step's sums have been applied.
+
+        Returns:
+            How many steps were applied, and how far parameters were apart.
         """
         if self._begun:
             self._give_up(None)
-        self._check_nothing_held("flush()")
-        with self._given_up_on_error():
+        self._check_no_stash("flush()")
+        with self._giving_up_on_error():
             return self._flush_asynchronous(step) if self.peers.asynchronous else self._flush_steps(step)
 
     def _flush_steps(self, step: Callable[[], None] | None) -> FlushReport:
 
         def landed(replica: int) -> None:
             if replica == 0 and self.real is not None:
-                self.real.landed(max(0, len(self.real.late.scales) - 1))
-                self._pass_on(self.real)
+                self.real.end_flushed_step(max(0, len(self.real.late.scales) - 1))
+                self._add_to_module(self.real)
                 if step is not None:
                     step()
             for one in self.replicas.trained_by[replica]:
@@ -324,30 +337,30 @@ class Team:
         return reports[0] if reports else FlushReport()
 
     def _flush_asynchronous(self, step: Callable[[], None] | None) -> FlushReport:
-        """One correction for all that is under way. Reducers then average parameters, which replicas have in common."""
+        """Applies one correction for all contributions in flight. (Replicas share parameters, so these stay.)"""
         with torch.no_grad():
             before = [one.detach().clone() for one in self.replicas.trained]
             reports = self.peers.each(lambda _, reducer: reducer.flush())
             for one, value in zip(self.replicas.trained, before, strict=True):
-                one.data.copy_(value)  # their mean, but for a rounding
+                one.data.copy_(value)  # the reducers' mean over equal parameters may differ by a rounding
         if self.real is not None:
-            self.real.landed(0)
-            self._pass_on(self.real)
+            self.real.end_flushed_step(0)
+            self._add_to_module(self.real)
         self._clear()
         if step is not None and any_gradient(self.replicas.trained):
             step()
         return reports[0] if reports else FlushReport()
 
-    def _pass_on(self, real: RealGradients) -> None:
-        """Adds replica 0's gradients to the real parameters'."""
+    def _add_to_module(self, real: ModuleGradients) -> None:
+        """Adds replica 0's gradients to those of the module's parameters."""
         real.drop_stepped()
         with torch.no_grad():
             for one, gradient in zip(self.replicas.trained, self._of(0), strict=True):
                 one.grad = _sum(one.grad, gradient)
 
     def state(self) -> dict[str, Any]:
-        """What is under way."""
-        self._check_nothing_held("reduce_state_dict()")
+        """Checkpoint of the steps in flight."""
+        self._check_no_stash("reduce_state_dict()")
         state = self.peers.state()
         if state and self.real is not None:
             scales = self.real.late.scales
@@ -355,28 +368,32 @@ class Team:
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on with it."""
-        self._check_nothing_held("load_reduce_state_dict()")
+        """Resumes from what `state` returned.
+
+        Raises:
+            ValueError: it is damaged, or belongs to another model, number of devices or mode.
+        """
+        self._check_no_stash("load_reduce_state_dict()")
         scales = state.get("loss_scales", [])
         known = isinstance(scales, list) and all(one is None or isinstance(one, float) and one > 0 for one in scales)
         if not known:
-            raise ValueError(f"a damaged state of a DataParallel: loss_scales are {scales!r}")
+            raise ValueError(f"damaged state of a DataParallel: loss_scales are {scales!r}, expected positive numbers")
         self.peers.load_state(state)
-        self._attend()
+        self._set_delayed()
         if self.real is not None:
             device = self._devices[0]
             self.real.late.scales.extend(None if one is None else _loss_scale(one, device) for one in scales)
 
-    def close(self) -> None:
-        """Gives the reducers and their group up."""
-        self.peers.part()
+    def release(self) -> None:
+        """Closes the reducers and their group."""
+        self.peers.disconnect()
         if self.real is not None:
-            self.real.attend(late=False)
+            self.real.set_delayed(late=False)
 
     # Within
 
     @contextlib.contextmanager
-    def _given_up_on_error(self) -> Iterator[None]:
+    def _giving_up_on_error(self) -> Iterator[None]:
         """What is begun within it is given up where it raises, steps under way too; an interrupt may leave that to the
         next call."""
         self._begun = True
@@ -388,24 +405,24 @@ class Team:
         self._begun = False
 
     def _give_up(self, error: BaseException | None) -> None:
-        self.peers.gave_up(0, error or FusedReduceError("interrupted"))  # nobody waits for one that will not come
-        self._workers.settle()
+        self.peers.abort(0, error or FusedReduceError("interrupted"))  # nobody waits for one that will not come
+        self._workers.wait_until_idle()
         self.drop_gradients()
-        self.peers.part()
-        self._attend()
+        self.peers.disconnect()
+        self._set_delayed()
         self._begun = False
 
-    def _attend(self) -> None:
+    def _set_delayed(self) -> None:
         if self.real is not None:
-            self.real.attend(late=not self.peers.synchronous)
+            self.real.set_delayed(late=not self.peers.synchronous)
 
-    def _check_nothing_held(self, what: str) -> None:
-        if self._held:
-            raise FusedReduceError(f"{what} {_NO_SYNC_WAITS}")
+    def _check_no_stash(self, what: str) -> None:
+        if self._stash:
+            raise FusedReduceError(f"{what} {_NO_SYNC_STASH}")
 
     @contextlib.contextmanager
     def _named(self, replica: int) -> Iterator[None]:
-        """Errors say which replica raised them."""
+        """Adds a note to errors that says which replica raised them."""
         try:
             yield
         except Exception as error:
@@ -425,7 +442,7 @@ def _reduce(reducer: Reducer) -> None:
 
 
 def _reduce_all(reducers: Sequence[Reducer], streams: Sequence[torch.cuda.Stream]) -> None:
-    """All reducers in one thread: none waits before all have launched."""
+    """Reduces with all reducers in one thread, where none may wait before all have launched."""
     with contextlib.ExitStack() as stack:
         for stream in streams:
             stack.enter_context(torch.cuda.stream(stream))

@@ -1,8 +1,8 @@
-"""Gradients of several replicas on one device, added up where they lie: what reducers would give, without a wire.
+"""Sums of gradients of several replicas on one device, in place: the same result as reducers give, without a wire.
 
     sum = g_0 + g_1 + ... in that order, in fp32 (fp64 for fp64), rounded once to the gradients' dtype
 
-Read W, written 1; through a wire it is 3 W and 3 W. Stateless.
+W gradients are read and 1 is written; through a wire it would be 3 W and 3 W. Stateless.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def totals(replicas: Sequence[Gradients]) -> list[torch.Tensor | None]:
-    """Per parameter the gradient that takes the sum: the first that is there."""
+    """Per parameter the gradient that `add_up` writes the sum to: the first one that is not None."""
     return [next((one for one in each if one is not None), None) for each in zip(*replicas, strict=True)]
 
 
@@ -24,9 +24,9 @@ def add_up(replicas: Sequence[Gradients], share: int = 0, shares: int = 1) -> No
     """Adds every parameter's gradients to the first of them.
 
     Args:
-        replicas: per replica its gradients, on one device; None: it has none.
-        share: which of the shares this call does; the shares are independent of each other.
-        shares: into how many equal parts the elements are divided.
+        replicas: per replica its gradients, on one device; None: no gradient.
+        share: which share this call adds up; shares are independent of each other.
+        shares: number of equal shares that the elements are divided into.
     """
     with torch.no_grad():
         columns = [[one for one in each if one is not None] for each in zip(*replicas, strict=True)]
@@ -45,12 +45,12 @@ def add_up(replicas: Sequence[Gradients], share: int = 0, shares: int = 1) -> No
 
 
 def is_sparse(replicas: Sequence[Gradients]) -> bool:
-    """Whether one of them has to be added otherwise."""
+    """Whether a gradient is sparse, so that `added_up_sparse` is needed."""
     return any(one is not None and one.layout is not torch.strided for each in replicas for one in each)
 
 
 def added_up_sparse(replicas: Sequence[Gradients]) -> list[torch.Tensor | None]:
-    """The sums, where some are sparse; those are new tensors."""
+    """The sums per parameter, if some gradients are sparse; those sums are new tensors."""
     sums: list[torch.Tensor | None] = []
     with torch.no_grad():
         for each in zip(*replicas, strict=True):
@@ -64,7 +64,7 @@ def added_up_sparse(replicas: Sequence[Gradients]) -> list[torch.Tensor | None]:
 
 
 def _shared(columns: Sequence[list[torch.Tensor]], share: int, shares: int) -> list[list[torch.Tensor]]:
-    """The part of all elements that belongs to a share, as views of the gradients that hold it."""
+    """The elements of one share, as views of the gradients."""
     if shares == 1:
         return list(columns)
     total = sum(column[0].numel() for column in columns)
@@ -76,16 +76,16 @@ def _shared(columns: Sequence[list[torch.Tensor]], share: int, shares: int) -> l
         if first < last:
             if last - first == numel:
                 mine.append(column)
-            elif _walked_alike(column):
+            elif _have_one_order(column):
                 mine.append([_flat(one)[first:last] for one in column])
-            elif first == 0:  # whole, in the share that has its beginning
+            elif first == 0:  # not divisible: it belongs to the share with its first element
                 mine.append(column)
         at += numel
     return mine
 
 
-def _walked_alike(column: Sequence[torch.Tensor]) -> bool:
-    """Whether the same elements are at the same places in memory."""
+def _have_one_order(column: Sequence[torch.Tensor]) -> bool:
+    """Whether elements are dense, and in the same order in memory."""
     strides = column[0].stride()
     return all(one.stride() == strides for one in column) and torch.ops.aten.is_non_overlapping_and_dense(column[0])
 

@@ -1,12 +1,12 @@
-"""The module's own gradients, as clipping, loss scaling and optimizers see them: what a reducer is to those elsewhere.
+"""ModuleGradients: gradients of the user's module, with the interface that clipping and loss scaling use of a Reducer.
 
-    backward of a scaled loss begins      Scaling.begin: Joined takes the scale off each replica's gradients
-    end of a synchronised backward        ended: whose averages these are, or that there are none yet
-    flush                                 landed: the same for a step that comes late
+    backward of a scaled loss begins      Scaling.begin_backward: Joined divides each replica's gradients by the scale
+    end of a synchronised backward        end_backward: which step's sums `.grad` holds now, if any
+    flush                                 end_flushed_step: the same for a step that was in flight
 
-What comes out of the joined node has no loss scale on it, whatever backwards are added up. So two backwards of
-different scales, or with and without one, may be accumulated. A loss that also reaches a parameter on another way than
-through the replicas would leave its scale on there: that is found where the loss is scaled.
+Gradients that leave the joined node are unscaled. So backwards with different loss scales, or with and without one,
+can be accumulated. If a loss reaches a parameter not only through the replicas, that part of its gradient would stay
+scaled: `check_loss` raises when such a loss is scaled.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _NAMES_SHOWN = 4
 
 
 class Scaling:
-    """The loss scales of the backwards that run now: of one, or of several threads'."""
+    """The loss scales of the backwards that run now, in any thread."""
 
     def __init__(self) -> None:
         self._begun: list[weakref.ref[_Begun]] = []
 
-    def begin(self, scale: LossScale) -> None:
-        """A backward of a loss times `scale` begins; called within it."""
+    def begin_backward(self, scale: LossScale) -> None:
+        """Called within a backward of a loss times `scale`, when it begins."""
         begun = _Begun(scale)
         self._begun.append(weakref.ref(begun, self._begun.remove))
         torch.autograd.Variable._execution_engine.queue_callback(begun)
 
     def running(self) -> LossScale | None:
-        """That of the backward that runs in this thread; within one of a checkpoint's, that of the one around it."""
+        """The loss scale of the backward that runs in this thread; inside a checkpoint's, of the one around it."""
         begun = [one for held in reversed(self._begun) if (one := held()) is not None and not one.ended]
         task, thread = _task(), threading.get_ident()
         for is_it in (lambda one: one.task == task, lambda one: one.thread == thread):
@@ -52,7 +52,7 @@ class Scaling:
 
 
 class _Begun:
-    """A backward that has begun. Only autograd keeps it, as what is called at its end: one that raises drops it."""
+    """A backward that has begun. Autograd alone references it, as a final callback, and drops it on an error."""
 
     def __init__(self, scale: LossScale) -> None:
         self.scale = scale
@@ -71,14 +71,14 @@ def _task() -> int:
 
 @dataclass
 class Landed:
-    """What `.grad` has been given last, in modes where averages come later than their own step.
+    """What `.grad` holds, in modes with delayed averages.
 
     Attributes:
-        withheld: nothing yet, as averages come later.
-        landed_scale: that was on the loss whose averages came last.
-        flushed: landings in `flush`.
-        stepped: an optimizer has stepped since.
-        scales: of the steps under way, in order.
+        withheld: the latest backward left nothing in `.grad`: its averages come later.
+        landed_scale: the loss scale of the step whose averages were applied last.
+        flushed: number of steps that `flush` has applied.
+        stepped: an optimizer has stepped since averages were applied.
+        scales: loss scales of the steps in flight, in order.
     """
 
     withheld: bool = False
@@ -88,19 +88,19 @@ class Landed:
     scales: deque[LossScale | None] = field(default_factory=deque)
 
 
-class RealGradients:
-    """The gradients of the parameters that replicas have in common.
+class ModuleGradients:
+    """The gradients of the user's module.
 
     Args:
-        parameters: the module's own.
-        names: theirs.
-        scaling: of all backwards.
+        parameters: the module's parameters that require a gradient.
+        names: their names.
+        scaling: loss scales of the backwards that run.
 
     Attributes:
-        observed: measures and multiplies them. What reductions find out in passing is of the replicas'.
-        steps: backwards that have reduced.
-        late: for other modes than the synchronous one.
-        local_backward_expected: replicas hold gradients that have not been reduced.
+        observed: measures and scales these gradients. (Statistics of the reductions are in the replicas' reducers.)
+        steps: number of backwards that were reduced.
+        late: state of modes with delayed averages.
+        local_backward_expected: replicas have stashed gradients that are not reduced.
     """
 
     steps_in_backward = False
@@ -115,73 +115,73 @@ class RealGradients:
         self.late = Landed()
         self.local_backward_expected = False
 
-    # What the team tells
+    # Called by the engine
 
-    def attend(self, *, late: bool) -> None:
-        """Averages come later than their own step, or not."""
+    def set_delayed(self, *, late: bool) -> None:
+        """Sets whether averages come later than their own step, and forgets the steps in flight."""
         self.late = Landed(flushed=self.late.flushed)
         if late:
             optimizer_steps.enter(self)
         else:
             optimizer_steps.leave(self)
 
-    def ended(self, scale: LossScale | None, under_way: int, *, keeps: bool) -> None:
-        """A backward has reduced.
+    def end_backward(self, scale: LossScale | None, under_way: int, *, keeps: bool) -> None:
+        """Called when a backward has been reduced.
 
         Args:
-            scale: that was on its loss.
-            under_way: steps whose averages have not come, with this one.
-            keeps: each step's averages come as one, in order.
+            scale: of its loss.
+            under_way: number of steps in flight, this one included.
+            keeps: each step's averages are applied as a whole, in order (BoundedStaleness).
         """
         self.steps += 1
         late = self.late
         late.stepped, late.withheld, late.landed_scale = False, False, None
         if keeps:
             late.scales.append(scale)
-            late.withheld = not self._land(under_way)
+            late.withheld = not self._pop_scale(under_way)
 
-    def landed(self, under_way: int) -> None:
-        """A step has landed in `flush`."""
+    def end_flushed_step(self, under_way: int) -> None:
+        """Called when `flush` has applied a step; `under_way` steps are still in flight."""
         self.late.flushed += 1
         self.late.withheld = False
-        self._land(under_way)
+        self._pop_scale(under_way)
 
     def drop_stepped(self) -> None:
-        """Before averages are added to `.grad`: what an optimizer has stepped with is not wanted again."""
+        """Called before averages are added to `.grad`: drops gradients that an optimizer has stepped with."""
         if self.late.stepped:
             for one in self.parameters:
                 one.grad = None
         self.late.stepped = False
 
-    # What is asked of a reducer
+    # Methods of a Reducer that optimizers, clipping and loss scaling call
 
     def before_optimizer_step(self, *, closure: bool) -> None:
-        """An optimizer of these parameters is about to step."""
+        """Called before an optimizer of these parameters steps."""
         self.late.stepped = True
 
     def check_finalized(self) -> None:
-        """Every backward has ended when it returns."""
+        """Does nothing: a backward returns when all gradients are reduced."""
 
     def begin_scaled(self, scale: LossScale) -> None:
-        """A backward of a loss times `scale` begins."""
-        self.scaling.begin(scale)
+        """Called when a backward of a loss times `scale` begins."""
+        self.scaling.begin_backward(scale)
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """Raises if a backward from `loss` reaches a parameter on another way than through the replicas.
+        """Raises if a backward from `loss` would reach a parameter not only through the replicas.
 
         Raises:
-            FusedReduceError: with the names of those, and what to do.
+            FusedReduceError: with the names of such parameters, and what to do.
         """
         found = _reached_around(loss, {id(one): name for one, name in zip(self.parameters, self.names, strict=True)})
         if found:
             raise FusedReduceError(
-                f"the loss reaches {len(found)} parameters of this DataParallel on another way than through its "
-                f"replicas, {', '.join(found[:_NAMES_SHOWN])}: by a penalty on weights, say, or a call of the module "
-                "itself. The loss scale would stay on there. Run the backward of that term by itself, without "
-                "scaler.scale: what comes out of DataParallel has no scale on it, and they add up"
+                f"the loss reaches {len(found)} parameters of this DataParallel not only through its replicas, "
+                f"{', '.join(found[:_NAMES_SHOWN])}: by a weight penalty, say, or a call of `.module` itself. That "
+                "part of their gradients would stay scaled. Run the backward of that term separately, without "
+                "scaler.scale(): gradients from DataParallel are unscaled, so the two add up"
             )
 
-    def _land(self, under_way: int) -> bool:
+    def _pop_scale(self, under_way: int) -> bool:
         landed, late = False, self.late
         while len(late.scales) > under_way:
             late.landed_scale, landed = late.scales.popleft(), True
@@ -189,7 +189,7 @@ class RealGradients:
 
 
 def _reached_around(loss: torch.Tensor, names: dict[int, str]) -> list[str]:
-    """Names of the parameters that a graph reaches, but for the part that stands for replicas (see Joined)."""
+    """Names of the parameters that a graph reaches without passing the node of the replicas (Joined)."""
     found: dict[str, None] = {}
     stack, seen = [loss.grad_fn], {loss.grad_fn}
     while stack:

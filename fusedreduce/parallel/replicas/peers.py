@@ -1,7 +1,7 @@
-"""Peers: one reducer per replica, in a group of this process.
+"""Peers: one reducer per replica, in a LocalGroup.
 
-The reducers' own hooks are not used: whatever outputs take part in a loss, and however often, first all is accumulated,
-then `launch` reduces it once.
+The reducers have no autograd hooks: however many outputs a loss is made of, each replica's gradients are accumulated
+first, then `launch` reduces them once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .thread_pool import Workers
 
 T = TypeVar("T")
 
-# Nothing is gained by large buckets where there is no network; small ones stay in the cache from pack to unpack.
+# Without a network large buckets gain nothing; small ones stay in the cache from pack to unpack.
 _CAPS = BucketCaps(first_bytes=MIB, cap_bytes=4 * MIB)
 _VERSION = 1
 
@@ -30,15 +30,15 @@ class Peers:
     """The reducers of all replicas.
 
     Args:
-        replicas: theirs.
-        devices: where those are.
-        workers: as many, or one, which then drives all reducers.
-        config: how gradients travel; op "sum".
-        timeout_s: how long replicas wait for each other in a reduction.
-        threads: there is a worker per replica.
+        replicas: the modules.
+        devices: where they are.
+        workers: one thread per replica, or a single one, which drives all reducers.
+        config: how gradients are reduced; op "sum".
+        timeout_s: seconds that replicas wait for each other in a reduction.
+        threads: whether there is a worker per replica.
 
     Raises:
-        ValueError, TypeError: what cannot be reduced.
+        ValueError, TypeError: parameters or a mode that cannot be reduced.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Peers:
         self._group: LocalGroup | None = None
         self._communicators: list[LocalCommunicator] = []
         self._reducers: list[Reducer] = []
-        # What a wrong mode or setting has to say is said now.
+        # Now, so that a wrong mode or setting is raised by the constructor.
         if not self.adds_up:
-            self.meet()
+            self.connect()
 
     @property
     def synchronous(self) -> bool:
@@ -77,7 +77,7 @@ class Peers:
 
     @property
     def adds_up(self) -> bool:
-        """Whether gradients are added up where they lie, and no reducers are needed."""
+        """Whether gradients are added in place, without reducers."""
         config = self.config
         plain = config.wire == "native" and not config.grad_stats and config.check_finite == "off"
         return plain and self.synchronous and len(set(self._devices)) == 1
@@ -86,15 +86,15 @@ class Peers:
     def reducers(self) -> list[Reducer]:
         """One per replica."""
         if not self._reducers:
-            self.meet()
+            self.connect()
         return self._reducers
 
     def under_way(self) -> int:
-        """Steps of which the averages have not come yet."""
+        """Number of steps in flight."""
         return max((int(one.stats().get("steps_under_way", 0)) for one in self._reducers), default=0)
 
     def excuse(self, scalers: Sequence[object]) -> None:
-        """What is not finite under a loss scale is that scaler's affair."""
+        """Leaves gradients that are not finite under a loss scale to these scalers."""
         for reducer in self._reducers:
             for scaler in scalers:
                 reducer.observed.units.attach(scaler)
@@ -102,71 +102,75 @@ class Peers:
     # Together
 
     def each(self, call: Callable[[int, Reducer], T]) -> list[T]:
-        """`call(replica, reducer)` for all that there are, each in its thread."""
+        """Calls `call(replica, reducer)` for all replicas, each in its thread.
+
+        Returns:
+            The results by replica; empty if there are no reducers.
+        """
         jobs = [functools.partial(call, number, one) for number, one in enumerate(self._reducers)]
         if self._threads or not jobs:
-            return self._workers.run(jobs, self.gave_up) if jobs else []
+            return self._workers.run(jobs, self.abort) if jobs else []
         return self._workers.run([lambda: [job() for job in jobs]])[0]
 
-    def gave_up(self, replica: int, error: BaseException) -> None:
-        """A replica has raised: the others wait for it no longer."""
+    def abort(self, replica: int, error: BaseException) -> None:
+        """Aborts the group's collectives, for a replica that has raised."""
         if self._communicators:
             self._communicators[replica].abort(error)
 
     def set_sync_mode(self, config: ReduceConfig) -> None:
-        """Goes on with another mode; see `Reducer.set_sync_mode`."""
+        """Changes the mode from the next step on; see `Reducer.set_sync_mode`."""
         before = self.config
         self._check_mode(config.sync_mode)
         self.each(lambda _, reducer: reducer.set_sync_mode(config.sync_mode))
-        self.part()
+        self.disconnect()
         self.config = config
         if not self.adds_up:
             try:
-                self.meet()
+                self.connect()
             except BaseException:
                 self.config = before
                 raise
 
     def state(self) -> dict[str, Any]:
-        """What is under way; see `Reducer.state_dict`."""
+        """Checkpoint of the steps in flight; see `Reducer.state_dict`."""
         if self.synchronous or not self._reducers:
             return {}
         states = self.each(lambda _, reducer: reducer.state_dict())
-        # What is under way in BoundedStaleness is the same everywhere.
+        # With BoundedStaleness averages are the same on all replicas.
         kept = states if self.asynchronous else states[:1]
         return {"version": _VERSION, "devices": len(self._devices), "replicas": kept}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on with it.
+        """Resumes from a checkpoint of steps in flight.
 
         Raises:
-            ValueError: it is damaged, or of another model, number of devices or mode.
+            ValueError: it is damaged, or belongs to another model, number of devices or mode.
         """
         if not state:
             return
         try:
             version, devices, kept = state["version"], state["devices"], list(state["replicas"])
         except (KeyError, TypeError) as error:
-            raise ValueError(f"a damaged state of a DataParallel: {type(error).__name__}: {error}") from error
+            raise ValueError(f"damaged state of a DataParallel: {type(error).__name__}: {error}") from error
         if version != _VERSION:
             raise ValueError(f"not a state of a DataParallel: version {version!r}, expected {_VERSION}")
         if devices != len(self._devices):
             raise ValueError(
-                f"the state is of {devices} devices, there are {len(self._devices)} now: what is under way is of "
-                "that many parts. flush() before saving, where the number of devices may change"
+                f"the state was saved with {devices} devices, there are {len(self._devices)} now: steps in flight "
+                "cannot be divided anew. Call flush() before saving, if the number of devices may change"
             )
         if self.synchronous or len(kept) != (devices if self.asynchronous else 1):
             raise ValueError(
-                f"the state was saved in another mode than {self.config.sync_mode}: load it in that one, or flush() "
-                "before saving"
+                f"the state was saved in another mode than {self.config.sync_mode}: load it in that mode, or call "
+                "flush() before saving"
             )
         self.each(lambda replica, reducer: reducer.load_state_dict(kept[replica if self.asynchronous else 0]))
 
     # Lifecycle
 
-    def meet(self) -> None:
-        """New reducers, in a new group: the old ones may be out of step."""
-        self.part()
+    def connect(self) -> None:
+        """Makes new reducers in a new group; the old ones may be out of step."""
+        self.disconnect()
         count = len(self._devices)
         if not self._replicas.trained:
             return
@@ -180,15 +184,15 @@ class Peers:
                 names=self._replicas.names,
                 sparse=self._replicas.sparse,
                 caps=_CAPS,
-                # Replicas with other samples may use other parameters. The plan is fixed by this, too.
+                # Replicas may use different parameters for their samples. It also keeps the plan fixed.
                 find_unused_parameters=True,
                 agreed=True,
             )
             reducer.remove_hooks()
             self._reducers.append(reducer)
 
-    def part(self) -> None:
-        """Gives the reducers and their group up; where an interrupt kept it from that, the next call does."""
+    def disconnect(self) -> None:
+        """Closes the reducers and their group. After an interrupt within it, the next call completes it."""
         while self._reducers:
             self._reducers[-1].close()
             self._reducers.pop()
@@ -199,13 +203,13 @@ class Peers:
     def _check_mode(self, mode: SyncMode) -> None:
         if isinstance(mode, Asynchronous) and not self._threads:
             raise ValueError(
-                "sync_mode=Asynchronous() needs a thread per replica, as on CPU: where one thread drives all of them, "
-                "none can be ahead of another"
+                "sync_mode=Asynchronous() needs a thread per replica (threads=True, CPU only): one thread that drives "
+                "all replicas cannot let one be ahead of another"
             )
 
 
 def launch(reducer: Reducer) -> None:
-    """Reduces the gradients as they are, in the order of the buckets."""
+    """Launches the reduction of the gradients as they are, in the order of the buckets."""
     reducer.prepare_for_backward()
     for index in reversed(range(len(reducer.parameters))):
         reducer.on_gradient(index)

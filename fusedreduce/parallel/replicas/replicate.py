@@ -1,11 +1,11 @@
-"""Replicas: shells of a module that compute with its parameters, each on a device.
+"""Replicas: shallow copies of a module, one per device, that compute with its parameters.
 
-A shell is a module with the attributes of the user's, as it has them when a forward begins, and parameters of its own:
-on the module's device other Parameter objects on the same memory, with the same version counter, so that what an
-optimizer writes is there at once, and a gradient goes to the replica. On other devices they are copied in place before
-each forward. So are buffers, but for replica 0, whose buffers are the module's own. What else a forward changes of its
-module is lost with the next one; hooks on modules are shared, and run once per replica. All of that is as
-torch.nn.DataParallel has it.
+A copy (shell) has the attributes that the user's module has when a forward begins, and parameters of its own. On the
+module's device these are other Parameter objects on the same memory, with the same version counter: they see what an
+optimizer writes at once, and have gradients of their own. On other devices they are copied in place before each
+forward. So are buffers, except those of replica 0, which are the module's own. Other attributes that a forward sets are
+lost with the next forward; module hooks are shared, and run once per replica. All of that is as in
+torch.nn.DataParallel.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _MISSING = object()
 
 @dataclass
 class _Layer:
-    """A module within the model, and its shells.
+    """One submodule of the user's module, and its shells.
 
     Args:
-        real: the user's.
-        shells: of it, by replica.
-        parameters: as the shells' were made of.
-        modules: those below.
-        buffers: their names.
-        slots: attributes that are not in a dictionary.
+        real: the user's submodule.
+        shells: its copies, by replica.
+        parameters: its parameters when the shells were made.
+        modules: its children then.
+        buffers: names of its buffers then.
+        slots: names of attributes declared in __slots__.
     """
 
     real: nn.Module
@@ -55,8 +55,8 @@ class _Layer:
         self.modules = list(self.real._modules.values())
         self.buffers = list(self.real._buffers)
 
-    def is_as_it_was(self) -> bool:
-        """Whether the module has the parameters, modules and buffers that it had."""
+    def is_unchanged(self) -> bool:
+        """Whether the submodule still has the same parameters, children and buffer names."""
         real = self.real
         return (
             type(real) is type(self.shells[0])
@@ -70,20 +70,20 @@ class Replicas:
     """One replica of `module` per device.
 
     Args:
-        module: all of it on the first device.
+        module: the user's, on the first device as a whole.
         devices: of one type.
 
     Raises:
-        ValueError: see `check_module`.
+        ValueError: a module that `check_module` refuses.
         TypeError: a TorchScript module.
 
     Attributes:
         modules: the replicas.
-        trained: the module's parameters that require a gradient, each once.
-        names: theirs.
-        sparse: whether their gradients are sparse.
-        numel: elements of those.
-        trained_by: per replica, its own of them.
+        trained: the module's parameters that require a gradient, without repetition.
+        names: their names.
+        sparse: whether each one's gradient is sparse.
+        numel: their elements in total.
+        trained_by: per replica, its parameters that correspond to `trained`.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
@@ -96,7 +96,7 @@ class Replicas:
         self._shared = [device == devices[0] for device in devices]
         self._layers = [_Layer(one) for one in module.modules()]
         self._own: list[list[nn.Parameter]] = []
-        # Per replica: what it has in place of the user's parameters and modules, by the id of those.
+        # Per replica: its parameters and submodules, by the id of the user's that they replace.
         self._mine: list[dict[int, Any]] = []
         for device in devices:
             own = [_own_parameter(one, device) for one in self._parameters]
@@ -117,22 +117,22 @@ class Replicas:
         self.sparse = tuple(id(one) in sparse for one in self.trained)
         self.trained_by = [tuple(own[number] for number in trained) for own in self._own]
 
-    def follow(self, *, broadcast_buffers: bool) -> bool:
-        """Before a forward: brings the replicas into line with the module.
+    def update_from_module(self, *, broadcast_buffers: bool) -> bool:
+        """Updates the replicas from the module, before a forward.
 
         Args:
-            broadcast_buffers: those of all replicas become the module's.
+            broadcast_buffers: copy the module's buffers to all replicas.
 
         Returns:
-            Whether that could be done: False where the module has become another one (parameters replaced, frozen or
-            of another dtype, modules added), which takes new replicas.
+            False if that is impossible, because parameters were replaced, frozen or converted, or modules added: new
+            replicas are needed then.
         """
         if [_kind(one) for one in self._parameters] != self._kinds:
             return False
-        if not all(layer.is_as_it_was() for layer in self._layers):
+        if not all(layer.is_unchanged() for layer in self._layers):
             return False
-        self._follow_parameters()
-        self._follow_buffers(broadcast_buffers=broadcast_buffers)
+        self._update_parameters()
+        self._update_buffers(broadcast_buffers=broadcast_buffers)
         for replica, mine in enumerate(self._mine):
             for layer in self._layers:
                 _fill(layer.shells[replica], layer.real, mine)
@@ -141,7 +141,7 @@ class Replicas:
         return True
 
     def keep_buffers(self) -> None:
-        """After a forward: a buffer that replica 0 has replaced is the module's from now on."""
+        """After a forward: assigns buffers that replica 0 has replaced to the user's module."""
         for layer in self._layers:
             for name in layer.buffers:
                 made = layer.shells[0]._buffers.get(name)
@@ -167,19 +167,19 @@ class Replicas:
                 f"{f' and {more} more' if more > 0 else ''}"
             )
 
-    def _follow_parameters(self) -> None:
+    def _update_parameters(self) -> None:
         real = list(map(torch.Tensor.data_ptr, self._parameters))
         for own, shared in zip(self._own, self._shared, strict=True):
             if not shared:
                 with torch.no_grad():
-                    # In memory alone: a graph that is still to be run backward has saved them, with the same values.
+                    # By .data, without raising versions: a graph yet to run backward may have saved these tensors.
                     torch._foreach_copy_([one.data for one in own], list(self._parameters))
             elif list(map(torch.Tensor.data_ptr, own)) != real:
                 for one, parameter in zip(own, self._parameters, strict=True):
                     if one.data_ptr() != parameter.data_ptr():
                         one.data = parameter.detach()
 
-    def _follow_buffers(self, *, broadcast_buffers: bool) -> None:
+    def _update_buffers(self, *, broadcast_buffers: bool) -> None:
         into: list[torch.Tensor] = []
         source: list[torch.Tensor] = []
         for layer in self._layers:
@@ -194,7 +194,7 @@ class Replicas:
                         with torch.inference_mode(False):  # it outlives this forward
                             held[name] = buffer.detach().to(device, copy=True)
                     elif broadcast_buffers:
-                        # As parameters above. Batch norm's backward checks the version of what it has saved.
+                        # By .data, as parameters above: batch norm's backward checks versions.
                         into.append(known.data)
                         source.append(buffer)
         if into:
@@ -203,11 +203,15 @@ class Replicas:
 
 
 def check_module(module: nn.Module, device: torch.device) -> None:
-    """Refuses what cannot be replicated.
+    """Raises if a module cannot be replicated.
+
+    Args:
+        module: the user's.
+        device: where all of its tensors must be.
 
     Raises:
-        ValueError: something that is not initialised, or sharded, or not on `device` (as what is on "meta").
-        TypeError: TorchScript.
+        ValueError: a tensor that is not initialised, or sharded, or not on `device` (but on "meta", say).
+        TypeError: a TorchScript module.
     """
     for name, one in module.named_modules():
         if isinstance(one, torch.jit.ScriptModule):
@@ -216,16 +220,16 @@ def check_module(module: nn.Module, device: torch.device) -> None:
     named = itertools.chain(module.named_parameters(), module.named_buffers())
     for name, tensor in named:
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-            raise ValueError(f"{name} is not initialised yet, it has no shape: run a dummy forward first")
+            raise ValueError(f"{name} is not initialised and has no shape: run a forward of the module first")
         sharded = admission.sharded_kind(tensor)
         if sharded is not None:
-            raise ValueError(f"{name} is a {sharded} and sharded already: it cannot be replicated")
+            raise ValueError(f"{name} is a {sharded}, which is sharded already and cannot be replicated")
         if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, not on the first device, {device}")
+            raise ValueError(f"{name} is on {tensor.device}, expected the first device, {device}")
 
 
 def _fill(shell: nn.Module, real: nn.Module, mine: dict[int, Any]) -> None:
-    """Gives a shell the attributes that the module has now, with the replica's own in place of the user's."""
+    """Copies the submodule's attributes to a shell, replacing parameters and modules by the replica's."""
     buffers = shell._buffers
     for name in buffers.keys() - real._buffers.keys():
         del buffers[name]
@@ -240,7 +244,7 @@ def _fill(shell: nn.Module, real: nn.Module, mine: dict[int, Any]) -> None:
 
 
 def _fill_slot(shell: nn.Module, real: nn.Module, name: str, mine: dict[int, Any]) -> None:
-    """As `_fill`, for an attribute that its class declares in __slots__."""
+    """Copies an attribute that the class declares in __slots__."""
     value = getattr(real, name, _MISSING)
     if value is not _MISSING:
         object.__setattr__(shell, name, _translated(value, mine))
@@ -249,7 +253,7 @@ def _fill_slot(shell: nn.Module, real: nn.Module, name: str, mine: dict[int, Any
 
 
 def _translated(value: Any, mine: dict[int, Any]) -> Any:
-    """What a replica has in place of an attribute's value."""
+    """The replica's counterpart of an attribute's value."""
     if id(value) in mine:
         return mine[id(value)]
     if type(value) in _CONTAINERS and any(id(one) in mine for one in value):
@@ -262,7 +266,7 @@ def _of(one: object, mine: dict[int, Any]) -> Any:
 
 
 def _own_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    # Of a detached tensor: it shares the version counter too.
+    # A detached tensor shares the version counter too.
     data = parameter.detach()
     made = nn.Parameter(data if data.device == device else data.to(device), requires_grad=parameter.requires_grad)
     for name, value in vars(parameter).items():

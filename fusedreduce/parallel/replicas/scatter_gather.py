@@ -1,6 +1,6 @@
-"""Scatter and gather: arguments in parts, one per replica, and outputs in one piece. Pure.
+"""Scatters arguments over replicas, and gathers their outputs. Pure functions.
 
-Arguments and outputs are nested as they like: any pytree, and dataclasses.
+Arguments and outputs may be any pytree, and dataclasses.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ...comm.local.strategies import balanced
 
 @dataclass(frozen=True)
 class Nested:
-    """The leaves of something nested, and how it is built again.
+    """A nested value, taken apart.
 
     Args:
         leaves: tensors and others, in order.
-        rebuild: the same from other leaves.
-        shape: what must be alike in two of them for their leaves to correspond.
+        rebuild: builds the same structure from other leaves.
+        shape: the structure; equal for two values whose leaves correspond.
     """
 
     leaves: list[Any]
@@ -35,7 +35,7 @@ class Nested:
 
 
 def flatten(value: object) -> Nested:
-    """Takes `value` apart."""
+    """Takes a nested value apart into its leaves and its structure."""
     outer, spec = tree_flatten(value)
     parts = [_fields(leaf) for leaf in outer]
     if all(part is None for part in parts):
@@ -57,48 +57,62 @@ def flatten(value: object) -> Nested:
 
 
 def is_batched(leaf: object) -> bool:
-    """Whether an argument has samples in it: a tensor with dimensions."""
+    """Whether a leaf holds samples: a tensor with at least one dimension."""
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
 def samples_of(leaves: Sequence[object], names: Sequence[str], dim: int) -> int:
-    """How many samples the batched ones among `leaves` have along `dim`; 0: none is batched.
+    """The number of samples in the batched leaves, along `dim`; 0 if no leaf is batched.
+
+    Args:
+        leaves: of the arguments.
+        names: of the leaves, for messages.
+        dim: the dimension.
 
     Raises:
-        ValueError: they differ, or one does not have that many dimensions.
-        TypeError: a packed sequence.
+        ValueError: the numbers differ, or a tensor has no such dimension.
     """
     found: dict[int, str] = {}
     for leaf, name in zip(leaves, names, strict=True):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             if not -leaf.dim() <= dim < leaf.dim():
-                raise ValueError(f"{name} has shape {tuple(leaf.shape)} and so no dimension {dim} to scatter along")
+                raise ValueError(f"{name} has shape {tuple(leaf.shape)}, so no dimension {dim} to scatter along")
             found.setdefault(leaf.shape[dim], name)
     if len(found) > 1:
         shown = ", ".join(f"{name} has {samples}" for samples, name in found.items())
         raise ValueError(
             f"inputs have different numbers of samples along dimension {dim}: {shown}. Every tensor with dimensions "
-            "is scattered; hand others over as 0-dim tensors, in attributes of the module, or use forward_parallel"
+            "is scattered: pass others as 0-dim tensors or as attributes of the module, or use forward_parallel"
         )
     return next(iter(found), 0)
 
 
 def refuse_packed(values: object) -> None:
-    """A packed sequence is a tuple of tensors whose first dimension is no batch.
+    """Refuses packed sequences: tuples of tensors whose first dimension is no batch.
 
     Raises:
-        TypeError: there is one.
+        TypeError: `values` has one.
     """
     leaves, _ = tree_flatten(values, is_leaf=_is_packed)
     if any(map(_is_packed, leaves)):
-        raise TypeError("a PackedSequence cannot be scattered: pack within the module's forward")
+        raise TypeError("a PackedSequence cannot be scattered: pass the padded batch, and pack in the module's forward")
 
 
 def scattered(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, dim: int) -> list[tuple[Nested, list[Any]]]:
-    """Per part, the arguments' structure and its leaves: slices of the batched tensors, everything else as it is.
+    """Scatters arguments.
+
+    Args:
+        args: positional ones.
+        kwargs: keyword ones.
+        parts: number of replicas.
+        dim: dimension along which samples lie.
+
+    Returns:
+        Per part, the arguments' structure and its leaves: slices of batched tensors, all others unchanged.
 
     Raises:
-        ValueError: fewer samples than parts, or what `samples_of` refuses.
+        ValueError: no batched tensor, fewer samples than parts, or a tensor that `samples_of` refuses.
+        TypeError: a packed sequence.
     """
     refuse_packed((args, kwargs))
     nested = flatten((args, kwargs))
@@ -106,9 +120,11 @@ def scattered(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, dim: in
     if not any(map(is_batched, nested.leaves)):
         if parts == 1:
             return [(nested, list(nested.leaves))]
-        raise ValueError("forward was given no tensor with dimensions, so there is no batch to scatter")
+        raise ValueError("the arguments of forward have no tensor with dimensions, so there is no batch to scatter")
     if samples < parts:
-        raise ValueError(f"a batch of {samples} samples cannot be divided among {parts} devices: every one needs some")
+        raise ValueError(
+            f"a batch of {samples} samples cannot be divided among {parts} devices, each of which needs at least one"
+        )
     sizes = [end - begin for begin, end in balanced(samples, parts)]
     columns = [
         list(leaf.split(sizes, dim)) if is_batched(leaf) and parts > 1 else [leaf] * parts for leaf in nested.leaves
@@ -130,32 +146,36 @@ class Piece:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether there are tensors to concatenate."""
+        """Whether the leaves are tensors."""
         return isinstance(self.leaves[0], torch.Tensor)
 
 
 def pieces(outputs: Sequence[Nested], dim: int) -> list[Piece]:
     """The replicas' outputs, leaf by leaf.
 
+    Args:
+        outputs: by replica.
+        dim: dimension along which tensors will be concatenated.
+
     Raises:
-        ValueError: they are nested differently, or tensors here are something else there, or do not fit together.
+        ValueError: outputs are nested differently, or a leaf is a tensor on some replicas only, or shapes do not fit.
     """
     for replica, one in enumerate(outputs):
         if one.shape != outputs[0].shape or len(one.leaves) != len(outputs[0].leaves):
             raise ValueError(
-                f"replica {replica}'s output is not nested as replica 0's: {one.shape} instead of {outputs[0].shape}. "
-                "forward_parallel leaves outputs apart"
+                f"replica {replica}'s output is nested differently from replica 0's: {one.shape}, expected "
+                f"{outputs[0].shape}. Use forward_parallel, which does not gather outputs"
             )
     found = [Piece([one.leaves[at] for one in outputs], f"output {at}") for at in range(len(outputs[0].leaves))]
     for piece in found:
         kinds = {isinstance(leaf, torch.Tensor) for leaf in piece.leaves}
         if len(kinds) > 1:
-            raise ValueError(f"{piece.path} is a tensor on some replicas and none on others")
+            raise ValueError(f"{piece.path} is a tensor on some replicas and something else on others")
         if piece.is_tensor and len({_beside(tensor.shape, dim) for tensor in piece.leaves}) > 1:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in piece.leaves)
             raise ValueError(
-                f"{piece.path} cannot be concatenated along dimension {dim}: replicas returned shapes {shapes}. "
-                "forward_parallel leaves outputs apart"
+                f"{piece.path} cannot be concatenated along dimension {dim}: replicas returned shapes {shapes}. Use "
+                "forward_parallel, which does not gather outputs"
             )
     return found
 
@@ -164,20 +184,20 @@ def same_on_all(piece: Piece) -> Any:
     """The value of a leaf that is no tensor.
 
     Raises:
-        ValueError: replicas have different ones.
+        ValueError: it differs between replicas.
     """
     first = piece.leaves[0]
     for replica, leaf in enumerate(piece.leaves):
         if leaf is not first and not (type(leaf) is type(first) and _equal(leaf, first)):
             raise ValueError(
                 f"{piece.path} is no tensor and differs between replicas ({first!r} on replica 0, {leaf!r} on replica "
-                f"{replica}): return a tensor, or use forward_parallel, which leaves outputs apart"
+                f"{replica}): return a tensor, or use forward_parallel, which does not gather outputs"
             )
     return first
 
 
 def joined(tensors: Sequence[torch.Tensor], dim: int, device: torch.device) -> torch.Tensor:
-    """The replicas' tensors along `dim`, on `device`; of 0-dim ones a vector."""
+    """The replicas' tensors concatenated along `dim` on `device`; 0-dim ones stacked to a vector."""
     here = [tensor.to(device, non_blocking=True) for tensor in tensors]
     if here[0].dim() == 0:
         return torch.stack(here)
@@ -185,18 +205,19 @@ def joined(tensors: Sequence[torch.Tensor], dim: int, device: torch.device) -> t
 
 
 def parts_of(gradient: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int) -> list[torch.Tensor]:
-    """What `joined` made one, apart again."""
+    """The gradient of a tensor made by `joined`, split into those of `tensors`."""
     if tensors[0].dim() == 0:
         return list(gradient.unbind())
     return list(gradient.split([tensor.shape[dim] for tensor in tensors], dim)) if len(tensors) > 1 else [gradient]
 
 
 def warn_of_scalars(found: Sequence[Piece]) -> None:
-    """As torch.nn.DataParallel does."""
+    """Warns of 0-dim outputs, as torch.nn.DataParallel does."""
     if any(piece.is_tensor and piece.leaves[0].dim() == 0 for piece in found):
         warnings.warn(
-            "the module returned a scalar (0-dim tensor) on each replica; they are gathered into a vector with one "
-            "element per device. A mean of means is not the batch's mean where shards are uneven",
+            "the module returned a scalar (0-dim tensor) on each replica: they are gathered into a vector with one "
+            "element per device. The mean of this vector is not the batch's mean if replicas have different numbers of "
+            "samples",
             stacklevel=4,
         )
 
@@ -218,7 +239,7 @@ def _fields(leaf: object) -> Nested | None:
 
 
 def _beside(shape: Sequence[int], dim: int) -> tuple[int, ...] | None:
-    """The sizes in which tensors that are concatenated along `dim` must agree; None: there is no such dimension."""
+    """The sizes in which tensors to concatenate along `dim` must agree; None if they have no such dimension."""
     if not shape:
         return ()
     if not -len(shape) <= dim < len(shape):
@@ -235,5 +256,5 @@ def _is_packed(value: object) -> bool:
 def _equal(one: object, other: object) -> bool:
     try:
         return bool(one == other)
-    except Exception:  # arrays, say: they have no one truth value
+    except Exception:  # arrays, say, whose comparison has no single truth value
         return False

@@ -1,15 +1,15 @@
 """Workers: persistent threads that run one job each, with the caller's settings of autograd and autocast.
 
-Each has its share of the intra-op threads that the caller has. Threads wait for jobs without holding whoever gives
-them, and end when the Workers object goes.
+Each has a share of the caller's intra-op threads. Waiting threads hold no reference to their Workers object, and end
+when it is freed.
 
-After an operator OpenMP's own threads keep spinning for some ms, for the next one to begin at once; meanwhile a worker
-per core has half a core. So they are let go before workers begin, and the workers' own when those are done: the next
-operator that wants them makes them anew, in some 10 us. (Had OpenMP known of more threads than there are cores it would
-have stopped spinning by itself, everywhere and for good: the caller's optimizer then took three times as long.)
+After an operator OpenMP's own threads spin for some ms, so that the next one begins at once; meanwhile a worker per
+core would have half a core. So OpenMP's threads are ended before workers begin, and those of the workers when they are
+done: the next operator starts them again, in some 10 us. (If OpenMP were configured for more threads than cores it
+would stop spinning everywhere and for good; the caller's optimizer then took three times as long.)
 
-Nothing that the main thread does here can be left half done by an interrupt so that a worker waits for ever: it holds
-no lock of Python's own classes, and waits for a flag.
+An interrupt in the main thread cannot leave a worker waiting for ever: the main thread holds no lock of the threading
+module's Python classes, and polls a flag.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ T = TypeVar("T")
 _Queue: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
-# Who waits looks at a flag so often, should the signal have been lost to an interrupt.
-_LOOK_S = 0.1
-_SOFT = 1  # omp_pause_soft: what threads keep for themselves stays
+# Interval at which a waiting thread polls the flag, in case an interrupt swallowed the signal.
+_POLL_S = 0.1
+_SOFT = 1  # omp_pause_soft: keeps thread-private data
 _default_lock = threading.Lock()
 
 
 class Workers:
-    """`count` threads, of which the n-th runs the n-th job.
+    """`count` threads; thread n runs job n.
 
     Args:
-        count: how many.
-        label: of the threads, for debuggers.
+        count: number of threads.
+        label: part of the threads' names, for debuggers.
     """
 
     def __init__(self, count: int, label: str) -> None:
@@ -56,7 +56,7 @@ class Workers:
         ]
         self._lock = threading.Lock()
         self._intra_op = 0
-        self._latest: _Round | None = None  # if it may be under way
+        self._latest: _Round | None = None  # the one that may be running
         self._process = os.getpid()
         self.closed = False
         for thread in self._threads:
@@ -66,21 +66,24 @@ class Workers:
     def run(
         self, jobs: Sequence[Callable[[], T]], on_error: Callable[[int, BaseException], None] | None = None
     ) -> list[T]:
-        """Runs each job in its own thread, with this thread's settings; what they returned, in order.
+        """Runs each job in its own thread, with the calling thread's settings, and waits for all.
 
         Args:
             jobs: at most one per thread.
             on_error: called in the thread of a job that has raised, with its number and the error.
 
+        Returns:
+            The jobs' results, in order.
+
         Raises:
-            FusedReduceError: after close().
-            BaseException: the first that a job has raised, when all of them have ended.
+            FusedReduceError: after stop_threads().
+            BaseException: the first error of a job, when all jobs have ended.
         """
-        settings = Settings()
+        settings = ThreadSettings()
         with self._lock:
             if self.closed:
-                raise FusedReduceError("this DataParallel is closed, and what it has returned cannot be run backward")
-            self._settle()
+                raise FusedReduceError("this DataParallel is closed: its outputs cannot be run backward any more")
+            self._wait_until_idle()
             self._share(torch.get_num_threads())
             if len(self._queues) > 1:
                 _let_openmp_threads_go()
@@ -91,25 +94,25 @@ class Workers:
                 round_.cancel()
                 if on_error is not None:
                     on_error(0, error)
-                round_.wait()
+                round_.wait_until_ended()
                 raise
         return round_.results()
 
-    def settle(self) -> None:
-        """Waits for what runs though nobody waits for it any more: after a second interrupt."""
+    def wait_until_idle(self) -> None:
+        """Waits for jobs that still run after a second interrupt ended the wait for them."""
         with self._lock:
-            self._settle()
+            self._wait_until_idle()
 
     def are_here(self) -> bool:
-        """Whether the threads are in this process, and not in one that it was forked from."""
+        """Whether the threads belong to this process, not to one that it was forked from."""
         return self._process == os.getpid()
 
     def has(self, thread: threading.Thread) -> bool:
-        """Whether it is one of these."""
+        """Whether `thread` is one of these."""
         return thread in self._threads
 
-    def close(self) -> None:
-        """Ends the threads, and waits for it."""
+    def stop_threads(self) -> None:
+        """Ends the threads, and joins them."""
         with contextlib.nullcontext() if self.has(threading.current_thread()) else self._lock:
             self.closed = True
             self._finalizer()
@@ -117,17 +120,17 @@ class Workers:
             if thread is not threading.current_thread():
                 thread.join()
 
-    def _settle(self) -> None:
+    def _wait_until_idle(self) -> None:
         if self._latest is not None:
             self._latest.cancel()
-            self._latest.wait()
+            self._latest.wait_until_ended()
             self._latest = None
 
     def _start(self, round_: _Round) -> None:
         self._latest = round_
         for task, one in zip(round_.tasks(), self._queues, strict=False):
             one.put(task)
-        round_.wait()
+        round_.wait_until_ended()
         self._latest = None
 
     def _share(self, total: int) -> None:
@@ -138,14 +141,14 @@ class Workers:
         least, more = divmod(total, len(self._queues))
         shares = [max(1, least + (number < more)) for number in range(len(self._queues))]
         with _default_lock:
-            # What a thread sets holds for itself, and for all threads that are started later.
+            # set_num_threads applies to the calling thread, and to all threads that are started later.
             default = _in_new_thread(torch.get_num_threads)
             self._start(_Round([functools.partial(_set_intra_op, share) for share in shares], None))
             _in_new_thread(functools.partial(_set_intra_op, default))
 
 
-class Settings:
-    """What a thread has set for itself: autograd's modes, autocast, context variables."""
+class ThreadSettings:
+    """A thread's own settings: autograd's modes, autocast, context variables."""
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
@@ -157,7 +160,7 @@ class Settings:
         self._context = contextvars.copy_context()
 
     def wrapped(self, job: Callable[[], T]) -> Callable[[], T]:
-        """`job` with these settings."""
+        """`job`, to be run with these settings."""
         context = self._context.copy()
 
         def within() -> T:
@@ -178,7 +181,7 @@ class Settings:
 
 
 def modes_are_active() -> bool:
-    """Whether this thread has a mode that no other thread could take over: what it runs is to be run here."""
+    """Whether this thread has a dispatch mode or saved-tensor hooks, which do not apply to jobs in other threads."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
@@ -187,42 +190,43 @@ def modes_are_active() -> bool:
 
 
 class Turns:
-    """One thread of the user's at a time has workers run something; others wait.
+    """Lets one of the user's threads at a time run the workers; others wait.
 
-    A lock of the interpreter's own, entered by `with`: an interrupt comes before it is held, or within the block.
+    The lock is one of the interpreter's own, entered by `with`: an interrupt comes before it is acquired, or within the
+    block.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
 
-    def take(self, workers: Workers | None, *, again: bool = False) -> contextlib.AbstractContextManager[bool]:
-        """To be entered for the turn.
+    def lock_for(self, workers: Workers | None, *, again: bool = False) -> contextlib.AbstractContextManager[bool]:
+        """The lock, as a context manager.
 
         Args:
-            workers: whose.
-            again: may be taken within a turn of this thread.
+            workers: the threads that it protects.
+            again: this thread may hold the lock already.
 
         Raises:
-            FusedReduceError: this thread is within one, and would wait for itself.
+            FusedReduceError: this thread holds the lock or is a worker, and would wait for itself.
         """
         owned: bool = self._lock._is_owned()  # type: ignore[attr-defined]
         if (owned and not again) or (workers is not None and workers.has(threading.current_thread())):
             raise FusedReduceError(
-                "a DataParallel was called within its own replicas' forward or backward, or within flush, which waits "
-                "for what it calls"
+                "a DataParallel was called from within its own replicas' forward or backward, or from a step that its "
+                "flush() calls: it would wait for itself"
             )
         return self._lock
 
 
 class _Round:
-    """Jobs that are under way together. What is left of one in a queue after an interrupt does nothing.
+    """Jobs that run together. Tasks that an interrupt has left in a queue do nothing.
 
     Args:
-        jobs: what the tasks run.
+        jobs: one per task.
         on_error: see `Workers.run`.
 
     Attributes:
-        ended: set when none runs and none will; threads then hold nothing of theirs.
+        ended: no job runs or will run; threads then hold no reference to one.
     """
 
     def __init__(
@@ -240,20 +244,20 @@ class _Round:
         self._on_error = on_error
 
     def tasks(self) -> list[Callable[[], None]]:
-        """One per job, each to be called by a thread."""
+        """A callable per job, each to be called by one thread."""
         return [functools.partial(self._run, number) for number in range(len(self._jobs))]
 
     def cancel(self) -> None:
-        """Those that have not begun never will."""
+        """Drops the jobs that have not begun."""
         with self._lock:
             self._waiting.clear()
             if self._running == 0:
                 self._end()
 
-    def wait(self) -> None:
-        """Until it has ended."""
+    def wait_until_ended(self) -> None:
+        """Blocks until all jobs have ended."""
         while not self.ended:
-            self._signal.acquire(timeout=_LOOK_S)
+            self._signal.acquire(timeout=_POLL_S)
 
     def _end(self) -> None:
         if not self.ended:
@@ -285,7 +289,7 @@ class _Round:
                     self._end()
 
     def results(self) -> list[Any]:
-        """In order; raises what was raised first."""
+        """The jobs' results, in order. Raises the first error."""
         errors, self._errors = self._errors, []
         if not errors:
             return [self._results.pop(number) for number in range(len(self._results))]
@@ -296,8 +300,8 @@ class _Round:
 
 
 def _set_intra_op(count: int) -> None:
-    """Sets the number of intra-op threads of the thread that calls it."""
-    torch.get_num_threads()  # a thread's first call takes the default over, whatever was set before
+    """Sets the number of intra-op threads of the calling thread."""
+    torch.get_num_threads()  # a thread's first call would overwrite what was set before it
     torch.set_num_threads(count)
 
 
@@ -311,7 +315,7 @@ def _in_new_thread(call: Callable[[], T]) -> T:
 
 @functools.cache
 def _pause_openmp() -> Callable[[int], int] | None:
-    """OpenMP's omp_pause_resource_all, of the library that torch has loaded; None: it has none."""
+    """omp_pause_resource_all of the OpenMP library that torch has loaded; None if it has none."""
     try:
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         pause: Callable[[int], int] = torch_cpu.omp_pause_resource_all
@@ -321,7 +325,7 @@ def _pause_openmp() -> Callable[[int], int] | None:
 
 
 def _let_openmp_threads_go() -> None:
-    """Ends the threads that OpenMP keeps for the one that calls this."""
+    """Ends the threads that OpenMP keeps for the calling thread."""
     pause = _pause_openmp()
     if pause is not None:
         pause(_SOFT)
