@@ -178,7 +178,7 @@ def test_one_who_waits_keeps_nobody_from_the_store() -> None:
     store = stores.TCPStore("127.0.0.1", 0, None, True)
     one, other = (StoreExchange(store, "x", node, 2) for node in range(2))
     found: list[str | None] = []
-    waiter = threading.Thread(target=lambda: found.append(one.wait(0, time.monotonic() + 10)))
+    waiter = threading.Thread(target=lambda: found.append(one.wait_for_verdict(0, time.monotonic() + 10)))
     waiter.start()
     began = time.monotonic()
     for _ in range(50):
