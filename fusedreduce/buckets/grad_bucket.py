@@ -8,14 +8,14 @@ import torch
 
 
 class GradBucket:
-    """One bucket: flat, dense (but for a sparse gradient), of one dtype, without padding, not yet divided.
+    """One bucket: flat, dense (except for a sparse gradient), of one dtype, without padding, not yet divided.
 
     Args:
         index: place in the launch order.
-        buffer: the gradients, one after the other in the order in which they lie in memory.
-        gradients: each gradient within the buffer.
-        parameters: whose gradients these are.
-        is_last: whether no other bucket follows in this step.
+        buffer: the gradients, one after the other, each in its memory order.
+        gradients: per parameter its part of the buffer.
+        parameters: the bucket's parameters.
+        is_last: whether it is the step's last bucket.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Place in the launch order; it may hold other parameters after the first step."""
+        """The bucket's place in the launch order; after the first step it may hold other parameters."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """The flat gradients; what is written here is reduced."""
+        """The flat gradients, as they are to be reduced."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
@@ -53,5 +53,9 @@ class GradBucket:
         return self._is_last
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replaces the buffer for whoever sees this object next."""
+        """Replaces the buffer that `buffer` returns.
+
+        Args:
+            buffer: a tensor of as many elements.
+        """
         self._buffer = buffer

@@ -1,4 +1,4 @@
-"""GradientTable: all gradients of some parameters at once, as they are now: measured or multiplied in one launch.
+"""GradientTable: measures or multiplies all gradients of some parameters, as they are now, in one launch.
 
     measure()          reads every gradient once: 4 bytes per element of fp32
     multiply(factor)   gradient = round(gradient * factor), in place: 8 bytes
@@ -23,7 +23,7 @@ from .tensors import real_dtype, real_numel, walkable_memory, writable_values
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters whose gradients one launch can walk."""
+    """Parameters whose gradients one launch can read."""
 
     numbers: tuple[int, ...]
     chunks: ChunkTable
@@ -34,10 +34,10 @@ class _Group:
 
 
 class GradientTable:
-    """The gradients of `parameters`, whatever tensors they are at the time.
+    """The gradients of `parameters`, whichever tensors they are at each call.
 
     Args:
-        parameters: leaves. Nothing is built before the first call.
+        parameters: leaves. Tables are built by the first call.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -73,7 +73,11 @@ class GradientTable:
         return found.totals(whole=len(self._groups) == 1)
 
     def multiply(self, factor: torch.Tensor) -> None:
-        """Multiplies every gradient that is there by `factor`, one element on a device, in fp32 (fp64 for fp64)."""
+        """Multiplies every gradient in place, in fp32 (fp64 for fp64).
+
+        Args:
+            factor: one element, on any device.
+        """
         factor = factor.detach().reshape(1)
         with torch.no_grad():
             for group in self._groups:
@@ -87,7 +91,7 @@ class GradientTable:
     def _group(self, numbers: Sequence[int], device: torch.device) -> _Group:
         parameters = [self._parameters[number] for number in numbers]
         numels = [real_numel(one) for one in parameters]
-        # In a table of their own a gradient's place on a wire means nothing: each begins on a vector of its own.
+        # No wire is involved, so offsets are free: each gradient begins at a multiple of a vector.
         offsets, end = [], 0
         for numel in numels:
             offsets.append(end)
@@ -97,7 +101,7 @@ class GradientTable:
         return _Group(tuple(numbers), chunks, PointerTable(), chunks.new_partials(device), chunks.spans(device), dtypes)
 
     def _gathered(self, group: _Group) -> tuple[list[torch.Tensor | None], list[tuple[int, torch.Tensor]]]:
-        """What the kernels can walk, and by number the values of what they cannot."""
+        """The gradients that the kernels can read, and (number, values) of those that they cannot."""
         gradients: list[torch.Tensor | None] = [self._parameters[number].grad for number in group.numbers]
         others: list[tuple[int, torch.Tensor]] = []
         for slot, (gradient, dtype) in enumerate(zip(gradients, group.dtypes, strict=True)):
@@ -113,11 +117,11 @@ class GradientTable:
 
 
 class Gathered:
-    """Totals of several launches and devices, brought together on one.
+    """Collects the totals of several launches and devices on one device.
 
     Args:
         count: number of parameters.
-        device: where to.
+        device: of the result.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -128,19 +132,23 @@ class Gathered:
         self._peaks: list[tuple[int, torch.Tensor]] = []
 
     def put(self, numbers: Sequence[int], totals: Totals) -> None:
-        """The totals of one launch, and which parameters they are of."""
+        """Adds the totals of one launch, of the parameters `numbers`."""
         self._parts.append((numbers, totals))
 
     def put_one(self, number: int, values: torch.Tensor, *, judged: bool = True) -> None:
-        """One parameter's values; `judged`: also whether they are finite."""
+        """Adds one parameter's values; `judged`: non-finite ones are reported."""
         self._ones.append((number, values, judged))
 
     def put_peak(self, number: int, gradient: torch.Tensor) -> None:
-        """A complex gradient, whose largest value is not that of its parts."""
+        """Adds a complex gradient, whose largest absolute value is not that of its real and imaginary parts."""
         self._peaks.append((number, gradient))
 
     def totals(self, *, whole: bool) -> Totals:
-        """All of them. `whole`: one launch had every parameter, in order, so that its totals are the totals."""
+        """The totals of all parameters.
+
+        Args:
+            whole: one launch had every parameter, in order, so that its totals can be returned as they are.
+        """
         if whole and len(self._parts) == 1 and not self._ones and not self._peaks:
             numbers, only = self._parts[0]
             if len(numbers) == self._count:
@@ -170,12 +178,16 @@ class Gathered:
 
 @functools.lru_cache(maxsize=256)
 def index_of(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """`numbers` as an index on `device`; uploaded once, for the host waits for an upload."""
+    """`numbers` as an int64 index on `device`; uploaded once, because the host waits for an upload."""
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def summary(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """By-products of real `values` by torch's operators: sum of squares, largest absolute value, first non-finite."""
+    """Statistics of real `values` by torch's operators.
+
+    Returns:
+        Sum of squares (fp64), largest absolute value (fp64), index of the first non-finite value or -1; all 0-dim.
+    """
     flat = values.detach().reshape(-1).to(torch.float64)
     index = torch.arange(flat.numel() + 1, device=flat.device)
     bad = torch.cat([~flat.isfinite(), torch.ones(1, dtype=torch.bool, device=flat.device)])

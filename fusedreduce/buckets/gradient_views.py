@@ -9,10 +9,10 @@ import torch
 
 
 class GradientViews:
-    """One view per gradient. Others may put other data behind such a tensor (`grad.data = ...`).
+    """One view per gradient, and a check that it still is one: a user may replace its data (`grad.data = ...`).
 
     Args:
-        tensors: with a version counter each, so that an all-reduce of the buffer changes none.
+        tensors: the views, each with a version counter of its own, so that an all-reduce of the buffer changes none.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -22,16 +22,16 @@ class GradientViews:
         self._data = [tensor.data for tensor in tensors]
 
     def hold(self, slot: int, gradient: torch.Tensor | None) -> bool:
-        """Whether `gradient` is this view, still with its own data."""
+        """Whether `gradient` is the view of this slot, still with its own data."""
         return gradient is self.tensors[slot] and gradient.data_ptr() == self._addresses[slot]
 
     def hold_all(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Whether every gradient is its view."""
+        """Whether every gradient is the view of its slot, still with its own data."""
         same = all(map(operator.is_, gradients, self.tensors))
         return same and list(map(torch.Tensor.data_ptr, self.tensors)) == self._addresses
 
     def restored(self, slot: int) -> torch.Tensor:
-        """The view with its own data."""
+        """The view of this slot; made anew if its data was replaced."""
         if self.tensors[slot].data_ptr() != self._addresses[slot]:
             self.tensors[slot] = self._data[slot].data
         return self.tensors[slot]

@@ -1,15 +1,15 @@
-"""LossUnits: which unit gradients are in, scaled by a loss scaler or not, and what takes the scale off.
+"""LossScaleState: whether gradients are multiplied by a loss scale, by which one, and how unpack removes it.
 
-    a backward of a scaled loss begins   begin_scaled(scale); the unit belongs to that backward, whatever else is called
-    local backward (no_sync)             gradients stay here, and keep the scale
-    synchronised backward                the scale stays on during the wire and comes off in unpack
+    a backward of a scaled loss begins   begin_scaled(scale): holds for that backward, whatever else is called
+    local backward (no_sync)             gradients stay on this rank, and keep the scale
+    synchronised backward                gradients travel scaled, and unpack removes the scale
 
-So what a synchronised backward leaves is unscaled, and another backward would add scaled gradients to it: that is an
-error, found before anything is packed. Gradients that wait here in one scale when the next one comes are brought to
-it, on the device.
+So a synchronised backward leaves unscaled gradients, and another backward would add scaled ones to them: that is an
+error, found before anything is packed. Gradients of local backwards are brought to the next backward's scale, on the
+device, if it is another one.
 
-Bookkeeping alone, but for gradients that were zeroed in place: that they are zero only their values say, and the host
-waits for those. `zero_grad(set_to_none=True)`, torch's default, costs nothing.
+All this is bookkeeping on the host, but for gradients that were zeroed in place: only their values say that they are
+zero, and the host waits for those. `zero_grad(set_to_none=True)`, torch's default, costs nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .tensors import any_gradient
 
 @dataclass(frozen=True, eq=False)
 class LossScale:
-    """One value of a loss scale. The same object as long as the value is the same.
+    """One value of a loss scale; the same object as long as the value is the same.
 
     Args:
         scale: fp32, one element on a device.
@@ -47,10 +47,10 @@ class LossScale:
 
 
 class Unscaling:
-    """What takes one step's loss scale off in unpack.
+    """The factors by which unpack removes one step's loss scale.
 
     Args:
-        scale: that is on it; None: none.
+        scale: the step's loss scale; None: its gradients are not scaled.
     """
 
     def __init__(self, scale: LossScale | None) -> None:
@@ -58,7 +58,16 @@ class Unscaling:
         self._factors: dict[tuple[torch.dtype, torch.device, float], torch.Tensor] = {}
 
     def factor(self, dtype: torch.dtype, device: torch.device, split: float) -> torch.Tensor | None:
-        """The scale's inverse divided by `split`, one element of `dtype`; None: nothing is to come off."""
+        """The factor for one bucket: the scale's inverse divided by `split`.
+
+        Args:
+            dtype: compute dtype of the bucket.
+            device: of the bucket.
+            split: see `exchange.divisor_split`.
+
+        Returns:
+            One element of `dtype` on `device`; None: the factor is one.
+        """
         if self.scale is None:
             return None if split == 1.0 else scalar(1.0 / split, dtype, device)
         key = (dtype, device, split)
@@ -68,187 +77,196 @@ class Unscaling:
 
 
 class _Unit(enum.Enum):
-    UNSCALED = "unscaled"  # as a reduction has left them, or of a scale that nobody told us
+    UNSCALED = "unscaled"  # left by a reduction, or by a backward whose scale is not known
     LOCAL = "local"  # unscaled, and this rank's own
-    NOTHING = "nothing"  # no gradient is there, or zeros only
+    NOTHING = "nothing"  # no gradient exists, or only zeros
 
 
-class LossUnits:
-    """The unit of the gradients of some parameters.
+class LossScaleState:
+    """The loss scale, if any, that is on the gradients of some parameters.
 
     Args:
-        parameters: theirs.
-        table: measures and multiplies them.
+        parameters: the parameters.
+        table: measures and multiplies their gradients.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], table: GradientTable) -> None:
         self._parameters = parameters
         self._table = table
         self._scalers: dict[int, weakref.ref[object]] = {}
-        self._running: LossScale | None = None  # the backward that runs now
-        self._stays = False  # what it makes
-        self._coming: LossScale | _Unit | None = None  # of this synchronised step's gradients; None: none has come
-        self._held: LossScale | _Unit = _Unit.UNSCALED  # of what is there
-        # Of what was there when it began: that it was local, and else, if unscaled, the largest absolute value.
+        self._running: LossScale | None = None  # of the backward that runs now
+        self._stays = False  # its gradients stay on this rank
+        self._of_step: LossScale | _Unit | None = None  # of this synchronised step's gradients; None: none exists yet
+        self._of_gradients: LossScale | _Unit = _Unit.UNSCALED  # of what `.grad` holds
+        # Of `.grad` when that backward began: it was local; else, if unscaled, its largest absolute value.
         self._local = False
         self._largest: torch.Tensor | None = None
 
     @property
     def attached(self) -> bool:
-        """Whether a loss scaler takes part."""
+        """Whether a loss scaler is attached."""
         return bool(self._scalers)
 
     def attach(self, scaler: object) -> None:
-        """`scaler` takes part as long as it lives."""
+        """Attaches `scaler` for as long as it lives."""
         key, scalers = id(scaler), self._scalers
         scalers[key] = weakref.ref(scaler, lambda _: scalers.pop(key, None))
 
     def detach(self, scaler: object) -> None:
-        """`scaler` takes part no more."""
+        """Detaches `scaler`."""
         self._scalers.pop(id(scaler), None)
 
     def scalers(self) -> list[object]:
-        """Those that take part."""
-        return [scaler for held in list(self._scalers.values()) if (scaler := held()) is not None]
+        """The attached loss scalers."""
+        return [scaler for reference in list(self._scalers.values()) if (scaler := reference()) is not None]
 
     def begin_scaled(self, scale: LossScale, *, stays: bool) -> None:
-        """A backward of a loss times `scale` begins; called within it, before it has made any gradient.
+        """Notes that a backward of a loss times `scale` begins; called within it, before it has made any gradient.
 
         Args:
             scale: its loss scale.
-            stays: nothing is reduced: gradients, if any come here, stay on this rank.
+            stays: nothing is reduced: its gradients stay on this rank.
         """
-        self._look()
+        self._note_if_none()
         if (
-            self._held is _Unit.NOTHING
-            and self._coming is None
+            self._of_gradients is _Unit.NOTHING
+            and self._of_step is None
             and self._running is None
             and any_gradient(self._parameters)
         ):
-            self._held = _Unit.LOCAL  # of a local backward that came to no parameter with a hook
-        self._largest, self._local = None, self._held is _Unit.LOCAL
-        if self._held is _Unit.UNSCALED:
+            self._of_gradients = _Unit.LOCAL  # of a local backward that reached no hooked parameter
+        self._largest, self._local = None, self._of_gradients is _Unit.LOCAL
+        if self._of_gradients is _Unit.UNSCALED:
             self._largest = self._table.measure().total[1]
-        elif isinstance(self._held, LossScale) and self._held is not scale:
-            ratio = scale.scale.reshape(1) * self._held.inverse.reshape(1)
+        elif isinstance(self._of_gradients, LossScale) and self._of_gradients is not scale:
+            ratio = scale.scale.reshape(1) * self._of_gradients.inverse.reshape(1)
             self._table.multiply(ratio)
-            self._held = scale
+            self._of_gradients = scale
         self._stays = stays
         self._running = scale
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def arm(self) -> None:
-        """A synchronised backward may come, in whatever unit."""
-        self._coming = None
-        self._settle()
+        """Called before a synchronised backward, scaled or not."""
+        self._of_step = None
+        self._begin_anew()
 
     def new_forward(self) -> None:
-        """Between two backwards."""
-        self._settle()
+        """Called between two backwards."""
+        self._begin_anew()
 
     def note_backward(self, *, first_output: bool = False) -> None:
-        """A synchronised backward has come to an output of forward, or to a gradient.
+        """Notes that a synchronised backward has reached an output of forward, or a gradient.
 
         Args:
-            first_output: to an output, before any gradient of this step: it may be an autograd.grad, which leaves none.
+            first_output: an output, before any gradient of this step: it may be an autograd.grad, which leaves none.
 
         Raises:
-            FusedReduceError: a step of several backwards, only some of which are scaled; or see `reduced_next`.
+            FusedReduceError: only some of a step's backwards are scaled, or by different scales; or as
+                `check_before_reduction`.
         """
         if not self._scalers:
             return
-        came = self._running or _Unit.UNSCALED
-        if first_output or self._coming is None:
-            self._coming = came
-        elif self._coming is not came:
-            if isinstance(came, LossScale) and isinstance(self._coming, LossScale):
-                raise FusedReduceError("the loss scale has changed within one step: call update() after its last one")
-            came_text, had_text = ("scaled", "unscaled") if self._running else ("unscaled", "scaled")
-            raise FusedReduceError(_mixed(came_text, had_text, _RESET))
+        unit = self._running or _Unit.UNSCALED
+        if first_output or self._of_step is None:
+            self._of_step = unit
+        elif self._of_step is not unit:
+            if isinstance(unit, LossScale) and isinstance(self._of_step, LossScale):
+                raise FusedReduceError(
+                    "the loss scale has changed between two backwards of one step, whose sum is worth nothing: call "
+                    "scaler.update() once per step, after its last backward. Now reset() on every rank and zero_grad()"
+                )
+            added, present = ("scaled", "unscaled") if self._running else ("unscaled", "scaled")
+            raise FusedReduceError(_mixed(added, present, _RESET))
         if not first_output:
-            self.reduced_next()
+            self.check_before_reduction()
 
-    def reduced_next(self) -> None:
-        """A synchronised backward is about to be packed.
+    def check_before_reduction(self) -> None:
+        """Checks, before anything is packed, that a synchronised backward has not mixed scaled and unscaled gradients.
 
         Raises:
-            FusedReduceError: it has added to gradients in another unit.
+            FusedReduceError: it has.
         """
         if not self.attached:
             return
         if self.scaled_step():
-            self._judge(_RESET)
-        elif isinstance(self._held, LossScale):
+            self._check_zeros(_RESET)
+        elif isinstance(self._of_gradients, LossScale):
             raise FusedReduceError(_mixed("unscaled", "scaled", _RESET))
 
     def added_here(self) -> None:
-        """A backward has added to the gradients, and they stay as they are.
+        """Notes that a backward has added to gradients that are not reduced now.
 
         Raises:
-            FusedReduceError: they are in another unit than what was added.
+            FusedReduceError: it has mixed scaled and unscaled gradients.
         """
         if not self.attached:
             return
         if self._running is not None:
-            self._judge("")
-            self._held = self._running
-        elif isinstance(self._held, LossScale):
+            self._check_zeros("")
+            self._of_gradients = self._running
+        elif isinstance(self._of_gradients, LossScale):
             raise FusedReduceError(_mixed("unscaled", "scaled", ""))
         else:
-            self._held = _Unit.LOCAL
+            self._of_gradients = _Unit.LOCAL
 
     def unscaling(self) -> Unscaling:
-        """What takes the scale off the synchronised step under way."""
-        return Unscaling(self._coming if isinstance(self._coming, LossScale) else None)
+        """What removes the loss scale of the current synchronised step."""
+        return Unscaling(self._of_step if isinstance(self._of_step, LossScale) else None)
 
     def scaled_step(self) -> bool:
-        """Whether the synchronised step under way is of a scaled loss."""
-        return isinstance(self._coming, LossScale)
+        """Whether the current synchronised step is of a scaled loss."""
+        return isinstance(self._of_step, LossScale)
 
     def reduced(self) -> None:
-        """A synchronised backward is done, or was given up on the way: what is there is unscaled, in part at least."""
-        self._held = _Unit.UNSCALED
+        """Notes that a synchronised step is done, or was abandoned: gradients are unscaled, in part at least."""
+        self._of_gradients = _Unit.UNSCALED
 
     def unscaled_now(self) -> bool:
-        """Whether no gradient waits here with its scale on."""
-        return not isinstance(self._held, LossScale)
+        """Whether no local gradient has a loss scale on."""
+        return not isinstance(self._of_gradients, LossScale)
 
     def _end(self) -> None:
         running, self._running = self._running, None
-        # With few hooks not every gradient is told of.
-        if self._stays and running is not None and self._held is _Unit.NOTHING and any_gradient(self._parameters):
-            self._held = running
+        # While only sentinels are hooked, not every gradient is noticed.
+        if (
+            self._stays
+            and running is not None
+            and self._of_gradients is _Unit.NOTHING
+            and any_gradient(self._parameters)
+        ):
+            self._of_gradients = running
 
-    def _settle(self) -> None:
+    def _begin_anew(self) -> None:
         if not in_backward():
-            self._running = None  # that backward has raised
-        self._look()
+            self._running = None  # the backward has raised
+        self._note_if_none()
 
-    def _look(self) -> None:
+    def _note_if_none(self) -> None:
         if self.attached and not any_gradient(self._parameters):
-            self._held = _Unit.NOTHING
+            self._of_gradients = _Unit.NOTHING
 
-    def _judge(self, remedy: str) -> None:
-        """What was there, unscaled, when a scaled backward began must have been zeros.
+    def _check_zeros(self, remedy: str) -> None:
+        """Checks that unscaled gradients that existed when a scaled backward began were zeros.
 
-        Values are looked at where a reduction has left them, the same on every rank. What ranks have each for
-        themselves is refused whatever it is: else one would raise, and the others wait.
+        Values are read only where a reduction has left them, the same on every rank. Gradients that are each rank's own
+        are refused whatever they are: else one rank could raise while the others wait.
         """
         largest, self._largest = self._largest, None
         local, self._local = self._local, False
         if local or (largest is not None and largest.item() != 0.0):  # NaN too
             raise FusedReduceError(_mixed("scaled", "unscaled", remedy))
         if largest is not None:
-            self._held = _Unit.NOTHING
+            self._of_gradients = _Unit.NOTHING
 
 
-# Nothing has been packed, but the reducer waits for the rest of that backward.
+# Nothing has been packed, but the reducer still waits for the rest of that backward.
 _RESET = "reset() on every rank and "
 
 
-def _mixed(came: str, had: str, remedy: str) -> str:
+def _mixed(added: str, present: str, remedy: str) -> str:
     return (
-        f"a backward has added {came} gradients to {had} ones (a synchronised backward takes the loss scale off), and "
-        f"the sum is worth nothing: call {remedy}zero_grad() before the next step. Every backward of a step takes "
-        "scaler.scale(loss); to accumulate over several, run all but the last one under no_sync()"
+        f"a backward has added {added} gradients to {present} ones (a synchronised backward removes the loss scale), "
+        f"so the sum is worth nothing: call {remedy}zero_grad() before the next step. Call scaler.scale(loss) for every "
+        "backward of a step, and to accumulate over several run all but the last one under no_sync()"
     )

@@ -1,8 +1,8 @@
-"""CUDA streams of a reduction: pack after every stream that made a gradient, unpack beside the backward's stream.
+"""Streams: the CUDA streams of a reduction: pack waits for all that made gradients, unpack runs on a side stream.
 
-A bucket's gradients may come from several streams, when parts of the forward ran on others than the default. Which
-they are is recorded with each parameter's first gradient under a plan: an AccumulateGrad node keeps its stream for
-life, and one that takes its place gets the same. On CPU nothing is done here.
+A bucket's gradients may come from several streams, if parts of the forward ran on others than the default. They are
+recorded with each parameter's first gradient under a plan: an AccumulateGrad node keeps its stream for life, and one
+that replaces it gets the same. On CPU nothing is done here.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from ..errors import FusedReduceError
 
 
 def refuse_capture(device: torch.device, rank: int) -> None:
-    """Raises if a CUDA graph is being captured. Asking changes nothing, so the capture and what raises stay usable.
+    """Refuses a step within the capture of a CUDA graph. The check changes nothing, so the capture stays usable.
 
-    A step waits for events of earlier steps, reads on the host what was measured, and agrees with other ranks on what
-    comes next: none of that may be done within a capture, and no replay would do it.
+    A step waits for events of earlier steps, reads measurements on the host, and agrees with other ranks on the next
+    plan: a capture allows none of that, and no replay would do it.
 
     Args:
-        device: whose kind is in use.
+        device: a device of the type in use.
         rank: for the message.
 
     Raises:
-        FusedReduceError: one is being captured on the current stream.
+        FusedReduceError: a CUDA graph is being captured on the current stream.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise FusedReduceError(
@@ -37,11 +37,11 @@ def refuse_capture(device: torch.device, rank: int) -> None:
 
 
 class Streams:
-    """Streams by bucket.
+    """The streams of the buckets of one plan.
 
     Args:
         bucket_of: by parameter its bucket.
-        device: a device of the kind that the gradients are on.
+        device: a device of the gradients' type.
 
     Attributes:
         unrecorded: parameters whose gradient's stream is not known yet.
@@ -56,20 +56,20 @@ class Streams:
         self._packed: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
     def record(self, parameter: int, device: torch.device) -> None:
-        """Notes that a parameter's gradient was accumulated on the current stream."""
+        """Records that a parameter's gradient was accumulated on the current stream."""
         stream = torch.cuda.current_stream(device)
         self._made[self._bucket_of[parameter]].setdefault(stream.cuda_stream, stream)
         self.unrecorded.discard(parameter)
 
     def of_nodes(self, bucket: int) -> AbstractContextManager[object] | None:
-        """Within: the stream is current on which all of a bucket's gradients are accumulated; None if not on one."""
+        """Context in which the stream of all of a bucket's gradients is current; None if they have several streams."""
         if not self.on_cuda:
             return nullcontext()
         made = self._made[bucket]
         return torch.cuda.stream(next(iter(made.values()))) if len(made) == 1 and not self.unrecorded else None
 
     def wait_for_gradients(self, bucket: int, device: torch.device) -> None:
-        """Has the current stream wait for all that was enqueued on the streams of this bucket's gradients."""
+        """Makes the current stream wait for everything enqueued on the streams of this bucket's gradients."""
         if self.on_cuda:
             current = torch.cuda.current_stream(device)
             for stream in self._made[bucket].values():
@@ -77,13 +77,13 @@ class Streams:
                     current.wait_stream(stream)
 
     def packed(self, device: torch.device) -> None:
-        """Notes that a bucket was packed on the current stream."""
+        """Records that a bucket was packed on the current stream."""
         if self.on_cuda:
             stream = torch.cuda.current_stream(device)
             self._packed.setdefault((device, stream.cuda_stream), stream)
 
     def wait_for_packs(self) -> None:
-        """Has each device's current stream wait for the packs of this step on other ones."""
+        """Makes each device's current stream wait for this step's packs on other streams."""
         packed, self._packed = self._packed, {}
         for (device, _), stream in packed.items():
             current = torch.cuda.current_stream(device)
@@ -91,12 +91,12 @@ class Streams:
                 current.wait_stream(stream)
 
     def on(self, device: torch.device) -> AbstractContextManager[object]:
-        """Within: `device` is current. An autograd thread launches buckets of other devices too."""
+        """Context in which `device` is current: an autograd thread launches buckets of other devices too."""
         return torch.cuda.device(device) if self.on_cuda else nullcontext()
 
     @contextmanager
     def beside(self, device: torch.device) -> Iterator[None]:
-        """Within: a side stream is current; the stream outside waits for it, also when an exception leaves."""
+        """Context in which a side stream is current; the outer stream waits for it, also after an exception."""
         if not self.on_cuda:
             yield
             return

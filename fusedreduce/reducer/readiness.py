@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..buckets.loss_scale import LossUnits
+from ..buckets.loss_scale import LossScaleState
 from ..buckets.tensors import any_gradient
 from ..errors import FusedReduceError
 from ..trace.step_clock import StepClock
@@ -49,7 +49,7 @@ class ReadinessTracker:
         hooks: ParameterHooks,
         pipeline: Pipeline,
         clock: StepClock,
-        units: LossUnits,
+        units: LossScaleState,
         *,
         static_graph: bool,
     ) -> None:
@@ -140,7 +140,7 @@ class ReadinessTracker:
             Whether it is the first output that this backward reaches.
 
         Raises:
-            FusedReduceError: see `LossUnits.note_backward`.
+            FusedReduceError: see `LossScaleState.note_backward`.
         """
         step = self.step
         if step.from_outputs and step.task == torch._C._current_graph_task_id():

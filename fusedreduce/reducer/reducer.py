@@ -478,7 +478,7 @@ class Reducer:
             scale: the loss scale.
 
         Raises:
-            FusedReduceError: see `LossUnits`: scaled gradients would be added to unscaled ones.
+            FusedReduceError: see `LossScaleState`: scaled gradients would be added to unscaled ones.
         """
         with self._lock:
             if self.state is ReducerState.IDLE and not self.local_backward_expected:

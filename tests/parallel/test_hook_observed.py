@@ -321,7 +321,7 @@ def test_a_new_process_group() -> None:
 
 def test_telling_the_ranks_fails(two: RankPool) -> None:
     for rank, text in enumerate(two.run(cases.gather_fails)):
-        assert f"rank {rank}: telling all ranks which gradients are not finite failed after " in text
+        assert f"rank {rank}: the exchange of non-finite gradients between the ranks failed after " in text
 
 
 def test_an_fp16_wire_divides_in_two_powers_of_two() -> None:

@@ -1,9 +1,9 @@
-"""BucketRows: by-products of one bucket that a comm hook is shown, parameter by parameter.
+"""BucketRows: rows of statistics of one bucket of torch's DDP, parameter by parameter.
 
-DDP lays a bucket's parameters one behind the other into a flat buffer, without gaps; so slots here share one memory,
-and an index counts from the buffer's beginning. Of a sparse bucket there is one row.
+DDP's bucket is a flat buffer of its gradients without gaps; so all slots are parts of one tensor, and an index counts
+from the buffer's beginning. A sparse bucket has one row.
 
-RowsTogether: those of all buckets of a step, next to each other.
+RowsTogether: the rows of all buckets of a step, next to each other.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..tensors import as_real, real_dtype, real_numel
 
 
 class BucketRows:
-    """Where one bucket's by-products go, each parameter's in rows of its own.
+    """Where one bucket's statistics go, each parameter's in rows of its own.
 
-    Callbacks of collectives hold this: it refers neither to the process group nor, strongly, to the parameters.
+    Callbacks of collectives reference this, so it references neither the process group nor, strongly, the parameters.
 
     Args:
         index: DDP's number of the bucket.
@@ -51,7 +51,7 @@ class BucketRows:
         self.rows = self.spans[-1][1]
         self.result = new_partials(self.rows, device)
         self.source = new_source_partials(self.rows, device)
-        # What no launch writes on this wire: nothing was found, nothing is flushed.
+        # The rows that no launch writes on this wire say: nothing is non-finite, nothing is flushed.
         self.source.first_non_finite.fill_(-1)
         self.source.flushed.zero_()
         self.together: RowsTogether | None = None
@@ -63,11 +63,11 @@ class BucketRows:
         return len(self._parameters)
 
     def parameter(self, slot: int) -> torch.Tensor | None:
-        """One of them, if it still lives."""
+        """The parameter of a slot, if it still lives."""
         return self._parameters[slot]()
 
     def gone(self) -> bool:
-        """Whether none of them lives."""
+        """Whether none of the parameters lives."""
         return all(one() is None for one in self._parameters)
 
     def holds(self, parameters: Sequence[torch.Tensor]) -> bool:
@@ -77,26 +77,26 @@ class BucketRows:
         )
 
     def place(self, source: SourcePartials, result: Partials) -> None:
-        """From the next step on: where the rows are."""
+        """Sets where the rows are, from the next step on."""
         self.source, self.result = source, result
 
     def measure_source(self, flat: torch.Tensor) -> None:
-        """Finds what is not finite in the buffer before it is reduced; one launch. (Pack does so on another wire.)"""
+        """Finds non-finite values in the buffer before it is reduced, by one launch (on other wires pack does so)."""
         if self._unused is None:
             self._unused = new_partials(self.rows, self.device)
         into = Partials(self._unused.sums, self._unused.peaks, self.source.first_non_finite)
         self._measure(flat, into)
 
     def measure_result(self, flat: torch.Tensor) -> None:
-        """By-products of the reduced buffer; one launch. (Unpack finds them on another wire.)"""
+        """Writes the statistics of the reduced buffer, by one launch (on other wires unpack does so)."""
         self._measure(flat, self.result)
 
     def measure_sparse_source(self, gradient: torch.Tensor) -> None:
-        """As `measure_source`, of a sparse gradient; an index counts its values."""
+        """`measure_source` for a sparse gradient; an index counts its values."""
         self.source.first_non_finite[0] = summary(as_real(gradient.detach()._values()))[2]
 
     def measure_sparse_result(self, reduced: torch.Tensor) -> None:
-        """By-products of a reduced sparse gradient."""
+        """Writes the statistics of a reduced sparse gradient."""
         values = reduced.detach().coalesce().values()
         sums, peak, first = summary(as_real(values))
         if values.is_complex():
@@ -109,10 +109,10 @@ class BucketRows:
 
 
 class RowsTogether:
-    """The rows of one device's buckets, next to each other: to be added up by one launch.
+    """The rows of one device's buckets, next to each other, so that one launch adds them up.
 
     Args:
-        buckets: and the number of each one's first parameter. Pack has written their rows; unpack may not have.
+        buckets: (number of the first parameter, rows) of each. Pack has written the rows; unpack may not have.
     """
 
     def __init__(self, buckets: Sequence[tuple[int, BucketRows]]) -> None:
@@ -131,11 +131,11 @@ class RowsTogether:
         self.result: Partials | None = None
 
     def serves(self, buckets: Sequence[tuple[int, BucketRows]]) -> bool:
-        """Whether these are the buckets, and their rows are still here."""
+        """Whether these are the buckets, and their rows still lie here."""
         return self.buckets == buckets and all(rows.together is self for _, rows in buckets)
 
     def place(self) -> None:
-        """Once unpack has written the rows: from the next step on it writes here."""
+        """Makes unpack write here from the next step on; called once it has written the buckets' own rows."""
         if self.result is not None:
             return
         self.result = Partials(**_joined([rows.result for _, rows in self.buckets]))

@@ -1,8 +1,8 @@
-"""Observed: what a reducer knows of its gradients beside their mean: norms, non-finite values, what the wire lost.
+"""Observed: statistics of a reducer's gradients: norms, non-finite values, what the wire has flushed to zero.
 
-Two sources. By-products of the latest reduction cost next to nothing on a GPU, and are there if they were asked for
-before the step (`ReduceConfig`, or `require`). What is asked for without them, or of gradients that may have been
-changed since, is measured now, by one launch that reads every gradient once.
+They have two sources. Statistics that the kernels write during the latest reduction cost next to nothing on a GPU, and
+exist if they were requested before the step (`ReduceConfig`, or `require`). Without them, or for gradients that may
+have been changed since, statistics are measured on request, by one launch that reads every gradient once.
 
 The same numbers on every rank, bit for bit: sums are taken in a fixed order. Where ranks do not compute alike (another
 architecture, another Triton), the largest of the ranks' sums is every rank's.
@@ -23,26 +23,32 @@ from ...config import ReduceConfig, Wire
 from ...kernels.table import Totals
 from ..grad_bucket import GradBucket
 from ..gradient_table import GradientTable, index_of
-from ..loss_scale import LossUnits
+from ..loss_scale import LossScaleState
 from ..reduction import Reduction
 from ..tensors import as_real, real_dtype, real_numel, versions_of
 from .non_finite import FiniteCheck, Named, Started
-from .partial_stats import ByProducts
+from .partial_stats import PartialStats
 
 # Zeros in place of gradients, and their reduction.
 Shadow = tuple[GradBucket, Pending | torch.futures.Future[torch.Tensor]]
 
 
 class Observed:
-    """Observations of the gradients of one reducer.
+    """Statistics of the gradients of one reducer.
 
     Args:
-        parameters: all of them.
-        names: theirs.
-        config: what is wanted in every step.
+        parameters: all parameters of the reducer.
+        names: their names.
+        config: which statistics are collected in every step.
         communicator: the ranks.
 
-    `table`: all gradients as they are now. `units`: scaled by a loss scaler or not.
+    Attributes:
+        table: measures or multiplies all gradients as they are now.
+        units: the loss-scale state of the gradients.
+        alike: every rank's sums have the same last bits.
+        alone: ranks are in different steps (Asynchronous), so that no collective can compare them.
+        additions: a number that changes whenever a backward adds to gradients, or may have, without reducing them.
+        before_reading: completes a step that may be launched and not finished.
     """
 
     def __init__(
@@ -52,63 +58,75 @@ class Observed:
         config: ReduceConfig,
         communicator: Communicator,
     ) -> None:
-        self.alike = True  # every rank's sums have the same last bits
-        self.alone = False  # ranks are in different steps (Asynchronous), and tell each other nothing
+        self.alike = True
+        self.alone = False
         self.table = GradientTable(parameters)
-        self.units = LossUnits(parameters, self.table)
+        self.units = LossScaleState(parameters, self.table)
         self._parameters = parameters
         self._names = names
         self._config = config
         self._communicator = communicator
         self._required = False
-        self._by_products = ByProducts((), parameters, result=False, source=False)
-        self._collected = False  # by the latest synchronised step
-        self.additions = 0  # changes whenever a backward adds to gradients, or may have, that it does not reduce
-        # Which gradients were collected, and at which versions.
+        self._by_products = PartialStats((), parameters, result=False, source=False)
+        self._collected = False  # the latest synchronised step has collected statistics
+        self.additions = 0
+        # The gradients that they are of, and their versions.
         self._stamp: tuple[list[weakref.ref[torch.Tensor] | None], list[int]] | None = None
         complex_ = [parameter.is_complex() for parameter in parameters]
         raises = config.check_finite == "raise"
         self._finite = FiniteCheck(Named(names, complex_), communicator, raises=raises)
         self._shadows: list[Shadow] = []
-        # Where a step may be launched and not completed: completes it.
         self.before_reading: Callable[[], None] = _nothing
 
     # What users ask
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """Norm over all gradients: of the latest reduction with ReduceConfig(grad_stats=True), else measured now.
+        """Norm of all gradients: of the latest reduction with ReduceConfig(grad_stats=True), else measured now.
 
         Args:
             norm_type: 2 or inf.
 
         Returns:
-            fp64, 0-dim, on the first parameter's device. Nothing has waited for it.
+            fp64, 0-dim, on the first parameter's device; the host has not waited for it.
+
+        Raises:
+            ValueError: another `norm_type`.
         """
         totals = self._latest()
         return norm_of(totals.total[0], totals.total[1], norm_type)
 
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
-        """As `grad_norm`, of each gradient: by the parameter's name."""
+        """The norm of each gradient, as `grad_norm`.
+
+        Args:
+            norm_type: 2 or inf.
+
+        Returns:
+            fp64, 0-dim, by the parameter's name.
+
+        Raises:
+            ValueError: another `norm_type`.
+        """
         totals = self._latest()
         norms = norm_of(totals.parameter_sums, totals.parameter_peaks, norm_type)
         return dict(zip(self._names, norms.unbind(), strict=True))
 
     def measured_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """As `grad_norm`, of the gradients as they are now; one launch."""
+        """The norm of the gradients as they are now, by one launch; arguments, result and errors as `grad_norm`."""
         self.before_reading()
         totals = self.table.measure()
         return norm_of(totals.total[0], totals.total[1], norm_type)
 
     def grad_stats(self, *, per_parameter: bool = True) -> dict[str, float]:
-        """What to log of the latest step: one transfer to the host, which waits for it.
+        """Statistics of the latest step as plain numbers: one transfer to the host, which waits for it.
 
         Args:
-            per_parameter: also for each, under ".../<name>".
+            per_parameter: also of each parameter, as "<key>/<name>".
 
         Returns:
-            grad_norm (L2), grad_absmax; grad_flushed: share of this rank's elements that were not zero and became zero
-            on the wire, where `ReduceConfig(grad_stats=True)`. It is counted where the wire is narrower than the
-            gradients, and NaN for bf16 ones on an fp16 wire.
+            grad_norm (L2) and grad_absmax. With `ReduceConfig(grad_stats=True)` also grad_flushed: the share of this
+            rank's elements that were not zero and became zero on the wire. It is counted where the wire is narrower
+            than the gradients, and NaN for bf16 gradients on an fp16 wire.
         """
         totals = self._latest()
         wanted = self._collected and self._config.grad_stats
@@ -117,7 +135,7 @@ class Observed:
         return plain_numbers(totals, flushed, numels, self._names if per_parameter else None)
 
     def finite_check(self) -> FiniteCheck:
-        """Reports of gradients that were not finite; those known by now have been made."""
+        """The check for non-finite gradients, with all its reports made; the host waits for them."""
         self.before_reading()
         self._finite.make_reports(all_of_them=True)
         return self._finite
@@ -125,14 +143,14 @@ class Observed:
     # What clipping and loss scaling ask
 
     def require(self) -> None:
-        """Collects by-products of what is reduced, from the next step on."""
+        """Collects statistics of the reduced gradients, from the next step on."""
         self._required = True
 
     def has_by_products(self) -> bool:
-        """Whether the latest synchronised step collected them, and nobody is known to have changed a gradient since.
+        """Whether the latest synchronised step collected statistics, and no gradient is known to have changed since.
 
-        Known are backwards, other tensors, and what raises a tensor's version. `.data`, fused optimizers and torch's
-        `unscale_` do not.
+        Backwards, replaced tensors and writes that raise a tensor's version are known. Writes to `.data`, by fused
+        optimizers and by torch's `unscale_` raise none.
         """
         if not self._collected or self._stamp is None:
             return False
@@ -142,16 +160,19 @@ class Observed:
         return same and versions_of(now) == versions
 
     def reduced_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """As `grad_norm`, from by-products; only where there are."""
+        """The norm of the reduced gradients, from collected statistics; only if `has_by_products`."""
         assert self._collected
         total = self._by_products.totals().total
         return norm_of(total[0], total[1], norm_type)
 
     def found_non_finite(self, numbers: Sequence[int] | None = None) -> torch.Tensor:
-        """Whether a reduced gradient holds a NaN or Inf: fp32, 0-dim, exactly 0 or 1; the same on every rank.
+        """Whether a reduced gradient holds a NaN or Inf; the same on every rank.
 
         Args:
-            numbers: which parameters; None: all.
+            numbers: of the parameters in question; None: all.
+
+        Returns:
+            fp32, 0-dim, exactly 0 or 1.
         """
         assert self._collected
         totals = self._by_products.totals()
@@ -161,7 +182,7 @@ class Observed:
         return (first[index_of(tuple(numbers), first.device)] >= 0).any().to(torch.float32)
 
     def on_any_rank(self, found: torch.Tensor) -> torch.Tensor:
-        """The largest `found`, fp32 and not negative, of all ranks: a collective that every rank calls."""
+        """The largest `found`, fp32 and not negative, of all ranks, by a collective (not with Asynchronous)."""
         if self.alone:
             return found
         shared = found.reshape(1).to(torch.float64)
@@ -169,25 +190,25 @@ class Observed:
         return shared.reshape(()).to(torch.float32)
 
     def multiply(self, factor: torch.Tensor) -> None:
-        """Multiplies all gradients, in place; one element. What was collected of them does not hold any more."""
+        """Multiplies all gradients in place by `factor`, one element; statistics collected before hold no more."""
         self._stamp = None
         self.table.multiply(factor)
 
     def shared_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """`norm`, fp64, as all ranks must use it where it changes weights; a collective where ranks are not alike."""
+        """The largest `norm`, fp64, of all ranks, by a collective where their last bits may differ."""
         if self.alike or self.alone:
             return norm
         shared = norm.reshape(1).clone()
         self._share(shared)
         return shared.reshape(norm.shape)
 
-    # What the reducer tells
+    # Called by the reducer
 
     def collect_from(self, reductions: Sequence[Reduction]) -> None:
-        """New buckets: by-products go where there is room for theirs."""
+        """Collects the statistics of new buckets."""
         self._collected = False
         checks = self._config.check_finite != "off"
-        self._by_products = ByProducts(
+        self._by_products = PartialStats(
             reductions,
             self._parameters,
             result=self._config.grad_stats or checks or self._required,
@@ -195,54 +216,61 @@ class Observed:
         )
 
     def begin_forward(self, reductions: Sequence[Reduction]) -> None:
-        """A synchronised step begins."""
+        """Called when a synchronised step is armed."""
         self._finite.make_reports()
         if self._required and not self._by_products.result:
             self.collect_from(reductions)
 
     def begin_reduction(self) -> None:
-        """The first bucket is about to be launched."""
-        self.units.reduced_next()
+        """Called before a step's first bucket is launched.
+
+        Raises:
+            FusedReduceError: see `LossScaleState.check_before_reduction`.
+        """
+        self.units.check_before_reduction()
         self._by_products.begin_step()
         self._collected = False
 
     def start_exchange(self) -> int:
-        """The last bucket has been launched; returns how many collectives this issued."""
+        """Starts the exchange of non-finite gradients, after the last bucket; returns how many collectives."""
         if self._config.check_finite == "off":
             return 0
         self._finite.start_exchange(self._by_products.source_totals().first)
         return 1
 
     def complete(self, told: Started | None = None) -> None:
-        """With the buckets: waits for what `start_exchange` has started, or what was detached from an earlier step."""
+        """Waits for the exchange of this step, or for `told`, that of an earlier step."""
         self._finite.complete(told)
 
     def detach_exchange(self) -> Started | None:
-        """The step that is launched ends later: what `start_exchange` has started for it."""
+        """Hands over the exchange of a step that ends later; None: there is none."""
         return self._finite.detach_exchange()
 
     def begin_stale_write(self) -> None:
-        """An earlier step's gradients are about to be written."""
+        """Called before the averages of an earlier step are written."""
         self._by_products.begin_stale_write()
         self._collected = False
 
     def end_without_gradients(self) -> None:
-        """The step is done, and there are no gradients."""
+        """Ends a step that leaves no gradients."""
         self.units.reduced()
         self._stamp = None
 
     def end_measured_step(self, step: int) -> None:
-        """As `end_step`, where by-products of the gradients were not collected: in buckets of another plan."""
+        """`end_step` for averages of another plan's buckets: their statistics were not collected, and are measured."""
         self.end_without_gradients()
         if self._config.check_finite != "off":
             self._finite.end_step(step, self.table.measure(), excused=self.units.attached)
 
     def end_step(self, step: int, left: Collection[int]) -> int:
-        """The step is done; returns how many collectives this issued.
+        """Ends a step: completes its statistics.
 
         Args:
-            step: its number.
-            left: numbers of the parameters that no rank used, whose gradients, if any, are as they were.
+            step: its number, from 1.
+            left: numbers of the parameters that no rank has used, whose gradients, if any, are as they were.
+
+        Returns:
+            How many collectives this issued.
         """
         self.units.reduced()
         self._collected = self._by_products.result
@@ -261,7 +289,7 @@ class Observed:
         return issued
 
     def check(self) -> None:
-        """After `end_step` or `end_shadow_step`.
+        """Raises for the step that `end_step` or `end_shadow_step` has ended.
 
         Raises:
             NonFiniteGradientError: see ReduceConfig.check_finite.
@@ -269,28 +297,28 @@ class Observed:
         self._finite.check()
 
     def added_here(self) -> None:
-        """A backward has added to the gradients on this rank only."""
+        """Called when a backward has added to the gradients on this rank only."""
         self.additions += 1
         self._stamp = None
         self.units.added_here()
 
     def begin_shadow_step(self) -> None:
-        """This rank has no inputs any more, and takes part with zeros."""
+        """Begins a step in which this rank has no inputs and takes part with zeros (join)."""
         self._shadows = []
 
     def add_shadow(self, bucket: GradBucket, under_way: Pending | torch.futures.Future[torch.Tensor]) -> None:
-        """It does so in this bucket's reduction, which has been started."""
+        """Adds a bucket of zeros, and its reduction, which has been started."""
         self._shadows.append((bucket, under_way))
 
     def start_shadow_exchange(self) -> int:
-        """As `start_exchange`, of a rank that has no gradients."""
+        """`start_exchange` for a rank without gradients."""
         if self._config.check_finite == "off":
             return 0
         self._finite.start_exchange(torch.full((2,), -1, dtype=torch.int64, device=self._parameters[0].device))
         return 1
 
     def end_shadow_step(self, step: int) -> int:
-        """The others' step is done; returns how many collectives this issued."""
+        """`end_step` for a rank without gradients; returns how many collectives this issued."""
         shadows, self._shadows = self._shadows, []
         issued = 0
         device = self._parameters[0].device
@@ -303,19 +331,19 @@ class Observed:
         return issued
 
     def set_communicator(self, communicator: Communicator) -> None:
-        """Goes on with other ranks."""
+        """Switches to `communicator`."""
         self._communicator = communicator
         self._finite.set_communicator(communicator)
 
     def drop_step(self) -> None:
-        """A step was given up: whatever it left is in no unit that could be added to."""
+        """Drops a step that was abandoned: its gradients may be scaled or not, so nothing may be added to them."""
         self.additions += 1
         self.units.reduced()
         self._finite.drop_step()
         self._collected = False
 
     def _of_sums(self, shadows: Sequence[Shadow], device: torch.device) -> Totals:
-        """What a rank without gradients can say of the reduced ones: which of them, as others store it, is finite."""
+        """Totals of a rank without gradients: which reduced gradients are finite in the dtype that others store."""
         first = torch.full((len(self._parameters),), -1, dtype=torch.int64, device=device)
         number = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         for bucket, under_way in shadows:
@@ -344,7 +372,7 @@ class Observed:
         return self._config.grad_stats and not self.alike and not self.alone
 
     def _share(self, numbers: torch.Tensor) -> None:
-        """The largest of all ranks' numbers, none of which is negative: their bits are ordered as they are."""
+        """Replaces `numbers`, fp64 and not negative, by all ranks' largest; as bits, which have the same order."""
         bits = numbers.abs().view(torch.int64)
         try:
             pending = self._communicator.all_reduce(bits, "max")
@@ -354,20 +382,19 @@ class Observed:
         numbers.copy_(bits.view(torch.float64))
 
 
-def _nothing() -> None:
-    """Nothing is to be completed."""
+def _nothing() -> None: ...
 
 
 def plain_numbers(
     totals: Totals, flushed: torch.Tensor | None, numels: Sequence[int | None], names: Sequence[str] | None
 ) -> dict[str, float]:
-    """Totals as `Observed.grad_stats` gives them; one transfer to the host.
+    """Totals in the form of `Observed.grad_stats`, by one transfer to the host.
 
     Args:
         totals: of reduced gradients.
-        flushed: int64 [P], elements that the wire made 0; None: not known.
-        numels: elements of each, real ones; see `counted_numel`.
-        names: theirs; None: no parameter is listed.
+        flushed: int64 [P], elements that the wire has flushed to zero; None: not known.
+        numels: real elements of each gradient, from `counted_numel`.
+        names: of the parameters; None: no parameter is listed.
     """
     columns = {
         "grad_norm": torch.cat([totals.parameter_sums, totals.total[:1]]).sqrt(),
@@ -388,15 +415,15 @@ def plain_numbers(
 
 
 def counted_numel(numel: int, gradient: torch.dtype, wire: Wire) -> int | None:
-    """Elements of which those that the wire makes 0 are counted; None: none are, though there may be some."""
+    """Elements of which flushed ones are counted; None: they are not counted for this dtype and wire."""
     return None if (gradient, wire) == (torch.bfloat16, "fp16") else numel
 
 
 def norm_of(sums: torch.Tensor, peaks: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm that sums of squares (2) or largest values (inf) are of.
+    """The norm from sums of squares (norm_type 2) or from largest values (inf).
 
     Raises:
-        ValueError: another one.
+        ValueError: another `norm_type`.
     """
     if norm_type == 2.0:
         return sums.sqrt()
@@ -408,7 +435,7 @@ def norm_of(sums: torch.Tensor, peaks: torch.Tensor, norm_type: float) -> torch.
 def _reduced(
     bucket: GradBucket, under_way: Pending | torch.futures.Future[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each parameter of a reduced bucket and its real values, in its own dtype where that holds less."""
+    """Each parameter of a reduced bucket and its real values, in the parameter's dtype if that has a smaller range."""
     buffer, reduced = bucket.buffer(), bucket.buffer()
     if isinstance(under_way, torch._C.Future) or buffer.layout is not torch.strided:
         future = under_way if isinstance(under_way, torch._C.Future) else under_way.future()

@@ -1,7 +1,7 @@
-"""FiniteCheck: which rank had a NaN or Inf in which gradient before it was reduced; every rank knows.
+"""FiniteCheck: tells every rank which rank had a NaN or Inf in which gradient before it was reduced.
 
-Each step every rank tells the others, in 16 bytes, the first of its parameters that holds one, and where: one small
-collective behind the last bucket's. Nothing waits for it but the end of backward, and the host only to raise.
+In each step every rank sends the others, in 16 bytes, the first of its parameters whose gradient holds one, and where:
+one small collective after the last bucket's. Only the end of backward waits for it, and the host only to raise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...kernels.table import Totals
 _logger = logging.getLogger(__name__)
 _REPORTS_KEPT = 100
 _SHOWN = 8
-_TELLING = "telling all ranks which gradients are not finite"
+_EXCHANGE = "the exchange of non-finite gradients between the ranks"
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,8 @@ class Culprit:
 
     Args:
         rank: within the group.
-        parameter: its name.
-        index: the first such element, in the order in which the gradient lies in memory (of a sparse one: within its
-            values).
+        parameter: name of the parameter.
+        index: the first such element, in the gradient's memory order (of a sparse gradient: within its values).
     """
 
     rank: int
@@ -50,7 +49,7 @@ class NonFiniteReport:
 
     Args:
         step: number of the synchronised step, from 1.
-        culprits: per rank that had one, in rank order. Empty where finite gradients overflowed on the wire.
+        culprits: one for each rank that had one, in rank order. Empty if finite gradients overflowed on the wire.
         reduced: names of the parameters whose reduced gradient held one.
     """
 
@@ -71,14 +70,14 @@ class NonFiniteReport:
 
 
 class Places(Protocol):
-    """What numbers of parameters, and indices in them, mean to a reader."""
+    """Translates numbers of parameters, and indices in memory, for a report."""
 
     def name(self, number: int) -> str:
-        """Of a parameter."""
+        """The name of a parameter."""
         ...
 
     def element(self, number: int, index: int) -> int:
-        """Which of its elements an index is."""
+        """The element of a parameter that lies at `index` in memory."""
         ...
 
 
@@ -87,7 +86,7 @@ class Named:
     """Parameters with names.
 
     Args:
-        names: theirs.
+        names: their names.
         complex_: per parameter whether it is complex: its elements are pairs in memory.
     """
 
@@ -95,11 +94,11 @@ class Named:
     complex_: Sequence[bool]
 
     def name(self, number: int) -> str:
-        """Of a parameter."""
+        """The name of a parameter."""
         return self.names[number]
 
     def element(self, number: int, index: int) -> int:
-        """Which of its elements an index is."""
+        """The element of a parameter that lies at `index` in memory."""
         return index // 2 if self.complex_[number] else index
 
 
@@ -109,7 +108,7 @@ Started = tuple[Pending, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a step has found out, as it comes to the host."""
+    """The result of a step's check, on its way to the host."""
 
     step: int
     ranks: torch.Tensor  # int64 [W, 2]: parameter or -1, index
@@ -127,6 +126,10 @@ class FiniteCheck:
         places: the parameters; None: `end_step` is given those of each step.
         communicator: the ranks.
         raises: raise at the end of the step.
+
+    Attributes:
+        steps: number of steps with a report.
+        reports: the latest ones.
     """
 
     def __init__(self, places: Places | None, communicator: Communicator, *, raises: bool) -> None:
@@ -141,40 +144,48 @@ class FiniteCheck:
         self.reports: deque[NonFiniteReport] = deque(maxlen=_REPORTS_KEPT)
 
     def start_exchange(self, first: torch.Tensor) -> Started:
-        """Starts telling the ranks what this one has; behind the last bucket's collective, on every rank.
+        """Starts the exchange of non-finite gradients, after the last bucket's collective, on every rank.
 
         Args:
-            first: int64 [2] on the device: number of the first parameter that is not finite, or -1; and where.
+            first: int64 [2] on the device: number of the first parameter whose gradient is not finite, or -1; and the
+                index in memory.
 
         Returns:
-            what was started, for `complete` where several steps are under way.
+            The exchange, for `complete` where several steps are in flight.
+
+        Raises:
+            CollectiveError: it could not be started.
         """
         try:
             self._under_way = started = self._communicator.all_gather(first)
         except RuntimeError as error:
-            raise collective_failed(f"{_TELLING} could not be started", self._communicator, error) from error
+            raise collective_failed(f"{_EXCHANGE} could not be started", self._communicator, error) from error
         return started
 
     def complete(self, started: Started | None = None) -> None:
-        """Waits for what `start_exchange` has started (None: the latest); on CUDA only the current stream does."""
+        """Waits for an exchange (None: the latest); on CUDA only the current stream waits.
+
+        Raises:
+            CollectiveError: a peer died, left, or did not answer.
+        """
         under_way, self._under_way = started or self._under_way, None
         if under_way is not None:
             pending, self._gathered = under_way
-            wait_for(pending, _TELLING, self._communicator)
+            wait_for(pending, _EXCHANGE, self._communicator)
 
     def detach_exchange(self) -> Started | None:
-        """What `start_exchange` has started, for a step that ends later; to be given to `complete`."""
+        """Hands over the exchange of a step that ends later, for `complete`; None: there is none."""
         under_way, self._under_way = self._under_way, None
         return under_way
 
     def end_step(self, step: int, totals: Totals, *, excused: bool = False, places: Places | None = None) -> None:
-        """The step is done.
+        """Ends a step: reports what was not finite in it.
 
         Args:
-            step: its number.
+            step: its number, from 1.
             totals: of the reduced gradients.
-            excused: a loss scaler takes part, which looks for its scale by overflows: nothing is raised, or warned of.
-            places: its parameters, where they differ from step to step.
+            excused: a loss scaler is attached, which finds its scale by overflows: nothing is raised or warned of.
+            places: the step's parameters, where they differ from step to step.
         """
         gathered, self._gathered = self._gathered, None
         places = places or self._places
@@ -194,7 +205,7 @@ class FiniteCheck:
         self._latest = None if excused else latest
 
     def check(self) -> None:
-        """After `end_step`.
+        """Raises for the step that `end_step` has ended.
 
         Raises:
             NonFiniteGradientError: with `raises`, on every rank alike, if a gradient held a NaN or Inf in this step.
@@ -202,15 +213,18 @@ class FiniteCheck:
         report, self._latest = self._latest, None
         if report is not None and self._raises:
             raise NonFiniteGradientError(
-                f"rank {self._communicator.rank}: {report}. The step is done, its gradients are worthless: "
-                "zero_grad() and go on, or stop here"
+                f"rank {self._communicator.rank}: {report}. All ranks have finished the step, but its gradients are "
+                "worthless: call zero_grad() and go on with the next batch, or stop here"
             )
 
     def make_reports(self, *, all_of_them: bool = False) -> NonFiniteReport | None:
-        """Reports what has come to the host by now; the latest report made.
+        """Makes the reports of the results that have reached the host.
 
         Args:
             all_of_them: wait for those that have not.
+
+        Returns:
+            The latest report made; None: there was none.
         """
         latest = None
         while self._outcomes:
@@ -224,11 +238,11 @@ class FiniteCheck:
         return latest
 
     def drop_step(self) -> None:
-        """A step was given up."""
+        """Drops the exchange of a step that was abandoned."""
         self._under_way = self._gathered = None
 
     def set_communicator(self, communicator: Communicator) -> None:
-        """Goes on with other ranks."""
+        """Switches to `communicator`."""
         self._communicator = communicator
         self.drop_step()
 

@@ -1,10 +1,10 @@
-"""ByProducts: what pack and unpack find out about gradients on the way, for all buckets of a plan together.
+"""PartialStats: the statistics that pack and unpack write for their buckets, and their totals over a plan.
 
-    pack      first NaN or Inf of each gradient before it is reduced, and how much of it the wire flushes to zero
+    pack      first NaN or Inf of each gradient before it is reduced, and how many elements the wire flushes to zero
     unpack    sum of squares, largest value, and first NaN or Inf of each reduced gradient
 
-The kernels write them per chunk, every bucket into its own rows of one buffer per device. Adding rows up, per
-parameter in order of registration, takes two small launches per step, and only if somebody asks.
+The kernels write them per chunk, every bucket into its own rows of one buffer per device. The totals per parameter, in
+order of registration, take two small launches per step, and only on request.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..reduction import Reduction
 from ..tensors import writable_values
 
 
-class ByProducts:
-    """By-products of one set of buckets.
+class PartialStats:
+    """Statistics of one set of buckets.
 
     Args:
-        reductions: its buckets.
-        parameters: all of the reducer's.
+        reductions: of the buckets.
+        parameters: all parameters of the reducer.
         result: collect those of unpack.
         source: collect those of pack.
     """
@@ -48,28 +48,29 @@ class ByProducts:
         self._parts = [_Part(device, some, result=result, source=source) for device, some in devices.items()]
 
     def begin_step(self) -> None:
-        """The rows are about to be written anew."""
+        """Called before the rows of a new step are written."""
         self._totals = self._source_totals = None
 
     def begin_stale_write(self) -> None:
-        """Rows of what is unpacked are about to be written anew."""
+        """Called before the rows of unpack are written for an earlier step."""
         self._totals = None
 
     def end_step(self, left: Collection[int]) -> None:
-        """All rows are written. `left`: numbers of parameters whose gradients were left as they are."""
+        """Called when all rows are written; `left`: numbers of the parameters whose gradients were not written."""
         self._left = [number for number in left if self._parameters[number].grad is not None]
         if self.result and (self._complex or self._left):
-            self.totals()  # reads gradients, which belong to the user from now on
+            self.totals()  # reads gradients, which the user may change from now on
 
     def totals(self) -> Totals:
-        """Of the latest step's reduced gradients; parameters in order of registration, on the first one's device."""
+        """Totals of the latest step's reduced gradients, in order of registration, on the first parameter's device."""
         if self._totals is None:
             gathered = Gathered(len(self._parameters), self._parameters[0].device)
             for part in self._parts:
                 assert part.result is not None
                 gathered.put(part.numbers, dispatch.reduce_partials(part.result, part.spans))
             for number in self._left:
-                # Counted, as an optimizer will take them; judged they were in their own step, on every rank alike.
+                # They count for the norm, because an optimizer steps with them; non-finite ones were reported in
+                # their own step, on every rank alike.
                 gathered.put_one(number, writable_values(self._parameters[number]), judged=False)
             for number in self._complex:
                 if (gradient := self._parameters[number].grad) is not None:
@@ -78,7 +79,7 @@ class ByProducts:
         return self._totals
 
     def source_totals(self) -> SourceTotals:
-        """Of what this rank gave the latest step."""
+        """Totals of this rank's gradients of the latest step, before the reduction."""
         if self._source_totals is None:
             found = []
             for part in self._parts:
@@ -89,12 +90,12 @@ class ByProducts:
 
 
 def one_source(found: Sequence[tuple[Sequence[int], SourceTotals]], count: int, device: torch.device) -> SourceTotals:
-    """Totals of several launches brought together.
+    """Brings the totals of several launches together.
 
     Args:
-        found: the totals of each, and the numbers of the parameters that they are of, ascending.
+        found: per launch the numbers of its parameters, ascending, and their totals.
         count: number of parameters.
-        device: where to.
+        device: of the result.
     """
     if len(found) == 1 and len(found[0][0]) == count:
         return found[0][1]
@@ -112,7 +113,7 @@ def one_source(found: Sequence[tuple[Sequence[int], SourceTotals]], count: int, 
 
 
 class _Part:
-    """The buckets of one device: their rows, and where each parameter's are, in order of registration."""
+    """The rows of one device's buckets, and which belong to each parameter, in order of registration."""
 
     def __init__(self, device: torch.device, reductions: Sequence[Reduction], *, result: bool, source: bool) -> None:
         rows = sum(reduction.rows for reduction in reductions)
