@@ -267,6 +267,6 @@ _RESET = "reset() on every rank and "
 def _mixed(added: str, present: str, remedy: str) -> str:
     return (
         f"a backward has added {added} gradients to {present} ones (a synchronised backward removes the loss scale), "
-        f"so the sum is worth nothing: call {remedy}zero_grad() before the next step. Call scaler.scale(loss) for every "
-        "backward of a step, and to accumulate over several run all but the last one under no_sync()"
+        f"so the sum is worth nothing: call {remedy}zero_grad() before the next step. Call scaler.scale(loss) for "
+        "every backward of a step, and to accumulate over several run all but the last one under no_sync()"
     )

@@ -1,8 +1,8 @@
-"""DelayedAverages: what a reducer keeps and does in modes where averages come later than their own step.
+"""DelayedAverages: the part of a reducer for sync modes in which averages come later than their own step.
 
-What `.grad` holds of earlier steps is kept apart from what backwards make (modes/gradient_stash.py); what is under way
-lands in `flush`, or goes into a checkpoint. In the synchronous mode there is nothing to do. Called under the reducer's
-lock.
+It keeps the averages of earlier steps in `.grad` apart from what backwards make (modes/gradient_stash.py), and applies
+steps in flight in `flush` or saves them in a checkpoint. In the synchronous mode it does nothing. Called under the
+reducer's lock.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from .modes.step_end import Ended
 from .pipeline import Pipeline
 
 _NO_SYNC_WAITS = (
-    "gradients of backwards under no_sync() wait here: first run the synchronised backward that they belong to, or "
-    "zero_grad(set_to_none=True)"
+    "gradients of backwards under no_sync() are not reduced yet: first run the synchronised backward that they belong "
+    "to, or zero_grad(set_to_none=True)"
 )
 
 
 class DelayedAverages:
-    """The part of a reducer that is there for modes other than Synchronous.
+    """The part of a reducer for sync modes other than Synchronous.
 
     Args:
-        pipeline: has what is under way.
-        observed: what is known of the gradients.
+        pipeline: has the steps in flight.
+        observed: statistics of the gradients.
 
     Attributes:
         stash: gradients that no backward of this step has made; None in the synchronous mode.
-        withheld: the latest step has left no gradients: averages come later.
-        landed_scale: of the step whose averages came last.
-        flushed: landings in `flush`.
+        withheld: the latest step has left no gradients, because averages come later.
+        landed_scale: loss scale of the step whose averages were applied last.
+        flushed: number of steps that `flush` has applied.
     """
 
     def __init__(self, pipeline: Pipeline, observed: Observed) -> None:
@@ -56,11 +56,11 @@ class DelayedAverages:
     # A step
 
     def ended(self, ended: Ended) -> None:
-        """A step has ended, or an earlier one has landed."""
+        """Notes how a step has ended, or that an earlier one was applied."""
         self.withheld, self.landed_scale = ended.number is None, ended.scale
 
     def drop_step(self) -> None:
-        """A step was given up."""
+        """Drops the stash of a step that was abandoned."""
         if self.stash is not None:
             self.stash.drop()
         self.withheld = False
@@ -68,30 +68,30 @@ class DelayedAverages:
     # Between steps
 
     def check_settled(self) -> None:
-        """Raises unless another mode may follow.
+        """Checks that the sync mode may be changed.
 
         Raises:
-            FusedReduceError: steps are under way, or not everything has landed everywhere.
+            FusedReduceError: steps are in flight, or averages are outstanding on some rank.
         """
         pending = self.pending()
         if pending:
-            raise FusedReduceError(f"{pending}: flush() on every rank, then set_sync_mode")
+            raise FusedReduceError(f"{pending}: call flush() on every rank, then set_sync_mode()")
 
     def pending(self) -> str:
-        """What has not landed, in words; empty: nothing."""
+        """What has not been applied, in words; empty: nothing."""
         ends = self._pipeline.ends
         if len(ends.under_way):
             return f"{len(ends.under_way)} steps are under way"
         if ends.own is not None and not ends.own.settled:
-            return "not everything has landed everywhere since the last flush()"
+            return "averages of steps since the last flush() are outstanding"
         return ""
 
     def set_mode(self, mode: SyncMode, *, local: bool) -> None:
-        """Goes on in another mode.
+        """Switches to another sync mode.
 
         Args:
-            mode: that.
-            local: what `.grad` holds may be of backwards under no_sync, which the next step reduces.
+            mode: the new one.
+            local: `.grad` may hold gradients of backwards under no_sync, which the next step reduces.
         """
         if is_synchronous(mode):
             if self.stash is not None:
@@ -110,13 +110,13 @@ class DelayedAverages:
         buffers: Sequence[torch.Tensor],
         failed: Callable[[BaseException], None],
     ) -> FlushReport:
-        """See `Reducer.flush`.
+        """Applies every step in flight; see `Reducer.flush`.
 
         Args:
-            optimizers: whose states become the same on all ranks; asynchronous mode.
-            step: called after each landing.
-            buffers: become rank 0's; asynchronous mode.
-            failed: is told where what went wrong was no fault of `step`.
+            optimizers: whose states become the same on all ranks (asynchronous mode).
+            step: called after each step that is applied.
+            buffers: become rank 0's (asynchronous mode).
+            failed: called with an error that `step` has not raised.
         """
         stash, own = self.stash, self._pipeline.ends.own
         if stash is None:
@@ -143,7 +143,7 @@ class DelayedAverages:
         return FlushReport(steps=landed)
 
     def state_dict(self, failed: Callable[[BaseException], None]) -> dict[str, Any]:
-        """See `Reducer.state_dict`; `failed` as in `flush`."""
+        """`Reducer.state_dict`; `failed` as in `flush`."""
         own = self._pipeline.ends.own
         try:
             return self._pipeline.state_dict() if own is None else own.state()
@@ -152,10 +152,10 @@ class DelayedAverages:
             raise
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Reducer.load_state_dict`."""
+        """`Reducer.load_state_dict`."""
         ends = self._pipeline.ends
         if len(ends.under_way):
-            raise FusedReduceError("steps are under way: flush(), or reset(), before load_state_dict")
+            raise FusedReduceError("steps are under way: call flush(), or reset(), before load_state_dict()")
         if ends.own is not None:
             ends.own.load_state(state)
         elif state:

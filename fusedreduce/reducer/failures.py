@@ -1,8 +1,6 @@
-"""Failures: what went wrong with a reducer's step, and whether its ranks can go on together."""
+"""Failures: the error that a reducer's step has failed with, and whether its ranks can go on together."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,9 +10,10 @@ from ..errors import CollectiveError, FusedReduceError
 
 
 class Failures:
-    """Of one reducer. Called under its lock.
+    """The failure of one reducer. Called under its lock.
 
-    `text`: of what went wrong; empty: nothing has.
+    Attributes:
+        text: class and message of the error; empty: nothing has failed.
     """
 
     def __init__(self) -> None:
@@ -22,54 +21,58 @@ class Failures:
         self._resets = 0
 
     def note(self, error: BaseException, communicator: Communicator) -> None:
-        """A hook, kernel or collective has raised."""
+        """Notes what a hook, kernel or collective has raised; a CollectiveError marks the group as lost."""
         self.text = f"{type(error).__name__}: {error}"
         if isinstance(error, CollectiveError):
             mark_lost(communicator, str(error))
 
     def clear_failure(self) -> None:
-        """That step was given up."""
+        """Clears the text, because the step was abandoned."""
         self.text = ""
 
     def restart_count(self) -> None:
-        """Another communicator was set, on which nothing has been compared."""
+        """Counts calls of reset() from zero, because another communicator was set."""
         self._resets = 0
 
-    def compare(self, communicator: Communicator, device: torch.device, issued: int, stand: str) -> bool:
-        """Whether all ranks stand at the same place; each calls it, within the group's timeout.
+    def compare(self, communicator: Communicator, device: torch.device, issued: int, plan_state: str) -> bool:
+        """Compares the ranks after a failure; each calls it, within the group's timeout.
 
         Args:
             communicator: the ranks.
-            device: where its backend takes tensors.
-            issued: collectives of this rank.
-            stand: the rest of what tells places apart.
+            device: device whose timeout holds.
+            issued: collectives that this rank has issued.
+            plan_state: the plan in use, and whether it was learned.
+
+        Returns:
+            Whether all ranks have the same plan state.
 
         Raises:
-            FusedReduceError: the group cannot be used any more; on every rank that came.
+            FusedReduceError: the group cannot be used any more; on every rank that called this.
         """
         self._resets += 1
-        mine = f"{issued} {stand} {'failed' if communicator.lost else 'whole'}"
+        mine = f"{issued} {plan_state} {'failed' if communicator.lost else 'whole'}"
         try:
-            held = communicator.compare_aside(f"reset {self._resets}", mine, device)
+            texts = communicator.compare_aside(f"reset {self._resets}", mine, device)
         except RuntimeError as error:
             raise lost_error(communicator, f"not every rank called reset() in time: {error}") from error
-        if any(one.endswith("failed") for one in held):
-            which = _where(held, lambda one: one.endswith("failed"))
-            raise lost_error(communicator, f"a collective failed, on ranks {which}. {communicator.lost}".rstrip())
-        by_rank = [one.split()[0] for one in held]
+        failed = ", ".join(str(rank) for rank, text in enumerate(texts) if text.endswith("failed"))
+        if failed:
+            raise lost_error(communicator, f"a collective failed, on ranks {failed}. {communicator.lost}".rstrip())
+        by_rank = [text.split()[0] for text in texts]
         if len(set(by_rank)) > 1:
             raise lost_error(communicator, f"ranks have issued different numbers of collectives, by rank: {by_rank}")
-        return len(set(held)) == 1
+        return len(set(texts)) == 1
 
 
 def lost_error(communicator: Communicator, why: str) -> FusedReduceError:
-    """The error for going on without another communicator; marks the group as lost."""
+    """The error for using a group that is lost, and marks it as lost.
+
+    Args:
+        communicator: the group.
+        why: what has happened to it.
+    """
     mark_lost(communicator, why)
     return FusedReduceError(
-        f"rank {communicator.rank}: the process group cannot be used any more; give every rank a new one "
-        f"(set_communicator(), or a wrapper's _update_process_group). {why}"
+        f"rank {communicator.rank}: the process group cannot be used any more; make a new one on every rank, and "
+        f"give it to set_communicator(), or to a wrapper's _update_process_group(). {why}"
     )
-
-
-def _where(held: Sequence[str], is_so: Callable[[str], bool]) -> str:
-    return ", ".join(str(rank) for rank, one in enumerate(held) if is_so(one))

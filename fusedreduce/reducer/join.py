@@ -1,6 +1,6 @@
-"""Shadows: what a rank without inputs does in place of forward and backward, while others still have some (join).
+"""Shadows: the shadow collectives of a rank that has run out of inputs while others still have some (join).
 
-It issues the collectives that the others do, in the same order, with zeros.
+In place of forward and backward it issues the same collectives as the others, in the same order, with zeros.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Shadows:
 
     Args:
         pipeline: has the buckets.
-        plans: whether plans follow measurements now.
-        observed: takes part for this rank in what is observed of the gradients.
+        plans: says whether plans follow measurements now.
+        observed: takes part for this rank in the gradient statistics.
     """
 
     def __init__(self, pipeline: Pipeline, plans: Plans, observed: Observed) -> None:
@@ -31,31 +31,47 @@ class Shadows:
         self._observed = observed
 
     def begin_step(self) -> list[GradBucket]:
-        """Zeros for every bucket, in launch order, for a step that begins with this. Behind `Reducer.rebuild`."""
+        """Begins a step; call it after `Reducer.rebuild`.
+
+        Returns:
+            Zeros for every bucket, in launch order, each to be given to `run`.
+        """
         if self._plans.measured():
             self._pipeline.issued += self._plans.scheduler.open_round(None)
         self._observed.begin_shadow_step()
         return [reduction.shadow() for reduction in self._pipeline.buckets.reductions]
 
     def run(self, bucket: GradBucket) -> Callable[[], None]:
-        """Takes part in one bucket's collective with nothing; returns what waits for that."""
+        """Takes part in one bucket's collective with zeros.
+
+        Args:
+            bucket: from `begin_step`.
+
+        Returns:
+            A function that waits for the collective.
+        """
         reduction, communicator = self._pipeline.buckets.reductions[bucket.index()], self._pipeline.maker.communicator
-        under_way = reduction.run_shadow(bucket)
-        if under_way is None:
+        pending = reduction.run_shadow(bucket)
+        if pending is None:
             return _nothing
         self._pipeline.issued += 1
-        self._observed.add_shadow(bucket, under_way)
+        self._observed.add_shadow(bucket, pending)
 
         def complete() -> None:
-            assert under_way is not None
-            what = f"{reduction.members.label}, in which this rank takes part without inputs,"
-            wait_for(under_way, what, communicator)
+            what = f"the reduction of {reduction.members.label}, in which this rank takes part without inputs,"
+            wait_for(pending, what, communicator)
 
         return complete
 
     def used_map(self, *, joined: bool) -> torch.Tensor:
-        """int32 per parameter: on how many ranks it was used in the latest step; `joined`: zeros, for the sum in which
-        the caller is about to take part."""
+        """On how many ranks each parameter was used in the latest step.
+
+        Args:
+            joined: return zeros instead, for the sum in which the caller takes part now.
+
+        Returns:
+            int32 per parameter.
+        """
         self._pipeline.issued += joined
         used = self._pipeline.used
         return used.local() if joined or used.last is None else used.last
@@ -69,10 +85,10 @@ class Shadows:
             used.complete()
 
     def end_step(self) -> None:
-        """The others' step is done: takes part in agreeing on a plan too.
+        """Ends a step: takes part in the collectives after the last bucket, and in agreeing on a plan.
 
         Raises:
-            NonFiniteGradientError: as on the others.
+            NonFiniteGradientError, AgreementError, CollectiveError: as on the other ranks.
         """
         plans, pipeline = self._plans, self._pipeline
         plans.note_order()
@@ -86,12 +102,11 @@ class Shadows:
         for complete in [self.run(one.shadow()) for one in pipeline.buckets.sparse(kinds.learn())]:
             complete()
         for number in kinds.place:
-            kinds.of_step.agreed_kind(number)  # raises where the others do
+            kinds.of_step.agreed_kind(number)  # raises if the others do
         plans.scheduler.complete()
         pipeline.close_round(None)
         pipeline.issued += self._observed.end_shadow_step(pipeline.rounds)
         self._observed.check()
 
 
-def _nothing() -> None:
-    """There is nothing to wait for."""
+def _nothing() -> None: ...

@@ -1,10 +1,12 @@
-"""Optimizer steps, as far as reducers must know of them: one hook on all optimizers, while a reducer needs it.
+"""The pre-hook on optimizer steps: one hook on all optimizers, while a reducer needs it.
+
+A reducer needs it in two cases.
 
 Steps that are launched and not completed: all backwards of a CUDA device run on one thread, so a hook or callback there
-that waited for a peer on the same device would keep that peer from ever coming. Such a step ends its backward with all
-collectives under way, and whoever needs the gradients next completes it. In a plain loop that is an optimizer.
+that waited for a peer on the same device would wait for ever. Such a step ends its backward with all collectives in
+flight, and the next reader of the gradients completes it: in a plain loop that is the optimizer.
 
-Averages that come later than their own step: `flush` must not hand those out again that an optimizer has stepped with.
+Averages that come later than their own step: `flush` must not apply those again that an optimizer has stepped with.
 """
 
 from __future__ import annotations
@@ -20,50 +22,50 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 
-class Attends(Protocol):
-    """A reducer, as far as this goes."""
+class StepListener(Protocol):
+    """A reducer that is called before optimizer steps."""
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
-        """Whose gradients it reduces."""
+        """The parameters whose gradients it reduces."""
         ...
 
     def before_optimizer_step(self, *, closure: bool) -> None:
-        """An optimizer with one of its parameters is about to step."""
+        """Called before an optimizer with one of its parameters steps; `closure`: step() was given one."""
         ...
 
 
 _lock = threading.Lock()
 # In the order in which they entered, which is the same on every rank: completing a step may issue collectives.
-_attending: weakref.WeakKeyDictionary[Attends, None] = weakref.WeakKeyDictionary()
+_listeners: weakref.WeakKeyDictionary[StepListener, None] = weakref.WeakKeyDictionary()
 _hook: RemovableHandle | None = None
 
 
-def enter(reducer: Attends) -> None:
-    """`reducer` is told from now on; every optimizer of this process looks for it then."""
+def enter(reducer: StepListener) -> None:
+    """Registers `reducer`, to be called before optimizer steps; the first one installs the hook."""
     global _hook
     with _lock:
-        _attending.setdefault(reducer)
+        _listeners.setdefault(reducer)
         if _hook is None:
             _hook = register_optimizer_step_pre_hook(_before_step)
 
 
-def leave(reducer: Attends) -> None:
-    """It is told no more; with the last one goes the hook."""
+def leave(reducer: StepListener) -> None:
+    """Unregisters `reducer`; the last one removes the hook."""
     global _hook
     with _lock:
-        _attending.pop(reducer, None)
-        if _hook is not None and not _attending:
+        _listeners.pop(reducer, None)
+        if _hook is not None and not _listeners:
             _hook.remove()
             _hook = None
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     with _lock:
-        attending = list(_attending)
+        listeners = list(_listeners)
     closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
-    owned = {id(one) for group in optimizer.param_groups for one in group["params"]} if attending else set()
-    for reducer in attending:
+    owned = {id(one) for group in optimizer.param_groups for one in group["params"]} if listeners else set()
+    for reducer in listeners:
         if any(id(one) in owned for one in reducer.parameters):
             reducer.before_optimizer_step(closure=closure)
 
@@ -71,15 +73,18 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 def flush_step(
     optimizers: Sequence[Optimizer], step: Callable[[], None] | None, *, scaled: bool
 ) -> Callable[[], None] | None:
-    """What `flush` calls after each landing.
+    """What `flush` calls after each step that it applies.
 
     Args:
-        optimizers: to step; their gradients are None then.
-        step: in their place.
-        scaled: a loss scaler takes part.
+        optimizers: to step; their gradients are then set to None.
+        step: called in their place.
+        scaled: a loss scaler is attached.
+
+    Returns:
+        The function; None: neither is given.
 
     Raises:
-        TypeError: an optimizer that is none.
+        TypeError: one of `optimizers` is not a torch.optim.Optimizer.
         ValueError: both are given, or optimizers where a loss scaler must decide on their steps.
     """
     for one in optimizers:

@@ -1,11 +1,11 @@
-"""Plans: where a reducer's plans come from, one after the other.
+"""Plans: the sequence of a reducer's plans.
 
-    the one that was given          kept for good
+    a plan given by the user        kept for good
     else, in the first step         one bucket per dtype and device
-    after it                        rank 0's order of arrival, broadcast, cut by the policy
-    from then on                    what the schedule has had all ranks agree on
+    after it                        rank 0's order of readiness, broadcast, cut by the policy
+    from then on                    what all ranks agree on from measurements (scheduler.py)
 
-With find_unused_parameters (and no static graph) nothing is learned: buckets of limited size, in reverse order of
+With find_unused_parameters (and no static graph) no order is learned: buckets of limited size, in reverse order of
 registration, from the start. Every rank has the same plan in every step.
 """
 
@@ -34,18 +34,18 @@ from .scheduler import Scheduler
 
 _logger = logging.getLogger(__name__)
 
-# Beside so little on the wire what is measured is Python, which a bucket takes 0.1 ms of: plans that followed it cut
-# 2,000 gradients of 8 elements into five buckets, and each step took 6 ms longer. Who names a link gets a plan for it.
+# With fewer bytes on the wire Python dominates the measurements, 0.1 ms per bucket: plans that followed them cut 2,000
+# gradients of 8 elements into five buckets, and each step took 6 ms longer. a link given by the user has no limit.
 _LEAST_PLANNED_BYTES = 2**20
 
 
 class Forecast(NamedTuple):
-    """What the planner's model says of a step, by the costs that ranks have agreed on, in ms since backward began.
+    """The planner's prediction of a step, from the costs that ranks have agreed on, in ms since backward began.
 
     Args:
-        backward_ms: backward ends, our packing included.
+        backward_ms: end of backward, our packing included.
         finish_ms: the last gradient is written.
-        torch_finish_ms: the same of torch's plan, whose gradients travel in their own dtype and are copied for nothing.
+        torch_finish_ms: the same with torch's plan, at no cost for its copies and with gradients in their own dtype.
     """
 
     backward_ms: float
@@ -57,16 +57,21 @@ class Plans:
     """The plans of one reducer.
 
     Args:
-        parameters: all of them.
-        names: theirs.
+        parameters: all parameters of the reducer.
+        names: their names.
         sparse: per parameter whether its gradient is sparse.
-        config: policy, wire, and perhaps a plan.
-        caps: limits of the buckets.
+        config: policy, wire, and maybe a plan.
+        caps: size limits of the buckets.
         communicator: the ranks.
-        learns: the first step shows an order.
+        learns: the first step shows an order of readiness to learn.
+
+    Attributes:
+        rebuilt: the plan follows an order of readiness.
+        kinds: what a plan must know of each parameter.
+        scheduler: has the ranks agree on plans.
 
     Raises:
-        ValueError: the plan that was given is none, or is for another model.
+        ValueError: the given plan is not a plan, or is of another model.
     """
 
     def __init__(
@@ -91,7 +96,7 @@ class Plans:
         self._order: tuple[int, ...] = ()
         self._model = Model(
             kinds=self.kinds,
-            # Of a sparse gradient nobody knows the size before it is there.
+            # The size of a sparse gradient is not known before it exists.
             wire_bytes=[0 if alone else config.wire_bytes(one) for one, alone in zip(parameters, sparse, strict=True)],
             caps=caps,
             cap_policy=config.cap_policy,
@@ -100,13 +105,13 @@ class Plans:
             link=config.link,
             least_bytes=0 if config.link else _LEAST_PLANNED_BYTES,
         )
-        # Not where nothing overlaps. A comm hook may keep state by bucket: the reducer then says so.
+        # Not where nothing overlaps. (A comm hook may keep state per bucket: the reducer then calls give_up_measuring.)
         self._measures = config.policy != "static" and config.overlap
         self.set_mode(config.sync_mode)
         self.set_communicator(communicator)
 
     def set_communicator(self, communicator: Communicator) -> None:
-        """Plans anew, for these ranks."""
+        """Switches to `communicator`, for which plans are learned anew."""
         self._communicator = communicator
         self.scheduler = Scheduler(self._model, self._config.replan_every, communicator, self._device)
         self._given = self._loaded()
@@ -114,21 +119,21 @@ class Plans:
         self._order = ()
 
     def set_mode(self, mode: SyncMode) -> None:
-        """Steps end as `mode` says: what ends later is not measured, and ranks in different steps learn no plan."""
+        """Switches to a sync mode: delayed averages are not measured, and ranks in different steps learn no plan."""
         self._in_step = is_synchronous(mode)
         self._together = not isinstance(mode, Asynchronous)
 
     def give_up_measuring(self) -> None:
-        """After the first step's order nothing is to change any more."""
+        """Keeps the plan that follows the first step's order for good."""
         self._measures = False
 
     def restart(self) -> None:
-        """A step was given up on all ranks; the plan in use stays, what some ranks may not know is forgotten."""
+        """Forgets, after an abandoned step, what some ranks may not know; the plan in use stays."""
         self._order = ()
         self.scheduler.restart()
 
     def return_to_first(self) -> None:
-        """Ranks hold different plans: all go back to the first one."""
+        """Returns to the first plan, because ranks have different ones."""
         self.rebuilt = False
 
     def first(self) -> Plan:
@@ -139,11 +144,11 @@ class Plans:
         return first_plan(model.kinds, model.caps, model.cap_policy, learns=self.wants_order())
 
     def wants_order(self) -> bool:
-        """Whether an order of arrival is still to be learned or adopted."""
+        """Whether an order of readiness is still to be learned or adopted."""
         return self.learns and self._together and not self.rebuilt and self._given is None
 
     def note_order(self, order: Sequence[int] = ()) -> None:
-        """What the first step has shown on this rank; a rank that only took part in it (join) has seen nothing."""
+        """Notes the order of readiness of the first step; a rank without inputs (join) has none."""
         if self.wants_order() and not self._order:
             seen = set(order)
             self._order = (*order, *(index for index in range(len(self.kinds)) if index not in seen))
@@ -153,17 +158,17 @@ class Plans:
         return self.rebuilt and self._measures and self._in_step and self._communicator.size > 1
 
     def profiles(self) -> bool:
-        """Whether every parameter is to tell its time in the step that begins."""
+        """Whether the step that begins is profiled, for which every parameter must be hooked."""
         return self.measured() and self.scheduler.profiles()
 
     def next(self, plan: Plan) -> tuple[Plan, int]:
-        """Between two steps.
+        """Decides, between two steps, which plan is used from now on.
 
         Args:
             plan: the one in use.
 
         Returns:
-            The one to use from now on; how many collectives that took.
+            The plan, and how many collectives were issued.
 
         Raises:
             AgreementError: ranks have decided on different plans; on every rank.
@@ -185,7 +190,7 @@ class Plans:
         return ready_plan(model.kinds, model.caps, model.cap_policy, found, share=model.share), 1
 
     def forecast(self, plan: Plan) -> Forecast | None:
-        """What the model says of `plan`; None before the first report, and where nothing is measured."""
+        """The prediction for `plan`; None before the first report, and where nothing is measured."""
         schedule, model = self.scheduler.schedule, self._model
         if schedule.costs is None:
             return None
@@ -197,7 +202,7 @@ class Plans:
         return Forecast(ours.backward_end / 1e12, ours.finish / 1e12, then.finish / 1e12)
 
     def json(self, plan: Plan) -> str:
-        """A plan, to keep."""
+        """`plan` as JSON, for `ReduceConfig(plan=...)`."""
         size, wire = self._communicator.size, self._config.wire
         return dump(plan, names=self._names, numels=self._numels, world_size=size, wire=wire)
 
@@ -232,13 +237,18 @@ class Plans:
         )
 
     def _loaded(self) -> Plan | None:
-        """The plan that was given, if it was made for as many ranks."""
+        """The given plan, if it was made for as many ranks."""
         if self._config.plan is None:
             return None
         saved = load(self._config.plan, names=self._names, numels=self._numels)
         size = self._communicator.size
         if saved.world_size != size:
-            _logger.warning("the plan that was given is for %d ranks, not %d: planning again", saved.world_size, size)
+            _logger.warning(
+                "rank %d: ReduceConfig(plan=...) is for %d ranks, not %d: it is not used, and a plan is learned",
+                self._communicator.rank,
+                saved.world_size,
+                size,
+            )
             return None
         check_groups(saved.plan, self.kinds, share=self._model.share)
         return saved.plan

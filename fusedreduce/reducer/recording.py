@@ -1,4 +1,4 @@
-"""Recording: keeps what was seen of a reducer's steps while somebody records a trace, and writes it down."""
+"""Recording: keeps the profiles of a reducer's steps while a trace is recorded, and writes the trace file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Recording:
     """The trace of one reducer, at most one at a time.
 
     Args:
-        plans: what the trace says of parameters and settings.
-        source: who reduces, as the trace names it.
+        plans: describes parameters and settings for the trace.
+        source: "reducer" or "wrapper", as the trace names it.
     """
 
     def __init__(self, plans: Plans, source: Source) -> None:
@@ -29,34 +29,34 @@ class Recording:
         self._limit = 0
 
     def wants_step(self) -> bool:
-        """Whether another step would be kept, and so is to be looked at closely."""
+        """Whether another step would be kept, and so is to be profiled."""
         return len(self._recorded) < self._limit
 
     def keep(self, step: int, plan: Plan, looked: Looked) -> None:
-        """A step that was looked at closely has ended; it is kept if it is wanted."""
+        """Keeps a profiled step, if the limit is not reached."""
         if self.wants_step():
             self._recorded.append((step, plan, looked))
 
     @contextmanager
     def record(self, folder: str | Path, limit: int) -> Iterator[None]:
-        """Within: steps are kept. They are written at the end.
+        """Context in which steps are kept; they are written to a file when it is left.
 
         Args:
-            folder: where this rank's file goes.
-            limit: steps after which no more are kept.
+            folder: folder of this rank's file.
+            limit: number of steps after which no more are kept.
 
         Raises:
-            FusedReduceError: one is being recorded already.
+            FusedReduceError: a trace is being recorded already.
         """
         if self._limit:
-            raise FusedReduceError("a trace is being recorded already")
+            raise FusedReduceError("a trace is being recorded already: leave its record_trace() context first")
         recorder = Recorder(Path(folder), self._plans.trace_header(self._source), limit)
         self._limit = limit
         try:
             yield
         finally:
             recorded, self._recorded, self._limit = self._recorded, [], 0
-            # Not step by step: on CUDA this waits for the GPU.
+            # Here and not in each step, because on CUDA this waits for the GPU.
             for step, plan, looked in recorded:
                 seen = MISSING_NS not in looked.ready_ns
                 recorder.add(step, plan, looked.finest(), looked.ready_ns if seen else None)

@@ -1,8 +1,8 @@
-"""Scheduler: has the ranks agree on a plan from what they measure. The schedule and the decisions are pure
-(planning/schedule.py); here are the measurements of this rank, and the two small collectives.
+"""Scheduler: has the ranks agree on a plan from their measurements.
 
-Both are issued right behind the last bucket's, so in the same place on every rank, and waited for with the buckets:
-nothing is under way between two steps. Their results are read before the next step.
+The schedule and the decisions are pure (planning/schedule.py); here are this rank's measurements and the two small
+collectives. Both are issued right after the last bucket's, so in the same place on every rank, and waited for with the
+buckets: none is in flight between two steps. Their results are read before the next step.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ class Scheduler:
     """The schedule of one reducer over one group of ranks.
 
     Args:
-        model: what is planned.
+        model: of the parameters and the wire.
         replan_every: see ReduceConfig.
         communicator: the ranks.
-        device: where its backend takes tensors.
+        device: device for the collectives' tensors.
+
+    Attributes:
+        readiness: when this rank's gradients were ready in profiled steps.
+        changes: plans that were adopted.
     """
 
     def __init__(self, model: Model, replan_every: int, communicator: Communicator, device: torch.device) -> None:
@@ -50,22 +54,22 @@ class Scheduler:
 
     @property
     def schedule(self) -> Schedule:
-        """Where the rounds are, and what has been agreed on."""
+        """The state of the schedule: the round, and the costs that ranks have agreed on."""
         return self._schedule
 
     def learned(self, order: Sequence[int]) -> None:
-        """Rank 0's order of arrival in the first step, as every rank has it."""
+        """Notes rank 0's order of readiness in the first step, which every rank has received."""
         self._schedule.arrival = tuple(order)
 
     def profiles(self) -> bool:
-        """Whether every parameter is to tell its time in the step that begins."""
+        """Whether the step that begins is profiled, for which every parameter must be hooked."""
         return self._schedule.profiles()
 
     def open_round(self, looked: Looked | None) -> int:
-        """The first bucket is about to be launched: in a profiled step a small collective goes first, for its latency.
+        """Called before the first bucket: in a profiled step issues a small collective, to measure its latency.
 
         Args:
-            looked: the step, where its times are kept; None: this rank only takes part (join).
+            looked: the step's profile; None: this rank has no inputs (join).
 
         Returns:
             How many collectives this issued.
@@ -85,10 +89,10 @@ class Scheduler:
         return 1
 
     def report(self, plan: Plan) -> int:
-        """The last bucket has been launched: tells the ranks what this one has measured, or what it has decided.
+        """Called after the last bucket: starts the exchange of measurements, or of decisions, where one is due.
 
         Args:
-            plan: in use.
+            plan: the one in use.
 
         Returns:
             How many collectives this issued.
@@ -103,7 +107,7 @@ class Scheduler:
         return 0
 
     def complete(self) -> None:
-        """Waits for what this step's `open_round` and `report` have issued; on CUDA only the current stream does."""
+        """Waits for this step's collectives of `open_round` and `report`; on CUDA only the current stream waits."""
         under_way, self._under_way = self._under_way, []
         for pending in under_way:
             wait_for(pending, "agreeing on a plan", self._communicator)
@@ -112,10 +116,10 @@ class Scheduler:
             self._waited.record(torch.cuda.current_stream(self._device))
 
     def close_round(self, looked: Looked | None) -> None:
-        """The step is done.
+        """Counts a step that is done.
 
         Args:
-            looked: its times, if it was looked at closely.
+            looked: its profile; None: it was not profiled.
         """
         place = self._schedule.place()
         if looked is not None and place is not None:
@@ -123,13 +127,13 @@ class Scheduler:
         self._schedule.round += 1
 
     def decide(self, plan: Plan) -> Plan:
-        """Before a step: reads what the last one started.
+        """Reads, before a step, the results of the last one's collectives.
 
         Args:
             plan: the one in use.
 
         Returns:
-            The one to use from now on.
+            The plan to use from now on.
 
         Raises:
             AgreementError: ranks have decided on different plans; on every rank.
@@ -144,9 +148,9 @@ class Scheduler:
             assert decision is not None
             if most != -least:
                 raise AgreementError(
-                    f"ranks have decided on different plans from the same numbers: hash {decision.hash:016x} on rank "
-                    f"{self._communicator.rank}, {-least:016x} to {most:016x} over all. Do all ranks run the same "
-                    "versions of fusedreduce and Python? policy='static' decides nothing"
+                    f"rank {self._communicator.rank}: ranks have decided on different plans from the same numbers: "
+                    f"hash {decision.hash:016x} on this rank, {-least:016x} to {most:016x} over all. Run the same "
+                    "versions of fusedreduce and Python on all ranks, or use policy='static', which decides nothing"
                 )
             if decision.plan != plan and not frozen:
                 self.changes += 1
@@ -155,12 +159,12 @@ class Scheduler:
                 return decision.plan
             _logger.debug("plan %016x stays: %s", decision.hash, decision.why)
         elif self._schedule.reports() and self._numbers is None:
-            # On CUDA this waits for the last profiled step, which is why it is not done where that step ended.
+            # Here and not at the end of the last profiled step, because on CUDA this waits for that step.
             self._numbers = self._mine(plan)
         return plan
 
     def restart(self) -> None:
-        """Forgets everything: a rank may know what another did not come to know. Every rank does so at one place."""
+        """Forgets everything, because ranks may know different things; every rank does so at the same place."""
         self.readiness = Readiness(len(self._schedule.model.kinds))
         self._schedule = Schedule(self._schedule.model, self._schedule.replan_every, arrival=self._schedule.arrival)
         self._looked, self._numbers, self._under_way = {}, None, []
@@ -183,7 +187,7 @@ class Scheduler:
         return tensor
 
     def _read(self, numbers: torch.Tensor) -> list[int]:
-        """On the host. On CUDA it was `complete`'s stream that waited for them, and this may be another one."""
+        """Reads `numbers` on the host, after the stream of `complete`, which may not be the current one."""
         if self._waited is not None:
             torch.cuda.current_stream(self._device).wait_event(self._waited)
         found: list[int] = numbers.tolist()
@@ -194,5 +198,5 @@ class Scheduler:
 
 
 def _frozen() -> bool:
-    """Whether this rank's plan must not follow a clock now."""
+    """Whether this rank's plan must not depend on measured times (torch.use_deterministic_algorithms)."""
     return torch.are_deterministic_algorithms_enabled()

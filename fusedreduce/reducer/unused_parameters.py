@@ -1,4 +1,4 @@
-"""Parameters without a gradient in this step: found locally by a graph search, agreed on by one small all-reduce."""
+"""Unused parameters of a step: found locally by a graph search, and globally by one small all-reduce."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..comm.waiting import wait_for
 
 
 def tensors_in(output: object) -> list[torch.Tensor]:
-    """Every tensor in a forward's output: itself, or in any pytree and in dataclasses."""
+    """Every tensor in a forward's output: the output itself, or within any pytree and dataclasses."""
     if isinstance(output, torch.Tensor):
         return [output]
     found: list[torch.Tensor] = []
@@ -61,7 +61,7 @@ class UsedSum:
         here: per parameter whether this rank has one.
         reduced: int32 per parameter: on how many ranks, once `pending` is done.
         pending: the sum over all ranks.
-        communicator: those.
+        communicator: the ranks.
     """
 
     def __init__(self, here: bytearray, reduced: torch.Tensor, pending: Pending, communicator: Communicator) -> None:
@@ -72,37 +72,44 @@ class UsedSum:
         self._globally: list[bool] | None = None
 
     def here(self, index: int) -> bool:
-        """Whether this rank has one."""
+        """Whether this rank has a gradient of the parameter."""
         return bool(self._here[index])
 
     def nowhere(self, indices: Sequence[int], label: Callable[[], str]) -> frozenset[int]:
-        """Those of `indices` that no rank has one for. Waits for the sum, and only where this rank lacks one.
+        """The globally unused parameters among `indices`. Waits for the sum if one of them is unused on this rank.
 
         Args:
             indices: of parameters.
-            label: names them, if the sum fails.
+            label: names them in the error, if the sum fails.
+
+        Raises:
+            CollectiveError: a peer died, left, or did not answer.
         """
         if all(map(self.here, indices)):
             return frozenset()
         if self._globally is None:
-            self.complete(lambda: f"asking all ranks which parameters they have used, of {label()},")
+            self.complete(lambda: f"the exchange of used parameters between the ranks, for {label()},")
             self._globally = [count > 0 for count in self.reduced.tolist()]
         return frozenset(index for index in indices if not self._globally[index])
 
-    def complete(self, what: str | Callable[[], str] = "asking all ranks which parameters they have used") -> None:
-        """Waits for the sum; `what` is for the error."""
+    def complete(self, what: str | Callable[[], str] = "the exchange of used parameters between the ranks") -> None:
+        """Waits for the sum; raises CollectiveError with `what`."""
         wait_for(self._pending, what, self._communicator)
 
 
 class UsedMap:
-    """Which parameters got a gradient since the last reduction: here, and on any rank.
+    """Which parameters got a gradient since the last reduction, on this rank and on any.
 
     Args:
         count: number of parameters.
-        device: where the backend takes tensors.
-        communicator: the ranks to ask.
-        always: in every step (find_unused_parameters).
-        first: in the first step, whose answer then holds (a static graph).
+        device: device for the collective's tensors.
+        communicator: the ranks.
+        always: exchange it in every step (find_unused_parameters).
+        first: exchange it in the first step, whose result then holds (static graph).
+
+    Attributes:
+        alone: ranks are in different steps (Asynchronous): nothing is exchanged.
+        last: int32 per parameter, on how many ranks it was used in the latest step; None: not known.
     """
 
     def __init__(
@@ -113,35 +120,35 @@ class UsedMap:
         self._communicator = communicator
         self.always = always
         self.first = first
-        self.alone = False  # ranks are in different steps: none asks the others
+        self.alone = False
         self.restart()
 
     def restart(self) -> None:
-        """A step was given up on all ranks: nobody has been asked anything."""
+        """Forgets everything, because a step was abandoned on all ranks."""
         self._used = bytearray(self._count)
         self._sum: UsedSum | None = None
-        self._settled = False
-        self.last: torch.Tensor | None = None  # per parameter on how many ranks it was used in the latest step
+        self._first_done = False
+        self.last: torch.Tensor | None = None
 
     def set_communicator(self, communicator: Communicator) -> None:
-        """Goes on with other ranks, from the next `restart` on."""
+        """Switches to `communicator`. `restart` must follow."""
         self._communicator = communicator
 
     @property
     def kept(self) -> bool:
-        """Whether gradients are to be noted at all."""
+        """Whether the map is kept at all."""
         return (self.always or self.first) and not self.alone
 
     def asks(self) -> bool:
-        """Whether this step sums it over all ranks."""
-        return not self.alone and (self.always or (self.first and not self._settled))
+        """Whether this step sums the map over all ranks."""
+        return not self.alone and (self.always or (self.first and not self._first_done))
 
     def mark(self, index: int) -> None:
-        """Notes a gradient; also under no_sync, whose gradients the next reduction will contain."""
+        """Marks a parameter as used; also under no_sync, because the next step reduces that gradient."""
         self._used[index] = 1
 
     def here(self, index: int) -> bool:
-        """Whether this rank has a gradient that is to be reduced."""
+        """Whether this rank has marked the parameter."""
         return bool(self._used[index])
 
     def local(self) -> torch.Tensor:
@@ -149,30 +156,30 @@ class UsedMap:
         return on_device(list(self._used), torch.int32, self._device)
 
     def start(self) -> None:
-        """Starts the sum over all ranks; every rank calls this at the same place."""
+        """Starts the sum over all ranks; every rank calls it at the same place."""
         reduced = self.local()
         self._sum = UsedSum(self._used, reduced, self._communicator.all_reduce(reduced), self._communicator)
 
     def sum_of_step(self) -> UsedSum | None:
-        """What is known of the step that is launched; None: every parameter is in use."""
+        """The sum of the launched step; None: every parameter counts as used."""
         if not self.kept:
             return None
         assert self._sum is not None, "the sum was not started"
         return self._sum
 
     def detach_sum(self) -> UsedSum | None:
-        """As `sum_of_step`, for a step that ends later."""
-        self._settled = True
+        """`sum_of_step` for a step that ends later."""
+        self._first_done = True
         return self.sum_of_step()
 
     def complete(self) -> None:
-        """Has the sum done, so that its buffer may go."""
+        """Waits for the sum, so that its buffer may be freed."""
         if self._sum is not None:
             self._sum.complete()
             self.last = self._sum.reduced
-        self._settled = True
+        self._first_done = True
 
     def clear_marks(self) -> None:
-        """A new step: nothing is used yet."""
+        """Clears the marks for a new step."""
         self._used = bytearray(self._count)
         self._sum = None

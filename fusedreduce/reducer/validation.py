@@ -21,7 +21,7 @@ from ..planning.bucketing import BucketCaps
 
 
 class Owner(Protocol):
-    """A reducer, as far as its claim on parameters goes."""
+    """A reducer, as an owner of parameters."""
 
     exclusive: bool
     shares_parameters: bool
@@ -30,18 +30,23 @@ class Owner(Protocol):
 _ACCEPTED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32}
 )
-# Open reducers by parameter. Two that stand alone would average it twice; wrappers may be nested, as torch's.
+# Open reducers by parameter. Two exclusive ones would average it twice; wrappers may be nested, as torch's.
 _owners: MutableMapping[torch.Tensor, WeakSet[Owner]] = WeakIdKeyDictionary()
 
 
 def check_parameters(parameters: Sequence[object], names: Sequence[str], sparse: Sequence[bool]) -> None:
-    """Refuses what cannot be reduced, before anything is hooked.
+    """Refuses parameters that cannot be reduced, before anything is hooked.
+
+    Args:
+        parameters: the reducer's.
+        names: their names.
+        sparse: per parameter whether its gradient is sparse.
 
     Raises:
-        ValueError: no parameters, a duplicate, one that needs no gradient or is no leaf, devices of several types, or
-            lists of different lengths.
-        TypeError: something that is no dense floating-point or complex tensor; DTensor and FSDP parameters.
-        RuntimeError: a parameter that is not initialised yet.
+        ValueError: there are no parameters, one is given twice, requires no gradient or is not a leaf, devices are of
+            several types, or lists have different lengths.
+        TypeError: one is not a dense floating-point or complex tensor, or is a DTensor's or FSDP's.
+        RuntimeError: one is not initialised yet.
     """
     if not parameters:
         raise ValueError("a reducer needs at least one parameter that requires a gradient")
@@ -74,35 +79,41 @@ def check_one(parameter: object, name: str) -> None:
     kind = sharded_kind(parameter)
     if kind is not None:
         raise TypeError(
-            f"{name} is a parameter of {kind}: it is reduced by what sharded it. Leave it out of this wrapper "
+            f"{name} is a parameter of {kind}, which reduces its gradient itself. Leave it out of this wrapper "
             "(_set_params_and_buffers_to_ignore_for_model), or wrap before sharding"
         )
     if not parameter.requires_grad or not parameter.is_leaf:
-        raise ValueError(f"{name} is not a leaf that requires a gradient, so it will never get one")
+        raise ValueError(
+            f"{name} is not a leaf that requires a gradient, so it will never get one: leave it out, or set "
+            "requires_grad=True on a leaf"
+        )
     if parameter.layout is not torch.strided or parameter.dtype not in _ACCEPTED:
-        raise TypeError(f"{name} is {parameter.dtype} with layout {parameter.layout}; gradients must be dense floats")
+        raise TypeError(
+            f"{name} is {parameter.dtype} with layout {parameter.layout}, expected a dense floating-point or complex "
+            "parameter: set requires_grad=False, or leave it out"
+        )
 
 
-def check_mode(mode: SyncMode, present: Mapping[str, bool]) -> None:
-    """Refuses what needs every step to end with its own averages, in a mode where it does not.
+def check_mode(mode: SyncMode, features: Mapping[str, bool]) -> None:
+    """Refuses features that need the averages of a step at its end, in a mode where they come later.
 
     Args:
-        mode: the mode.
-        present: what there is of that, by name.
+        mode: the sync mode.
+        features: by name whether each such feature is in use.
 
     Raises:
-        ValueError: with those that there are.
+        ValueError: names those in use, if the mode is not Synchronous.
     """
-    found = [name for name, there in present.items() if there]
-    if found and not is_synchronous(mode):
+    in_use = [name for name, used in features.items() if used]
+    if in_use and not is_synchronous(mode):
         raise ValueError(
-            f"sync_mode={mode!r} and {', '.join(found)} exclude each other: gradients would be read, written or taken "
-            "for reduced ahead of the step that their averages come in. Use Synchronous()"
+            f"sync_mode={mode!r} and {', '.join(in_use)} exclude each other: gradients would be read or written before "
+            "their averages have come. Use sync_mode=Synchronous(), or leave the other out"
         )
 
 
 def sharded_kind(parameter: torch.Tensor) -> str | None:
-    """ "DTensor" or "FSDP" if somebody else shards and reduces `parameter`."""
+    """Returns "DTensor" or "FSDP" if one of these shards and reduces `parameter`, else None."""
     if type(parameter).__name__ == "FlatParameter" or getattr(parameter, "_is_flat_param", False):
         return "FSDP"
     if any(base.__name__ == "DTensor" for base in (*type(parameter).__mro__, *type(parameter.data).__mro__)):
@@ -111,7 +122,7 @@ def sharded_kind(parameter: torch.Tensor) -> str | None:
 
 
 def sparse_parameters(module: nn.Module) -> set[int]:
-    """Parameters of embeddings with sparse gradients, by id; torch's rule."""
+    """The ids of the parameters of embeddings with sparse=True, as torch's DDP finds them."""
     return {
         id(parameter)
         for one in module.modules()
@@ -121,7 +132,7 @@ def sparse_parameters(module: nn.Module) -> set[int]:
 
 
 def describe(parameter: torch.Tensor, name: str, sparse: bool) -> str:
-    """All that must be the same on every rank, as text."""
+    """What must be the same on every rank of a parameter, as text."""
     extra = ", sparse" if sparse else ""
     return (
         f"{name}: sizes {tuple(parameter.shape)}, strides {tuple(parameter.stride())}, {parameter.dtype}, "
@@ -147,16 +158,16 @@ def agree(
 
     Args:
         communicator: the ranks.
-        descriptions: see `describe`; of every parameter.
-        settings: see `settings`.
-        device: where the backend takes tensors.
-        problem: why this rank cannot take part, for all others to read.
+        descriptions: what `describe` returns for each parameter.
+        settings: what `settings` returns.
+        device: device for the collective's tensors.
+        problem: why this rank cannot take part, which the others then report; empty: it can.
 
     Returns:
         Whether all ranks' sums have the same last bits.
 
     Raises:
-        AgreementError: on every rank.
+        AgreementError: they differ, or a rank had a problem; on every rank.
         CollectiveError: a peer did not answer.
     """
     try:
@@ -170,10 +181,19 @@ def agree(
 
 
 def enter(owner: Owner, parameters: Sequence[torch.Tensor], names: Sequence[str], *, exclusive: bool) -> bool:
-    """Registers `owner` with its parameters; says whether another reducer is around one of them (nested wrappers).
+    """Registers `owner` as a reducer of `parameters`.
+
+    Args:
+        owner: the reducer.
+        parameters: its parameters.
+        names: their names, for messages.
+        exclusive: refuse parameters that another exclusive reducer has.
+
+    Returns:
+        Whether another open reducer has one of them too (nested wrappers).
 
     Raises:
-        ValueError: `owner` stands alone, and so does another open one that holds one of them.
+        ValueError: `owner` is exclusive, and so is another open reducer that has one of them.
     """
     shared = False
     for parameter, name in zip(parameters, names, strict=True):
@@ -181,7 +201,8 @@ def enter(owner: Owner, parameters: Sequence[torch.Tensor], names: Sequence[str]
             shared = True
             if exclusive and other.exclusive:
                 raise ValueError(
-                    f"{name} belongs to another open Reducer, which would average it too: close() it first"
+                    f"{name} belongs to another open Reducer, which would average it a second time: close() that one "
+                    "first"
                 )
     for parameter in parameters:
         owners = _owners.setdefault(parameter, WeakSet())
@@ -192,7 +213,7 @@ def enter(owner: Owner, parameters: Sequence[torch.Tensor], names: Sequence[str]
 
 
 def shared(owner: Owner, parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether another open reducer is around one of `parameters` now."""
+    """Whether another open reducer has one of `parameters` now."""
     return any(other is not owner for parameter in parameters for other in _owners.get(parameter, ()))
 
 

@@ -470,7 +470,7 @@ def _refuse(*_: object) -> None:
 
 def test_nobody_looks_at_optimizers_when_no_reducer_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # Reducers of other tests may be alive.
-    monkeypatch.setattr(optimizer_steps, "_attending", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(optimizer_steps, "_listeners", weakref.WeakKeyDictionary())
     monkeypatch.setattr(optimizer_steps, "_hook", None)
     hooks = optimizers._global_optimizer_pre_hooks
     before = len(hooks)

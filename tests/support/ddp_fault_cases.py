@@ -64,7 +64,7 @@ def _right_steps(
 
 def _recover(rank: int, world: int, ddp: fusedreduce.DistributedDataParallel, **options: Any) -> None:
     """After a ruined group: reset says so on every rank, and a new group makes everything right."""
-    with _in_time(), pytest.raises(fusedreduce.FusedReduceError, match="give every rank a new one"):
+    with _in_time(), pytest.raises(fusedreduce.FusedReduceError, match="make a new one on every rank"):
         ddp.reset()
     with pytest.raises(fusedreduce.FusedReduceError, match="_update_process_group"):
         ddp(batch(rank, 0))
