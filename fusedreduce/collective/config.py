@@ -1,4 +1,4 @@
-"""CollectiveConfig: the options of a session, settled once, checked when it is made."""
+"""CollectiveConfig: the options of a session, checked when it is made."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from .errors import InvalidConfig
 from .node_collectives import is_group
 
 _ADDRESS_OPTIONS = ("global_address", "global_rank", "global_world_size")
-# A node's own: nobody else's can be equal.
+# Different on each node.
 _NOT_AGREED = ("global_rank",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveConfig:
-    """How a session's peers work together. Every peer must register with equal values (but for `global_rank`).
+    """The options of a session. Every peer must register with equal values (except `global_rank`).
 
     Args:
-        world_size: peers that register: with the LocalGroup, or, where the group is one of torch.distributed, with
-            that. With a global group besides, the local ones of each node.
+        world_size: number of peers in the LocalGroup or torch.distributed group that they register with; with a global
+            group or address besides, the number of local peers on each node.
         strategy: the order of additions of `all_reduce` among local peers.
-        reduce_strategy: that of `reduce`, and of the local half of a global `all_reduce`.
-        broadcast_strategy: from where to where a result is copied between local devices.
-        timeout_s: how long a peer waits for the others, in registering and in each operation.
-        global_group: a torch.distributed group, with one member per node, that joins the nodes' local groups.
-        global_address: "host:port", where node 0 listens, instead of a `global_group`: the session makes its own Gloo
-            group. All of `global_address`, `global_rank` and `global_world_size` or none.
+        reduce_strategy: the order of additions of `reduce`, and of the local part of an `all_reduce` over nodes.
+        broadcast_strategy: along which tree a result is copied between local devices.
+        timeout_s: seconds for which a peer waits for the others, in registering and in each operation.
+        global_group: a torch.distributed group with one member per node, which joins the nodes' local groups.
+        global_address: "host:port" at which node 0 listens, instead of a `global_group`: the session then makes its own
+            Gloo group. Give all of `global_address`, `global_rank` and `global_world_size`, or none.
         global_rank: this node's number, from 0.
-        global_world_size: how many nodes there are.
+        global_world_size: number of nodes.
 
     Raises:
         InvalidConfig: with the option, its value, and what is accepted or missing.
@@ -61,23 +61,23 @@ class CollectiveConfig:
 
     @property
     def is_global(self) -> bool:
-        """Whether several nodes are joined."""
+        """Whether a global group or address is given, which joins several nodes."""
         return self.global_group is not None or self.global_address is not None
 
     def host_and_port(self) -> tuple[str, int]:
-        """Where node 0 listens."""
+        """The host and port at which node 0 listens; only with a `global_address`."""
         assert self.global_address is not None
         host, _, port = self.global_address.rpartition(":")
         return host.removeprefix("[").removesuffix("]"), int(port)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values, for logs and comparison; of a group, whether there is one."""
+        """Returns the options as plain values, for logs and comparison; `global_group` as whether there is one."""
         values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         strategies = {name: repr(value) for name, value in values.items() if name.endswith("strategy")}
         return {**values, **strategies, "global_group": self.global_group is not None}
 
     def agreed(self) -> dict[str, object]:
-        """What must be equal on all peers."""
+        """Returns the options that must be equal on all peers."""
         return {name: value for name, value in self.to_dict().items() if name not in _NOT_AGREED}
 
     def _check_global(self) -> None:
@@ -85,7 +85,7 @@ class CollectiveConfig:
         given = [name for name in _ADDRESS_OPTIONS if name not in missing]
         if self.global_group is not None:
             if given:
-                raise InvalidConfig(f"global_group already says what {', '.join(given)} would: give one or the other")
+                raise InvalidConfig(f"global_group and {', '.join(given)} exclude each other: give one or the other")
             if not is_group(self.global_group):
                 raise InvalidConfig(f"global_group must be a torch.distributed group, got {self.global_group!r}")
             return

@@ -1,7 +1,7 @@
-"""What can go wrong in a session, one class each; see `operations.judge` for when.
+"""The errors of a session, one class each; `verdicts.judge` decides which is raised when.
 
-Most are decided by comparing what all peers said, and so have the same class and text on every peer. Those that concern
-one peer's own use of its session say so; nobody else hears of them.
+Most follow from comparing all peers' calls, and so have the same class and text on every peer. Those that concern one
+peer's own use of its session are raised on the caller only, as their docstrings say.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ class CollectiveSessionError(FusedReduceError):
 
 
 class InvalidConfig(CollectiveSessionError, ValueError):
-    """Options that contradict each other, or do not fit the group. From CollectiveConfig itself: on this peer only."""
+    """Options that contradict each other, or do not fit the group. On this peer only if CollectiveConfig raises it."""
 
 
 class MultipleRegister(CollectiveSessionError):
     """A peer is registered already, or two callers claim to be the same peer.
 
-    On every peer while the session is being made. Afterwards on the caller only: the session goes on.
+    On every peer while the session is being made; afterwards on the caller only, and the session goes on.
     """
 
 
@@ -29,15 +29,15 @@ class RegisterParamsMismatch(CollectiveSessionError, ValueError):
 
 
 class RegisterNotFirstOperation(CollectiveSessionError):
-    """An operation of a session that is finished, or was reset: register again. On the caller only."""
+    """An operation on a session that is finished, or was reset: register again. On the caller only."""
 
 
 class MultipleUnregister(CollectiveSessionError):
-    """`finish` of a session that is finished. On the caller only."""
+    """`finish` was called on a session that is finished already. On the caller only."""
 
 
 class PendingOperations(CollectiveSessionError):
-    """`finish` while a peer has operations that it never waited for."""
+    """`finish` was called while a peer has operations in flight that it never waited for."""
 
 
 class SessionReset(CollectiveSessionError):
@@ -45,15 +45,15 @@ class SessionReset(CollectiveSessionError):
 
 
 class PeerLost(CollectiveSessionError, CollectiveError):
-    """Peers did not come within the timeout, died, or have finished."""
+    """Peers did not call the operation within the timeout, died, or have finished."""
 
 
 class KindMismatch(CollectiveSessionError):
-    """Peers called different operations at the same place."""
+    """Peers called different operations as their n-th call."""
 
 
 class InvalidArgument(CollectiveSessionError, ValueError):
-    """A peer's arguments cannot be used, whatever the others'."""
+    """A peer's arguments cannot be used, whatever the other peers' are."""
 
 
 class UnsupportedDType(CollectiveSessionError, TypeError):
@@ -65,38 +65,38 @@ class DTypeMismatch(CollectiveSessionError, TypeError):
 
 
 class AllReduceShapeMismatch(CollectiveSessionError, ValueError):
-    """Peers all-reduce tensors of different shapes."""
+    """Peers gave tensors of different shapes to an all-reduce."""
 
 
 class AllReduceOperationMismatch(CollectiveSessionError, ValueError):
-    """Peers all-reduce with different ops."""
+    """Peers gave different ops to an all-reduce."""
 
 
 class ReduceShapeMismatch(CollectiveSessionError, ValueError):
-    """Peers reduce tensors of different shapes."""
+    """Peers gave tensors of different shapes to a reduce."""
 
 
 class ReduceOperationMismatch(CollectiveSessionError, ValueError):
-    """Peers reduce with different ops."""
+    """Peers gave different ops to a reduce."""
 
 
 class ReduceRootMismatch(CollectiveSessionError, ValueError):
-    """Peers name different roots of a reduce."""
+    """Peers gave different roots to a reduce."""
 
 
 class BroadcastRootMismatch(CollectiveSessionError, ValueError):
-    """Peers name different roots of a broadcast, or one that brings no tensor."""
+    """Peers gave different roots to a broadcast, or a root that gave no tensor."""
 
 
 class BroadcastNoTensor(CollectiveSessionError, ValueError):
-    """No peer brings the tensor of a broadcast."""
+    """No peer gave a tensor to a broadcast."""
 
 
 class BroadcastMultipleTensors(CollectiveSessionError, ValueError):
-    """More than one peer brings the tensor of a broadcast."""
+    """More than one peer gave a tensor to a broadcast."""
 
 
-# What a verdict may name when it is read from a peer.
+# The classes that a verdict from another peer may name.
 BY_NAME: dict[str, type[CollectiveSessionError]] = {
     one.__name__: one
     for one in (

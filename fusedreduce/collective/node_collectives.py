@@ -1,6 +1,6 @@
-"""What a collective session needs of torch.distributed: a key-value store, and collectives among nodes.
+"""NodeCollectives and stores: what a session uses of torch.distributed.
 
-The backend is called directly, since a session's own Gloo group is none of torch's named groups.
+The backend is called directly, because a session's own Gloo group is not one of torch's named groups.
 """
 
 from __future__ import annotations
@@ -20,36 +20,42 @@ from ..comm.process_group import REDUCE_OPS
 from ..comm.protocol import ReduceOp
 from ..comm.store_exchange import KeyValueStore
 
-_untyped: Any = dist  # names that torch does not say it exports
+_untyped: Any = dist  # for names that torch does not declare as exported
 _ASK_EVERY_S = 0.01
 _registrations: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
-# Gloo's threads may end the process if a group is destroyed while they work: own groups stay here until `close`.
+# Gloo's threads may end the process if a group is destroyed while they work: own groups stay here until `release`.
 _open: set[object] = set()
 
 
 def is_group(value: object) -> bool:
-    """Whether it is a process group of torch.distributed."""
+    """Returns whether `value` is a process group of torch.distributed."""
     return dist.is_available() and isinstance(value, dist.ProcessGroup)
 
 
 def default_group() -> Any | None:
-    """The default process group, if there is one."""
+    """Returns torch.distributed's default group, or None if there is none."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def rank_and_size(group: Any) -> tuple[int, int]:
-    """This process's rank within `group`, and how many it has."""
+    """Returns this process's rank within `group`, and the group's size."""
     return group.rank(), group.size()
 
 
 def store_of(group: Any) -> tuple[KeyValueStore, int]:
-    """The group's store, and how often it was asked for: the same number on every rank, if they ask equally often."""
+    """Returns the group's store, and how often this was called for it before, which is the same on all ranks."""
     number = _registrations[group] = _registrations.get(group, -1) + 1
     return c10d._get_process_group_store(group), number
 
 
 def listen_or_connect(host: str, port: int, listens: bool, timeout_s: float) -> KeyValueStore:
-    """A store at an address, of which one process is the host.
+    """Makes a store at an address, which one process hosts.
+
+    Args:
+        host: name or address of that process's machine.
+        port: TCP port.
+        listens: this process is the host.
+        timeout_s: seconds for which the others wait for it.
 
     Raises:
         RuntimeError: the port is taken, or nobody listens within the timeout.
@@ -63,12 +69,13 @@ def listen_or_connect(host: str, port: int, listens: bool, timeout_s: float) -> 
 
 
 def _wait_for_listener(host: str, port: int, until_s: float) -> None:
-    """TCPStore's own waiting takes up to three times its timeout, and logs each attempt with a stack trace."""
+    """Waits for a listener, because TCPStore itself takes up to three times its timeout, and logs each attempt."""
     problem = "nobody listens"
     while True:
         try:
-            with socket.create_connection((host, port), max(until_s - time.monotonic(), 0.05)) as held:
-                if held.getsockname() != held.getpeername():  # a free port may be given to this very socket
+            with socket.create_connection((host, port), max(until_s - time.monotonic(), 0.05)) as connection:
+                # A free port may be given to this very socket.
+                if connection.getsockname() != connection.getpeername():
                     return
         except OSError as error:
             problem = str(error)
@@ -77,8 +84,8 @@ def _wait_for_listener(host: str, port: int, until_s: float) -> None:
         time.sleep(_ASK_EVERY_S)
 
 
-class WidePending:
-    """A collective among nodes. `wait` may be called by several threads, one after another."""
+class NodePending:
+    """A collective among nodes in flight. Several threads may call `wait`, one after another."""
 
     def __init__(self, work: dist.Work, sent: torch.Tensor, result: torch.Tensor, key: bool, timeout_s: float) -> None:
         self._work = work
@@ -89,14 +96,14 @@ class WidePending:
         self._finished = False
 
     def ready(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """Returns whether `wait` would return, or raise, without blocking."""
         return self._finished or bool(self._work.is_completed())
 
     def wait(self) -> torch.Tensor:
-        """The result; on CUDA ordered behind the collective on the current stream.
+        """Waits for the collective, on CUDA on the current stream only; returns the result.
 
         Raises:
-            RuntimeError: a node died, left, or did not come within the timeout.
+            RuntimeError: a node died, left, or did not answer within the timeout.
         """
         if self._sent.is_cuda:
             self._work.wait()
@@ -110,20 +117,20 @@ class WidePending:
         return self._result
 
 
-class Wide:
+class NodeCollectives:
     """Collectives among nodes.
 
     Args:
         backend: a process group, or a backend alone.
-        own: made by `own_gloo`: only this session uses it.
-        timeout_s: how long to wait for the end of a collective on CPU.
+        own: it was made by `own_gloo`, for this session only.
+        timeout_s: seconds for which the end of a collective on CPU is waited for.
     """
 
     def __init__(self, backend: Any, own: bool, timeout_s: float) -> None:
         self._backend = backend
         self._own = own
         self._timeout_s = timeout_s
-        self.lost = ""  # see Ranks
+        self.lost = ""
         if own:
             _open.add(backend)
         # Gloo's collectives on CUDA are not ordered with streams.
@@ -133,37 +140,37 @@ class Wide:
 
     @property
     def rank(self) -> int:
-        """This node's rank among them."""
+        """This node's rank among the nodes."""
         return int(self._backend.rank())
 
     def timeout_s(self, device: torch.device | None = None) -> float:
-        """Seconds after which a collective fails on CPU."""
+        """Returns the seconds after which a collective fails on CPU."""
         return self._timeout_s
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> WidePending:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> NodePending:
         """Starts the reduction of a contiguous `tensor`; only what `wait` returns holds the result."""
         options = c10d.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(REDUCE_OPS[op])
         sent, key = self._sent(tensor, op)
         return self._pending(self._backend.allreduce([sent], options), sent, tensor, key)
 
-    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> WidePending:
-        """As `all_reduce`; only node `root` has the result."""
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> NodePending:
+        """Starts the reduction of a contiguous `tensor`; what `wait` returns on node `root` holds the result."""
         options = c10d.ReduceOptions()
         options.reduceOp = dist.ReduceOp(REDUCE_OPS[op])
         options.rootRank, options.rootTensor = root, 0
         sent, key = self._sent(tensor, op)
         return self._pending(self._backend.reduce([sent], options), sent, tensor, key)
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> WidePending:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> NodePending:
         """Starts overwriting a contiguous `tensor` with node `root`'s."""
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         sent, _ = self._sent(tensor, "sum")
         return self._pending(self._backend.broadcast([sent], options), sent, tensor, False)
 
-    def close(self) -> None:
-        """Every collective has ended on every node: an own group can go. Without this it stays."""
+    def release(self) -> None:
+        """Releases an own group; every collective must have ended on every node. Without this it stays."""
         _open.discard(self._backend)
         self._backend = None
 
@@ -172,22 +179,22 @@ class Wide:
         sent = _key(tensor, op) if key else tensor
         return (sent if self._takes_cuda else sent.cpu()), key
 
-    def _pending(self, work: dist.Work, sent: torch.Tensor, result: torch.Tensor, key: bool) -> WidePending:
-        return WidePending(work, sent, result, key, self._timeout_s)
+    def _pending(self, work: dist.Work, sent: torch.Tensor, result: torch.Tensor, key: bool) -> NodePending:
+        return NodePending(work, sent, result, key, self._timeout_s)
 
 
 def own_gloo(store: Any, prefix: str, rank: int, size: int, timeout_s: float) -> Any:
-    """A Gloo group of `size` nodes that meet in `store`; blocks until all are there.
+    """Makes a Gloo group of `size` nodes through `store`; blocks until all have called it.
 
     Raises:
-        RuntimeError: they did not come within the timeout.
+        RuntimeError: not all nodes called it within the timeout.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     return c10d.ProcessGroupGloo(_untyped.PrefixStore(prefix, store), rank, size, timeout)
 
 
 def _key(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """fp32 or fp64 as integers of the same order, a NaN first of a minimum and last of a maximum.
+    """Maps fp32 or fp64 to integers of the same order, where a NaN is the least for "min", the greatest for "max".
 
     Backends compare floats as C does, and so may lose a NaN. Example, as fp32: -1.0, -0.0, 0.0 and 1.0 are
     -1065353217, -1, 0 and 1065353216.
@@ -203,7 +210,7 @@ def _number(key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _flipped(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bits as integers, of negative ones all but the sign inverted; its own inverse."""
+    """The bits as integers, with all but the sign bit of negative numbers inverted; its own inverse."""
     integer = torch.int32 if tensor.dtype is torch.float32 else torch.int64
     bits = tensor.view(integer)
     return bits ^ ((bits >> (8 * integer.itemsize - 1)) & torch.iinfo(integer).max)

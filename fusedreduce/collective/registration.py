@@ -1,7 +1,7 @@
-"""Lobby: where peers register, once per group; the last one to come opens their room.
+"""Registry: peers of one group register here; the last one to do so makes their PeerGroup.
 
-A registration is an operation like the others, with one verdict that those who come late get too. Among nodes it goes
-through the store before anything else is made, so that disagreement leaves no half-made group behind.
+A registration is an operation like the others, with one verdict that late peers get too. Among nodes it uses the
+store before anything else is made, so that a disagreement leaves no half-made group behind.
 """
 
 from __future__ import annotations
@@ -22,13 +22,21 @@ from ..comm.store_exchange import KeyValueStore, StoreExchange
 from ..errors import CollectiveError
 from .config import CollectiveConfig
 from .errors import CollectiveSessionError, InvalidConfig, MultipleRegister, PeerLost
-from .node_collectives import Wide, default_group, is_group, listen_or_connect, own_gloo, rank_and_size, store_of
-from .peer_group import Room
-from .transport import Place
+from .node_collectives import (
+    NodeCollectives,
+    default_group,
+    is_group,
+    listen_or_connect,
+    own_gloo,
+    rank_and_size,
+    store_of,
+)
+from .peer_group import PeerGroup
+from .transport import NodeLayout
 from .verdicts import Description, Verdict, decode_verdict, descriptions_of, encode, failed, judge, lost, peers_text
 
-_lobbies: MutableMapping[Any, Lobby] = WeakKeyDictionary()
-_alone: dict[tuple[str, int], Lobby] = {}  # one peer per node and no group: by address and node
+_registries: MutableMapping[Any, Registry] = WeakKeyDictionary()
+_alone: dict[tuple[str, int], Registry] = {}  # of nodes with one peer and no group: by address and node
 _lock = threading.Lock()
 _PREFIX = "fusedreduce/session"
 _NUMBER = f"{_PREFIX}/number"  # of the next registration, in a session's own store
@@ -36,44 +44,53 @@ _NUMBER = f"{_PREFIX}/number"  # of the next registration, in a session's own st
 
 @dataclass(frozen=True)
 class Caller:
-    """One who registers.
+    """A peer that registers.
 
     Attributes:
         config: its options.
         device: where its results are computed.
-        place: where its config puts this node.
+        layout: of the nodes, by its config.
         shared: the torch.distributed group that joins the nodes; None if there is none, or the config has an address.
     """
 
     config: CollectiveConfig
     device: torch.device
-    place: Place
+    layout: NodeLayout
     shared: Any | None
 
 
 @dataclass
 class _Registration:
-    """One attempt; the lobby's lock guards every field."""
+    """One attempt to register; the registry's lock guards every field.
+
+    Attributes:
+        until_s: when its timeout is over, time.monotonic().
+        count: how many callers it has.
+        calls: their descriptions.
+        callers: by peer.
+        deciding: a caller has begun to find the verdict.
+        ended: why the group's epoch ended before all had registered; empty if it did not.
+    """
 
     until_s: float
-    calls: int = 0
-    wants: list[Description] = field(default_factory=list)
+    count: int = 0
+    calls: list[Description] = field(default_factory=list)
     callers: dict[int, Caller] = field(default_factory=dict)
     deciding: bool = False
-    ended: str = ""  # why the group's epoch ended before all had come
+    ended: str = ""
     verdict: Verdict | None = None
-    room: Room | None = None
+    peer_group: PeerGroup | None = None
 
 
 @dataclass(eq=False)
 class _Waiter:
-    """A caller that waits for others; `epoch_ended`: why the group's epoch has, since it began to."""
+    """A caller that waits for others; `epoch_ended`: why the group's epoch has ended since it registered, or ""."""
 
     epoch_ended: str = ""
 
 
-class Lobby:
-    """Of one group in this process, which it does not keep: it is found by it.
+class Registry:
+    """The registrations of one group in this process; references the group weakly.
 
     Args:
         group: the LocalGroup; None where this node has one peer.
@@ -83,13 +100,13 @@ class Lobby:
         self._group = None if group is None else weakref.ref(group)
         self._changed = threading.Condition()
         self._current: _Registration | None = None
-        self._room: weakref.ref[Room] | None = None  # sessions hold it
+        self._peer_group: weakref.ref[PeerGroup] | None = None  # sessions reference it
         self._connection: tuple[str, KeyValueStore] | None = None
-        self._told: int | None = 0  # of registrations in that store, how many this node knows the end of; None: all
+        self._known: int | None = 0  # of how many registrations in that store this node knows the end; None: of all
 
-    def register(self, want: Description, caller: Caller) -> Room:
-        """Waits for all peers; see `session.register`."""
-        peer, place, timeout_s = want.peer, caller.place, caller.config.timeout_s
+    def register(self, call: Description, caller: Caller) -> PeerGroup:
+        """Registers a peer, and blocks until all have; see `session.register`."""
+        peer, layout, timeout_s = call.peer, caller.layout, caller.config.timeout_s
         waiter = _Waiter()
         group = None if self._group is None else self._group()
         if group is not None:
@@ -98,40 +115,40 @@ class Lobby:
             except CollectiveError as error:
                 raise PeerLost(f"register: {error}") from error
         with self._changed:
-            room = None if self._room is None else self._room()
-            if room is not None and room.closed is None:
-                raise MultipleRegister(f"peer {peer} is registered already: finish() that session first")
+            peer_group = None if self._peer_group is None else self._peer_group()
+            if peer_group is not None and peer_group.closed is None:
+                raise MultipleRegister(f"peer {peer} is registered already: finish() or reset() that session first")
             attempt = self._current
-            came = set() if attempt is None else {one.peer for one in attempt.wants}
+            registered = set() if attempt is None else {one.peer for one in attempt.calls}
             ended = attempt is not None and attempt.verdict is not None
-            if attempt is None or (ended and (peer in came or attempt.calls >= place.local)):
+            if attempt is None or (ended and (peer in registered or attempt.count >= layout.local)):
                 attempt = self._current = _Registration(time.monotonic() + timeout_s)
                 ended = False
-            attempt.calls += 1
-            attempt.wants.append(want)
+            attempt.count += 1
+            attempt.calls.append(call)
             if not ended:
                 attempt.callers.setdefault(peer, caller)
-            decides = not ended and not attempt.deciding and attempt.calls == place.local
+            decides = not ended and not attempt.deciding and attempt.count == layout.local
             attempt.deciding = attempt.deciding or decides
             if not decides:
-                self._wait(attempt, waiter)
+                self._wait_for_peers(attempt, waiter)
                 decides = attempt.verdict is None
         if decides:
             self._decide(attempt, caller)
         assert attempt.verdict is not None
         if attempt.verdict.error is not None:
             raise attempt.verdict.raised()
-        assert attempt.room is not None
-        return attempt.room
+        assert attempt.peer_group is not None
+        return attempt.peer_group
 
-    def forget(self, room: Room) -> None:
-        """`room` is of no use any more."""
+    def discard(self, peer_group: PeerGroup) -> None:
+        """Removes a peer group whose session is over, so that peers can register again."""
         with self._changed:
-            if self._room is not None and self._room() is room:
-                self._room = None
+            if self._peer_group is not None and self._peer_group() is peer_group:
+                self._peer_group = None
 
-    def _wait(self, attempt: _Registration, waiter: _Waiter) -> None:
-        """Until there is a verdict, or this caller must give one; the lock is held."""
+    def _wait_for_peers(self, attempt: _Registration, waiter: _Waiter) -> None:
+        """Waits until there is a verdict, or this caller must find it. The lock must be held."""
         while attempt.verdict is None:
             left_s = attempt.until_s - time.monotonic()
             if attempt.deciding:
@@ -150,70 +167,70 @@ class Lobby:
 
     def _decide(self, attempt: _Registration, caller: Caller) -> None:
         verdict: Verdict | None = None
-        room: Room | None = None
-        wants: list[Description] = []
-        place = caller.place
+        peer_group: PeerGroup | None = None
+        calls: list[Description] = []
+        layout = caller.layout
         try:
             with self._changed:
-                wants, callers = list(attempt.wants), dict(attempt.callers)
-                complete = attempt.calls >= place.local
-            verdict = _judge_here(wants, callers, complete)
+                calls, callers = list(attempt.calls), dict(attempt.callers)
+                complete = attempt.count >= layout.local
+            verdict = _judge_here(calls, callers, complete)
             if attempt.ended:
-                verdict = failed(PeerLost, f"register: {attempt.ended}; {_who(wants, place)}")
-            one_way = len({(one.place, id(one.shared)) for one in callers.values()}) == 1
-            if place.nodes > 1 and one_way:
-                verdict, room = self._decide_among_nodes(attempt, caller, wants, callers, verdict)
+                verdict = failed(PeerLost, f"register: {attempt.ended}; {_missing_text(calls, layout)}")
+            same_nodes = len({(one.layout, id(one.shared)) for one in callers.values()}) == 1
+            if layout.nodes > 1 and same_nodes:
+                verdict, peer_group = self._decide_among_nodes(attempt, caller, calls, callers, verdict)
             elif verdict is None:
-                verdict = lost(wants, place.peers, "register", caller.config.timeout_s)
+                verdict = lost(calls, layout.peers, "register", caller.config.timeout_s)
             elif verdict.error is None:
-                room = Room(caller.config, place, {peer: one.device for peer, one in callers.items()})
+                peer_group = PeerGroup(caller.config, layout, {peer: one.device for peer, one in callers.items()})
             group = None if self._group is None else self._group()
-            if room is not None and group is not None and place.local > 1:
-                group.on_epoch_end(room, _end_with_group)
+            if peer_group is not None and group is not None and layout.local > 1:
+                group.on_epoch_end(peer_group, _end_with_group)
         except (RuntimeError, ValueError) as error:
             if verdict is None or verdict.error is None:
                 kind = type(error) if isinstance(error, CollectiveSessionError) else PeerLost
                 named = "" if kind is type(error) else f"{type(error).__name__}: "
                 verdict = failed(kind, f"register: {named}{error}")
-            if room is not None:
-                room.end(verdict)
-            room = None
+            if peer_group is not None:
+                peer_group.shut_down(verdict)
+            peer_group = None
         except BaseException as error:
-            verdict, room = failed(PeerLost, f"register: a peer gave up ({type(error).__name__}: {error})"), None
+            verdict, peer_group = failed(PeerLost, f"register: a peer gave up ({type(error).__name__}: {error})"), None
             raise
         finally:
             with self._changed:
-                attempt.verdict, attempt.room = verdict or failed(PeerLost, "register: it failed"), room
+                attempt.verdict, attempt.peer_group = verdict or failed(PeerLost, "register: it failed"), peer_group
                 attempt.callers.clear()
-                if room is not None:  # else who comes late is told
-                    self._current, self._room = None, weakref.ref(room)
+                if peer_group is not None:  # else it stays, for the verdict on late callers
+                    self._current, self._peer_group = None, weakref.ref(peer_group)
                 self._changed.notify_all()
 
     def _decide_among_nodes(
         self,
         attempt: _Registration,
         caller: Caller,
-        wants: Sequence[Description],
+        calls: Sequence[Description],
         callers: Mapping[int, Caller],
         local: Verdict | None,
-    ) -> tuple[Verdict, Room | None]:
-        config, place, shared = caller.config, caller.place, caller.shared
+    ) -> tuple[Verdict, PeerGroup | None]:
+        config, layout, shared = caller.config, caller.layout, caller.shared
         while True:
             try:
                 store, number, own = self._store(caller, attempt.until_s)
-                exchange = _registration(store, number, place)
-                verdict = self._agree(exchange, place, wants, local, attempt.until_s, config.timeout_s)
+                exchange = _registration(store, number, layout)
+                verdict = self._agree(exchange, layout, calls, local, attempt.until_s, config.timeout_s)
                 if own:
                     store.compare_set(_NUMBER, str(number) if number else "", str(number + 1))
-                    self._told = number + 1
+                    self._known = number + 1
                 break
             except CollectiveSessionError:
                 raise
             except RuntimeError:
-                # The host of a session that was finished a moment ago may have closed its store under us.
+                # The host of a session that has just finished may have closed its store meanwhile.
                 with self._changed:
-                    self._connection, self._told = None, 0
-                if shared is not None or place.node == 0 or time.monotonic() >= attempt.until_s:
+                    self._connection, self._known = None, 0
+                if shared is not None or layout.node == 0 or time.monotonic() >= attempt.until_s:
                     raise
                 time.sleep(0.01)
         if verdict.error is not None:
@@ -221,44 +238,48 @@ class Lobby:
         prefix = f"{_PREFIX}/{number}"
         if own:
             left_s = max(attempt.until_s - time.monotonic(), 1.0)
-            backend = own_gloo(store, f"{prefix}/gloo", place.node, place.nodes, left_s)
+            backend = own_gloo(store, f"{prefix}/gloo", layout.node, layout.nodes, left_s)
         else:
             backend = shared
-        wide = Wide(backend, own, config.timeout_s)
-        exchange = StoreExchange(store, f"{prefix}/operation", place.node, place.nodes)
-        room = Room(config, place, {peer: one.device for peer, one in callers.items()}, exchange, wide)
+        node_collectives = NodeCollectives(backend, own, config.timeout_s)
+        exchange = StoreExchange(store, f"{prefix}/operation", layout.node, layout.nodes)
+        peer_group = PeerGroup(
+            config, layout, {peer: one.device for peer, one in callers.items()}, exchange, node_collectives
+        )
         if own:
-            room.at_end.append(self._hang_up)
-        return verdict, room
+            peer_group.at_end.append(self._disconnect)
+        return verdict, peer_group
 
     def _agree(
         self,
         exchange: StoreExchange,
-        place: Place,
-        wants: Sequence[Description],
+        layout: NodeLayout,
+        calls: Sequence[Description],
         local: Verdict | None,
         until_s: float,
         timeout_s: float,
     ) -> Verdict:
-        if local is None:  # some did not come
-            present = {one.peer: one for one in [*descriptions_of(exchange.present(0)), *wants]}
-            verdict = lost(list(present.values()), range(place.total), "register", timeout_s)
+        if local is None:  # some local peers did not register
+            present = {one.peer: one for one in [*descriptions_of(exchange.present(0)), *calls]}
+            verdict = lost(list(present.values()), range(layout.total), "register", timeout_s)
             text: str | None = exchange.propose(0, encode(verdict))
-        elif len(wants) < place.local or _doubled(wants):
+        elif len(calls) < layout.local or _has_duplicates(calls):
             text = exchange.propose(0, encode(local))
         else:
-            text = exchange.post(0, encode(wants), False, lambda held: encode(judge(descriptions_of(held), "register")))
+            text = exchange.post(
+                0, encode(calls), False, lambda texts: encode(judge(descriptions_of(texts), "register"))
+            )
             text = text or exchange.wait_for_verdict(0, until_s)
         if text is None:
             present = {one.peer: one for one in descriptions_of(exchange.present(0))}
-            verdict = lost(list(present.values()), range(place.total), "register", timeout_s)
+            verdict = lost(list(present.values()), range(layout.total), "register", timeout_s)
             text = exchange.propose(0, encode(verdict))
         exchange.acknowledge(0)
         return decode_verdict(text)
 
     def _store(self, caller: Caller, until_s: float) -> tuple[KeyValueStore, int, bool]:
-        """The nodes' store, the number of this registration on it, and whether it is the session's own."""
-        config, place = caller.config, caller.place
+        """Returns the nodes' store, the number of this registration in it, and whether the session made the store."""
+        config, layout = caller.config, caller.layout
         if caller.shared is not None:
             store, number = store_of(caller.shared)
             return store, number, False
@@ -271,39 +292,47 @@ class Lobby:
             try:
                 self._connection = address, listen_or_connect(host, port, listens, left_s)
             except RuntimeError as error:
-                self._told = None
+                self._known = None
                 what = "listen at" if listens else "reach node 0 at"
                 raise (InvalidConfig if listens else PeerLost)(
                     f"node {config.global_rank} cannot {what} global_address {address!r}: {error}"
                 ) from error
-        # A node that comes late is told how the registration that it missed has ended, unless it could not even reach
-        # the store, and was told that.
+        # A late node gets the verdict on the registration that it missed, unless it could not even reach the store, and
+        # has raised that.
         store = self._connection[1]
         now = int(store.get(_NUMBER)) if store.check([_NUMBER]) else 0
-        missed = range(now if self._told is None else self._told, now)
-        ended = (one for one in missed if _registration(store, one, place).verdict(0) is not None)
+        missed = range(now if self._known is None else self._known, now)
+        ended = (one for one in missed if _registration(store, one, layout).verdict(0) is not None)
         return store, next(ended, now), True
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         with self._changed:
-            self._connection, self._told = None, 0
+            self._connection, self._known = None, 0
         with _lock:
-            for key in [key for key, lobby in _alone.items() if lobby is self]:
+            for key in [key for key, registry in _alone.items() if registry is self]:
                 del _alone[key]
 
 
-def _end_with_group(room: Room, why: str) -> None:
-    """The group was closed, or a peer's thread gave up (LocalGroup.run, abort): nobody waits for that peer."""
-    room.end(failed(PeerLost, f"the session is over, its group has ended: {why}"))
+def _end_with_group(peer_group: PeerGroup, why: str) -> None:
+    """Ends a session whose LocalGroup was closed, or one of whose ranks gave up (LocalGroup.run, abort)."""
+    peer_group.shut_down(failed(PeerLost, f"the session is over, because its LocalGroup is: {why}"))
 
 
-def lobby_and_caller(
+def registry_and_caller(
     group: object, config: CollectiveConfig, device: torch.device
-) -> tuple[Lobby, Caller, tuple[str, str] | None]:
-    """Where the peers of `group` and `config` meet, who this one is, and what is wrong with that, for all to hear.
+) -> tuple[Registry, Caller, tuple[str, str] | None]:
+    """Finds the registry of a group.
+
+    Args:
+        group: as given to `register`.
+        config: the caller's options.
+        device: where the caller's results are computed.
+
+    Returns:
+        The registry, the caller, and a problem to report to all peers: (name of an error class, text), or None.
 
     Raises:
-        InvalidConfig: there is no such place.
+        InvalidConfig: `group` and `config` fit no registry.
     """
     shared = config.global_group
     if group is not None and not isinstance(group, LocalGroup) and not is_group(group):
@@ -317,9 +346,16 @@ def lobby_and_caller(
             )
     if group is not None and not isinstance(group, LocalGroup):
         if config.is_global:
-            raise InvalidConfig("group is one of torch.distributed: global options are for local groups")
+            raise InvalidConfig(
+                "group is a torch.distributed group, which cannot be combined with global options: leave those out, or "
+                "give a LocalGroup"
+            )
         rank, size = rank_and_size(group)
-        return _lobby(group, None), Caller(config, device, Place(1, rank, size), group), _size_problem(config, size)
+        return (
+            _registry(group, None),
+            Caller(config, device, NodeLayout(1, rank, size), group),
+            _size_problem(config, size),
+        )
     size = 1 if group is None else group.size
     node, nodes = 0, 1
     if shared is not None:
@@ -327,17 +363,17 @@ def lobby_and_caller(
     elif config.global_rank is not None and config.global_world_size is not None:
         node, nodes = config.global_rank, config.global_world_size
     if node < 0:
-        raise InvalidConfig("this process is no member of global_group")
-    caller, problem = Caller(config, device, Place(size, node, nodes), shared), _size_problem(config, size)
+        raise InvalidConfig("this process is not a member of global_group: register only on its members")
+    caller, problem = Caller(config, device, NodeLayout(size, node, nodes), shared), _size_problem(config, size)
     if group is not None:
-        return _lobby(group, group), caller, problem
+        return _registry(group, group), caller, problem
     if shared is not None:
-        return _lobby(shared, None), caller, problem
+        return _registry(shared, None), caller, problem
     if config.global_address is None:
-        return Lobby(None), caller, problem
+        return Registry(None), caller, problem
     with _lock:
-        # Each entry is for a node of one peer, so that it notices if it registers twice.
-        return _alone.setdefault((config.global_address, node), Lobby(None)), caller, problem
+        # One entry per node of one peer, so that registering twice is noticed.
+        return _alone.setdefault((config.global_address, node), Registry(None)), caller, problem
 
 
 def _size_problem(config: CollectiveConfig, size: int) -> tuple[str, str] | None:
@@ -346,17 +382,17 @@ def _size_problem(config: CollectiveConfig, size: int) -> tuple[str, str] | None
     return "InvalidConfig", f"world_size is {config.world_size}, but the group has {size} peers"
 
 
-def _lobby(key: Any, group: LocalGroup | None) -> Lobby:
+def _registry(key: Any, group: LocalGroup | None) -> Registry:
     with _lock:
-        return _lobbies.setdefault(key, Lobby(group))
+        return _registries.setdefault(key, Registry(group))
 
 
-def _judge_here(wants: Sequence[Description], callers: Mapping[int, Caller], complete: bool) -> Verdict | None:
-    """On what the peers of this node want; None where some did not come. On a node they must agree in more."""
-    if not complete and not _doubled(wants):
+def _judge_here(calls: Sequence[Description], callers: Mapping[int, Caller], complete: bool) -> Verdict | None:
+    """The verdict on the local peers' calls, which must agree in more than nodes must; None where some are missing."""
+    if not complete and not _has_duplicates(calls):
         return None
     here = []
-    for one in wants:
+    for one in calls:
         caller = callers[one.peer]
         group = None if caller.shared is None else repr(caller.shared)
         settings = {**dict(one.settings), "global_rank": caller.config.global_rank, "global_group": group}
@@ -364,14 +400,14 @@ def _judge_here(wants: Sequence[Description], callers: Mapping[int, Caller], com
     return judge(here, "register")
 
 
-def _who(wants: Sequence[Description], place: Place) -> str:
-    came = {one.peer for one in wants}
-    return f"{peers_text([peer for peer in place.peers if peer not in came])} had not come"
+def _missing_text(calls: Sequence[Description], layout: NodeLayout) -> str:
+    registered = {call.peer for call in calls}
+    return f"{peers_text([peer for peer in layout.peers if peer not in registered])} had not registered"
 
 
-def _registration(store: KeyValueStore, number: int, place: Place) -> StoreExchange:
-    return StoreExchange(store, f"{_PREFIX}/{number}/register", place.node, place.nodes)
+def _registration(store: KeyValueStore, number: int, layout: NodeLayout) -> StoreExchange:
+    return StoreExchange(store, f"{_PREFIX}/{number}/register", layout.node, layout.nodes)
 
 
-def _doubled(wants: Sequence[Description]) -> bool:
-    return len({one.peer for one in wants}) < len(wants)
+def _has_duplicates(calls: Sequence[Description]) -> bool:
+    return len({one.peer for one in calls}) < len(calls)

@@ -1,8 +1,8 @@
-"""Carrier: starts what all peers agree on, on tensors that `tensors` has made flat, and hands out the results.
+"""Transport: starts the operations that all peers agree on, on flat tensors (payload.py), and returns their results.
 
 one node        all_reduce, reduce: a collective of a LocalGroup of its own, issued for all peers by one thread;
-                broadcast: nothing moves, all read the source's copy
-several nodes   the local tensors are reduced into one; that goes through the collective among nodes; all read it
+                broadcast: nothing moves, all peers read the source's copy
+several nodes   the local tensors are reduced into one, on which the collective among nodes runs; all peers read it
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..comm.local.strategies import Strategy
 from ..comm.protocol import Pending
 from ..comm.waiting import wait_for
 from .config import CollectiveConfig
-from .node_collectives import Wide, WidePending
+from .node_collectives import NodeCollectives, NodePending
 from .payload import copies, empty_bytes, wire_op
 from .verdicts import Description, Verdict
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a node's peers stand among all: this `node` of `nodes`, with `local` peers each."""
+class NodeLayout:
+    """How peers are distributed: this is node `node` of `nodes`, with `local` peers each."""
 
     local: int
     node: int = 0
@@ -33,12 +33,12 @@ class Place:
 
     @property
     def peers(self) -> range:
-        """This node's."""
+        """The numbers of this node's peers."""
         return range(self.node * self.local, (self.node + 1) * self.local)
 
     @property
     def total(self) -> int:
-        """Peers of all nodes."""
+        """Number of peers of all nodes."""
         return self.nodes * self.local
 
 
@@ -46,169 +46,174 @@ _AMONG_PEERS = "the collective among the peers of this node"
 
 
 @dataclass
-class Carried:
-    """An operation whose data is on its way.
+class Transfer:
+    """The data of an operation in flight.
 
     Attributes:
-        tensors: what each local peer brought; with `pendings`, where its result will be.
-        pendings: of a collective among local peers.
-        ranks: whose collective it is, by local peer.
-        shared: where the one result of all local peers will be, otherwise.
-        wide: the collective among nodes that it comes from.
-        events: on CUDA, behind which everything that was brought may be read.
-        spread: `shared` by device, and on CUDA behind which event; made by the first peer that asks.
+        tensors: by local peer, what it passed; with `pendings`, where its result will be.
+        pendings: by local peer, of a collective among local peers.
+        ranks: by local peer, the communicator of that collective.
+        shared: otherwise, where the one result for all local peers will be.
+        among_nodes: the collective among nodes that `shared` comes from.
+        events: by local peer, on CUDA, behind which its tensor may be read.
+        spread: by device, a copy of `shared`, and on CUDA the event behind which it may be read; made by the first peer
+            that asks for it.
     """
 
     tensors: dict[int, torch.Tensor]
     pendings: dict[int, Pending] = field(default_factory=dict)
     ranks: dict[int, LocalCommunicator] = field(default_factory=dict)
     shared: torch.Tensor | None = None
-    wide: WidePending | None = None
+    among_nodes: NodePending | None = None
     events: dict[int, torch.cuda.Event] = field(default_factory=dict)
     spread: dict[torch.device, tuple[torch.Tensor, torch.cuda.Event | None]] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def ready(self, peer: int) -> bool:
-        """Whether `Carrier.result` would come without waiting."""
-        if self.wide is not None:
-            return self.wide.ready()
+    def is_complete(self, peer: int) -> bool:
+        """Returns whether `Transport.result` would return, or raise, without blocking."""
+        if self.among_nodes is not None:
+            return self.among_nodes.ready()
         return peer not in self.pendings or self.pendings[peer].ready()
 
 
-class Carrier:
+class Transport:
     """The data path of a node's peers.
 
     Args:
-        config: with the strategies.
-        place: of this node.
+        config: its strategies and timeout are used.
+        layout: of this node.
         devices: by peer.
-        wide: collectives among nodes; None where there is one.
+        node_collectives: collectives among nodes; None where there is one node.
     """
 
     def __init__(
-        self, config: CollectiveConfig, place: Place, devices: Mapping[int, torch.device], wide: Wide | None
+        self,
+        config: CollectiveConfig,
+        layout: NodeLayout,
+        devices: Mapping[int, torch.device],
+        node_collectives: NodeCollectives | None,
     ) -> None:
         self._config = config
-        self._place = place
+        self._layout = layout
         self._devices = dict(devices)
-        self._wide = wide
+        self._node_collectives = node_collectives
         self._communicators: dict[Strategy, list[LocalCommunicator]] = {}
 
     def start(
         self,
-        wants: Mapping[int, Description],
+        calls: Mapping[int, Description],
         tensors: dict[int, torch.Tensor],
         events: dict[int, torch.cuda.Event],
         verdict: Verdict,
-    ) -> Carried:
-        """Starts an operation, whoever calls this, on all local peers' tensors; one at a time, on all nodes in order.
+    ) -> Transfer:
+        """Starts an operation for all local peers. Operations must be started one at a time, in order on all nodes.
 
         Args:
-            wants: what the local peers want, by peer.
+            calls: what the local peers call, by peer.
             tensors: what they brought, to be overwritten.
             events: on CUDA, behind which those may be read.
-            verdict: that all want the same.
+            verdict: that all call the same.
         """
         for peer, event in events.items():
             torch.cuda.current_stream(self._devices[peer]).wait_event(event)
-        carried = Carried(tensors, events=events)
-        want = next(iter(wants.values()))
-        if want.kind == "broadcast":
+        transfer = Transfer(tensors, events=events)
+        call = next(iter(calls.values()))
+        if call.kind == "broadcast":
             assert verdict.source is not None
-            self._broadcast(carried, verdict.source)
-        elif want.kind in ("all_reduce", "reduce"):
-            self._reduce(carried, want)
-        return carried
+            self._broadcast(transfer, verdict.source)
+        elif call.kind in ("all_reduce", "reduce"):
+            self._reduce(transfer, call)
+        return transfer
 
-    def result(self, carried: Carried, peer: int) -> torch.Tensor | None:
-        """What came of it for a peer, ordered before its current stream; others read it too.
+    def result(self, transfer: Transfer, peer: int) -> torch.Tensor | None:
+        """Returns the result for a peer, on CUDA ready on its current stream; other peers read it too. Blocks.
 
         Raises:
-            RuntimeError: a node died, left, or did not come within the timeout.
+            RuntimeError: a node died, left, or did not answer within the timeout.
         """
-        with carried.lock:
-            if peer in carried.pendings:
-                wait_for(carried.pendings[peer], _AMONG_PEERS, carried.ranks[peer])
-                return carried.tensors[peer]
-            if carried.shared is None:
+        with transfer.lock:
+            if peer in transfer.pendings:
+                wait_for(transfer.pendings[peer], _AMONG_PEERS, transfer.ranks[peer])
+                return transfer.tensors[peer]
+            if transfer.shared is None:
                 return None
-            if carried.spread is None:
-                carried.spread = self._spread(carried)
-        tensor, event = carried.spread[self._devices[peer]]
+            if transfer.spread is None:
+                transfer.spread = self._spread(transfer)
+        tensor, event = transfer.spread[self._devices[peer]]
         if event is not None:
             current = torch.cuda.current_stream(tensor.device)
             current.wait_event(event)
             tensor.record_stream(current)  # another thread's stream made it, and may free it
         return tensor
 
-    def close(self) -> None:
-        """Everything that was started has ended, everywhere."""
-        if self._wide is not None:
-            self._wide.close()
-        self._wide = None
+    def release(self) -> None:
+        """Releases the collectives among nodes; everything that was started must have ended on all nodes."""
+        if self._node_collectives is not None:
+            self._node_collectives.release()
+        self._node_collectives = None
 
-    def _broadcast(self, carried: Carried, source: Description) -> None:
-        tensor = carried.tensors.get(source.peer)
+    def _broadcast(self, transfer: Transfer, source: Description) -> None:
+        tensor = transfer.tensors.get(source.peer)
         if tensor is None:
-            tensor = empty_bytes(source, self._devices[self._place.peers[0]])
-        if self._wide is not None and tensor.numel():
-            carried.wide = self._wide.broadcast(tensor, source.peer // self._place.local)
-        carried.shared = tensor
+            tensor = empty_bytes(source, self._devices[self._layout.peers[0]])
+        if self._node_collectives is not None and tensor.numel():
+            transfer.among_nodes = self._node_collectives.broadcast(tensor, source.peer // self._layout.local)
+        transfer.shared = tensor
 
-    def _reduce(self, carried: Carried, want: Description) -> None:
-        assert want.op is not None
-        op, place = wire_op(want.op), self._place
-        tensors = [carried.tensors[peer] for peer in place.peers]
-        root_node, root = divmod(want.root or 0, place.local)
-        root = root if root_node == place.node else 0
-        if not tensors[0].numel() or place.total == 1:
-            carried.shared = tensors[root]
+    def _reduce(self, transfer: Transfer, call: Description) -> None:
+        assert call.op is not None
+        op, layout = wire_op(call.op), self._layout
+        tensors = [transfer.tensors[peer] for peer in layout.peers]
+        root_node, root = divmod(call.root or 0, layout.local)
+        root = root if root_node == layout.node else 0
+        if not tensors[0].numel() or layout.total == 1:
+            transfer.shared = tensors[root]
             return
-        if self._wide is None and want.kind == "all_reduce":
+        if self._node_collectives is None and call.kind == "all_reduce":
             ranks = self._ranks(self._config.strategy)
             pendings = [rank.all_reduce(tensor, op) for rank, tensor in zip(ranks, tensors, strict=True)]
-            carried.pendings = dict(zip(place.peers, pendings, strict=True))
-            carried.ranks = dict(zip(place.peers, ranks, strict=True))
+            transfer.pendings = dict(zip(layout.peers, pendings, strict=True))
+            transfer.ranks = dict(zip(layout.peers, ranks, strict=True))
             return
-        if place.local > 1:
+        if layout.local > 1:
             ranks = self._ranks(self._config.reduce_strategy)
             pendings = [rank.reduce(tensor, root, op) for rank, tensor in zip(ranks, tensors, strict=True)]
-            if self._wide is None:
-                carried.pendings = dict(zip(place.peers, pendings, strict=True))
-                carried.ranks = dict(zip(place.peers, ranks, strict=True))
+            if self._node_collectives is None:
+                transfer.pendings = dict(zip(layout.peers, pendings, strict=True))
+                transfer.ranks = dict(zip(layout.peers, ranks, strict=True))
                 return
             wait_for(pendings[root], _AMONG_PEERS, ranks[root])
-        assert self._wide is not None
-        carried.shared = tensors[root]
-        if want.kind == "all_reduce":
-            carried.wide = self._wide.all_reduce(tensors[root], op)
+        assert self._node_collectives is not None
+        transfer.shared = tensors[root]
+        if call.kind == "all_reduce":
+            transfer.among_nodes = self._node_collectives.all_reduce(tensors[root], op)
         else:
-            carried.wide = self._wide.reduce(tensors[root], root_node, op)
+            transfer.among_nodes = self._node_collectives.reduce(tensors[root], root_node, op)
 
     def _ranks(self, strategy: Strategy) -> list[LocalCommunicator]:
-        """One communicator per local peer; whoever starts an operation uses them all."""
+        """One communicator per local peer; the thread that starts an operation uses them all."""
         if strategy not in self._communicators:
-            group = LocalGroup(self._place.local, strategy=strategy, timeout_s=self._config.timeout_s)
+            group = LocalGroup(self._layout.local, strategy=strategy, timeout_s=self._config.timeout_s)
             self._communicators[strategy] = group.communicators()
         return self._communicators[strategy]
 
-    def _spread(self, carried: Carried) -> dict[torch.device, tuple[torch.Tensor, torch.cuda.Event | None]]:
-        """The shared result on every device of this node, copied along the strategy."""
-        for peer, event in carried.events.items():
+    def _spread(self, transfer: Transfer) -> dict[torch.device, tuple[torch.Tensor, torch.cuda.Event | None]]:
+        """Copies the shared result to every device of this node, along the strategy."""
+        for peer, event in transfer.events.items():
             torch.cuda.current_stream(self._devices[peer]).wait_event(event)
-        tensor = carried.shared
-        if carried.wide is not None:
-            assert self._wide is not None
-            tensor = wait_for(carried.wide, "the collective among nodes", self._wide)
+        tensor = transfer.shared
+        if transfer.among_nodes is not None:
+            assert self._node_collectives is not None
+            tensor = wait_for(transfer.among_nodes, "the collective among nodes", self._node_collectives)
         assert tensor is not None
         devices = list(dict.fromkeys(self._devices.values()))
         source = devices.index(tensor.device)
-        held = {source: tensor}
+        copied = {source: tensor}
         if len(devices) > 1:
             for giver, taker in copies(self._config.broadcast_strategy, len(devices), source):
-                held[taker] = held[giver].to(devices[taker], non_blocking=True)
+                copied[taker] = copied[giver].to(devices[taker], non_blocking=True)
         events = {
             index: torch.cuda.current_stream(one.device).record_event() if one.is_cuda else None
-            for index, one in held.items()
+            for index, one in copied.items()
         }
-        return {devices[index]: (one, events[index]) for index, one in held.items()}
+        return {devices[index]: (one, events[index]) for index, one in copied.items()}

@@ -80,7 +80,7 @@ def _stores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"global_address": "x:1", "global_rank": 0, "global_world_size": 0}, "global_world_size must be"),
         ({"global_group": "world"}, "global_group must be a torch.distributed group"),
-        ({"global_group": "world", "global_rank": 0}, "global_group already says what global_rank would"),
+        ({"global_group": "world", "global_rank": 0}, "global_group and global_rank exclude each other"),
     ],
 )
 def test_options_are_checked_and_the_missing_ones_named(options: dict[str, Any], said: str) -> None:
@@ -438,11 +438,11 @@ def test_500_operations_leave_nothing_behind(peers: Peers) -> None:
             total = session.all_reduce(torch.full((3,), session.peer + turn))
             assert total[0].item() == sum(range(n)) + turn * n
         session.reduce(torch.ones(1))
-        assert len(session._room._operations) <= 1 and not session._waited
+        assert len(session._peer_group._operations) <= 1 and not session._waited
         if session.peer == 0:
-            rooms.append(weakref.ref(session._room))
+            rooms.append(weakref.ref(session._peer_group))
             if peers.nodes > 1:
-                connection: Any = session._lobby._connection
+                connection: Any = session._registry._connection
                 keys.append(sum("operation" in key for key in connection[1].list_keys()))
 
     before = tasks()

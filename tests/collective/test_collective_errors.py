@@ -102,7 +102,7 @@ def test_a_verdict_names_peers_and_values() -> None:
 
 def test_who_is_missing_is_named() -> None:
     name, text = lost([_all_reduce(1)], range(4), "operation 2", 0.5).error or ("", "")
-    assert name == "PeerLost" and "peers 0, 2, 3 did not come within 0.5 s" in text and "all_reduce on peer 1" in text
+    assert name == "PeerLost" and "peers 0, 2, 3 did not arrive within 0.5 s" in text and "all_reduce on peer 1" in text
 
 
 _descriptions = st.builds(
@@ -135,9 +135,9 @@ def test_a_verdict_depends_on_nothing_but_what_all_said(held: list[Description],
 
 @pytest.mark.parametrize("garbage", ["", "7", "null", "[]", "{}", "[1]", '{"error": 5, "source": null}', "\x80"])
 def test_garbage_is_refused(garbage: str) -> None:
-    with pytest.raises(ValueError, match="no verdict|Expecting|Extra|column"):
+    with pytest.raises(ValueError, match="expected a verdict|Expecting|Extra|column"):
         decode_verdict(garbage)
-    with pytest.raises(ValueError, match="no descriptions|Expecting|Extra|column"):
+    with pytest.raises(ValueError, match="expected descriptions|Expecting|Extra|column"):
         decode_descriptions(garbage)
 
 
@@ -288,7 +288,9 @@ KINDS = {
         ("peer 1", "meta"),
     ),
     "no such root": Kind(
-        InvalidArgument, lambda s, n: s.reduce(values(0), "sum", n if _odd(s) else 0), ("peer 1", "root must be a peer")
+        InvalidArgument,
+        lambda s, n: s.reduce(values(0), "sum", n if _odd(s) else 0),
+        ("peer 1", "root must be the number of a peer"),
     ),
     "a negative root of broadcast": Kind(
         InvalidArgument, lambda s, n: s.broadcast(values(0), root=-1), ("peer 0", "got -1")
@@ -367,7 +369,7 @@ def test_a_peer_that_is_late_is_told_too_and_at_once(peers: Peers) -> None:
 
     results = peers.run(case, timeout_s=0.25)
     text = same([error for error, _ in results], PeerLost)
-    assert f"peer {last} did not come within 0.25 s" in text or f"{last - 1}, {last} did not come" in text
+    assert f"peer {last} did not arrive within 0.25 s" in text or f"{last - 1}, {last} did not arrive" in text
     assert issubclass(PeerLost, CollectiveError)
     assert results[last][1] < 0.2 and all(0.2 < took < 0.6 for _, took in results[:2])
 
@@ -378,7 +380,7 @@ def test_who_goes_on_is_told_of_one_that_finishes_before_all_have_come() -> None
     sessions = run_threads([lambda n=n: peers.register(n, timeout_s=0.5) for n in range(3)])  # type: ignore[misc]
     handle = sessions[0].all_reduce_async(torch.ones(1))
     text = same(run_threads([lambda: caught(sessions[1].finish), lambda: caught(handle.wait)]), PeerLost)
-    assert "peer 1 called finish, while others go on: all_reduce on peer 0" in text, text
+    assert "peer 1 called finish, while others called other operations: all_reduce on peer 0" in text, text
     assert str(caught(lambda: sessions[2].all_reduce(torch.ones(1)))) == text
     run_threads([lambda one=one: good(one) for one in sessions])  # type: ignore[misc]
 
@@ -398,7 +400,7 @@ def test_handles_of_a_peer_that_never_comes_become_ready() -> None:
 
     results = peers.run(case, timeout_s=0.15)
     # Peer 1 calls finish where peer 0 is in an operation already, and reads its verdict.
-    assert "peer 1 did not come" in str(results[0])
+    assert "peer 1 did not arrive" in str(results[0])
 
 
 def test_who_is_interrupted_while_it_decides_keeps_nobody_beyond_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +413,7 @@ def test_who_is_interrupted_while_it_decides_keeps_nobody_beyond_the_timeout(mon
         with pytest.raises(KeyboardInterrupt):
             sessions[1].all_reduce_async(torch.ones(1))
     [error] = run_threads([lambda: caught(handle.wait)])
-    assert type(error) is PeerLost and "the peers came, but not to a verdict within 0.2 s" in str(error)
+    assert type(error) is PeerLost and "all peers arrived, but reached no verdict within 0.2 s" in str(error)
     run_threads([lambda one=one: good(one) for one in sessions.values()])  # type: ignore[misc]
 
 
@@ -450,14 +452,14 @@ def _interrupted(*_: object) -> Verdict:
 def test_ready_and_wait_of_one_handle_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     with register(0) as session:
         handle = session.all_reduce_async(torch.ones(1))
-        settle = session._room.settle
+        settle = session._peer_group.try_start
 
         def meanwhile(operation: Any, block: bool) -> bool:
-            monkeypatch.setattr(session._room, "settle", settle)
+            monkeypatch.setattr(session._peer_group, "try_start", settle)
             run_threads([handle.wait])
             return settle(operation, block)
 
-        monkeypatch.setattr(session._room, "settle", meanwhile)
+        monkeypatch.setattr(session._peer_group, "try_start", meanwhile)
         assert handle.ready()
 
 
@@ -504,7 +506,7 @@ def test_a_thread_that_dies_before_it_registers_is_not_waited_for() -> None:
     with pytest.raises(ArithmeticError):
         group.run(case)
     assert time.monotonic() - began < 10
-    assert told == ["register: rank 1 gave up: ArithmeticError: before; peer 1 had not come"] * 2
+    assert told == ["register: rank 1 gave up: ArithmeticError: before; peer 1 had not registered"] * 2
 
 
 def test_communicators_of_the_peers_own_meet_whatever_is_registered_between() -> None:
@@ -550,7 +552,7 @@ def test_finish_with_work_that_was_never_waited_for(peers: Peers) -> None:
         return error
 
     text = same(peers.run(case), PendingOperations)
-    assert "peer 1: operations 0 are under way" in text
+    assert "peer 1: operations 0 are in flight" in text
 
 
 def test_reset_is_heard_by_those_who_wait_and_all_may_register_again(peers: Peers) -> None:
@@ -576,9 +578,7 @@ def test_reset_is_heard_by_those_who_wait_and_all_may_register_again(peers: Peer
         results = run_threads([lambda number=number: peer(number) for number in range(peers.total)])  # type: ignore[misc]
         assert time.monotonic() - began < 5
         assert all(isinstance(one, tuple) for one in results), results
-        assert {one for one, _ in results[:-1]} == {
-            f"peer {last} called reset(): the session is forgotten, register again"
-        }
+        assert {one for one, _ in results[:-1]} == {f"peer {last} called reset(): the session is over, register again"}
 
     def again(session: Session) -> None:
         good(session)
@@ -673,7 +673,7 @@ def test_a_peer_that_registers_late_is_told_too(peers: Peers) -> None:
 
     errors = run_threads([lambda n=n: peer(n) for n in range(peers.total)])  # type: ignore[misc]
     if peers.nodes == 1:
-        assert "peer 0 did not come within 0.2 s" in same(errors, PeerLost)
+        assert "peer 0 did not arrive within 0.2 s" in same(errors, PeerLost)
     else:  # node 0 is the host
         assert all(type(error) is PeerLost for error in errors), errors
 
@@ -705,7 +705,7 @@ def test_two_callers_that_claim_one_peer(peers: Peers) -> None:
         return error
 
     errors = run_threads([lambda k=k: peer(k) for k in range(n)])  # type: ignore[misc]
-    assert "several are peer 0" in same(errors, MultipleRegister)
+    assert "several registered as peer 0" in same(errors, MultipleRegister)
 
 
 def test_a_nested_register_concerns_its_caller_only(peers: Peers) -> None:
@@ -725,7 +725,7 @@ def test_a_peer_too_many_is_refused_and_the_others_are_not_disturbed(peer: Any) 
     def case(session: Session) -> None:
         if session.peer == 0:
             error = caught(lambda: peers.groups[0] and register(peer, "cpu", peers.config(0), peers.groups[0]))
-            assert type(error) is InvalidConfig and "the group's are 0 to 1" in str(error)
+            assert type(error) is InvalidConfig and "its peers are 0 to 1" in str(error)
         good(session)
 
     assert peers.run(case) == [None, None]

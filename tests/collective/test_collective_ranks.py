@@ -30,8 +30,8 @@ def test_a_process_group(two: RankPool) -> None:
     shapes, dtypes, registered, operated, keys = first
     assert shapes == "operation 509 (all_reduce): shapes differ: (2,) on peer 0; (3,) on peer 1. Nothing was reduced"
     assert "dtypes differ: float32 on peer 0; int32 on peer 1" in dtypes
-    assert registered == "register: peer 1 did not come within 0.2 s (there: register on peer 0)"
-    assert operated == "operation 0: peer 1 did not come within 0.2 s (there: all_reduce on peer 0)"
+    assert registered == "register: peer 1 did not arrive within 0.2 s (called: register on peer 0)"
+    assert operated == "operation 0: peer 1 did not arrive within 0.2 s (called: all_reduce on peer 0)"
     assert keys == "0 keys stayed"
 
 
@@ -50,5 +50,5 @@ def test_a_rank_that_dies_between_verdict_and_collective(two: RankPool, tmp_path
 
 def _check_told(path: Path) -> None:
     first, second = path.read_text().splitlines()
-    assert first.startswith("PeerLost: operation 3: a node died, left or did not come") and second == "PeerLost"
+    assert first.startswith("PeerLost: operation 3: a node died, left or did not answer") and second == "PeerLost"
     assert "cannot be used any more: reset() it and register again" in first

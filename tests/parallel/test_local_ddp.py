@@ -740,7 +740,7 @@ def test_what_the_group_cannot_do_says_so() -> None:
             (lambda: group._reduce_scatter_base(one, one, dist.ReduceScatterOptions()), "has no reduce_scatter"),
             (lambda: dist.all_reduce(one, dist.ReduceOp.AVG, group=group), "AVG is not supported; use one of sum, max"),
             (lambda: dist.all_to_all_single(one, one, [1, 0, 2], [1, 0, 2], group=group), "equal parts"),
-            (lambda: group.allreduce([one.to_sparse()], dist.ReduceOp.MAX), "sum sparse tensors"),
+            (lambda: group.allreduce([one.to_sparse()], dist.ReduceOp.MAX), "only sum sparse tensors"),
             (lambda: group.send([one], 0, 0), "has no send"),
         ):
             with pytest.raises(NotImplementedError, match=said):
