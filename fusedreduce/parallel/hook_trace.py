@@ -113,24 +113,24 @@ class HookTrace:
         if self._clock is not None:
             if self._ended and self._backward != torch._C._current_graph_task_id():
                 self._next_step()
-            elif not self._ended and self._clock.has_arrived(index):
+            elif not self._ended and self._clock.is_gradient_ready(index):
                 self._arm()  # the gradients before this one came from a backward under no_sync
             self._begin()
             self._clock.enter()
-            self._clock.arrive(index)
+            self._clock.gradient_ready(index)
 
     def _next_step(self) -> None:
         """Keeps the step that has ended, now that another begins."""
         self._ended = False
         self._step += 1
         if self._same(self._shown, self._seen):
-            looked = self._clock.taken() if self._clock is not None else None
+            looked = self._clock.pop_profile() if self._clock is not None else None
             if looked is not None and self._readiness is not None and self._recorder is not None:
                 whole = MISSING_NS not in looked.ready_ns
                 if whole:
-                    self._readiness.add(looked.ready_ns, looked.device_ready_ns())
+                    self._readiness.add(looked.ready_ns, looked.device_ready_times_ns())
                 self._recorded += 1
-                self._recorder.add(self._step, self._plan, looked.finest(), looked.ready_ns if whole else None)
+                self._recorder.add(self._step, self._plan, looked.best_marks(), looked.ready_ns if whole else None)
         else:
             self._learn()
         self._arm()
@@ -139,12 +139,12 @@ class HookTrace:
         """Prepares for the first gradient of a backward."""
         self._begun = False
         if self._clock is not None:
-            self._clock.arm(len(self._plan), closely=True, forward_ns=MISSING_NS)
+            self._clock.arm(len(self._plan), profiled=True, forward_ns=MISSING_NS)
 
     def _begin(self) -> None:
         if not self._begun and self._clock is not None:
             self._begun = True
-            self._clock.begin()
+            self._clock.backward_began()
 
     def _learn(self) -> None:
         """Begins anew with DDP's current buckets: they are the first ones, or have changed."""

@@ -1,11 +1,11 @@
-"""The cuts of one lane beside buckets (`Job`s) that stay as they are on the same channel.
+"""Cuts of one group beside the fixed buckets (`Job`s) of other groups on the same channel.
 
-Those add what they pack before a cut and reduce after it, and end the channel themselves no earlier than
+Jobs add what they pack before a cut and reduce after it, and end the channel themselves no earlier than
 
-    when they are packed, after all the lane's buckets before them, and they and all later buckets are reduced
+    when they are packed, after all the group's buckets before them, and they and all later buckets are reduced
 
-A walk as in `cuts.py` heeds both. A lower cut may then have more jobs behind it: what the walk finds is true, but where
-packing is not free it can miss a way that exists.
+A walk as in `cuts.py` respects both. A lower cut may then have more jobs behind it: what the walk finds is valid, but
+where packing is not free it can miss cuts that exist.
 """
 
 from __future__ import annotations
@@ -13,48 +13,48 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from .bucket_group import Job, Lane
+from .bucket_group import BucketGroup, Job
 from .cuts import Terms, minimise
 
 
-def earliest_beside(lane: Lane, jobs: Sequence[Job], most_steps: int) -> tuple[list[int], int]:
-    """Cuts a lane among buckets that stay.
+def earliest_beside(group: BucketGroup, jobs: Sequence[Job], most_steps: int) -> tuple[list[int], int]:
+    """Cuts a group among fixed buckets.
 
     Args:
-        lane: at least one parameter.
-        jobs: the others' buckets, by place.
-        most_steps: after which the best so far is taken.
+        group: with at least one parameter.
+        jobs: the other groups' buckets, by place.
+        most_steps: after which the best cuts so far are taken.
 
     Returns:
-        Starts of the buckets, from the end, and the steps taken.
+        Starts of the buckets, from the end, and the number of steps taken.
     """
-    terms = TermsBeside(lane, jobs)
+    terms = TermsBeside(group, jobs)
     return minimise(terms, most_steps), terms.steps
 
 
 class TermsBeside(Terms):
-    """Those of a lane among jobs."""
+    """The terms of a group among jobs."""
 
-    def __init__(self, lane: Lane, jobs: Sequence[Job]) -> None:
-        own = Terms.of(lane)
+    def __init__(self, group: BucketGroup, jobs: Sequence[Job]) -> None:
+        own = Terms.of(group)
         super().__init__(own.late, own.wires, own.lowest, own.pack_fixed, own.wire_fixed)
-        self._packs = lane.packs
-        self._jobs: list[tuple[int, int]] = []  # (members of the lane before it, when it ends without the lane)
+        self._packs = group.packs
+        self._jobs: list[tuple[int, int]] = []  # (members of the group before it, when it ends without the group)
         packed, unsent, end = 0, sum(job.wire for job in jobs), 1
         for job in jobs:
-            while end <= len(lane) and lane.places[end] < job.place:
+            while end <= len(group) and group.places[end] < job.place:
                 self.late[end] += packed + unsent
                 end += 1
             packed += job.pack
             self._jobs.append((end - 1, job.ready + packed + unsent))
             unsent -= job.wire
-        for rest in range(end, len(lane) + 1):
+        for rest in range(end, len(group) + 1):
             self.late[rest] += packed
-        self._after = max((at for before, at in self._jobs if before == len(lane)), default=0)
-        # What a job has behind it from a start on, less what the lane packs before it. Where packing is the slower of
-        # the two this does not rise, and its bucket's bytes count as packed before.
-        self._rises = lane.packs[-1] <= lane.wires[-1]
-        self._net = [w - p if self._rises else w for w, p in zip(lane.wires, lane.packs, strict=True)]
+        self._after = max((at for before, at in self._jobs if before == len(group)), default=0)
+        # What is reduced behind a job from a start on, less what the group packs before it. Where packing is slower
+        # than reducing this does not rise, and the bucket's bytes count as packed before.
+        self._rises = group.packs[-1] <= group.wires[-1]
+        self._net = [w - p if self._rises else w for w, p in zip(group.wires, group.packs, strict=True)]
         self.steps = len(self.late) + len(jobs)
 
     def end(self, starts: list[int]) -> int:
@@ -70,9 +70,9 @@ class TermsBeside(Terms):
         return latest
 
     def lowest_target(self) -> int:
-        """No walk meets a lower one: once a member is ready, its bytes and all after it are to be reduced."""
+        """A target below which no walk succeeds: once a member is ready, it and all after it must be reduced."""
         own = max(
-            # Its packing and its bucket's may be hidden behind a job.
+            # Its packing, and its bucket's, may be hidden behind a job.
             late - packs - wires
             for late, packs, wires in zip(self.late[1:], self._packs[1:], self.wires[:-1], strict=True)
         )
@@ -80,7 +80,7 @@ class TermsBeside(Terms):
         return max([own + self.wires[-1], *(at for _, at in self._jobs)]) - self.pack_fixed + fewer
 
     def walk(self, target: int) -> tuple[list[int] | None, int]:
-        """As without jobs."""
+        """See `Terms.walk`."""
         late, wires, lowest, jobs = self.late, self.wires, self.lowest, self._jobs
         last = end = len(late) - 1
         over = self._after + self._packs[-1] - self.pack_fixed - target

@@ -1,4 +1,4 @@
-"""One group's parameters in ready order, as running sums. A bucket is a run of them, from one cut to the next."""
+"""BucketGroup: one group's parameters in ready order, as prefix sums. A bucket is a run of them between two cuts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from .timeline import Problem
 
 
 class Job(NamedTuple):
-    """A bucket as the channel sees it: its last member's place in ready order, and fs."""
+    """What a bucket is to the channel.
+
+    Attributes:
+        place: of its last member in ready order.
+        ready: when that is ready, in fs.
+        pack: cost of packing, in fs.
+        wire: cost of its collective, in fs.
+    """
 
     place: int
     ready: int
@@ -20,23 +27,23 @@ class Job(NamedTuple):
     wire: int
 
 
-class Lane:
-    """Parameters that may share buckets. Lists begin before the first parameter: index 1 is what the first one adds.
+class BucketGroup:
+    """Parameters that may share buckets. Lists begin before the first parameter: index 1 is after the first one.
 
     Args:
-        problem: whose parameters they are.
-        places: theirs in ready order, ascending.
-        split: count each bucket's fixed costs so many times (it will be split).
+        problem: that the parameters are of.
+        places: of the parameters in ready order, ascending.
+        split: count each bucket's fixed costs so many times, because it will be split.
 
     Attributes:
         members: the parameters.
         places: as given.
-        ready: fs.
-        packs: fs to pack all bytes up to here, without the fixed part.
-        wires: fs to reduce them.
-        lowest: for a bucket that ends here, the lowest start within the cap (or that of one parameter alone).
-        pack_fixed: fs per bucket.
-        wire_fixed: fs per bucket.
+        ready: ready times in fs.
+        packs: cost in fs of packing all bytes so far, without fixed costs.
+        wires: cost in fs of reducing them, without fixed costs.
+        lowest: for a bucket that ends here, the lowest start within the cap (or the start of a single parameter).
+        pack_fixed: fixed cost of packing a bucket, in fs.
+        wire_fixed: fixed cost of reducing a bucket, in fs.
     """
 
     def __init__(self, problem: Problem, places: Sequence[int], split: int = 1) -> None:
@@ -56,11 +63,11 @@ class Lane:
         return len(self.members)
 
     def filled(self) -> list[int]:
-        """Starts, from the end, of the fewest buckets that the cap allows: the last as large as may be, and so on."""
+        """Starts, from the end, of the fewest buckets that the cap allows, each as large as possible from the end."""
         return filled(self.lowest)
 
     def filled_forward(self) -> list[int]:
-        """The same, the first bucket first."""
+        """The same, with each bucket as large as possible from the beginning."""
         ends = [0]
         while ends[-1] < len(self):
             ends.append(bisect_right(self.lowest, ends[-1]) - 1)
@@ -71,7 +78,7 @@ class Lane:
         return zip(starts, [len(self), *starts[:-1]], strict=True)
 
     def jobs(self, starts: Sequence[int]) -> list[Job]:
-        """The buckets as the channel sees them, from the end."""
+        """The buckets as jobs of the channel, from the end."""
         return [
             Job(
                 self.places[end],
@@ -84,10 +91,10 @@ class Lane:
 
 
 def filled(lowest: Sequence[int]) -> list[int]:
-    """Starts, from the end, of buckets that each start as low as they may.
+    """Starts, from the end, of buckets that each start as low as possible.
 
     Args:
-        lowest: for each end.
+        lowest: the lowest start for each end.
     """
     starts = []
     end = len(lowest) - 1
@@ -99,11 +106,11 @@ def filled(lowest: Sequence[int]) -> list[int]:
 
 def _lowest_starts(sizes: Sequence[int], cap_bytes: int) -> list[int]:
     lowest = [0]
-    start = held = 0
+    start = size_bytes = 0
     for end, size in enumerate(sizes, 1):
-        held += size
-        while held > cap_bytes and start < end - 1:
-            held -= sizes[start]
+        size_bytes += size
+        while size_bytes > cap_bytes and start < end - 1:
+            size_bytes -= sizes[start]
             start += 1
         lowest.append(start)
     return lowest

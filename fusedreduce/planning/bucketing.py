@@ -1,8 +1,8 @@
-"""Which parameters share a bucket.
+"""Bucketing: which parameters share a bucket, by c10d's rule.
 
-`assign_by_size` is c10d's rule: walk the parameters in order, with one open bucket and one cursor into the list of
+`assign_by_size` walks the parameters in order, with one open bucket and one cursor into the list of
 limits per group (dtype and device); append first, close when the bucket has reached its limit, move to the next limit
-(the last one repeats). A bucket may so exceed its limit by one parameter; "strict" closes before that happens.
+(the last one repeats). A bucket may thus exceed its limit by one parameter; "strict" closes it before.
 
 Example, limits (10, 20), one group, sizes 4 4 4 15 15: {4 4 4} {15 15} as c10d, {4 4} {4 15} {15} strict.
 """
@@ -28,11 +28,11 @@ class BucketCaps:
         first_bytes: limit of the first bucket of each group; small, so that communication starts early.
         cap_bytes: limit of all others.
         listed_bytes: limits one after the other, in place of the two above; the last one repeats.
-        planned_bytes: limit of buckets that are cut by measured costs; None: that of the others if it isn't torch's
-            default, else none. (Every bucket has a wire buffer of its own, so larger ones take no more memory.)
+        planned_bytes: limit of buckets that are cut by measured costs; None: the limit of the others if that is not
+            torch's default, else none. (Larger buckets take no more memory, because each has its own wire buffer.)
 
     Raises:
-        ValueError: a limit below 1 byte.
+        ValueError: a limit is below 1 byte.
     """
 
     first_bytes: int = MIB
@@ -50,7 +50,7 @@ class BucketCaps:
 
     @property
     def limits_bytes(self) -> tuple[int, ...]:
-        """The limits, as `assign_by_size` takes them."""
+        """The limits for `assign_by_size`."""
         if self.listed_bytes:
             return self.listed_bytes
         return (self.first_bytes, self.cap_bytes) if self.first_bytes < self.cap_bytes else (self.cap_bytes,)
@@ -87,20 +87,20 @@ def assign_by_size(
 
     Args:
         sizes_bytes: bytes of each parameter's gradient.
-        groups: what must agree within a bucket, per parameter.
+        groups: per parameter, what must be equal within a bucket.
         limits_bytes: limits of a group's first, second, ... bucket; the last one repeats.
         order: parameters in the order to walk them; None: as they are numbered.
         alone: parameters that get a bucket of their own (sparse gradients).
-        cap_policy: "c10d" or "strict" (never above the limit, but for one parameter that is).
+        cap_policy: "c10d", or "strict" (no bucket exceeds its limit, unless a single parameter does).
 
     Returns:
-        Buckets of parameter numbers. With `order`: as they were closed, then what was left open, by the first
-        parameter of each in `order`. Without: by the smallest number in each.
+        Buckets of parameter numbers. With `order`: in the order in which they were closed, then those left open, by
+        the first parameter of each in `order`. Without: by the smallest number in each.
 
     Raises:
         ValueError: no limits, or `order` does not name every parameter once.
 
-    Source: `compute_bucket_assignment_by_size` of torch's c10d; there what is left open comes in hash-map order.
+    Source: `compute_bucket_assignment_by_size` of torch's c10d, where buckets left open come in hash-map order.
     """
     if not limits_bytes:
         raise ValueError("limits_bytes must name at least one limit")
@@ -110,27 +110,27 @@ def assign_by_size(
     closed: list[tuple[int, ...]] = []
     opened: dict[Hashable, _Open] = {}
 
-    def close(bucket: _Open) -> None:
+    def close_bucket(bucket: _Open) -> None:
         closed.append(tuple(bucket.members))
         bucket.members, bucket.size_bytes, bucket.cursor = [], 0, bucket.cursor + 1
 
-    apart = frozenset(alone)
+    separate = frozenset(alone)
     for index in walk:
-        if index in apart:
+        if index in separate:
             closed.append((index,))
             continue
         bucket = opened.setdefault(groups[index], _Open())
         limit = _limit(limits_bytes, bucket)
         if cap_policy == "strict" and bucket.members and bucket.size_bytes + sizes_bytes[index] > limit:
-            close(bucket)
+            close_bucket(bucket)
             limit = _limit(limits_bytes, bucket)
         bucket.members.append(index)
         bucket.size_bytes += sizes_bytes[index]
         if bucket.size_bytes >= limit:
-            close(bucket)
+            close_bucket(bucket)
     place = {index: position for position, index in enumerate(walk)}
-    left = [tuple(bucket.members) for bucket in opened.values() if bucket.members]
-    closed.extend(sorted(left, key=lambda members: place[members[0]]))
+    still_open = [tuple(bucket.members) for bucket in opened.values() if bucket.members]
+    closed.extend(sorted(still_open, key=lambda members: place[members[0]]))
     return sorted(closed, key=min) if order is None else closed
 
 

@@ -1,4 +1,4 @@
-"""What a bucket costs: straight lines in its bytes, and how they are fitted to what was measured.
+"""Cost model: a bucket's costs as straight lines in its bytes, and how they are fitted to measurements.
 
 Times are integers, so that the same samples give the same line on every rank; costs per byte count femtoseconds
 (1 GB/s is 1,000,000 fs per byte, a 400 Gbit/s link 20,000).
@@ -23,11 +23,11 @@ class Linear:
     """`fixed_ns` + `fs_per_byte` for each byte: the latency-bandwidth model of a collective, or of a copy.
 
     Args:
-        fixed_ns: of every bucket, however small.
-        fs_per_byte: of every byte, in femtoseconds.
+        fixed_ns: cost of every bucket, whatever its size.
+        fs_per_byte: cost of every byte, in femtoseconds.
 
     Raises:
-        ValueError: a value that is negative or no int.
+        ValueError: a value is negative or not an int.
     """
 
     fixed_ns: int
@@ -40,11 +40,11 @@ class Linear:
 
     @classmethod
     def of_link(cls, latency_us: float, gbit_per_s: float) -> Linear:
-        """A collective's cost on a link, as users describe it."""
+        """The cost of a collective on a link of this latency and bandwidth."""
         return cls(fixed_ns=round(latency_us * 1000), fs_per_byte=round(FS_PER_BYTE_AT_1_GBIT_S / gbit_per_s))
 
     def fs(self, size_bytes: int) -> int:
-        """Femtoseconds for so many bytes."""
+        """The cost of `size_bytes` bytes, in femtoseconds."""
         return self.fixed_ns * FS_PER_NS + self.fs_per_byte * size_bytes
 
 
@@ -53,12 +53,12 @@ FREE = Linear(fixed_ns=0, fs_per_byte=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a bucket costs, by the bytes that it has on the wire.
+    """What a bucket costs, by its bytes on the wire.
 
     Args:
-        wire: of its collective, which has the channel to itself.
-        pack: on the thread or stream of backward, which it delays.
-        unpack: after backward.
+        wire: of its collective, which uses the channel alone.
+        pack: of packing, on the thread or stream of backward, which it delays.
+        unpack: of unpacking, after backward.
     """
 
     wire: Linear
@@ -67,7 +67,7 @@ class Costs:
 
 
 def fit(samples: Sequence[tuple[int, int]], most_fixed_ns: int | None = None) -> Linear | None:
-    """The line through what was measured, whatever the order and whatever a quarter of it says.
+    """Fits a line to measurements; robust against outliers in a quarter of them, and independent of their order.
 
     The slope is the median of the slopes between any two sizes, the fixed part the median of what the slope leaves;
     each size counts with the median of its times. Of more than 64 sizes, 64 count, spread evenly over their ranks. A
@@ -76,17 +76,17 @@ def fit(samples: Sequence[tuple[int, int]], most_fixed_ns: int | None = None) ->
 
     Args:
         samples: (bytes, ns) of single buckets.
-        most_fixed_ns: what is known to be no less than the fixed part; None: nothing.
+        most_fixed_ns: a known upper bound of the fixed part; None: there is none.
 
     Returns:
-        The line; None if that is nothing to go by: fewer than two sizes, or times that come out as zero.
+        The line; None if there are fewer than two sizes, or if the line is zero.
 
     Raises:
-        ValueError: a number that is negative or no int.
+        ValueError: a number is negative or not an int.
 
     Source: the slope is Theil's (1950, "A rank-invariant method of linear and polynomial regression analysis") and
-        Sen's (1968, "Estimates of the regression coefficient based on Kendall's tau"). It withstands 29 % of wild
-        points: here of wild sizes, where a size is wild once half of its samples are.
+        Sen's (1968, "Estimates of the regression coefficient based on Kendall's tau"). It withstands 29 % of outliers:
+        here of sizes, where a size is an outlier once half of its samples are.
     """
     points = _points(samples)
     if len(points) < 2:
@@ -105,13 +105,13 @@ def fit(samples: Sequence[tuple[int, int]], most_fixed_ns: int | None = None) ->
 
 
 def fit_copy(samples: Sequence[tuple[int, int]]) -> Linear:
-    """A copy's cost, as `fit` finds it; where that is None proportional to the bytes, and nothing without samples.
+    """Fits the cost of a copy: as `fit`; where that is None in proportion to the bytes, or free without samples.
 
     Args:
         samples: (bytes, ns) of packing, or of unpacking, single buckets.
 
     Raises:
-        ValueError: a number that is negative or no int.
+        ValueError: a number is negative or not an int.
     """
     rates = [ns * FS_PER_NS // size for size, ns in samples if size]
     return fit(samples) or (Linear(fixed_ns=0, fs_per_byte=statistics.median_low(rates)) if rates else FREE)
@@ -132,7 +132,7 @@ def _points(samples: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _median_by_bytes(rates: list[tuple[int, int]]) -> int:
-    """Of (rate, bytes) the rate at which half of the bytes went at least as fast."""
+    """The median of rates, each weighted with its bytes."""
     ascending = sorted(rates)
     sent = accumulate(size for _, size in ascending)
     half = sum(size for _, size in rates) / 2
@@ -140,7 +140,7 @@ def _median_by_bytes(rates: list[tuple[int, int]]) -> int:
 
 
 def _median(values: list[int]) -> int:
-    """The middle one; of an even number the mean of the two in the middle, rounded down."""
+    """The median; of an even number of values the mean of the middle two, rounded down."""
     values = sorted(values)
     middle = len(values) // 2
     return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) // 2

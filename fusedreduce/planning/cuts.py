@@ -1,25 +1,25 @@
-"""The cuts of one lane that let the last collective end first.
+"""Cuts: divides one group into buckets so that the last collective ends as early as possible. Exact.
 
 With K buckets, the m-th from the end running from `start` (exclusive) to `end`, the channel ends at the latest of
 
     late[end] + pack_fixed * (K + 1 - m) + wire_fixed * m + wires[n] - wires[start]
 
-where `late` is when backward gets there with the packing of all bytes so far. Let `pack_fixed * (K + 1)` aside, and the
-rest U, the target, does not depend on K. A walk from the end that takes the lowest `start` that keeps U and the cap
-meets it with the fewest buckets, N(U), if any do: a lower cut leaves all later steps the choices they had. So the
-earliest end is the least of
+where `late` is when backward gets there with the packing of all bytes so far. Without `pack_fixed * (K + 1)`, the rest
+U, the target, does not depend on K. A walk from the end that takes the lowest `start` that keeps U and the cap meets it
+with the fewest buckets, N(U), if any do: a lower cut leaves all later steps the choices they had. So the earliest end
+is the least of
 
     U + pack_fixed * (N(U) + 1)
 
 N falls as U rises, so between two targets the sum is at least that of the lower one with the count of the higher one.
-Halving the most promising interval, until none promises more than what was found, is exact. The lowest target that can
-be met at all is a dynamic programme over the cuts,
+Halving the most promising interval, until none promises more than the best result so far, is exact. The lowest target
+that can be met at all is found by dynamic programming over the cuts,
 
     done(end) = min over start of max(done(start), late[end]) + wire_fixed - pack_fixed + wires[end] - wires[start]
 
 in which the best start is the last one done by `late[end]`, or the one after it. Where `pack_fixed` is 0 that is all.
 
-For the walk `pack_fixed` must not be the larger of the two. Else the lane is read backwards, which is a lane again:
+The walk needs `pack_fixed` to be at most `wire_fixed`. Otherwise the group is read backwards, which is a group again:
 what is late before a cut changes places with what is to be sent after it.
 
 Source: the model without packing and cap is that of Shi, Chu and Li, "MG-WFBP: Efficient Data Communication for
@@ -33,35 +33,35 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from .bucket_group import Lane, filled
+from .bucket_group import BucketGroup, filled
 
 
-def earliest(lane: Lane) -> list[int]:
-    """Cuts a lane that has the channel to itself.
+def earliest(group: BucketGroup) -> list[int]:
+    """Cuts a group that uses the channel alone.
 
     Args:
-        lane: at least one parameter.
+        group: with at least one parameter.
 
     Returns:
-        Starts of the buckets, from the end. No others let the last collective end earlier, nor as early with fewer.
+        Starts of the buckets, from the end. No others end the last collective earlier, nor as early with fewer buckets.
     """
-    terms = Terms.of(lane)
+    terms = Terms.of(group)
     if terms.pack_fixed <= terms.wire_fixed:
         return minimise(terms)
-    return [*(len(lane) - cut for cut in reversed(minimise(terms.backwards())) if cut), 0]
+    return [*(len(group) - cut for cut in reversed(minimise(terms.backwards())) if cut), 0]
 
 
 def minimise(terms: Terms, most_steps: float = math.inf) -> list[int]:
-    """The cuts that end first, and of those the fewest.
+    """Finds the cuts that end first, and of those the fewest.
 
     Args:
-        terms: what is minimised.
-        most_steps: where to stop with the best so far. (A count, no clock: ranks must stop at the same point.)
+        terms: to be minimised.
+        most_steps: after which the best cuts so far are taken. (A count and not a time, so that all ranks stop alike.)
     """
     starts = filled(terms.lowest)
     best = terms.end(starts), len(starts)
     low = terms.lowest_target()
-    # Of targets not tried yet: the earliest end and the fewest buckets that they can promise, the first and the last.
+    # Intervals of targets not tried yet: the earliest end and the fewest buckets possible, the first and last target.
     intervals = [(low + (len(starts) + 1) * terms.pack_fixed, len(starts), low, best[0])]
     while intervals and terms.steps < most_steps:
         end, fewest, first, last = heappop(intervals)
@@ -83,10 +83,10 @@ def minimise(terms: Terms, most_steps: float = math.inf) -> list[int]:
 
 @dataclass
 class Terms:
-    """What the end of the channel is made of, in fs; lists have an entry before the first parameter.
+    """The terms of the channel's end, in fs; lists have an entry before the first parameter.
 
     Args:
-        late: when a bucket that ends here is packed, but for fixed costs.
+        late: when a bucket that ends here is packed, without fixed costs.
         wires: to reduce all bytes up to here.
         lowest: for a bucket that ends here, the lowest start that the cap allows.
         pack_fixed: to pack a bucket.
@@ -102,10 +102,10 @@ class Terms:
     steps: int = 0
 
     @classmethod
-    def of(cls, lane: Lane) -> Terms:
-        """Those of a lane with a channel to itself."""
-        late = [ready + packs for ready, packs in zip(lane.ready, lane.packs, strict=True)]
-        return cls(late, lane.wires, lane.lowest, lane.pack_fixed, lane.wire_fixed)
+    def of(cls, group: BucketGroup) -> Terms:
+        """The terms of a group that uses the channel alone."""
+        late = [ready + packs for ready, packs in zip(group.ready, group.packs, strict=True)]
+        return cls(late, group.wires, group.lowest, group.pack_fixed, group.wire_fixed)
 
     def backwards(self) -> Terms:
         """The same terms read from the other end."""
@@ -127,7 +127,7 @@ class Terms:
         return latest
 
     def lowest_target(self) -> int:
-        """No walk meets a lower one."""
+        """A target below which no walk succeeds."""
         late, wires, lowest = self.late, self.wires, self.lowest
         step = self.wire_fixed - self.pack_fixed
         done = [0]
@@ -143,7 +143,11 @@ class Terms:
         return done[-1]
 
     def walk(self, target: int) -> tuple[list[int] | None, int]:
-        """The fewest buckets that meet a target, if any do; and by how much it would have to rise for others."""
+        """Finds the fewest buckets that meet a target.
+
+        Returns:
+            Their starts, or None if none do; and by how much the target must rise before the result changes.
+        """
         late, wires, lowest, step = self.late, self.wires, self.lowest, self.wire_fixed - self.pack_fixed
         rise = target + 1
         fixed = wires[-1] - target

@@ -1,6 +1,6 @@
-"""Where each parameter lies in a bucket.
+"""Layout: where each parameter lies in a bucket.
 
-Offsets and lengths count elements of the wire. Slots of at least 4 KiB begin at multiples of 128 bytes (a cache
+Offsets and lengths count wire elements. Slots of at least 4 KiB begin at multiples of 128 bytes (a cache
 line: no line is written by two slots), smaller ones at multiples of 16 (one vector access); the bucket's length is a
 multiple of shards x 16 bytes, so that every shard begins aligned.
 
@@ -20,7 +20,7 @@ LARGE_SLOT_BYTES = 4096
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place: `numel` wire elements from `offset` on."""
+    """One parameter's place in a bucket: `numel` wire elements from `offset` on."""
 
     numel: int
     offset: int
@@ -28,7 +28,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """A bucket: slots ascending without overlap, and its length in wire elements, padding included."""
+    """A bucket's slots, ascending and without overlap, and its length in wire elements, padding included."""
 
     slots: tuple[Slot, ...]
     numel: int
@@ -53,12 +53,12 @@ def aligned_layout(numels: Sequence[int], *, wire_itemsize_bytes: int, shards: i
     """Lays parameters out one after the other, each slot and each shard aligned.
 
     Args:
-        numels: elements of each parameter; 0 is legal and takes no room.
+        numels: elements of each parameter; 0 is allowed and takes no space.
         wire_itemsize_bytes: bytes of one wire element: 1, 2, 4 or 8.
-        shards: equal parts into which a collective cuts the bucket (the world size for a reduce-scatter).
+        shards: equal parts into which a collective divides the bucket (the world size for a reduce-scatter).
 
     Raises:
-        ValueError: a negative size, an itemsize that does not divide 16, or shards < 1.
+        ValueError: a size is negative, the itemsize does not divide 16, or `shards` is below 1.
     """
     if wire_itemsize_bytes < 1 or SMALL_ALIGN_BYTES % wire_itemsize_bytes:
         raise ValueError(f"wire_itemsize_bytes must divide {SMALL_ALIGN_BYTES}, got {wire_itemsize_bytes}")
@@ -78,10 +78,10 @@ def aligned_layout(numels: Sequence[int], *, wire_itemsize_bytes: int, shards: i
 
 
 def flat_layout(numel: int) -> Layout:
-    """One slot and no padding: a buffer that somebody else has already flattened.
+    """One slot and no padding, for a buffer that has been flattened already (by DDP, for a comm hook).
 
     Raises:
-        ValueError: a negative size.
+        ValueError: `numel` is negative.
     """
     if numel < 0:
         raise ValueError(f"a buffer of {numel} elements")

@@ -14,12 +14,12 @@ _NAMES_SHOWN = 50
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """What a plan depends on, per parameter.
+    """What a plan depends on, of one parameter.
 
     Args:
         size_bytes: of its gradient.
-        group: parameters of one group may share a bucket (dtype and device).
-        wide_group: the same where buckets of mixed dtypes are allowed.
+        group: parameters of equal group may share a bucket (dtype and device).
+        wide_group: the group where buckets of mixed dtypes are allowed.
         alone: it gets a bucket of its own (a sparse gradient).
     """
 
@@ -41,14 +41,14 @@ def bucket_label(index: int, names: Sequence[str]) -> str:
 
 
 def first_plan(kinds: Sequence[ParameterKind], caps: BucketCaps, cap_policy: CapPolicy, *, learns: bool) -> Plan:
-    """Before anything is known: in the reverse of the order of registration, which is near that of backward.
+    """The plan of the first step: in reverse order of registration, which is close to that of backward.
 
     Args:
         kinds: of all parameters.
         caps: limits.
-        cap_policy: how they are meant.
-        learns: an order will be learned in the first step, which then uses one bucket per dtype and device. (A bucket
-            launched early could otherwise meet collectives of the user's own in another order on another rank.)
+        cap_policy: how the limits are applied.
+        learns: the first step shows an order, and uses one bucket per dtype and device. (Otherwise a bucket launched
+            early could come before the user's own collectives on one rank and after them on another.)
     """
     limits = (UNLIMITED_BYTES,) if learns and not caps.listed_bytes else caps.limits_bytes
     return tuple(reversed(_cut(kinds, limits, cap_policy, None, share=False)))
@@ -57,12 +57,12 @@ def first_plan(kinds: Sequence[ParameterKind], caps: BucketCaps, cap_policy: Cap
 def learned_plan(
     kinds: Sequence[ParameterKind], caps: BucketCaps, cap_policy: CapPolicy, order: Sequence[int], *, share: bool
 ) -> Plan:
-    """In the order in which gradients became ready.
+    """The plan in the order in which gradients became ready.
 
     Args:
         kinds: of all parameters.
         caps: limits.
-        cap_policy: how they are meant.
+        cap_policy: how the limits are applied.
         order: every parameter once, the first ready first.
         share: buckets of mixed dtypes are allowed.
     """
@@ -84,15 +84,15 @@ def _cut(
 
 
 def check_groups(plan: Plan, kinds: Sequence[ParameterKind], *, share: bool) -> None:
-    """Refuses a plan from outside whose buckets cannot be reduced together.
+    """Refuses a given plan with buckets whose parameters cannot be reduced together.
 
     Args:
-        plan: names every parameter once.
+        plan: has every parameter once.
         kinds: of all parameters.
         share: buckets of mixed dtypes are allowed.
 
     Raises:
-        ValueError: with the first bucket that mixes what cannot be mixed.
+        ValueError: naming the first such bucket.
     """
     for index, members in enumerate(plan):
         groups = {kinds[number].wide_group if share else kinds[number].group for number in members}

@@ -1,4 +1,4 @@
-"""Plans as JSON: to log, to keep in a checkpoint, to load. A plan's hash is what ranks compare."""
+"""Plans as JSON, to log them and to keep them in checkpoints, and their hash, which ranks compare."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .plan import Plan
 
 FORMAT = "fusedreduce-plan"
 VERSION = 1
-_HASH_BITS = 62  # so that it and its negative fit into an int64
+_HASH_BITS = 62  # so that the hash and its negative fit into an int64
 
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """What `load` found.
+    """A plan that was loaded.
 
     Args:
         plan: parameter numbers by bucket, in launch order.
-        world_size: ranks that it was made for.
-        wire: what travelled.
+        world_size: the number of ranks that it was made for.
+        wire: the wire that it was made for.
     """
 
     plan: Plan
@@ -30,26 +30,26 @@ class SavedPlan:
 
 
 def plan_hash(plan: Plan) -> int:
-    """A number below 2**62 that tells plans apart; the same in every process."""
+    """Returns a hash below 2**62, the same in every process."""
     digest = hashlib.blake2b(json.dumps(plan).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - _HASH_BITS)
 
 
 def model_digest(names: Sequence[str], numels: Sequence[int]) -> str:
-    """Tells models apart by their parameters' names and sizes."""
-    described = json.dumps([list(names), list(numels)])
-    return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
+    """Returns a digest of a model's parameter names and sizes."""
+    text = json.dumps([list(names), list(numels)])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def dump(plan: Plan, *, names: Sequence[str], numels: Sequence[int], world_size: int, wire: str) -> str:
-    """The plan as JSON.
+    """Writes a plan as JSON.
 
     Args:
         plan: parameter numbers by bucket, in launch order.
         names: of all parameters.
-        numels: theirs.
-        world_size: ranks it is for.
-        wire: what travels.
+        numels: their numbers of elements.
+        world_size: the number of ranks that it is for.
+        wire: the wire that it is for.
     """
     return json.dumps(
         {
@@ -65,22 +65,22 @@ def dump(plan: Plan, *, names: Sequence[str], numels: Sequence[int], world_size:
 
 
 def load(text: str, *, names: Sequence[str], numels: Sequence[int]) -> SavedPlan:
-    """Reads what `dump` wrote.
+    """Reads a plan that `dump` wrote.
 
     Args:
         text: JSON.
-        names: of the parameters that it is to be used for.
-        numels: theirs.
+        names: of the parameters that it will be used for.
+        numels: their numbers of elements.
 
     Raises:
-        ValueError: no plan, a damaged one, one of a later version, or one for another model.
+        ValueError: it is not a plan, is damaged, of another version, or for another model.
     """
     try:
         found = json.loads(text)
     except (ValueError, RecursionError, TypeError) as error:
-        raise ValueError(f"this is no plan: {error}") from None
+        raise ValueError(f"this is not a plan: {error}") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(f'this is no plan of fusedreduce: no "format": "{FORMAT}" in it')
+        raise ValueError(f'this is not a plan of fusedreduce: no "format": "{FORMAT}" in it')
     if type(found.get("version")) is not int or found["version"] != VERSION:
         raise ValueError(f"this plan has version {found.get('version')!r}; this fusedreduce reads version {VERSION}")
     world_size, wire, buckets = found.get("world_size"), found.get("wire"), found.get("buckets")
@@ -95,7 +95,7 @@ def load(text: str, *, names: Sequence[str], numels: Sequence[int]) -> SavedPlan
 
 
 def _checked(buckets: object, count: int) -> Plan:
-    """The buckets, if each is a list of numbers and together they name every parameter once."""
+    """Returns the buckets, if they are lists of numbers that name every parameter once."""
     if not isinstance(buckets, list) or not all(isinstance(bucket, list) and bucket for bucket in buckets):
         raise ValueError("this plan is damaged: its buckets are not lists of parameter numbers")
     numbers = [number for bucket in buckets for number in bucket]

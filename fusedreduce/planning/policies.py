@@ -1,8 +1,8 @@
-"""Policies: how a plan follows from what ranks have agreed on.
+"""Policies: the plan that follows from what ranks have agreed on.
 
-static   torch's rule, in the order in which rank 0's gradients came in the first step
+static   torch's rule, in the order in which rank 0's gradients were ready in the first step
 ready    the same limits; buckets are launched in the order in which their last gradient is ready
-planned  of `ready`, `static` and the optimum the one whose last gradient, says the cost model, is unpacked first
+planned  of `ready`, `static` and the optimum the plan whose last gradient is unpacked first, by the cost model
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .timeline import Problem
 
 
 def static_plan(kinds: Sequence[ParameterKind], caps: BucketCaps, cap_policy: CapPolicy, order: Sequence[int]) -> Plan:
-    """torch's rule.
+    """The plan of the policy `static`.
 
     Args:
         kinds: of all parameters.
         caps: limits.
-        cap_policy: how they are meant.
+        cap_policy: how the limits are applied.
         order: every parameter once, the first ready first.
     """
     return learned_plan(kinds, caps, cap_policy, order, share=False)
@@ -31,12 +31,12 @@ def static_plan(kinds: Sequence[ParameterKind], caps: BucketCaps, cap_policy: Ca
 def ready_plan(
     kinds: Sequence[ParameterKind], caps: BucketCaps, cap_policy: CapPolicy, order: Sequence[int], *, share: bool
 ) -> Plan:
-    """The same limits, launched by the readiness of each bucket's last gradient: none waits for a later one.
+    """The plan of the policy `ready`: no bucket that is ready waits for one that is not.
 
     Args:
         kinds: of all parameters.
         caps: limits.
-        cap_policy: how they are meant.
+        cap_policy: how the limits are applied.
         order: every parameter once, the first ready first.
         share: buckets of mixed dtypes are allowed.
     """
@@ -46,13 +46,13 @@ def ready_plan(
 
 
 def best_plan(problem: Problem, others: Mapping[str, Plan]) -> tuple[str, Plan]:
-    """The policy `planned`.
+    """The plan of the policy `planned`.
 
     Args:
-        problem: what ranks have agreed on; the optimum keeps to its cap, the others to what they were cut by.
+        problem: as ranks have agreed on it; its cap limits the optimum, not the other plans.
         others: the plans of `ready` and `static`, by name.
 
     Returns:
-        The best in the model, and its name: "optimum" or one of the others'.
+        The name of the best plan in the model, "optimum" or a name in `others`, and the plan.
     """
     return choose(problem, {**others, "optimum": optimum(problem)})

@@ -1,19 +1,19 @@
-"""Schedule: which steps are profiled, what ranks tell each other, and which plan follows. Pure: the same numbers give
+"""Schedule: which steps are profiled, which numbers ranks exchange, and which plan follows. Pure: the same numbers give
 the same decision on every rank.
 
 Rounds count the synchronised steps since the schedule began; a rank without inputs (join) counts them too.
 
     round 0            the first step in rank 0's order of arrival, which the step before has shown
-    rounds 8, 9, 10    profiled: every parameter tells its time (the first steps of a training run are not typical)
+    rounds 8, 9, 10    profiled: every gradient's time is taken (the first steps of a training run are not typical)
     end of round 11    ranks reduce their numbers (maximum); each decides on a plan
     end of round 12    ranks compare the plan's hash
     from round 13 on   that plan
 
-Rounds 19 and 27 report again, with two profiled ones ahead: what the first report knows of gradients is from steps of
-another plan, whose collectives took the processor, the memory and the link at other times. So do every `replan_every`
-rounds from there on. Both reductions are issued behind the last bucket's, so they keep their place among the user's own
-collectives on every rank; their results are read before the next round. (Two rounds: on a GPU the device's times are
-there only after the step.)
+Rounds 19 and 27 report again, each after two profiled rounds, as the first report's times are from steps of another
+plan, whose collectives used the processor, the memory and the link at other times. After that every `replan_every`-th
+round reports. Both reductions are issued behind the last bucket's, so that they keep their place among the user's own
+collectives on every rank; their results are read before the next round. (It takes two rounds because on a GPU the
+device's times are known only after the step.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from ..config import CapPolicy, Policy
 from .bucketing import BucketCaps
 from .cost_model import Costs, Linear, fit, fit_copy
-from .link_timing import Seen, busy_periods
+from .link_timing import CollectiveTimes, busy_periods
 from .plan import ParameterKind, Plan
 from .plan_file import plan_hash
 from .planner import MISSING_NS, Problem, ready_order, timeline
@@ -36,30 +36,30 @@ REPORTS = (11, 19, 27)
 FIRST_PROFILED = range(8, REPORTS[0])
 PROFILED_AGAIN = 2
 _WINDOW = len(FIRST_PROFILED)
-# A plan is left alone unless buckets wait for the head of the line for more than this share of backward, or the model
-# promises more than that share: moving a boundary changes the last bits of sums.
+# A plan is kept unless buckets wait for the head of the line for more than the first share of backward, or the model
+# promises to save more than the second: moving a boundary changes the last bits of sums.
 STALL_PERCENT = 5
 GAIN_PERCENT = 1
-# So many profiled rounds count, the latest: links change.
+# The number of latest profiled rounds that count, because links change.
 _ROUNDS_KEPT = 12
-# Buckets may all be of one size, which says nothing about latency: in a profiled round a small collective goes first.
+# Buckets may all have one size, which says nothing about latency: a profiled round begins with a small collective.
 PROBE_BYTES = 1024
 _NO_SAMPLE = -(1 << 62)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What stays the same from plan to plan.
+    """What all plans of a model are made from.
 
     Args:
         kinds: of all parameters.
-        wire_bytes: theirs on the wire.
-        caps: limits.
-        cap_policy: how they are meant.
+        wire_bytes: per parameter, its bytes on the wire.
+        caps: limits of the buckets.
+        cap_policy: how the limits are applied.
         share: buckets of mixed dtypes are allowed.
         policy: "ready" or "planned"; "static" has no schedule.
-        link: (latency in us, Gbit/s), or None: measured.
-        least_bytes: with fewer on the wire in all, "planned" keeps the plan that it has.
+        link: (latency in us, bandwidth in Gbit/s); None: measured.
+        least_bytes: if all gradients together have fewer bytes on the wire, "planned" keeps its plan.
     """
 
     kinds: Sequence[ParameterKind]
@@ -72,7 +72,7 @@ class Model:
     least_bytes: int = 0
 
     def problem(self, ready_ns: Sequence[int], costs: Costs) -> Problem:
-        """What the planner is asked."""
+        """Makes the planner's problem for these ready times (ns) and costs."""
         return Problem.of(
             self.kinds,
             ready_ns=ready_ns,
@@ -88,12 +88,12 @@ class BucketTimes:
     """One bucket in one profiled step on one rank, in ns.
 
     Args:
-        wire: its collective.
+        wire: the times of its collective.
         pack_ns: packing, up to the collective's issue.
         unpack_ns: unpacking.
     """
 
-    wire: Seen
+    wire: CollectiveTimes
     pack_ns: int
     unpack_ns: int
 
@@ -103,10 +103,10 @@ class StepTimes:
     """One profiled step on one rank.
 
     Args:
-        buckets: in launch order; None where it was not seen.
-        stall_ns: how long a bucket was ready and waited for an earlier one.
-        backward_ns: from its beginning to its end, our packing included.
-        probe_ns: a collective of PROBE_BYTES ahead of the first bucket's; None: it was not seen.
+        buckets: in launch order; None where times are missing.
+        stall_ns: how long buckets were ready and waited for an earlier one.
+        backward_ns: duration of backward, our packing included.
+        probe_ns: duration of the probe, a collective of PROBE_BYTES ahead of the first bucket's; None: not known.
     """
 
     buckets: Sequence[BucketTimes | None]
@@ -117,12 +117,12 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to use from now on.
+    """The plan to use from now on.
 
     Args:
-        plan: perhaps the one in use.
-        why: for the log.
-        costs: that it was decided with; None: ready times alone.
+        plan: possibly the one in use.
+        why: the reason, for the log.
+        costs: on which the decision is based; None: on ready times only.
     """
 
     plan: Plan
@@ -131,36 +131,38 @@ class Decision:
 
     @property
     def hash(self) -> int:
-        """What ranks compare."""
+        """The plan's hash, which ranks compare."""
         return plan_hash(self.plan)
 
 
 @dataclass
 class Schedule:
-    """Where in its rounds a reducer is, and what its ranks have agreed on so far.
+    """The rounds of a reducer, and what its ranks have agreed on so far.
 
     Args:
         model: what is planned.
-        replan_every: rounds between two reports, from the last of REPORTS on; 0: there is none behind those.
-        round: the one that runs, or is about to.
+        replan_every: rounds between two reports after the last of REPORTS; 0: there is none after those.
+        round: the number of the round that runs or is next.
+        arrival: rank 0's order of gradients in the first round.
+        costs: as agreed on last; None: not known.
     """
 
     model: Model
     replan_every: int
     round: int = 0
-    arrival: tuple[int, ...] = ()  # rank 0's order in the first round
-    costs: Costs | None = None  # as agreed on last
+    arrival: tuple[int, ...] = ()
+    costs: Costs | None = None
     _rounds: deque[_Round] = field(default_factory=lambda: deque(maxlen=_ROUNDS_KEPT))
 
     def place(self) -> int | None:
-        """This round's place among those that are profiled for one report, the last is _WINDOW - 1; None: it isn't."""
+        """This round's place among those that are profiled for a report, of which the last is 2; None: not profiled."""
         report = self._next_report()
         ahead = report - self.round if report is not None else 0
         window = _WINDOW if report == REPORTS[0] else PROFILED_AGAIN
         return _WINDOW - ahead if 0 < ahead <= window else None
 
     def profiles(self) -> bool:
-        """Whether every parameter tells its time in this round."""
+        """Whether this round is profiled."""
         return self.place() is not None
 
     def reports(self) -> bool:
@@ -168,32 +170,32 @@ class Schedule:
         return self.round == self._next_report()
 
     def confirms(self) -> bool:
-        """Whether this round ends with the comparison of the plan that followed."""
+        """Whether this round ends with the comparison of the plans that ranks decided on."""
         return Schedule(self.model, self.replan_every, self.round - 1).reports()
 
     def numbers(
         self, ready_ns: Sequence[int], steps: Mapping[int, StepTimes], buckets: int, *, frozen: bool = False
     ) -> list[int]:
-        """One rank's share of what is reduced, of which ranks take the elementwise maximum.
+        """One rank's numbers for a report, which is their elementwise maximum over all ranks.
 
         Args:
             ready_ns: per parameter, or MISSING_NS.
-            steps: the profiled ones by `place`, so that ranks compare the same ones; some may be missing (join).
-            buckets: of the plan in use.
-            frozen: the plan must not follow a clock on this rank (deterministic algorithms).
+            steps: the profiled steps by `place`, so that ranks compare the same ones; some may be missing (join).
+            buckets: how many the plan in use has.
+            frozen: the plan must not depend on measured times on this rank (deterministic algorithms).
 
         Returns:
-            int64s; as many on every rank that uses the same plan.
+            int64s; equally many on all ranks that use the same plan.
         """
         rows = list(steps.values())
         found = list(ready_ns)
         for place in range(_WINDOW):
             row = steps[place].buckets if place in steps else [None] * buckets
             assert len(row) == buckets
-            # Negative, so that the maximum is the shortest: the last rank to issue a collective waits for nobody.
+            # Negative, so that the maximum is the shortest time: the last rank to issue a collective does not wait.
             found += [_NO_SAMPLE if one is None else -one.wire.since_first_ns for one in row]
             found += [_NO_SAMPLE if one is None else -one.wire.queued_ns for one in row]
-            # Copies: what they take where nothing disturbs them.
+            # Copies count as on the rank where they are fastest, undisturbed.
             found += [_NO_SAMPLE if one is None else -one.pack_ns for one in row]
             found += [_NO_SAMPLE if one is None else -one.unpack_ns for one in row]
             probe_ns = steps[place].probe_ns if place in steps else None
@@ -203,14 +205,14 @@ class Schedule:
         return [*found, int(frozen)]
 
     def decide(self, reduced: Sequence[int], plan: Plan) -> Decision:
-        """What follows from the maximum over all ranks' `numbers`.
+        """Decides on a plan from the maximum over all ranks' `numbers`.
 
         Args:
-            reduced: as many as `numbers` returns.
-            plan: the one in use.
+            reduced: the maximum, as many as `numbers` returns.
+            plan: the plan in use.
         """
         count, buckets = len(self.model.kinds), len(plan)
-        assert len(reduced) == count + _WINDOW * (4 * buckets + 1) + 3, "ranks used the same plan, so they sent as much"
+        assert len(reduced) == count + _WINDOW * (4 * buckets + 1) + 3, "numbers of another plan"
         ready_ns, samples, (stall_ns, backward_ns, frozen) = reduced[:count], reduced[count:-3], reduced[-3:]
         self._learn(samples, plan)
         self.costs = self._fitted()
@@ -224,7 +226,7 @@ class Schedule:
         text = f"head-of-line stall {stall_ns / 1e6:.3f} ms of {backward_ns / 1e6:.3f} ms backward"
         if model.policy == "ready" or self.costs is None:
             why = text if model.policy == "ready" else f"{text}; costs unknown, collectives of fewer than two sizes"
-            # Seen, and not jitter: with the times that ranks agree on, this plan would have buckets wait too.
+            # A stall that is no jitter: by the times that ranks agree on, this plan has buckets wait as well.
             waits_ns = head_of_line_ns(plan, ready_ns)
             moves = 100 * min(stall_ns, waits_ns) > STALL_PERCENT * backward_ns
             return Decision(by_readiness if moves else plan, why, self.costs)
@@ -239,12 +241,12 @@ class Schedule:
         return Decision(best if moves else plan, why, self.costs)
 
     def static(self, ready_ns: Sequence[int]) -> Plan:
-        """torch's plan: by rank 0's order of arrival, by readiness where that is not known (a plan was loaded)."""
+        """torch's plan: by rank 0's order of arrival, or by readiness where that is not known (a plan was loaded)."""
         model = self.model
         return static_plan(model.kinds, model.caps, model.cap_policy, self.arrival or ready_order(ready_ns))
 
     def _next_report(self) -> int | None:
-        """This round if it reports, else the next that does; None: none does any more."""
+        """The number of this round if it reports, else of the next that does; None: there are no more reports."""
         if self.costs is not None and self._keeps_plan():
             return None
         since = self.round - REPORTS[-1]
@@ -253,15 +255,15 @@ class Schedule:
         return self.round + -since % self.replan_every if self.replan_every else None
 
     def _keeps_plan(self) -> bool:
-        """Whether so little travels that no measurement changes the plan."""
+        """Whether so few bytes are reduced that no measurement changes the plan."""
         return self.model.policy == "planned" and sum(self.model.wire_bytes) < self.model.least_bytes
 
     def _learn(self, samples: Sequence[int], plan: Plan) -> None:
-        """Keeps what was measured in the latest rounds, across plans."""
+        """Keeps what the latest rounds have measured, whatever their plan."""
         buckets = len(plan)
         sizes = [
             None
-            if any(self.model.kinds[number].alone for number in members)  # a sparse gradient: nobody knows its size
+            if any(self.model.kinds[number].alone for number in members)  # a sparse gradient, whose size is not known
             else sum(self.model.wire_bytes[number] for number in members)
             for members in plan
         ]
@@ -271,7 +273,7 @@ class Schedule:
             probe = samples[at + 4 * buckets]
             found = _Round(None if probe == _NO_SAMPLE else max(-probe, 0), [], [], [])
             if _NO_SAMPLE not in ends:
-                rows = [Seen(-end, -queued) for end, queued in zip(ends, queues, strict=True)]
+                rows = [CollectiveTimes(-end, -queued) for end, queued in zip(ends, queues, strict=True)]
                 found.wire.extend(busy_periods(rows, sizes))
                 known = [(size, index) for index, size in enumerate(sizes) if size is not None]
                 found.pack.extend((size, max(-packs[index], 0)) for size, index in known)
@@ -280,16 +282,16 @@ class Schedule:
                 self._rounds.append(found)
 
     def _fitted(self) -> Costs | None:
-        """The costs that fit all that is known; None if the link does not (collectives of fewer than two sizes)."""
+        """Fits the costs to what was measured; None if the link's cannot be (collectives of fewer than two sizes)."""
         link = self.model.link
         if link is not None:
             wire: Linear | None = Linear.of_link(*link)
         else:
-            # The probe runs beside the first bucket's packing: its latency is the least that was seen.
+            # The probe runs beside the first bucket's packing, so the shortest one is its latency.
             probes = [one.probe_ns for one in self._rounds if one.probe_ns is not None]
             least = [(PROBE_BYTES, min(probes))] if probes else []
-            # A line through a few large buckets takes for latency what delayed them: on a link of 1 Gbit/s, beside
-            # backward on the same core, 9 ms where it was 0.5.
+            # A line through a few large buckets takes their delays for latency: on a link of 1 Gbit/s, with backward on
+            # the same core, 9 ms instead of 0.5.
             most_ns = min(probes, default=None)
             wire = fit(least + [sample for one in self._rounds for sample in one.wire], most_ns)
         if wire is None:
@@ -301,7 +303,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class _Round:
-    """What one profiled round has shown, as all ranks agree on it: the probe's time, and (bytes, ns) of buckets."""
+    """One profiled round as all ranks agree on it: the probe's time in ns, and (bytes, ns) samples of buckets."""
 
     probe_ns: int | None
     wire: list[tuple[int, int]]
@@ -310,7 +312,7 @@ class _Round:
 
 
 def head_of_line_ns(plan: Plan, ready_ns: Sequence[int]) -> int:
-    """How long a plan's buckets would wait for earlier ones, all together, if gradients were ready at these times."""
+    """How long a plan's buckets would wait for earlier ones in total, if gradients were ready at these times."""
     total_ns = head_ns = 0
     for members in plan:
         bucket_ns = max(ready_ns[number] for number in members)

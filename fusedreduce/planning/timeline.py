@@ -1,6 +1,6 @@
-"""The model of one backward: when each bucket of a plan is ready, packed, reduced and unpacked.
+"""Timeline: the model of one backward, when each bucket of a plan is ready, packed, reduced and unpacked.
 
-Backward runs through the parameters in ready order. A bucket is launched once its last gradient is there and every
+Backward runs through the parameters in ready order. A bucket is launched once its last gradient is ready and every
 bucket before it has been launched (head of line). Packing runs where backward runs and delays it. Collectives share
 one channel, first in, first out. Unpacking begins when backward, with all of its packing, has ended. With e, pack,
 wire, unpack of buckets 1, 2, ... in launch order:
@@ -25,27 +25,27 @@ from functools import cached_property
 from .cost_model import FS_PER_NS, Costs
 from .plan import ParameterKind, Plan
 
-# Stands for a time that nobody knows, here and in traces.
+# In place of a time that is not known, here and in traces.
 MISSING_NS = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is known before parameters are cut into buckets, per parameter where it is a tuple.
+    """The planner's input; tuples have an entry per parameter.
 
     Args:
-        ready_ns: when its gradient is ready, since backward began and without our own packing; MISSING_NS: nobody
-            knows, which counts as last.
-        wire_bytes: on the wire.
-        size_bytes: of its gradient, which `cap_bytes` limits.
-        groups: parameters of one group may share a bucket.
+        ready_ns: when its gradient is ready, since backward began and without our own packing; MISSING_NS: not known,
+            which counts as last.
+        wire_bytes: bytes of its gradient on the wire.
+        size_bytes: bytes of its gradient, which `cap_bytes` limits.
+        groups: parameters of equal group may share a bucket.
         alone: parameters that get a bucket of their own (sparse gradients).
-        cap_bytes: the largest bucket; a parameter above it is a bucket of its own.
+        cap_bytes: the largest bucket; a larger parameter is a bucket of its own.
         costs: of a bucket.
 
     Raises:
-        ValueError: lengths differ, a number is negative or no int, a time is below MISSING_NS, `alone` names a
-            parameter that is not there, or the cap is below 1 byte.
+        ValueError: lengths differ, a number is negative or not an int, a time is below MISSING_NS, `alone` has the
+            number of no parameter, or the cap is below 1 byte.
     """
 
     ready_ns: tuple[int, ...]
@@ -80,7 +80,7 @@ class Problem:
         costs: Costs,
         share: bool,
     ) -> Problem:
-        """Sizes, groups and what stays alone from the kinds of parameters; the rest as it is.
+        """Makes a problem with the sizes, groups and `alone` of the kinds of parameters.
 
         Args:
             kinds: of all parameters.
@@ -102,12 +102,12 @@ class Problem:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Parameters, the first ready first."""
+        """Parameters in ready order."""
         return tuple(ready_order(self.ready_ns))
 
     @cached_property
     def ready_fs(self) -> tuple[int, ...]:
-        """Ready times, with the latest known one where nobody knows."""
+        """Ready times in fs, with the latest known one where a time is missing."""
         latest = max(self.ready_ns, default=0)
         return tuple(FS_PER_NS * max(latest if ns == MISSING_NS else ns, 0) for ns in self.ready_ns)
 
@@ -120,7 +120,7 @@ def _check(name: str, values: Sequence[int], least: int) -> None:
 
 
 def ready_order(ready_ns: Sequence[int]) -> list[int]:
-    """Parameters by their time; of equal ones the higher number first (backward runs from the end), missing ones last.
+    """Parameters by their time; of equal times the higher number first, as in backward; missing times last.
 
     Args:
         ready_ns: per parameter, or MISSING_NS.
@@ -132,15 +132,15 @@ def ready_order(ready_ns: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything happens, in fs since backward began; tuples are per bucket, in launch order.
+    """The times of a plan in the model, in fs since backward began; tuples are per bucket, in launch order.
 
     Args:
-        ready: the last gradient of the bucket is there, if no packing had delayed backward.
+        ready: the last gradient of the bucket is ready, had no packing delayed backward.
         packed: it is packed and its collective issued.
         done: the collective has ended.
         unpacked: the gradients hold the result.
-        backward_end: with all packing.
-        last_done: the last collective has ended; what the planner minimises.
+        backward_end: backward ends, with all packing.
+        last_done: the last collective has ended, which the planner minimises.
         finish: the last gradient holds its result.
     """
 
@@ -154,14 +154,14 @@ class Timeline:
 
 
 def timeline(plan: Plan, problem: Problem) -> Timeline:
-    """Runs a plan through the model. Caps and groups are not looked at.
+    """Computes the timeline of a plan; caps and groups are ignored.
 
     Args:
         plan: buckets in launch order.
-        problem: what it is a plan for.
+        problem: that it is a plan for.
 
     Raises:
-        ValueError: an empty bucket, or the plan does not name every parameter once.
+        ValueError: a bucket is empty, or the plan does not have every parameter once.
     """
     count = len(problem.ready_ns)
     named = [number for members in plan for number in members]

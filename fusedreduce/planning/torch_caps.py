@@ -1,9 +1,9 @@
-"""A plan as torch's `bucket_cap_mb_list`: limits with which c10d's rule cuts where the plan does.
+"""TorchCaps: a plan as torch's `bucket_cap_mb_list`, limits with which c10d's rule cuts where the plan does.
 
 c10d closes a bucket once it has reached its limit. So any limit up to the bucket's bytes, and above those bytes without
 its last member, gives that bucket; of that range the number with the fewest digits is taken. The list's n-th limit is
 that of the n-th bucket of every group (dtype and device): with one group the cuts are the plan's, with several only
-where the ranges of their n-th buckets meet; elsewhere one group goes first, and the best such list is taken.
+where the ranges of their n-th buckets overlap; elsewhere one group has precedence, and the best such list is taken.
 
 Example, one group, sizes 4 4 4 15 15 MB, plan {4 4} {4 15 15}: the limits may be 5 to 8 and 20 to 34 MB; 8 and 34.
 """
@@ -23,14 +23,14 @@ _Range = tuple[int, int]  # bytes: above the first, up to the second
 
 @dataclass(frozen=True)
 class TorchCaps:
-    """Limits, and how near they come.
+    """Limits, and how close to a plan they come.
 
     Args:
         caps_mb: the list for DistributedDataParallel(bucket_cap_mb_list=...), in MiB; the last one repeats.
-        plan: what torch makes of it, if gradients become ready in the order given.
-        kept: how many of the wanted plan's buckets are among its own.
-        exact: it has no others.
-        left: buckets that never reach their limit; torch launches those last, in an order of its own.
+        plan: what torch makes of them, if gradients become ready in the given order.
+        kept: how many buckets of the wanted plan it has.
+        exact: whether it has no others.
+        left: how many buckets never reach their limit; torch launches those last, in an order of its own.
     """
 
     caps_mb: tuple[float, ...]
@@ -49,22 +49,22 @@ def nearest(
     alone: Collection[int] = (),
     cost: Callable[[Plan], int] | None = None,
 ) -> TorchCaps:
-    """The limits that come nearest to a plan.
+    """Finds the limits that come closest to a plan.
 
     Args:
         plan: buckets in launch order, each of one group.
         sizes_bytes: of each parameter's gradient.
-        groups: what must agree within a bucket of torch's: dtype and device.
-        order: every parameter once, as gradients will arrive on rank 0.
-        alone: parameters that get a bucket of their own (sparse gradients), for which limits do not count.
-        cost: what is to be least among plans, such as the model's time; None: the number of buckets that differ.
+        groups: per parameter, what must be equal within a bucket of torch's: dtype and device.
+        order: every parameter once, in the order in which gradients will be ready on rank 0.
+        alone: parameters that get a bucket of their own (sparse gradients), to which limits do not apply.
+        cost: of a plan, to be minimised, such as the model's time; None: the number of buckets that differ.
 
     Returns:
-        With one group, and each bucket a stretch of `order`, the plan itself. (A parameter without elements may lie
-        in the bucket after its own: no limit can hold it.)
+        The limits. With one group, and buckets that are stretches of `order`, they give the plan itself. (A parameter
+        without elements may be in the next bucket, because no limit can keep it in its own.)
 
     Raises:
-        ValueError: plan or order do not name every parameter once.
+        ValueError: `plan` or `order` does not have every parameter once.
     """
     count = len(sizes_bytes)
     if sorted(order) != list(range(count)) or sorted(number for bucket in plan for number in bucket) != list(
@@ -76,7 +76,7 @@ def nearest(
     best: TorchCaps | None = None
     best_cost: tuple[int, ...] = ()
     for ranges in _lists(_ranges(plan, sizes_bytes, groups, place, frozenset(alone))):
-        caps_mb = tuple(_short(*one) for one in _joined(ranges))
+        caps_mb = tuple(_short(*one) for one in _without_tail(ranges))
         limits = [int(cap_mb * MIB) for cap_mb in caps_mb]
         made = tuple(assign_by_size(sizes_bytes, groups, limits, order=order, alone=alone))
         kept = sum(frozenset(bucket) in wanted for bucket in made)
@@ -91,7 +91,7 @@ def nearest(
 def _ranges(
     plan: Plan, sizes_bytes: Sequence[int], groups: Sequence[Hashable], place: dict[int, int], alone: Collection[int]
 ) -> list[list[_Range]]:
-    """Per group, the one with most bytes first, the ranges of its buckets' limits; buckets without bytes have none."""
+    """Per group, by bytes in descending order, the ranges of its buckets' limits; none for buckets without bytes."""
     found: dict[Hashable, list[tuple[int, _Range]]] = {}
     for bucket in plan:
         filled = sorted((number for number in bucket if sizes_bytes[number]), key=place.__getitem__)
@@ -99,13 +99,13 @@ def _ranges(
             size_bytes = sum(sizes_bytes[number] for number in filled)
             limit = (size_bytes - sizes_bytes[filled[-1]], size_bytes)
             found.setdefault(groups[filled[0]], []).append((place[filled[-1]], limit))
-    # torch counts a group's buckets as they close.
+    # torch counts a group's buckets in the order in which they close.
     rows = [[limit for _, limit in sorted(row)] for row in found.values()]
     return sorted(rows, key=lambda row: -sum(high for _, high in row))
 
 
 def _lists(rows: list[list[_Range]]) -> list[list[_Range]]:
-    """Lists worth a try: each group in front once; the largest and the smallest limit of any group."""
+    """The lists to try: each group with precedence once; the largest, and the smallest, limit of any group."""
     if not rows:
         return [[(0, MIB)]]  # nothing to limit
     length = max(map(len, rows))
@@ -116,14 +116,14 @@ def _lists(rows: list[list[_Range]]) -> list[list[_Range]]:
     ]
     for front in rows:
         ordered = [front, *(row for row in rows if row is not front)]
-        found.append([_meeting([row[at] for row in ordered if at < len(row)]) for at in range(length)])
+        found.append([_overlap([row[at] for row in ordered if at < len(row)]) for at in range(length)])
     return found[2:] + found[:2]
 
 
 def _left(
     plan: Plan, sizes_bytes: Sequence[int], groups: Sequence[Hashable], limits: Sequence[int], alone: Collection[int]
 ) -> int:
-    """How many buckets never reach their limit: each group's last one, perhaps."""
+    """How many groups' last buckets do not reach their limit."""
     latest = {groups[bucket[0]]: bucket for bucket in plan if bucket[0] not in alone}
     counts = Counter(groups[bucket[0]] for bucket in plan if bucket[0] not in alone)
     return sum(
@@ -132,8 +132,8 @@ def _left(
     )
 
 
-def _meeting(ranges: Sequence[_Range]) -> _Range:
-    """The first range, cut down to where the others meet it, each if it can."""
+def _overlap(ranges: Sequence[_Range]) -> _Range:
+    """The first range, reduced to its overlap with each other range that overlaps it."""
     low, high = ranges[0]
     for other_low, other_high in ranges[1:]:
         if max(low, other_low) < min(high, other_high):
@@ -141,8 +141,8 @@ def _meeting(ranges: Sequence[_Range]) -> _Range:
     return low, high
 
 
-def _joined(ranges: Sequence[_Range]) -> list[_Range]:
-    """The same list, where one limit serves all of its end: the last one repeats."""
+def _without_tail(ranges: Sequence[_Range]) -> list[_Range]:
+    """The list, shortened where one limit serves its whole end, because the last limit repeats."""
     found = list(ranges)
     while len(found) > 1:
         low, high = max(found[-1][0], found[-2][0]), min(found[-1][1], found[-2][1])
@@ -153,7 +153,7 @@ def _joined(ranges: Sequence[_Range]) -> list[_Range]:
 
 
 def _short(low: int, high: int) -> float:
-    """The fewest digits after the point that lie in a range of bytes; the float is as torch reads it."""
+    """The number of MiB with the fewest decimals in a range of bytes, as torch converts it."""
     for digits in range(_MOST_DIGITS):
         scale: int = 10**digits
         cap_mb = (high * scale // MIB) / scale

@@ -36,7 +36,7 @@ from ..config import ReduceConfig
 from ..errors import FusedReduceError
 from ..planning.plan import Plan
 from ..planning.timeline import MISSING_NS
-from ..trace.step_clock import Looked, StepClock
+from ..trace.step_clock import StepClock, StepProfile
 from .modes.step_end import Ended, Ends
 from .modes.steps_in_flight import unused_of
 from .plans import Plans
@@ -126,7 +126,7 @@ class Pipeline:
         self._observed.collect_from(self.buckets.reductions)
         self.ends.set_buckets(self.buckets)
         self._checked_wires = False
-        self._clock.arm(len(plan), closely=False, forward_ns=MISSING_NS)
+        self._clock.arm(len(plan), profiled=False, forward_ns=MISSING_NS)
 
     def check_wires(self) -> None:
         """Checks, once for a set of buckets, that the backend can sum their wire dtypes.
@@ -196,7 +196,7 @@ class Pipeline:
             forward_ns: time.perf_counter_ns() when forward began, as `StepClock.arm`.
             divisor: this rank's own for this step; None: the ranks that were counted, else the configured one.
         """
-        self._clock.arm(len(self.buckets), closely=closely, forward_ns=forward_ns)
+        self._clock.arm(len(self.buckets), profiled=closely, forward_ns=forward_ns)
         counted = self._counted_ranks()
         self._divisor = divisor or counted or self.maker.config.divisor(self.maker.communicator.size)
         # The kept gradient of a parameter that no rank has used is a view, so it is reduced all the same. torch leaves
@@ -234,7 +234,7 @@ class Pipeline:
                     stacklevel=2,
                 )
             if self._plans.measured():
-                self.issued += self._plans.scheduler.open_round(self._clock.looks)
+                self.issued += self._plans.scheduler.open_round(self._clock.profile)
         before = step.next_bucket
         while step.head_is_ready():
             reduction = self.buckets.reductions[step.next_bucket]
@@ -319,7 +319,7 @@ class Pipeline:
                 wait_for(future, "a future that the end of backward waits for", self.maker.communicator)
         self.times.comm_end = time.time_ns()
         # Before anything else may raise, which would leave this rank's number of rounds behind that of its peers.
-        self.close_round(self._clock.taken())
+        self.close_round(self._clock.pop_profile())
         return ended
 
     def end_step(self, ended: Ended) -> None:
@@ -349,7 +349,7 @@ class Pipeline:
         """Restores the steps in flight from what `state_dict` returned; raises as `staleness_state.load`."""
         self.rounds = self.ends.load_state_dict(self.maker, state)
 
-    def close_round(self, looked: Looked | None) -> None:
+    def close_round(self, looked: StepProfile | None) -> None:
         """Counts a synchronised step that all ranks have ended, this one maybe without inputs (join).
 
         Args:
@@ -383,7 +383,7 @@ class Pipeline:
         self.ends.contribute(self.buckets)
         step.next_bucket = step.launched = len(self.buckets)
         self.times.comm_end = time.time_ns()
-        self.close_round(self._clock.taken())
+        self.close_round(self._clock.pop_profile())
         return Ended(self.rounds)
 
     def _finish_one(self, reduction: Reduction, used: UsedSum | None, unscaling: Unscaling) -> None:

@@ -151,7 +151,7 @@ class ReadinessTracker:
         self._units.note_backward(first_output=not (again or step.begun))
         if not again:
             step.clean = not any_gradient(self._parameters)
-            self._clock.begin()
+            self._clock.backward_began()
         if self.sentinels and (again or not step.clean or self._hooks.users_hook_gradients()):
             if again:
                 self._mark_unseen()
@@ -214,7 +214,7 @@ class ReadinessTracker:
         if buckets.streams.unrecorded:
             self._record_stream(index)
         for one in step.mark_ready(index):
-            self._clock.arrive(one)
+            self._clock.gradient_ready(one)
             bucket = buckets.bucket_of[one]
             if step.bucket_is_ready(bucket):
                 self._clock.bucket_ready(bucket)

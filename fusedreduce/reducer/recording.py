@@ -10,7 +10,7 @@ from ..errors import FusedReduceError
 from ..planning.plan import Plan
 from ..planning.timeline import MISSING_NS
 from ..trace.recorder import Recorder, Source
-from ..trace.step_clock import Looked
+from ..trace.step_clock import StepProfile
 from .plans import Plans
 
 
@@ -25,14 +25,14 @@ class Recording:
     def __init__(self, plans: Plans, source: Source) -> None:
         self._plans = plans
         self._source = source
-        self._recorded: list[tuple[int, Plan, Looked]] = []
+        self._recorded: list[tuple[int, Plan, StepProfile]] = []
         self._limit = 0
 
     def wants_step(self) -> bool:
         """Whether another step would be kept, and so is to be profiled."""
         return len(self._recorded) < self._limit
 
-    def keep(self, step: int, plan: Plan, looked: Looked) -> None:
+    def keep(self, step: int, plan: Plan, looked: StepProfile) -> None:
         """Keeps a profiled step, if the limit is not reached."""
         if self.wants_step():
             self._recorded.append((step, plan, looked))
@@ -59,6 +59,6 @@ class Recording:
             # Here and not in each step, because on CUDA this waits for the GPU.
             for step, plan, looked in recorded:
                 seen = MISSING_NS not in looked.ready_ns
-                recorder.add(step, plan, looked.finest(), looked.ready_ns if seen else None)
+                recorder.add(step, plan, looked.best_marks(), looked.ready_ns if seen else None)
             scheduler = self._plans.scheduler
             recorder.write(scheduler.schedule.costs, scheduler.readiness.best().tolist())

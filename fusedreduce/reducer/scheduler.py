@@ -19,7 +19,7 @@ from ..errors import AgreementError, CollectiveError
 from ..planning.plan import Plan
 from ..planning.readiness import Readiness
 from ..planning.schedule import PROBE_BYTES, Decision, Model, Schedule
-from ..trace.step_clock import Looked
+from ..trace.step_clock import StepProfile
 
 _logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Scheduler:
         self._communicator = communicator
         self._device = device
         self._schedule = Schedule(model, replan_every)
-        self._looked: dict[int, Looked] = {}
+        self._looked: dict[int, StepProfile] = {}
         self._numbers: list[int] | None = None
         self._under_way: list[Pending] = []
         self._reduced: torch.Tensor | None = None
@@ -65,7 +65,7 @@ class Scheduler:
         """Whether the step that begins is profiled, for which every parameter must be hooked."""
         return self._schedule.profiles()
 
-    def open_round(self, looked: Looked | None) -> int:
+    def open_round(self, looked: StepProfile | None) -> int:
         """Called before the first bucket: in a profiled step issues a small collective, to measure its latency.
 
         Args:
@@ -78,13 +78,13 @@ class Scheduler:
             return 0
         tensor = torch.zeros(PROBE_BYTES // 8, dtype=torch.int64, device=self._device)
         if looked is not None:
-            looked.probe_begins()
+            looked.probe_issuing()
         try:
             pending = self._communicator.all_reduce(tensor, "max")
         except RuntimeError as error:
             raise self._failed(error) from error
         if looked is not None:
-            looked.probe_began(pending, self._communicator)
+            looked.probe_issued(pending, self._communicator)
         self._under_way.append(pending)
         return 1
 
@@ -115,7 +115,7 @@ class Scheduler:
             self._waited = self._waited or torch.cuda.Event()
             self._waited.record(torch.cuda.current_stream(self._device))
 
-    def close_round(self, looked: Looked | None) -> None:
+    def close_round(self, looked: StepProfile | None) -> None:
         """Counts a step that is done.
 
         Args:
@@ -173,8 +173,8 @@ class Scheduler:
     def _mine(self, plan: Plan) -> list[int]:
         looked, self._looked = self._looked, {}
         for _, one in sorted(looked.items()):
-            self.readiness.add(one.ready_ns, one.device_ready_ns())
-        steps = {place: one.times() for place, one in looked.items()}
+            self.readiness.add(one.ready_ns, one.device_ready_times_ns())
+        steps = {place: one.step_times() for place, one in looked.items()}
         ready_ns = [int(value) for value in self.readiness.best()]
         return self._schedule.numbers(ready_ns, steps, len(plan), frozen=_frozen())
 

@@ -1,4 +1,4 @@
-"""The timeline of a run: slices of lanes, per rank, and those as JSON that Perfetto opens."""
+"""The timeline of a run: each rank's slices by lane, and the Trace Event JSON of them that Perfetto opens."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _NS_PER_US = 1000
 
 @dataclass(frozen=True)
 class Slice:
-    """A piece of one lane of one rank, in ns from the run's origin.
+    """An interval in one lane of one rank, in ns from the run's origin.
 
     Args:
-        lane: which.
+        lane: its lane.
         stage: "forward", "backward", "exposed", "pack", "all_reduce" or "unpack".
-        bucket: None for the first three.
+        bucket: its index; None for the first three stages.
         begin_ns: where it begins.
         end_ns: where it ends.
-        waited_ns: pack: since the bucket was ready; all_reduce: since it was issued.
+        waited_ns: until it began: for "pack" since the bucket was ready, for "all_reduce" since it was issued.
     """
 
     lane: Lane
@@ -40,7 +40,7 @@ class Slice:
 
 
 def slices(run: Run, rank: int, step: int) -> list[Slice]:
-    """What one rank did in its `step`-th step. Within a lane slices ascend and do not overlap."""
+    """The slices of one rank's `step`-th recorded step. Within a lane they ascend and do not overlap."""
     marks, base_ns = run.traces[rank].steps[step].marks, run.base_ns(rank, step)
     found = [Slice("compute", "forward", None, start_ns(marks), 0)] if marks.forward_ns != MISSING_NS else []
     backward_end_ns, last_ns = marks.backward_end_ns, finish_ns(marks)
@@ -50,7 +50,7 @@ def slices(run: Run, rank: int, step: int) -> list[Slice]:
             found.append(Slice("compute", "exposed", None, backward_end_ns, last_ns))
     stages: tuple[tuple[Lane, str, Callable[[BucketMarks], tuple[int, int, int]]], ...] = (
         ("pack", "pack", lambda one: (one.pack_ns, one.launch_ns, one.ready_ns)),
-        # From when the one before it has ended: collectives of a group run one after the other.
+        # Begins when the one before it has ended, because collectives of a group run one after the other.
         ("wire", "all_reduce", lambda one: (one.launch_ns, one.done_ns, one.launch_ns)),
         ("unpack", "unpack", lambda one: (one.unpack_ns, one.end_ns, one.unpack_ns)),
     )
@@ -70,7 +70,7 @@ def chrome_trace(run: Run, steps: Sequence[int]) -> dict[str, Any]:
 
     Args:
         run: all ranks.
-        steps: which, counted from the first recorded.
+        steps: their indices among the recorded steps.
 
     Source: "Trace Event Format" (Google); Perfetto and chrome://tracing open it. ts and dur are us.
     """
@@ -107,7 +107,7 @@ def _event(one: Slice, rank: int, step: int, labels: Sequence[tuple[str, dict[st
 
 
 def _metadata(trace: RankTrace) -> Iterator[dict[str, Any]]:
-    """Names of the rank's process and of its threads."""
+    """Metadata events with the names of the rank's process and its threads."""
     rows: list[tuple[str, int, dict[str, Any]]] = [
         ("process_name", 0, {"name": f"rank {trace.rank} of {trace.ranks} ({trace.device}, {trace.source})"}),
         ("process_sort_index", 0, {"sort_index": trace.rank}),
@@ -119,7 +119,7 @@ def _metadata(trace: RankTrace) -> Iterator[dict[str, Any]]:
 
 
 def _labels(trace: RankTrace, plan: int) -> list[tuple[str, dict[str, Any]]]:
-    """Per bucket its label and the arguments of its events."""
+    """Per bucket, its label and the arguments of its events."""
     found = []
     for index, numbers in enumerate(trace.plans[plan]):
         members = [trace.parameters[number] for number in numbers]

@@ -1,7 +1,7 @@
 """DeviceClock: times of one step on a CUDA device, from timing events on the streams that do the work.
 
-Recording costs the host a few us per event and the device nothing that it would wait for. Reading waits until the step
-is done there, so it happens after the step, and only in steps that are looked at closely.
+Recording an event costs the host a few us, and the device does not wait for it. Reading waits until the step is done on
+the device, so it happens after the step, and only for profiled steps.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ class DeviceClock:
     """Timing events of one step, on one CUDA device.
 
     Args:
-        device: the one.
+        device: that device.
     """
 
     device: torch.device
     _events: dict[object, torch.cuda.Event] = field(default_factory=dict)
     _watching: torch.cuda.Stream | None = None
 
-    def begin(self) -> None:
-        """Time 0 is where the current stream is now."""
+    def mark_base(self) -> None:
+        """Records time 0 on the current stream."""
         self.mark("base")
 
     def mark(self, what: object) -> None:
-        """Time of `what` is where the current stream is now."""
+        """Records the time of `what` on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         self._events[what] = event
 
     def watch(self, bucket: object, watched: Watched, communicator: Ranks) -> None:
-        """Time `done` of a bucket, or of the probe, is when its collective ends: a stream of its own waits for that."""
+        """Records when the collective of a bucket, or the probe, ends, on a stream of its own that waits for it."""
         if isinstance(watched, torch._C.Future):
-            return  # a comm hook's: waiting for it may block this thread, until a bucket that is not launched yet
+            return  # of a comm hook: waiting may block this thread until a bucket that has not been launched
         if self._watching is None:
             self._watching = torch.cuda.Stream(self.device)
         with torch.cuda.stream(self._watching):
@@ -51,7 +51,7 @@ class DeviceClock:
             self.mark((bucket, "done_ns"))
 
     def read(self, host: StepMarks) -> StepMarks:
-        """Marks of the device, where there are any; waits until the step is done there."""
+        """Returns the host's marks with those of the device where there are any; waits until the step is done there."""
         found = StepMarks(len(host.buckets), host.began_ns)
         found.forward_ns = host.forward_ns
         found.backward_end_ns = self._since_base("backward_end_ns", host.backward_end_ns)
@@ -59,12 +59,12 @@ class DeviceClock:
             ours.ready_ns = self._since_base((number, "pack_ns"), theirs.ready_ns)
             for name in ("pack_ns", "launch_ns", "done_ns", "unpack_ns", "end_ns"):
                 setattr(ours, name, self._since_base((number, name), getattr(theirs, name)))
-            # Marked where its stream begins to wait for the collective, behind all that it waits for besides.
+            # Marked before its stream waits for the collective, but behind everything else that it waits for.
             ours.unpack_ns = max(ours.unpack_ns, ours.done_ns)
         return found
 
     def ready_ns(self, parameters: int, marks: StepMarks) -> list[int]:
-        """Per parameter since backward began, less the packing before it; MISSING_NS where it was not seen.
+        """Returns per parameter when it was ready since backward began, less earlier packing, in ns; or MISSING_NS.
 
         Args:
             parameters: how many.
@@ -79,7 +79,7 @@ class DeviceClock:
         return found
 
     def probe_ns(self) -> list[int]:
-        """When the probe was issued and when it ended; empty without one."""
+        """Returns when the probe was issued and when it ended, in ns; empty without one."""
         found = [self._since_base("probe", MISSING_NS), self._since_base(("probe", "done_ns"), MISSING_NS)]
         return [] if MISSING_NS in found else found
 

@@ -1,4 +1,4 @@
-"""From a trace to what the planner is asked: ready times, costs, limits, and which parameters may share a bucket."""
+"""Makes the planner's problem of a trace: ready times, costs, limits, and which parameters may share a bucket."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from ..planning.cost_model import Costs, fit, fit_copy
-from ..planning.link_timing import busy_periods, last_to_issue, seen
+from ..planning.link_timing import busy_periods, collective_times, last_to_issue
 from ..planning.plan import ParameterKind
 from ..planning.timeline import MISSING_NS, Problem
 from .reader import RankTrace, Step
@@ -18,12 +18,12 @@ _WIDE = {"float64": "float64", "complex128": "float64"}
 def problem(
     traces: Sequence[RankTrace], costs: Costs, cap_bytes: int | None = None, *, share: bool | None = None
 ) -> Problem:
-    """What the planner is asked, on numbers that all ranks would agree on: of each time the latest of any rank.
+    """Makes the planner's problem, from the times that all ranks would agree on: the latest of any rank.
 
     Args:
         traces: of all ranks.
         costs: of a bucket.
-        cap_bytes: the largest bucket; None: as it was when the trace was recorded.
+        cap_bytes: the largest bucket; None: the limit of the recorded run.
         share: buckets of mixed dtypes are allowed; None: as `shares` says.
     """
     first = traces[0]
@@ -38,7 +38,7 @@ def problem(
 
 
 def kinds(trace: RankTrace) -> list[ParameterKind]:
-    """What a plan depends on, per parameter; as `bucket_set.kind_of` has it."""
+    """Returns per parameter what a plan depends on, as `bucket_set.kind_of` does for a live model."""
     found = []
     for one in trace.parameters:
         dtype, _, device = one.group.partition(" ")
@@ -47,26 +47,26 @@ def kinds(trace: RankTrace) -> list[ParameterKind]:
 
 
 def shares(trace: RankTrace) -> bool:
-    """Whether what recorded the trace could have buckets of mixed dtypes: not torch's DDP, and not without a wire."""
+    """Whether the recorded run could have buckets of mixed dtypes: not under torch's DDP, nor with the native wire."""
     return trace.source != "hook" and trace.config["wire"] != "native"
 
 
 def ready_times_ns(trace: RankTrace) -> list[int]:
-    """Per parameter when its gradient is ready, since backward began and without packing; MISSING_NS: not known.
+    """Returns per parameter when its gradient is ready, since backward began and without packing; or MISSING_NS.
 
-    The median over the steps in which that was looked at; where there is none, the header's average; where there is
-    none either, that of its bucket, which is no earlier.
+    It is the median over the steps in which that was measured; if there is none, the header's average; if there is none
+    either, the median of its bucket's time, which is no earlier.
     """
-    looked: list[list[int]] = [[] for _ in trace.parameters]
-    whole: list[list[int]] = [[] for _ in trace.parameters]
+    own: list[list[int]] = [[] for _ in trace.parameters]
+    of_bucket: list[list[int]] = [[] for _ in trace.parameters]
     for step in trace.steps:
         for number, ready_ns in enumerate(step.ready_ns or ()):
-            looked[number] += [ready_ns] if ready_ns != MISSING_NS else []
+            own[number] += [ready_ns] if ready_ns != MISSING_NS else []
         for numbers, ready_ns in zip(trace.plans[step.plan], _buckets_ready_ns(step.marks), strict=True):
             for number in numbers:
-                whole[number] += [ready_ns] if ready_ns != MISSING_NS else []
+                of_bucket[number] += [ready_ns] if ready_ns != MISSING_NS else []
     found = []
-    for one, times_ns, bounds_ns in zip(trace.parameters, looked, whole, strict=True):
+    for one, times_ns, bounds_ns in zip(trace.parameters, own, of_bucket, strict=True):
         average_ns = [] if one.ready_ns == MISSING_NS else [one.ready_ns]
         known = times_ns or average_ns or bounds_ns
         found.append(statistics.median_low(known) if known else MISSING_NS)
@@ -74,14 +74,14 @@ def ready_times_ns(trace: RankTrace) -> list[int]:
 
 
 def measured_costs(traces: Sequence[RankTrace]) -> Costs | None:
-    """What the recorded buckets cost; None: fewer than two sizes among them, so that no line can be drawn."""
+    """Fits the costs of the recorded buckets; None if they have fewer than two sizes, so that there is no line."""
     wire: list[tuple[int, int]] = []
     pack: list[tuple[int, int]] = []
     unpack: list[tuple[int, int]] = []
     for steps in zip(*(trace.steps for trace in traces), strict=True):
-        buckets, sizes = _seen_whole(steps, _bucket_bytes(traces[0], steps[0].plan))
+        buckets, sizes = _complete_buckets(steps, _bucket_bytes(traces[0], steps[0].plan))
         ranks = [
-            seen([one.launch_ns for one in marks], [one.done_ns for one in marks])
+            collective_times([one.launch_ns for one in marks], [one.done_ns for one in marks])
             for marks in zip(*buckets, strict=True)
         ]
         wire += busy_periods(last_to_issue(ranks), sizes)
@@ -94,19 +94,19 @@ def measured_costs(traces: Sequence[RankTrace]) -> Costs | None:
 
 
 def _buckets_ready_ns(marks: StepMarks) -> Iterator[int]:
-    """Per bucket its ready time less the packing that had delayed backward until then."""
+    """Yields per bucket its ready time, less the packing that had delayed backward until then."""
     packs = [(one.pack_ns, one.launch_ns) for one in marks.buckets if MISSING_NS not in (one.pack_ns, one.launch_ns)]
     for one in marks.buckets:
         packing_ns = sum(max(0, min(end_ns, one.ready_ns) - begin_ns) for begin_ns, end_ns in packs)
         yield MISSING_NS if one.ready_ns == MISSING_NS else one.ready_ns - packing_ns
 
 
-def _seen_whole(
+def _complete_buckets(
     steps: Sequence[Step], sizes_bytes: Sequence[int | None]
 ) -> tuple[list[tuple[BucketMarks, ...]], list[int | None]]:
-    """Buckets of one step that all ranks saw whole: their marks, a rank each, and what is known of their sizes.
+    """The buckets of one step whose times all ranks have: their marks by rank, and their sizes.
 
-    Nothing follows from a bucket behind one that was not seen: it may have waited for that.
+    The size of a bucket behind one without times counts as unknown, because it may have waited for that one.
     """
     found: list[tuple[BucketMarks, ...]] = []
     sizes: list[int | None] = []
@@ -122,7 +122,7 @@ def _seen_whole(
 
 
 def _bucket_bytes(trace: RankTrace, plan: int) -> list[int | None]:
-    """Wire bytes per bucket; None: a bucket of its own kind (a sparse gradient), whose cost says nothing of others."""
+    """Wire bytes per bucket; None for a sparse gradient's, whose cost says nothing about others."""
     return [
         None if trace.parameters[numbers[0]].alone else sum(trace.parameters[number].wire_bytes for number in numbers)
         for numbers in trace.plans[plan]

@@ -1,4 +1,4 @@
-"""Reads traces, and checks them field by field: they may come from another machine, run or program."""
+"""Reads traces, and checks every field, because they may come from another machine, run or program."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Step:
 
     Args:
         step: its number.
-        plan: which of the trace's plans it used.
+        plan: index of its plan among the trace's plans.
         marks: its times.
-        ready_ns: per parameter; None: not looked at in this step.
+        ready_ns: per parameter, or MISSING_NS; None: not measured in this step.
     """
 
     step: int
@@ -46,18 +46,18 @@ class RankTrace:
     """One rank's file.
 
     Args:
-        rank: whose.
-        ranks: of how many.
+        rank: its number.
+        ranks: how many ranks there are.
         device: the type of device that the gradients were on.
         source: what recorded it.
-        perf_ns: time.perf_counter_ns() at one moment, in the file under "clock".
+        perf_ns: time.perf_counter_ns() at one moment ("clock" in the file).
         wall_ns: time.time_ns() at the same moment.
-        config: plain values of the ReduceConfig; "wire" at the least.
+        config: the ReduceConfig's plain values, of which "wire" is required.
         caps: limits of the buckets, in bytes of gradients.
         parameters: in the order of their numbers.
         costs: as fitted last; None: not known.
         plans: those that steps used.
-        steps: ascending.
+        steps: ascending by number.
     """
 
     rank: int
@@ -81,21 +81,21 @@ def read(path: Path) -> list[RankTrace]:
         path: a folder with the files of all ranks, or one of those files.
 
     Returns:
-        By rank; of a file only its rank.
+        The traces by rank; for a file, that one trace.
 
     Raises:
-        TraceError: nothing there, damaged, foreign, a rank missing, or ranks that did not do the same.
+        TraceError: there is no trace, it is damaged or not ours, a rank is missing, or ranks are of different runs.
     """
     if not path.is_dir():
         return [_read(path)]
     files = {int(found[1]): one for one in path.iterdir() if (found := _FILE.fullmatch(one.name))}
     if not files:
-        raise TraceError(f"{path}: no trace there, as no rank<i>.json")
+        raise TraceError(f"{path}: no trace there: the folder has no file rank<i>.json")
     traces: list[RankTrace] = []
     for rank, file in sorted(files.items()):
         trace = _read(file)
         if trace.rank != rank:
-            raise TraceError(f"{file}: it is the trace of rank {trace.rank}")
+            raise TraceError(f"{file}: it is the trace of rank {trace.rank}, whose file is rank{trace.rank}.json")
         if traces:
             _check_same(file, traces[0], trace)
         traces.append(trace)
@@ -107,7 +107,7 @@ def read(path: Path) -> list[RankTrace]:
 
 
 def _check_same(file: Path, first: RankTrace, other: RankTrace) -> None:
-    """Refuses ranks that did not do the same."""
+    """Refuses traces that are not of the same run."""
     facts: tuple[tuple[str, Callable[[RankTrace], Sequence[object]]], ...] = (
         ("number of ranks", lambda trace: [trace.ranks]),
         ("source", lambda trace: [trace.source]),
@@ -130,7 +130,7 @@ def _check_same(file: Path, first: RankTrace, other: RankTrace) -> None:
 
 
 def _model(trace: RankTrace) -> list[tuple[object, ...]]:
-    """What must agree; which parameters share a group, not where: ranks of a machine have devices of their own."""
+    """What must agree between ranks. Of groups, which parameters share one: ranks have different devices."""
     groups: dict[str, int] = {}
     rows = ((one, groups.setdefault(one.group, len(groups))) for one in trace.parameters)
     return [(one.name, one.numel, one.size_bytes, one.wire_bytes, one.alone, group) for one, group in rows]

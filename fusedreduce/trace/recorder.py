@@ -1,14 +1,14 @@
-"""Traces: what happened to every bucket of every recorded step, as one JSON file per rank.
+"""Recorder: writes a trace, the times of every bucket of every recorded step, as one JSON file per rank.
 
-    ready    the bucket's last gradient is there
-    pack     packing begins: the bucket is at the head of the line
+    ready    the bucket's last gradient is ready
+    pack     packing begins: all earlier buckets have been launched
     launch   its collective is issued
     done     its collective has ended
     unpack   unpacking begins
     end      the gradients are reduced
 
-Times are ns of the host's clock since the step's backward began, MISSING_NS where nothing was seen. `reader.py`
-reads what is written here.
+Times are ns of the host's clock since the step's backward began, or MISSING_NS where they are not known. `reader.py`
+reads the file.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ MARKS = tuple(field.name for field in dataclasses.fields(BucketMarks))
 
 
 class StepMarks:
-    """One step on one rank.
+    """The times of one step on one rank.
 
     Args:
-        buckets: of the plan in use.
+        buckets: how many the plan has.
         began_ns: time.perf_counter_ns() at the start of backward.
 
     Attributes:
-        forward_ns: start of forward on the same clock.
-        backward_end_ns: since `began_ns`.
-        buckets: in launch order.
+        forward_ns: start of forward on the same clock, or MISSING_NS.
+        backward_end_ns: end of backward since `began_ns`, or MISSING_NS.
+        buckets: their times, in launch order.
     """
 
     __slots__ = ("backward_end_ns", "began_ns", "buckets", "forward_ns")
@@ -96,16 +96,16 @@ class Parameter:
 
 
 class Recorder:
-    """Keeps the first steps that it is given, and writes them down.
+    """Keeps the first steps that it is given, and writes them to a file.
 
     Args:
-        folder: where to; it is made.
+        folder: for the file; it is created.
         header: the file's entries that are the same for all steps, as `header` makes them.
-        limit: steps to keep.
+        limit: how many steps are kept.
 
     Raises:
-        ValueError: a limit below 1.
-        OSError: the folder cannot be made.
+        ValueError: `limit` is below 1.
+        OSError: the folder cannot be created.
     """
 
     def __init__(self, folder: Path, header: Mapping[str, object], limit: int = 100) -> None:
@@ -125,42 +125,42 @@ class Recorder:
         return len(self._steps) < self._limit
 
     def add(self, step: int, plan: Plan, marks: StepMarks, ready_ns: Sequence[int] | None) -> None:
-        """Keeps a step, or does nothing when it has enough of them.
+        """Keeps a step; does nothing once `limit` steps are kept.
 
         Args:
             step: its number; above that of the step before.
             plan: that it used.
-            marks: its times; kept, so the next step needs others.
-            ready_ns: per parameter, MISSING_NS where not seen; None: not looked at.
+            marks: its times, which are referenced, not copied.
+            ready_ns: per parameter, or MISSING_NS; None: they were not measured.
         """
         if not self.recording:
             return
         assert len(plan) == len(marks.buckets), "marks of another plan"
-        if plan is not self._latest[0]:  # hashing a plan of 20,000 parameters takes its time
+        if plan is not self._latest[0]:  # because hashing a plan of 20,000 parameters is slow
             self._latest = plan, self._numbers.setdefault(plan, len(self._numbers))
-        # 8 bytes each, where a list would keep an int's 32 alive.
+        # An array takes 8 bytes per time, a list 32 for its int.
         self._steps.append((step, self._latest[1], marks, None if ready_ns is None else array("q", ready_ns)))
 
     def write(self, costs: Costs | None, ready_ns: Sequence[int] | None = None) -> Path:
-        """Writes rank<i>.json in one piece: whoever reads it finds the old file or the new one.
+        """Writes rank<i>.json atomically: a reader gets the old file or the new one.
 
         Args:
-            costs: as fitted last.
-            ready_ns: per parameter, in place of those in the header.
+            costs: as fitted last; None: not known.
+            ready_ns: per parameter, in place of the times in the header.
 
         Returns:
-            The file.
+            The file's path.
 
         Raises:
-            OSError: the folder cannot be made or written to.
+            OSError: the folder cannot be created or written to.
         """
-        found: dict[str, Any] = {"format": FORMAT, "version": VERSION, **self._header}
+        trace: dict[str, Any] = {"format": FORMAT, "version": VERSION, **self._header}
         if ready_ns is not None:
-            rows = zip(found["parameters"], ready_ns, strict=True)
-            found["parameters"] = [{**parameter, "ready_ns": int(time_ns)} for parameter, time_ns in rows]
-        found["costs"] = None if costs is None else dataclasses.asdict(costs)
-        found["plans"] = list(self._numbers)
-        found["steps"] = [
+            rows = zip(trace["parameters"], ready_ns, strict=True)
+            trace["parameters"] = [{**parameter, "ready_ns": int(time_ns)} for parameter, time_ns in rows]
+        trace["costs"] = None if costs is None else dataclasses.asdict(costs)
+        trace["plans"] = list(self._numbers)
+        trace["steps"] = [
             {
                 "step": step,
                 "plan": plan,
@@ -173,10 +173,10 @@ class Recorder:
             for step, plan, marks, ready in self._steps
         ]
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"rank{found['rank']}.json"
+        path = self._folder / f"rank{trace['rank']}.json"
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            temporary.write_text(json.dumps(found, separators=(",", ":"), allow_nan=False) + "\n")
+            temporary.write_text(json.dumps(trace, separators=(",", ":"), allow_nan=False) + "\n")
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -217,29 +217,32 @@ def header(
 
 
 def group_text(dtype: object, device: object) -> str:
-    """What must agree within a bucket, in words: "float32 cuda:0"."""
+    """Writes a dtype and a device, which must agree within a bucket: "float32 cuda:0"."""
     return f"{str(dtype).removeprefix('torch.')} {device}"
 
 
 def stall_ns(buckets: Sequence[BucketMarks]) -> int | None:
-    """For how long a bucket was ready while an earlier one was not; None: no bucket's readiness is known.
+    """Head-of-line stall: for how long any bucket was ready while an earlier one was not.
 
     Args:
-        buckets: one step's, in launch order.
+        buckets: of one step, in launch order.
+
+    Returns:
+        ns; None if it is not known when any bucket was ready.
     """
     known = [(bucket.ready_ns, bucket.pack_ns) for bucket in buckets if bucket.ready_ns != MISSING_NS]
     if not known:
         return None
     waits, head_ns = [], 0
     for ready_ns, pack_ns in known:
-        # Not beyond the beginning of packing: what was packed was not waiting.
+        # A bucket that is being packed no longer waits.
         waits.append((ready_ns, head_ns if pack_ns == MISSING_NS else min(head_ns, pack_ns)))
         head_ns = max(head_ns, ready_ns)
     return covered_ns(waits)
 
 
 def covered_ns(intervals: Iterable[tuple[int, int]]) -> int:
-    """Length of what the intervals cover together."""
+    """The length of the union of intervals (begin, end), in ns."""
     covered_ns, reached_ns = 0, MISSING_NS
     for begin_ns, end_ns in sorted(intervals):
         if end_ns > max(begin_ns, reached_ns):
@@ -249,9 +252,9 @@ def covered_ns(intervals: Iterable[tuple[int, int]]) -> int:
 
 
 def _row(marks: BucketMarks) -> tuple[int, ...]:
-    """The six times, in order.
+    """The six times, in order, with `done` limited to lie between `launch` and `unpack`.
 
-    Host and device marks may be mixed where some were not seen: what comes later is not shown earlier.
+    Host and device times may be mixed where some device times are missing.
     """
     done_ns = marks.done_ns
     if done_ns != MISSING_NS:

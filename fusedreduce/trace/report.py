@@ -1,10 +1,10 @@
-"""What traces say: the ranks' clocks aligned, and where a step's time went.
+"""Figures of a trace: aligns the ranks' clocks, and says where a step's time went.
 
-Clocks: first each host's wall clock; then, as an all-reduce ends on all ranks at nearly the same moment, the median
+Clocks: first each host's wall clock. Then, because an all-reduce ends on all ranks at nearly the same time, the median
 over all buckets and steps of (its end on rank r - its end on rank 0) is taken for rank r's error and subtracted.
 
     exposed   from the end of backward until the last gradient is reduced
-    overlap   share of the time with a collective under way that lies within backward
+    overlap   share of the time with a collective in flight that lies within backward
     stall     a bucket is ready and an earlier one is not: head-of-line blocking
 """
 
@@ -26,10 +26,10 @@ class Run:
 
     Args:
         traces: by rank.
-        errors_ns: what rank r's wall clock is ahead of rank 0's.
-        spread_ns: median distance of the collectives' ends from each other that is left, worst rank; None: the ranks
-            have no collective's end in common, and their wall clocks are taken as they are.
-        origin_ns: the moment 0, on rank 0's wall clock: the first thing that any rank did.
+        errors_ns: by rank, how far its wall clock is ahead of rank 0's.
+        spread_ns: the median distance between the collectives' ends after the alignment, of the worst rank; None: the
+            ranks have no collective's end in common, and their wall clocks are used as they are.
+        origin_ns: time 0 on rank 0's wall clock: the earliest start of any rank.
     """
 
     traces: tuple[RankTrace, ...]
@@ -38,7 +38,7 @@ class Run:
     origin_ns: int
 
     def base_ns(self, rank: int, step: int) -> int:
-        """The moment at which rank's backward began in its `step`-th step."""
+        """When a rank's backward began in its `step`-th recorded step, in ns since the origin."""
         trace = self.traces[rank]
         return _wall_ns(trace, step) - self.errors_ns[rank] - self.origin_ns
 
@@ -50,15 +50,15 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Medians over steps; None: not to be told from the trace.
+    """Medians over steps; None where the trace does not say.
 
     Args:
-        step_ns: from one step to the next; of a lone step, from its forward to its last gradient.
-        backward_ns: backward.
+        step_ns: from the start of one step to the next; of a single step, from its forward to its last gradient.
+        backward_ns: duration of backward.
         exposed_ns: exposed communication.
         overlap: share of communication within backward.
         stall_ns: head-of-line stall.
-        stall_share: of backward.
+        stall_share: stall as a share of backward.
     """
 
     step_ns: float | None
@@ -73,14 +73,14 @@ def merge(traces: Sequence[RankTrace]) -> Run:
     """Aligns the ranks' clocks.
 
     Args:
-        traces: as `files.read` returns them.
+        traces: as `reader.read` returns them.
 
     Raises:
         TraceError: no step was recorded.
     """
     steps = range(len(traces[0].steps))
     if not steps:
-        raise TraceError("the trace holds no step")
+        raise TraceError("the trace has no steps: record at least one whole step")
     first = _ends_ns(traces[0])
     errors_ns, spreads_ns = [], []
     for trace in traces:
@@ -97,10 +97,11 @@ def merge(traces: Sequence[RankTrace]) -> Run:
 
 
 def figures(run: Run) -> list[Figures]:
-    """One row per rank, in their order, then one for the run.
+    """Returns one row per rank, in rank order, then one for the run.
 
-    The run's row: the slowest rank in each step, but exposed from the latest end of backward of any rank to the last
-    gradient of any rank (a fast rank's own figure holds its wait for the slow ones), and overlap over all ranks.
+    The run's row has the slowest rank of each step, but exposed communication from the latest end of backward of any
+    rank to the last gradient of any rank (a fast rank's own figure includes its wait for slow ones), and overlap over
+    all ranks.
     """
     rows = []
     marks = [[step.marks for step in trace.steps] for trace in run.traces]
@@ -136,7 +137,7 @@ def _wall_ns(trace: RankTrace, step: int) -> int:
 
 
 def start_ns(marks: StepMarks) -> int:
-    """Where forward began, since backward did."""
+    """When forward began, in ns since backward began: at most 0; 0 if that is not known."""
     return 0 if marks.forward_ns == MISSING_NS else marks.forward_ns - marks.began_ns
 
 
@@ -151,7 +152,7 @@ def _ends_ns(trace: RankTrace) -> dict[tuple[int, int], int]:
 
 
 def finish_ns(marks: StepMarks) -> int | None:
-    """When the last gradient was reduced; None where a bucket was launched and its end was not seen."""
+    """When the last gradient was reduced, in ns since backward began; None if a launched bucket's end is missing."""
     launched = [one for one in marks.buckets if one.launch_ns != MISSING_NS]
     ends = [one.done_ns if one.end_ns == MISSING_NS else one.end_ns for one in launched]
     return None if not ends or MISSING_NS in ends else max(ends)
@@ -162,7 +163,7 @@ def _backward_ns(marks: StepMarks) -> int | None:
 
 
 def _exposed_ns(run: Run, ranks: Iterable[int], step: int) -> int | None:
-    """From the last of these ranks' ends of backward to the last of their gradients."""
+    """From the latest end of backward of these ranks to the last of their gradients."""
     backward, finish = [], []
     for rank in ranks:
         marks, base_ns = run.traces[rank].steps[step].marks, run.base_ns(rank, step)
@@ -175,7 +176,7 @@ def _exposed_ns(run: Run, ranks: Iterable[int], step: int) -> int | None:
 
 
 def _overlap_ns(marks: StepMarks) -> tuple[int, int] | None:
-    """Time with a collective under way: within backward, and in all."""
+    """The time with a collective in flight: within backward, and in all."""
     pairs = [(one.launch_ns, one.done_ns) for one in marks.buckets if one.done_ns != MISSING_NS]
     if marks.backward_end_ns == MISSING_NS or not pairs or any(launch_ns == MISSING_NS for launch_ns, _ in pairs):
         return None
@@ -195,7 +196,7 @@ def _stall_share(marks: StepMarks) -> float | None:
 
 
 def _periods_ns(run: Run, rank: int) -> list[int | None]:
-    """From one step to the next, where both were recorded; of lone steps their own length."""
+    """From each step to the next, where both were recorded; if there are no such pairs, each step's own length."""
     steps = run.traces[rank].steps
     pairs = zip(steps, steps[1:], strict=False)
     found: list[int | None] = [

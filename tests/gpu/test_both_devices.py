@@ -135,8 +135,8 @@ def _flip_a_bit(tensor: torch.Tensor) -> None:
 
 
 def _add_a_second(_: None, clock: StepClock, bucket: int) -> None:
-    if clock.looks is not None:
-        clock.looks.marks.buckets[bucket].end_ns += 10**9
+    if clock.profile is not None:
+        clock.profile.marks.buckets[bucket].end_ns += 10**9
 
 
 def _one_rank_less(tensors: Sequence[torch.Tensor], *rest: Any) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fusedreduce.planning import exact
 from fusedreduce.planning import several_groups as several
 from fusedreduce.planning.beside_groups import TermsBeside, earliest_beside
-from fusedreduce.planning.bucket_group import Job, Lane
+from fusedreduce.planning.bucket_group import BucketGroup, Job
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear
 from fusedreduce.planning.cuts import Terms, earliest
 from fusedreduce.planning.plan import Plan
@@ -254,11 +254,11 @@ def _filled(problem: Problem, *, last_first: bool) -> Plan:
 def test_several_groups_are_never_worse_than_each_cut_at_the_cap_or_by_itself(problem: Problem, steps: int) -> None:
     """Without the search through all ways to cut, and however early the turns end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "MOST_WAYS", 0)
+        patch.setattr(exact, "MOST_PARTIALS", 0)
         patch.setattr(several, "TURN_STEPS", steps)
         plan = optimum(problem)
     _check(problem, plan)
-    lanes = several.lanes_of(problem)
+    lanes = several.groups_of(problem)
     rivals = [_filled(problem, last_first=flag) for flag in (False, True)]
     rivals.append(several.plan_of(lanes, [earliest(lane) for lane in lanes]))
     assert all(_score(problem, plan) <= _score(problem, rival) for rival in rivals)
@@ -267,7 +267,7 @@ def test_several_groups_are_never_worse_than_each_cut_at_the_cap_or_by_itself(pr
 @given(problems(30, groups=3, least=1))
 @settings(max_examples=100)
 def test_every_start_of_the_search_is_a_plan(problem: Problem) -> None:
-    lanes = several.lanes_of(problem)
+    lanes = several.groups_of(problem)
     for cuts in several.first_cuts(problem, lanes):
         plan = several.plan_of(lanes, cuts)
         _check(problem, plan)
@@ -279,7 +279,7 @@ def test_every_start_of_the_search_is_a_plan(problem: Problem) -> None:
 def test_turns_end_when_their_steps_are_used_up(problem: Problem, most: int) -> None:
     used: list[int] = []
 
-    def counted(lane: Lane, jobs: Sequence[Job], most_steps: int) -> tuple[list[int], int]:
+    def counted(lane: BucketGroup, jobs: Sequence[Job], most_steps: int) -> tuple[list[int], int]:
         assert most_steps == most - sum(used) > 0
         starts, steps = earliest_beside(lane, jobs, most_steps)
         used.append(steps)
@@ -288,7 +288,7 @@ def test_turns_end_when_their_steps_are_used_up(problem: Problem, most: int) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(several, "TURN_STEPS", most)
         patch.setattr(several, "earliest_beside", counted)
-        several.cut_in_turn(problem, several.lanes_of(problem))
+        several.cut_in_turn(problem, several.groups_of(problem))
 
 
 ANYTHING: Score = (10**40, 10**6)
@@ -298,7 +298,7 @@ ANYTHING: Score = (10**40, 10**6)
 @settings(max_examples=300)
 @example(_problem([1, 6, 8], [3, 3, 3], (0, 3 * FS_PER_NS)))
 def test_the_search_through_all_ways_is_brute_force(problem: Problem) -> None:
-    lanes = several.lanes_of(problem)
+    lanes = several.groups_of(problem)
     found = exact.better(lanes, ANYTHING)
     assert found is not None
     _check(problem, several.plan_of(lanes, found))
@@ -311,12 +311,12 @@ def test_the_search_through_all_ways_is_brute_force(problem: Problem) -> None:
 def test_the_search_through_all_ways_gives_up_where_they_are_many() -> None:
     problem = _problem(range(0, 1200, 100), [100] * 12, (10, FS_PER_NS))
     problem = dataclasses.replace(problem, groups=(0, 1) * 6)
-    lanes = several.lanes_of(problem)
+    lanes = several.groups_of(problem)
     assert exact.better(lanes, ANYTHING) is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "MOST_WAYS", 24)
+        patch.setattr(exact, "MOST_PARTIALS", 24)
         assert exact.better(lanes, ANYTHING) is None, "on the way"
-        patch.setattr(exact, "MOST_WAYS", 23)
+        patch.setattr(exact, "MOST_PARTIALS", 23)
         assert exact.better(lanes, ANYTHING) is None, "at once: each parameter of each lane is looked at"
 
 
@@ -329,13 +329,13 @@ def lanes_and_jobs(draw: st.DrawFn, pack: st.SearchStrategy[Linear]) -> Problem:
     return dataclasses.replace(problem, groups=tuple(groups))
 
 
-def _lane_and_jobs(problem: Problem) -> tuple[Lane, list[Job]]:
+def _lane_and_jobs(problem: Problem) -> tuple[BucketGroup, list[Job]]:
     own = [place for place, number in enumerate(problem.order) if problem.groups[number] == "own"]
-    others = [Lane(problem, [place]) for place in range(len(problem.order)) if place not in own]
-    return Lane(problem, own), [job for lane in others for job in lane.jobs([0])]
+    others = [BucketGroup(problem, [place]) for place in range(len(problem.order)) if place not in own]
+    return BucketGroup(problem, own), [job for lane in others for job in lane.jobs([0])]
 
 
-def _beside(lane: Lane, jobs: list[Job], starts: Sequence[int]) -> Score:
+def _beside(lane: BucketGroup, jobs: list[Job], starts: Sequence[int]) -> Score:
     packs = done = 0
     everything = sorted([*jobs, *lane.jobs(starts)])
     for job in everything:
@@ -344,7 +344,7 @@ def _beside(lane: Lane, jobs: list[Job], starts: Sequence[int]) -> Score:
     return done, len(everything)
 
 
-def _starts(problem: Problem, lane: Lane) -> Iterator[list[int]]:
+def _starts(problem: Problem, lane: BucketGroup) -> Iterator[list[int]]:
     for buckets in _cuts(problem, lane.members):
         ends = list(itertools.accumulate(map(len, buckets)))
         yield [0, *ends[:-1]][::-1]
@@ -398,7 +398,7 @@ def test_what_a_walk_among_fixed_buckets_finds_is_true(problem: Problem, at: int
 @given(problems(12, least=1))
 @settings(max_examples=200)
 def test_a_lane_read_backwards_ends_at_the_same_time(problem: Problem) -> None:
-    lane = Lane(problem, range(len(problem.order)))
+    lane = BucketGroup(problem, range(len(problem.order)))
     terms, count = Terms.of(lane), len(lane)
     for starts in itertools.islice(_starts(problem, lane), 64):
         mirrored = [*(count - cut for cut in reversed(starts) if cut), 0]

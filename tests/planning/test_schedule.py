@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fusedreduce.config import Policy
 from fusedreduce.planning.bucketing import BucketCaps
-from fusedreduce.planning.link_timing import Seen, busy_periods, last_to_issue, seen
+from fusedreduce.planning.link_timing import CollectiveTimes, busy_periods, collective_times, last_to_issue
 from fusedreduce.planning.plan import ParameterKind, Plan
 from fusedreduce.planning.planner import MISSING_NS
 from fusedreduce.planning.policies import ready_plan
@@ -56,7 +56,7 @@ def costing(fixed_ns: int, ns_per_byte: int, plan: Plan, of: Model) -> StepTimes
     sizes = [sum(of.wire_bytes[number] for number in members) for members in plan]
     began = [10**6 * place for place in range(len(plan))]
     ended = [at + fixed_ns + ns_per_byte * size for at, size in zip(began, sizes, strict=True)]
-    rows = [BucketTimes(wire, 10, 4) for wire in seen(began, ended)]
+    rows = [BucketTimes(wire, 10, 4) for wire in collective_times(began, ended)]
     return StepTimes(rows, stall_ns=0, backward_ns=1000)
 
 
@@ -256,13 +256,13 @@ def test_samples_outlive_a_plan() -> None:
 
 
 def test_busy_periods_of_the_example() -> None:
-    ranks = seen([0, 5], [12, 40]), seen([102, 130], [112, 140])
+    ranks = collective_times([0, 5], [12, 40]), collective_times([102, 130], [112, 140])
     assert busy_periods(last_to_issue(ranks), [10, 30]) == [(10, 10), (30, 10)]
 
 
 def test_a_busy_period_with_a_sparse_gradient_in_it_tells_nothing() -> None:
     """Nobody knows the bytes of one, and so not what the bucket that was queued beside it cost."""
-    buckets = seen([0, 5, 100, 105, 200], [12, 40, 130, 140, 220])
+    buckets = collective_times([0, 5, 100, 105, 200], [12, 40, 130, 140, 220])
     assert busy_periods(buckets, [10, None, None, 10, 20]) == [(20, 20)]
     assert busy_periods(buckets, [10, 30, 10, 10, 20]) == [(20, 20), (10, 20), (20, 20)]
 
@@ -281,7 +281,7 @@ def test_busy_periods_find_what_a_fifo_channel_cost_whatever_the_ranks_clocks_an
         ended.append(channel)
     offsets = data.draw(st.lists(st.integers(-(10**6), 10**6), min_size=3, max_size=3))
     rows = [
-        seen([at + offset for at in one], [at + offset for at in ended])
+        collective_times([at + offset for at in one], [at + offset for at in ended])
         for one, offset in zip(issued, offsets, strict=True)
     ]
     periods = busy_periods(last_to_issue(rows), sizes)
@@ -300,7 +300,7 @@ def test_all_ranks_decide_the_same_for_any_set_of_numbers(data: st.DataObject) -
     groups = data.draw(st.lists(st.integers(0, 2), min_size=PARAMETERS, max_size=PARAMETERS))
     of = model(policy, groups=groups)
     plan = first_plan(of)
-    wire = st.builds(Seen, st.integers(0, 10**12), st.integers(-(10**12), 10**12))
+    wire = st.builds(CollectiveTimes, st.integers(0, 10**12), st.integers(-(10**12), 10**12))
     row = st.one_of(st.none(), st.builds(BucketTimes, wire, *[st.integers(0, 10**12)] * 2))
     ranks = [Schedule(of, 8, arrival=tuple(range(PARAMETERS))) for _ in range(3)]
     for _ in range(2):
@@ -380,7 +380,10 @@ class Ranks(RuleBasedStateMachine):
         place = schedule.place()
         if place is not None:
             some = (self.random.randrange(10**6) for _ in range(10**6))
-            rows = [BucketTimes(Seen(next(some), next(some) - 10**5), next(some), next(some)) for _ in self.plans[rank]]
+            rows = [
+                BucketTimes(CollectiveTimes(next(some), next(some) - 10**5), next(some), next(some))
+                for _ in self.plans[rank]
+            ]
             self.looked[rank][place] = StepTimes(rows, self.random.randrange(100), 100)
         if schedule.reports():
             ready = [self.random.choice([MISSING_NS, 0, self.random.randrange(10**6)]) for _ in range(PARAMETERS)]

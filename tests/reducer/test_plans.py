@@ -126,7 +126,7 @@ GOOD = json.loads(dump(((0, 1), (2, 3)), names=NAMES, numels=NUMELS, world_size=
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"format": "other"}, "no plan of fusedreduce"),
+        ({"format": "other"}, "not a plan of fusedreduce"),
         ({"version": 2}, "reads version 1"),
         ({"version": True}, "reads version 1"),
         ({"version": 1.0}, "reads version 1"),
@@ -153,7 +153,7 @@ def test_plans_are_checked_field_by_field(change: dict[str, Any], match: str) ->
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '"plan"', "[" * 100_000, "\x80"])
 def test_what_is_no_plan_says_so(text: str) -> None:
-    with pytest.raises(ValueError, match="this is no plan"):
+    with pytest.raises(ValueError, match="this is not a plan"):
         load(text, names=NAMES, numels=NUMELS)
 
 

@@ -170,7 +170,7 @@ def saved_plans(rank: int, world: int) -> None:
 
     for wrong, match in (
         (text if rank else None, "plan"),
-        (text[:-5], "this is no plan"),
+        (text[:-5], "this is not a plan"),
         (text.replace(f'"world_size": {world}', '"world_size": 0'), "damaged"),
     ):
         with pytest.raises(ValueError, match=match):  # AgreementError is one

@@ -10,7 +10,7 @@ import torch
 from support.device_time import DEVICE, FakeGpu, FakeStream
 from support.loopback import Loopback
 
-from fusedreduce.planning.link_timing import Seen
+from fusedreduce.planning.link_timing import CollectiveTimes
 from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.trace.recorder import StepMarks, stall_ns
 from fusedreduce.trace.step_clock import StepClock
@@ -51,13 +51,13 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_step_that_nobody_looks_at_closely_knows_its_buckets_only(now: list[int]) -> None:
     clock = StepClock(2, CPU)
-    clock.arm(2, closely=False, forward_ns=0)
+    clock.arm(2, profiled=False, forward_ns=0)
     now[0] += 100
-    clock.begin()
+    clock.backward_began()
     for bucket in (0, 1):
         now[0] += 10
         clock.enter()
-        clock.arrive(bucket)
+        clock.gradient_ready(bucket)
         clock.bucket_ready(bucket)
         clock.pack(bucket)
         now[0] += 5
@@ -65,19 +65,19 @@ def test_a_step_that_nobody_looks_at_closely_knows_its_buckets_only(now: list[in
         clock.leave()
     assert clock.ready_ns == [10, 25] and clock.launched_ns == [15, 30]
     assert clock.arrived_ns == [110, 125], "torch counts from the end of forward"
-    assert clock.looks is None and clock.taken() is None
+    assert clock.profile is None and clock.pop_profile() is None
 
 
 def test_what_we_do_on_autograds_thread_does_not_count_as_backward(now: list[int]) -> None:
     clock = StepClock(3, CPU)
-    clock.arm(2, closely=True, forward_ns=7)
+    clock.arm(2, profiled=True, forward_ns=7)
     now[0] += 50
-    clock.begin()
+    clock.backward_began()
     collectives = [Collective(), Collective()]
     for index in (2, 1, 0):
         now[0] += 100  # backward
         clock.enter()
-        clock.arrive(index)
+        clock.gradient_ready(index)
         bucket = 0 if index else 1
         if index != 2:
             clock.bucket_ready(bucket)
@@ -94,14 +94,14 @@ def test_what_we_do_on_autograds_thread_does_not_count_as_backward(now: list[int
         collectives[bucket].end()
         now[0] += 20
         clock.unpacked(bucket)
-    look = clock.taken()
-    assert look is not None and clock.taken() is None
+    look = clock.pop_profile()
+    assert look is not None and clock.pop_profile() is None
     assert look.ready_ns == [300, 200, 100], "as if there were no reducer"
     first, second = look.marks.buckets
     assert (first.ready_ns, first.pack_ns, first.launch_ns) == (203, 203, 233)
     assert look.marks.backward_end_ns == 369 and look.marks.forward_ns == 7
     assert (first.done_ns, first.unpack_ns, first.end_ns) == (419, 419, 439), "unpacking begins when there is something"
-    times = look.times()
+    times = look.step_times()
     assert [one and one.pack_ns for one in times.buckets] == [30, 30]
     assert [one and one.unpack_ns for one in times.buckets] == [20, 20]
     assert times.backward_ns == 369 and times.probe_ns is None
@@ -111,37 +111,37 @@ def test_what_we_do_on_autograds_thread_does_not_count_as_backward(now: list[int
 def test_what_we_did_in_one_step_does_not_count_in_the_next(now: list[int]) -> None:
     clock = StepClock(1, CPU)
     for step in range(3):
-        clock.arm(1, closely=True, forward_ns=0)
-        clock.begin()
+        clock.arm(1, profiled=True, forward_ns=0)
+        clock.backward_began()
         now[0] += 100  # backward
         clock.enter()
-        clock.arrive(0)
+        clock.gradient_ready(0)
         now[0] += 1000  # packing
         clock.leave()
-        look = clock.taken()
+        look = clock.pop_profile()
         assert look is not None and look.ready_ns == [100], step
 
 
 def test_a_collective_whose_end_nobody_told_tells_nothing(now: list[int]) -> None:
     clock = StepClock(1, CPU)
-    clock.arm(1, closely=True, forward_ns=MISSING_NS)
+    clock.arm(1, profiled=True, forward_ns=MISSING_NS)
     clock.enter()
-    clock.arrive(0)
+    clock.gradient_ready(0)
     clock.bucket_ready(0)
     clock.pack(0)
     clock.launched(0, Collective(), None, Loopback())
     clock.backward_ended()
     clock.unpack(0)
     clock.unpacked(0)
-    look = clock.taken()
-    assert look is not None and look.times().buckets == [None]
+    look = clock.pop_profile()
+    assert look is not None and look.step_times().buckets == [None]
 
 
 def test_a_bucket_that_issues_nothing_ends_as_it_begins(now: list[int]) -> None:
     # Of a sparse gradient that no rank has ever had: others of the step are to be learned from all the same.
     clock = StepClock(1, CPU)
-    clock.arm(2, closely=True, forward_ns=0)
-    clock.begin()
+    clock.arm(2, profiled=True, forward_ns=0)
+    clock.backward_began()
     for bucket, collective in enumerate((Collective(), None)):
         now[0] += 100
         clock.pack(bucket)
@@ -153,23 +153,26 @@ def test_a_bucket_that_issues_nothing_ends_as_it_begins(now: list[int]) -> None:
     for bucket in (0, 1):
         clock.unpack(bucket)
         clock.unpacked(bucket)
-    looked = clock.taken()
+    looked = clock.pop_profile()
     assert looked is not None and [one.done_ns for one in looked.marks.buckets] == [150, 260]
-    rows = looked.times().buckets
-    assert [None if row is None else row.wire for row in rows] == [Seen(150 - 110, 0), Seen(260 - 110, 150 - 260)]
+    rows = looked.step_times().buckets
+    assert [None if row is None else row.wire for row in rows] == [
+        CollectiveTimes(150 - 110, 0),
+        CollectiveTimes(260 - 110, 150 - 260),
+    ]
 
 
 def test_the_probe_is_timed_from_its_issue(now: list[int]) -> None:
     clock, probe = StepClock(1, CPU), Collective()
-    clock.arm(1, closely=True, forward_ns=MISSING_NS)
-    look = clock.looks
+    clock.arm(1, profiled=True, forward_ns=MISSING_NS)
+    look = clock.profile
     assert look is not None
-    look.probe_begins()
+    look.probe_issuing()
     now[0] += 3
-    look.probe_began(probe, Loopback())
+    look.probe_issued(probe, Loopback())
     now[0] += 4
     probe.end()
-    assert look.times().probe_ns == 7
+    assert look.step_times().probe_ns == 7
 
 
 def test_stall_is_the_union_of_what_waited() -> None:
@@ -201,13 +204,13 @@ def test_on_a_device_times_are_those_of_its_streams(monkeypatch: pytest.MonkeyPa
     gpu = FakeGpu(monkeypatch)
     gpu.work(5000)
     clock = StepClock(2, DEVICE)
-    clock.arm(1, closely=True, forward_ns=MISSING_NS)
-    clock.begin()
+    clock.arm(1, profiled=True, forward_ns=MISSING_NS)
+    clock.backward_began()
     for index in (1, 0):
         now[0] += 1000  # the host is far ahead
         gpu.work(2000)
         clock.enter()
-        clock.arrive(index)
+        clock.gradient_ready(index)
         clock.leave()
     clock.bucket_ready(0)
     clock.pack(0)
@@ -220,14 +223,14 @@ def test_on_a_device_times_are_those_of_its_streams(monkeypatch: pytest.MonkeyPa
     pending.wait()
     gpu.work(40)
     clock.unpacked(0)
-    look = clock.taken()
+    look = clock.pop_profile()
     assert look is not None
     assert look.ready_ns == [2000, 1000], "the host's, kept apart"
-    assert look.device_ready_ns() == [4000, 2000]
-    (bucket,) = look.finest().buckets
+    assert look.device_ready_times_ns() == [4000, 2000]
+    (bucket,) = look.best_marks().buckets
     assert (bucket.pack_ns, bucket.launch_ns, bucket.done_ns) == (4000, 4100, 4400)
     assert (bucket.unpack_ns, bucket.end_ns) == (4400, 4440)
-    (times,) = look.times().buckets
+    (times,) = look.step_times().buckets
     assert times is not None
     assert (times.wire.since_first_ns, times.pack_ns, times.unpack_ns) == (300, 100, 40)
 
@@ -237,13 +240,13 @@ def test_waiting_for_the_end_of_backward_is_no_unpacking(monkeypatch: pytest.Mon
     gpu = FakeGpu(monkeypatch)
     side, channel = FakeStream(), FakeStream()
     clock = StepClock(2, DEVICE)
-    clock.arm(2, closely=True, forward_ns=MISSING_NS)
-    clock.begin()
+    clock.arm(2, profiled=True, forward_ns=MISSING_NS)
+    clock.backward_began()
     pending = []
     for bucket in (0, 1):
         gpu.work(2000)
         clock.enter()
-        clock.arrive(1 - bucket)
+        clock.gradient_ready(1 - bucket)
         clock.bucket_ready(bucket)
         clock.pack(bucket)
         gpu.work(100)
@@ -260,30 +263,30 @@ def test_waiting_for_the_end_of_backward_is_no_unpacking(monkeypatch: pytest.Mon
             one.wait()
             gpu.work(40)
             clock.unpacked(bucket)
-    look = clock.taken()
+    look = clock.pop_profile()
     assert look is not None
-    marks = look.finest()
+    marks = look.best_marks()
     assert [one.done_ns for one in marks.buckets] == [2400, 4500] and marks.backward_end_ns == 9200
     assert [(one.unpack_ns, one.end_ns) for one in marks.buckets] == [(9270, 9310), (9310, 9350)]
-    assert [one and (one.pack_ns, one.unpack_ns) for one in look.times().buckets] == [(100, 40), (100, 40)]
+    assert [one and (one.pack_ns, one.unpack_ns) for one in look.step_times().buckets] == [(100, 40), (100, 40)]
 
 
 def test_packing_on_the_device_is_taken_out_of_later_gradients_times(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch)
     clock = StepClock(2, DEVICE)
-    clock.arm(2, closely=True, forward_ns=MISSING_NS)
-    clock.begin()
+    clock.arm(2, profiled=True, forward_ns=MISSING_NS)
+    clock.backward_began()
     for index in (1, 0):
         gpu.work(3000)
         clock.enter()
-        clock.arrive(index)
+        clock.gradient_ready(index)
         clock.bucket_ready(1 - index)
         clock.pack(1 - index)
         gpu.work(1000)
         clock.launched(1 - index, None, None, Loopback())
         clock.leave()
-    look = clock.taken()
-    assert look is not None and look.device_ready_ns() == [6000, 3000]
+    look = clock.pop_profile()
+    assert look is not None and look.device_ready_times_ns() == [6000, 3000]
 
 
 def test_issuing_takes_the_hosts_time_and_not_the_devices(monkeypatch: pytest.MonkeyPatch, now: list[int]) -> None:
@@ -291,9 +294,9 @@ def test_issuing_takes_the_hosts_time_and_not_the_devices(monkeypatch: pytest.Mo
     for device in (CPU, DEVICE):
         gpu = FakeGpu(monkeypatch)
         clock = StepClock(1, device)
-        clock.arm(1, closely=True, forward_ns=MISSING_NS)
+        clock.arm(1, profiled=True, forward_ns=MISSING_NS)
         clock.enter()
-        clock.arrive(0)
+        clock.gradient_ready(0)
         clock.bucket_ready(0)
         clock.pack(0)
         gpu.work(100)
@@ -305,9 +308,9 @@ def test_issuing_takes_the_hosts_time_and_not_the_devices(monkeypatch: pytest.Mo
         collective.end()
         clock.unpack(0)
         clock.unpacked(0)
-        look = clock.taken()
+        look = clock.pop_profile()
         assert look is not None
-        (times,) = look.times().buckets
+        (times,) = look.step_times().buckets
         assert times is not None
         packed_ns.append(times.pack_ns)
     assert packed_ns == [30 + 50, 100]
@@ -315,9 +318,9 @@ def test_issuing_takes_the_hosts_time_and_not_the_devices(monkeypatch: pytest.Mo
 
 def test_gradients_on_several_devices_have_host_times_only(now: list[int]) -> None:
     clock = StepClock(2, None)
-    clock.arm(1, closely=True, forward_ns=MISSING_NS)
+    clock.arm(1, profiled=True, forward_ns=MISSING_NS)
     clock.enter()
-    clock.arrive(0)
-    look = clock.taken()
-    assert look is not None and look.device is None and look.device_ready_ns() == []
+    clock.gradient_ready(0)
+    look = clock.pop_profile()
+    assert look is not None and look.device is None and look.device_ready_times_ns() == []
     assert look.ready_ns == [0, MISSING_NS]

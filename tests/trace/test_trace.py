@@ -352,7 +352,7 @@ class TestFigures:
         assert stall_ns(buckets) == (waiting if known else None)
 
     def test_no_steps_is_an_error(self, tmp_path: Path) -> None:
-        with pytest.raises(TraceError, match="holds no step"):
+        with pytest.raises(TraceError, match="has no steps"):
             merge(recorded(tmp_path))
 
 

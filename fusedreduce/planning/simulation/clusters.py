@@ -1,4 +1,4 @@
-"""One backward on many clusters: what each policy leaves exposed of communication, and where planning loses."""
+"""Simulates one backward on many clusters: the exposed communication of each policy, and where planning loses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .networks import Network
 from .noise import Noise
 from .simulate import Outcome, agreed, compare, on_network, policy_plans
 
-# Few ranks need many steps for their mean.
+# A mean over few ranks needs many steps.
 _MOST_STEPS, _RANK_STEPS = 16, 8192
-# Shares of a step: below the first a gain is called none, below the second a loss.
+# Shares of a step: a smaller gain, or loss, counts as none.
 GAIN, LOSS = 0.005, 0.0005
-# What a policy that plans must not lose to. What it gains, it gains on `static`.
+# The policies that a planning policy must not lose to. Its gain is that over `static`.
 RIVALS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"planned": ("static", "ready", "capped"), "capped": ("static", "ready")}
 )
@@ -27,11 +27,11 @@ RIVALS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Case:
-    """What runs on every rank.
+    """The work of every rank.
 
     Args:
         problem: backward; its line for the wire is not used.
-        forward_ns: how long forward takes; 0: not known, and shares are of backward.
+        forward_ns: duration of forward; 0: not known, and shares are of backward.
     """
 
     problem: Problem
@@ -40,22 +40,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps on one cluster under each policy, the mean over them.
+    """The mean step on one cluster under each policy.
 
     Args:
         compute_ms: forward and backward of the slowest rank.
-        exposed_ms: what communication adds to that, by policy.
+        exposed_ms: by policy, what communication adds to that.
     """
 
     compute_ms: float
     exposed_ms: Mapping[str, float]
 
     def share(self, policy: str) -> float:
-        """How much of a step is exposed communication."""
+        """Exposed communication as a share of a step."""
         return self.exposed_ms[policy] / (self.compute_ms + self.exposed_ms[policy])
 
     def saved(self, *, by: str = "planned", of: str = "static") -> float:
-        """What one policy saves of a step under another."""
+        """The share of a step under policy `of` that policy `by` saves."""
         return (self.exposed_ms[of] - self.exposed_ms[by]) / (self.compute_ms + self.exposed_ms[of])
 
 
@@ -64,11 +64,11 @@ class Row:
     """One cluster.
 
     Args:
-        network: which.
-        ranks: how many.
-        quiet: without noise.
-        noisy: with noise.
-        buckets: of each policy's plan without noise, by policy.
+        network: which reduces.
+        ranks: number of ranks.
+        quiet: steps without noise.
+        noisy: steps with noise.
+        buckets: by policy, the number of buckets of its plan without noise.
     """
 
     network: Network
@@ -78,25 +78,25 @@ class Row:
     buckets: Mapping[str, int]
 
     def saved(self, policy: str) -> tuple[float, float]:
-        """What a policy saves of a step under `static`, without and with noise."""
+        """The share of a step under `static` that a policy saves, without and with noise."""
         return self.quiet.saved(by=policy), self.noisy.saved(by=policy)
 
     def loss(self, policy: str) -> tuple[float, str]:
-        """What a policy adds to a step under the rival that beats it most, as a share of that, and which that is."""
+        """The share of a rival's step that a policy adds, for the rival that beats it most, and that rival's name."""
         sides = (("", self.quiet), (", noise", self.noisy))
         losses = [(-steps.saved(by=policy, of=of), of + how) for how, steps in sides for of in RIVALS[policy]]
         return max(losses, key=lambda loss: loss[0])
 
     def loses(self, policy: str) -> bool:
-        """Whether that is more than nothing."""
+        """Whether a policy loses to a rival."""
         return self.loss(policy)[0] > LOSS
 
     def gains(self, policy: str) -> bool:
-        """Whether a policy loses to none and saves something."""
+        """Whether a policy loses to no rival and saves something."""
         return not self.loses(policy) and max(self.saved(policy)) >= GAIN
 
     def verdict(self, policy: str) -> str:
-        """That a policy loses, or that it gains nothing."""
+        """Says that a policy loses, or gains nothing; "" if it gains."""
         share, rival = self.loss(policy)
         if self.loses(policy):
             return f"LOSES {share:.2%} to {rival}"
@@ -109,11 +109,14 @@ def rows(
     """Simulates one backward on many clusters.
 
     Args:
-        case: what runs on a network.
-        networks: which.
-        ranks: how many, one row each.
+        case: the work of every rank, by network.
+        networks: to simulate.
+        ranks: numbers of ranks to simulate.
         noise: how ranks differ.
         caps: limits of buckets.
+
+    Yields:
+        A row per network and number of ranks.
     """
     for network in networks:
         plain, forward_ns = case(network).problem, case(network).forward_ns
@@ -129,7 +132,7 @@ def rows(
 
 @functools.lru_cache
 def _agreed_ns(ready_ns: tuple[int, ...], ranks: int, noise: Noise) -> tuple[int, ...]:
-    """Ready times as ranks agree on them, whatever the network and the wire."""
+    """Ready times as ranks would agree on them, which do not depend on network and wire."""
     none = (0,) * len(ready_ns)
     problem = Problem(
         ready_ns=ready_ns,

@@ -1,9 +1,9 @@
-"""Known models as lists of layers: shapes, arithmetic, and from both when each gradient is ready.
+"""Known models as lists of layers: shapes and arithmetic, from which follows when each gradient is ready.
 
-Written down from the papers, so that nothing has to be downloaded. Backward takes twice the forward's arithmetic at a
-published rate for that model, or one like it; a layer's gradients are ready when its share is done. Layers that are
-bound by memory take longer than their share (the first ones of a convolutional network), which hides more of what
-backward's end exposes: the figures are on the careful side there.
+They are written down from the papers, so that nothing has to be downloaded. Backward takes twice the forward's
+arithmetic at a published rate for that model, or a similar one; a layer's gradients are ready when its share is done.
+Layers that are bound by memory (the first ones of a convolutional network) take longer than their share, which hides
+more of the communication at backward's end than these figures say.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Layer:
 
     Args:
         name: of the layer.
-        shapes: of its parameters, in the order of registration; none: arithmetic with another layer's (tied).
+        shapes: of its parameters, in the order of registration; empty: it uses another layer's parameters (tied).
         flops: floating-point operations of forward for one sample, all in matrix products.
     """
 
@@ -34,12 +34,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Workload:
-    """One backward of one rank that no communication disturbs.
+    """One backward of one rank, undisturbed by communication.
 
     Args:
         numels: elements per parameter, in the order of registration.
-        ready_ns: when each gradient is ready, since backward began.
-        forward_ns: how long forward takes.
+        ready_ns: per parameter, when its gradient is ready since backward began.
+        forward_ns: duration of forward.
     """
 
     numels: tuple[int, ...]
@@ -48,7 +48,7 @@ class Workload:
 
     @property
     def compute_ns(self) -> int:
-        """Forward and backward; the optimizer is not in it."""
+        """Duration of forward and backward, without the optimizer."""
         return self.forward_ns + max(self.ready_ns)
 
 
@@ -57,12 +57,12 @@ class Model:
     """A model and how fast it is trained.
 
     Args:
-        name: as users type it.
-        title: for people.
-        make: its layers, in the order of forward.
+        name: for the command line.
+        title: for tables.
+        make: makes its layers, in the order of forward.
         batch: samples per rank and step.
         sample: what a sample is.
-        tflops: what an accelerator really does, by its name.
+        tflops: by name of an accelerator, the measured rate.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Model:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """In the order of forward and of registration."""
+        """The layers, in the order of forward and of registration."""
         return tuple(self.make())
 
     @property
@@ -84,18 +84,18 @@ class Model:
 
     @property
     def flops(self) -> int:
-        """Of forward, for one sample."""
+        """Floating-point operations of forward for one sample."""
         return sum(layer.flops for layer in self.layers)
 
     def workload(self, accelerator: str, batch: int | None = None) -> Workload:
-        """When gradients are ready, on an accelerator.
+        """Computes when gradients are ready on an accelerator.
 
         Args:
             accelerator: a name in `tflops`.
             batch: samples per rank; None: the model's own.
 
         Raises:
-            ValueError: an accelerator that it has no rate for, or no samples.
+            ValueError: the model has no rate for the accelerator, or there are no samples.
         """
         if accelerator not in self.tflops:
             raise ValueError(f"no rate for {self.name} on {accelerator!r}: use one of {', '.join(self.tflops)}")
@@ -113,7 +113,7 @@ class Model:
 
 
 def resnet50() -> Iterator[Layer]:
-    """ResNet-50, the stride in the 3 x 3 convolutions (v1.5), for 224 x 224 pixels.
+    """ResNet-50 v1.5 (stride in the 3 x 3 convolutions), for 224 x 224 pixels.
 
     Source: He, Zhang, Ren and Sun, "Deep residual learning for image recognition", 2016, table 1.
     """
@@ -156,10 +156,10 @@ def vit_large() -> Iterator[Layer]:
 
 
 def gpt2(depth: int, width: int) -> Iterator[Layer]:
-    """GPT-2 for 1,024 tokens; the embedding is the output's matrix, too, so its gradient is ready last.
+    """GPT-2 for 1,024 tokens; the embedding is also the output's matrix, so its gradient is ready last.
 
     Args:
-        depth: blocks.
+        depth: number of blocks.
         width: of the embedding.
 
     Source: Radford et al., "Language models are unsupervised multitask learners", 2019, table 2.
@@ -182,8 +182,8 @@ def gpt2_xl() -> Iterator[Layer]:
 def moe() -> Iterator[Layer]:
     """dMoE-XS: 6 layers of 64 experts, one of which each token visits; 1,024 tokens; every rank has all experts.
 
-    Each expert's matrices are parameters of their own, as in Mixtral's and Switch's public modules, and experts run
-    one after the other. (MegaBlocks itself keeps a layer's experts in two tensors.)
+    Each expert's matrices are separate parameters, as in Mixtral's and Switch's public modules, and experts run one
+    after the other. (MegaBlocks itself keeps a layer's experts in two tensors.)
 
     Source: Gale, Narayanan, Young and Zaharia, "MegaBlocks: efficient sparse training with mixture-of-experts", 2023,
     tables 1 and 2.
@@ -205,7 +205,7 @@ def moe() -> Iterator[Layer]:
 
 
 def _attention(name: str, width: int, tokens: int) -> Iterator[Layer]:
-    """Norm, projections to queries, keys and values, attention (counted with them), projection of its output."""
+    """Norm, projections to queries, keys and values with the attention itself, projection of its output."""
     scores = 2 * 2 * tokens**2 * width
     yield Layer(f"{name} norm 1", ((width,), (width,)))
     yield Layer(f"{name} qkv", ((3 * width, width), (3 * width,)), 2 * tokens * 3 * width**2 + scores)

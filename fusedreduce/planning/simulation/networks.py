@@ -1,11 +1,11 @@
-"""What an all-reduce costs on a few kinds of cluster: alpha-beta models of the algorithms that NCCL chooses from.
+"""Networks: what an all-reduce costs on a few kinds of cluster, by alpha-beta models of NCCL's algorithms.
 
     ring          2 (W - 1) hops, 2 (W - 1) / W of the bytes over every link
     tree          2 log2(hosts) hops between hosts and a chain inside each, twice the bytes over every link
     hierarchical  reduce-scatter in the host, ring or tree between hosts on 1 / p of the bytes, all-gather in the host
 
-A library takes whichever is fastest for a size, so the cost of a bucket is the least of several lines (concave in its
-size); a planner knows one line only, fitted to the buckets that it has seen, here as in training.
+The library takes the fastest for a size, so a bucket's cost is the least of several lines (concave in its size); the
+planner knows one line only, fitted to the buckets that it has measured, here as in training.
 
 Sources. Ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009. The
 alpha-beta form: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005.
@@ -31,8 +31,8 @@ class Accelerator:
     """A GPU.
 
     Args:
-        name: as users type it.
-        memory_gb_per_s: of its memory, nominal. A copy reaches less; what is missing is the same for every policy.
+        name: for the command line.
+        memory_gb_per_s: nominal bandwidth of its memory. A copy reaches less, equally for every policy.
         peak_tflops: dense 16-bit matrix products, nominal.
     """
 
@@ -55,12 +55,12 @@ class Network:
     """A kind of cluster.
 
     Args:
-        name: as users type it.
-        title: for people.
-        accelerator: what computes in it, unless the user names another.
-        ranks_per_host: ranks that NVLink joins; 1: every rank is alone in its host.
-        port_gb_per_s: what a collective gets out of one rank's port.
-        nvlink_gb_per_s: the same for one rank's NVLink, one direction; unused where ranks are alone.
+        name: for the command line.
+        title: for tables.
+        accelerator: the name of its accelerator, unless the user gives another.
+        ranks_per_host: number of ranks that NVLink joins; 1: every rank is alone in its host.
+        port_gb_per_s: what a collective reaches through one rank's port.
+        nvlink_gb_per_s: the same through one rank's NVLink, in one direction; unused where ranks are alone.
     """
 
     name: str
@@ -100,11 +100,11 @@ class _Protocol:
     """How NCCL moves bytes: Simple for bandwidth, LL (half of what travels are flags) for latency.
 
     Args:
-        base_us: of a collective, whatever its size.
-        net_us: of a hop between hosts. (NCCL takes the tree's for a ring of lone ranks, too: nothing hides it.)
-        nvlink_us: of a hop by NVLink.
-        ring_share: of the bandwidth, in a ring.
-        tree_share: the same in a tree.
+        base_us: latency of a collective of any size.
+        net_us: latency of a hop between hosts. (NCCL uses the tree's also for a ring of single ranks.)
+        nvlink_us: latency of a hop by NVLink.
+        ring_share: share of the bandwidth that a ring reaches.
+        tree_share: share of the bandwidth that a tree reaches.
     """
 
     base_us: float
@@ -120,19 +120,19 @@ _PROTOCOLS = {
     " LL": _Protocol(6.8, 5.0, 0.6, 1 / 2, 0.92 / 3.8),
 }
 
-# A short kernel after another: 3.8 us (Gray, "Getting started with CUDA graphs", 2019, on a V100).
+# From one short kernel to the next: 3.8 us (Gray, "Getting started with CUDA graphs", 2019, on a V100).
 _LAUNCH_NS = 4_000
 
 
 def lines(network: Network, ranks: int) -> dict[str, Linear]:
-    """What an all-reduce over `ranks` costs, by algorithm.
+    """Returns the cost of an all-reduce over `ranks`, by algorithm.
 
     Args:
-        network: which.
+        network: which reduces.
         ranks: at least 1; hosts are filled one after the other.
 
     Raises:
-        ValueError: no ranks.
+        ValueError: there are no ranks.
     """
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")
@@ -141,7 +141,7 @@ def lines(network: Network, ranks: int) -> dict[str, Linear]:
     local = min(ranks, network.ranks_per_host)
     hosts = -(-ranks // network.ranks_per_host)
     port = network.port_gb_per_s
-    # A ring or tree through many hosts uses all ports of each: one channel leaves and enters by each of them.
+    # A ring or tree through many hosts uses all ports of each: a channel enters and leaves by each of them.
     speed = min([network.nvlink_gb_per_s] * (local > 1) + [port * local] * (hosts > 1))
     ring, levels = 2 * (ranks - 1), math.ceil(math.log2(hosts))
     found = {}
@@ -162,15 +162,15 @@ def lines(network: Network, ranks: int) -> dict[str, Linear]:
 
 
 def fastest_fs(choices: Sequence[Linear], size_bytes: int) -> int:
-    """What the fastest of several algorithms costs for a size, in femtoseconds."""
+    """The cost of the fastest of several algorithms for a size, in femtoseconds."""
     return min(line.fs(size_bytes) for line in choices)
 
 
 def copies(accelerator: Accelerator, *, wire_itemsize_bytes: int, gradient_itemsize_bytes: int = 4) -> Linear:
-    """What packing or unpacking a bucket costs, per byte on the wire: it is read once and written once.
+    """The cost of packing or unpacking a bucket, by its bytes on the wire: it is read once and written once.
 
     Args:
-        accelerator: which.
+        accelerator: which copies.
         wire_itemsize_bytes: bytes of an element on the wire.
         gradient_itemsize_bytes: bytes of an element of a gradient.
     """
@@ -179,16 +179,16 @@ def copies(accelerator: Accelerator, *, wire_itemsize_bytes: int, gradient_items
 
 
 def costs(network: Network, ranks: int, sizes_bytes: Sequence[int], copy: Linear) -> Costs | None:
-    """What a planner would learn: one line through the collectives of the buckets that it has seen.
+    """The costs that a planner would learn: one line through the collectives of the buckets that it has measured.
 
     Args:
-        network: which.
-        ranks: how many.
+        network: which reduces.
+        ranks: number of ranks.
         sizes_bytes: of the buckets, on the wire.
-        copy: packing, and unpacking.
+        copy: cost of packing, and of unpacking.
 
     Returns:
-        None where buckets of fewer than two sizes tell nothing.
+        The costs; None where buckets have fewer than two sizes.
     """
     choices = list(lines(network, ranks).values())
     wire = fit([(size, fastest_fs(choices, size) // FS_PER_NS) for size in sizes_bytes])

@@ -1,9 +1,9 @@
-"""How ranks differ: when each gradient is ready on each of them.
+"""Noise: how ranks differ in when their gradients are ready.
 
 Noise only delays, as that of operating systems and neighbours does (Hoefler, Schneider and Lumsdaine, "Characterizing
 the influence of system noise on large-scale applications by simulation", 2010), and gradients come in the same order
-on every rank. The random numbers are the same for every plan and for every strength of the noise, and a larger run
-begins with the ranks of a smaller one: so more noise and more ranks never end earlier.
+on every rank. The random numbers are the same for every plan and every strength of the noise, and a larger run begins
+with the ranks of a smaller one, so that more noise and more ranks never end earlier.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from ..timeline import Problem
 Times = npt.NDArray[np.int64]
 
 LONGEST_FS = 2**62
-_FURTHEST_DRAW = 10  # standard deviations; beyond what any number of draws reaches
+_FURTHEST_DRAW = 10  # standard deviations, which no draw exceeds in practice
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """How ranks differ from what was measured.
+    """How ranks differ from the measured times.
 
     Args:
         jitter: standard deviation of the normal numbers z in the delays 1 + jitter |z|, one for each rank and step and
             one for the time from each gradient to the next.
-        straggler_share: of ranks that are slow in every step, at least one rank if not 0.
-        straggler_slowdown: their time as a multiple of the others'.
+        straggler_share: the share of ranks that are slow in every step; at least one rank if not 0.
+        straggler_slowdown: their time as a multiple of the other ranks'.
         seed: of the random numbers.
 
     Raises:
-        ValueError: a negative value, a share above 1, or a slowdown below 1.
+        ValueError: a value is negative, the share above 1, or the slowdown below 1.
     """
 
     jitter: float = 0.0
@@ -60,7 +60,7 @@ class Noise:
 
     @property
     def worst(self) -> float:
-        """More than any rank's time is multiplied by."""
+        """An upper bound of the factor by which a rank's time is multiplied."""
         return (1 + _FURTHEST_DRAW * self.jitter) ** 2 * self.straggler_slowdown
 
 
@@ -68,10 +68,10 @@ QUIET = Noise()
 
 
 def moments_of(problem: Problem) -> tuple[Times, list[int]]:
-    """The distinct ready times in fs, ascending, and for each parameter which of them is its own.
+    """Returns the distinct ready times in fs, ascending, and for each parameter the index of its own.
 
     Raises:
-        ValueError: no parameters, or times that are too long to count in fs (over an hour).
+        ValueError: there are no parameters, or times are too long to count in fs (over an hour).
     """
     if not problem.ready_fs:
         raise ValueError("there are no parameters to simulate")
@@ -83,20 +83,20 @@ def moments_of(problem: Problem) -> tuple[Times, list[int]]:
 
 
 def ready_times(moments: Times, ranks: int, noise: Noise, steps: int, *, rehearsal: bool = False) -> Iterator[Times]:
-    """When gradients are ready, step by step.
+    """Generates when gradients are ready, step by step.
 
     Args:
-        moments: without noise, ascending, in fs since backward began.
-        ranks: how many.
+        moments: ready times without noise, ascending, in fs since backward began.
+        ranks: number of ranks.
         noise: how they differ.
-        steps: how many.
-        rehearsal: other steps than those without this flag.
+        steps: number of steps.
+        rehearsal: generate other steps than without this flag.
 
     Yields:
-        (ranks, moments), in fs since backward began.
+        Ready times, [ranks, moments], in fs since backward began.
 
     Raises:
-        ValueError: no ranks, or times that are too long to count in fs (over an hour).
+        ValueError: there are no ranks, or times are too long to count in fs (over an hour).
     """
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")

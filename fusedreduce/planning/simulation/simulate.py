@@ -1,8 +1,8 @@
-"""One backward on many ranks, bucket by bucket: what of communication is left when every rank has ended.
+"""Simulates one backward on many ranks, bucket by bucket: how much communication backward does not hide.
 
 On each rank gradients become ready and buckets are packed as in `timeline`, each rank at its own pace. The collective
-of a bucket starts when the last rank has issued it and the one before it has ended, and ends everywhere at once. With
-one rank, or without noise, and a straight line for the wire, this is `timeline` to the femtosecond.
+of a bucket starts when the last rank has issued it and the one before it has ended, and ends on all ranks at once. With
+one rank, or without noise, and a straight line for the wire, this equals `timeline` to the femtosecond.
 
     packed_k[r]  = max(e_1[r] .. e_k[r]) + pack_1 + ... + pack_k
     done_k       = max(done_k-1, max over r of packed_k[r]) + wire_k
@@ -33,14 +33,14 @@ _PROFILED_STEPS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """One step. Arrays are per rank; all in fs since backward began.
+    """One simulated step. Arrays are per rank; all times in fs since backward began.
 
     Args:
-        alone: backward ends, with nothing to pack or to communicate.
-        finish: the last gradient holds its result.
-        stall: summed over buckets, how long each was ready and waited for an earlier one that was not.
-        hidden: of the channel's work, what ran before this rank's backward ended.
-        wire: the channel's work.
+        alone: when backward would end without packing and communication.
+        finish: when the last gradient holds its result.
+        stall: for how long each bucket was ready and waited for an earlier one that was not, summed over buckets.
+        hidden: the part of the collectives' time before this rank's backward ended.
+        wire: the collectives' time.
         done: per bucket, when its collective ended.
     """
 
@@ -53,17 +53,17 @@ class Outcome:
 
     @property
     def exposed(self) -> Times:
-        """How much later each rank ends than it would alone; waiting for slower ranks is part of it."""
+        """How much later each rank ends than it would alone, including its wait for slower ranks."""
         return self.finish - self.alone
 
     @property
     def exposed_ns(self) -> float:
-        """How much later the last rank ends than the slowest would alone: what communication adds to the step."""
+        """How much communication adds to the step: how much later the last rank ends than the slowest would alone."""
         return float(self.finish.max() - self.alone.max()) / FS_PER_NS
 
     @property
     def overlap(self) -> float:
-        """Share of the channel's work that backward hides, the mean over ranks; 1 if there is none."""
+        """The share of the collectives' time that backward hides, as the mean over ranks; 1 if there is none."""
         return float(self.hidden.mean()) / self.wire if self.wire else 1.0
 
 
@@ -76,21 +76,21 @@ def simulate(
     noise: Noise = QUIET,
     steps: int = 1,
 ) -> list[Outcome]:
-    """Runs one plan.
+    """Simulates one plan.
 
     Args:
         problem: from a model or a trace.
         plan: buckets in launch order.
-        ranks: how many.
-        network: what reduces; None: the problem's own line for the wire.
+        ranks: number of ranks.
+        network: which reduces; None: the problem's own line for the wire.
         noise: how ranks differ.
-        steps: how many; without noise all are equal.
+        steps: number of steps; without noise all are equal.
 
     Returns:
         One outcome per step.
 
     Raises:
-        ValueError: no ranks or steps, times that are too long to count in fs (over an hour), or an empty plan.
+        ValueError: there are no ranks or steps, times are too long to count in fs (over an hour), or the plan is empty.
     """
     return compare(problem, {"": plan}, ranks, network, noise=noise, steps=steps)[""]
 
@@ -104,7 +104,7 @@ def compare(
     noise: Noise = QUIET,
     steps: int = 1,
 ) -> dict[str, list[Outcome]]:
-    """Runs several plans on the same steps; the arguments are those of `simulate`."""
+    """Simulates several plans on the same steps; arguments as for `simulate`, outcomes by name of the plan."""
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     choices = [problem.costs.wire] if network is None else list(lines(network, ranks).values())
@@ -117,7 +117,7 @@ def compare(
 
 
 def agreed(problem: Problem, ranks: int, noise: Noise) -> Problem:
-    """The problem as ranks would agree on it: of each gradient's mean time in three steps, the latest of any rank's."""
+    """The problem as ranks would agree on it: per gradient the latest of any rank's mean times over three steps."""
     if noise.quiet:
         return problem
     moments, places = moments_of(problem)
@@ -130,7 +130,7 @@ def policy_plans(problem: Problem, caps: BucketCaps | None = None) -> dict[str, 
     """The plan of each policy, by name; `capped` is `planned` under the cap of `static` and `ready`.
 
     Args:
-        problem: as ranks agree on it; its own cap is not looked at. Where its wire costs nothing, it isn't known, and
+        problem: as ranks agree on it; its own cap is ignored. If its wire is free, its cost is taken as unknown, and
             `capped` and `planned` are `ready`.
         caps: of all policies; None: torch's, which do not bind `planned`.
     """
@@ -157,13 +157,13 @@ def problem_of(
     wire_itemsize_bytes: int,
     gradient_itemsize_bytes: int = 4,
 ) -> Problem:
-    """A model as a problem whose wire and caps are not known yet.
+    """Makes a problem of a model, with a wire and caps that are not known yet.
 
     Args:
         workload: when gradients are ready.
-        copy: packing, and unpacking.
+        copy: cost of packing, and of unpacking.
         wire_itemsize_bytes: bytes of an element on the wire.
-        gradient_itemsize_bytes: bytes of an element of a gradient, which caps count.
+        gradient_itemsize_bytes: bytes of an element of a gradient, to which caps apply.
     """
     count = len(workload.numels)
     return Problem(
@@ -178,12 +178,12 @@ def problem_of(
 
 
 def on_network(problem: Problem, network: Network, ranks: int, caps: BucketCaps | None = None) -> Problem:
-    """The problem with the line for the wire that training would learn there, from the buckets of `static`.
+    """The problem with the line for the wire that training would learn on a network, from the buckets of `static`.
 
     Args:
-        problem: packing and unpacking stay as they are.
-        network: which.
-        ranks: how many.
+        problem: whose costs of packing and unpacking are kept.
+        network: which reduces.
+        ranks: number of ranks.
         caps: of `static`; None: torch's.
     """
     seen = policy_plans(dataclasses.replace(problem, costs=Costs(wire=FREE)), caps)["static"]
@@ -193,8 +193,8 @@ def on_network(problem: Problem, network: Network, ranks: int, caps: BucketCaps 
 
 
 def _step(problem: Problem, plan: Plan, ready_fs: Times, places: Sequence[int], choices: Sequence[Linear]) -> Outcome:
-    """One plan in one step; `ready_fs` is (ranks, moments), `places` a parameter's moment."""
-    # On every rank gradients come in the same order, so a bucket's last one is the same everywhere.
+    """One plan in one step; `ready_fs` is [ranks, moments], `places` the index of each parameter's moment."""
+    # Gradients come in the same order on every rank, so a bucket's last one is the same on all.
     last = [max(places[number] for number in members) for members in plan]
     sizes = _sizes(problem, plan)
     packs = [problem.costs.pack.fs(size) for size in sizes]
