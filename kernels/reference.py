@@ -1,12 +1,12 @@
-"""The kernels' functions in torch: the definition of correct, and the path on CPU.
+"""Reference: the kernels' functions in torch, the definition of correct and the path on CPU.
 
     pack:    wire[offset + i]  = round_to_wire(gradient[i] / divisor)
     unpack:  gradient[i]       = round_to_gradient(wire[offset + i] * scale)
     scale:   gradient[i]       = round_to_gradient(gradient[i] * factor)
 
-Compute dtype fp32 (fp64 for fp64); one correctly rounded division or product there, then one rounding to the
-destination's dtype. Signatures are the launchers'. Works on any device; on CPU, what is vouched for takes the quicker
-forms of `reference_quick`, which leave the same bits.
+The compute dtype is fp32 (fp64 for fp64): one correctly rounded division or product, then one rounding to the
+destination's dtype. Signatures are the launchers'. It works on any device; on CPU, calls with vouched=True take the
+quicker forms of `reference_quick`, with the same result, bit for bit.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from .reference_gather import (
 from .reference_stats import Measured, Sources, scratch
 from .table import ChunkTable, Partials, PointerTable, SourcePartials
 
-# Elements that go together at most: a run has a fixed cost of 30 us. 1,000 gradients of 1,000: 0.41 ms bf16 -> bf16 in
-# one run, 0.75 ms in eight; `reference_quick` converts in smaller blocks, which stay in the cache.
+# Largest number of elements of a run, which has a fixed cost of 30 us. 1,000 gradients of 1,000: 0.41 ms bf16 -> bf16
+# in one run, 0.75 ms in eight; `reference_quick` converts in smaller blocks, which stay in the cache.
 BLOCK_NUMEL = 524288
-# Slots from here on are converted one by one; below, the fixed cost per operator (about 5 us in all) shows.
+# Slots of at least so many elements are converted one by one; for smaller ones the fixed cost of operators (about 5 us
+# in all) shows.
 LARGE_NUMEL = 16384
 
 
@@ -52,9 +53,9 @@ def pack(
     vouched: bool = False,
     done: Collection[int] = (),
 ) -> None:
-    """Flattens, divides and casts `gradients` into `wire`; see `kernels.pack.pack`.
+    """Flattens, divides and casts `gradients` into `wire`; arguments as for `kernels.dispatch.pack`.
 
-    `done`: first slots of the runs that `pack_run` has packed.
+    `done` holds the first slots of the runs that `pack_run` has packed already.
     """
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, divisor, partials)
@@ -72,13 +73,13 @@ def pack(
         if sources is not None:
             _look_at_sources(members, run, chunks, wire, sources)
     if sources is not None:
-        sources.finish()
+        sources.write_partials()
 
 
 def _look_at_sources(
     gradients: Sequence[torch.Tensor | None], run: Run, chunks: ChunkTable, wire: torch.Tensor, sources: Sources
 ) -> None:
-    """By-products of a run that has just been packed, or was packed early: of its wire, and rarely its gradients."""
+    """Statistics of a run that has been packed: from the wire, and only if that looks suspicious from the gradients."""
     missing = missing_slots(gradients, run)
     if len(missing) == len(run.slots):
         return
@@ -104,9 +105,10 @@ def _look_at_sources(
 
 
 def uses_views(chunks: ChunkTable, wire_dtype: torch.dtype) -> bool:
-    """Whether small gradients that are vouched for may have any strides, or be lazily negated.
+    """Whether small gradients may have any strides, or be lazily negated, in calls with vouched=True.
 
-    One dtype throughout, in which is computed too: torch loses the sign of a negated fp32 tensor on the way to fp16.
+    They may if gradients and wire have the compute dtype: torch loses the sign of a lazily negated fp32 tensor when it
+    copies it to fp16.
     """
     compute = torch.float64 if chunks.fp64 else torch.float32
     return chunks.shapes is not None and {*chunks.dtypes, wire_dtype} == {compute}
@@ -122,7 +124,7 @@ def pack_run(
     *,
     vouched: bool,
 ) -> None:
-    """Packs the gradients of one run, and zeros the padding that is its."""
+    """Packs the gradients of one run, and zeros the run's padding."""
     if run.end == run.begin:
         return
     if vouched and reference_quick.serves(chunks, wire):
@@ -155,11 +157,11 @@ def unpack(
     *,
     vouched: bool = False,
 ) -> None:
-    """Unflattens, scales and casts `wire` into `gradients`; see `kernels.unpack.unpack`."""
+    """Unflattens, scales and casts `wire` into `gradients`; arguments as for `kernels.dispatch.unpack`."""
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, scale, partials)
         pointers.remember(gradients, chunks, wire)
-    # On CPU a look at the scale is free, and copying without it is one pass instead of two.
+    # On CPU reading the scale is free, and a plain copy is one pass instead of two.
     unscaled = scale.device.type == "cpu" and scale.item() == 1.0
     if partials is None and vouched and reference_quick.serves(chunks, wire):
         reference_quick.unpack(gradients, runs(chunks), chunks, pointers, wire, scale.item())
@@ -177,7 +179,7 @@ def unpack(
             source = slot_of(wire, chunks, run.slots.start)
             _deliver_slot(members[0], run.slots.start, chunks, source, factor, measured)
     if measured is not None:
-        measured.finish()
+        measured.write_partials()
 
 
 def _deliver_slot(
@@ -188,7 +190,7 @@ def _deliver_slot(
     factor: torch.Tensor | None,
     measured: Measured | None,
 ) -> None:
-    """gradient = round_once(source * factor), and its by-products, block by block."""
+    """gradient = round_once(source * factor), and its statistics, block by block."""
     memory = memory_of(gradient, chunks, slot)
     step = max(1, memory.numel()) if measured is None else measured.block_numel
     for begin in range(0, memory.numel(), step):
@@ -210,7 +212,8 @@ def _deliver(
     measured: Measured | None,
     views: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """The same for a run of small slots, whose `source` lies as on the wire; `views`: of it, shaped as gradients."""
+    """As `_deliver_slot`, for a run of small slots: `source` is laid out as the wire, `views` are its slots with the
+    gradients' shapes."""
     missing = missing_slots(gradients, run)
     if len(missing) == len(run.slots):
         return
@@ -246,14 +249,14 @@ def measure(
     *,
     vouched: bool = False,
 ) -> None:
-    """Partials of gradients as they are; see `kernels.measure.measure`."""
+    """Fills `partials` with statistics of gradients as they are; arguments as for `kernels.dispatch.measure`."""
     if not vouched:
         check_walk(gradients, chunks, pointers, None, partials)
         pointers.remember(gradients, chunks)
     measured = Measured(chunks, partials)
     for run in runs(chunks):
         _measure_run(gradients[run.slots.start : run.slots.stop], run, chunks, measured)
-    measured.finish()
+    measured.write_partials()
 
 
 def _measure_run(gradients: Sequence[torch.Tensor | None], run: Run, chunks: ChunkTable, measured: Measured) -> None:
@@ -282,7 +285,7 @@ def scale(
     *,
     vouched: bool = False,
 ) -> None:
-    """Multiplies gradients in place; see `kernels.scale.scale`."""
+    """Multiplies gradients by `factor`, in place; arguments as for `kernels.dispatch.scale`."""
     if not vouched:
         check_walk(gradients, chunks, pointers, factor, partials)
         pointers.remember(gradients, chunks)
@@ -303,7 +306,7 @@ def scale(
             memory = memory_of(members[0], chunks, run.slots.start)
             _deliver_slot(members[0], run.slots.start, chunks, memory, factor, measured)
     if measured is not None:
-        measured.finish()
+        measured.write_partials()
 
 
 def round_once(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -321,10 +324,10 @@ def store_rounded(destination: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _round_to_odd(values: torch.Tensor) -> torch.Tensor:
-    """fp64 -> fp32 with the last bit set when anything was lost.
+    """fp64 -> fp32 with the last bit set if the conversion was not exact.
 
-    torch takes fp64 to bf16 and fp16 through an fp32 rounded to nearest, and so rounds twice; through this one the
-    second rounding sees on which side of a tie the value was.
+    torch converts fp64 to bf16 and fp16 through fp32 rounded to nearest, and so rounds twice. Rounded to odd, the fp32
+    value tells the second rounding on which side of a tie the fp64 value was.
     """
     nearest = values.to(torch.float32)
     back = nearest.to(torch.float64)
@@ -338,7 +341,7 @@ _known_runs: MutableMapping[ChunkTable, tuple[Run, ...]] = WeakKeyDictionary()
 
 
 def runs(chunks: ChunkTable) -> tuple[Run, ...]:
-    """Cuts a layout so that small slots go together, up to a block of wire; a large one goes alone."""
+    """Divides a layout into runs: of small slots, up to BLOCK_NUMEL elements of wire, or of one large slot."""
     known = _known_runs.get(chunks)
     if known is not None:
         return known
@@ -374,7 +377,7 @@ def _convert(source: torch.Tensor, destination: torch.Tensor, scalar: torch.Tens
         return
     for part, out in zip(source.split(BLOCK_NUMEL), destination.split(BLOCK_NUMEL), strict=True):
         result = scratch(compute, source.device, part.numel())
-        # An operand of the compute dtype has torch compute in it; with a 0-dim one it would compute in the source's.
+        # The source is converted first: with a 0-dim operand torch computes in the source's dtype.
         operation(part if part.dtype == compute else part.to(compute), operand, out=result)
         store_rounded(out, result)
 
@@ -386,5 +389,5 @@ def divide(source: torch.Tensor, divisor: float, out: torch.Tensor) -> None:
         out.copy_(source)
     else:
         operation, scalar = change
-        # A tensor: on CUDA torch divides by a number by multiplying with its reciprocal.
+        # A tensor, since on CUDA torch divides by a Python number by multiplying with its reciprocal.
         operation(source, torch.tensor(scalar, dtype=out.dtype, device=out.device), out=out)

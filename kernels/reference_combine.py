@@ -1,9 +1,9 @@
-"""Combine in torch: the definition of correct, the path on CPU, and the way between devices.
+"""Combine in torch: the definition of correct, and the path on CPU and across devices.
 
     output[i] = round_once(scale * (tensor_0[i] + tensor_1[i] + ...))     in the order of the parts
 
-Sums and the product are in fp32 (fp64 for fp64); one rounding to the tensors' dtype. On CPU it goes in blocks that
-stay in the cache: of P tensors each is read once and written once.
+Sums and the product are in fp32 (fp64 for fp64), with one rounding to the tensors' dtype. On CPU it works in blocks
+that stay in the cache: each of P tensors is read once and written once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def combine(
     parts: Sequence[Part],
     scale: float = 1.0,
 ) -> None:
-    """Adds `tensors` up and writes the sum into each of `outputs`; see `kernels.combine.combine`.
+    """Adds `tensors` up and writes the sum, times `scale`, into each of `outputs`.
 
-    No two tensors overlap; an output is one of them or overlaps none. They may be on several CUDA devices: partial sums
-    travel to where the parts say, and the sum to all.
+    Arguments as for `kernels.dispatch.combine`. Tensors may be on several CUDA devices: partial sums are copied to the
+    devices that the parts name, and the sum to all outputs.
     """
     check_combine(tensors, outputs, parts)
     flat, written = [one.view(-1) for one in tensors], [one.view(-1) for one in outputs]
@@ -45,7 +45,7 @@ def _combine_blocks(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Ten
     program = steps(part.adds, part.owner)
     order = [peer for kind, peer in program if kind != FOLD]
     wide = tensors[0].dtype in (torch.float32, torch.float64)
-    # Where nothing is lost between two additions, an output takes the sums itself; of two tensors there is only one.
+    # If additions need no wider dtype in between (two tensors have one addition), an output can hold the partial sums.
     plain = scale == 1.0 and len(order) > 1 and (FOLD, 0) not in program and (wide or len(order) == 2)
     first = _free(tensors, order, outputs) if plain else None
     ordered = [outputs[first], *outputs[:first], *outputs[first + 1 :]] if first is not None else outputs
@@ -63,7 +63,7 @@ def _combine_blocks(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Ten
 
 
 def _free(tensors: Sequence[torch.Tensor], order: Sequence[int], outputs: Sequence[torch.Tensor]) -> int | None:
-    """The first output that may be written when two tensors have been read: no tensor that is read later."""
+    """The first output that is not among the tensors read after the first two."""
     later = {tensors[peer].data_ptr() for peer in order[2:]}
     return next((index for index, one in enumerate(outputs) if one.data_ptr() not in later), None)
 
@@ -84,7 +84,7 @@ def _evaluated(blocks: Sequence[torch.Tensor], program: Sequence[Step], scale: f
 
 
 def _combine_along(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], part: Part, scale: float) -> None:
-    """Partial sums at the peers' own devices; copies between devices are ordered by their current streams."""
+    """Adds across devices; copies between these are ordered by their current streams."""
     compute = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
     pieces = [one[part.begin : part.end] for one in tensors]
     sums: dict[int, torch.Tensor] = {}

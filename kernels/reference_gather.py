@@ -1,4 +1,4 @@
-"""Runs of slots and their elements in torch: how `reference` cuts a layout up, and finds and gathers what is in it."""
+"""Runs of slots: how `reference` divides a layout, and finds and gathers the elements of its slots."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .table import ChunkTable
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive slots that are packed together, and the range of the wire that is theirs, padding included.
+    """Consecutive slots that are packed together, and their range of the wire, padding included.
 
     Args:
         slots: at least one, unless the layout is empty.
         begin: first element of the range.
-        end: behind its last one.
-        padded: whether some of the range belongs to no slot.
+        end: the element after the last one.
+        padded: whether the range contains padding.
         small: whether every slot is below LARGE_NUMEL.
         dtypes: of its gradients.
     """
@@ -33,13 +33,13 @@ class Run:
 
 
 def members_of(gradients: Sequence[torch.Tensor | None], run: Run, base: int = 0) -> Sequence[torch.Tensor | None]:
-    """A run's gradients, of those from slot `base` on; all there are is not copied, as that touches every one."""
+    """A run's gradients, of a list that begins with slot `base`; not copied if the run has all of them."""
     whole = len(run.slots) == len(gradients)
     return gradients if whole else gradients[run.slots.start - base : run.slots.stop - base]
 
 
 def numbered(members: Sequence[torch.Tensor | None], run: Run) -> Iterator[tuple[int, torch.Tensor | None]]:
-    """A run's slots and what belongs to each."""
+    """Pairs of a slot and its member."""
     return zip(run.slots, members, strict=True)
 
 
@@ -53,7 +53,7 @@ def missing_slots(gradients: Sequence[torch.Tensor | None], run: Run) -> list[in
 def present(
     gradients: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What is not None, and its views."""
+    """The gradients that are not None, and their views."""
     if type(None) not in set(map(type, gradients)):
         return list(gradients), list(views)  # type: ignore[arg-type]
     pairs = [(gradient, view) for gradient, view in zip(gradients, views, strict=True) if gradient is not None]
@@ -61,11 +61,11 @@ def present(
 
 
 def copy_all(into: Sequence[torch.Tensor | None], source: Sequence[torch.Tensor]) -> None:
-    """Writes tensors into tensors of the same shapes, where there are any; rounds to their dtypes."""
-    try:  # 0.3 us each; a look at every one before would take a quarter of that again
+    """Copies tensors into tensors of the same shapes, skipping None; rounds to their dtypes."""
+    try:  # 0.3 us each; checking each one first would add a quarter of that
         torch._foreach_copy_(into, source)  # type: ignore[arg-type]
     except (RuntimeError, TypeError):
-        # None is a TypeError. Lazily negated ones are a RuntimeError; both are found before anything is written.
+        # None causes a TypeError, a lazily negated tensor a RuntimeError, both before anything is written.
         there, views = present(into, source)
         if len(there) == len(into) and not any(map(torch.Tensor.is_neg, there)):
             raise
@@ -74,7 +74,7 @@ def copy_all(into: Sequence[torch.Tensor | None], source: Sequence[torch.Tensor]
 
 
 def memory_of(gradient: torch.Tensor, chunks: ChunkTable, slot: int) -> torch.Tensor:
-    """The slot's elements in the order in which they lie in memory, whatever the strides."""
+    """The slot's elements, flat, in memory order."""
     if not chunks.shared and gradient.is_contiguous():
         return gradient.detach().view(-1)
     begin = gradient.storage_offset() + chunks.begins[slot]
@@ -85,7 +85,7 @@ def memories(gradients: Sequence[torch.Tensor | None], run: Run, chunks: ChunkTa
     """`memory_of` for a run."""
     first = gradients[0]
     if chunks.shared and first is not None and all(one is first for one in gradients):
-        # Cut at once: a view a slot of the one buffer costs ten times as much.
+        # One split of the shared buffer: a view per slot would cost ten times as much.
         numels, begins = (one[run.slots.start : run.slots.stop] for one in (chunks.numels, chunks.begins))
         *places, end = itertools.accumulate(numels, initial=begins[0])
         if tuple(places) == begins:
@@ -97,7 +97,7 @@ def memories(gradients: Sequence[torch.Tensor | None], run: Run, chunks: ChunkTa
 
 
 def as_laid_out(gradient: torch.Tensor | None, chunks: ChunkTable, slot: int) -> torch.Tensor | None:
-    """The slot's elements in the order of its layout: a small one that was vouched for may have any strides."""
+    """The slot's elements, flat, in the layout's order: with vouched=True a small one may have any strides."""
     if gradient is None:
         return None
     if chunks.shapes is not None and not chunks.shared and gradient.stride() != chunks.shapes[slot][1]:
@@ -112,7 +112,7 @@ def slot_of(wire: torch.Tensor, chunks: ChunkTable, slot: int) -> torch.Tensor:
 
 
 def slots_of(block: torch.Tensor, run: Run, chunks: ChunkTable) -> list[torch.Tensor]:
-    """What lies in a run's part of the wire for each slot, flat."""
+    """The slots of a run's part of the wire, flat."""
     sizes, at = [], run.begin
     for slot in run.slots:
         sizes += [chunks.offsets[slot] - at, chunks.numels[slot]]
@@ -127,9 +127,9 @@ def gathered(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """A run's values as they lie on the wire, in `dtype`; zeros where there are none.
+    """A run's values, laid out as on the wire, in `dtype`; zeros in gaps and for missing gradients.
 
-    Pieces of one dtype are put together in theirs: torch copies others one by one, 1 us each.
+    Values of one dtype are concatenated before they are converted: torch.cat copies other dtypes one by one, 1 us each.
     """
     device = device or next((one.device for one in flat if one is not None), torch.device("cpu"))
     own = next(iter(run.dtypes)) if len(run.dtypes) == 1 else dtype

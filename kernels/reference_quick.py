@@ -1,11 +1,11 @@
-"""The same numbers with less work: `reference` on CPU where the caller vouches for gradients of known shapes.
+"""Quick forms of `reference` on CPU, for gradients of known shapes and vouched=True; the same result, bit for bit.
 
-    one dtype on both sides   one pass: torch divides bf16 and fp16 by a number in fp32 and rounds once, as we define it
+    one dtype on both sides   one pass: torch divides bf16 and fp16 by a number in fp32 and rounds once, as required
     two dtypes                blocks that stay in the cache: gathered, computed on in fp32, rounded to their destination
     small gradients           torch.cat where their shapes let it write a whole run at once (0.1 us each), else
-                              _foreach_copy_ from or to views that are kept (0.3 us each)
+                              _foreach_copy_ from or to cached views (0.3 us each)
 
-An operator costs 1 us a call, as does a view: those are made once per pointer table, and none per gradient.
+A call of an operator costs 1 us, as does making a view: views are made once per pointer table.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .reference_gather import Run, copy_all, members_of, present
 from .reference_stats import scratch
 from .table import ChunkTable, PointerTable
 
-# Elements converted at a time, 1 MiB in fp32: 8 million fp32 -> bf16 in 3.2 ms, in halves of it 3.9 ms.
+# Elements of a block, 1 MiB in fp32: 8 million fp32 -> bf16 take 3.2 ms, in blocks of half the size 3.9 ms.
 BLOCK_NUMEL = 262144
 # Up to so many gradients of the wire's dtype are divided one by one into their slots: a run costs as much as four.
 _FEW = 4
-# Padding of at least so many elements is zeroed as a range; shorter pieces of a run all at once, by their indices.
+# Padding of at least so many elements is zeroed as a range; shorter gaps of a run all at once, by their indices.
 _LONG_GAP_NUMEL = 64
 # torch.mul or torch.div and its second operand; None: nothing to do.
 Change: TypeAlias = tuple[Callable[..., torch.Tensor], float] | None
 
 
 def serves(chunks: ChunkTable, wire: torch.Tensor) -> bool:
-    """Whether this file has what it takes for vouched gradients: their shapes, and no rounding from fp64."""
+    """Whether these forms apply: on CPU, with known shapes, and without rounding from fp64."""
     return chunks.shapes is not None and wire.device.type == "cpu" and (not chunks.fp64 or wire.dtype is torch.float64)
 
 
@@ -46,9 +46,9 @@ def pack(
     wire: torch.Tensor,
     divisor: float,
 ) -> None:
-    """Packs some runs of a layout, and zeros the padding that is theirs.
+    """Packs some runs of a layout, and zeros their padding.
 
-    `gradients`: from the first run's first slot on to the last one's last; what no run has is not looked at.
+    `gradients` begin with the first run's first slot; those of slots in no run are ignored.
     """
     kept, change, views = _kept(pointers, chunks), division(divisor), pointers.views(chunks, wire)
     native = kept.dtypes == {wire.dtype}
@@ -57,7 +57,7 @@ def pack(
         slots = run.slots
         if len(slots) > _FEW or (len(slots) > 1 and run.dtypes != {wire.dtype}):
             members = members_of(gradients, run, base)
-            if not _pack_joined(members, run, kept, wire, change):
+            if not _pack_concatenated(members, run, kept, wire, change):
                 _pack_copied(members, views[slots.start : slots.stop], run, kept, wire, change)
         else:
             for slot in slots:
@@ -72,7 +72,7 @@ def pack(
 
 
 def pack_flat(source: torch.Tensor, destination: torch.Tensor, divisor: float, compute: torch.dtype) -> None:
-    """destination = round_once(source / divisor), flat and on CPU."""
+    """destination = round_once(source / divisor), for flat tensors on CPU."""
     _convert_flat(source, destination, compute, division(divisor))
 
 
@@ -84,7 +84,7 @@ def unpack(
     wire: torch.Tensor,
     scale: float,
 ) -> None:
-    """gradient = round_once(wire * scale), without by-products; small gradients may have any strides."""
+    """gradient = round_once(wire * scale), without statistics; small gradients may have any strides."""
     kept, change = _kept(pointers, chunks), None if scale == 1.0 else (torch.mul, scale)
     views = pointers.views(chunks, wire)
     if change is None and (wire.dtype is kept.compute or kept.dtypes <= {kept.compute, wire.dtype}):
@@ -104,7 +104,7 @@ def unpack(
 
 @functools.lru_cache(maxsize=256)
 def division(divisor: float) -> Change:
-    """How to divide: multiplying is the same at powers of two, and twice as fast in the cache."""
+    """The operation that divides: by powers of two a product, which is exact and twice as fast in the cache."""
     if divisor == 1.0:
         return None
     exact = 2.0**-64 <= divisor <= 2.0**64 and math.frexp(divisor)[0] == 0.5
@@ -112,7 +112,7 @@ def division(divisor: float) -> Change:
 
 
 class _Kept:
-    """What one pointer table's gradients need again and again: a block of memory, views of it, where padding is."""
+    """What is cached for one pointer table: memory, views of it, positions of padding."""
 
     def __init__(self, chunks: ChunkTable) -> None:
         self.chunks = chunks
@@ -125,11 +125,11 @@ class _Kept:
         self._gaps: dict[int, tuple[Sequence[Run], torch.Tensor | None, list[tuple[int, int]]]] = {}
 
     def gathering(self, run: Run) -> torch.dtype:
-        """In which dtype a run's gradients lie side by side: theirs, if it is one."""
+        """The dtype in which a run is gathered: the gradients' own, if they have one dtype."""
         return next(iter(run.dtypes)) if len(run.dtypes) == 1 else self.compute
 
     def staged(self, run: Run) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Memory in which a run lies as on the wire, and views of its slots there, shaped as gradients."""
+        """Memory laid out as a run of the wire, and views of its slots, with the gradients' shapes."""
         known = self._staged.get(run.slots.start)
         if known is None:
             block = self._block(self.gathering(run), run.end - run.begin)
@@ -138,7 +138,7 @@ class _Kept:
         return known
 
     def temporary(self, slot: int) -> torch.Tensor:
-        """Memory for one slot in the compute dtype, shaped as its gradient."""
+        """Memory for one slot in the compute dtype, with its gradient's shape."""
         known = self._temporaries.get(slot)
         if known is None:
             known = self._view(self._block(self.compute, self.chunks.numels[slot]), slot, 0)
@@ -146,14 +146,14 @@ class _Kept:
         return known
 
     def joined(self, run: Run) -> tuple[tuple[int, ...], int] | None:
-        """Where torch.cat can lay out all of a run: the shape behind its gradients' first dimension, their elements."""
+        """If torch.cat can write a whole run: the gradients' shape without the first dimension, and their elements."""
         first = run.slots.start
         if first not in self._joined:
             self._joined[first] = _joined(self.chunks, run)
         return self._joined[first]
 
     def zero_gaps(self, wire: torch.Tensor, runs: Sequence[Run]) -> None:
-        """Zeros the elements between the slots of some runs; where they are is kept for each run, and the last few."""
+        """Zeros the padding of some runs; its positions are cached per run, and for the latest list of several."""
         key = runs[0].slots.start if len(runs) == 1 else -1
         known = self._gaps.get(key)
         if known is None or known[0] != runs:
@@ -200,7 +200,7 @@ def _joined(chunks: ChunkTable, run: Run) -> tuple[tuple[int, ...], int] | None:
 
 
 def _is_dense(size: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements lie in their order, one after the other."""
+    """Whether the elements are contiguous."""
     numel = 1
     for length, stride in zip(reversed(size), reversed(strides), strict=True):
         if length != 1 and stride != numel:
@@ -219,10 +219,10 @@ def _gaps(chunks: ChunkTable, runs: Sequence[Run]) -> tuple[torch.Tensor | None,
     return torch.cat(short) if short else None, long
 
 
-def _pack_joined(
+def _pack_concatenated(
     gradients: Sequence[torch.Tensor | None], run: Run, kept: _Kept, wire: torch.Tensor, change: Change
 ) -> bool:
-    """Puts a run's gradients one after the other, then computes; False if that cannot be, and nothing is done then."""
+    """Concatenates a run's gradients, then converts; False if that is impossible, and nothing is written then."""
     joined, gathering = kept.joined(run), kept.gathering(run)
     if joined is None:
         return False
@@ -232,7 +232,7 @@ def _pack_joined(
     try:
         torch.cat(gradients, out=block.view(-1, *rows) if rows else block)  # type: ignore[arg-type]
     except (RuntimeError, TypeError):
-        return False  # found before anything is written: one is None, or lies in the wire itself, or is not strided
+        return False  # raised before anything is written: one is None, or a view of the wire, or not strided
     _convert_flat(block, part, kept.compute, change)
     return True
 
@@ -245,9 +245,9 @@ def _pack_copied(
     wire: torch.Tensor,
     change: Change,
 ) -> None:
-    """Copies what is there of a run into views, then computes on all of it."""
+    """Copies a run's gradients into views, then converts the whole run."""
     part = wire[run.begin : run.end]
-    # Into the wire itself, unless that rounds before the division.
+    # Into the wire itself, unless that would round before the division.
     rounds = wire.dtype is not kept.compute and kept.gathering(run) is not wire.dtype
     block, into = (part, views) if not rounds or change is None else kept.staged(run)
     there, into = present(gradients, into)
@@ -259,7 +259,7 @@ def _pack_copied(
 
 
 def _convert(source: torch.Tensor, destination: torch.Tensor, kept: _Kept, slot: int, change: Change) -> None:
-    """destination = round_once(change(source)), of one shape; of one layout too where they are larger than a block."""
+    """destination = round_once(change(source)), of one shape; larger ones than a block have one layout too."""
     numel = kept.chunks.numels[slot]
     if source.dtype is destination.dtype or (change is None and kept.compute in (source.dtype, destination.dtype)):
         _apply(source, change, destination)
@@ -279,7 +279,7 @@ def _convert_flat(source: torch.Tensor, destination: torch.Tensor, compute: torc
 
 
 def _through(source: torch.Tensor, destination: torch.Tensor, temporary: torch.Tensor, change: Change) -> None:
-    """`_apply` in the dtype of `temporary`, in the cache; it may be the source's memory."""
+    """Converts through the dtype of `temporary`, in the cache; `temporary` may be the source's memory."""
     if destination.dtype is temporary.dtype:
         destination.copy_(source)
         _apply(destination, change, destination)

@@ -1,9 +1,9 @@
-"""By-products and their second stage in torch and numpy: how `reference` fills partials, on any device.
+"""Statistics and their second stage in torch and numpy: how `reference` fills partials, on any device.
 
-Large slots are measured a block of whole rows at a time, while the block is in the cache: squares in fp32, added up 16
-at a time in fp32 (off by 16 times 2^-24 at most) and from there in fp64; rows whose sums lie outside of the bounds in
-which fp32 stands are done again in fp64. Small slots, and what large ones leave over, go together and in fp64. Nothing
-that is added up is split among threads, so that sums have the same bits whatever their number.
+Large slots are measured in blocks of whole rows, while a block is in the cache: squares in fp32, added up 16 at a time
+in fp32 (with a relative error of 16 times 2^-24 at most) and from there in fp64. Rows whose sums are outside of the
+bounds in which fp32 is accurate are measured again in fp64. Small slots, and the remainders of large ones, are measured
+together in fp64. No sum is split among threads, so its bits do not depend on their number.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from .table import (
     new_source_partials,
 )
 
-# Elements looked at together: 1 MiB of squares. In smaller blocks the fixed cost of operators shows: 10 million
-# elements take 4.0 ms, in quarters of it 5.4 ms.
+# Elements of a block: 1 MiB of squares. In smaller blocks the fixed cost of operators shows: 10 million elements take
+# 4.0 ms, in blocks of a quarter 5.4 ms.
 BLOCK_NUMEL = 262144
 _LOOK_NUMEL = BLOCK_NUMEL // 2
-# Row sums of fp32 squares between these bounds stand: see SUM_LOWEST and SUM_HIGHEST of `kernels.chunk`.
+# Row sums of fp32 squares are accurate between these bounds: see SUM_LOWEST and SUM_HIGHEST of `kernels.chunk`.
 _LOWEST, _HIGHEST = 1e-27, 3e38
-# Squares that are added up in fp32.
+# Number of squares that are added up in fp32.
 _FOLD = 16
 _NONE_FOUND = np.iinfo(np.int64).max
-# 16-bit numbers without their sign are not finite from here on.
+# The bits of a 16-bit number without its sign, from which on it is not finite.
 _NON_FINITE_BITS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 _of_thread = threading.local()
 
 
 class Measured:
-    """Fills the partials of one layout; those of slots that are never named are of zeros.
+    """Fills the partials of one layout; slots that are not measured count as zeros.
 
     Args:
-        chunks: the layout.
-        partials: [data rows], on any device; filled by `finish`, until which nothing that was measured may change.
+        chunks: the layout's table.
+        partials: [data rows], on any device; filled by `write_partials`. Measured values must not change before that.
     """
 
     def __init__(self, chunks: ChunkTable, partials: Partials) -> None:
@@ -64,11 +64,11 @@ class Measured:
         self._left: list[tuple[int, torch.Tensor]] = []
         self._left_numel = 0
         rows = chunks.chunk_numel
-        # Elements of as many whole rows as fit into a block, and of one at least.
+        # As many whole rows as fit into a block, but at least one.
         self.block_numel = max(1, BLOCK_NUMEL // rows) * rows
 
     def rows(self, slot: int, begin: int, values: torch.Tensor) -> None:
-        """Measures elements of a slot from its element `begin` on, where a row begins: `values`, flat."""
+        """Measures `values`, flat: a slot's elements from `begin` on, where a row begins."""
         numel = self._chunks.chunk_numel
         row = int(self._chunks.first_rows[slot]) + begin // numel
         whole = 0 if values.dtype is torch.float64 or numel % _FOLD else values.numel() // numel
@@ -83,8 +83,15 @@ class Measured:
                 self._leftovers()
 
     def run(self, slots: range, values: torch.Tensor, *, begin: int | None, missing: Sequence[int] = ()) -> None:
-        """Measures slots in `values`, which lie there as on the wire from its element `begin` on (gaps are not looked
-        at, nor slots `missing`), or (None) one after the other without those."""
+        """Measures several slots.
+
+        Args:
+            slots: numbers of the slots.
+            values: flat, laid out as the wire from its element `begin` on; None: one slot after the other, without gaps
+                and without `missing`.
+            begin: see `values`.
+            missing: slots without a gradient, which are skipped.
+        """
         first_rows = self._chunks.first_rows
         rows = np.arange(first_rows[slots.start], first_rows[slots.stop])
         if missing:
@@ -94,14 +101,14 @@ class Measured:
             counts = table[:, 2] - table[:, 1]
             self._carefully(rows, np.cumsum(counts) - counts if begin is None else table[:, 3] - begin, counts, values)
 
-    def finish(self) -> None:
-        """Ends what was begun, and brings it to the partials' device."""
+    def write_partials(self) -> None:
+        """Measures the remainders, and copies the results to the partials' device."""
         self._leftovers()
         if self._whole:
             firsts = np.array([row for row, _ in self._whole])
             counts = np.array([len(values) for _, values in self._whole])
             rows = np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
-            # The root of a rounded square is the number itself, where the square is a normal number.
+            # The root of a rounded square is the number itself, if the square is a normal number.
             self._peaks[rows] = np.sqrt(self._squares.numpy()[rows])
             sums = self._sums[rows]
             for row in rows[~((sums > _LOWEST) & (sums < _HIGHEST))]:
@@ -133,7 +140,7 @@ class Measured:
     def _carefully(
         self, rows: npt.NDArray[Any], starts: npt.NDArray[Any], counts: npt.NDArray[Any], values: torch.Tensor
     ) -> None:
-        """In fp64; `starts` ascend and say where in `values` each row's elements are."""
+        """Measures rows in fp64; `starts` are the positions of their elements in `values`, ascending."""
         x = scratch(torch.float64, torch.device("cpu"), values.numel()).copy_(values).numpy()
         ends = starts + counts
         gapless = bool((starts[1:] == ends[:-1]).all()) and ends[-1] == len(x)
@@ -141,7 +148,7 @@ class Measured:
         places = places[:-1] if places[-1] == len(x) else places
         step = 1 if gapless else 2
         with np.errstate(all="ignore"):
-            if values.dtype is torch.float64:  # a square may leave the range, and its root be rounded
+            if values.dtype is torch.float64:  # a square may overflow or underflow, and its root be rounded
                 peaks = np.maximum.reduceat(np.abs(x), places)[::step]
                 np.multiply(x, x, out=x)
             else:
@@ -157,19 +164,19 @@ class Measured:
 
 
 class Suspicion(NamedTuple):
-    """What there may be among some gradients: NaN or infinity, numbers that became 0 on the wire."""
+    """What gradients may contain: NaN or infinity; numbers that became 0 on the wire."""
 
     non_finite: bool
     flushed: bool
 
 
 class Sources:
-    """Fills the partials of one pack; those of slots that are never named are of zeros.
+    """Fills the partials of one pack; slots that are not searched count as finite and not flushed.
 
     Args:
-        chunks: the layout.
-        wire: what is packed into.
-        partials: [data rows], on any device; filled by `finish`, where they are on CPU already before.
+        chunks: the layout's table.
+        wire: the packed buffer.
+        partials: [data rows], on any device; filled by `write_partials`.
     """
 
     def __init__(self, chunks: ChunkTable, wire: torch.Tensor, partials: SourcePartials) -> None:
@@ -183,10 +190,15 @@ class Sources:
         self._flushing = {dtype: may_flush(dtype, wire.dtype) for dtype in set(chunks.dtypes)}
 
     def look(self, dtypes: Collection[torch.dtype], begin: int, end: int, zeros: int) -> Suspicion:
-        """What the gradients of these dtypes, packed into the wire's [begin, end), have to be searched for.
+        """Checks the wire's elements [begin, end) for what their gradients have to be searched for.
 
-        Cheap, and nothing is missed: what is not finite at its source is not on the wire. `zeros`: how many are zeros
-        there anyway, being gaps or missing.
+        It is cheap and misses nothing: a value that is not finite in a gradient is not finite on the wire.
+
+        Args:
+            dtypes: of the gradients.
+            begin: first element of the wire.
+            end: the element after the last one.
+            zeros: number of elements that are 0 in any case: gaps and missing gradients.
         """
         flushing = any(self._flushing[dtype] for dtype in dtypes)
         non_finite = flushed = False
@@ -204,9 +216,12 @@ class Sources:
         return Suspicion(non_finite, flushed)
 
     def search(self, begin: int, sources: torch.Tensor, suspicion: Suspicion) -> None:
-        """Finds what is wrong with `sources`, flat, which were packed into the wire from its element `begin` on.
+        """Searches gradients for NaN, infinity and flushed elements.
 
-        Between them are zeros, where they have gaps.
+        Args:
+            begin: first element of the wire that they were packed into.
+            sources: the gradients, flat, laid out as the wire, with zeros in gaps.
+            suspicion: what to search for.
         """
         table = self._chunks.rows[: self._chunks.data_rows]
         for part in sources.split(_LOOK_NUMEL):
@@ -232,15 +247,15 @@ class Sources:
                         self._flushed[first:last] += counts * np.array(counted, dtype=np.int64)
             begin = end
 
-    def finish(self) -> None:
-        """Brings what was found to the partials' device."""
+    def write_partials(self) -> None:
+        """Copies the results to the partials' device."""
         if self._host is not self._partials:
             for name, tensor in vars(self._partials).items():
                 tensor.copy_(getattr(self._host, name))
 
 
 def reduce_partials(partials: Partials, spans: Spans) -> Totals:
-    """Adds partials up per parameter and in total; see `kernels.stats.reduce_partials`."""
+    """Adds partials up per parameter and in total; arguments as for `kernels.dispatch.reduce_partials`."""
     rows = _Rows(spans)
     with np.errstate(all="ignore"):
         sums = rows.reduced(np.add, partials.sums, 0.0)
@@ -257,7 +272,7 @@ def reduce_partials(partials: Partials, spans: Spans) -> Totals:
 
 
 def reduce_source_partials(partials: SourcePartials, spans: Spans) -> SourceTotals:
-    """Brings partials together per parameter; see `kernels.stats.reduce_source_partials`."""
+    """Reduces partials of pack per parameter; arguments as for `kernels.dispatch.reduce_source_partials`."""
     rows = _Rows(spans)
     first = rows.lowest(partials.first_non_finite)
     flushed = rows.reduced(np.add, partials.flushed, 0)
@@ -284,7 +299,7 @@ class _Rows:
         self._index = np.arange(lengths.sum()) + np.repeat(pairs[:, 0] - (ends - lengths), lengths)
 
     def reduced(self, operation: Any, values: torch.Tensor, empty: float) -> npt.NDArray[Any]:
-        """`operation` over each parameter's rows; `empty` where there are none."""
+        """`operation` over each parameter's rows; `empty` for a parameter without rows."""
         gathered = values.cpu().numpy()[self._index]
         found = np.full(self._parameters, empty, dtype=gathered.dtype)
         if len(gathered):
@@ -304,7 +319,7 @@ def _without_sign(part: torch.Tensor) -> torch.Tensor:
 
 
 def _numpy(values: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any]:
-    """`values` on the host; a copy only where another dtype or device asks for one."""
+    """`values` on the host; a copy only if the dtype or device differs."""
     return values.detach().resolve_neg().to(dtype).cpu().numpy()
 
 

@@ -1,9 +1,9 @@
-"""Kernel and dtype pairs that an architecture cannot have.
+"""Pairs of architecture and dtype that the kernels cannot be compiled for, as tried with Triton 3.7 and 3.6.
 
-What is listed does not compile; found out by compiling with Triton 3.7, and 3.6. Everything compiles for compute
-capabilities 6.0 to 12.1 (below 8.0 bf16 is rounded in integer arithmetic: to nearest even and keeping NaN, like the
-hardware from there on; the assembler of 3.6 does not know 11.0) and for AMD's gfx908, gfx90a, gfx942, gfx950 and RDNA.
-`dispatch` refuses what is listed, `aot` shows it as unsupported.
+Everything else compiles, for compute capabilities 6.0 to 12.1 (below 8.0 bf16 is rounded in integer arithmetic: to
+nearest even and keeping NaN, like the hardware from there on; the assembler of 3.6 does not know 11.0) and for AMD's
+gfx908, gfx90a, gfx942, gfx950 and RDNA.
+`dispatch` refuses listed pairs, `aot` reports them as unsupported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where Triton 3.6 differs from later versions in what the kernels need: all of it, so that it can go at once."""
+"""Differences between Triton 3.6 and later versions: all in this file, so that 3.6 can be dropped at once."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ BEFORE_3_7 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 
 
 def attributes_of_constexprs(values: Mapping[int, object]) -> dict[tuple[int], list[Any]]:
-    """What a launch writes down as attributes of constexprs, which have none; keys of Triton's cache hold it.
+    """The attributes that a launch passes for constexprs, which have none; they are part of Triton's cache key.
 
-    From 3.7 on an empty list for each. Before that for strings only, each being taken for a description of attributes;
-    one with a capital D or S in it would be read as one.
+    From 3.7 on this is an empty list for each. 3.6 does so for strings only, which it parses as attributes: a string
+    with a capital D or S in it would be read as one.
 
     Args:
-        values: of constexprs, by place in the kernel's signature.
+        values: of constexprs, by position in the kernel's signature.
+
+    Returns:
+        An empty list per position.
     """
     return {(place,): [] for place, value in values.items() if isinstance(value, str) or not BEFORE_3_7}
 
 
 def mend_interpreter() -> None:
-    """Has the interpreter of 3.6 take a scalar as a loop's end, as that of 3.7 does.
+    """Lets the interpreter of 3.6 take a scalar as the end of a loop, as that of 3.7 does.
 
     A scalar is an array of one element there, and 3.6 calls int() on it, which numpy refuses from 2.4 on.
     """

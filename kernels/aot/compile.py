@@ -52,7 +52,7 @@ from .rules import BranchFigures, Violation, examine
 
 @dataclass(frozen=True)
 class Target:
-    """An architecture, and what one multiprocessor of it holds (unused for AMD, where LLVM says it)."""
+    """An architecture, and the resources of one multiprocessor (not used for AMD, where LLVM reports occupancy)."""
 
     name: str
     key: tuple[str, int | str]
@@ -76,14 +76,14 @@ TARGETS: Mapping[str, Target] = {
         Target("gfx942", ("hip", "gfx942")),
     )
 }
-_REGISTERS_PER_WARP = 256  # registers are handed out to warps in this many
+_REGISTERS_PER_WARP = 256  # granularity of their allocation
 _RESERVED_SHARED_BYTES = 1024  # of each program, by the system
 _SIMDS = 4  # of a compute unit
 
 
 @dataclass(frozen=True)
 class Report:
-    """One row of the table. `unsupported` is the reason why there is nothing to compile, or None."""
+    """One row of the table. `unsupported` is the reason why the kernel cannot be compiled, or None."""
 
     kernel: str
     target: str
@@ -99,7 +99,7 @@ class Report:
 
 
 def all_variants(target: Target) -> tuple[Variant, ...]:
-    """Everything that can be launched on an architecture."""
+    """All variants that can be launched on an architecture."""
     launch = tuning_for(target.key), target.key[0]
     walks = [variant for module in (pack, unpack, measure, scale, combine) for variant in module.variants(*launch)]
     return (*walks, *stats.variants())
@@ -112,9 +112,9 @@ def dtypes_of(variant: Variant) -> frozenset[torch.dtype]:
 
 
 def compile_variant(variant: Variant, target: Target) -> Any:
-    """Triton's CompiledKernel, from its cache where it has it: the same entry that a launch makes and uses."""
+    """Triton's CompiledKernel; it uses the same entry of Triton's cache as a launch."""
     constexprs = {name: None for name, kind in variant.signature.items() if kind == "constexpr"}
-    # No argument has attributes (alignment, range), but a launch writes that down for constexprs.
+    # No argument has attributes (alignment, range), but a launch passes empty ones for constexprs.
     attributes = attributes_of_constexprs(
         {place: variant.constexprs.get(name) for place, name in enumerate(variant.signature) if name in constexprs}
     )
@@ -244,7 +244,7 @@ def table(rows: Sequence[Report]) -> str:
 
 
 def row_of(report: Report) -> Row:
-    """What is kept of a report."""
+    """The figures of a report that are recorded."""
     warp_size = TARGETS[report.target].warp_size
     return Row(
         registers=report.registers,
@@ -263,14 +263,14 @@ def row_of(report: Report) -> Row:
 
 
 def against_record(rows: Sequence[Report], path: Path) -> tuple[list[str], bool]:
-    """Lines about what is not as recorded in `path`, and whether any of it is for the worse."""
+    """Lines about figures that differ from those recorded in `path`, and whether any is worse."""
     try:
         recorded = load(path.read_text())
     except (OSError, ValueError) as error:
         return [f"FAILED {path.name}: {error}; write it with --record"], True
     if recorded.triton != triton.__version__:
         return [f"not compared: {path.name} is of triton {recorded.triton}, this is {triton.__version__}"], False
-    # What did not compile is told already, and has no figures.
+    # A kernel that did not compile is reported already, and has no figures.
     broken = {
         Place(row.target, row.kernel) for row in rows if any(fault.rule == "compiles" for fault in row.violations)
     }
@@ -280,7 +280,7 @@ def against_record(rows: Sequence[Report], path: Path) -> tuple[list[str], bool]
     worse = [change for change in changes if change.worse]
     lines = [f"{'FAILED' if change.worse else 'better'} {change}" for change in changes]
     if changes:
-        meant = "If that is meant, record it" if worse else "Better than recorded: record it"
+        meant = "If that is intended, record it" if worse else "Better than recorded: record it"
         lines.append(f"{meant}: python -m fusedreduce.kernels.aot --record, and commit {path.name}")
     return lines, bool(worse)
 
@@ -288,7 +288,9 @@ def against_record(rows: Sequence[Report], path: Path) -> tuple[list[str], bool]
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m fusedreduce.kernels.aot", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--check", action="store_true", help="exit with status 1 if a rule is broken or a figure worse")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with status 1 if a rule is broken or a figure is worse"
+    )
     parser.add_argument("--record", action="store_true", help=f"write the figures of every kernel into {RECORD.name}")
     parser.add_argument("--arch", action="append", choices=TARGETS, help="only this one (repeatable)")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
@@ -297,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.record and chosen.arch:
         parser.error("--record is for every architecture: leave out --arch")
     if interpreted():
-        print("TRITON_INTERPRET is set, and with it triton compiles nothing: unset it", file=sys.stderr)
+        print("TRITON_INTERPRET is set, with which triton compiles nothing: unset it", file=sys.stderr)
         return 2
     rows: list[Report] = []
     for group in report_all([TARGETS[name] for name in dict.fromkeys(chosen.arch or TARGETS)], max(1, chosen.jobs)):

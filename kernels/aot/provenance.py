@@ -1,4 +1,4 @@
-"""Where machine code was written: from the lines that an instruction carries to jit functions and dtype branches.
+"""Provenance of machine code: from the source lines of an instruction to jit functions and dtype branches.
 
 `frames` are an instruction's lines, innermost first, as `disassembly` reads them. Example, in pack for a bf16 wire:
 chunk.py:33, chunk.py:146, pack.py:73 is load_vector (line 33), called by convert_chunk (146), called by the kernel with
@@ -38,7 +38,7 @@ class Branch(NamedTuple):
 
 
 class Sources:
-    """Where instructions were written: the kernel and every jit function it calls."""
+    """The sources of a kernel and of every jit function that it calls."""
 
     def __init__(self, variant: Variant) -> None:
         self._kernel = variant.kernel
@@ -83,7 +83,7 @@ class Sources:
         return called.pop() if len(called) == 1 else str(function.__name__)
 
     def branch(self, frames: Sequence[Frame]) -> Branch | None:
-        """The dtype branch, by the arguments of the call that it was inlined through; None if it cannot be told.
+        """The dtype branch, by the arguments of the call that it was inlined through; None if that is ambiguous.
 
         That call is to a function of SOURCE and DESTINATION (convert_chunk), of DESTINATION alone (zero_chunk) or of
         SOURCE alone (measure_chunk, careful_sum).
@@ -113,7 +113,7 @@ class Sources:
                 yield node
 
     def _dtype(self, parameter: str, frames: Sequence[Frame]) -> str | None:
-        """What a dtype parameter of the function at frames[0] is, from the calls above it."""
+        """The value of a dtype parameter of the function at frames[0], from the calls above it."""
         callee, caller = self.function(frames[0]), self.function(frames[1]) if len(frames) > 1 else None
         if callee is None or caller is None:
             return None
