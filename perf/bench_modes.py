@@ -105,7 +105,7 @@ def train(
     optimizer, schedule = digits.build_optimizer(ddp, steps)
     drifts = []
     for step in range(steps):
-        batch = training.take(digits.batch_rows(step, len(training), rank, world, seed))
+        batch = training.select(digits.batch_rows(step, len(training), rank, world, seed))
         nn.functional.cross_entropy(ddp(batch.images), batch.labels).backward()
         optimizer.step()
         optimizer.zero_grad()  # before a flush, which takes what is there for a gradient that is still to be used

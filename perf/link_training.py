@@ -65,7 +65,7 @@ def _digits() -> digits.Digits:
 
 def _digits_batch(step: int, rank: int, ranks: int) -> Batch:
     training = _digits()
-    taken = training.take(digits.batch_rows(step, len(training), rank, ranks, _SEED))
+    taken = training.select(digits.batch_rows(step, len(training), rank, ranks, _SEED))
     return taken.images, taken.labels
 
 

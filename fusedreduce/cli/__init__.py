@@ -15,7 +15,7 @@ from . import bench, demo, doctor, plan, report, trace
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
+    """Reports an error in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -32,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None: those of this process.
 
     Returns:
-        The exit status: 0 when all went well, 1 when what was run failed, 2 when it could not be started, 128 plus
-        the signal's number when interrupted.
+        The exit status: 0 if all went well, 1 if the command failed or found something broken, 2 on wrong usage, 128
+        plus the signal's number if interrupted.
     """
     parser = _Parser(
         prog="fusedreduce",
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{parser.prog} {arguments.command}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # Whoever read this has had enough (`| head`). Python flushes once more when it ends, which must not fail again.
+        # The reader of a pipe has exited (`| head`). Python flushes once more at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return status

@@ -1,4 +1,4 @@
-"""`fusedreduce bench`: runs a benchmark of the checkout, which is no part of an installed package."""
+"""`fusedreduce bench`: runs a benchmark of the source checkout; an installed package has none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import fusedreduce
 
-# Beside perf/bench_*.py, which name themselves.
+# Names of files other than perf/bench_NAME.py.
 _OTHERS = {"report": "report.py", "gpu-check": "gpu_check.py"}
 _CHECKOUT = Path(fusedreduce.__file__).resolve().parent.parent
 
@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
         help="run a benchmark of the checkout",
         description="Runs perf/bench_NAME.py of the checkout with this interpreter. "
         + (f"NAME is one of: {', '.join(found)}." if found else _absent(_CHECKOUT).capitalize() + "."),
-        epilog="Exit status: the benchmark's own; 1 if there is none of that name.",
+        epilog="Exit status: the benchmark's own; 1 if there is no benchmark of that name.",
         allow_abbrev=False,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="which benchmark")
@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def scripts(checkout: Path) -> Mapping[str, Path]:
-    """The benchmarks that there are, by name; none outside a checkout."""
+    """The benchmarks of a checkout by name; empty if `checkout` is none."""
     folder = checkout / "perf"
     if not (folder / "records.py").is_file():
         return {}
@@ -42,21 +42,21 @@ def scripts(checkout: Path) -> Mapping[str, Path]:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> NoReturn:
-    """Becomes the benchmark, so that its exit status and every signal are its own."""
+    """Replaces this process by the benchmark, which then has its own exit status and signals."""
     found = scripts(_CHECKOUT)
     if not found:
         parser.exit(1, f"error: {_absent(_CHECKOUT)}\n")
     script = found.get((arguments.name or "").replace("_", "-"))
     if script is None:
-        asked = f"no benchmark {arguments.name!r}" if arguments.name else "which benchmark"
-        parser.exit(1, f"error: {asked}; there are: {', '.join(found)}\n")
+        asked = f"no benchmark is named {arguments.name!r}" if arguments.name else "no benchmark was named"
+        parser.exit(1, f"error: {asked}: use one of {', '.join(found)}\n")
     sys.stdout.flush()
     sys.stderr.flush()
-    # A script's own folder is the first on its path; that of this package need not be on it at all.
+    # Python puts the script's folder on its path, but not the checkout.
     path = os.pathsep.join([str(_CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, str(script), *arguments.arguments]
     os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": path})
 
 
 def _absent(checkout: Path) -> str:
-    return f"the benchmarks are in perf/ of the source checkout, and {checkout} is none; run this from a clone"
+    return f"the benchmarks are in perf/ of the source checkout, and {checkout} is not one: run this from a clone"

@@ -1,4 +1,4 @@
-"""`fusedreduce demo`: a real training run, every gradient bucket through the fused path beside torch's own."""
+"""`fusedreduce demo`: a training run on real data, with the fused paths and torch's own side by side."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from fusedreduce.trace.report import merge
 
 from . import picture, report, results, trace
 from .digits import BATCH_IMAGES, TRAINING_IMAGES
+from .files import writable
 from .launch import InterruptedRunError, RankFailedError, run_ranks
 
 ACCURACY_NEEDED = 0.95
@@ -72,7 +73,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    """Checks everything, then runs; the exit status."""
+    """Checks the arguments, then runs. Returns the exit status."""
     _check_installed(parser)
     device = _device(parser, arguments.device)
     ranks = _ranks(parser, arguments.ranks, device)
@@ -83,7 +84,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         seed=_at_least(parser, "--seed", arguments.seed, 0),
         launcher_pid=os.getpid(),
     )
-    out = _folder(parser, arguments.out)
+    out = writable(parser, arguments.out)
     began = time.monotonic()
     place = report.hardware(device, ranks)
     ranks_there = f"{_count(ranks, 'rank')} on {place}"
@@ -125,7 +126,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 
 def _wrong(rows: Sequence[results.Row]) -> list[str]:
-    """What is wrong with the answers, variant by variant."""
+    """Descriptions of wrong results, by variant."""
     wrong = [f"{row.name}: {row.difference}" for row in rows if not row.parameters_equal]
     # Not `<`: NaN must fail too.
     return wrong + [
@@ -171,7 +172,7 @@ def _wires(parser: argparse.ArgumentParser, wanted: Sequence[str] | None) -> tup
     names = [name.strip() for part in wanted for name in part.split(",")] if wanted else list(WIRES)
     for name in names:
         if name not in WIRES:
-            parser.error(f"argument --wire: unknown wire {name!r}: use {', '.join(WIRES)}")
+            parser.error(f"argument --wire: unknown wire {name!r}: use one of {', '.join(WIRES)}")
     return tuple(cast("Wire", name) for name in dict.fromkeys(names))
 
 
@@ -179,17 +180,6 @@ def _at_least(parser: argparse.ArgumentParser, option: str, value: int, least: i
     if value < least:
         parser.error(f"argument {option}: must be at least {least}, got {value}")
     return value
-
-
-def _folder(parser: argparse.ArgumentParser, out: Path) -> Path:
-    """`out`, made and proved to take files."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        parser.error(f"argument --out: {str(out)!r} is not a folder that can be written to: {error.strerror}")
-    return out
 
 
 def _keep_details(out: Path, details: str | None) -> str:
@@ -201,7 +191,7 @@ def _keep_details(out: Path, details: str | None) -> str:
 
 
 def _as_typed(typed: Sequence[str], out: Path) -> str:
-    """The command line, without this machine's paths in it."""
+    """The command line, without absolute paths of this machine."""
     shown = [one.replace(str(out), out.name) if out.is_absolute() else one for one in typed]
     return shlex.join(["fusedreduce", *shown])
 
@@ -211,5 +201,5 @@ def _count(number: int, noun: str) -> str:
 
 
 def _complain(reason: str) -> None:
-    # On a terminal the progress bar's line may still be open.
+    # On a terminal the progress bar's line may not be ended.
     print(("\n" if sys.stderr.isatty() else "") + f"fusedreduce demo: error: {reason}", file=sys.stderr, flush=True)

@@ -1,10 +1,11 @@
 """One rank of the demo: `python -m fusedreduce.cli.demo_worker FOLDER`, started by torch's launcher.
 
 All variants train side by side, step i of each before step i + 1 of any, on the same batches and in an order that
-rotates, so that whatever else the machine does hits them alike. Every PROBE_EVERY-th step is a probe: before the step
-itself, the same forward and backward without exchange (under `no_sync`, thrown away), on the same weights and batch.
+rotates, so that other load of the machine affects all alike. Every PROBE_EVERY-th step is a probe: before the step
+itself, it runs the same forward and backward without exchange (under `no_sync`, discarded), on the same weights and
+batch.
 
-    step_ms   median over the steps that are no probes: forward, backward, optimizer, zero_grad; no barrier in sight
+    step_ms   median over the steps that are no probes: forward, backward, optimizer, zero_grad; there are no barriers
     sync_ms   step_ms - median over the probes of (forward and backward without exchange, then optimizer, zero_grad):
               what the exchange adds, waiting for the slower rank included
 
@@ -34,8 +35,8 @@ from . import digits, launch, measure, results
 from .progress import Progress
 from .variants import Contender, Variant, variants
 
-WARM_UP_STEPS = 3  # kernels are compiled, DDP lays its buckets out anew: not timed
-LEAST_TIMED_STEPS = WARM_UP_STEPS + 2 * results.PROBE_EVERY  # a run that is shorter times its warm-up too
+WARM_UP_STEPS = 3  # not timed: kernels are compiled, DDP rebuilds its buckets
+LEAST_TIMED_STEPS = WARM_UP_STEPS + 2 * results.PROBE_EVERY  # in a shorter run the warm-up is timed too
 _TIMEOUT = timedelta(minutes=3)
 _PR_SET_PDEATHSIG = 1
 _RECORDED_STEPS = 10
@@ -43,7 +44,7 @@ _RECORDED_STEPS = 10
 
 @dataclass
 class Run:
-    """A variant in training, and what has been measured of it on this rank."""
+    """A variant in training, and its measurements on this rank."""
 
     variant: Variant
     contender: Contender
@@ -55,7 +56,7 @@ class Run:
     errors: list[float] = field(default_factory=list)
 
     def step(self, batch: digits.Digits, device: torch.device) -> None:
-        """One step of training, timed."""
+        """Runs and times one training step."""
 
         def train() -> None:
             self.losses.append(measure.forward_backward(self.contender.ddp, batch, scaler=self._scaler))
@@ -66,7 +67,7 @@ class Run:
         self.schedule.step()
 
     def probe(self, batch: digits.Digits, device: torch.device) -> None:
-        """One step of training, compared with the same without exchange."""
+        """Runs one training step, and the same without exchange for comparison."""
         ddp = self.contender.ddp
         local_s = measure.seconds(device, lambda: measure.forward_backward(ddp, batch, exchange=False))
         local = self._gradients()
@@ -74,13 +75,13 @@ class Run:
         self.losses.append(measure.forward_backward(ddp, batch, scaler=self._scaler))
         self._unscale()
         error = measure.gradient_error(self._gradients(), local)
-        # A step whose scaled gradients overflow is skipped by the scaler: nothing is learnt from them.
+        # The scaler skips a step whose gradients overflow: their error does not matter.
         self.errors.append(error if self._scaler is None or math.isfinite(error) else 0.0)
         self.alone_s.append(local_s + measure.seconds(device, self._update))
         self.schedule.step()
 
-    def forget_times(self) -> None:
-        """Times so far were of steps that warm up."""
+    def drop_times(self) -> None:
+        """Drops the times so far, of warm-up steps."""
         self.steps_s.clear()
         self.alone_s.clear()
 
@@ -109,12 +110,12 @@ class Run:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Trains and measures; rank 0 leaves the rows in FOLDER, a rank that fails leaves the reason there."""
+    """Trains and measures. Rank 0 writes the rows into FOLDER; a rank that fails writes the reason there."""
     folder = Path(arguments[0])
     try:
         job = results.read_job(folder)
     except FileNotFoundError:
-        os._exit(1)  # the demo was interrupted while this rank started, and has taken its folder with it
+        os._exit(1)  # the demo was interrupted while this rank started, and has removed its folder
     _end_with(job.launcher_pid)
     rank = int(os.environ["RANK"])
     status = 0
@@ -133,36 +134,37 @@ def main(arguments: Sequence[str]) -> None:
         }
         results.write_json(folder / f"rank{rank}.error.json", failure)
         status = 1
-    # No ordinary exit. After a failure, tearing down a process group whose peer is gone may wait for it. After success,
-    # torch 2.13 aborts once in a while, hook or none: a Gloo thread that lets go of its last tensor asks for an
-    # interpreter that is being taken down ("terminate called without an active exception").
+    # No ordinary exit. After a failure, destroying a process group may wait for a peer that is gone. After success,
+    # torch 2.13 aborts now and then, with or without the hook: a Gloo thread frees its last tensor while the
+    # interpreter is shut down ("terminate called without an active exception").
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def train(job: results.Job, device: torch.device, rank: int, traces: Path) -> list[results.Row]:
-    """Trains all variants side by side; the rows are the same on every rank, but for rank 0's own columns.
+    """Trains all variants side by side, then records some steps of the last one into `traces`.
 
-    Some steps more of the last one, the wrapper at the last wire, are recorded into `traces`.
+    Returns:
+        A row per variant; accuracy, path and counts are this rank's own.
     """
     ranks = dist.get_world_size()
     training, held_out = (part.to(device) for part in digits.load())
     runs = [_start(variant, job, device) for variant in variants(job.wires)]
     progress = Progress(job.steps, sys.stderr) if rank == 0 else None
     for step in range(job.steps):
-        batch = training.take(digits.batch_rows(step, len(training), rank, ranks, job.seed).to(device))
+        batch = training.select(digits.batch_rows(step, len(training), rank, ranks, job.seed).to(device))
         turn = step % len(runs)
         for run in runs[turn:] + runs[:turn]:
             if step == WARM_UP_STEPS and job.steps > LEAST_TIMED_STEPS:
-                run.forget_times()
+                run.drop_times()
             if step % results.PROBE_EVERY == 0:
                 run.probe(batch, device)
             else:
                 run.step(batch, device)
         if progress is not None:
             progress.show(step + 1)
-    batch = training.take(torch.arange(digits.BATCH_IMAGES))
+    batch = training.select(torch.arange(digits.BATCH_IMAGES))
     rows = [_row(run, batch, held_out, device) for run in runs]
     _record(runs[-1], batch, traces)
     return rows
@@ -184,12 +186,12 @@ def _start(variant: Variant, job: results.Job, device: torch.device) -> Run:
 
 
 def _row(run: Run, batch: digits.Digits, held_out: digits.Digits, device: torch.device) -> results.Row:
-    """Puts together what the ranks have measured."""
+    """Combines the ranks' measurements of one variant."""
     contender = run.contender
     difference = measure.difference_between_ranks(contender.ddp.module, device)
     with torch.no_grad():
         guessed = contender.ddp.module(held_out.images).argmax(dim=1)
-    # Twice: the first may still find DDP's buckets as they were before its second step.
+    # Twice: DDP may rebuild its buckets within the first.
     exchange = [measure.count_exchange(contender.ddp, batch) for _ in range(2)][-1]
     losses = _mean_over_ranks(torch.stack(run.losses).double())
     own = torch.tensor([measure.median(run.steps_s) * 1e3, measure.median(run.alone_s) * 1e3], dtype=torch.float64)
@@ -221,7 +223,7 @@ def _mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def _worst_over_ranks(errors: list[float], device: torch.device) -> float:
-    """The maximum, NaN if there is one: which a MAX reduction does not promise."""
+    """The maximum over ranks; NaN if there is one, which a MAX reduction does not guarantee."""
     mine = torch.tensor(errors, dtype=torch.float64, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
@@ -242,7 +244,7 @@ def _join(job: results.Job, local_rank: int) -> torch.device:
 
 
 def _end_with(launcher_pid: int) -> None:
-    """Has the kernel end this process when the launcher is gone, however it went."""
+    """Asks the operating system to kill this process when the launcher ends, for whatever reason."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher_pid:
         os._exit(1)

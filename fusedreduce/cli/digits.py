@@ -1,10 +1,10 @@
-"""What the demo trains on, and what it trains: scikit-learn's handwritten digits and a small convolutional network.
+"""The demo's data and model: scikit-learn's handwritten digits, and a small convolutional network.
 
     images   [N, 1, 8, 8] float32, 0..1      1,797 real scans, shipped inside scikit-learn: nothing is downloaded
     labels   [N] int64, 0..9
 
-A fifth of every class is held out, the same fifth on every rank and in every run. The rest is dealt out anew each
-epoch, so that ranks never share an image within an epoch and all see equally many batches.
+A fifth of every class is held out, the same on every rank and in every run. The rest is shuffled and divided among
+ranks in each epoch, so that ranks never share an image within an epoch and all see the same number of batches.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 BATCH_IMAGES = 32  # per rank and step
-HELD_OUT = 5  # one in so many
-TRAINING_IMAGES = 1438  # what is left of the 1,797
+HELD_OUT = 5  # one image in five
+TRAINING_IMAGES = 1438  # the rest of 1,797
 _PEAK_LEARNING_RATE = 0.01
 
 
@@ -32,16 +32,16 @@ class Digits:
         return len(self.labels)
 
     def to(self, device: torch.device) -> Digits:
-        """The same on `device`."""
+        """A copy on `device`."""
         return Digits(self.images.to(device), self.labels.to(device))
 
-    def take(self, rows: torch.Tensor) -> Digits:
+    def select(self, rows: torch.Tensor) -> Digits:
         """The rows with these indices."""
         return Digits(self.images[rows], self.labels[rows])
 
 
 def load() -> tuple[Digits, Digits]:
-    """The digits as (training, held out); the same in every process."""
+    """Loads the digits as (training, held out), the same in every process."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -59,12 +59,12 @@ def load() -> tuple[Digits, Digits]:
 
 
 def batches_per_epoch(images: int, ranks: int) -> int:
-    """Whole batches that every rank gets out of `images`; what does not fill one is left for another epoch."""
+    """The number of whole batches that every rank gets out of `images`; the rest waits for another epoch."""
     return images // ranks // BATCH_IMAGES
 
 
 def batch_rows(step: int, images: int, rank: int, ranks: int, seed: int) -> torch.Tensor:
-    """Which training images `rank` sees at `step`: indices [BATCH_IMAGES].
+    """The training images of `rank` at `step`: indices [BATCH_IMAGES].
 
     With 4 images and 2 ranks, an epoch's order 3 1 0 2 gives rank 0 the images 3 and 0, and rank 1 the images 1 and 2.
     """
@@ -97,7 +97,7 @@ def build_model(seed: int) -> nn.Module:
 def build_optimizer(
     model: nn.Module, steps: int, *, fused: bool = False
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """What every variant is trained with: AdamW, its learning rate rising and falling once over `steps`."""
+    """The optimizer and schedule of every variant: AdamW, its learning rate rising and falling once over `steps`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=_PEAK_LEARNING_RATE, weight_decay=0.05, fused=fused or None)
     # OneCycleLR divides by zero below 4 steps; a run that short is about plumbing, not accuracy.
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _PEAK_LEARNING_RATE, total_steps=max(steps, 4))

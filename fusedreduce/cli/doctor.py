@@ -1,6 +1,6 @@
-"""`fusedreduce doctor`: whether this machine, these ranks and the link between them are fit for fusedreduce.
+"""`fusedreduce doctor`: checks this machine, the ranks and the link between them.
 
-Alone it looks at one process. Under torchrun ranks find each other, rank 0 prints, and all end with one status.
+Without torchrun it checks one process. Under torchrun ranks connect, rank 0 prints, and all exit with one status.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "doctor",
         help="check this machine, the kernels, and under torchrun the link between ranks",
-        description="Tells versions, GPUs, driver and NCCL, whether the kernels give the right bits on each device, "
-        "and, under torchrun (torchrun --nproc-per-node=2 -m fusedreduce.cli doctor), whether all ranks come with the "
-        "same versions and what the link between them does. With --model or --trace: what a step should expose of "
-        "communication with each wire and plan on that link, and the line of code to write. Takes seconds.",
-        epilog="Exit status: 0 nothing is broken (there may be warnings); 1 something is, and the report says what to "
-        "do; 2 wrong usage.",
+        description="Prints versions, GPUs, driver and NCCL, whether the kernels give the right bits on each device, "
+        "and, under torchrun (torchrun --nproc-per-node=2 -m fusedreduce.cli doctor), whether all ranks have the same "
+        "versions, and latency and bandwidth of the link between them. With --model or --trace: how much "
+        "communication a step should expose with each wire and plan on that link, and the line of code to write. "
+        "Takes seconds.",
+        epilog="Exit status: 0 nothing is broken (there may be warnings); 1 something is broken, and the report says "
+        "what to do; 2 wrong usage.",
         allow_abbrev=False,
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--model", type=doctor_forecast.parameters, metavar="N", help="forecast for so many parameters, such as 110M"
+        "--model", type=doctor_forecast.parameters, metavar="N", help="forecast for N parameters, such as 110M"
     )
-    what.add_argument("--trace", type=Path, metavar="FOLDER", help="forecast for what record_trace(FOLDER) left there")
+    what.add_argument("--trace", type=Path, metavar="FOLDER", help="forecast for the steps of record_trace(FOLDER)")
     parser.add_argument(
         "--backward-ms",
         type=doctor_forecast.positive,
@@ -65,7 +66,7 @@ def add_parser(subparsers: Any) -> None:
         type=doctor_forecast.positive,
         default=_TIMEOUT_S,
         metavar="S",
-        help="how long ranks wait for each other, each time (default: %(default)g seconds)",
+        help="seconds that ranks wait for each other, each time (default: %(default)g)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
     parser.set_defaults(run=lambda arguments: _run(parser, arguments))
@@ -73,18 +74,18 @@ def add_parser(subparsers: Any) -> None:
 
 @dataclasses.dataclass
 class Report:
-    """What is known so far: the same on every rank, but for one that has lost others.
+    """The report so far: the same on every rank, except on one that has lost others.
 
     Args:
-        ranks: how many there are to be.
-        known: `doctor_machine.facts` of each.
-        findings: in the order in which they are shown.
+        ranks: number of ranks that were started.
+        known: `doctor_machine.facts` of each rank.
+        findings: in the order in which they are printed.
         link: from `doctor_ranks.measure_link`.
-        backward: what the forecast is of.
-        rows: the forecast, a wire each.
-        wire: which one to take; None: nothing is gained.
-        speaks: this rank prints it.
-        missing: ranks that were lost.
+        backward: the backward of the forecast.
+        rows: the forecast, a row per wire.
+        wire: the recommended wire; None: no wire gains anything.
+        speaks: this rank prints the report.
+        missing: ranks that did not answer.
     """
 
     ranks: int
@@ -99,7 +100,7 @@ class Report:
 
     @property
     def status(self) -> int:
-        """Of the process."""
+        """The exit status."""
         return int(any(finding.status == "broken" for finding in self.findings))
 
 
@@ -128,8 +129,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     if peers is not None:
-        peers.leave(printed=report.speaks, without=report.missing)
-    # No ordinary exit: tearing a process group down may wait for peers that are gone (see demo_worker).
+        peers.wait_until_printed(printed=report.speaks, without=report.missing)
+    # No ordinary exit: destroying a process group may wait for peers that are gone (see demo_worker).
     os._exit(report.status)
 
 
@@ -149,14 +150,18 @@ def _together(
     arguments: argparse.Namespace,
     recorded: Backward | None,
 ) -> Peers | None:
-    """Fills the report of all ranks, or of this one alone if the others cannot be reached; None: they never could."""
+    """Fills the report with all ranks' findings, or with this rank's alone if others cannot be reached.
+
+    Returns:
+        The connection to the other ranks; None if there never was one.
+    """
     device = torch.device("cuda", torch.cuda.current_device()) if "cuda" in backend else torch.device("cpu")
     known = doctor_machine.facts()
     own = [*doctor_machine.machine_findings(known), doctor_machine.check_kernels(device)]
     report.known, report.findings = [known], own
     peers = None
     try:
-        peers = doctor_ranks.meet(rank, report.ranks, address, arguments.timeout)
+        peers = doctor_ranks.connect(rank, report.ranks, address, arguments.timeout)
         heard = peers.exchange("machine", [known, list(map(dataclasses.asdict, own))])
         report.known = [facts for facts, _ in heard]
         report.findings = _merged([[Finding(**fields) for fields in found] for _, found in heard])
@@ -167,16 +172,16 @@ def _together(
             _add_forecast(report, arguments, recorded, _recorded_costs(recorded))
     except MissingRanksError as error:
         action = (
-            f"see whether {ranks_text(error.ranks)} started, on which host, and what it printed; the hosts must reach "
-            f"{address[0]}:{address[1]}"
+            f"check whether {ranks_text(error.ranks)} started, on which host, and what it printed; all hosts must be "
+            f"able to connect to {address[0]}:{address[1]}"
         )
         report.findings.append(Finding("broken", "ranks", str(error), action))
         report.missing = error.ranks
         report.speaks = rank == min(set(range(report.ranks)).difference(error.ranks))
     except RuntimeError as error:
-        action = f"start all ranks with torchrun, and see that this host reaches {address[0]}:{address[1]}"
+        action = f"start all ranks with torchrun, and check that this host can connect to {address[0]}:{address[1]}"
         report.findings.append(Finding("broken", "ranks", f"rank {rank}: {one_line(error)}", action))
-        report.speaks = True  # nobody else may have heard of it
+        report.speaks = True  # other ranks may not know of it
     return peers
 
 
@@ -188,7 +193,7 @@ def _measure(
     arguments: argparse.Namespace,
     recorded: Backward | None,
 ) -> None:
-    """Adds what the link does, and the forecast."""
+    """Measures the link, and adds it and the forecast to the report."""
     link: dict[str, Any] | None = None
     copies: dict[str, tuple[Linear, Linear]] = {}
     problem = ""
@@ -199,15 +204,16 @@ def _measure(
             copies = doctor_forecast.copy_costs(device)
     except RuntimeError as error:
         problem = one_line(error)
-    # Rank 0's numbers count: those of the link are the same on all. A rank that failed at once waits for one that runs
-    # into a timeout.
+    # Rank 0's costs are used; the link's are the same on all ranks. A rank that failed at once waits here for ranks
+    # that run into a timeout.
     mine = [problem, {wire: [dataclasses.asdict(line) for line in pair] for wire, pair in copies.items()}]
     heard = peers.exchange("link", mine, longer_s=peers.timeout_s)
     failed = [rank for rank, (why, _) in enumerate(heard) if why]
     if failed or link is None:
         text = f"{ranks_text(failed)}: an all-reduce failed: {heard[failed[0]][0]}"
         action = (
-            "see that ranks reach each other on any port, by the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+            "check that ranks can connect to each other on any port, through the interface in GLOO_SOCKET_IFNAME or "
+            "NCCL_SOCKET_IFNAME"
         )
         report.findings.append(Finding("broken", "link", text, action))
         return
@@ -220,7 +226,7 @@ def _measure(
 
 
 def _recorded_costs(recorded: Backward | None) -> dict[str, Costs]:
-    """Where no link was measured, that of the trace, for any wire; nothing if it is not known."""
+    """The trace's costs for every wire, if no link was measured; empty if they are not known."""
     if recorded is None or recorded.costs is None:
         return {}
     return dict.fromkeys(WIRES, recorded.costs)
@@ -232,7 +238,7 @@ def _add_forecast(
     if recorded is None and arguments.model is None:
         return
     if not costs:
-        text = "no link: with one rank there is none to measure"
+        text = "no forecast: with one rank there is no link to measure"
         action = "start it on two ranks or more: torchrun --nproc-per-node=2 -m fusedreduce.cli doctor ..."
         report.findings.append(Finding("note", "forecast", text, action))
         return
@@ -245,18 +251,18 @@ def _add_forecast(
     advice, report.wire = doctor_forecast.advice(recorded, report.rows)
     if assumed:
         text = f"{advice.text}, if backward takes as long as one all-reduce of its fp32 gradients"
-        action = f"{advice.action}; give --backward-ms, on which all of this depends"
+        action = f"{advice.action}; pass --backward-ms, since the forecast depends on it"
         advice = dataclasses.replace(advice, text=text, action=action)
     report.findings.append(advice)
 
 
 def _merged(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Each rank's findings as one list: what only some ranks say names them."""
+    """Merges the ranks' findings into one list, in which a finding of some ranks only names them."""
     ranks: dict[tuple[str, str, str], list[int]] = {}
     first: dict[tuple[str, str, str], Finding] = {}
     for rank, found in enumerate(findings):
         for finding in found:
-            # How long a check took, and on which device of a host, differs.
+            # The texts of passed checks differ, by duration and device.
             key = (finding.status, finding.about, "" if finding.status == "ok" else finding.text)
             ranks.setdefault(key, []).append(rank)
             first.setdefault(key, finding)
@@ -300,7 +306,7 @@ def _print_lines(lines: Sequence[str]) -> None:
 
 
 def _link_table(link: Mapping[str, Any]) -> list[str]:
-    """All-reduce at each size on each wire."""
+    """Lines of a table: time and rate of an all-reduce, by size and wire."""
     sizes = sorted({row["bytes"] for row in link["rows"]})
     lines = ["all-reduce" + "".join(f"{_size(size):>22}" for size in sizes)]
     for wire in dict.fromkeys(row["wire"] for row in link["rows"]):

@@ -1,8 +1,8 @@
-"""What a step should leave exposed of communication, by wire and plan, on the link that `fusedreduce doctor` measured.
+"""The forecast of `fusedreduce doctor`: exposed communication of a step, by wire and plan, on the measured link.
 
-The backward is a recorded one, or one of a model of which only the number of parameters is known: then as many equal
-gradients that become ready at an even pace. Costs are straight lines: of the collectives as measured between these
-ranks, of packing and unpacking as measured on this device. Python's own time per parameter is not in them.
+The backward is a recorded one, or that of a model of which only the number of parameters is known: equal gradients that
+become ready at an even pace. Costs are linear in bytes: of collectives as measured between these ranks, of packing and
+unpacking as measured on this device. Python's own time per parameter is not included.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _MOST_PARAMETERS, _LEAST_NUMEL = 100, 4096
 _MOST_NUMEL = 10**12
 _COPY_NUMELS = (2**16, 2**20)
 _COPY_TIMES = 9
-# Of backward and what is exposed behind it: less is not worth a change of numbers, or of anything.
+# The least gain, as a share of backward and exposed communication, for which another wire is recommended.
 WORTH = 0.05
 
 
 @dataclass(frozen=True)
 class Backward:
-    """What is reduced.
+    """A backward whose gradients are reduced.
 
     Args:
-        title: in words.
+        title: description for the report.
         problem: ready times and sizes; its costs and bytes on the wire are not used.
-        itemsize_bytes: of an element of the gradients.
-        caps: torch's limits.
+        itemsize_bytes: size of an element of the gradients.
+        caps: limits of torch's buckets.
         costs: as recorded; None: not known.
     """
 
@@ -64,13 +64,13 @@ class Backward:
 
 @dataclass(frozen=True)
 class Row:
-    """One wire.
+    """The forecast of one wire.
 
     Args:
         wire: its name.
-        size_mib: all gradients on it.
-        collectives_ms: in one bucket.
-        exposed_ms: by policy.
+        size_mib: all gradients on it, in MiB.
+        collectives_ms: time of an all-reduce of all gradients.
+        exposed_ms: exposed communication by policy.
     """
 
     wire: str
@@ -80,11 +80,11 @@ class Row:
 
 
 def parameters(typed: str) -> int:
-    """110M as a number, for argparse."""
+    """A number of parameters, such as 110M, for argparse."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", typed.strip().upper(), re.ASCII)
     count = round(float(found[1]) * _SUFFIXES[found[2]]) if found else 0
     if not 1 <= count <= _MOST_NUMEL:
-        raise argparse.ArgumentTypeError(f"a number of parameters, such as 110M, 1.3B or 25000; got {typed!r}")
+        raise argparse.ArgumentTypeError(f"must be a number of parameters, such as 110M, 1.3B or 25000; got {typed!r}")
     return count
 
 
@@ -100,7 +100,7 @@ def positive(typed: str) -> float:
 
 
 def of_model(numel: int, backward_ms: float) -> Backward:
-    """A backward of which nothing is known but its length and the number of fp32 parameters."""
+    """A backward of which only the length and the number of fp32 parameters are known."""
     count = max(1, min(_MOST_PARAMETERS, numel // _LEAST_NUMEL))
     ends = [numel * (index + 1) // count for index in range(count)]
     numels = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
@@ -122,21 +122,21 @@ def of_trace(folder: Path) -> Backward:
     """A recorded backward.
 
     Raises:
-        TraceError: no trace, or one that tells no gradient's time.
+        TraceError: the folder has no trace, or one without ready times of gradients.
     """
     traces = read(folder)
     first = traces[0]
     costs = next((trace.costs for trace in traces if trace.costs is not None), None) or measured_costs(traces)
     known = problem(traces, costs or Costs(wire=FREE), first.caps.planned_limit_bytes)
     if max(known.ready_ns) < 0:
-        raise TraceError(f"{folder} has no gradient's time")
+        raise TraceError(f"the trace in {folder} has no ready time of any gradient: record more steps")
     bytes_, numel = sum(known.size_bytes), sum(parameter.numel for parameter in first.parameters)
     title = f"{numel:,} parameters recorded in {folder.name}, backward of {max(known.ready_ns) / 1e6:.1f} ms"
     return Backward(title, known, max(1, round(bytes_ / max(numel, 1))), first.caps, costs)
 
 
 def copy_costs(device: torch.device) -> dict[str, tuple[Linear, Linear]]:
-    """Packing and unpacking of fp32 gradients on this device, by wire, as straight lines in its bytes."""
+    """Measures packing and unpacking of fp32 gradients on this device: by wire, linear costs by bytes on the wire."""
     return {wire: _copies(device, wire_dtype(wire) or torch.float32) for wire in WIRES}
 
 
@@ -158,11 +158,14 @@ def _copies(device: torch.device, dtype: torch.dtype) -> tuple[Linear, Linear]:
 
 
 def forecast(backward: Backward, costs: Mapping[str, Costs]) -> list[Row]:
-    """What each wire and policy leaves exposed.
+    """Simulates a step with each wire and policy.
 
     Args:
-        backward: what is reduced.
+        backward: whose gradients are reduced.
         costs: of a bucket, by wire.
+
+    Returns:
+        A row per wire.
     """
     rows = []
     for wire in WIRES:
@@ -178,12 +181,16 @@ def forecast(backward: Backward, costs: Mapping[str, Costs]) -> list[Row]:
 
 
 def advice(backward: Backward, rows: Sequence[Row]) -> tuple[Finding, str | None]:
-    """Which wire to take, and why; None: nothing is gained by any."""
+    """Recommends a wire.
+
+    Returns:
+        The finding, and the wire; None if no wire gains anything.
+    """
     backward_ms = max(backward.problem.ready_ns) / 1e6
     native = rows[0]
     torchs_ms = backward_ms + native.exposed_ms["static"]
     best = min(rows, key=lambda row: (row.exposed_ms["planned"], row is not native))
-    # fp16 only for more than nothing: bf16 needs no loss scale.
+    # fp16 only if it is clearly faster: bf16 needs no loss scale.
     by_wire = {row.wire: row for row in rows}
     if best.wire == "fp16" and _gain(by_wire["bf16"], best, torchs_ms) < WORTH:
         best = by_wire["bf16"]
@@ -201,7 +208,7 @@ def advice(backward: Backward, rows: Sequence[Row]) -> tuple[Finding, str | None
 
 
 def lines_of_code(wire: str) -> list[str]:
-    """The two ways to use a wire."""
+    """Lines of code for the two ways to use a wire."""
     return [
         f'ddp = fusedreduce.DistributedDataParallel(model, reduce=fusedreduce.ReduceConfig(wire="{wire}"))',
         f"torchrun --nproc-per-node=N -m fusedreduce.run --wire {wire} train.py",

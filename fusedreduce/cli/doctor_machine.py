@@ -1,7 +1,7 @@
-"""What `fusedreduce doctor` finds out about one process: versions, devices, whether the kernels give the right bits.
+"""The checks of `fusedreduce doctor` on one process: versions, devices, and the kernels' results.
 
-The check packs and unpacks one small bucket per wire and compares every bit with the kernels' definition, which runs on
-CPU in plain torch operators. On a GPU that compiles the kernels; on CPU it tries the operators that stand in for them.
+The kernels are checked by packing and unpacking one small bucket per wire, and comparing every bit with the reference
+on CPU. On a GPU that compiles the kernels; on CPU it runs the torch operators that replace them there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fusedreduce.planning.layout import aligned_layout
 from .launch import one_line
 from .report import hardware, versions
 
-# Pairs of torch and triton that the whole of our tests runs with.
+# Pairs of torch and triton with which all tests run.
 TESTED = (("2.13.0", "3.7.1"),)
 Status = Literal["ok", "note", "warning", "broken"]
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -43,10 +43,10 @@ class Finding:
     """One line of the report.
 
     Args:
-        status: "broken" alone makes the exit status 1.
-        about: one word: the part that it belongs to.
+        status: "ok", "note", "warning" or "broken", which makes the exit status 1.
+        about: one word: the part of the report that it belongs to.
         text: what was found.
-        action: what to do about it; "": nothing.
+        action: what the user should do; "": nothing.
     """
 
     status: Status
@@ -56,7 +56,7 @@ class Finding:
 
 
 def facts() -> dict[str, Any]:
-    """Versions and devices of this process, as JSON has them."""
+    """Versions and devices of this process, as plain values for JSON."""
     found = versions()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
@@ -72,12 +72,12 @@ def facts() -> dict[str, Any]:
 
 
 def machine_findings(known: dict[str, Any]) -> list[Finding]:
-    """What there is to say of them."""
+    """Findings about the versions and devices that `facts` returned."""
     return [*_of_versions(known["versions"]), *_of_devices(known)]
 
 
 def check_kernels(device: torch.device) -> Finding:
-    """Whether pack and unpack leave the right bits on a device, for every wire."""
+    """Checks that pack and unpack give the right bits on a device, for every wire."""
     began = time.monotonic()
     mixed = [(name, wire_dtype(name) or torch.float32, _MIXED) for name in WIRES]
     wrong: list[str] = []
@@ -94,7 +94,7 @@ def check_kernels(device: torch.device) -> Finding:
     if wrong:
         action = (
             "do not train with this build: install a tested pair of torch and triton "
-            f"({_pairs()}); if it stays, report it with the output of fusedreduce doctor --json"
+            f"({_pairs()}); if the error remains, report it with the output of fusedreduce doctor --json"
         )
         return Finding("broken", "kernels", f"{device}: {'; '.join(wrong)}", action)
     how = {"triton": "compiled", "interpreter": "interpreted", "torch": "torch operators"}
@@ -103,12 +103,12 @@ def check_kernels(device: torch.device) -> Finding:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Within: kernels are launched on this device."""
+    """Context manager in which kernels are launched on this device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _compare(device: torch.device, wire_dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> str:
-    """What differs between this device and the definition; "" if nothing does."""
+    """The first difference between this device and the reference; "" if there is none."""
     layout = aligned_layout(_NUMELS, wire_itemsize_bytes=wire_dtype.itemsize)
     kinds = [dtypes[slot % len(dtypes)] for slot in range(len(_NUMELS))]
     shapes = [((numel,), (1,)) for numel in _NUMELS]
@@ -121,12 +121,12 @@ def _compare(device: torch.device, wire_dtype: torch.dtype, dtypes: Sequence[tor
     gradients = [torch.randn(numel, generator=generator).to(kind) for numel, kind in zip(_NUMELS, kinds, strict=True)]
     for place, value in enumerate((float("nan"), float("-inf"), -0.0, 65504.0, 1e-7, 3e38)):
         gradients[1][place] = gradients[3][place] = value
-    gradients[3][-1] = 1e-40  # fp32: of bf16 the interpreter reads numbers as small as that as 0
+    gradients[3][-1] = 1e-40  # in an fp32 gradient: the interpreter reads so small numbers of bf16 as 0
     divisor, scale = (torch.tensor([value], dtype=compute) for value in (_DIVISOR, _SCALE))
     wire, ours = torch.full((layout.numel,), 7.0, dtype=wire_dtype), torch.full((layout.numel,), 7.0, dtype=wire_dtype)
     reference.pack(gradients, chunks(), PointerTable(), wire, divisor)
     ours, there = ours.to(device), [gradient.clone().to(device) for gradient in gradients]
-    # Vouched for, as the reducer does: on CPU that takes the quick forms, which are not the definition.
+    # vouched=True, as the reducer calls it: on CPU that takes the quick forms, which differ from the reference.
     table, pointers = chunks(), PointerTable()
     dispatch.pack(there, table, pointers, ours, divisor.to(device), vouched=True)
     if difference := _difference("packed", [wire], [ours]):
@@ -140,13 +140,13 @@ def _compare(device: torch.device, wire_dtype: torch.dtype, dtypes: Sequence[tor
 
 
 def _difference(what: str, expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> str:
-    """The first element that differs in any bit; any NaN is as good as another."""
+    """The first element that differs in any bit; all NaNs count as equal."""
     for number, (right, found) in enumerate(zip(expected, (tensor.cpu() for tensor in got), strict=True)):
         bits = _BITS[right.element_size()]
         wrong = (right.view(bits) != found.view(bits)) & ~(right.isnan() & found.isnan())
         if wrong.any():
             at = int(wrong.nonzero()[0])
-            values = f"{found[at].item()!r} and not {right[at].item()!r}"
+            values = f"{found[at].item()!r}, expected {right[at].item()!r}"
             return f"{what} tensor {number}, element {at} is {values} ({int(wrong.sum())} of {len(right)} differ)"
     return ""
 
@@ -156,7 +156,7 @@ def _of_versions(found: dict[str, str | None]) -> list[Finding]:
     if found["triton"] is None:
         needed = torch.cuda.is_available()
         action = "pip install triton" if needed else ""
-        text = f"{shown}; no triton: torch operators run in place of kernels"
+        text = f"{shown}; triton is missing, so torch operators run in place of kernels"
         return [Finding("warning" if needed else "note", "versions", text, action)]
     pair = (str(found["torch"]).partition("+")[0], found["triton"])
     if pair in TESTED:
@@ -184,7 +184,7 @@ def _of_devices(known: dict[str, Any]) -> list[Finding]:
         action = (
             "install a CUDA build of torch: this one is for CPU only"
             if torch.version.cuda is None
-            else "look at CUDA_VISIBLE_DEVICES, and whether nvidia-smi works and the driver is new enough for CUDA "
+            else "check CUDA_VISIBLE_DEVICES, whether nvidia-smi works, and whether the driver is new enough for CUDA "
             f"{torch.version.cuda}"
         )
         found.append(Finding("warning", "device", text, action))

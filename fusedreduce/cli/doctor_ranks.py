@@ -1,7 +1,7 @@
-"""How `fusedreduce doctor`'s ranks find each other, and what the link between them does.
+"""How the ranks of `fusedreduce doctor` connect, and what the link between them achieves.
 
-What ranks tell each other goes through the launcher's key-value store as JSON, each with a deadline: a rank that does
-not come is named, and ranks whose versions differ can say so before they need a process group in common.
+Ranks exchange JSON through the launcher's key-value store, with a deadline each time: a rank that does not come is
+named, and versions are compared before a process group is needed.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ _PREFIX = "fusedreduce doctor"
 
 
 class MissingRanksError(Exception):
-    """Some ranks did not say what they were to say in time.
+    """Some ranks did not answer in time.
 
     Args:
-        what: they were to say.
-        ranks: which.
-        timeout_s: how long was waited.
+        what: name of the exchange.
+        ranks: those that did not answer.
+        timeout_s: seconds that were waited.
     """
 
     def __init__(self, what: str, ranks: Sequence[int], timeout_s: float) -> None:
-        super().__init__(f"nothing came of {ranks_text(ranks)} within {timeout_s:g} s ({what})")
+        super().__init__(f"no answer from {ranks_text(ranks)} within {timeout_s:g} s (exchange: {what})")
         self.ranks = tuple(ranks)
 
 
 class Peers:
-    """All ranks of this run.
+    """The ranks of this run, connected by a store.
 
     Args:
-        rank: this one's number.
-        size: how many there are.
-        store: that all reach.
+        rank: this rank's number.
+        size: number of ranks.
+        store: key-value store that all ranks use.
         timeout_s: of each exchange.
     """
 
@@ -70,15 +70,18 @@ class Peers:
         self._prefix = f"{_PREFIX}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
     def exchange(self, what: str, mine: Any, longer_s: float = 0.0) -> list[Any]:
-        """What every rank has said, by rank.
+        """Sends a value to all ranks.
 
         Args:
-            what: a name that no other exchange has.
-            mine: what this rank says; JSON can write it.
-            longer_s: how much longer than the timeout is waited.
+            what: name of the exchange, used once.
+            mine: this rank's value, as JSON has it.
+            longer_s: seconds to wait beyond the timeout.
+
+        Returns:
+            The values by rank.
 
         Raises:
-            MissingRanksError: some have said nothing within the timeout.
+            MissingRanksError: ranks have sent nothing within the timeout.
         """
         keys = {rank: f"{self._prefix}/{what}/{rank}" for rank in range(self.size)}
         self._store.set(keys[self.rank], json.dumps(mine))
@@ -87,15 +90,15 @@ class Peers:
             raise MissingRanksError(what, missing, patience_s)
         return [json.loads(self._store.get(key)) for key in keys.values()]
 
-    def leave(self, *, printed: bool, without: Sequence[int]) -> None:
-        """Returns once some rank has printed; on rank 0, which may host the store, once nobody needs that any more.
+    def wait_until_printed(self, *, printed: bool, without: Sequence[int]) -> None:
+        """Waits until a rank has printed the report; rank 0, which may host the store, waits until no rank needs it.
 
-        A launcher ends all ranks as soon as one has failed, so a rank that leaves early may keep the report from being
-        printed. Nobody waits longer than the timeout, and nothing depends on it any more if that is not enough.
+        A launcher ends all ranks as soon as one has failed, so a rank that exits early could prevent the report. No
+        rank waits longer than the timeout.
 
         Args:
             printed: this rank has printed the report.
-            without: ranks that are gone, for which nobody waits.
+            without: ranks that are gone, and not waited for.
         """
         key = f"{self._prefix}/printed"
         gone = {rank: f"{self._prefix}/gone/{rank}" for rank in range(self.size) if rank not in without}
@@ -108,10 +111,10 @@ class Peers:
             if self.rank == 0:
                 self._missing(gone, self.timeout_s)
         except RuntimeError:
-            return  # whoever hosted the store is gone, and with it what there was to wait for
+            return  # the rank that hosted the store has exited
 
     def _missing(self, keys: Mapping[int, str], patience_s: float) -> list[int]:
-        """Ranks whose key nobody has set when the time is over."""
+        """Ranks whose keys are not set when the time is over."""
         end = time.monotonic() + patience_s
         missing = list(keys)
         while missing := [rank for rank in missing if not self._store.check([keys[rank]])]:
@@ -121,24 +124,24 @@ class Peers:
         return missing
 
     def join(self, backend: str) -> None:
-        """Makes the default process group of these ranks."""
+        """Initialises the default process group with these ranks."""
         store = _untyped.PrefixStore(f"{self._prefix}/group", self._store)
         timeout = datetime.timedelta(seconds=self.timeout_s)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
 
 
-def meet(rank: int, size: int, address: tuple[str, int], timeout_s: float) -> Peers:
-    """Connects to the store of the launcher, or of rank 0 where the launcher has none.
+def connect(rank: int, size: int, address: tuple[str, int], timeout_s: float) -> Peers:
+    """Connects to the launcher's store, or to rank 0's if the launcher has none.
 
     Raises:
-        RuntimeError: nobody answers there.
+        RuntimeError: no store answers at the address.
     """
     listens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return Peers(rank, size, listen_or_connect(*address, listens, timeout_s), timeout_s)
 
 
 def differences(known: Sequence[dict[str, Any]]) -> list[Finding]:
-    """Findings on what is not the same on every rank, naming the ranks.
+    """Findings about versions and GPUs that differ between ranks.
 
     Args:
         known: `doctor_machine.facts` of each rank.
@@ -161,13 +164,13 @@ def differences(known: Sequence[dict[str, Any]]) -> list[Finding]:
                 found.append(Finding("broken", "ranks", text, f"install the same {name} everywhere: change {others}"))
             else:
                 found.append(
-                    Finding("warning", "ranks", text, f"training works, at the pace of the slowest: see {others}")
+                    Finding("warning", "ranks", text, f"training works, at the pace of the slowest: check {others}")
                 )
-    return found or [Finding("ok", "ranks", f"{len(known)} of {len(known)} came, with the same versions")]
+    return found or [Finding("ok", "ranks", f"{len(known)} of {len(known)} connected, with the same versions")]
 
 
 def measure_link(device: torch.device) -> dict[str, Any]:
-    """Latency, and an all-reduce at each size on each wire, as the slowest rank sees it. Every rank must call it.
+    """Measures latency, and an all-reduce at each size on each wire, on the slowest rank. Every rank must call it.
 
     Returns:
         backend, latency_us, and rows of wire, bytes, ms and gbit_per_s: what each rank sends and receives, which is
@@ -186,7 +189,7 @@ def measure_link(device: torch.device) -> dict[str, Any]:
 
 
 def link_findings(link: dict[str, Any], known: Sequence[dict[str, Any]]) -> list[Finding]:
-    """What there is to say of a link.
+    """Findings about a link.
 
     Args:
         link: from `measure_link`.
@@ -195,33 +198,29 @@ def link_findings(link: dict[str, Any], known: Sequence[dict[str, Any]]) -> list
     found = []
     text = f"{link['backend']}, latency of an all-reduce {link['latency_us']:.0f} us"
     if link["latency_us"] > _SLOW_US:
-        action = (
-            "see that the ranks use the fast interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and have cores free"
-        )
+        action = "check that ranks use the fast interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and have free cores"
         found.append(Finding("warning", "link", text, action))
     else:
         found.append(Finding("ok", "link", text))
     for host, ranks in _hosts(known).items():
-        # A launcher may have given each rank a core of its own: what counts is all that they have together.
+        # A launcher may have given each rank cores of its own: the union counts.
         masks = [int(known[rank]["affinity"], 16) for rank in ranks]
         cores = functools.reduce(operator.or_, masks).bit_count()
         if not known[ranks[0]]["gpus"] and len(ranks) > cores:
             some = f"{cores} core{'s'[: cores != 1]}"
-            text = f"{len(ranks)} ranks share {some} of {host}: these times are of the cores, not of the link"
+            text = f"{len(ranks)} ranks share {some} of {host}: these times show the cores, not the link"
             found.append(Finding("warning", "link", text, "start at most one rank per core"))
-    # As many bytes are twice as many elements.
+    # Of the same number of bytes; on a 16-bit wire these are twice as many elements.
     slow = [wire for wire in WIRES if wire != "native" and _ms(link, wire) / 2 > _NO_GAIN * _ms(link, "native")]
     if slow:
         wires = " and ".join(slow)
-        text = (
-            f"{wires}: {link['backend']} reduces as many elements no faster than fp32 here; the link is not the limit"
-        )
-        found.append(Finding("note", "link", text, "measure a step with wire='native' beside it before choosing one"))
+        text = f"{wires}: {link['backend']} reduces elements no faster than in fp32 here, so the link is not the limit"
+        found.append(Finding("note", "link", text, "measure a step with wire='native' too before choosing one"))
     return found
 
 
 def line(link: dict[str, Any], wire: str) -> Linear:
-    """The time of an all-reduce by its bytes on the wire, as the planner has it."""
+    """The planner's cost model of an all-reduce: its time by bytes on the wire."""
     samples = [(row["bytes"], round(row["ms"] * 1e6)) for row in link["rows"] if row["wire"] == wire]
     found = fit(samples)
     assert found is not None, "three sizes, and none in no time"
@@ -229,7 +228,7 @@ def line(link: dict[str, Any], wire: str) -> Linear:
 
 
 def _ms(link: dict[str, Any], wire: str) -> float:
-    """How long the largest number of bytes takes on a wire."""
+    """Time of the largest all-reduce on a wire."""
     return float([row["ms"] for row in link["rows"] if row["wire"] == wire][-1])
 
 
@@ -254,7 +253,7 @@ def _all_reduce_ms(size_bytes: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def _slowest(times_s: Sequence[float], device: torch.device) -> list[float]:
-    """Each time as the slowest rank had it: the same on every rank."""
+    """The maximum of each time over ranks."""
     shared = torch.tensor(times_s, dtype=torch.float64, device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return [float(time_s) for time_s in shared.tolist()]

@@ -1,14 +1,15 @@
-"""The picture of a step: on each rank a bar for every piece of computing, packing, the wire and unpacking."""
+"""The picture of a step: for each rank bars of backward, packing, all-reduce and unpacking."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusedreduce.trace.chrome import LANES, Lane, Slice, slices
 from fusedreduce.trace.report import Run
+
+from .files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,12 +31,12 @@ _NS_PER_MS = 1e6
 
 
 def draw(path: Path, run: Run, step: int) -> None:
-    """Writes the picture to `path`, a PNG, in one piece.
+    """Draws a step and writes a PNG, atomically.
 
     Args:
         path: the file.
         run: all ranks; the first 8 are shown.
-        step: which, counted from the first recorded.
+        step: index of the step, counted from the first recorded.
     """
     import matplotlib
 
@@ -51,18 +52,15 @@ def draw(path: Path, run: Run, step: int) -> None:
         _draw_rank(axes, found[rank], rank * (len(LANES) + 1), begin_ns, max(end_ns - begin_ns, 1))
     _label(axes, run, step, max(end_ns - begin_ns, 1) / _NS_PER_MS)
     _legend(axes)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        figure.savefig(temporary, format="png", dpi=150)
-        os.replace(temporary, path)
+        replace_file(path, lambda temporary: figure.savefig(temporary, format="png", dpi=150))
     finally:
         pyplot.close(figure)
-        temporary.unlink(missing_ok=True)
 
 
 def _draw_rank(axes: Axes, found: Sequence[Slice], top: int, begin_ns: int, width_ns: int) -> None:
-    """Four lanes from `top` down, and behind them what communication adds to backward."""
-    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}  # by place and colour: thousands drawn singly are slow
+    """Draws a rank's four lanes from `top` down, with exposed communication behind them."""
+    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}  # one call per place and colour, for speed
     waits = []
     for one in found:
         begin_ms, length_ms = (one.begin_ns - begin_ns) / _NS_PER_MS, (one.end_ns - one.begin_ns) / _NS_PER_MS

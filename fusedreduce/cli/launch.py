@@ -1,8 +1,8 @@
-"""Starts ranks with torch's own launcher (what torchrun runs), in this process, and says in one line what went wrong.
+"""Starts ranks with torch's own launcher (the one of torchrun), in this process, and reports a failure in one line.
 
-The launcher puts every rank into a session of its own, so a terminal's Ctrl-C reaches this process alone. Here it
-becomes a SIGTERM to each rank; one that does not end within _GRACE_S is killed (torch 2.11: within 30 s). What outlives
-even that ends with this process: see `demo_worker`.
+The launcher puts every rank into a session of its own, so a terminal's Ctrl-C reaches this process alone. It is passed
+on as a SIGTERM to each rank; a rank that does not end within _GRACE_S is killed (torch 2.11: within 30 s). A rank that
+survives even that ends with this process: see `demo_worker`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class Failure(Protocol):
-    """What is read of torch's ProcessFailure."""
+    """The attributes of torch's ProcessFailure that are used."""
 
     @property
     def exitcode(self) -> int:
@@ -36,11 +36,11 @@ class Failure(Protocol):
 
 
 class RankFailedError(Exception):
-    """A rank died or raised: which and why, in one line.
+    """A rank died or raised an error.
 
     Args:
-        reason: the line.
-        details: a traceback, where there is one.
+        reason: which rank and why, in one line.
+        details: its traceback; None: there is none.
     """
 
     def __init__(self, reason: str, details: str | None) -> None:
@@ -52,7 +52,7 @@ class InterruptedRunError(Exception):
     """A signal ended the run; every rank has ended.
 
     Args:
-        signum: which one.
+        signum: the signal.
     """
 
     def __init__(self, signum: signal.Signals) -> None:
@@ -61,16 +61,16 @@ class InterruptedRunError(Exception):
 
 
 def run_ranks(module: str, folder: Path, ranks: int, *, loopback: bool) -> None:
-    """Runs `python -m module FOLDER` once per rank and waits.
+    """Runs `python -m module FOLDER` once per rank, and waits for all.
 
     Args:
-        module: what one rank runs. It leaves `rank<i>.error.json` in the folder when it fails.
-        folder: the argument; the ranks' standard output goes to files in it.
-        ranks: how many, on this machine.
-        loopback: the ranks talk through Gloo, for which the loopback interface is enough.
+        module: the program of a rank. It writes `rank<i>.error.json` into the folder when it fails.
+        folder: its argument; the ranks' standard output goes to files in it.
+        ranks: number of ranks, all on this machine.
+        loopback: ranks use Gloo, for which the loopback interface is enough.
 
     Raises:
-        RankFailedError: a rank failed, and the others have been ended; or none could be started.
+        RankFailedError: a rank failed, and the others have been ended; or ranks could not be started.
         InterruptedRunError: Ctrl-C, or another signal that asks to end.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -82,8 +82,7 @@ def run_ranks(module: str, folder: Path, ranks: int, *, loopback: bool) -> None:
         max_nodes=1,
         nproc_per_node=ranks,
         run_id=uuid.uuid4().hex,
-        # As `torchrun --standalone`: a store on a port that the system chooses. Its address is a number, not this
-        # machine's name, so that nothing has to be resolved.
+        # As `torchrun --standalone`: a store on a port that the system chooses. A numeric address needs no name server.
         rdzv_backend="c10d",
         rdzv_endpoint=f"{_LOOPBACK}:0",
         local_addr=_LOOPBACK,
@@ -91,7 +90,7 @@ def run_ranks(module: str, folder: Path, ranks: int, *, loopback: bool) -> None:
         signals_to_handle="SIGTERM",
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.OUT),
     )
-    if hasattr(config, "shutdown_timeout"):  # later than torch 2.11, which waits 30 s and cannot be told otherwise
+    if hasattr(config, "shutdown_timeout"):  # later than torch 2.11, which always waits 30 s
         config.shutdown_timeout = _GRACE_S
     received: list[signal.Signals] = []
     with (
@@ -117,10 +116,10 @@ def one_line(error: BaseException) -> str:
 
 
 def first_failure(failures: Mapping[int, Failure], folder: Path) -> RankFailedError:
-    """The failure that the others followed from.
+    """The failure that caused the others.
 
-    A rank that was killed leaves no reason, and its peers' reason is that they lost it; what the launcher ended
-    (SIGTERM) comes last but for those.
+    In order: ranks that died without a reason, ranks that raised, ranks that the launcher ended (SIGTERM), and ranks
+    whose reason is that they lost a peer.
     """
 
     def order(rank: int) -> tuple[int, float]:
@@ -146,7 +145,7 @@ def _reason(folder: Path, rank: int) -> dict[str, Any] | None:
 
 @contextmanager
 def _signals_raise(received: list[signal.Signals], error: type[Exception]) -> Iterator[None]:
-    """Has the first signal raise `error` with a SIGTERM to pass on; further ones must not disturb the clean-up."""
+    """Raises `error` on the first signal, with a SIGTERM to pass on; ignores later ones, during the clean-up."""
 
     def handle(signum: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(signum))
@@ -154,7 +153,7 @@ def _signals_raise(received: list[signal.Signals], error: type[Exception]) -> It
             signal.signal(one, signal.SIG_IGN)
         raise error(f"got {received[0].name}", signal.SIGTERM)
 
-    # A signal that is ignored stays so: `nohup`, or a script's background job.
+    # A signal that is ignored already stays so: under `nohup`, or in a script's background job.
     heeded = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
     before = {one: signal.signal(one, handle) for one in heeded}
     try:
@@ -166,7 +165,7 @@ def _signals_raise(received: list[signal.Signals], error: type[Exception]) -> It
 
 @contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Keeps loggers from writing to the terminal, unless LOGLEVEL, which torch's launcher reads, asks for it."""
+    """Silences loggers, unless LOGLEVEL is set, which torch's launcher reads."""
     loggers = [logging.getLogger(name) for name in names] if "LOGLEVEL" not in os.environ else []
     before = [logger.propagate for logger in loggers]
     silent = logging.NullHandler()
@@ -183,10 +182,10 @@ def _quiet(*names: str) -> Iterator[None]:
 
 @contextmanager
 def _environment(loopback: bool) -> Iterator[None]:
-    """What the ranks inherit; nothing that the user has set is changed."""
+    """Sets environment variables for the ranks; those that the user has set are not changed."""
     wanted = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if loopback and "lo" in (name for _, name in socket.if_nameindex()):
-        # Else Gloo looks this machine's name up, which takes a name server on some.
+        # Otherwise Gloo resolves this machine's name, which may need a name server.
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
     added = [name for name in wanted if name not in os.environ]
     os.environ.update({name: wanted[name] for name in added})

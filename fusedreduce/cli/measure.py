@@ -1,8 +1,8 @@
-"""Measuring one backward: what its exchange launches and sends, how wrong it is, how long it takes.
+"""Measures one backward of the demo: launches and bytes of its exchange, its error, its time.
 
-Which calls count as launches: every torch operator that does work (`dispatch.does_work`: no views, no bare allocations,
-no marks for the profiler) and every Triton kernel; collectives (c10d) are counted apart. Those of a backward under
-`no_sync` on the same weights and batch are taken off: what is left exists because gradients are exchanged.
+Launches are torch operators that do work (`dispatch.does_work`: no views, no bare allocations, no marks for the
+profiler) and Triton kernels; collectives (c10d) are counted separately. Those of a backward under `no_sync` on the same
+weights and batch are subtracted: the rest is due to the exchange of gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Gradients = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one step's exchange of gradients took on this rank.
+    """Counts of one step's exchange of gradients on this rank.
 
     Args:
         launches: operator calls and Triton launches, collectives not included.
@@ -50,7 +50,7 @@ def forward_backward(
     exchange: bool = True,
     scaler: torch.amp.GradScaler | None = None,
 ) -> torch.Tensor:
-    """One loss and its gradients, exchanged with the other ranks or (`exchange` false) this rank's own."""
+    """Runs forward and backward, with gradients exchanged or, if `exchange` is False, local. Returns the loss."""
     with nullcontext() if exchange else ddp.no_sync():
         loss: torch.Tensor = nn.functional.cross_entropy(ddp(batch.images), batch.labels)
         (loss if scaler is None else scaler.scale(loss)).backward()
@@ -58,7 +58,7 @@ def forward_backward(
 
 
 def seconds(device: torch.device, function: Callable[[], Any]) -> float:
-    """How long `function` takes; on CUDA until the device has finished it."""
+    """Time of `function` in seconds; on CUDA until the device has finished."""
     _synchronize(device)
     begin = time.perf_counter()
     function()
@@ -67,7 +67,7 @@ def seconds(device: torch.device, function: Callable[[], Any]) -> float:
 
 
 def count_exchange(ddp: DistributedDataParallel, batch: Digits) -> Exchange:
-    """Counts one step's exchange; leaves no gradient behind. Every rank must call it."""
+    """Counts one step's exchange; gradients are None afterwards. Every rank must call it."""
     operators, payload_bytes = _count(ddp, batch, exchange=True)
     without, local_bytes = _count(ddp, batch, exchange=False)
     ddp.zero_grad(set_to_none=True)
@@ -76,7 +76,7 @@ def count_exchange(ddp: DistributedDataParallel, batch: Digits) -> Exchange:
 
 
 def gradient_error(exchanged: Sequence[torch.Tensor], local: Sequence[torch.Tensor]) -> float:
-    """How far exchanged gradients are from the fp64 mean of all ranks' local ones. Every rank must call it.
+    """The error of exchanged gradients against the fp64 mean of all ranks' local ones. Every rank must call it.
 
     Per parameter max |difference| / max |mean|, the worst of them: gradients (1, 2) and (3, 2) on two ranks have the
     mean (2, 2); an exchanged (2, 2.5) is 0.25 off. NaN if anything is not a number.
@@ -92,7 +92,7 @@ def gradient_error(exchanged: Sequence[torch.Tensor], local: Sequence[torch.Tens
 
 
 def difference_between_ranks(model: nn.Module, device: torch.device) -> str | None:
-    """Which parameter or buffer does not have the same bytes on every rank, or None. Every rank must call it."""
+    """The first parameter or buffer whose bytes differ between ranks, or None. Every rank must call it."""
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     digests = b"".join(_digest(tensor) for tensor in tensors.values())
     mine = torch.frombuffer(bytearray(digests), dtype=torch.uint8).to(device)
@@ -103,17 +103,17 @@ def difference_between_ranks(model: nn.Module, device: torch.device) -> str | No
         others = [rank for rank, row in enumerate(rows) if not torch.equal(row[index], rows[0][index])]
         if others:
             shown = ", ".join(map(str, others))
-            return f"{name} on rank{'s' if len(others) > 1 else ''} {shown} is not what it is on rank 0"
+            return f"{name} on rank{'s' if len(others) > 1 else ''} {shown} differs from rank 0's"
     return None
 
 
 def median(values: Sequence[float]) -> float:
-    """The median; NaN of nothing."""
+    """The median; NaN if there are no values."""
     return statistics.median(values) if values else math.nan
 
 
 def _count(ddp: DistributedDataParallel, batch: Digits, *, exchange: bool) -> tuple[int, list[int]]:
-    """Launches of one forward and backward, and the bytes that each collective was given."""
+    """Launches of one forward and backward, and the payload bytes of each collective."""
     ddp.zero_grad(set_to_none=True)
     with dispatch.count_launches() as launched, _ExchangeCounter() as counter:
         forward_backward(ddp, batch, exchange=exchange)
@@ -121,7 +121,7 @@ def _count(ddp: DistributedDataParallel, batch: Digits, *, exchange: bool) -> tu
 
 
 class _ExchangeCounter(dispatch.OperatorCounter):
-    """Counts operators, and keeps the payload of each collective apart."""
+    """Counts operators, and records the payload of each collective."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""The demo's picture: loss curves, and where the time of a step goes."""
+"""The demo's picture: loss curves, and time per step."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .files import replace_file
 from .results import Row
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ _SMOOTH = 0.05  # of the steps are averaged into a point of a loss curve
 
 
 def draw(path: Path, rows: Sequence[Row], title: str, times_title: str) -> None:
-    """Writes the picture to `path`, a PNG, in one piece.
+    """Draws the picture and writes a PNG, atomically.
 
     Args:
         path: the file.
         rows: one per variant.
         title: what the picture shows.
-        times_title: what the bars on the right are times of.
+        times_title: title of the bars on the right.
     """
     import matplotlib
 
@@ -41,10 +41,10 @@ def draw(path: Path, rows: Sequence[Row], title: str, times_title: str) -> None:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    figure.savefig(temporary, format="png", dpi=150)
-    pyplot.close(figure)
-    os.replace(temporary, path)
+    try:
+        replace_file(path, lambda temporary: figure.savefig(temporary, format="png", dpi=150))
+    finally:
+        pyplot.close(figure)
 
 
 def _losses(axes: Axes, rows: Sequence[Row]) -> None:

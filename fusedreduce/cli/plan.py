@@ -1,4 +1,4 @@
-"""`fusedreduce plan`: what the cost model says of each policy on a recorded run, and the plan as torch takes it."""
+"""`fusedreduce plan`: the cost model's times of each policy on a recorded run, and the plan as torch takes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from fusedreduce.trace.reader import RankTrace, read
 from fusedreduce.trace.report import start_ns
 
 from . import simulate
-from .trace import beside, columns, milliseconds, replace_file, writable
+from .files import replace_text, writable
+from .trace import beside, columns, milliseconds
 
 PLAN_FILE = "plan.json"
 _NOTES = """\
@@ -37,11 +38,11 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
         help="compare policies on a recorded run, and print the plan for torch's own DDP",
-        description="Reads what record_trace(FOLDER) left there, asks the cost model for each policy, and writes "
-        f"{PLAN_FILE}, for ReduceConfig(plan=...). Prints the limits with which torch's own DDP comes nearest. With "
-        "--simulate: what each policy would leave exposed on larger clusters, of that run or, without FOLDER, of known "
-        "models.",
-        epilog="Exit status: 0 all went well; 2 wrong usage, or no trace there.",
+        description="Reads the traces that record_trace(FOLDER) wrote, applies the cost model to each policy, and "
+        f"writes {PLAN_FILE}, for ReduceConfig(plan=...). Prints the bucket limits with which torch's own DDP comes "
+        "nearest. With --simulate: how much communication each policy would expose on larger clusters, for that run "
+        "or, without FOLDER, for known models.",
+        epilog="Exit status: 0 all went well; 2 wrong usage, or FOLDER has no trace.",
         allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="where the traces are")
@@ -89,11 +90,11 @@ def policies(traces: Sequence[RankTrace], asked: Problem, caps: BucketCaps, *, s
 
     Args:
         traces: of all ranks.
-        asked: what the planner is asked.
+        asked: the planner's problem.
         caps: limits of `static` and `ready`.
         share: `ready` may have buckets of mixed dtypes.
     """
-    # Not a setting of the hook's state, and none of an older trace's.
+    # Missing in traces of the hook, and in older ones.
     cap_policy = cast("CapPolicy", traces[0].config.get("cap_policy"))
     cap_policy = cap_policy if cap_policy in CAP_POLICIES else "c10d"
     found = {
@@ -116,7 +117,7 @@ def torch_caps(plan: Plan, asked: Problem) -> TorchCaps:
 
 
 def _simulate(parser: argparse.ArgumentParser, arguments: argparse.Namespace, traces: Sequence[RankTrace]) -> int:
-    """The recorded run on clusters; its wire is theirs, packing and unpacking are its own."""
+    """Simulates the recorded run on clusters, with their links and its own costs of packing and unpacking."""
     known = _known(traces)
     costs = Costs(wire=FREE, pack=known.pack, unpack=known.unpack) if known else Costs(wire=FREE)
     caps = _caps(parser, arguments.cap_mb, traces[0])
@@ -131,21 +132,21 @@ def _simulate(parser: argparse.ArgumentParser, arguments: argparse.Namespace, tr
 
 def _check_times(parser: argparse.ArgumentParser, asked: Problem) -> None:
     if max(asked.ready_ns) < 0:
-        parser.error("the trace has no gradient's time")
+        parser.error("the trace has no ready time of any gradient: record more steps")
 
 
 def _known(traces: Sequence[RankTrace]) -> Costs | None:
-    """What the ranks had agreed on, else what fits the recorded buckets."""
+    """The costs that ranks had agreed on, else those fitted to the recorded buckets; None: neither."""
     return next((trace.costs for trace in traces if trace.costs is not None), None) or measured_costs(traces)
 
 
 def _costs(parser: argparse.ArgumentParser, given: str | None, traces: Sequence[RankTrace]) -> Costs:
-    """What was given, else what is known."""
+    """The costs given by --costs, else those of the trace."""
     known = _known(traces)
     if given is None:
         if known is None:
             parser.error(
-                "the link's costs do not follow from the trace (buckets of fewer than two sizes): give --costs"
+                "the link's costs cannot be fitted to the trace (its buckets have fewer than two sizes): pass --costs"
             )
         return known
     try:
@@ -153,13 +154,13 @@ def _costs(parser: argparse.ArgumentParser, given: str | None, traces: Sequence[
         if not (math.isfinite(latency_us) and math.isfinite(gbit_per_s) and latency_us >= 0 and gbit_per_s > 0):
             raise ValueError(given)
     except ValueError:
-        parser.error(f"argument --costs: two numbers, latency in us and Gbit/s, such as 20,100; got {given!r}")
+        parser.error(f"argument --costs: must be two numbers, latency in us and Gbit/s, such as 20,100; got {given!r}")
     link = Linear.of_link(latency_us, gbit_per_s)
     return Costs(wire=link, pack=known.pack if known else FREE, unpack=known.unpack if known else FREE)
 
 
 def _caps(parser: argparse.ArgumentParser, given_mb: float | None, first: RankTrace) -> BucketCaps:
-    """One limit for all buckets, as torch's bucket_cap_mb means it; else what was recorded."""
+    """The limit given by --cap-mb for all buckets, as torch's bucket_cap_mb; else the recorded ones."""
     if given_mb is None:
         return first.caps
     if not (math.isfinite(given_mb) and given_mb * MIB >= 1):
@@ -192,7 +193,7 @@ def _table(plans: Mapping[str, Plan], asked: Problem) -> str:
 
 
 def _for_torch(found: TorchCaps, plan: Plan, asked: Problem) -> str:
-    """The argument, and what it does."""
+    """The argument for torch's DDP, and what it achieves."""
     listed = ", ".join(map(repr, found.caps_mb))
     lines = [f"For torch's own DistributedDataParallel:\nbucket_cap_mb_list=[{listed}]"]
     if found.exact:
@@ -208,11 +209,11 @@ def _for_torch(found: TorchCaps, plan: Plan, asked: Problem) -> str:
 
 
 def _keep(out: Path, first: RankTrace, plan: Plan) -> str:
-    """Writes the plan where it can be used; a line that says so."""
+    """Writes the plan, unless it cannot be used. Returns a line about it."""
     if first.source == "hook":
         return f"No {PLAN_FILE}: torch's reducer, which this was recorded with, loads no plan."
     names, numels = [one.name for one in first.parameters], [one.numel for one in first.parameters]
     wire = str(first.config["wire"])
     text = saved.dump(plan, names=names, numels=numels, world_size=first.ranks, wire=wire)
-    replace_file(out / PLAN_FILE, text)
+    replace_text(out / PLAN_FILE, text)
     return f"{out / PLAN_FILE}  the plan of policy planned, for ReduceConfig(plan=...)"

@@ -6,15 +6,15 @@ import os
 from typing import TextIO
 
 _WIDTH = 40
-_COLUMNS = 80  # of a terminal that does not say
+_COLUMNS = 80  # if the terminal does not report its width
 
 
 class Progress:
-    """Redraws one line on a terminal; elsewhere writes a line at every tenth of the way.
+    """Redraws one line on a terminal; elsewhere writes a line at every 10 %.
 
     Args:
-        total: what 100 % is.
-        stream: where to.
+        total: number of steps.
+        stream: where to write.
     """
 
     def __init__(self, total: int, stream: TextIO) -> None:
@@ -24,7 +24,7 @@ class Progress:
         self._shown = -1
 
     def show(self, done: int) -> None:
-        """Says that `done` of the total are done."""
+        """Shows that `done` steps are done."""
         percent = 100 * done // self._total
         mark = percent if self._live else percent // 10
         if mark == self._shown and done != self._total:
@@ -32,7 +32,7 @@ class Progress:
         self._shown = mark
         if self._live:
             numbers = f"{percent:3d} %  step {done}/{self._total}"
-            # A line that wraps cannot be drawn over.
+            # A line that wraps cannot be redrawn.
             width = max(0, min(_WIDTH, self._columns() - len(f"training [] {numbers}") - 1))
             filled = width * done // self._total
             bar = "#" * filled + "." * (width - filled)

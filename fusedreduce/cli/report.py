@@ -1,4 +1,4 @@
-"""What the demo shows and keeps: the table, and demo.json."""
+"""Output of the demo: the table and demo.json."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text, one variant a line, at most 120 columns wide."""
+    """The rows as text, one line per variant, at most 120 columns wide."""
     cells = [[top for top, _, _ in _COLUMNS], [name for _, name, _ in _COLUMNS]]
     cells += [[show(row) for _, _, show in _COLUMNS] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -52,7 +52,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def notes(rows: Sequence[Row], ranks: int) -> str:
-    """What has to be known to read the table."""
+    """Explanations of the table's columns."""
     lines = [
         f"{rows[0].name}: {rows[0].setting}.",
         "hook: the same with gradient_as_bucket_view=True and fused_hook at that wire. wrapper: fusedreduce's own",
@@ -60,10 +60,10 @@ def notes(rows: Sequence[Row], ranks: int) -> str:
         "  GradScaler and clip_grad_norm_ on torch DDP, with FusedGradScaler and our clip_grad_norm_ on the wrapper.",
         "gradient error: max |difference| / max |mean| per parameter, against the fp64 mean of the ranks' local",
         f"  gradients; the worst parameter, rank and step of every {PROBE_EVERY}th step.",
-        "step: median of forward, backward, optimizer and zero_grad. sync: what of it is more than the median of the",
+        "step: median of forward, backward, optimizer and zero_grad. sync: by how much that exceeds the median of the",
         f"  same without exchange (no_sync, every {PROBE_EVERY}th step); waiting for the slower rank included.",
-        "launches: torch operator calls (no views, no allocations) and Triton launches that a backward has more than",
-        "  under no_sync; collectives are counted apart.",
+        "launches: torch operator calls (no views, no allocations) and Triton launches of a backward, less those under",
+        "  no_sync; collectives are counted separately.",
     ]
     if not any(row.path == "triton" for row in rows):
         lines.append("No kernel was compiled here: on CPU this shows that the answers agree, not what a GPU saves.")

@@ -1,16 +1,17 @@
-"""What goes between the demo's processes, as JSON: the launcher's Job to the ranks, rank 0's Rows back."""
+"""Files between the demo's processes, as JSON: the launcher's Job for the ranks, and rank 0's Rows."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fusedreduce.config import Wire
+
+from .files import replace_text
 
 JOB_FILE = "job.json"
 ROWS_FILE = "rows.json"
@@ -20,14 +21,14 @@ PROBE_EVERY = 5  # steps; see demo_worker
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every rank is to do.
+    """The task of every rank.
 
     Args:
         device: "cpu" or "cuda".
-        wires: the fused hook's wires, a row each.
+        wires: of the hook and of the wrapper, a row each.
         steps: training steps per variant.
         seed: of the initial weights and of the order of images.
-        launcher_pid: a rank without this parent ends itself.
+        launcher_pid: parent process; a rank exits when it has lost it.
     """
 
     device: str
@@ -57,7 +58,7 @@ class Row:
         path: triton, interpreter or torch.
         losses: mean over ranks, per step.
         parameters_equal: every parameter and buffer has the same bytes on every rank.
-        difference: which one has not.
+        difference: which one differs, on which ranks; None: none.
     """
 
     name: str
@@ -79,31 +80,34 @@ class Row:
 
 
 def write_job(folder: Path, job: Job) -> None:
-    """Leaves `job` in `folder` for the ranks."""
+    """Writes `job` into `folder` for the ranks."""
     (folder / JOB_FILE).write_text(json.dumps(dataclasses.asdict(job)))
 
 
 def read_job(folder: Path) -> Job:
-    """The job that `write_job` left."""
+    """Reads the job that `write_job` wrote."""
     fields = json.loads((folder / JOB_FILE).read_text())
     return Job(**{**fields, "wires": tuple(fields["wires"])})
 
 
 def write_rows(folder: Path, rows: list[Row]) -> None:
-    """Leaves `rows` in `folder` for the launcher."""
+    """Writes `rows` into `folder` for the launcher."""
     write_json(folder / ROWS_FILE, [dataclasses.asdict(row) for row in rows])
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """The rows that `write_rows` left."""
+    """Reads the rows that `write_rows` wrote."""
     return [Row(**fields) for fields in json.loads((folder / ROWS_FILE).read_text())]
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `path` in one piece: whoever reads it finds the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Writes a JSON file atomically.
+
+    Args:
+        path: the file.
+        value: its content.
+    """
     text = json.dumps(value, indent=2)
-    # A list of numbers on one line: hundreds of losses are no reading matter.
+    # A list of numbers, such as hundreds of losses, goes on one line.
     text = re.sub(r"\[[-+\d.eE,\s]+\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), text)
-    temporary.write_text(text + "\n")
-    os.replace(temporary, path)
+    replace_text(path, text)

@@ -1,6 +1,6 @@
-"""`fusedreduce plan --simulate`: what each policy leaves exposed of communication, on clusters that are not at hand.
+"""`fusedreduce plan --simulate`: exposed communication of each policy, on clusters that are simulated.
 
-`run` simulates known models, `table` any problem, such as one that was read from a trace; `text` shows it.
+`run` simulates known models, `table` any problem, such as one read from a trace; `text` formats it.
 perf/scheduling_page.py makes the page of the documentation from `tables`.
 """
 
@@ -37,8 +37,8 @@ class Table:
     """One model on many clusters.
 
     Args:
-        name: the model and what travels.
-        details: what else runs on a rank.
+        name: the model and its wire.
+        details: batch, accelerator and other settings.
         rows: one per cluster.
     """
 
@@ -48,7 +48,7 @@ class Table:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that only a simulation has; `--simulate` itself is the caller's."""
+    """Adds the options of a simulation, except `--simulate` itself."""
     group = parser.add_argument_group("simulation, with --simulate")
     every = f"{','.join(map(str, _RANKS))}"
     for option, read, default, says in (
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulates known models; the exit status."""
+    """Simulates known models. Returns the exit status."""
     try:
         caps_of(arguments)
     except (ValueError, OverflowError) as error:
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def tables(arguments: argparse.Namespace) -> Iterator[Table]:
-    """Of known models, as they were asked for; simulated when each is taken."""
+    """Tables of known models, by the arguments; each is simulated when it is consumed."""
     for model in map(MODELS.__getitem__, arguments.model):
         for wire in arguments.wire:
             batch = arguments.batch or model.batch
@@ -96,12 +96,15 @@ def tables(arguments: argparse.Namespace) -> Iterator[Table]:
 
 
 def table(case: Callable[[Network], Case], arguments: argparse.Namespace, caps: BucketCaps) -> list[Row]:
-    """Simulates one backward on every cluster that was asked for.
+    """Simulates one backward on every cluster of the arguments.
 
     Args:
-        case: what runs on a network.
-        arguments: as `add_arguments` reads them.
+        case: the backward and forward on a given network.
+        arguments: the options of `add_arguments`.
         caps: limits of the buckets.
+
+    Returns:
+        A row per cluster.
     """
     networks = list(map(NETWORKS.__getitem__, arguments.network))
     return list(rows(case, networks, arguments.ranks, noise_of(arguments), caps))
@@ -111,7 +114,7 @@ def caps_of(arguments: argparse.Namespace) -> BucketCaps:
     """Limits of the buckets.
 
     Raises:
-        ValueError, OverflowError: --cap-mb is no such limit.
+        ValueError, OverflowError: --cap-mb is not accepted.
     """
     if arguments.cap_mb is None:
         return BucketCaps()
@@ -120,7 +123,7 @@ def caps_of(arguments: argparse.Namespace) -> BucketCaps:
 
 
 def noise_of(arguments: argparse.Namespace) -> Noise:
-    """How ranks differ."""
+    """Random delays and stragglers of the arguments."""
     share, slowdown = arguments.straggler
     return Noise(jitter=arguments.jitter, straggler_share=share, straggler_slowdown=slowdown, seed=arguments.seed)
 

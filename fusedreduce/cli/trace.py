@@ -1,12 +1,10 @@
-"""`fusedreduce trace`: where the time of recorded steps went, as a table, a picture and a timeline for Perfetto."""
+"""`fusedreduce trace`: shows recorded steps as a table, a picture and a timeline for Perfetto."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,11 @@ from fusedreduce.trace.reader import read
 from fusedreduce.trace.report import Figures, Run, figures, finish_ns, merge
 
 from . import gantt
+from .files import replace_text, writable
 
 JSON_FILE = "trace.json"
 PICTURE_FILE = "trace.png"
-# A browser has to load it. An event takes about 300 bytes, and its parameters' names twice.
+# Limit of what a browser loads. An event takes about 300 bytes, and twice its parameters' names.
 _MOST_BYTES = 100_000_000
 _EVENT_BYTES = 300
 _NOTES = """\
@@ -36,10 +35,10 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "trace",
         help="show where the time of recorded steps went",
-        description="Reads what record_trace(FOLDER) left there, aligns the ranks' clocks, prints exposed "
+        description="Reads the traces that record_trace(FOLDER) wrote, aligns the ranks' clocks, prints exposed "
         f"communication, overlap and head-of-line stall, and writes {JSON_FILE} (open it in https://ui.perfetto.dev) "
         f"and {PICTURE_FILE}.",
-        epilog="Exit status: 0 all went well; 2 wrong usage, or no trace there.",
+        epilog="Exit status: 0 all went well; 2 wrong usage, or FOLDER has no trace.",
         allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the traces are (or one rank's file)")
@@ -71,14 +70,14 @@ def write(run: Run, out: Path, step: int | None = None) -> str:
     Args:
         run: all ranks.
         out: a folder.
-        step: its number; None: all steps that fit into the timeline, and a typical one in the picture.
+        step: number of the step; None: all steps that fit into the timeline, and a typical one in the picture.
 
     Returns:
         A line for each file: its name and what it shows.
     """
     shown = typical(run) if step is None else run.steps.index(step)
     steps = [shown] if step is not None else _that_fit(run)
-    replace_file(out / JSON_FILE, json.dumps(chrome_trace(run, steps)))
+    replace_text(out / JSON_FILE, json.dumps(chrome_trace(run, steps)))
     gantt.draw(out / PICTURE_FILE, run, shown)
     which = _spans([run.steps[index] for index in steps])
     return (
@@ -88,7 +87,7 @@ def write(run: Run, out: Path, step: int | None = None) -> str:
 
 
 def table(run: Run) -> str:
-    """The figures as text, one rank a line."""
+    """The figures as text, one line per rank."""
     names = [str(trace.rank) for trace in run.traces]
     rows = [_row(name, one) for name, one in zip([*names, "all"], figures(run), strict=False)]
     if len(run.traces) == 1:
@@ -101,14 +100,14 @@ def table(run: Run) -> str:
 
 
 def typical(run: Run) -> int:
-    """The step whose last gradient came at the median time; of the first rank."""
+    """The index of the step with the median time of its last gradient, on the first rank."""
     ends = [(finish_ns(step.marks), index) for index, step in enumerate(run.traces[0].steps)]
     known = sorted((end_ns, index) for end_ns, index in ends if end_ns is not None)
     return known[len(known) // 2][1] if known else len(ends) - 1
 
 
 def columns(headings: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:
-    """Names to the left, numbers to the right, under two lines of headings."""
+    """A table as text: names left-aligned, numbers right-aligned, under two lines of headings."""
     cells = [[top for top, _ in headings], [name for _, name in headings], *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells]
@@ -116,23 +115,13 @@ def columns(headings: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) 
 
 
 def milliseconds(time_ns: float | None) -> str:
-    """A cell of a table."""
+    """A time in ns as a cell of a table, in ms; "-" for None."""
     return "-" if time_ns is None else f"{time_ns / 1e6:.3f}"
 
 
 def beside(folder: Path) -> Path:
-    """Where files go that belong to a trace."""
+    """The folder for files about a trace: the trace's own."""
     return folder if folder.is_dir() else folder.parent
-
-
-def writable(parser: argparse.ArgumentParser, out: Path) -> Path:
-    """`out`, made and proved to take files."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            return out
-    except OSError as error:
-        parser.error(f"argument --out: {str(out)!r} is not a folder that can be written to: {error.strerror}")
 
 
 def _row(name: str, one: Figures) -> list[str]:
@@ -157,7 +146,7 @@ def _facts(run: Run) -> str:
 
 
 def _that_fit(run: Run) -> list[int]:
-    """The latest steps of which the timeline is not too large, at least one."""
+    """The latest steps whose timeline stays below the size limit; at least one."""
     first = run.traces[0]
     sizes = []
     for plan in first.plans:
@@ -184,13 +173,3 @@ def _spans(numbers: Sequence[int]) -> str:
             spans.append([number])
     shown = [" to ".join(map(str, span)) for span in spans[:8]]
     return ", ".join(shown) + (", ..." if len(spans) > len(shown) else "")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file in one piece."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text + "\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

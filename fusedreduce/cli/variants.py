@@ -1,4 +1,4 @@
-"""What the demo compares: the rows of its table. A later front door is one more Variant in `variants`."""
+"""The variants that the demo compares, a row of its table each."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import fusedreduce
 from fusedreduce import FusedHookState, fused_hook
 from fusedreduce.config import Wire
 
-# Small enough that the network's 162 kB of gradients make several buckets, as a real model's would.
+# Small enough that the network's 162 kB of gradients make several buckets, as those of a real model do.
 BUCKET_CAP_MB = 0.05
 MAX_NORM = 1.0
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a variant scales its loss and clips its gradients, in torch's five lines.
+    """A variant's loss scaling and clipping, used in torch's five lines.
 
     Args:
         scaler: scales the loss.
@@ -41,14 +41,14 @@ class Contender:
 
     @property
     def buckets(self) -> int:
-        """Buckets per step, as DDP has laid them out by now."""
+        """The number of buckets per step in DDP's current layout."""
         data = self.ddp._get_ddp_logging_data()
         sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
         return len(str(sizes).split(","))
 
     @property
     def path(self) -> str:
-        """Where the bucket's arithmetic ran in the latest step."""
+        """The path of the bucket's arithmetic in the latest step: triton, interpreter or torch."""
         return "torch" if self.stats is None else str(self.stats()["path"])
 
 
@@ -59,7 +59,7 @@ class Variant:
     Args:
         name: the row's name.
         setting: how it is built, for the footer of the table.
-        build: a model on its device -> the same model, its gradients averaged across ranks.
+        build: wraps a model on its device, so that its gradients are averaged across ranks.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Classes for frameworks that ask for one of their own kind. Each module needs its framework, which is no dependency.
+"""Classes for frameworks. Each module needs its framework, which is no dependency of this package.
 
     fusedreduce.integrations.lightning             strategies and precision plugins of `lightning`, Trainer and Fabric
     fusedreduce.integrations.pytorch_lightning     the same of `pytorch_lightning`
 
-Frameworks that build torch's DistributedDataParallel themselves, with no place for another class, take
+For frameworks that construct torch's DistributedDataParallel themselves, use
 `fusedreduce.install()`. docs/frameworks/ has a page for each.
 """

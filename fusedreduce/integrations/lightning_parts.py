@@ -1,7 +1,7 @@
-"""What the strategies and plugins for `lightning` and `pytorch_lightning` have in common.
+"""Mixins of the strategies and plugins for `lightning` and `pytorch_lightning`.
 
-The two are separate packages with the same classes, so these are mixins: each stands before a class of one of them.
-Nothing of Lightning is imported here.
+The two are separate packages with the same classes; each mixin precedes a class of one of them. Lightning is not
+imported here.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ _WIRES = ("native", "bf16", "fp16")
 
 
 def missing(package: str, error: ImportError) -> str:
-    """What to say where the package cannot be imported."""
+    """The message of an ImportError, if a package cannot be imported."""
     return (
         f"fusedreduce.integrations.{package} needs the package {package}, 2.6 or later, which cannot be imported: "
-        f"{error}. (lightning and pytorch_lightning are two packages, each with its own module in this folder)"
+        f"{error}. (lightning and pytorch_lightning are different packages, each with its own module in "
+        "fusedreduce.integrations)"
     )
 
 
 def register(registry: Any, strategy: type) -> None:
-    """Makes strategies known by name: fused_ddp, fused_ddp_bf16, fused_ddp_fp16, and each with Lightning's suffix for
-    parameters that a step may leave unused."""
+    """Registers strategies by name: fused_ddp, fused_ddp_bf16, fused_ddp_fp16, and each of them with Lightning's suffix
+    "_find_unused_parameters_true".
+
+    Args:
+        registry: of the Trainer or of Fabric.
+        strategy: the class to register.
+    """
     for wire in _WIRES:
         name = "fused_ddp" if wire == "native" else f"fused_ddp_{wire}"
         config = ReduceConfig(wire=wire)  # type: ignore[arg-type]
@@ -50,7 +56,16 @@ def register(registry: Any, strategy: type) -> None:
 
 
 def wrapped(module: nn.Module, device_ids: list[int] | None, **kwargs: Any) -> DistributedDataParallel:
-    """The module in our wrapper, made on a stream of its own where it is on a GPU, as Lightning does it."""
+    """Wraps a module, on a CUDA stream of its own if it is on a GPU, as Lightning does.
+
+    Args:
+        module: the model.
+        device_ids: as torch's DistributedDataParallel takes them; None: on CPU.
+        kwargs: further arguments of fusedreduce's DistributedDataParallel.
+
+    Returns:
+        The wrapper.
+    """
     stream: AbstractContextManager[Any] = nullcontext()
     if device_ids is not None:
         stream = torch.cuda.stream(torch.cuda.Stream())
@@ -59,12 +74,12 @@ def wrapped(module: nn.Module, device_ids: list[int] | None, **kwargs: Any) -> D
 
 
 class TrainerStrategy:
-    """Stands before the Trainer's DDPStrategy.
+    """Mixin of the Trainer's DDPStrategy.
 
     Args:
         args: of DDPStrategy.
-        reduce: how gradients travel; None: as ReduceConfig() says.
-        kwargs: of DDPStrategy, and through it of DistributedDataParallel.
+        reduce: how gradients are reduced; None: ReduceConfig().
+        kwargs: of DDPStrategy, which passes some to DistributedDataParallel.
     """
 
     def __init__(self, *args: Any, reduce: ReduceConfig | None = None, **kwargs: Any) -> None:
@@ -76,7 +91,7 @@ class TrainerStrategy:
         return wrapped(model, this.determine_ddp_device_ids(), reduce=self._reduce, **this._ddp_kwargs)
 
     def _register_ddp_hooks(self) -> None:
-        """Lightning's own leaves `ddp_comm_hook` out, in silence, where the model is not on CUDA."""
+        # Lightning's own method silently ignores `ddp_comm_hook` if the model is not on CUDA.
         this: Any = self
         hook, around = this._ddp_comm_hook, this._ddp_comm_wrapper
         if hook is not None:
@@ -84,14 +99,14 @@ class TrainerStrategy:
 
 
 class FabricStrategy:
-    """Stands before Fabric's DDPStrategy.
+    """Mixin of Fabric's DDPStrategy.
 
     Args:
         args: of DDPStrategy.
-        reduce: how gradients travel; None: as ReduceConfig() says.
-        fold_clipping: `Fabric.clip_gradients(max_norm=...)` goes through `fusedreduce.clip_grad_norm_`, and with a
-            fused optimizer gradients are clipped by its step, not before.
-        kwargs: of DDPStrategy, and through it of DistributedDataParallel.
+        reduce: how gradients are reduced; None: ReduceConfig().
+        fold_clipping: `Fabric.clip_gradients(max_norm=...)` uses `fusedreduce.clip_grad_norm_`; a fused optimizer clips
+            gradients within its step, not before.
+        kwargs: of DDPStrategy, which passes some to DistributedDataParallel.
     """
 
     def __init__(
@@ -102,7 +117,7 @@ class FabricStrategy:
         self._fold_clipping = fold_clipping
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Wraps the module."""
+        """Wraps the module in fusedreduce's DistributedDataParallel; called by Fabric."""
         this: Any = self
         return wrapped(module, this._determine_ddp_device_ids(), reduce=self._reduce, **this._ddp_kwargs)
 
@@ -114,7 +129,21 @@ class FabricStrategy:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Clips by the norm of the gradients. Lightning's own refuses fused optimizers beside a loss scaler."""
+        """Clips gradients by their norm; called by Fabric. Lightning's own refuses fused optimizers with a loss scaler.
+
+        Args:
+            module: the wrapped module.
+            optimizer: of its parameters.
+            max_norm: the largest norm.
+            norm_type: 2 or inf to clip within the optimizer's step; others go to Lightning.
+            error_if_nonfinite: raise if the norm is not finite.
+
+        Returns:
+            0-dim tensor: the norm before clipping.
+
+        Raises:
+            RuntimeError: the norm is not finite, and error_if_nonfinite.
+        """
         this: Any = self
         if not (self._fold_clipping and float(norm_type) in (2.0, math.inf) and owns_exactly(optimizer, module)):
             norm: torch.Tensor = super().clip_gradients_norm(  # type: ignore[misc]
@@ -135,23 +164,27 @@ class FabricStrategy:
 
 
 class FoldedClipping:
-    """Stands before a precision plugin of the Trainer's: the Trainer's clipping by norm, folded into fused optimizers.
+    """Mixin of the Trainer's precision plugins: folds the Trainer's clipping by norm into the step of fused optimizers.
 
-    Lightning runs backward and clipping inside `optimizer.step(closure)`, where nothing can be folded any more, and
-    refuses to clip for fused optimizers under MixedPrecision. Here they come first, and the step without a closure
-    after them. A loss scaler becomes a FusedGradScaler with the same settings.
+    Lightning runs backward and clipping inside `optimizer.step(closure)`, where it is too late to fold, and refuses to
+    clip for fused optimizers under MixedPrecision. Here backward and clipping come first, then the step without a
+    closure. A loss scaler becomes a FusedGradScaler with the same settings.
 
-    What differs for a training script: hooks on the optimizer's step run after backward, not around it; between
-    clipping and step `.grad` is not clipped yet. Optimizers that fold nothing (see `can_fold`) go Lightning's way.
+    Differences for a training script: hooks on the optimizer's step run after backward, not around it; between clipping
+    and step `.grad` is not clipped yet. Other optimizers (see `can_fold`) use Lightning's own methods.
     """
 
     _wrapper: weakref.ref[DistributedDataParallel] | None = None
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        """Called by the strategy, after it has wrapped the model."""
+        """Called by the strategy, after it has wrapped the model.
+
+        Raises:
+            TypeError: the strategy has wrapped it in torch's DistributedDataParallel.
+        """
         if isinstance(model, DistributedDataParallel):
             self._wrapper = weakref.ref(model)
-            self._take_scaler(model)
+            self._replace_scaler(model)
         elif isinstance(model, TorchDDP):
             raise TypeError(
                 f"{type(self).__name__} clips gradients that fusedreduce has reduced, but the strategy has wrapped the "
@@ -159,7 +192,7 @@ class FoldedClipping:
             )
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
 
-    def _take_scaler(self, ddp: DistributedDataParallel) -> None:
+    def _replace_scaler(self, ddp: DistributedDataParallel) -> None:
         this: Any = self
         scaler = getattr(this, "scaler", None)
         if isinstance(scaler, FusedGradScaler):
@@ -175,15 +208,15 @@ class FoldedClipping:
             )
 
     def teardown(self) -> None:
-        """Called by the strategy, after it has unwrapped the model. The scaler's state stays, for checkpoints."""
+        """Called by the strategy, after it has unwrapped the model. The scaler's state is kept for checkpoints."""
         this: Any = self
         self._wrapper = None
         if isinstance(getattr(this, "scaler", None), FusedGradScaler):
-            this.scaler = copy.copy(this.scaler)  # a copy has no wrapper, and keeps none alive
+            this.scaler = copy.copy(this.scaler)  # a copy references no wrapper
         super().teardown()  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Forward, backward and clipping, then the step."""
+        """Runs forward and backward, clips, then steps. Returns the closure's result."""
         this: Any = self
         if self._wrapper is None or not can_fold(optimizer):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
@@ -203,7 +236,7 @@ class FoldedClipping:
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
-        """As Lightning's, of the optimizer's gradients, which our reducer has unscaled already."""
+        """Clips the optimizer's gradients as Lightning does; fusedreduce has unscaled them already."""
         this: Any = self
         ddp = None if self._wrapper is None else self._wrapper()
         if ddp is None or clip_val <= 0:
@@ -217,9 +250,9 @@ class FoldedClipping:
 
 
 def can_fold(optimizer: Optimizer) -> bool:
-    """Whether `fusedreduce.clip_grad_norm_` can leave the division to this optimizer's step, if it owns the gradients.
+    """Whether `fusedreduce.clip_grad_norm_` can fold clipping into this optimizer's step, if it owns the gradients.
 
-    Adam, AdamW and SGD of torch.optim (derived classes may read gradients themselves), fused and not capturable.
+    That holds for Adam, AdamW and SGD of torch.optim, fused and not capturable. (Derived classes may read gradients.)
     """
     groups = optimizer.param_groups
     return type(optimizer) in (Adam, AdamW, SGD) and all(
@@ -228,7 +261,7 @@ def can_fold(optimizer: Optimizer) -> bool:
 
 
 def owns_exactly(optimizer: Optimizer, module: nn.Module) -> bool:
-    """Whether the optimizer's gradients are those that our wrapper `module` reduces, and all of them."""
+    """Whether the optimizer's parameters are exactly those whose gradients the wrapper `module` reduces."""
     if not isinstance(module, DistributedDataParallel):
         return False
     owned = {id(one) for group in optimizer.param_groups for one in group["params"] if one.requires_grad}

@@ -1,8 +1,8 @@
-"""Logger: torch DDP's logging data, under torch's names, where the name means the same for our reducer.
+"""Logger: torch DDP's logging data, under torch's names, as far as they have the same meaning for this reducer.
 
-Times are ns on the host clock, so they are given for CPU modules only: on CUDA the host only enqueues. The averages are
-over the sampled iterations (the first 10, then every `sample_rate`-th), as torch's. With TORCH_DISTRIBUTED_DEBUG=INFO
-they are logged when a wrapper is made, with DETAIL also for each sampled iteration, at level INFO.
+Times are in ns on the host's clock, for CPU modules only: on CUDA the host only enqueues. Averages are over the sampled
+iterations (the first 10, then every `sample_rate`-th), as torch's. With TORCH_DISTRIBUTED_DEBUG=INFO the data are
+logged when a wrapper is made, with DETAIL also for each sampled iteration, at level INFO.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DEFAULT_SAMPLE_RATE = 100
 
 
 class LoggingData:
-    """What `_get_ddp_logging_data` of torch's DDP merges."""
+    """The object that torch's `DistributedDataParallel._get_ddp_logging_data` reads."""
 
     def __init__(self, strings: Mapping[str, str], integers: Mapping[str, int]) -> None:
         self.strs_map = dict(strings)
@@ -58,13 +58,13 @@ class Logger:
     """Collects logging data of one wrapper.
 
     Args:
-        reducer: whose.
+        reducer: the wrapper's.
         backend: name of the process group's backend.
         bucket_cap_bytes: as given to the wrapper.
     """
 
     def __init__(self, reducer: Reducer, backend: str, bucket_cap_bytes: int) -> None:
-        # Weakly: the reducer holds this logger, to note errors.
+        # A weak reference, since the reducer references this logger.
         self._weak = weakref.ref(reducer)
         self._strings: dict[str, str] = {"backend_name": backend}
         self._integers: dict[str, int] = {"bucket_cap_bytes": bucket_cap_bytes}
@@ -88,7 +88,7 @@ class Logger:
         has_sync_bn: bool,
         static_graph: bool,
     ) -> None:
-        """What is known when the wrapper is built."""
+        """Collects and logs what is known when the wrapper is built."""
         reducer = self._reducer
         parameters = reducer.parameters
         names = list(dict.fromkeys(_DTYPE_NAMES[parameter.dtype] for parameter in parameters))
@@ -124,7 +124,7 @@ class Logger:
             )
 
     def set_runtime_stats_and_log(self) -> None:
-        """Called before each synchronised forward: samples the step before."""
+        """Samples the previous step; called before each synchronised forward."""
         reducer = self._reducer
         if reducer.steps == self._seen_steps:
             return
@@ -163,7 +163,7 @@ class Logger:
             )
 
     def set_error_and_log(self, error: str) -> None:
-        """Notes what is about to be raised."""
+        """Records an error that is about to be raised."""
         self._integers["has_error"] = 1
         self._strings["error"] = error
         self._integers["iteration"] = self._reducer.steps
@@ -210,7 +210,7 @@ class Logger:
 
 
 def _environment(strings: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The variables that torch logs for this backend."""
+    """Names and variables that torch logs for this backend."""
     skip = "nccl_" if strings["backend_name"] == "gloo" else "gloo_"
     return [(name, variable) for name, variable in _ENVIRONMENT.items() if not name.startswith(skip)]
 

@@ -66,8 +66,8 @@ def test_every_benchmark_of_the_checkout_is_known() -> None:
 
 
 def test_an_unknown_name_is_one_line_with_those_known(capsys: pytest.CaptureFixture[str], checkout: Path) -> None:
-    assert refusal(capsys, "nothing", "--steps", "2") == "error: no benchmark 'nothing'; there are: waits-long"
-    assert refusal(capsys) == "error: which benchmark; there are: waits-long"
+    assert refusal(capsys, "nothing", "--steps", "2") == "error: no benchmark is named 'nothing': use one of waits-long"
+    assert refusal(capsys) == "error: no benchmark was named: use one of waits-long"
 
 
 def test_outside_a_checkout_it_says_so(

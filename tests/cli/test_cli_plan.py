@@ -162,7 +162,7 @@ def test_no_policy_is_better_than_planned_on_any_rank_count(tmp_path: Path) -> N
         (["nowhere"], "No such file or directory"),
         (
             ["traces", "--costs", "5"],
-            "argument --costs: two numbers, latency in us and Gbit/s, such as 20,100; got '5'",
+            "argument --costs: must be two numbers, latency in us and Gbit/s, such as 20,100; got '5'",
         ),
         (["traces", "--costs", "5,0"], "argument --costs: two numbers"),
         (["traces", "--costs", "nan,1"], "argument --costs: two numbers"),
@@ -191,7 +191,7 @@ def forget_times(found: dict[str, Any]) -> None:
     ("change", "said"),
     [
         (lambda found: found.update(version=2), "its version is 2"),
-        (forget_times, "the trace has no gradient's time"),
+        (forget_times, "the trace has no ready time of any gradient"),
     ],
 )
 def test_a_bad_trace_is_refused_in_one_line(

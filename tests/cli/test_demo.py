@@ -296,7 +296,7 @@ def test_one_step_is_a_run_too_and_a_bit_that_differs_between_ranks_is_found_on_
     assert [one.difference for one in rows] == [one.difference for one in others]
     assert with_rows(monkeypatch, rows, tmp_path / "out") == 1, "nothing is learnt in one step"
     (reason,) = capsys.readouterr().err.splitlines()
-    assert reason.startswith("fusedreduce demo: error: bf16 scaled: 0.weight on rank 1 is not what it is on rank 0; ")
+    assert reason.startswith("fusedreduce demo: error: bf16 scaled: 0.weight on rank 1 differs from rank 0's; ")
     assert "; torch DDP ended at" in reason
     found = json.loads((tmp_path / "out" / "demo.json").read_text())
     assert found["command"] == "fusedreduce demo --device cpu --out out"
@@ -627,4 +627,4 @@ def test_every_row_says_where_it_ran(device: torch.device, finished_there: Finis
 def contender_and_batch(name: str) -> tuple[Contender, digits.Digits]:
     training, _ = digits.load()
     (variant,) = [one for one in variants(("native", "bf16", "fp16")) if one.name == name]
-    return variant.build(digits.build_model(seed=0)), training.take(torch.arange(digits.BATCH_IMAGES))
+    return variant.build(digits.build_model(seed=0)), training.select(torch.arange(digits.BATCH_IMAGES))

@@ -136,7 +136,7 @@ def test_a_kernel_that_does_not_compile_is_a_finding(monkeypatch: pytest.MonkeyP
         (CPU | {"driver": "580.95"}, [("ok", "", ""), ("warning", "torch finds no GPU", "install a CUDA build")]),
         (
             CPU | {"versions": versions(triton=None)["versions"]},
-            [("note", "no triton: torch operators", ""), ("note", "no GPU", "")],
+            [("note", "triton is missing, so torch operators", ""), ("note", "no GPU", "")],
         ),
     ],
 )
@@ -171,7 +171,7 @@ def test_ranks_that_differ_are_named() -> None:
     assert torchs.action == "install the same torch everywhere: change rank 2"
     assert (python.status, python.text) == ("warning", "python differs: 3.12.1 on ranks 0, 1, 3.11.2 on rank 2")
     (fine,) = doctor_ranks.differences([FACTS, FACTS])
-    assert (fine.status, fine.text) == ("ok", "2 of 2 came, with the same versions")
+    assert (fine.status, fine.text) == ("ok", "2 of 2 connected, with the same versions")
 
 
 def test_what_only_some_ranks_find_names_them() -> None:
@@ -219,7 +219,7 @@ def test_ranks_that_do_not_come_are_named_in_time(
     place = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    for rank, said in (("0", "nothing came of ranks 1, 2 within 0.2 s"), ("1", "rank 1: RuntimeError: nobody answers")):
+    for rank, said in (("0", "no answer from ranks 1, 2 within 0.2 s"), ("1", "rank 1: RuntimeError: nobody answers")):
         monkeypatch.setenv("RANK", rank)
         if rank == "1":
             monkeypatch.setenv("MASTER_PORT", free_port())
@@ -233,11 +233,11 @@ def test_ranks_that_do_not_come_are_named_in_time(
 def test_nobody_leaves_before_the_report_is_printed_nor_the_store_before_the_others() -> None:
     store = untyped.HashStore()
     first, second = (doctor_ranks.Peers(rank, 2, store, 20.0) for rank in range(2))
-    waits = threading.Thread(target=second.leave, kwargs={"printed": False, "without": ()})
+    waits = threading.Thread(target=second.wait_until_printed, kwargs={"printed": False, "without": ()})
     waits.start()
     waits.join(0.1)
     assert waits.is_alive(), "rank 0 has not printed"
-    first.leave(printed=True, without=())
+    first.wait_until_printed(printed=True, without=())
     assert store.check([f"{doctor_ranks._PREFIX}/0/gone/1"]), "rank 1 needs no store any more"
     waits.join(5)
     assert not waits.is_alive()
@@ -245,8 +245,8 @@ def test_nobody_leaves_before_the_report_is_printed_nor_the_store_before_the_oth
 
 def test_a_rank_that_is_gone_keeps_nobody() -> None:
     began = time.monotonic()
-    doctor_ranks.Peers(0, 3, untyped.HashStore(), 20.0).leave(printed=True, without=(1, 2))
-    doctor_ranks.Peers(1, 3, untyped.HashStore(), 0.1).leave(printed=False, without=(2,))
+    doctor_ranks.Peers(0, 3, untyped.HashStore(), 20.0).wait_until_printed(printed=True, without=(1, 2))
+    doctor_ranks.Peers(1, 3, untyped.HashStore(), 0.1).wait_until_printed(printed=False, without=(2,))
     assert time.monotonic() - began < 10.0
 
 
@@ -303,7 +303,7 @@ def test_a_model_without_a_link_says_how_to_get_one(alone: None, capsys: pytest.
 @pytest.mark.parametrize(
     ("options", "environment", "said"),
     [
-        (["--model", "much"], {}, "--model: a number of parameters, such as 110M, 1.3B or 25000; got 'much'"),
+        (["--model", "much"], {}, "--model: must be a number of parameters, such as 110M, 1.3B or 25000; got 'much'"),
         (["--backward-ms", "5"], {}, "--backward-ms: only with --model"),
         (["--model", "1M", "--trace", "x"], {}, "not allowed with argument"),
         (["--model", "1M", "--backward-ms", "nan"], {}, "--backward-ms: must be a positive number, got 'nan'"),

@@ -29,7 +29,7 @@ def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["ranks"] == len(found["machines"]) == 2
     assert [one["text"] for one in found["findings"] if one["about"] == "ranks"] == [
-        "2 of 2 came, with the same versions"
+        "2 of 2 connected, with the same versions"
     ]
     rows = found["link"]["rows"]
     assert [row["bytes"] for row in rows] == [*doctor_ranks.SIZES_BYTES] * 3
