@@ -24,8 +24,9 @@ from fusedreduce.trace.reader import RankTrace, read
 from fusedreduce.trace.report import start_ns
 
 from . import simulate
+from .columns import columns
 from .files import replace_text, writable
-from .trace import beside, columns, milliseconds
+from .trace import beside, milliseconds
 
 PLAN_FILE = "plan.json"
 _NOTES = """\

@@ -16,6 +16,7 @@ import torch
 
 import fusedreduce
 
+from .columns import columns
 from .results import PROBE_EVERY, Row, write_json
 
 _PACKAGES = ("triton", "numpy", "scikit-learn", "matplotlib")
@@ -44,11 +45,8 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text, one line per variant, at most 120 columns wide."""
-    cells = [[top for top, _, _ in _COLUMNS], [name for _, name, _ in _COLUMNS]]
-    cells += [[show(row) for _, _, show in _COLUMNS] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [_line(line, widths) for line in cells]
-    return "\n".join([*lines[:2], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[2:]])
+    headings = [(top, name) for top, name, _ in _COLUMNS]
+    return columns(headings, [[show(row) for _, _, show in _COLUMNS] for row in rows], last_is_text=True)
 
 
 def notes(rows: Sequence[Row], ranks: int) -> str:
@@ -79,25 +77,25 @@ def write_demo_json(path: Path, rows: Sequence[Row], facts: dict[str, Any]) -> N
 
 
 def as_json(value: Any) -> str:
-    """JSON of plain values; what is not a number becomes null."""
+    """JSON text of plain values, with null for NaN and infinities."""
     return json.dumps(_plain(value), indent=2)
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of what the figures depend on; None where it cannot be told."""
+    """Versions of Python and of the packages that figures depend on; None: not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    # As they say themselves: torch names its build, and a checkout may not be installed.
+    # From the packages themselves: torch's names its build, and a checkout may not be installed.
     found |= {"torch": str(torch.__version__), "fusedreduce": fusedreduce.__version__}
     return found
 
 
 def hardware(device: str, ranks: int) -> str:
-    """What the ranks ran on, in words."""
+    """The ranks' hardware, as text."""
     if device == "cuda":
         return f"{ranks} x {torch.cuda.get_device_name(0)}"
     return f"{_processor()}, {len(os.sched_getaffinity(0))} cores"
@@ -110,13 +108,6 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Names to the left, numbers to the right, the path again to the left."""
-    first, *numbers, last = zip(cells, widths, strict=True)
-    right = [cell.rjust(width) for cell, width in numbers]
-    return "  ".join((first[0].ljust(first[1]), *right, last[0])).rstrip()
 
 
 def _plain(value: Any) -> Any:

@@ -143,7 +143,7 @@ def _case(model: Model, wire: str, arguments: argparse.Namespace) -> Callable[[N
 
 
 def cells(row: Row) -> list[str]:
-    """What stands under HEADS."""
+    """A row's cells, in the order of HEADS."""
     return [
         row.network.title,
         f"{row.ranks:,}",
@@ -157,7 +157,7 @@ def cells(row: Row) -> list[str]:
 
 
 def text(title: str, found: Sequence[Row]) -> str:
-    """A table for a terminal, and what its columns mean."""
+    """A table for a terminal, with explanations of its columns."""
     return f"{_text(title, found)}\n\n{_NOTES}"
 
 

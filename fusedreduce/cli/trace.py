@@ -16,6 +16,7 @@ from fusedreduce.trace.reader import read
 from fusedreduce.trace.report import Figures, Run, figures, finish_ns, merge
 
 from . import gantt
+from .columns import columns
 from .files import replace_text, writable
 
 JSON_FILE = "trace.json"
@@ -104,14 +105,6 @@ def typical(run: Run) -> int:
     ends = [(finish_ns(step.marks), index) for index, step in enumerate(run.traces[0].steps)]
     known = sorted((end_ns, index) for end_ns, index in ends if end_ns is not None)
     return known[len(known) // 2][1] if known else len(ends) - 1
-
-
-def columns(headings: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:
-    """A table as text: names left-aligned, numbers right-aligned, under two lines of headings."""
-    cells = [[top for top, _ in headings], [name for _, name in headings], *rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells]
-    return "\n".join([*lines[:2], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[2:]])
 
 
 def milliseconds(time_ns: float | None) -> str:

@@ -35,7 +35,7 @@ class BranchRow(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One kernel on one architecture. `unsupported` says why there is nothing to compile; then the rest is empty."""
+    """One kernel on one architecture. If it cannot be compiled, `unsupported` is the reason, and the rest is empty."""
 
     registers: int = 0
     spills: int = 0
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a row is of."""
+    """The key of a row."""
 
     target: str
     kernel: str
@@ -59,7 +59,7 @@ class Table:
 
 
 class Change(NamedTuple):
-    """One figure that is not as recorded. `branch` is empty where it is the whole kernel's."""
+    """One figure that differs from the record. `branch` is empty for a figure of the whole kernel."""
 
     kernel: str
     target: str
@@ -75,10 +75,17 @@ class Change(NamedTuple):
 
 
 def compare(recorded: Mapping[Place, Row], found: Mapping[Place, Row]) -> list[Change]:
-    """Every figure of `found` that is not as recorded, for the worse or for the better.
+    """Every figure of `found` that differs from the record, worse or better.
 
-    A kernel or branch that one side lacks counts as worse: the table must be of what there is. Of architectures that
-    `found` has no row of, nothing is said.
+    A kernel or branch that one side lacks counts as worse: the record must be complete. Architectures without a row in
+    `found` are not compared.
+
+    Args:
+        recorded: rows of the record.
+        found: rows compiled now.
+
+    Returns:
+        The differences.
     """
     targets = {place.target for place in found}
     gone = [place for place in recorded if place.target in targets and place not in found]
