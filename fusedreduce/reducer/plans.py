@@ -35,7 +35,7 @@ from .scheduler import Scheduler
 _logger = logging.getLogger(__name__)
 
 # With fewer bytes on the wire Python dominates the measurements, 0.1 ms per bucket: plans that followed them cut 2,000
-# gradients of 8 elements into five buckets, and each step took 6 ms longer. a link given by the user has no limit.
+# gradients of 8 elements into five buckets, and each step took 6 ms longer. A link that the user names has no limit.
 _LEAST_PLANNED_BYTES = 2**20
 
 

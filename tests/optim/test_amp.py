@@ -571,7 +571,7 @@ def test_an_optimizer_that_steps_in_backward_is_refused(alone: None) -> None:
     ddp = fusedreduce.DistributedDataParallel(_model())
     scaler = FusedGradScaler(ddp)
     ddp._register_fused_optim(SGD, lr=0.1)
-    with pytest.raises(ValueError, match="its optimizer steps within backward, before a loss scale could be taken off"):
+    with pytest.raises(ValueError, match="its optimizer steps within backward, before the loss scale is removed"):
         scaler.scale(_loss(ddp, 0))
     with pytest.raises(ValueError, match="steps within backward"):
         FusedGradScaler(ddp)

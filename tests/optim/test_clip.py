@@ -472,7 +472,7 @@ def test_optimizers_of_which_one_is_zeroed_or_has_no_gradients() -> None:
     both[0].zero_grad()
     run.parameters[0].grad = torch.ones(3)
     for again in (both, None):
-        with pytest.raises(FusedReduceError, match="have not all stepped"):
+        with pytest.raises(FusedReduceError, match="only some have stepped"):
             clip_grad_norm_(run.reducer, 0.3, again)
     for one in both:
         one.step()
@@ -586,7 +586,7 @@ def test_several_optimizers_and_groups() -> None:
         halves[0][0].step()
         if step > 1:
             for again in (halves[0], None):
-                with pytest.raises(FusedReduceError, match="have not all stepped"):
+                with pytest.raises(FusedReduceError, match="only some have stepped"):
                     clip_grad_norm_(run.reducer, 0.3, again)
         halves[0][1].step()
         for one in halves[1]:

@@ -692,7 +692,7 @@ def test_modes_change_between_steps_and_ranks_agree_on_them() -> None:
                     _same(_copies(parameters), Average(ranks, "native", 1.0, _bucket_dtypes(MIXES[0])).values)
                 clear(parameters)
             if k:
-                with pytest.raises(FusedReduceError, match="steps are under way: flush"):
+                with pytest.raises(FusedReduceError, match="steps are under way: call flush"):
                     reducer.set_sync_mode(Synchronous())
                 assert reducer.flush().steps == k
             clear(parameters)

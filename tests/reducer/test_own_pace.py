@@ -97,7 +97,7 @@ def test_with_one_thread_for_all_ranks_no_backward_waits() -> None:
         assert [one.stats()["contributions"] for one in reducers] == [4, 4]
         assert [one.stats()["contributions_under_way"] for one in reducers] == [1, 0]
         began = time.monotonic()
-        with pytest.raises(CollectiveError, match="not every rank came"):
+        with pytest.raises(CollectiveError, match="not every rank called flush"):
             reducers[0].flush()
         assert time.monotonic() - began < 2.0
         for reducer in reducers:

@@ -382,8 +382,8 @@ def connects_before_backward(rank: int, world: int) -> None:
 
     def own_group() -> object:
         own = ddp._ours()._pipeline.ends.own
-        assert own is not None and isinstance(own._channel, ProcessGroupCommunicator)
-        return own._channel.group
+        assert own is not None and isinstance(own._communicator, ProcessGroupCommunicator)
+        return own._communicator.group
 
     group = _group(world)
     with pytest.MonkeyPatch.context() as patched:
@@ -435,9 +435,9 @@ def dead_peer(rank: int, world: int) -> None:
     step(ddp, optimizer, rank, 0)
     if rank == world - 1:
         own = ddp._ours()._pipeline.ends.own
-        assert own is not None and own._channel is not None
+        assert own is not None and own._communicator is not None
         time.sleep(0.2)
-        own._channel.close()
+        own._communicator.close()
     else:
 
         def steps() -> None:
@@ -464,7 +464,7 @@ def late_for_flush(rank: int, world: int) -> None:
     optimizer = SGD(ddp.parameters(), lr=0.01)
     step(ddp, optimizer, rank, 0)
     if rank == 0:
-        with _in_time(), pytest.raises(fusedreduce.CollectiveError, match="not every rank came"):
+        with _in_time(), pytest.raises(fusedreduce.CollectiveError, match="not every rank called flush"):
             ddp.flush(optimizer)
         with pytest.raises(fusedreduce.FusedReduceError, match="_update_process_group"):
             ddp(batch(rank, 0))

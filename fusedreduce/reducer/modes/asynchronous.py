@@ -1,13 +1,13 @@
-"""AsynchronousMode: the asynchronous mode of one reducer: what takes the place of its pipeline's launch and finish.
+"""AsynchronousMode: replaces the pipeline's launch and finish in the asynchronous mode of a reducer.
 
-    end of a synchronised backward   a loss scale comes off, then Contributions.end_of_step: gradients are corrected
-    flush, state_dict                everything lands, everywhere
+    end of a synchronised backward   the loss scale is removed, then Contributions.end_of_step: gradients are corrected
+    flush, state_dict                the averages of all contributions are applied, on every rank
 
-Its collectives are on a channel of their own, apart from the reducer's: ranks are in different steps. So nothing else
-is exchanged within a step either: what is unused, a norm to clip by, whether a gradient is finite, is this rank's own.
+Its collectives have a communicator of their own, because ranks are in different steps. So nothing else is exchanged
+within a step either: unused parameters, a norm to clip by, and non-finite gradients are this rank's own.
 
-A rank whose gradients are not finite under a loss scaler is about to skip its step. Nothing of that step is
-contributed, and nothing lands in it, since it would be lost: it lands in the next one. So no other rank notices.
+A rank with a loss scaler whose gradients are not finite is about to skip its step. Nothing of that step is contributed,
+and no average is applied in it, because it would be lost: it is applied in the next step. So no other rank notices.
 """
 
 from __future__ import annotations
@@ -33,22 +33,25 @@ class AsynchronousMode:
     """The asynchronous mode of one reducer. Called under its lock.
 
     Args:
-        maker: what its buckets have in common.
-        max_in_flight: contributions under way at once.
+        maker: what the reducer's buckets have in common.
+        max_in_flight: number of contributions that may be in flight at once.
+
+    Attributes:
+        skipped: steps that were not contributed, because a gradient was not finite under a loss scaler.
     """
 
     def __init__(self, maker: BucketMaker, max_in_flight: int) -> None:
         self._maker = maker
         self._max_in_flight = max_in_flight
         self._members: list[Members] = []
-        self._channel: Communicator | None = None
+        self._communicator: Communicator | None = None
         self._contributions: Contributions | None = None
         self.skipped = 0
 
     # Between steps
 
     def set_buckets(self, members: Sequence[Members]) -> None:
-        """The buckets in use, from the next contribution on; what is under way stays if they are the same."""
+        """Switches to other buckets, from the next contribution on; does nothing if they are the same."""
         same = [one.numbers for one in members] == [one.numbers for one in self._members]
         if self._contributions is not None and same:
             return
@@ -57,39 +60,42 @@ class AsynchronousMode:
         self._make()
 
     def open(self) -> None:
-        """Makes the channel, once. Every rank calls it at the same place; it may wait for the others.
+        """Makes the mode's own communicator, once. Every rank calls it at the same place; it may wait for the others.
 
-        The ranks are connected then, so that no contribution, within a backward, has to wait for that.
+        It connects the ranks, so that no contribution has to wait for that within a backward.
+
+        Raises:
+            RuntimeError: a rank did not come within the timeout, or they could not be connected.
         """
-        if self._channel is None:
+        if self._communicator is None:
             devices = dict.fromkeys(parameter.device for parameter in self._maker.parameters)
-            self._channel = self._maker.communicator.apart(devices)
+            self._communicator = self._maker.communicator.apart(devices)
             self._make()
 
     def set_communicator(self, communicator: Communicator) -> None:
-        """Goes on with other ranks, and nothing under way. To be followed by `open`."""
+        """Drops what is in flight and switches to `communicator`. `open` must follow."""
         self.release()
         self._maker = dataclasses.replace(self._maker, communicator=communicator)
 
     def release(self) -> None:
-        """Gives everything up, the channel too. May be called twice."""
+        """Drops everything and closes the mode's own communicator. May be called twice."""
         self._contributions = None
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        if self._communicator is not None:
+            self._communicator.close()
+            self._communicator = None
 
     @property
     def failed(self) -> bool:
-        """Whether a collective of the channel has: it cannot be used any more."""
+        """Whether a contribution has failed, so that the mode's communicator cannot be used any more."""
         return self._contributions is not None and bool(self._contributions.failure)
 
     @property
     def settled(self) -> bool:
-        """See `Contributions.settled`."""
+        """`Contributions.settled`; True before the first contribution."""
         return self._contributions is None or self._contributions.settled
 
     def stats(self) -> dict[str, int | str]:
-        """contributions issued on this channel, contributions_under_way, steps merged into later contributions."""
+        """The counters of this mode in `Reducer.stats`."""
         one = self._contributions
         return {
             "contributions": 0 if one is None else one.issued,
@@ -103,7 +109,11 @@ class AsynchronousMode:
     # A step
 
     def end_step(self, observed: Observed, streams: Streams) -> None:
-        """The gradients are all there: they are contributed and corrected. Waits for no peer."""
+        """Contributes and corrects the gradients, which are all there. Waits for no peer.
+
+        Raises:
+            TypeError, CollectiveError: as `Contributions.end_of_step`.
+        """
         contributions = self._opened()
         for members in self._members:
             streams.wait_for_gradients(members.index, members.device)
@@ -116,40 +126,45 @@ class AsynchronousMode:
                 return
         contributions.end_of_step()
 
-    # All that is left
+    # What is outstanding
 
     def drain(self, problem: str = "") -> Drained:
-        """See `Contributions.drain`."""
+        """`Contributions.drain`."""
         return self._opened().drain(problem)
 
     def state(self) -> dict[str, Any]:
-        """See `Contributions.state`."""
+        """`Contributions.state`."""
         return self._opened().state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """See `Contributions.load_state`."""
+        """`Contributions.load_state`."""
         self._opened().load_state(state)
 
     # Within
 
     def _opened(self) -> Contributions:
-        assert self._contributions is not None, "the channel has not been opened"
+        assert self._contributions is not None, "open() has not been called"
         return self._contributions
 
     def _make(self) -> None:
-        if self._channel is None or not self._members:
+        if self._communicator is None or not self._members:
             return
         ledgers = []
         for members in self._members:
             wire = wire_dtype(self._maker, members)
-            self._channel.check_wire(wire, members.device)
-            divisor = self._maker.config.divisor(self._channel.size)
-            ledgers.append(Ledger(members, self._channel, wire, divisor=divisor))
-        self._contributions = Contributions(ledgers, self._channel, self._max_in_flight)
+            self._communicator.check_wire(wire, members.device)
+            divisor = self._maker.config.divisor(self._communicator.size)
+            ledgers.append(Ledger(members, self._communicator, wire, divisor=divisor))
+        self._contributions = Contributions(ledgers, self._communicator, self._max_in_flight)
 
 
 def check(config: ReduceConfig, names: Sequence[str], sparse: Sequence[bool]) -> None:
-    """Refuses what the asynchronous mode cannot do; nothing, in another mode.
+    """Refuses settings that the asynchronous mode does not support; accepts everything in other modes.
+
+    Args:
+        config: of the reducer.
+        names: of the parameters.
+        sparse: per parameter whether its gradient is sparse.
 
     Raises:
         ValueError: an fp16 wire, check_finite, or sparse gradients.
@@ -158,20 +173,23 @@ def check(config: ReduceConfig, names: Sequence[str], sparse: Sequence[bool]) ->
         return
     if config.wire == "fp16":
         raise ValueError(
-            "wire='fp16' and Asynchronous exclude each other: a rank that is ahead sends the sum of many steps, which "
-            "overflows there; use 'bf16'"
+            "wire='fp16' and Asynchronous exclude each other: a rank that is ahead sends the sum of several steps, "
+            "which overflows in fp16. Use wire='bf16'"
         )
     if config.check_finite != "off":
         raise ValueError(
-            f"check_finite={config.check_finite!r} and Asynchronous exclude each other: ranks compare what they found "
-            "in every step, and are in different ones"
+            f"check_finite={config.check_finite!r} and Asynchronous exclude each other: ranks would compare their "
+            "gradients in every step, but are in different ones. Use check_finite='off'"
         )
     found = [name for name, one in zip(names, sparse, strict=True) if one]
     if found:
-        raise ValueError(f"the gradients of {', '.join(found[:8])} are sparse; Asynchronous takes dense ones only")
+        raise ValueError(
+            f"the gradients of {', '.join(found[:8])} are sparse, and Asynchronous takes dense ones only: use "
+            "sparse=False there, or another sync_mode"
+        )
 
 
 def wire_dtype(maker: BucketMaker, members: Members) -> torch.dtype:
-    """What a bucket travels in. fp16 gradients in fp32, since sums of several steps overflow in fp16."""
+    """The wire dtype of a bucket; fp32 for fp16 gradients, because sums of several steps overflow in fp16."""
     wire = maker.config.wire_dtype(real_dtype(members.parameters[0].dtype))
     return torch.float32 if wire is torch.float16 else wire

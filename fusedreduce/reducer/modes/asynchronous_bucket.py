@@ -1,13 +1,13 @@
-"""Ledger: one bucket in the asynchronous mode: what this rank gives, and what it has given beyond the average.
+"""Ledger: one bucket in the asynchronous mode: this rank's contributions, and the corrections that follow from them.
 
     gather(strip)            strip = gradients, or strip + gradients, in fp32 (fp64 for fp64)
     send(strip)              strip / divisor -> wire, rounded once; all-reduce, asynchronous
     apply_correction(...)      strip = strip - average, then gradient = round(gradient - strip): once
 
-A strip is flat, laid out as the wire is, and so far a sum of this rank's own gradients: what `.grad` has been given in
-their place. When the average is there it becomes the surplus, and that is taken off whatever the gradients are by then.
-Example: gradients 3 and 5 on two ranks, average 4. The first rank has used 3: surplus -1, so 1 is added; the second 5:
-1 is taken away. Where they land on gradients of 10 and 20, those become 11 and 19.
+A strip is a flat accumulator with the layout of the wire. First it holds the sum of this rank's own gradients, which
+the rank has used. When the average is known, the strip becomes the surplus, own sum minus average, which is subtracted
+from the gradients of that time. Example: gradients 3 and 5 on two ranks, average 4. The first rank has used 3: its
+surplus is -1, so 1 is added; the second has used 5: 1 is subtracted. Gradients of 10 and 20 become 11 and 19.
 
 On CPU `apply_correction` goes through wire, strip and gradients block by block, so that a block stays in the cache: per
 element 4 bytes of fp32 gradient, 4 of strip and the wire are read, 8 bytes are written.
@@ -34,11 +34,11 @@ _BLOCK_NUMEL = 65536
 
 @dataclass(frozen=True, eq=False)
 class Strip:
-    """What lies off the wire of one bucket.
+    """An accumulator for one bucket's gradients.
 
     Args:
-        flat: fp32 or fp64, laid out as the wire; zeros between the slots.
-        views: per slot its part, real and shaped as the gradient.
+        flat: fp32 or fp64, with the layout of the wire; zeros between the slots.
+        views: per slot its part, real, with the shape of the gradient.
     """
 
     flat: torch.Tensor
@@ -47,7 +47,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class _Block:
-    """Elements [begin, end) of a strip, and which gradients are there: `slots`, all of each, or a part of `part`."""
+    """Elements [begin, end) of a strip: all of the gradients `slots`, or a part of the gradient `part`."""
 
     begin: int
     end: int
@@ -56,14 +56,17 @@ class _Block:
 
 
 class Ledger:
-    """What one bucket's parameters have been given. Its buffers are pooled: a wire and a strip for every contribution
-    that is under way, a strip for the next one, and one for what is owed while everything lands.
+    """One bucket in the asynchronous mode. Its buffers are pooled: a wire and a strip for each contribution in flight,
+    a strip for the next one, and one for the correction that is outstanding in `drain`.
 
     Args:
         members: dense parameters.
         communicator: the ranks.
-        wire_dtype: what travels.
-        divisor: what each rank's part is divided by.
+        wire_dtype: dtype of the wire.
+        divisor: what each rank's contribution is divided by.
+
+    Attributes:
+        wires_made: number of wire buffers allocated.
     """
 
     def __init__(
@@ -91,23 +94,23 @@ class Ledger:
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """What travels."""
+        """Dtype of the wire."""
         return self._wire_dtype
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one contribution hands to the collective, padding included."""
+        """Bytes of one contribution's collective, padding included."""
         return self._layout.numel * self._wire_dtype.itemsize
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of those that belong to no parameter."""
+        """Bytes of padding among them."""
         return self._layout.padding_numel * self._wire_dtype.itemsize
 
     # Buffers
 
     def strip(self) -> Strip:
-        """One that nobody uses; what it holds is undefined, but for the zeros between its slots."""
+        """A free strip; its content is undefined, but for the zeros between its slots."""
         if self._strips:
             return self._strips.pop()
         flat = torch.zeros(self._layout.numel, dtype=self._dtype, device=self.members.device)
@@ -115,11 +118,11 @@ class Ledger:
         return Strip(flat, [flat.as_strided(size, strides, offset) for (size, strides), offset in slots])
 
     def put_strip(self, strip: Strip) -> None:
-        """It is free again. (On CUDA: for what the same stream does next.)"""
+        """Returns a strip to the pool. (On CUDA it is free for later work of the same stream.)"""
         self._strips.append(strip)
 
     def bucket(self) -> Bucket:
-        """A wire that nobody uses."""
+        """A bucket with a free wire."""
         if self._wires:
             return self._wires.pop()
         layout = flat_layout(self._layout.numel)
@@ -129,23 +132,23 @@ class Ledger:
         return made
 
     def put_bucket(self, bucket: Bucket) -> None:
-        """It is free again."""
+        """Returns a bucket to the pool."""
         self._wires.append(bucket)
 
     # The data path
 
     def check(self) -> None:
-        """Raises if a gradient cannot be taken; nothing has been written by then.
+        """Checks the gradients before anything is written.
 
         Raises:
-            TypeError: it is sparse, or has another dtype than its parameter.
+            TypeError: one is sparse, or has another dtype than its parameter.
         """
         for parameter, name in zip(self.members.parameters, self.members.names, strict=True):
             gradient = parameter.grad
             if gradient is not None and (gradient.layout is not torch.strided or gradient.dtype is not parameter.dtype):
                 raise TypeError(
-                    f"the gradient of {name} is {gradient.dtype}, {gradient.layout}, but a dense one of "
-                    f"{parameter.dtype} was expected: the asynchronous mode takes no other"
+                    f"rank {self._communicator.rank}: the gradient of {name} is {gradient.dtype}, {gradient.layout}; "
+                    f"the asynchronous mode expects a dense one of {parameter.dtype}. Use another sync_mode here"
                 )
 
     def gather(self, strip: Strip, *, add: bool) -> list[int]:
@@ -167,17 +170,17 @@ class Ledger:
         return numbers
 
     def send(self, strip: Strip) -> InFlight:
-        """Packs `strip` and starts its sum over all ranks. Raises CollectiveError if it cannot be started."""
+        """Packs `strip` and starts its sum over all ranks; raises CollectiveError if that cannot be started."""
         return exchange.start(self.bucket(), [strip.flat], self._communicator, divisor=self._divisor, vouched=True)
 
     def complete(self, in_flight: InFlight) -> None:
-        """Waits for the sum; CollectiveError names the bucket."""
+        """Waits for the sum; raises CollectiveError with the bucket's name."""
         wait_for_bucket(in_flight.pending, self.members, self._communicator)
 
     def anywhere(self, in_flight: InFlight, numbers: Collection[int]) -> list[int]:
-        """Those of `numbers`, which had no gradient here, that some rank had one for that was not all zeros.
+        """Those parameters of `numbers`, without a gradient on this rank, that another rank had one for, not all zeros.
 
-        The host looks at the sum, and on CUDA waits for it.
+        The host reads the sum, and on CUDA waits for it.
         """
         slots = [slot for slot, number in enumerate(self.members.numbers) if number in numbers]
         if not slots:
@@ -187,34 +190,34 @@ class Ledger:
         return [self.members.numbers[slot] for slot, there in zip(slots, found, strict=True) if there]
 
     def apply_correction(self, strip: Strip, in_flight: InFlight, numbers: Collection[int]) -> None:
-        """`strip` becomes the surplus, which comes off the gradients; those of `numbers` are made where missing."""
+        """Turns `strip` into the surplus and subtracts it from the gradients; missing ones of `numbers` are made."""
         gradients = self._gradients(numbers)
         for block in self._blocks:
-            self._subtract(strip, in_flight.wire, block.begin, block.end)
-            self._take_off(strip, gradients, block)
+            self._make_surplus(strip, in_flight.wire, block.begin, block.end)
+            self._subtract_surplus(strip, gradients, block)
         self._release(in_flight)
 
     def add_correction(self, total: Strip, strip: Strip, in_flight: InFlight) -> None:
-        """`strip` becomes the surplus, which is added to `total`."""
+        """Turns `strip` into the surplus and adds it to `total`."""
         for block in self._blocks:
-            self._subtract(strip, in_flight.wire, block.begin, block.end)
+            self._make_surplus(strip, in_flight.wire, block.begin, block.end)
             total.flat[block.begin : block.end].add_(strip.flat[block.begin : block.end])
         self._release(in_flight)
 
-    def take_off(self, strip: Strip, numbers: Collection[int]) -> None:
-        """A surplus comes off the gradients; those of `numbers` are made where missing."""
+    def subtract_surplus(self, strip: Strip, numbers: Collection[int]) -> None:
+        """Subtracts a surplus from the gradients; missing ones of `numbers` are made."""
         gradients = self._gradients(numbers)
         for block in self._blocks:
-            self._take_off(strip, gradients, block)
+            self._subtract_surplus(strip, gradients, block)
 
     def correction(self, strip: Strip, slot: int) -> torch.Tensor:
-        """What a surplus adds to one gradient: fp32 or fp64, complex for a complex parameter."""
+        """What a surplus adds to the gradient of a slot: fp32 or fp64, complex for a complex parameter."""
         added = strip.views[slot].neg()
         return torch.view_as_complex(added) if self.members.parameters[slot].is_complex() else added
 
     # Within
 
-    def _subtract(self, strip: Strip, wire: torch.Tensor, begin: int, end: int) -> None:
+    def _make_surplus(self, strip: Strip, wire: torch.Tensor, begin: int, end: int) -> None:
         into = strip.flat[begin:end]
         torch.sub(into, wire[begin:end], out=into)
 
@@ -224,7 +227,7 @@ class Ledger:
         self.put_bucket(in_flight.bucket)
 
     def _gradients(self, numbers: Collection[int]) -> list[torch.Tensor | None]:
-        """As real tensors that can be written to."""
+        """The gradients as real tensors that can be written in place; missing ones of `numbers` are made."""
         for number, parameter, (_, strides) in zip(
             self.members.numbers, self.members.parameters, self._shapes, strict=True
         ):
@@ -234,7 +237,7 @@ class Ledger:
                 parameter.grad = made.zero_()
         return [None if one.grad is None else as_real(_plain(one)) for one in self.members.parameters]
 
-    def _take_off(self, strip: Strip, gradients: Sequence[torch.Tensor | None], block: _Block) -> None:
+    def _subtract_surplus(self, strip: Strip, gradients: Sequence[torch.Tensor | None], block: _Block) -> None:
         if block.part is not None:
             gradient = gradients[block.part]
             if gradient is None:
@@ -247,7 +250,7 @@ class Ledger:
             elif block.end == whole.offset + whole.numel:
                 gradient.sub_(strip.views[block.part])
             return
-        # torch computes in the wider dtype, and rounds what it stores once.
+        # torch computes in the wider dtype and rounds once, when it stores.
         into: list[torch.Tensor] = []
         surplus: list[torch.Tensor] = []
         for slot in block.slots:
@@ -260,7 +263,7 @@ class Ledger:
 
 
 def _plain(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient; one that is conjugated or negated lazily is replaced by one that is not."""
+    """A parameter's gradient; a lazily conjugated or negated one is replaced by its values."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_conj() or gradient.is_neg():
@@ -273,7 +276,7 @@ def _blocks(layout: Layout, most: int | None) -> list[_Block]:
     if most is None:
         return [_Block(0, layout.numel, range(len(layout.slots)))]
     blocks: list[_Block] = []
-    begin, first = 0, 0  # of the block that is open
+    begin, first = 0, 0  # of the current block
 
     def end_block(end: int, slot: int) -> None:
         nonlocal begin, first

@@ -1,13 +1,13 @@
-"""Contributions: the asynchronous mode. A rank uses its own gradients now, and is told later what the others had.
+"""Contributions: the asynchronous mode. A rank uses its own gradients now, and corrects them later by the averages.
 
 At the end of a rank's backward, `end_of_step`:
 
     1. the gradients, as this rank uses them now, are added to its next contribution
-    2. of every contribution whose sum is there by now, in the order they were issued: `.grad += average - own`
-    3. fewer than `max_in_flight` under way: the next contribution is issued; else it waits, and grows with each step
+    2. for every contribution whose sum is complete, in the order of issue: `.grad += average - own`
+    3. if fewer than `max_in_flight` are in flight, the next one is issued; else it waits, and grows with each step
 
-Nothing waits for a peer. The n-th contributions of all ranks meet, whatever steps they are made of: so they need a
-sequence of collectives of their own, in which nothing else is issued. What holds, on each rank, and for any speeds:
+Nothing waits for a peer. The n-th contributions of all ranks are summed, whatever steps they are made of: so they need
+a communicator of their own, on which nothing else is issued. On each rank, and at any relative speed, this holds:
 
     sum over steps of what `.grad` was given, and of what `drain` gives  ==  sum over n of average n,   to rounding
 
@@ -41,10 +41,10 @@ _STATE_VERSION = 1
 
 @dataclass(frozen=True, eq=False)
 class _Contribution:
-    """One that is under way.
+    """A contribution in flight.
 
     Args:
-        strips: per bucket what this rank has given.
+        strips: per bucket this rank's own part.
         in_flight: per bucket its collective.
         used: numbers of the parameters that this rank had a gradient for.
     """
@@ -54,17 +54,17 @@ class _Contribution:
     used: frozenset[int]
 
     def is_complete(self) -> bool:
-        """Whether nobody would have to wait for it."""
+        """Whether all its collectives are done."""
         return all(one.pending.ready() for one in self.in_flight)
 
 
 @dataclass(frozen=True)
 class Drained:
-    """What `drain` has done.
+    """The result of `drain`.
 
     Args:
-        landed: contributions that were under way, or had to be issued.
-        gives: whether any gradient was left.
+        landed: number of contributions that were in flight, or had to be issued.
+        gives: whether any gradient was corrected.
     """
 
     landed: int
@@ -72,19 +72,19 @@ class Drained:
 
 
 class Contributions:
-    """What one rank gives and is owed. Called under a lock, by one thread at a time.
+    """The contributions of one rank and their corrections. Called under a lock, by one thread at a time.
 
     Args:
         ledgers: one per bucket, in the order of their collectives; the same on every rank.
-        communicator: the ranks; nothing else issues collectives on it while a contribution may be under way.
-        max_in_flight: contributions that may be under way at once, at least 1.
+        communicator: the ranks; nothing else issues collectives on it while a contribution may be in flight.
+        max_in_flight: number of contributions that may be in flight at once, at least 1.
 
     Attributes:
-        issued: contributions so far, on this rank.
-        landed: those whose average has come.
+        issued: number of contributions so far, on this rank.
+        landed: of those, the ones whose average was applied.
         steps: calls of `end_of_step`.
-        merged: of those, steps whose gradients went into a contribution with an earlier step's.
-        failure: what went wrong with a collective; nothing else can be done then.
+        merged: of those, steps whose gradients went into a contribution together with an earlier step's.
+        failure: the error of a collective that failed; nothing else can be done after it.
     """
 
     def __init__(self, ledgers: Sequence[Ledger], communicator: Communicator, max_in_flight: int) -> None:
@@ -97,82 +97,87 @@ class Contributions:
         self._comparisons = 0
         self._settled_steps = 0
         self._under_way: deque[_Contribution] = deque()
-        self._open: list[Strip] | None = None  # what the next contribution is made of so far
+        self._open: list[Strip] | None = None  # the next contribution, as far as it is gathered
         self._open_used: set[int] = set()
-        self._owed: list[Strip] | None = None  # surplus that comes off the next gradients
+        self._owed: list[Strip] | None = None  # surplus that is subtracted from the next gradients
         self._owed_to: set[int] = set()
         self._touched: torch.cuda.Event | None = None
 
     @property
     def under_way(self) -> int:
-        """Contributions whose average has not come."""
+        """Number of contributions in flight."""
         return len(self._under_way)
 
     @property
     def waits(self) -> bool:
-        """Whether gradients wait to be issued, because as many contributions as may be are under way."""
+        """Whether gradients wait to be issued, because `max_in_flight` contributions are in flight."""
         return self._open is not None
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is under way, waits or is owed."""
+        """Whether nothing is in flight, waits, or is still to be corrected."""
         return not self._under_way and self._open is None and self._owed is None
 
     @property
     def settled(self) -> bool:
-        """Whether there has been no step since the last `drain`, and nothing is owed: as on the other ranks."""
+        """Whether there was no step since the last `drain`, and no correction is outstanding: as on the other ranks."""
         return self.steps == self._settled_steps and self.empty
 
     # A step
 
     def end_of_step(self) -> None:
-        """Takes the gradients, corrects them by what has come, and issues what may be. Waits for no peer.
+        """Gathers the gradients, corrects them by the averages that are known, and issues a contribution if it may.
+
+        Waits for no peer.
 
         Raises:
             TypeError: a gradient is sparse or of another dtype; nothing has been done.
-            CollectiveError: a contribution has failed, or could not be issued; what had landed before is in `.grad`.
+            CollectiveError: a contribution has failed, or could not be issued; earlier corrections are in `.grad`.
         """
         for ledger in self.ledgers:
             ledger.check()
         with self._working():
             self.steps += 1
             self._gather()
-            self._take_off_owed()
-            self._land_ready()
+            self._subtract_owed()
+            self._apply_complete()
             if len(self._under_way) < self.max_in_flight:
                 self._issue()
-                self._land_ready()
+                self._apply_complete()
 
-    # All that is left
+    # What is outstanding
 
     def drain(self, problem: str = "") -> Drained:
-        """Waits until everybody's contributions have landed everywhere, and adds what is owed to `.grad`.
+        """Waits until all ranks' contributions are averaged everywhere, and adds the outstanding correction to `.grad`.
 
-        Every rank calls it after the same step of its own or another: those that have issued fewer contributions take
-        part in the others' with zeros. The gradient of a parameter that nobody has used is left as it is.
+        Every rank calls it, after any number of steps: those that have issued fewer contributions take part in the
+        others' with zeros. The gradient of a parameter that no rank has used is left as it is.
 
         Args:
-            problem: why this rank cannot; nobody does then.
+            problem: why this rank cannot take part; then no rank does. Empty: it can.
+
+        Returns:
+            What was done.
 
         Raises:
             FusedReduceError: a rank had a problem; on every rank, and nothing has been done.
             CollectiveError: a contribution has failed, or a rank did not come within the timeout.
         """
-        landed = self._settle(problem)
+        landed = self._average_all(problem)
         gives = bool(self._owed_to)
         with self._working():
-            self._take_off_owed()
+            self._subtract_owed()
         return Drained(landed, gives)
 
     def state(self) -> dict[str, Any]:
-        """What this rank is owed, once everybody's contributions have landed everywhere: every rank calls it.
+        """This rank's outstanding correction, for a checkpoint, once all is averaged. Every rank calls it.
 
-        It is left to be given with the next step, here as where it is loaded.
+        The correction is still applied with the next step, here as well as where the state is loaded.
 
         Raises:
-            CollectiveError: as `drain`.
+            FusedReduceError, CollectiveError: as `drain`.
         """
-        self._settle()
+        self._average_all()
         owed = {}
         for ledger, strip in zip(self.ledgers, self._owed or (), strict=False):
             for slot, (number, name) in enumerate(zip(ledger.members.numbers, ledger.members.names, strict=True)):
@@ -187,14 +192,17 @@ class Contributions:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state` returned on the same rank of as many ranks, whatever the buckets were.
+        """Restores what `state` returned on the same rank of as many ranks, whatever the buckets were.
+
+        Args:
+            state: from `state`.
 
         Raises:
-            ValueError: of another rank or number of ranks, or for other parameters; nothing has been taken.
-            FusedReduceError: contributions are under way here.
+            ValueError: it is of another rank, number of ranks, or other parameters; nothing has been changed.
+            FusedReduceError: contributions are in flight here.
         """
         if not self.empty:
-            raise FusedReduceError("contributions are under way: call flush() before a state is loaded")
+            raise FusedReduceError("contributions are under way: call flush() before load_state_dict()")
         here = {"version": _STATE_VERSION, "mode": "asynchronous"}
         here |= {"rank": self._communicator.rank, "ranks": self._communicator.size}
         for key, expected in here.items():
@@ -226,15 +234,15 @@ class Contributions:
                         self._owed_to.add(number)
 
     def drop(self) -> None:
-        """Forgets everything. To be followed by new ledgers: collectives may still write into the wires of these."""
+        """Drops everything. New ledgers must follow: collectives may still write into the wires of these."""
         self._under_way.clear()
         self._open, self._owed = None, None
         self._open_used, self._owed_to = set(), set()
 
-    # The parts of `_settle`, for a caller that drives several ranks
+    # The parts of `_average_all`, for a caller that drives several ranks
 
     def standing(self) -> int:
-        """How many contributions this rank will have issued once what waits here is."""
+        """How many contributions this rank will have issued, the waiting one included."""
         return self.issued + self.waits
 
     def catch_up(self, target: int) -> None:
@@ -242,21 +250,21 @@ class Contributions:
         with self._working():
             while self.issued < target:
                 if len(self._under_way) >= self.max_in_flight:
-                    self._land_owed()
+                    self._add_to_owed()
                 if self._open is None:
                     self._open = self._zeros()
                 self._issue()
 
     def collect(self) -> None:
-        """Waits for everything under way; what it gives is owed from then on."""
+        """Waits for everything in flight, and adds the surplus to the outstanding correction."""
         with self._working():
             while self._under_way:
-                self._land_owed()
+                self._add_to_owed()
 
     # Within
 
-    def _settle(self, problem: str = "") -> int:
-        """Everything lands; the number of contributions that had not."""
+    def _average_all(self, problem: str = "") -> int:
+        """Has every contribution of all ranks averaged; returns how many were outstanding here."""
         before = self.landed
         self._comparisons += 1
         try:
@@ -267,14 +275,14 @@ class Contributions:
             )
         except RuntimeError as error:
             self.failure = (
-                f"rank {self._communicator.rank}: not every rank came to the end of the asynchronous steps in time "
-                f"(flush, state_dict): {error}"
+                f"rank {self._communicator.rank}: not every rank called flush() or state_dict() within the timeout, "
+                f"at the end of the asynchronous steps: {error}"
             )
             raise CollectiveError(self.failure) from error
         told = [json.loads(one) for one in held]
         problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
         if problems:
-            raise FusedReduceError(f"nothing has landed on any rank. {' | '.join(problems)}")
+            raise FusedReduceError(f"nothing was applied on any rank, because of {' | '.join(problems)}")
         self.catch_up(max(int(standing) for standing, _ in told))
         self.collect()
         self._settled_steps = self.steps
@@ -296,16 +304,16 @@ class Contributions:
         self._under_way.append(_Contribution(strips, in_flight, used))
         self.issued += 1
 
-    def _land_ready(self) -> None:
+    def _apply_complete(self) -> None:
         while self._under_way and self._under_way[0].is_complete():
             missing = [number for number, parameter in self._numbered() if parameter.grad is None]
-            one, numbers = self._landed(missing)
+            one, numbers = self._oldest(missing)
             for ledger, strip, in_flight in zip(self.ledgers, one.strips, one.in_flight, strict=True):
                 ledger.apply_correction(strip, in_flight, numbers)
                 ledger.put_strip(strip)
 
-    def _land_owed(self) -> None:
-        one, numbers = self._landed([number for number, _ in self._numbered() if number not in self._owed_to])
+    def _add_to_owed(self) -> None:
+        one, numbers = self._oldest([number for number, _ in self._numbered() if number not in self._owed_to])
         if self._owed is None:
             self._owed = self._zeros()
         self._owed_to |= numbers
@@ -313,10 +321,12 @@ class Contributions:
             ledger.add_correction(total, strip, in_flight)
             ledger.put_strip(strip)
 
-    def _landed(self, asked: Sequence[int]) -> tuple[_Contribution, set[int]]:
-        """The oldest, which is done then; and the numbers of the parameters that this rank had a gradient for.
+    def _oldest(self, asked: Sequence[int]) -> tuple[_Contribution, set[int]]:
+        """Waits for the oldest contribution.
 
-        With them those of `asked` that another rank had one for.
+        Returns:
+            The contribution, and the numbers of the parameters that this rank had a gradient for, with those of `asked`
+            that another rank had one for.
         """
         one = self._under_way[0]
         for ledger, in_flight in zip(self.ledgers, one.in_flight, strict=True):
@@ -333,11 +343,11 @@ class Contributions:
         for ledger in self.ledgers:
             yield from zip(ledger.members.numbers, ledger.members.parameters, strict=True)
 
-    def _take_off_owed(self) -> None:
+    def _subtract_owed(self) -> None:
         owed, self._owed = self._owed, None
         owed_to, self._owed_to = self._owed_to, set()
         for ledger, strip in zip(self.ledgers, owed or (), strict=False):
-            ledger.take_off(strip, owed_to)
+            ledger.subtract_surplus(strip, owed_to)
             ledger.put_strip(strip)
 
     def _zeros(self) -> list[Strip]:
@@ -348,11 +358,11 @@ class Contributions:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Around what touches strips and wires; a collective that fails in it is the last one here."""
+        """Context of everything that uses strips and wires; once a collective fails in it nothing else is done."""
         if self.failure:
-            raise FusedReduceError(f"these contributions cannot go on: {self.failure}")
+            raise FusedReduceError(f"an asynchronous step failed before, call reset() on every rank: {self.failure}")
         if self._touched is not None:
-            # Strips are free once the stream of the last call is through with them.
+            # Strips are free once the stream of the last call has finished with them.
             torch.cuda.current_stream(self._device).wait_event(self._touched)
         try:
             with torch.no_grad():

@@ -1,12 +1,12 @@
-"""What `.grad` holds and no backward of this step has made: kept apart, in modes where averages come later.
+"""GradientStash: what `.grad` holds and no backward of this step has made, in modes where averages come later.
 
-A landing writes averages of an earlier step into `.grad`. Where they are still there when the next backward begins
-(gradients accumulate over several steps), they are all ranks' already, and must not be sent again:
+Averages of an earlier step are written into `.grad`. If they are still there when the next backward begins (gradients
+accumulate over several steps), they are averages over all ranks already, and must not be reduced again:
 
-    first backward since a step has ended    take: `.grad` is set aside, and None
-    end of the synchronised backward         what the backwards made is sent; put back: `.grad` = aside + what landed
+    first backward since a step has ended    stash: `.grad` is stashed, and set to None
+    end of the synchronised backward         what the backwards made is reduced; put_back: `.grad` = stash + averages
 
-Zeroed gradients are None, or zeros that are added: nothing.
+Zeroed gradients need no stash: they are None, or zeros, which add nothing.
 """
 
 from __future__ import annotations
@@ -20,75 +20,78 @@ from ...buckets.tensors import any_gradient
 
 
 class GradientStash:
-    """The gradients of one reducer that are set aside.
+    """The stashed gradients of one reducer.
 
     Args:
-        parameters: all of them.
+        parameters: all parameters of the reducer.
+
+    Attributes:
+        stepped: an optimizer has stepped with the averages that were applied last.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
-        self._held: list[torch.Tensor | None] | None = None
-        self._taken = False
-        self._made = False  # a backward has made gradients since, as far as is known
-        self.stepped = False  # an optimizer has, with what has landed last
+        self._stashed: list[torch.Tensor | None] | None = None
+        self._begun = False
+        self._made = False  # a backward is known to have made gradients since
+        self.stepped = False
 
     def stash(self) -> None:
-        """A backward begins: unless it is not the first since a step has ended, sets aside what is there.
+        """Called when a backward begins: stashes what `.grad` holds, if it is the first since a step has ended.
 
-        If it makes no gradient (an autograd.grad), that is undone when it ends.
+        If the backward makes no gradient (an autograd.grad), that is undone at its end.
         """
-        if self._taken:
+        if self._begun:
             if any_gradient(self._parameters):
                 self._made = True
             elif self._made:
-                self._held = None  # the user has zeroed, and meant all of it
+                self._stashed = None  # the user has zeroed the gradients, the stashed ones too
         else:
-            self._taken = True
+            self._begun = True
             if any_gradient(self._parameters):
-                self._held = [parameter.grad for parameter in self._parameters]
+                self._stashed = [parameter.grad for parameter in self._parameters]
                 for parameter in self._parameters:
                     parameter.grad = None
         if in_backward():
-            torch.autograd.Variable._execution_engine.queue_callback(self._settle)
+            torch.autograd.Variable._execution_engine.queue_callback(self._undo_if_empty)
 
     def keep(self) -> None:
-        """What is there now has been made by backwards of this step, whether any of them was told of or not."""
-        self._taken = True
+        """Takes what `.grad` holds now for gradients of this step's backwards, so that it is not stashed."""
+        self._begun = True
         self._made = any_gradient(self._parameters)
 
     def stash_unused(self) -> None:
-        """As `stash`, between two steps: what an optimizer has stepped with is not wanted again."""
+        """Stashes between two steps; drops gradients that an optimizer has stepped with already."""
         if self.stepped:
             for parameter in self._parameters:
                 parameter.grad = None
         self.stash()
 
     def put_back(self) -> None:
-        """A step has ended, or an earlier one has landed: adds what was set aside to what is there by now."""
-        held, self._held, self._taken, self.stepped = self._held, None, False, False
+        """Adds the stash to `.grad`, after a step has ended or an earlier one was applied."""
+        stashed, self._stashed, self._begun, self.stepped = self._stashed, None, False, False
         self._made = False
-        for parameter, aside in zip(self._parameters, held or (), strict=False):
-            landed = parameter.grad
-            if aside is None:
+        for parameter, kept in zip(self._parameters, stashed or (), strict=False):
+            average = parameter.grad
+            if kept is None:
                 continue
-            if landed is None:
-                parameter.grad = aside
-            elif aside.layout is torch.strided:
-                parameter.grad = aside.add_(landed)
+            if average is None:
+                parameter.grad = kept
+            elif kept.layout is torch.strided:
+                parameter.grad = kept.add_(average)
             else:
-                parameter.grad = aside + landed
+                parameter.grad = kept + average
 
     def drop(self) -> None:
-        """A step was given up."""
-        self._held, self._taken, self._made = None, False, False
+        """Drops the stash of a step that was abandoned."""
+        self._stashed, self._begun, self._made = None, False, False
 
     def local(self) -> bool:
-        """Whether backwards have made gradients since a step has ended."""
-        return self._taken and any_gradient(self._parameters)
+        """Whether `.grad` holds gradients of local backwards since a step has ended."""
+        return self._begun and any_gradient(self._parameters)
 
-    def _settle(self) -> None:
-        if self._taken and any_gradient(self._parameters):
+    def _undo_if_empty(self) -> None:
+        if self._begun and any_gradient(self._parameters):
             self._made = True
-        elif self._taken and not self._made:
+        elif self._begun and not self._made:
             self.put_back()

@@ -1,10 +1,10 @@
-"""Averages of steps under way as plain tensors: what a checkpoint of BoundedStaleness holds.
+"""Averages of steps in flight as plain tensors: the content of a checkpoint with BoundedStaleness.
 
     {"version": 1, "world_size": 2, "rounds": 7, "steps": [{"step": 6, "loss_scale": 1024.0, "told": [[-1, -1], ...],
                                                               "averages": {"weight": tensor, "bias": None}}, ...]}
 
-By parameter name, unscaled, in the gradients' dtype: a landing that copies them gives the bits that unpacking would
-have given, under any plan.
+They are by parameter name, unscaled, in the gradients' dtype: to copy them gives the bits that unpacking would have
+given, under any plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VERSION = 1
 
 
 class Averaged:
-    """Lands averages that are known already.
+    """Applies averages that are known already, in place of a reduction.
 
     Args:
         members: parameters of one device.
@@ -32,7 +32,7 @@ class Averaged:
         self.members = members
 
     def apply(self, flight: Sequence[torch.Tensor | None], unused: frozenset[int], unscaling: Unscaling) -> None:
-        """Copies them into the gradients; None where no rank used a parameter. They stay as they are."""
+        """Copies the averages into the gradients; None where no rank has used a parameter."""
         for parameter, average in zip(self.members.parameters, flight, strict=True):
             now = parameter.grad
             if average is None:
@@ -44,21 +44,21 @@ class Averaged:
 
 
 class Done:
-    """A collective that has ended long ago."""
+    """A Pending of a collective that is done."""
 
     def wait(self) -> None:
-        """Nothing is to be waited for."""
+        """Returns at once."""
 
     def ready(self) -> bool:
-        """Yes."""
+        """Returns True."""
         return True
 
     def notify(self, done: Any) -> None:
-        """At once."""
+        """Calls `done` at once."""
         done()
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Done."""
+        """A future that is done."""
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result([])
         return future
@@ -67,7 +67,7 @@ class Done:
 def flights(
     parameters: Sequence[torch.Tensor], names: Sequence[str], averages: Sequence[torch.Tensor | None]
 ) -> list[tuple[Averaged, list[torch.Tensor | None]]]:
-    """What `Averaged` lands, by device; `averages` in order of registration."""
+    """The flights of a step whose averages are known, by device; `averages` in order of registration."""
     devices: dict[torch.device, list[int]] = {}
     for number, parameter in enumerate(parameters):
         devices.setdefault(parameter.device, []).append(number)
@@ -85,7 +85,7 @@ def flights(
 
 
 def dump(steps: Iterable[StepInFlight], names: Sequence[str], *, world_size: int, rounds: int) -> dict[str, Any]:
-    """What is to be kept of `steps`, all of which hold averages."""
+    """The checkpoint of `steps`, the averages of which are all known."""
     kept = []
     for step in steps:
         averages: list[torch.Tensor | None] = [None] * len(names)
@@ -111,26 +111,26 @@ def load(
     *,
     world_size: int,
     most: int,
-    tells: bool,
+    check_finite: bool,
 ) -> tuple[list[StepInFlight], int]:
-    """Steps under way, from what `dump` has kept. Nothing of it is changed.
+    """Steps in flight from a checkpoint, which is not changed.
 
     Args:
-        state: that.
-        parameters: all of them.
-        names: theirs.
-        world_size: ranks now.
-        most: steps that may be under way in the mode now.
-        tells: whether it is looked for what is not finite.
+        state: what `dump` returned.
+        parameters: all parameters of the reducer.
+        names: their names.
+        world_size: number of ranks now.
+        most: number of steps that may be in flight in the mode now.
+        check_finite: steps have an exchange of non-finite gradients.
 
     Returns:
-        The steps, and how many rounds there have been.
+        The steps, and the number of rounds.
 
     Raises:
-        ValueError: it is damaged, or of another model, number of ranks or mode.
+        ValueError: `state` is damaged, or of another model, number of ranks or mode.
     """
     try:
-        return _loaded(state, parameters, names, world_size, most, tells)
+        return _loaded(state, parameters, names, world_size, most, check_finite)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"a damaged state of steps under way: {type(error).__name__}: {error}") from error
 
@@ -141,20 +141,20 @@ def _loaded(
     names: Sequence[str],
     world_size: int,
     most: int,
-    tells: bool,
+    check_finite: bool,
 ) -> tuple[list[StepInFlight], int]:
     version = state.get("version")
     if version != _VERSION:
         raise ValueError(f"not a state of steps under way: version {version!r}, expected {_VERSION}")
     if state["world_size"] != world_size:
         raise ValueError(
-            f"the state is of {state['world_size']} ranks, there are {world_size} now: averages over other ranks are "
-            "no use here. flush() before saving, where the number of ranks may change"
+            f"the state is of {state['world_size']} ranks, there are {world_size} now, so its averages are of other "
+            "gradients. Call flush() before saving where the number of ranks may change"
         )
     if len(state["steps"]) > most:
         raise ValueError(
             f"the state holds {len(state['steps'])} steps under way, but sync_mode allows {most} now: use the mode "
-            "that it was saved in, or flush() before saving"
+            "that it was saved in, or call flush() before saving"
         )
     steps = []
     for kept in state["steps"]:
@@ -163,7 +163,7 @@ def _loaded(
             foreign = sorted(set(kept["averages"]) - set(names))
             raise ValueError(f"the state is of another model: {', '.join(foreign[:8])} not among the parameters")
         told = None
-        if tells:
+        if check_finite:
             rows = kept["told"] or [[-1, -1]] * world_size
             told = Done(), torch.tensor(rows, dtype=torch.int64, device=parameters[0].device)
         scale = None

@@ -1,9 +1,9 @@
-"""Ends: how synchronised steps end, where not with their own averages.
+"""Ends: how synchronised steps end in sync modes other than Synchronous.
 
-    BoundedStaleness    what was launched is taken along, and an earlier step lands in its place (later/)
-    Asynchronous        gradients are contributed and corrected, at this rank's own pace (asynchronous/)
+    BoundedStaleness    the step stays in flight, and an earlier one is applied in its place (steps_in_flight.py)
+    Asynchronous        gradients are contributed and corrected, at this rank's own pace (asynchronous.py)
 
-In both something outlives its step: buckets may be laid out anew meanwhile. Called under the reducer's lock.
+In both something outlives its step, and buckets may be rebuilt meanwhile. Called under the reducer's lock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from . import staleness_state as averages
 from .asynchronous import AsynchronousMode
 from .steps_in_flight import StepInFlight, StepsInFlight
 
-# Calls what writes a bucket's gradients, on the stream where that belongs.
+# Calls what writes a bucket's gradients, on the stream for that.
 Write = Callable[[Members, Callable[[], None]], None]
 
 
@@ -31,9 +31,9 @@ class Ended(NamedTuple):
 
     Args:
         number: of the step whose averages the gradients are; None: there are none.
-        left: numbers of the parameters whose gradients are as they were.
-        elsewhere: it was launched in other buckets than those in use.
-        scale: its loss scale, which has come off.
+        left: numbers of the parameters whose gradients were not written.
+        elsewhere: that step was launched in other buckets than those in use.
+        scale: its loss scale, which was removed.
     """
 
     number: int | None
@@ -46,14 +46,14 @@ class Ends:
     """How the steps of one reducer end.
 
     Args:
-        maker: has the parameters and the mode.
-        observed: is told what happens to the gradients.
-        used: parameters that have a gradient.
+        maker: has the parameters and the sync mode.
+        observed: statistics of the gradients.
+        used: the map of used parameters.
 
     Attributes:
-        staleness: by how many steps averages come later than their own.
-        under_way: steps that end later than with their own backward.
-        own: in the asynchronous mode, what takes the place of launching and finishing.
+        staleness: by how many steps averages come later than their own step.
+        under_way: the steps in flight.
+        own: the asynchronous mode, which replaces launching and finishing; None in other modes.
     """
 
     def __init__(self, maker: BucketMaker, observed: Observed, used: UsedMap) -> None:
@@ -68,7 +68,7 @@ class Ends:
     # Between steps
 
     def set_mode(self, maker: BucketMaker, buckets: BucketSet) -> None:
-        """Steps end as the mode of `maker` says from now on; none is under way."""
+        """Switches to the sync mode of `maker`, when no step is in flight."""
         mode = maker.config.sync_mode
         self.staleness = staleness(mode)
         if self.own is not None:
@@ -80,34 +80,43 @@ class Ends:
         self._used.alone = self._observed.alone = self.own is not None
 
     def set_buckets(self, buckets: BucketSet) -> None:
-        """The buckets are new."""
+        """Switches to new buckets."""
         if self.own is not None:
             self.own.set_buckets([one.members for one in buckets.reductions])
 
     def set_communicator(self, communicator: Communicator) -> None:
-        """Goes on with other ranks. To be followed by `drop_steps`."""
+        """Switches to `communicator`. `drop_steps` must follow."""
         if self.own is not None:
             self.own.set_communicator(communicator)
 
     def drop_steps(self) -> None:
-        """Nothing that is under way lands any more."""
+        """Drops the steps in flight."""
         self.under_way.drop_steps()
 
     def release(self) -> None:
-        """As `drop_steps`, for good."""
+        """Drops the steps in flight and releases what the mode holds."""
         self.under_way.drop_steps()
         if self.own is not None:
             self.own.release()
 
     def stats(self) -> dict[str, int | str]:
-        """The part of `Reducer.stats` that is counted here."""
+        """The sync mode's part of `Reducer.stats`."""
         counted = {"steps_under_way": len(self.under_way), "steps_given_up": self.under_way.given_up}
         return {**counted, **({} if self.own is None else self.own.stats())}
 
     # A step
 
     def end_later(self, buckets: BucketSet, number: int, write: Write) -> Ended:
-        """Takes along what was launched; an earlier step lands in its place, if there are as many as there may be."""
+        """Ends a launched step, which stays in flight; the oldest one is applied if more than `staleness` are.
+
+        Args:
+            buckets: those in use.
+            number: of the step, from 1.
+            write: see `Write`.
+
+        Returns:
+            How the step has ended.
+        """
         detachable = buckets.detachable()
         step = StepInFlight(
             number=number,
@@ -121,27 +130,27 @@ class Ends:
         if len(self.under_way) > self.staleness:
             ended = self.apply_oldest(buckets, write)
         else:
-            self.under_way.withhold()
+            self.under_way.clear_gradients()
             ended = Ended(None)
         for one in detachable:
             one.rotate_wire()
         return ended
 
     def apply_oldest(self, buckets: BucketSet, write: Write) -> Ended:
-        """The oldest step under way lands."""
+        """Applies the oldest step in flight."""
         self._observed.begin_stale_write()
         step = self.under_way.apply_oldest(write, self._observed.complete)
         return Ended(step.number, elsewhere=step.buckets is not buckets, scale=step.unscaling.scale)
 
     def contribute(self, buckets: BucketSet) -> None:
-        """The end of a step in the asynchronous mode."""
+        """Ends a step in the asynchronous mode."""
         assert self.own is not None
         self.own.end_step(self._observed, buckets.streams)
         for bucket in buckets.packed():
             bucket.drop_gathered()
 
     def observe(self, ended: Ended) -> int:
-        """Completes what is observed of the gradients; returns the number of collectives that this has issued."""
+        """Completes the statistics of the gradients; returns how many collectives this issued."""
         if ended.number is None or self.own is not None:
             self._observed.end_without_gradients()
         elif ended.elsewhere:
@@ -150,10 +159,10 @@ class Ends:
             return self._observed.end_step(ended.number, ended.left)
         return 0
 
-    # Checkpoints of what is under way
+    # Checkpoints of steps in flight
 
     def state_dict(self, maker: BucketMaker, buckets: BucketSet, rounds: int, write: Write) -> dict[str, Any]:
-        """What is under way, by parameter name; waits for it."""
+        """The steps in flight as plain values, tensors by parameter name; waits for them."""
         if not self.staleness:
             return {}
 
@@ -171,14 +180,14 @@ class Ends:
         return averages.dump(self.under_way, maker.names, world_size=maker.communicator.size, rounds=rounds)
 
     def load_state_dict(self, maker: BucketMaker, state: Mapping[str, Any]) -> int:
-        """Goes on with what `state_dict` has given; returns how many rounds there had been. See `averages.load`."""
+        """Restores the steps in flight of `state_dict`; returns the number of rounds. Raises as `averages.load`."""
         steps, rounds = averages.load(
             state,
             maker.parameters,
             maker.names,
             world_size=maker.communicator.size,
             most=self.staleness,
-            tells=maker.config.check_finite != "off",
+            check_finite=maker.config.check_finite != "off",
         )
         for step in steps:
             self.under_way.add(step)

@@ -1,10 +1,10 @@
-"""Steps under way: launched, and not landed, where averages may come later than their own step (BoundedStaleness).
+"""Steps in flight: launched and not applied, where averages come later than their own step (BoundedStaleness).
 
-    end of step t, t < k     its collectives are taken along; every `.grad` is None
-    end of step t, t >= k    step t - k lands: its sums are unpacked into the gradients that step t has just packed
+    end of step t, t < k     its collectives stay in flight; every `.grad` is None
+    end of step t, t >= k    step t - k is applied: its sums are unpacked into the gradients that step t has just packed
 
-What belongs to one step travels with it: a wire per bucket, the loss scale that is on it, which parameters were used,
-what was told of non-finite gradients. So plans may change, and scales, while steps are under way.
+A step in flight keeps all that belongs to it: a wire per bucket, its loss scale, the used parameters, the exchange of
+non-finite gradients. So plans and loss scales may change meanwhile.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ from ...buckets.stats.non_finite import Started
 from ..unused_parameters import UsedSum
 
 
-class Lands(Protocol):
-    """A reduction, as far as landing goes."""
+class Applies(Protocol):
+    """A reduction that can apply a sum of an earlier step."""
 
     members: Members
 
     def apply(self, flight: Any, unused: frozenset[int], unscaling: Unscaling) -> None:
-        """Waits for what was parted with, and writes it into the gradients, whichever are there by now."""
+        """Waits for a sum and writes it into the gradients that exist by now.
+
+        Args:
+            flight: what `detach_flight` has returned.
+            unused: numbers of the parameters that no rank has used.
+            unscaling: removes the loss scale of that step.
+        """
         ...
 
 
@@ -39,15 +45,15 @@ class StepInFlight:
 
     Args:
         number: of the step, from 1.
-        flights: by reduction what it has parted with, in launch order.
-        unscaling: takes its loss scale off.
-        used: its parameters in use; None: all are.
-        told: its exchange of what is not finite; None: there is none.
-        buckets: which it was launched in.
+        flights: (reduction, what its `detach_flight` has returned), in launch order.
+        unscaling: removes its loss scale.
+        used: the sum of its used map; None: every parameter counts as used.
+        told: its exchange of non-finite gradients; None: there is none.
+        buckets: the set that it was launched in; None: its averages are known, as tensors.
     """
 
     number: int
-    flights: Sequence[tuple[Lands, Any]]
+    flights: Sequence[tuple[Applies, Any]]
     unscaling: Unscaling
     used: UsedSum | None
     told: Started | None
@@ -55,10 +61,13 @@ class StepInFlight:
 
 
 class StepsInFlight:
-    """The steps of one reducer that are under way, oldest first.
+    """The steps in flight of one reducer, oldest first.
 
     Args:
-        parameters: all of the reducer's.
+        parameters: all parameters of the reducer.
+
+    Attributes:
+        given_up: number of steps that were dropped.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -67,30 +76,33 @@ class StepsInFlight:
         self.given_up = 0
 
     def __len__(self) -> int:
-        """How many."""
+        """The number of steps in flight."""
         return len(self._steps)
 
     def __iter__(self) -> Any:
-        """From the oldest on."""
+        """Iterates from the oldest step on."""
         return iter(self._steps)
 
     def add(self, step: StepInFlight) -> None:
-        """One more."""
+        """Adds the latest step."""
         self._steps.append(step)
 
-    def withhold(self) -> None:
-        """No step has landed in the place of the latest: there are no gradients."""
+    def clear_gradients(self) -> None:
+        """Sets every gradient to None, because no step was applied at the end of the latest."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def apply_oldest(
         self, write: Callable[[Members, Callable[[], None]], None], complete: Callable[[Started], None]
     ) -> StepInFlight:
-        """The oldest step's averages become the gradients, None where no rank used a parameter.
+        """Makes the oldest step's averages the gradients; None where no rank has used a parameter.
 
         Args:
-            write: calls what writes a bucket's gradients, on the stream where that belongs.
-            complete: waits for what was told of a step.
+            write: calls what writes a bucket's gradients, on the stream for that.
+            complete: waits for a step's exchange of non-finite gradients.
+
+        Returns:
+            The step, which is no longer in flight.
         """
         step = self._steps[0]
         self.write(step, write)
@@ -102,19 +114,23 @@ class StepsInFlight:
         return step
 
     def write(self, step: StepInFlight, write: Callable[[Members, Callable[[], None]], None]) -> None:
-        """A step's averages become the gradients; see `apply_oldest`."""
+        """Makes a step's averages the gradients; see `apply_oldest`."""
         for reduction, flight in step.flights:
             unused = unused_of(reduction.members, step.used)
             for number in unused:
                 self._parameters[number].grad = None
 
-            def into(reduction: Lands = reduction, flight: Any = flight, unused: frozenset[int] = unused) -> None:
+            def into(reduction: Applies = reduction, flight: Any = flight, unused: frozenset[int] = unused) -> None:
                 reduction.apply(flight, unused, step.unscaling)
 
             write(reduction.members, into)
 
-    def keep_averages(self, averaged: Callable[[StepInFlight], Sequence[tuple[Lands, Any]]]) -> None:
-        """Waits for all of them; `averaged` makes of each what lands in the place of its flights. Gradients stay."""
+    def keep_averages(self, averaged: Callable[[StepInFlight], Sequence[tuple[Applies, Any]]]) -> None:
+        """Waits for all steps and keeps their averages as tensors; `.grad` stays as it is.
+
+        Args:
+            averaged: makes a step's averages the gradients, and returns what replaces its flights.
+        """
         before = [parameter.grad for parameter in self._parameters]
         try:
             for step in self._steps:
@@ -125,11 +141,11 @@ class StepsInFlight:
                 parameter.grad = gradient
 
     def drop_steps(self) -> None:
-        """None of them lands any more."""
+        """Drops all steps: none is applied."""
         self.given_up += len(self._steps)
         self._steps.clear()
 
 
 def unused_of(members: Members, used: UsedSum | None) -> frozenset[int]:
-    """Parameters of a bucket that no rank has a gradient for."""
+    """Numbers of the parameters of a bucket that no rank has used."""
     return frozenset() if used is None else used.nowhere(members.numbers, lambda: members.label)
