@@ -1,4 +1,4 @@
-"""ReduceConfig, every option of a reduction, and the synchronisation modes; checked when they are made."""
+"""ReduceConfig, the options of a reduction, and the synchronisation modes; they check themselves when they are made."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ WIRES: Mapping[Wire, str | None] = {"native": None, "bf16": "bfloat16", "fp16": 
 
 @dataclass(frozen=True)
 class Synchronous:
-    """After each backward `.grad` holds its own average over all ranks."""
+    """After each backward `.grad` holds the average of that backward's gradients over all ranks."""
 
 
 @dataclass(frozen=True)
 class BoundedStaleness:
     """After step t `.grad` holds the average of step t - max_staleness: the same bytes on every rank.
 
-    The first `max_staleness` steps leave `.grad` None. A rank that is late now and then delays nobody, as long as it
-    catches up within so many steps. Each bucket has a wire buffer more per step. 0 is as Synchronous.
+    The first `max_staleness` steps leave `.grad` None. A rank that is late now and then does not delay the others, as
+    long as it catches up within `max_staleness` steps. Each bucket has one more wire buffer per step of staleness. With
+    0 it is Synchronous.
 
-    Buffers that forward broadcasts from rank 0 are waited for in every forward, as by torch: where rank 0 may
-    be the late one, leave that out (broadcast_buffers=False), or it delays all. So does whatever else ranks exchange in
+    Buffers that forward broadcasts from rank 0 are waited for in every forward, as by torch: if rank 0 may be late,
+    turn that off (broadcast_buffers=False), or it delays all ranks. So does everything else that ranks exchange in
     forward and backward (SyncBatchNorm).
 
     Args:
         max_staleness: steps.
 
     Raises:
-        ValueError: no whole number, or below 0.
+        ValueError: it is not a whole number, or below 0.
     """
 
     max_staleness: int
@@ -61,15 +62,15 @@ class BoundedStaleness:
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """`.grad` holds this rank's own gradient, and corrections: what earlier averages were more than its own, then.
+    """`.grad` holds this rank's own gradient plus corrections: earlier averages minus its own gradients of those steps.
 
-    Ranks' parameters drift apart; `flush` brings them together.
+    Ranks' parameters drift apart; `flush` makes them equal again.
 
     Args:
-        max_in_flight: contributions under way; while there are so many, gradients merge into the next one.
+        max_in_flight: most contributions in flight; while there are so many, gradients are added to the next one.
 
     Raises:
-        ValueError: no whole number, or below 1.
+        ValueError: it is not a whole number, or below 1.
     """
 
     max_in_flight: int = 2
@@ -83,10 +84,10 @@ class FlushReport:
     """What a `flush` has done.
 
     Args:
-        steps: that have landed.
-        drift: largest difference of a parameter from the mean over all ranks, before they were made equal; 0.0 where
-            they never differ.
-        relative_drift: L2 norm of the differences over that of the mean, the largest of all ranks.
+        steps: number of steps whose averages were applied.
+        drift: largest absolute difference of a parameter's element from the mean over all ranks, before parameters were
+            made equal; 0.0 in modes in which they never differ.
+        relative_drift: the L2 norm of a rank's differences divided by that of the mean, the largest of all ranks.
     """
 
     steps: int = 0
@@ -98,12 +99,12 @@ SyncMode: TypeAlias = Synchronous | BoundedStaleness | Asynchronous
 
 
 def staleness(mode: SyncMode) -> int:
-    """By how many steps averages come later than their own."""
+    """By how many steps averages come after the step that they are of."""
     return mode.max_staleness if isinstance(mode, BoundedStaleness) else 0
 
 
 def is_synchronous(mode: SyncMode) -> bool:
-    """Whether a step ends with its own averages."""
+    """Whether a step ends with the averages of its own gradients."""
     return isinstance(mode, Synchronous) or mode == BoundedStaleness(0)
 
 
@@ -112,37 +113,37 @@ class ReduceConfig:
     """How gradients are reduced. Every rank must use the same values.
 
     Args:
-        wire: dtype that travels. "native": the gradients' own (fp32 for a bucket of mixed dtypes); "bf16" or "fp16":
+        wire: dtype on the wire. "native": the gradients' own (fp32 for a bucket of mixed dtypes); "bf16" or "fp16":
             divided by the world size in fp32, then rounded once. On fp16 the division is split: a power of two of
-            about the root of the world size comes off after the sum, so that small values survive.
-        op: "mean": the average over all ranks; "sum": their sum. (On an fp16 wire a power of two of at least the world
-            size comes off ahead of that sum, which then cannot overflow there, and on again after it.) Reducer and
-            wrapper only.
+            about the root of the world size is divided out after the sum, so that small values survive.
+        op: "mean": the average over all ranks; "sum": their sum. (On an fp16 wire gradients are divided by a power of
+            two of at least the world size before that sum, which then cannot overflow on the wire, and multiplied by it
+            afterwards.) Reducer and wrapper only.
         stall_report_s: log a bucket whose reduction has not finished after this many seconds; None: after 80 % of
-            the process group's timeout. CUDA only: on CPU the timeout itself raises.
+            the process group's timeout. CUDA only, because on CPU the timeout itself raises.
         overlap: start each bucket's reduction as soon as it is ready; False starts all of them when backward is done
             (to measure what overlap gains). Reducer and wrapper only.
-        policy: how parameters are cut into buckets, and in which order those are launched. "static": torch's rule;
-            "ready": the same limits, in the order in which gradients become ready, and with a 16-bit wire fp32, bf16
-            and fp16 gradients share buckets; "planned": what a model of the measured costs says ends first. "static"
-            never follows a clock, nor does any policy under `torch.use_deterministic_algorithms`. Reducer and wrapper
-            only. See docs/scheduling.md.
-        replan_every: look at the plan again after so many synchronised steps; 0: only within the first 30.
-        plan: a plan to keep to, as `plan_json()` gives it; one for another number of ranks is not used. Wrapper and
-            reducer only.
+        policy: how parameters are divided into buckets, and in which order buckets are launched. "static": torch's
+            rule; "ready": the same limits, in the order in which gradients become ready, and with a 16-bit wire fp32,
+            bf16 and fp16 gradients share buckets; "planned": the plan that ends first in a model of the measured costs.
+            "static" never depends on measured times, nor does any policy under `torch.use_deterministic_algorithms`.
+            Reducer and wrapper only. See docs/scheduling.md.
+        replan_every: number of synchronised steps after which the plan is reconsidered; 0: only within the first 30.
+        plan: a plan to use throughout, as `plan_json()` returns it; a plan for another number of ranks is not used.
+            Reducer and wrapper only.
         link: latency in us and bandwidth in Gbit/s of one all-reduce, for the cost model; None: measured.
-        grad_stats: norms, largest values and shares flushed to zero, of every gradient in every synchronised step, as
-            by-products of the reduction.
-        check_finite: "count": find out in every step which rank had a NaN or Inf in which gradient before it was
+        grad_stats: compute norms, largest values and shares flushed to zero of every gradient in every synchronised
+            step, as by-products of the reduction.
+        check_finite: "off"; "count": find out in every step which rank had a NaN or Inf in which gradient before it was
             reduced, log it, and go on; "raise": NonFiniteGradientError on every rank at the end of backward, which on
-            CUDA waits for the GPU. (With FusedGradScaler, whose scale is found by overflows, nothing is raised.)
+            CUDA waits for the GPU. (With FusedGradScaler, which finds its scale by overflows, nothing is raised.)
         cap_policy: "c10d": a bucket is closed once it has reached its limit; "strict": before it would exceed it.
             Reducer and wrapper only.
-        sync_mode: of which step the averages are that `.grad` holds after a backward: Synchronous(),
-            BoundedStaleness(k) or Asynchronous(). See docs/modes.md. Reducer and wrapper only.
+        sync_mode: which step's averages `.grad` holds after a backward: Synchronous(), BoundedStaleness(k) or
+            Asynchronous(). See docs/modes.md. Reducer and wrapper only.
 
     Raises:
-        ValueError: a value that is not accepted, with those that are.
+        ValueError: a value is not accepted; the message lists those that are.
     """
 
     wire: Wire = "native"
@@ -192,32 +193,32 @@ class ReduceConfig:
             raise ValueError(f"plan must be the JSON text of a plan or None, got {type(self.plan).__name__}")
 
     def has_views(self, asked: bool) -> bool:
-        """Whether gradients are views of the wire, if gradient_as_bucket_view asks for that: "native" only."""
+        """Returns whether gradients are views of the wire buffer: if `asked`, on the native wire only."""
         return asked and self.wire == "native"
 
     def divisor(self, ranks: int) -> float:
-        """What every rank divides its gradients by, unless a step has a divisor of its own."""
+        """Returns what every rank divides its gradients by, unless a step has a divisor of its own."""
         return float(ranks) if self.op == "mean" else 1.0
 
     def wire_dtype(self, gradient: torch.dtype) -> torch.dtype:
-        """The dtype in which a bucket of gradients of dtype `gradient` travels."""
+        """Returns the dtype on the wire of a bucket of gradients of dtype `gradient`."""
         return wire_dtype(self.wire) or gradient
 
     def wire_bytes(self, gradient: torch.Tensor) -> int:
-        """What a gradient like `gradient` has on the wire; a complex one travels as real pairs."""
+        """Returns the bytes on the wire of a gradient like `gradient`; a complex one is sent as real pairs."""
         if gradient.is_complex():
             return 2 * gradient.numel() * self.wire_dtype(gradient.dtype.to_real()).itemsize
         return gradient.numel() * self.wire_dtype(gradient.dtype).itemsize
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values, as compared across ranks and logged; of a plan, a digest."""
+        """Returns the options as plain values, as ranks compare and log them; a plan as its digest."""
         digest = None if self.plan is None else hashlib.blake2b(self.plan.encode(), digest_size=8).hexdigest()
         return {**dataclasses.asdict(self), "plan": digest, "sync_mode": repr(self.sync_mode)}
 
 
-@functools.cache  # the hook asks for every bucket
+@functools.cache  # called for every bucket by the hook
 def wire_dtype(wire: Wire) -> torch.dtype | None:
-    """A wire's dtype; None: the gradients' own."""
+    """Returns a wire's dtype; None: the gradients' own."""
     import torch
 
     name = WIRES[wire]

@@ -1,17 +1,17 @@
-"""The error tree. What a user passed wrongly is a ValueError or TypeError; these are what peers and groups did."""
+"""The errors that other ranks, groups and devices cause. A wrong argument is a ValueError or TypeError."""
 
 from __future__ import annotations
 
 
 class FusedReduceError(RuntimeError):
-    """Base of every error that is not a plain ValueError or TypeError."""
+    """Base class of every error of fusedreduce that is not a plain ValueError or TypeError."""
 
 
 class AgreementError(FusedReduceError, ValueError):
     """Ranks were given different settings. Raised on every rank, with the setting, the ranks and their values.
 
     Attributes:
-        on_every_rank: all of them refuse what they were given, each for its own reason.
+        on_every_rank: whether every rank refuses what it was given, each for its own reason.
     """
 
     on_every_rank = False
@@ -22,12 +22,12 @@ class UnsupportedWireError(FusedReduceError, TypeError):
 
 
 class CollectiveError(FusedReduceError):
-    """A collective failed: a peer died, left, or did not answer within the group's timeout."""
+    """A collective failed: a rank died, left, or did not answer within the group's timeout."""
 
 
 class NonFiniteGradientError(FusedReduceError, ArithmeticError):
-    """A gradient held a NaN or an Inf; on every rank, with the ranks, parameters and indices. The step is done."""
+    """A gradient had a NaN or an Inf. Raised on every rank, with the ranks, parameters and indices, after the step."""
 
 
 class TraceError(FusedReduceError, ValueError):
-    """A trace cannot be used: damaged, foreign, incomplete, or its ranks did not do the same."""
+    """A trace cannot be used: it is damaged, not ours or incomplete, or its ranks are of different runs."""

@@ -69,13 +69,16 @@ def minimise(terms: Terms, most_steps: float = math.inf) -> list[int]:
             break
         last = min(last, first + best[0] - end)
         target = first if first == low else (first + last) // 2
-        found, rise = terms.walk(target)
-        if found is not None:
-            score = terms.end(found), len(found)
+        better_starts, rise = terms.walk(target)
+        if better_starts is not None:
+            score = terms.end(better_starts), len(better_starts)
             if score < best:
-                starts, best = found, score
+                starts, best = better_starts, score
             if first < target:
-                heappush(intervals, (first + (len(found) + 1) * terms.pack_fixed, len(found), first, target - 1))
+                heappush(
+                    intervals,
+                    (first + (len(better_starts) + 1) * terms.pack_fixed, len(better_starts), first, target - 1),
+                )
         if target + rise <= last:
             heappush(intervals, (end + target + rise - first, fewest, target + rise, last))
     return starts

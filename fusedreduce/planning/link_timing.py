@@ -41,13 +41,13 @@ def collective_times(issued_ns: Sequence[int], ended_ns: Sequence[int]) -> list[
         issued_ns: per bucket, in launch order.
         ended_ns: per bucket, on the same clock.
     """
-    found: list[CollectiveTimes] = []
+    times: list[CollectiveTimes] = []
     ended = issued_ns[0] if issued_ns else 0
     for at, (issued, end) in enumerate(zip(issued_ns, ended_ns, strict=True)):
         queued = ended - issued if at else 0
         ended = max(ended, end)
-        found.append(CollectiveTimes(ended - issued_ns[0], queued))
-    return found
+        times.append(CollectiveTimes(ended - issued_ns[0], queued))
+    return times
 
 
 def last_to_issue(ranks: Sequence[Sequence[CollectiveTimes]]) -> list[CollectiveTimes]:
@@ -72,14 +72,14 @@ def busy_periods(buckets: Sequence[CollectiveTimes], sizes_bytes: Sequence[int |
     Returns:
         Samples (bytes, ns) for `cost_model.fit`: each the total of a period, divided by its number of collectives.
     """
-    found: list[tuple[int, int]] = []
+    samples: list[tuple[int, int]] = []
     period: list[int | None] = []
     began = ended = 0
 
     def end_period() -> None:
         known = [size for size in period if size is not None]
         if known and len(known) == len(period):
-            found.append((sum(known) // len(known), max(ended - began, 0) // len(known)))
+            samples.append((sum(known) // len(known), max(ended - began, 0) // len(known)))
 
     for bucket, size_bytes in zip(buckets, sizes_bytes, strict=True):
         if period and bucket.queued_ns <= 0:
@@ -89,4 +89,4 @@ def busy_periods(buckets: Sequence[CollectiveTimes], sizes_bytes: Sequence[int |
         ended = max(ended, bucket.since_first_ns)
         period.append(size_bytes)
     end_period()
-    return found
+    return samples

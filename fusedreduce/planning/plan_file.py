@@ -76,20 +76,20 @@ def load(text: str, *, names: Sequence[str], numels: Sequence[int]) -> SavedPlan
         ValueError: it is not a plan, is damaged, of another version, or for another model.
     """
     try:
-        found = json.loads(text)
+        data = json.loads(text)
     except (ValueError, RecursionError, TypeError) as error:
         raise ValueError(f"this is not a plan: {error}") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f'this is not a plan of fusedreduce: no "format": "{FORMAT}" in it')
-    if type(found.get("version")) is not int or found["version"] != VERSION:
-        raise ValueError(f"this plan has version {found.get('version')!r}; this fusedreduce reads version {VERSION}")
-    world_size, wire, buckets = found.get("world_size"), found.get("wire"), found.get("buckets")
+    if type(data.get("version")) is not int or data["version"] != VERSION:
+        raise ValueError(f"this plan has version {data.get('version')!r}; this fusedreduce reads version {VERSION}")
+    world_size, wire, buckets = data.get("world_size"), data.get("wire"), data.get("buckets")
     if type(world_size) is not int or world_size < 1 or not isinstance(wire, str):
         raise ValueError(f"this plan is damaged: world_size {world_size!r}, wire {wire!r}")
-    if found.get("model") != model_digest(names, numels):
+    if data.get("model") != model_digest(names, numels):
         raise ValueError("this plan was made for a model with other parameters (names, sizes or their order)")
     plan = _checked(buckets, len(names))
-    if found.get("hash") != f"{plan_hash(plan):016x}":
+    if data.get("hash") != f"{plan_hash(plan):016x}":
         raise ValueError("this plan is damaged: its buckets do not have the hash that it names")
     return SavedPlan(plan, world_size, wire)
 

@@ -188,21 +188,21 @@ class Schedule:
             int64s; equally many on all ranks that use the same plan.
         """
         rows = list(steps.values())
-        found = list(ready_ns)
+        numbers = list(ready_ns)
         for place in range(_WINDOW):
             row = steps[place].buckets if place in steps else [None] * buckets
             assert len(row) == buckets
             # Negative, so that the maximum is the shortest time: the last rank to issue a collective does not wait.
-            found += [_NO_SAMPLE if one is None else -one.wire.since_first_ns for one in row]
-            found += [_NO_SAMPLE if one is None else -one.wire.queued_ns for one in row]
+            numbers += [_NO_SAMPLE if one is None else -one.wire.since_first_ns for one in row]
+            numbers += [_NO_SAMPLE if one is None else -one.wire.queued_ns for one in row]
             # Copies count as on the rank where they are fastest, undisturbed.
-            found += [_NO_SAMPLE if one is None else -one.pack_ns for one in row]
-            found += [_NO_SAMPLE if one is None else -one.unpack_ns for one in row]
+            numbers += [_NO_SAMPLE if one is None else -one.pack_ns for one in row]
+            numbers += [_NO_SAMPLE if one is None else -one.unpack_ns for one in row]
             probe_ns = steps[place].probe_ns if place in steps else None
-            found.append(_NO_SAMPLE if probe_ns is None else -probe_ns)
-        found.append(int(statistics.median_low([row.stall_ns for row in rows])) if rows else 0)
-        found.append(int(statistics.median_low([row.backward_ns for row in rows])) if rows else 0)
-        return [*found, int(frozen)]
+            numbers.append(_NO_SAMPLE if probe_ns is None else -probe_ns)
+        numbers.append(int(statistics.median_low([row.stall_ns for row in rows])) if rows else 0)
+        numbers.append(int(statistics.median_low([row.backward_ns for row in rows])) if rows else 0)
+        return [*numbers, int(frozen)]
 
     def decide(self, reduced: Sequence[int], plan: Plan) -> Decision:
         """Decides on a plan from the maximum over all ranks' `numbers`.
@@ -271,15 +271,15 @@ class Schedule:
             at = row * (4 * buckets + 1)
             ends, queues, packs, unpacks = (samples[at + k * buckets : at + (k + 1) * buckets] for k in range(4))
             probe = samples[at + 4 * buckets]
-            found = _Round(None if probe == _NO_SAMPLE else max(-probe, 0), [], [], [])
+            measured = _Round(None if probe == _NO_SAMPLE else max(-probe, 0), [], [], [])
             if _NO_SAMPLE not in ends:
                 rows = [CollectiveTimes(-end, -queued) for end, queued in zip(ends, queues, strict=True)]
-                found.wire.extend(busy_periods(rows, sizes))
+                measured.wire.extend(busy_periods(rows, sizes))
                 known = [(size, index) for index, size in enumerate(sizes) if size is not None]
-                found.pack.extend((size, max(-packs[index], 0)) for size, index in known)
-                found.unpack.extend((size, max(-unpacks[index], 0)) for size, index in known)
-            if found.wire or found.probe_ns is not None:
-                self._rounds.append(found)
+                measured.pack.extend((size, max(-packs[index], 0)) for size, index in known)
+                measured.unpack.extend((size, max(-unpacks[index], 0)) for size, index in known)
+            if measured.wire or measured.probe_ns is not None:
+                self._rounds.append(measured)
 
     def _fitted(self) -> Costs | None:
         """Fits the costs to what was measured; None if the link's cannot be (collectives of fewer than two sizes)."""

@@ -34,12 +34,12 @@ def groups_of(problem: Problem) -> list[BucketGroup]:
 
 def plan_of(groups: Sequence[BucketGroup], cuts: Cuts) -> Plan:
     """The buckets in launch order."""
-    found = [
+    buckets = [
         (group.places[end], tuple(group.members[start:end]))
         for group, starts in zip(groups, cuts, strict=True)
         for start, end in group.buckets(starts)
     ]
-    return tuple(members for _, members in sorted(found))
+    return tuple(members for _, members in sorted(buckets))
 
 
 def score_of(groups: Sequence[BucketGroup], cuts: Cuts) -> Score:

@@ -81,9 +81,9 @@ def nearest(
         made = tuple(assign_by_size(sizes_bytes, groups, limits, order=order, alone=alone))
         kept = sum(frozenset(bucket) in wanted for bucket in made)
         left = _left(made, sizes_bytes, groups, limits, frozenset(alone))
-        found_cost = (cost(made) if cost else 0, len(made) - kept, left, len(caps_mb))
-        if best is None or found_cost < best_cost:
-            best, best_cost = TorchCaps(caps_mb, made, kept, kept == len(made) == len(plan), left), found_cost
+        new_cost = (cost(made) if cost else 0, len(made) - kept, left, len(caps_mb))
+        if best is None or new_cost < best_cost:
+            best, best_cost = TorchCaps(caps_mb, made, kept, kept == len(made) == len(plan), left), new_cost
     assert best is not None
     return best
 
@@ -92,15 +92,15 @@ def _ranges(
     plan: Plan, sizes_bytes: Sequence[int], groups: Sequence[Hashable], place: dict[int, int], alone: Collection[int]
 ) -> list[list[_Range]]:
     """Per group, by bytes in descending order, the ranges of its buckets' limits; none for buckets without bytes."""
-    found: dict[Hashable, list[tuple[int, _Range]]] = {}
+    result: dict[Hashable, list[tuple[int, _Range]]] = {}
     for bucket in plan:
         filled = sorted((number for number in bucket if sizes_bytes[number]), key=place.__getitem__)
         if filled and filled[0] not in alone:
             size_bytes = sum(sizes_bytes[number] for number in filled)
             limit = (size_bytes - sizes_bytes[filled[-1]], size_bytes)
-            found.setdefault(groups[filled[0]], []).append((place[filled[-1]], limit))
+            result.setdefault(groups[filled[0]], []).append((place[filled[-1]], limit))
     # torch counts a group's buckets in the order in which they close.
-    rows = [[limit for _, limit in sorted(row)] for row in found.values()]
+    rows = [[limit for _, limit in sorted(row)] for row in result.values()]
     return sorted(rows, key=lambda row: -sum(high for _, high in row))
 
 
@@ -110,14 +110,14 @@ def _lists(rows: list[list[_Range]]) -> list[list[_Range]]:
         return [[(0, MIB)]]  # nothing to limit
     length = max(map(len, rows))
     columns = [[row[at] for row in rows if at < len(row)] for at in range(length)]
-    found = [
+    result = [
         [max(column, key=lambda one: one[1]) for column in columns],
         [min(column, key=lambda one: one[1]) for column in columns],
     ]
     for front in rows:
         ordered = [front, *(row for row in rows if row is not front)]
-        found.append([_overlap([row[at] for row in ordered if at < len(row)]) for at in range(length)])
-    return found[2:] + found[:2]
+        result.append([_overlap([row[at] for row in ordered if at < len(row)]) for at in range(length)])
+    return result[2:] + result[:2]
 
 
 def _left(
@@ -143,13 +143,13 @@ def _overlap(ranges: Sequence[_Range]) -> _Range:
 
 def _without_tail(ranges: Sequence[_Range]) -> list[_Range]:
     """The list, shortened where one limit serves its whole end, because the last limit repeats."""
-    found = list(ranges)
-    while len(found) > 1:
-        low, high = max(found[-1][0], found[-2][0]), min(found[-1][1], found[-2][1])
+    result = list(ranges)
+    while len(result) > 1:
+        low, high = max(result[-1][0], result[-2][0]), min(result[-1][1], result[-2][1])
         if low >= high:
             break
-        found[-2:] = [(low, high)]
-    return found
+        result[-2:] = [(low, high)]
+    return result
 
 
 def _short(low: int, high: int) -> float:

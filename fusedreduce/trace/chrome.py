@@ -42,12 +42,12 @@ class Slice:
 def slices(run: Run, rank: int, step: int) -> list[Slice]:
     """The slices of one rank's `step`-th recorded step. Within a lane they ascend and do not overlap."""
     marks, base_ns = run.traces[rank].steps[step].marks, run.base_ns(rank, step)
-    found = [Slice("compute", "forward", None, start_ns(marks), 0)] if marks.forward_ns != MISSING_NS else []
+    slices_ = [Slice("compute", "forward", None, start_ns(marks), 0)] if marks.forward_ns != MISSING_NS else []
     backward_end_ns, last_ns = marks.backward_end_ns, finish_ns(marks)
     if backward_end_ns != MISSING_NS:
-        found.append(Slice("compute", "backward", None, 0, backward_end_ns))
+        slices_.append(Slice("compute", "backward", None, 0, backward_end_ns))
         if last_ns is not None and last_ns > backward_end_ns:
-            found.append(Slice("compute", "exposed", None, backward_end_ns, last_ns))
+            slices_.append(Slice("compute", "exposed", None, backward_end_ns, last_ns))
     stages: tuple[tuple[Lane, str, Callable[[BucketMarks], tuple[int, int, int]]], ...] = (
         ("pack", "pack", lambda one: (one.pack_ns, one.launch_ns, one.ready_ns)),
         # Begins when the one before it has ended, because collectives of a group run one after the other.
@@ -60,9 +60,9 @@ def slices(run: Run, rank: int, step: int) -> list[Slice]:
         for begin_ns, end_ns, since_ns, bucket in sorted(known):
             begin_ns, end_ns = max(begin_ns, free_ns), max(end_ns, free_ns)
             waited_ns = 0 if since_ns == MISSING_NS else begin_ns - since_ns
-            found.append(Slice(lane, stage, bucket, begin_ns, end_ns, waited_ns))
+            slices_.append(Slice(lane, stage, bucket, begin_ns, end_ns, waited_ns))
             free_ns = end_ns
-    return [replace(one, begin_ns=one.begin_ns + base_ns, end_ns=one.end_ns + base_ns) for one in found]
+    return [replace(one, begin_ns=one.begin_ns + base_ns, end_ns=one.end_ns + base_ns) for one in slices_]
 
 
 def chrome_trace(run: Run, steps: Sequence[int]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _metadata(trace: RankTrace) -> Iterator[dict[str, Any]]:
 
 def _labels(trace: RankTrace, plan: int) -> list[tuple[str, dict[str, Any]]]:
     """Per bucket, its label and the arguments of its events."""
-    found = []
+    labels = []
     for index, numbers in enumerate(trace.plans[plan]):
         members = [trace.parameters[number] for number in numbers]
         names = [one.name for one in members]
@@ -131,5 +131,5 @@ def _labels(trace: RankTrace, plan: int) -> list[tuple[str, dict[str, Any]]]:
             "gradient_bytes": sum(one.size_bytes for one in members),
             "wire_bytes": sum(one.wire_bytes for one in members),
         }
-        found.append((bucket_label(index, names), args))
-    return found
+        labels.append((bucket_label(index, names), args))
+    return labels

@@ -52,16 +52,16 @@ class DeviceClock:
 
     def read(self, host: StepMarks) -> StepMarks:
         """Returns the host's marks with those of the device where there are any; waits until the step is done there."""
-        found = StepMarks(len(host.buckets), host.began_ns)
-        found.forward_ns = host.forward_ns
-        found.backward_end_ns = self._since_base("backward_end_ns", host.backward_end_ns)
-        for number, (ours, theirs) in enumerate(zip(found.buckets, host.buckets, strict=True)):
+        marks = StepMarks(len(host.buckets), host.began_ns)
+        marks.forward_ns = host.forward_ns
+        marks.backward_end_ns = self._since_base("backward_end_ns", host.backward_end_ns)
+        for number, (ours, theirs) in enumerate(zip(marks.buckets, host.buckets, strict=True)):
             ours.ready_ns = self._since_base((number, "pack_ns"), theirs.ready_ns)
             for name in ("pack_ns", "launch_ns", "done_ns", "unpack_ns", "end_ns"):
                 setattr(ours, name, self._since_base((number, name), getattr(theirs, name)))
             # Marked before its stream waits for the collective, but behind everything else that it waits for.
             ours.unpack_ns = max(ours.unpack_ns, ours.done_ns)
-        return found
+        return marks
 
     def ready_ns(self, parameters: int, marks: StepMarks) -> list[int]:
         """Returns per parameter when it was ready since backward began, less earlier packing, in ns; or MISSING_NS.
@@ -71,17 +71,17 @@ class DeviceClock:
             marks: what `read` returned.
         """
         packs = sorted((one.launch_ns, one.launch_ns - one.pack_ns) for one in marks.buckets if one.pack_ns >= 0)
-        found = []
+        times_ns: list[int] = []
         for index in range(parameters):
             ready_ns = self._since_base(index, MISSING_NS)
             before_ns = sum(took_ns for end_ns, took_ns in packs if end_ns <= ready_ns)
-            found.append(ready_ns if ready_ns == MISSING_NS else max(ready_ns - before_ns, 0))
-        return found
+            times_ns.append(ready_ns if ready_ns == MISSING_NS else max(ready_ns - before_ns, 0))
+        return times_ns
 
     def probe_ns(self) -> list[int]:
         """Returns when the probe was issued and when it ended, in ns; empty without one."""
-        found = [self._since_base("probe", MISSING_NS), self._since_base(("probe", "done_ns"), MISSING_NS)]
-        return [] if MISSING_NS in found else found
+        times_ns = [self._since_base("probe", MISSING_NS), self._since_base(("probe", "done_ns"), MISSING_NS)]
+        return [] if MISSING_NS in times_ns else times_ns
 
     def _since_base(self, what: object, otherwise_ns: int) -> int:
         base, event = self._events.get("base"), self._events.get(what)

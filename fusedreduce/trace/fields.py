@@ -31,12 +31,12 @@ def integer(row: Mapping[str, Any], name: str, *, least: int = 0, most: int = MO
     return integers([field(row, name)], f'"{name}"', least=least, most=most)[0]
 
 
-def integers(found: Sequence[Any], what: str, *, least: int = 0, most: int = MOST) -> tuple[int, ...]:
-    """Returns `found` if all its values are integers from `least` to `most`; `what` names them in the error."""
-    for value in found:
+def integers(values: Sequence[Any], what: str, *, least: int = 0, most: int = MOST) -> tuple[int, ...]:
+    """Returns `values` if all of them are integers from `least` to `most`; `what` names them in the error."""
+    for value in values:
         if type(value) is not int or not least <= value <= most:
             raise ValueError(f"{what} must be whole, from {least} to {most}, got {short(value)}")
-    return tuple(found)
+    return tuple(values)
 
 
 def boolean(row: Mapping[str, Any], name: str) -> bool:
@@ -51,10 +51,10 @@ def text(row: Mapping[str, Any], name: str) -> str:
 
 def word(row: Mapping[str, Any], name: str) -> str:
     """Returns the value of `name`, a string of at most 60 letters, digits, `_` and `:`, which is safe to print."""
-    found = text(row, name)
-    if not _WORD.fullmatch(found):
-        raise ValueError(f'"{name}" must be a word, got {short(found)}')
-    return found
+    value = text(row, name)
+    if not _WORD.fullmatch(value):
+        raise ValueError(f'"{name}" must be a word, got {short(value)}')
+    return value
 
 
 def array(row: Mapping[str, Any], name: str) -> list[Any]:
@@ -70,16 +70,16 @@ def mapping(row: Mapping[str, Any], name: str) -> dict[str, Any]:
 def mappings(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """Returns the value of `name`, a list of objects."""
     must = f'"{name}" must be a list of objects'
-    return [cast("dict[str, Any]", _typed(found, dict, must)) for found in array(row, name)]
+    return [cast("dict[str, Any]", _typed(value, dict, must)) for value in array(row, name)]
 
 
-def short(found: object) -> str:
+def short(value: object) -> str:
     """Writes a value for a message, shortened to 60 characters."""
-    shown = repr(found)
+    shown = repr(value)
     return shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
 
 
-def _typed(found: object, kind: type, must: str) -> object:
-    if not isinstance(found, kind):
-        raise ValueError(f"{must}, got {short(found)}")
-    return found
+def _typed(value: object, kind: type, must: str) -> object:
+    if not isinstance(value, kind):
+        raise ValueError(f"{must}, got {short(value)}")
+    return value

@@ -108,17 +108,17 @@ def _complete_buckets(
 
     The size of a bucket behind one without times counts as unknown, because it may have waited for that one.
     """
-    found: list[tuple[BucketMarks, ...]] = []
+    complete: list[tuple[BucketMarks, ...]] = []
     sizes: list[int | None] = []
     waits = False
     for size, bucket in zip(sizes_bytes, zip(*(step.marks.buckets for step in steps), strict=True), strict=True):
         if any(MISSING_NS in (one.pack_ns, one.launch_ns, one.done_ns) for one in bucket):
             waits = True
             continue
-        found.append(bucket)
+        complete.append(bucket)
         sizes.append(None if waits else size)
         waits = False
-    return found, sizes
+    return complete, sizes
 
 
 def _bucket_bytes(trace: RankTrace, plan: int) -> list[int | None]:

@@ -88,7 +88,7 @@ def read(path: Path) -> list[RankTrace]:
     """
     if not path.is_dir():
         return [_read(path)]
-    files = {int(found[1]): one for one in path.iterdir() if (found := _FILE.fullmatch(one.name))}
+    files = {int(match[1]): one for one in path.iterdir() if (match := _FILE.fullmatch(one.name))}
     if not files:
         raise TraceError(f"{path}: no trace there: the folder has no file rank<i>.json")
     traces: list[RankTrace] = []
@@ -141,7 +141,7 @@ def _read(path: Path) -> RankTrace:
         size_bytes = path.stat().st_size
         if size_bytes > MAX_FILE_BYTES:
             raise TraceError(f"{path}: {size_bytes:,} bytes are more than the {MAX_FILE_BYTES:,} that a trace may have")
-        found = json.loads(path.read_bytes(), parse_constant=fields.refuse_constant)
+        data = json.loads(path.read_bytes(), parse_constant=fields.refuse_constant)
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}") from None
     except TraceError:
@@ -149,42 +149,42 @@ def _read(path: Path) -> RankTrace:
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}: no trace, as no JSON: {error}") from None
     try:
-        return _trace(found)
+        return _trace(data)
     except ValueError as error:
         raise TraceError(f"{path}: {error}") from None
 
 
-def _trace(found: object) -> RankTrace:
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+def _trace(data: object) -> RankTrace:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f'no trace of fusedreduce: no "format": "{FORMAT}" in it')
-    version = fields.integer(found, "version")
+    version = fields.integer(data, "version")
     if version != VERSION:
         raise ValueError(f"its version is {version}; this fusedreduce reads version {VERSION}")
-    ranks = fields.integer(found, "ranks", least=1, most=MAX_RANKS)
-    source = fields.text(found, "source")
+    ranks = fields.integer(data, "ranks", least=1, most=MAX_RANKS)
+    source = fields.text(data, "source")
     if source not in SOURCES:
         raise ValueError(f'"source" must be one of {", ".join(SOURCES)}, got {fields.short(source)}')
-    config, clock = fields.mapping(found, "config"), fields.mapping(found, "clock")
+    config, clock = fields.mapping(data, "config"), fields.mapping(data, "clock")
     fields.word(config, "wire")
-    parameters = tuple(map(_parameter, fields.mappings(found, "parameters")))
+    parameters = tuple(map(_parameter, fields.mappings(data, "parameters")))
     if not parameters:
         raise ValueError('"parameters" is empty')
-    plans = tuple(_plan(one, len(parameters)) for one in fields.array(found, "plans"))
-    steps = tuple(_step(row, plans, len(parameters)) for row in fields.mappings(found, "steps"))
+    plans = tuple(_plan(one, len(parameters)) for one in fields.array(data, "plans"))
+    steps = tuple(_step(row, plans, len(parameters)) for row in fields.mappings(data, "steps"))
     for before, after in zip(steps, steps[1:], strict=False):
         if after.step <= before.step or after.marks.began_ns <= before.marks.began_ns:
             raise ValueError(f"step {after.step} does not begin after step {before.step}, which stands before it")
     return RankTrace(
-        rank=fields.integer(found, "rank", most=ranks - 1),
+        rank=fields.integer(data, "rank", most=ranks - 1),
         ranks=ranks,
-        device=fields.word(found, "device"),
+        device=fields.word(data, "device"),
         source=source,
         perf_ns=fields.integer(clock, "perf_ns"),
         wall_ns=fields.integer(clock, "wall_ns"),
         config=config,
-        caps=_caps(fields.mapping(found, "caps")),
+        caps=_caps(fields.mapping(data, "caps")),
         parameters=parameters,
-        costs=None if fields.field(found, "costs") is None else _costs(fields.mapping(found, "costs")),
+        costs=None if fields.field(data, "costs") is None else _costs(fields.mapping(data, "costs")),
         plans=plans,
         steps=steps,
     )
@@ -202,31 +202,31 @@ def _parameter(row: Mapping[str, Any]) -> Parameter:
     )
 
 
-def _caps(found: Mapping[str, Any]) -> BucketCaps:
-    unlimited = fields.field(found, "planned_bytes") is None
+def _caps(data: Mapping[str, Any]) -> BucketCaps:
+    unlimited = fields.field(data, "planned_bytes") is None
     return BucketCaps(
-        first_bytes=fields.integer(found, "first_bytes", least=1),
-        cap_bytes=fields.integer(found, "cap_bytes", least=1),
-        listed_bytes=fields.integers(fields.array(found, "listed_bytes"), '"listed_bytes"', least=1),
-        planned_bytes=None if unlimited else fields.integer(found, "planned_bytes", least=1),
+        first_bytes=fields.integer(data, "first_bytes", least=1),
+        cap_bytes=fields.integer(data, "cap_bytes", least=1),
+        listed_bytes=fields.integers(fields.array(data, "listed_bytes"), '"listed_bytes"', least=1),
+        planned_bytes=None if unlimited else fields.integer(data, "planned_bytes", least=1),
     )
 
 
-def _costs(found: Mapping[str, Any]) -> Costs:
+def _costs(data: Mapping[str, Any]) -> Costs:
     def linear(name: str) -> Linear:
-        row = fields.mapping(found, name)
+        row = fields.mapping(data, name)
         return Linear(fixed_ns=fields.integer(row, "fixed_ns"), fs_per_byte=fields.integer(row, "fs_per_byte"))
 
     return Costs(wire=linear("wire"), pack=linear("pack"), unpack=linear("unpack"))
 
 
-def _plan(found: object, parameters: int) -> Plan:
-    if not isinstance(found, list) or not all(isinstance(bucket, list) and bucket for bucket in found):
+def _plan(data: object, parameters: int) -> Plan:
+    if not isinstance(data, list) or not all(isinstance(bucket, list) and bucket for bucket in data):
         raise ValueError('"plans" must hold lists of buckets, and those numbers of parameters')
-    numbers = fields.integers([number for bucket in found for number in bucket], "numbers of parameters in a plan")
+    numbers = fields.integers([number for bucket in data for number in bucket], "numbers of parameters in a plan")
     if sorted(numbers) != list(range(parameters)):
         raise ValueError(f"a plan does not name each of {parameters} parameters once")
-    return tuple(tuple(bucket) for bucket in found)
+    return tuple(tuple(bucket) for bucket in data)
 
 
 def _step(row: Mapping[str, Any], plans: Sequence[Plan], parameters: int) -> Step:
@@ -250,12 +250,12 @@ def _step(row: Mapping[str, Any], plans: Sequence[Plan], parameters: int) -> Ste
     return Step(step=number, plan=plan, marks=marks, ready_ns=ready_ns)
 
 
-def _bucket(found: object, what: str) -> BucketMarks:
-    if not isinstance(found, list) or len(found) != len(MARKS):
-        raise ValueError(f"{what} must be a list of {len(MARKS)} times, got {fields.short(found)}")
-    times_ns = fields.integers(found, f"times of {what}", least=MISSING_NS)
+def _bucket(data: object, what: str) -> BucketMarks:
+    if not isinstance(data, list) or len(data) != len(MARKS):
+        raise ValueError(f"{what} must be a list of {len(MARKS)} times, got {fields.short(data)}")
+    times_ns = fields.integers(data, f"times of {what}", least=MISSING_NS)
     if not _ascend(times_ns):
-        raise ValueError(f"the times of {what} do not ascend: {fields.short(found)}")
+        raise ValueError(f"the times of {what} do not ascend: {fields.short(data)}")
     return BucketMarks(*times_ns)
 
 

@@ -146,7 +146,7 @@ def _agreed_ns(ready_ns: tuple[int, ...], ranks: int, noise: Noise) -> tuple[int
     return agreed(problem, ranks, noise).ready_ns
 
 
-def _mean(found: Mapping[str, Sequence[Outcome]], forward_ns: int) -> Steps:
-    alone = statistics.fmean(float(step.alone.max()) for step in next(iter(found.values()))) / FS_PER_NS
-    exposed = {name: statistics.fmean(step.exposed_ns for step in steps) / 1e6 for name, steps in found.items()}
+def _mean(outcomes: Mapping[str, Sequence[Outcome]], forward_ns: int) -> Steps:
+    alone = statistics.fmean(float(step.alone.max()) for step in next(iter(outcomes.values()))) / FS_PER_NS
+    exposed = {name: statistics.fmean(step.exposed_ns for step in steps) / 1e6 for name, steps in outcomes.items()}
     return Steps((forward_ns + alone) / 1e6, exposed)

@@ -144,21 +144,21 @@ def lines(network: Network, ranks: int) -> dict[str, Linear]:
     # A ring or tree through many hosts uses all ports of each: a channel enters and leaves by each of them.
     speed = min([network.nvlink_gb_per_s] * (local > 1) + [port * local] * (hosts > 1))
     ring, levels = 2 * (ranks - 1), math.ceil(math.log2(hosts))
-    found = {}
+    lines_by_name = {}
     for name, kind in _PROTOCOLS.items():
         net, nvlink = kind.net_us, kind.nvlink_us
         across = 2 * (hosts - 1) * (hosts > 1)
         hops_us = across * net + (ring - across) * nvlink
-        found[f"ring{name}"] = _line(kind.base_us + hops_us, ring / ranks / (speed * kind.ring_share))
+        lines_by_name[f"ring{name}"] = _line(kind.base_us + hops_us, ring / ranks / (speed * kind.ring_share))
         hops_us = 2 * (levels * net + (local - 1) * nvlink)
-        found[f"tree{name}"] = _line(kind.base_us + hops_us, 2 / (speed * kind.tree_share))
+        lines_by_name[f"tree{name}"] = _line(kind.base_us + hops_us, 2 / (speed * kind.tree_share))
         if local > 1 and hosts > 1:
             inside = 2 * (local - 1) / local / (network.nvlink_gb_per_s * kind.ring_share)
             base_us = kind.base_us + 2 * (local - 1) * nvlink
             tree, flat = 2 / (port * kind.tree_share), across / hosts / (port * kind.ring_share)
-            found[f"hierarchical tree{name}"] = _line(base_us + 2 * levels * net, inside + tree / local)
-            found[f"hierarchical ring{name}"] = _line(base_us + across * net, inside + flat / local)
-    return found
+            lines_by_name[f"hierarchical tree{name}"] = _line(base_us + 2 * levels * net, inside + tree / local)
+            lines_by_name[f"hierarchical ring{name}"] = _line(base_us + across * net, inside + flat / local)
+    return lines_by_name
 
 
 def fastest_fs(choices: Sequence[Linear], size_bytes: int) -> int:

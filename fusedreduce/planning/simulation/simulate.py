@@ -108,12 +108,12 @@ def compare(
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     choices = [problem.costs.wire] if network is None else list(lines(network, ranks).values())
-    found: dict[str, list[Outcome]] = {name: [] for name in plans}
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in plans}
     moments, places = moments_of(problem)
     for ready_fs in ready_times(moments, ranks, noise, steps):
         for name, plan in plans.items():
-            found[name].append(_step(problem, plan, ready_fs, places, choices))
-    return found
+            outcomes[name].append(_step(problem, plan, ready_fs, places, choices))
+    return outcomes
 
 
 def agreed(problem: Problem, ranks: int, noise: Noise) -> Problem:
@@ -139,15 +139,15 @@ def policy_plans(problem: Problem, caps: BucketCaps | None = None) -> dict[str, 
         for number, (size, group) in enumerate(zip(problem.size_bytes, problem.groups, strict=True))
     ]
     order, limits = problem.order, caps or BucketCaps()
-    found = {
+    plans = {
         "static": static_plan(kinds, limits, "c10d", order),
         "ready": ready_plan(kinds, limits, "c10d", order, share=True),
     }
     if problem.costs.wire == FREE:
-        return {**found, "capped": found["ready"], "planned": found["ready"]}
+        return {**plans, "capped": plans["ready"], "planned": plans["ready"]}
     reach_bytes = {"capped": max(limits.limits_bytes), "planned": limits.planned_limit_bytes}
     asked = {name: dataclasses.replace(problem, cap_bytes=reach) for name, reach in reach_bytes.items()}
-    return {**found, **{name: best_plan(one, found)[1] for name, one in asked.items()}}
+    return {**plans, **{name: best_plan(one, plans)[1] for name, one in asked.items()}}
 
 
 def problem_of(
