@@ -457,7 +457,7 @@ def test_a_rank_that_starts_after_the_demo_was_interrupted_ends_without_a_word(
         (["--ranks", "two"], "--ranks: invalid int value: 'two'"),
         (["--steps", "0"], "--steps: must be at least 1, got 0"),
         (["--seed", "-1"], "--seed: must be at least 0, got -1"),
-        (["--wire", "fp8"], "--wire: unknown wire 'fp8': use native, bf16, fp16"),
+        (["--wire", "fp8"], "--wire: unknown wire 'fp8': use one of native, bf16, fp16"),
         (["--wire", "bf16,"], "--wire: unknown wire ''"),
         (["--device", "tpu"], "--device: unknown device 'tpu': use auto, cpu or cuda"),
         (["--out", "/dev/null"], "--out: '/dev/null' is not a folder that can be written to"),

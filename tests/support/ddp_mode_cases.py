@@ -170,7 +170,7 @@ def copied_under_way(rank: int, world: int) -> None:
         config = fusedreduce.ReduceConfig(sync_mode=mode)
         ddp = fusedreduce.DistributedDataParallel(mlp(), reduce=config)
         loss_of(ddp(batch(rank, 0))).backward()
-        with pytest.warns(UserWarning, match="the copy has nothing of that"):
+        with pytest.warns(UserWarning, match="the copy has none of that"):
             pickle.dumps(ddp)
         ddp.flush()
         with warnings.catch_warnings():
