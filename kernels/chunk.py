@@ -1,4 +1,4 @@
-"""What all kernels of gradients share: one program walks one chunk, `destination = round(op(source))`, or reads it.
+"""What all kernels of gradients share: one program converts or reads one chunk, `destination = round(op(source))`.
 
 A chunk is `count` consecutive elements. Its middle, where source and destination are aligned together, moves in
 tiles of 16-byte accesses; the few elements before and after it move in one narrow piece, one element per thread.
@@ -24,12 +24,12 @@ ROW = tl.constexpr(5)
 PADDING = tl.constexpr(PADDING_CODE)
 DIVIDE = tl.constexpr(0)
 MULTIPLY = tl.constexpr(1)
-# What convert_chunk looks at on the way.
+# Statistics that convert_chunk collects.
 NOTHING = tl.constexpr(0)
 STORED = tl.constexpr(1)
 SOURCES = tl.constexpr(2)
-# Chunk sums of squares between these bounds stand as computed in fp32: what was flushed to zero is below 2^-24 of
-# them, and nothing has overflowed.
+# Between these bounds a chunk's sum of squares in fp32 is accurate: squares that were flushed to zero are below 2^-24
+# of it, and nothing has overflowed.
 SUM_LOWEST = tl.constexpr(1e-27)
 SUM_HIGHEST = tl.constexpr(3e38)
 NOT_FOUND = tl.constexpr(0x7FFFFFFF)

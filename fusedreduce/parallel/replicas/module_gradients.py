@@ -70,7 +70,7 @@ def _task() -> int:
 
 
 @dataclass
-class Landed:
+class DelayedSums:
     """What `.grad` holds, in modes with delayed averages.
 
     Attributes:
@@ -112,14 +112,14 @@ class ModuleGradients:
         self.scaling = scaling
         self.observed = Observed(self.parameters, self.names, ReduceConfig(), LocalGroup(1).communicator(0))
         self.steps = 0
-        self.late = Landed()
+        self.late = DelayedSums()
         self.local_backward_expected = False
 
     # Called by the engine
 
     def set_delayed(self, *, late: bool) -> None:
         """Sets whether averages come later than their own step, and forgets the steps in flight."""
-        self.late = Landed(flushed=self.late.flushed)
+        self.late = DelayedSums(flushed=self.late.flushed)
         if late:
             optimizer_steps.enter(self)
         else:

@@ -84,7 +84,7 @@ class Peers:
 
     @property
     def reducers(self) -> list[Reducer]:
-        """One per replica."""
+        """The reducer of each replica."""
         if not self._reducers:
             self.connect()
         return self._reducers
