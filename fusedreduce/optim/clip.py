@@ -1,8 +1,8 @@
-"""clip_grad_norm_: torch's, with the norm from the reduction and the coefficient folded into a fused optimizer.
+"""clip_grad_norm_: as torch's, with the norm from the reduction and the coefficient folded into a fused optimizer.
 
     optimizer given     its own step divides the gradients (see folded_step.py); no pass
     none given          gradient *= coefficient, one fused launch: 8 bytes per element of fp32
-    norm                of the reduction (reuse_norm, or under FusedGradScaler): no pass; else one launch: 4 bytes
+    norm                of the reduction (reuse_norm, or with FusedGradScaler): no pass; else one launch: 4 bytes
 
 torch's two passes are 12 bytes per element.
 """
@@ -24,7 +24,7 @@ from ..errors import FusedReduceError
 from ..parallel.data_parallel import DataParallel
 from ..parallel.ddp import DistributedDataParallel, uncompiled
 from ..reducer.reducer import Reducer
-from .folded_step import Clipped, can_wait, check_can_fold
+from .folded_step import PendingClip, can_wait, check_can_fold
 from .grad_scaler import Reduces, is_unscaled, reducer_of
 
 _NORM_TYPES = (2.0, math.inf)
@@ -45,48 +45,48 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales the reduced gradients so that their total norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`.
 
-    Call it between backward and `step`, on every rank. Nothing waits for the GPU, and there is no collective (where
-    ranks do not compute alike, one: see Observed).
+    Call it between backward and `step`, on every rank. The host does not wait for the GPU, and no collective is issued
+    (where ranks' sums may differ in the last bit, one: see Observed).
 
-    What `.grad` holds: without `optimizer`, clipped gradients when this returns. With it, gradients as they were until
-    the optimizer's step, which divides them on the way and leaves them clipped (a step that is skipped for a found Inf
-    leaves them as they were). So read or change gradients before this call. A step that is not taken before the
-    wrapper's next synchronised backward is not clipped; nor is one before which all gradients were made None or others
-    (zero_grad). Where only some were, or a backward has added to them, the step raises a FusedReduceError before it
-    changes anything. Called again before `step`, it clips what it has clipped.
-    In three cases gradients are clipped at once although there is an optimizer: in the first call with it (from then
-    on its steps are watched), within its step's closure, and with fp64 parameters, for which fp32 would be too coarse.
+    Without `optimizer`, `.grad` holds clipped gradients when this returns. With it, gradients stay as they were until
+    the optimizer's step, which divides them and leaves them clipped (a step that is skipped for a found Inf leaves them
+    as they were). So read or change gradients before this call. The coefficient is dropped if the step does not come
+    before the wrapper's next synchronised backward, or if all gradients are set to None or replaced before it
+    (zero_grad). If only some were, or a backward has added to them, the step raises a FusedReduceError before it
+    changes anything. A second call before `step` clips the clipped gradients.
+    In three cases gradients are clipped at once although an optimizer is given: in the first call with it (from then on
+    its steps have our hooks), within its step's closure, and with fp64 parameters, for which fp32 would be too coarse.
 
     Args:
-        ddp: our wrapper, a DataParallel (whose real parameters' gradients these are), a Reducer, or torch's
-            DistributedDataParallel (with fused_hook or not), for which `optimizer` must be left out. What torch.compile
-            has made of one is taken for it.
-        max_norm: 0 makes every gradient 0, inf leaves them.
+        ddp: our wrapper, a DataParallel (whose module's gradients these are), a Reducer, or torch's
+            DistributedDataParallel (with fused_hook or not), for which `optimizer` must be left out; also if compiled
+            by torch.compile.
+        max_norm: largest norm; 0 makes every gradient 0, inf leaves them.
         optimizer: the fused optimizer (Adam, AdamW or SGD of torch.optim, fused=True, not capturable) that steps next,
-            or several that share the parameters out.
-        reuse_norm: take the norm that the reduction found out on the way (from the second such call on). Only where
-            nothing has changed the gradients since backward. It is measured all the same where one is another tensor or
-            has another version; `.data`, fused optimizers and torch's `unscale_` raise no version. So it is under
-            FusedGradScaler between its `unscale_` and `step`, whatever is given here. torch's wrapper: always measured.
+            or several that own the parameters together.
+        reuse_norm: use the norm that the reduction has computed (from the second such call on), if nothing has changed
+            the gradients since backward. It is measured all the same where a gradient is another tensor or has another
+            version; writes to `.data`, by fused optimizers and by torch's `unscale_` raise no version. Between
+            `unscale_` and `step` of a FusedGradScaler the norm is reused always, with torch's wrapper never.
         norm_type: 2 or inf.
-        error_if_nonfinite: raise where the norm is NaN or Inf; waits for the GPU.
-        include_ignored: count and clip parameters that the wrapper was told not to reduce, too. Their gradients differ
-            across ranks, and so will the norm.
+        error_if_nonfinite: raise if the norm is NaN or Inf; waits for the GPU.
+        include_ignored: count and clip also parameters that the wrapper does not reduce. Their gradients differ across
+            ranks, and so will the norm.
 
     Returns:
-        The total norm before clipping: 0-dim, of torch's dtype (fp32; 16 bits where all gradients are of one such
-        dtype, fp64 where one is). As with torch, all gradients become NaN where it is NaN; where it is Inf they become
-        0, and those that are Inf themselves NaN. Of fp32 gradients whose squares do not fit, 1e25 or 1e-25, the norm is
-        right here; torch's is Inf, for which it makes them 0, or 0.
+        The total norm before clipping: 0-dim, of torch's dtype (fp32; 16 bits if all gradients are of one such dtype,
+        fp64 if one is). As with torch, a NaN norm makes all gradients NaN; an Inf norm makes them 0, and those that are
+        Inf themselves NaN. For fp32 gradients whose squares overflow or underflow, as of 1e25 or 1e-25, the norm is
+        right here, while torch's is Inf or 0.
 
     Raises:
-        ValueError: max_norm negative or NaN, another norm_type, an ignored parameter with a gradient, an optimizer
-            beside torch's wrapper, or one that cannot fold: of another class (a derived one, too), not fused,
-            capturable, or not with exactly these parameters.
+        ValueError: max_norm is negative or NaN, norm_type another one, an ignored parameter has a gradient, an
+            optimizer comes with torch's wrapper, or cannot fold: it is of another class (also a derived one), not
+            fused, capturable, or does not own exactly these parameters.
         TypeError: not a wrapper, or not an optimizer.
-        FusedReduceError: nothing has been reduced yet, or the latest backward was not (no_sync) or not to its end; or
-            it is the second clip of gradients of which some optimizers have stepped since the first, some are others
-            by now, or which a backward has added to.
+        FusedReduceError: nothing has been reduced yet, or the latest backward was not (no_sync), or not to its end; or
+            this is a second clip after which some of the first one's optimizers have stepped, gradients were replaced,
+            or a backward has added to them.
         RuntimeError: error_if_nonfinite, with torch's text.
         All of them before anything has changed.
     """
@@ -100,8 +100,9 @@ def clip_grad_norm_(
     if optimizers:
         if gradients.reducer is None:
             raise ValueError(
-                "torch's DistributedDataParallel does not say which step its gradients are of, so no coefficient can "
-                "wait for an optimizer: leave the optimizer out, and the gradients are clipped in place, in one launch"
+                "clip_grad_norm_ cannot fold into an optimizer with torch's DistributedDataParallel, which does not "
+                "say of which step its gradients are: leave the optimizer out, and they are clipped in place, in one "
+                "launch"
             )
         check_can_fold(optimizers, gradients.named)
     clipped = _clipped(gradients.reducer)
@@ -128,30 +129,30 @@ def clip_grad_norm_(
 
 
 class _Reduced:
-    """The gradients that a reducer reduces."""
+    """The gradients of a reducer."""
 
     def __init__(self, reducer: Reduces) -> None:
         self.reducer = reducer
         self.named = tuple(zip(reducer.names, reducer.parameters, strict=True))
 
     def may_reuse(self, asked: bool) -> bool:
-        """Whether the reduction's norm is that of the gradients, as far as the caller says."""
+        """Whether the norm of the reduction can be used; `asked`: reuse_norm was given."""
         if asked:
             self.reducer.observed.require()
         return (asked or is_unscaled(self.reducer)) and self.reducer.observed.has_by_products()
 
     def norm(self, norm_type: float, reuse: bool) -> torch.Tensor:
-        """0-dim, fp64, on the first parameter's device."""
+        """The norm: 0-dim, fp64, on the first parameter's device."""
         observed = self.reducer.observed
         return observed.shared_norm(observed.reduced_norm(norm_type) if reuse else observed.measured_norm(norm_type))
 
     def multiply(self, factor: torch.Tensor) -> None:
-        """In place."""
+        """Multiplies the gradients in place."""
         self.reducer.observed.multiply(factor)
 
 
 class _Measured:
-    """The gradients of any parameters, always measured: of torch's wrapper, or with some that `reducer` ignores."""
+    """The gradients of any parameters, always measured: of torch's wrapper, or with some that the wrapper ignores."""
 
     def __init__(self, ddp: TorchDDP, reducer: Reduces | None, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         self.reducer, self.named = reducer, tuple(named)
@@ -162,21 +163,21 @@ class _Measured:
         self._table = known[1]
 
     def may_reuse(self, asked: bool) -> bool:
-        """No."""
+        """Returns False: these gradients are always measured."""
         return False
 
     def norm(self, norm_type: float, reuse: bool) -> torch.Tensor:
-        """0-dim, fp64, on the first parameter's device."""
+        """The norm: 0-dim, fp64, on the first parameter's device."""
         total = self._table.measure().total
         return total[0].sqrt() if norm_type == 2.0 else total[1]
 
     def multiply(self, factor: torch.Tensor) -> None:
-        """In place."""
+        """Multiplies the gradients in place."""
         self._table.multiply(factor)
 
 
 _tables: weakref.WeakKeyDictionary[TorchDDP, tuple[tuple[int, ...], GradientTable]] = weakref.WeakKeyDictionary()
-_records: weakref.WeakKeyDictionary[Reduces, Clipped] = weakref.WeakKeyDictionary()
+_records: weakref.WeakKeyDictionary[Reduces, PendingClip] = weakref.WeakKeyDictionary()
 
 
 def _gradients(ddp: object, include_ignored: bool) -> _Reduced | _Measured:
@@ -239,14 +240,14 @@ def _norm_dtype(named: Iterable[tuple[str, torch.Tensor]]) -> torch.dtype:
     return functools.reduce(torch.promote_types, found) if found else torch.float32
 
 
-def _clipped(reducer: Reduces | None) -> Clipped:
-    """The record of a reducer's gradients as they are now."""
+def _clipped(reducer: Reduces | None) -> PendingClip:
+    """What clipping has done to a reducer's current gradients."""
     if reducer is None:
-        return Clipped(lambda: None, lambda: None)
+        return PendingClip(lambda: None, lambda: None)
     known = _records.get(reducer)
     if known is None or not known.is_current():
         alive = weakref.ref(reducer)
-        known = _records[reducer] = Clipped(
+        known = _records[reducer] = PendingClip(
             lambda: None if (one := alive()) is None else (one.steps, one.late.flushed),
             lambda: None if (one := alive()) is None else one.observed.additions,
         )

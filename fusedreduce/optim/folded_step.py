@@ -1,18 +1,17 @@
-"""The fold: a divisor that the next step of torch's fused optimizers takes in, instead of a pass over the gradients.
+"""Folds a divisor into the next step of torch's fused optimizers, in place of a pass over the gradients.
 
-torch's fused Adam, AdamW and SGD read an attribute that GradScaler sets around a step: gradients are divided by
-`grad_scale`, and written back so. A pre-hook of `step` multiplies the divisor into what is there, a post-hook puts back
-what was there. Both stay on the optimizer for good: a hook that took itself away while torch goes through them would
-make that step raise after the weights have changed. What they fold is used once, and only as long as the gradients are
-those that it was made for.
+torch's fused Adam, AdamW and SGD read an attribute that GradScaler sets around a step: they divide the gradients by
+`grad_scale` and write them back. A pre-hook of `step` multiplies the divisor into that attribute, a post-hook restores
+it. Both hooks stay on the optimizer for good: a hook that removed itself while torch iterates over them would make that
+step raise after the weights have changed. A divisor is used once, and only for the gradients that it was made for.
 
-Found by trying torch 2.13 on CPU: `grad_scale` must be fp32; NaN and Inf in it do to gradients what division does; a
-step that raises runs no post-hook, so the next thing that looks puts back what was there; optimizers lose their hooks
-when they are copied, and keep them over load_state_dict.
+Observed with torch 2.13 on CPU: `grad_scale` must be fp32; NaN and Inf in it act on gradients as in a division; a step
+that raises runs no post-hook, so the next call of ours restores the attribute; optimizers lose their hooks when they
+are copied, and keep them over load_state_dict.
 
-What waits is for the gradients of its day. Where all of them are gone it is dropped; where others have taken the place
-of some, or a backward has added to them, no one divisor is right, and the step is refused. What the user does to them
-in place is divided with them.
+A divisor that waits for a step is for the gradients of that time. If all of them are gone it is dropped; if others have
+replaced some, or a backward has added to them, no single divisor is right, and the step is refused. Changes that the
+user makes in place are divided with them.
 """
 
 from __future__ import annotations
@@ -29,12 +28,16 @@ from ..errors import FusedReduceError
 _MISSING = object()
 
 
-class Clipped:
-    """What has been done to one set of gradients since they were made.
+class PendingClip:
+    """What clipping has done to one set of gradients, and the divisor that still waits for optimizers' steps.
 
     Args:
-        generation: what gradients these are; another value once they are others.
-        additions: another value once a backward has added to them.
+        generation: returns a value that changes when the gradients are those of another step.
+        additions: returns a value that changes when a backward adds to them.
+
+    Attributes:
+        divisor: 0-dim fp32, by which some optimizer has still to divide; None: none has.
+        written: `.grad` is not what the backward left.
     """
 
     def __init__(self, generation: Callable[[], object], additions: Callable[[], object]) -> None:
@@ -42,30 +45,36 @@ class Clipped:
         self._made_for = generation()
         self._additions = additions
         self._folded_at: object = None
-        self.divisor: torch.Tensor | None = None  # 0-dim fp32; some optimizer has still to divide by it
-        self.written = False  # `.grad` is not what backward left
-        self._waiting: set[Folder] = set()
+        self.divisor: torch.Tensor | None = None
+        self.written = False
+        self._waiting: set[OptimizerHook] = set()
         self._some_stepped = False
 
     def is_current(self) -> bool:
-        """Whether the gradients still are those that it was made for."""
+        """Whether the gradients still are those of the same step."""
         return self._generation() == self._made_for
 
     def check_again(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raises if these cannot be clipped once more: some optimizers have divided already and others not; or as
-        `still_for`."""
-        for folder in tuple(self._waiting):
-            self.still_for(folder)
-        given = {Folder.known(one) for one in optimizers}
+        """Checks that the gradients can be clipped once more.
+
+        Args:
+            optimizers: that they are to be clipped for; empty: in place.
+
+        Raises:
+            FusedReduceError: some optimizers have divided already and others have not; or as `still_for`.
+        """
+        for hook in tuple(self._waiting):
+            self.still_for(hook)
+        given = {OptimizerHook.known(one) for one in optimizers}
         if self._waiting and (self._some_stepped or (given and given != self._waiting)):
             raise FusedReduceError(
-                "these gradients were clipped before for optimizers that have not all stepped since: some gradients "
-                "are clipped by now and some are not. Clip before the first of the optimizers steps, each time with "
-                "the same ones"
+                "clip_grad_norm_: these gradients were clipped before for optimizers of which only some have stepped "
+                "since, or with other optimizers than now, so some gradients are clipped and some are not. Call it "
+                "before the first of the optimizers steps, each time with the same optimizers"
             )
 
     def fold(self, optimizers: Sequence[Optimizer], divisor: torch.Tensor) -> None:
-        """Has the next step of each divide its gradients by `divisor`, 0-dim, and by what waits already."""
+        """Has the next step of each optimizer divide its gradients by `divisor`, 0-dim, and by one that waits."""
         if self.divisor is not None:
             divisor = self.divisor * divisor
         self.divisor = divisor.to(torch.float32)
@@ -73,48 +82,48 @@ class Clipped:
         self._folded_at = self._additions()
         self._waiting = set()
         for one in optimizers:
-            folder = Folder.of(one)
-            folder.clipped, folder.meant = self, Gradients(one)
-            self._waiting.add(folder)
+            hook = OptimizerHook.of(one)
+            hook.clipped, hook.meant = self, GradIdentity(one)
+            self._waiting.add(hook)
 
-    def still_for(self, folder: Folder) -> bool:
-        """Whether an optimizer's gradients are those that its divisor waits for; if none of them is, it is dropped.
+    def still_for(self, hook: OptimizerHook) -> bool:
+        """Whether an optimizer's gradients are those that its divisor is for; if all are gone, the divisor is dropped.
 
         Raises:
-            FusedReduceError: some are, or a backward has added to them.
+            FusedReduceError: some have been replaced, or a backward has added to them.
         """
-        assert folder.meant is not None
-        left, others = folder.meant.left()
+        assert hook.meant is not None
+        left, others = hook.meant.left()
         if others and not left:
-            folder.clipped = folder.meant = None
-            self._waiting.discard(folder)
+            hook.clipped = hook.meant = None
+            self._waiting.discard(hook)
             self.written = self._some_stepped = True
             if not self._waiting:
                 self.divisor = None
             return False
         what = None
         if others:
-            what = f"{others} of the {left + others} gradients are others now"
+            what = f"{others} of the {left + others} gradients were replaced, added or set to None"
         elif self._additions() != self._folded_at:
             what = "a backward has added to the gradients"
         if what is not None:
             raise FusedReduceError(
-                f"since clip_grad_norm_ left its coefficient for this optimizer's step, {what}: they cannot be divided "
-                "by it. Call clip_grad_norm_ after the last change of gradients, or without the optimizer, to clip in "
-                "place. To give this step up, zero_grad(set_to_none=True)"
+                f"since clip_grad_norm_ left its coefficient for this optimizer's step, {what}, so the coefficient "
+                "does not fit them. Call clip_grad_norm_ after the last change of gradients, or without the optimizer, "
+                "to clip in place. To skip this step, call zero_grad(set_to_none=True)"
             )
         return True
 
-    def used(self, folder: Folder) -> None:
-        """One optimizer has stepped."""
-        self._waiting.discard(folder)
+    def used(self, hook: OptimizerHook) -> None:
+        """Notes that an optimizer has stepped, and so divided."""
+        self._waiting.discard(hook)
         self.written = self._some_stepped = True
         if not self._waiting:
             self.divisor = None
 
 
-class Gradients:
-    """Which tensors an optimizer's gradients are. Nothing is kept alive."""
+class GradIdentity:
+    """Which tensors an optimizer's gradients are, by weak references."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._seen = [
@@ -124,11 +133,11 @@ class Gradients:
         ]
 
     def left(self) -> tuple[int, int]:
-        """How many are still there, and in how many places something else is."""
+        """Returns how many gradients are still the same tensors, and how many are not."""
         left = others = 0
         for parameter, then in self._seen:
-            held = parameter()
-            now, was = None if held is None else held.grad, None if then is None else then()
+            alive = parameter()
+            now, was = None if alive is None else alive.grad, None if then is None else then()
             if now is was:
                 left += now is not None
                 others += now is None and then is not None  # both gone
@@ -137,38 +146,44 @@ class Gradients:
         return left, others
 
 
-class Folder:
-    """The hooks of one optimizer, and what its next step folds in."""
+class OptimizerHook:
+    """The step hooks of one optimizer, and the clip whose divisor its next step folds in.
+
+    Attributes:
+        clipped: the clip; None: there is none.
+        meant: the gradients that its divisor is for.
+        in_closure: a step with a closure has begun, and is not known to have ended.
+    """
 
     def __init__(self) -> None:
-        self.clipped: Clipped | None = None
-        self.meant: Gradients | None = None  # those that it is for
-        self.in_closure = False  # maybe: a step with a closure has begun, and not come to its end
+        self.clipped: PendingClip | None = None
+        self.meant: GradIdentity | None = None
+        self.in_closure = False
         self._mine: torch.Tensor | None = None
         self._before: object = _MISSING
 
     @classmethod
-    def known(cls, optimizer: Optimizer) -> Folder | None:
-        """The optimizer's, if it has one."""
-        return _folders.get(optimizer)
+    def known(cls, optimizer: Optimizer) -> OptimizerHook | None:
+        """The optimizer's hooks, if it has any."""
+        return _hooks.get(optimizer)
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> Folder:
-        """The optimizer's, made and hooked the first time."""
-        folder = cls.known(optimizer)
-        if folder is None:
-            folder = _folders[optimizer] = cls()
-            optimizer.register_step_pre_hook(folder.before_step)
-            optimizer.register_step_post_hook(folder.after_step)
-        return folder
+    def of(cls, optimizer: Optimizer) -> OptimizerHook:
+        """The optimizer's hooks, registered by the first call."""
+        hook = cls.known(optimizer)
+        if hook is None:
+            hook = _hooks[optimizer] = cls()
+            optimizer.register_step_pre_hook(hook.before_step)
+            optimizer.register_step_post_hook(hook.after_step)
+        return hook
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Multiplies the divisor into `grad_scale`.
+        """Pre-hook of the step: multiplies the divisor into `grad_scale`.
 
         Raises:
-            FusedReduceError: see `Clipped.still_for`.
-            ValueError: a closure, and a divisor that waits.
-            Both of them before anything has changed.
+            FusedReduceError: as `PendingClip.still_for`.
+            ValueError: the step has a closure, and a divisor waits.
+            Both before anything has changed.
         """
         self.put_back(optimizer)
         if self.clipped is not None and not self.clipped.is_current():
@@ -179,8 +194,8 @@ class Folder:
         divisor = None if self.clipped is None else self.clipped.divisor
         if closure and divisor is not None:
             raise ValueError(
-                "step(closure) would divide the closure's gradients by the coefficient of others, which "
-                "clip_grad_norm_ has left for this step. Call clip_grad_norm_ within the closure"
+                "step(closure) would divide the closure's gradients by the coefficient that clip_grad_norm_ has made "
+                "for the gradients before. Call clip_grad_norm_ within the closure"
             )
         self.in_closure = closure
         if divisor is None:
@@ -192,7 +207,7 @@ class Folder:
         self._mine, self._before = divisor, before
 
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Puts back what was there."""
+        """Post-hook of the step: restores `grad_scale`."""
         self.in_closure = False
         if self._mine is not None and self.clipped is not None:
             self.clipped.used(self)
@@ -200,7 +215,7 @@ class Folder:
         self.put_back(optimizer)
 
     def put_back(self, optimizer: Optimizer) -> None:
-        """Undoes what a step has left, or one that raised; unless somebody else has written there since."""
+        """Restores `grad_scale` after a step, also one that raised, unless another value was written there since."""
         if self._mine is not None and vars(optimizer).get("grad_scale") is self._mine:
             if self._before is _MISSING:
                 del optimizer.grad_scale  # type: ignore[attr-defined]
@@ -209,27 +224,34 @@ class Folder:
         self._mine, self._before = None, _MISSING
 
 
-_folders: weakref.WeakKeyDictionary[Optimizer, Folder] = weakref.WeakKeyDictionary()
+_hooks: weakref.WeakKeyDictionary[Optimizer, OptimizerHook] = weakref.WeakKeyDictionary()
 
 
 def can_wait(optimizers: Sequence[Optimizer]) -> bool:
-    """Whether the next step of each will see what waits for it. From now on its steps are watched.
+    """Whether the next step of each optimizer runs our hooks, which are registered from now on.
 
-    Not within a step's closure, whose pre-hooks have been through; and whether an optimizer is in one we can't tell
-    when we meet it for the first time. (After a step with a closure that raised, not before the next one.)
+    Not within a step's closure, after the pre-hooks have run; and at an optimizer's first call we cannot know whether
+    it is in one. (After a step with a closure that raised, not before the next step has ended.)
+
+    Args:
+        optimizers: each, in any order.
     """
-    strangers = [one for one in optimizers if Folder.known(one) is None]
-    folders = [Folder.of(one) for one in optimizers]
-    for one, folder in zip(optimizers, folders, strict=True):
-        folder.put_back(one)
-    return not strangers and not any(folder.in_closure for folder in folders)
+    strangers = [one for one in optimizers if OptimizerHook.known(one) is None]
+    hooks = [OptimizerHook.of(one) for one in optimizers]
+    for one, hook in zip(optimizers, hooks, strict=True):
+        hook.put_back(one)
+    return not strangers and not any(hook.in_closure for hook in hooks)
 
 
 def check_can_fold(optimizers: Sequence[Optimizer], named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Raises unless these optimizers divide by `grad_scale`, and own exactly these parameters, each once.
+    """Checks that these optimizers divide by `grad_scale`, and own exactly these parameters, each once.
+
+    Args:
+        optimizers: to fold a divisor into.
+        named: (name, parameter) of every reduced parameter.
 
     Raises:
-        ValueError: with what to do.
+        ValueError: they do not; with what to do.
     """
     for one in optimizers:
         why = None
@@ -242,8 +264,8 @@ def check_can_fold(optimizers: Sequence[Optimizer], named: Sequence[tuple[str, t
             why = "is capturable"
         if why is not None:
             raise ValueError(
-                f"the coefficient cannot be folded into {type(one).__name__}, which {why}. Leave the optimizer out: "
-                "the gradients are clipped in place then, in one launch"
+                f"clip_grad_norm_: the coefficient cannot be folded into {type(one).__name__}, which {why}. Leave the "
+                "optimizer out: the gradients are then clipped in place, in one launch"
             )
     held = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
     owned, reduced = set(map(id, held)), {id(one) for _, one in named}

@@ -1,15 +1,15 @@
-"""FusedGradScaler: torch's GradScaler whose two passes over the gradients ride in the reduction.
+"""FusedGradScaler: torch's GradScaler whose two passes over the gradients are part of the reduction.
 
     scaler = FusedGradScaler(ddp)
     for batch in data:
         optimizer.zero_grad()
         scaler.scale(loss(ddp(batch))).backward()     # the scale stays on during the wire, unpack takes it off
-        scaler.unscale_(optimizer)                    # no pass: a look at what unpack has found
+        scaler.unscale_(optimizer)                    # no pass: unpack has found what is not finite
         fusedreduce.clip_grad_norm_(ddp, 1.0, optimizer)
         scaler.step(optimizer)
         scaler.update()
 
-torch's unscale_ reads and writes every gradient: 8 bytes per element of fp32. Here parameters that a wrapper reduces
+torch's unscale_ reads and writes every gradient: 8 bytes per element of fp32. Here gradients that a wrapper reduces
 cost nothing; others go through torch's operator.
 """
 
@@ -34,7 +34,7 @@ from ..reducer import validation as admission
 from ..reducer.reducer import Reducer
 
 Wrapper = DistributedDataParallel | DataParallel | Reducer
-# What has the gradients of a wrapper: those it reduces, or those its replicas have in common.
+# The owner of a wrapper's gradients: its reducer, or the sum over its replicas.
 Reduces = Reducer | ModuleGradients
 _MISSING = object()
 _FUSED_STEP_ATTRIBUTES = ("grad_scale", "found_inf")
@@ -44,35 +44,36 @@ _numbers: weakref.WeakKeyDictionary[Reduces, dict[int, int]] = weakref.WeakKeyDi
 class FusedGradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler for models under our wrapper.
 
-    Where it differs from torch's: gradients of a wrapper are unscaled as soon as its synchronised backward returns, so
-    `.grad` holds unscaled values from then on, before `unscale_` and `step` too (after backwards under no_sync it holds
-    scaled ones); `unscale_` only tells whether the reduction found a NaN or Inf among them, which it did in the same
-    bytes on every rank: a step is skipped on all ranks or on none. (For an optimizer with parameters that no wrapper
-    reduces, ranks agree by a small collective in `unscale_`: all of them must call it, and none may have joined.) A
-    scale that changes between backwards under no_sync is brought into line by the next backward, for the wrapper's
-    parameters.
+    It differs from torch's in these points. Gradients of a wrapper are unscaled when its synchronised backward returns,
+    so `.grad` holds unscaled values from then on, also before `unscale_` and `step` (after backwards under no_sync it
+    holds scaled ones). `unscale_` only asks whether the reduction has found a NaN or Inf, which is the same on every
+    rank: a step is skipped on all ranks or on none. (For an optimizer with parameters that no wrapper reduces, ranks
+    agree by a small collective in `unscale_`: all of them must call it, and none may have joined.) If the scale changes
+    between backwards under no_sync, the next backward brings the wrapper's gradients to the new one.
 
-    A fused SGD with momentum that was told by `found_inf` to skip its very first step would keep a momentum that was
-    never initialised: that one step is decided on the host. So is every step of an optimizer that is not fused, as in
-    torch's class.
+    A fused SGD with momentum that is told by `found_inf` to skip its very first step would keep an uninitialised
+    momentum: that one step is decided on the host. So is every step of an optimizer that is not fused, as in torch's
+    class.
 
-    DataParallel takes the scale off each replica's gradients before it adds them up: what comes out of it is unscaled,
-    also under no_sync, and backwards with and without a scale may be accumulated there. A loss that reaches its
-    module's parameters on another way as well (a penalty on weights) is refused by `scale`: run that term backward by
-    itself.
+    DataParallel removes the scale from each replica's gradients before it adds them up: its gradients are unscaled,
+    also under no_sync, and backwards with and without a scale may be accumulated. A loss that depends on its module's
+    parameters also in another way (a penalty on weights) is refused by `scale`: run that term's backward on its own.
 
     Args:
-        ddp: the wrapper (DataParallel, or Reducer), or several, whose backwards begin at a loss that went through
-            `scale`. What torch.compile has made of one is taken for it.
-        device: type of the device of the losses; None: of the first wrapper's first parameter.
-        init_scale: as torch's, as are growth_factor, backoff_factor and growth_interval.
+        ddp: the wrapper (DistributedDataParallel, DataParallel or Reducer), or several, whose backwards begin at a loss
+            from `scale`; also as compiled by torch.compile.
+        device: device type of the losses; None: that of the first wrapper's first parameter.
+        init_scale: initial loss scale, as torch's.
+        growth_factor: factor of growth, as torch's.
+        backoff_factor: factor after an overflow, as torch's.
+        growth_interval: steps without an overflow before the scale grows, as torch's.
         enabled: False: nothing is scaled, `step` steps, the rest does nothing.
 
     Raises:
-        TypeError: something that is neither our wrapper nor a Reducer. torch's DistributedDataParallel, with fused_hook
-            or without, takes torch's GradScaler.
-        ValueError: none, or one twice; one with fp16 parameters, whose gradients torch does not unscale either; one
-            that shares parameters with another wrapper; or one whose optimizer steps within backward.
+        TypeError: not our wrapper or a Reducer. With torch's DistributedDataParallel, with fused_hook or without, use
+            torch's GradScaler.
+        ValueError: no wrapper, or one twice; one with fp16 parameters, whose gradients torch does not unscale either;
+            one that shares parameters with another wrapper; or one whose optimizer steps within backward.
     """
 
     def __init__(
@@ -99,10 +100,13 @@ class FusedGradScaler(torch.amp.GradScaler):
         self.attach(wrappers)
 
     def attach(self, ddp: Wrapper | Iterable[Wrapper]) -> None:
-        """Takes these wrappers in place of those it had; what a copy or an unpickled scaler, which has none, needs.
+        """Replaces the scaler's wrappers. A copy or an unpickled scaler has none, and needs this call.
+
+        Args:
+            ddp: a wrapper or several, as in the constructor.
 
         Raises:
-            TypeError, ValueError: as when it is made; it then has the wrappers that it had.
+            TypeError, ValueError: as the constructor; the scaler then keeps its wrappers.
         """
         wrappers = _checked(ddp)
         if not self._enabled:
@@ -117,15 +121,21 @@ class FusedGradScaler(torch.amp.GradScaler):
         self._reducers()
 
     def scale(self, outputs: Any) -> Any:
-        """As torch's. A backward that begins at what this returns is known to be of a scaled loss.
+        """Multiplies losses by the scale, as torch's, and marks their backwards as scaled.
 
-        That backward raises FusedReduceError, before anything is sent, where it meets gradients whose scale is off
+        Such a backward raises FusedReduceError, before anything is sent, if it adds to gradients that are unscaled
         already: `zero_grad` was not called, or an earlier micro-batch of this step did not run under no_sync.
 
+        Args:
+            outputs: a loss, or several in lists, tuples or iterables.
+
+        Returns:
+            The scaled losses, in the same structure.
+
         Raises:
-            ValueError: a tensor that no backward can begin at, where gradients are enabled; or a wrapper that by now
-                shares parameters with another one, or has an optimizer that steps within backward.
-            FusedReduceError: the loss reaches parameters of a DataParallel on another way than through its replicas.
+            ValueError: no backward can begin at a tensor, while gradients are enabled; or a wrapper shares parameters
+                with another one, or has an optimizer that steps within backward.
+            FusedReduceError: the loss depends on parameters of a DataParallel other than through its replicas.
         """
         if not self._enabled:
             return outputs
@@ -139,24 +149,36 @@ class FusedGradScaler(torch.amp.GradScaler):
         assert self._scale is not None
         if self._loss_scale is None:
             self._loss_scale = LossScale.of(self._scale.detach().clone())  # update() writes into torch's tensor
-        return _followed(scaled, _Beginning(reducers, self._loss_scale))
+        return _watched(scaled, _Beginning(reducers, self._loss_scale))
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Notes whether the optimizer's gradients are finite. `.grad` holds unscaled values before and after.
+        """Finds out whether the optimizer's gradients are finite; `.grad` holds unscaled values before and after.
 
-        Gradients that no wrapper reduces are unscaled here, in place. As torch's it is optional, and waits for nothing.
+        Gradients that no wrapper reduces are unscaled here, in place. As torch's it is optional, and the host does not
+        wait.
+
+        Args:
+            optimizer: whose gradients.
 
         Raises:
             RuntimeError: called twice since `update`, or after `step`; torch's.
-            FusedReduceError: the backwards since `zero_grad` ran under no_sync, so gradients are still scaled.
+            FusedReduceError: all backwards since `zero_grad` ran under no_sync, so gradients are still scaled.
         """
         super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's: steps unless a gradient of the optimizer's is NaN or Inf.
+        """Steps the optimizer, unless one of its gradients is NaN or Inf, as torch's.
 
-        `.grad` holds unscaled values before and after; a coefficient of `clip_grad_norm_` that was folded in is in it
-        after a step of the fused optimizer that was not skipped.
+        `.grad` holds unscaled values before and after. A coefficient that `clip_grad_norm_` has folded into a fused
+        optimizer is multiplied into `.grad` by a step that is not skipped.
+
+        Args:
+            optimizer: what to step.
+            args: for its `step`.
+            kwargs: for its `step`.
+
+        Returns:
+            What its `step` returned; None if it was skipped.
 
         Raises:
             RuntimeError: called twice since `update`, or with a closure; torch's.
@@ -188,10 +210,13 @@ class FusedGradScaler(torch.amp.GradScaler):
             raise
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """As torch's. What a step shows that was scaled before the scale has last been lowered does not count.
+        """Updates the scale, as torch's.
 
-        (BoundedStaleness: k more steps were under way then, and would each lower it again. Nor does a step that has no
-        gradients yet.)
+        A step that was scaled before the scale was last lowered does not count, nor one without gradients. (With
+        BoundedStaleness k more steps were in flight then, and would each lower it again.)
+
+        Args:
+            new_scale: the scale from now on; None: by the rule.
         """
         kept = None if new_scale is not None or not self._enabled else self._kept()
         super().update(new_scale)
@@ -203,7 +228,7 @@ class FusedGradScaler(torch.amp.GradScaler):
         self._loss_scale = None
 
     def _kept(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Whether scale and tracker are to stay as they are, and what they are; None: they are not. On the device."""
+        """Whether scale and growth tracker stay as they are, and both, on the device; None: they may change."""
         reducers = list(map(reducer_of, self._wrappers))
         landed = [one.late.landed_scale for one in reducers if one.late.landed_scale is not None]
         if self._scale is None or self._growth_tracker is None or not (landed or self._withheld()):
@@ -214,11 +239,15 @@ class FusedGradScaler(torch.amp.GradScaler):
         return old, self._scale.clone(), self._growth_tracker.clone()
 
     def _withheld(self) -> bool:
-        """Whether the latest step has left no gradients, as averages come later."""
+        """Whether the latest step has left no gradients, because averages come later."""
         return any(reducer_of(one).late.withheld for one in self._wrappers)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, and torch's dictionaries."""
+        """Restores the scale; takes torch's dictionaries too.
+
+        Args:
+            state_dict: from `state_dict` of this class or of torch's.
+        """
         super().load_state_dict(state_dict)
         self._loss_scale = None
 
@@ -228,8 +257,8 @@ class FusedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """Called by torch's unscale_. One flag, exactly 0. or 1.: a fused step skips for nothing else, and torch adds
-        up one per device."""
+        """Called by torch's unscale_. Returns one flag, exactly 0. or 1., because a fused step skips for nothing else,
+        and torch adds up one per device."""
         reducers = self._reducers()
         for reducer in reducers:
             reducer.observed.before_reading()
@@ -251,24 +280,24 @@ class FusedGradScaler(torch.amp.GradScaler):
         ]
         if not all(reducer.observed.units.unscaled_now() for reducer, _ in mine):
             raise FusedReduceError(
-                "the gradients have not been reduced yet, and still have their loss scale on: every backward since "
-                "zero_grad() ran under no_sync(). Run the last micro-batch's forward and backward outside of it"
+                "the gradients have not been reduced yet and are still scaled, because every backward since "
+                "zero_grad() ran under no_sync(): run the last micro-batch's forward and backward outside of no_sync()"
             )
         unscaled = super()._unscale_grads_(_Parameters(others), inv_scale, found_inf, allow_fp16)  # type: ignore[arg-type]
         flags = [*unscaled.values(), *(_found_non_finite(*one) for one in mine)]
-        # In a tensor of its own: update() adds other optimizers' to it in place.
+        # A tensor of its own, because update() adds other optimizers' flags to it in place.
         for flag in flags:
             found_inf = torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True))
         if others:
-            # Their gradients are this rank's own, yet all ranks skip or none does.
+            # Their gradients are this rank's own, but all ranks must skip or none.
             found_inf = reducers[0].observed.on_any_rank(found_inf).to(found_inf.device)
-        # torch's update() wants to be told of every step, also of one that has no gradients yet.
+        # torch's update() needs a flag of every step, also of one without gradients.
         return {found_inf.device: found_inf} if flags or self._withheld() else {}
 
     def _reducers(self) -> list[Reduces]:
-        """The wrappers', as they are now: one that is copied or loaded builds another."""
+        """The current reducers of the wrappers: a wrapper that is copied or loaded builds another."""
         if not self._wrappers:
-            raise FusedReduceError("this scaler is a copy, or was unpickled, and has no wrapper: call attach(ddp)")
+            raise FusedReduceError("this FusedGradScaler is a copy, or was unpickled, and has no wrapper: attach(ddp)")
         reducers = [reducer_of(one) for one in self._wrappers]
         for reducer in reducers:
             reducer.observed.units.attach(self)
@@ -282,13 +311,13 @@ class FusedGradScaler(torch.amp.GradScaler):
 
 
 def is_unscaled(reducer: Reduces) -> bool:
-    """Whether a scaler of this reducer's has been told to `unscale_` an optimizer that has not stepped yet."""
+    """Whether `unscale_` was called on a scaler of this reducer for an optimizer that has not stepped yet."""
     scalers = reducer.observed.units.scalers()
     return any(isinstance(scaler, FusedGradScaler) and scaler._has_unscaled() for scaler in scalers)
 
 
 def reducer_of(ddp: Wrapper) -> Reduces:
-    """The reducer of a wrapper, or the one given."""
+    """The reducer of a wrapper; a Reducer itself."""
     if isinstance(ddp, Reducer):
         return ddp
     if isinstance(ddp, DataParallel):
@@ -299,54 +328,54 @@ def reducer_of(ddp: Wrapper) -> Reduces:
 
 
 class _Beginning:
-    """Called when a backward begins at a scaled loss. A loss that is kept does not keep the reducers."""
+    """Hook for the begin of a scaled loss's backward. A loss that is kept does not keep the reducers alive."""
 
     def __init__(self, reducers: Sequence[Reduces], scale: LossScale) -> None:
         self._reducers, self._scale = [weakref.ref(one) for one in reducers], scale
 
     def check(self, scaled: torch.Tensor) -> None:
-        """Raises if the scale would stay on some gradients of a DataParallel's."""
-        for held in self._reducers:
-            reducer = held()
+        """Raises FusedReduceError if the scale would stay on some gradients of a DataParallel."""
+        for reference in self._reducers:
+            reducer = reference()
             if isinstance(reducer, ModuleGradients):
                 reducer.check_loss(scaled)
 
     def __call__(self, _: object) -> None:
-        for held in self._reducers:
-            reducer = held()
+        for reference in self._reducers:
+            reducer = reference()
             if reducer is not None:
                 reducer.begin_scaled(self._scale)
 
 
-def _followed(scaled: Any, begin: _Beginning) -> Any:
-    """Has `begin` called by the backward of each tensor in `scaled`, nested and lazy as torch's `scale` takes them."""
+def _watched(scaled: Any, begin: _Beginning) -> Any:
+    """Makes the backward of each tensor in `scaled`, nested and lazy as in torch's `scale`, call `begin`."""
     if isinstance(scaled, torch.Tensor):
         if scaled.grad_fn is not None:
             begin.check(scaled)
             scaled.grad_fn.register_prehook(begin)
         elif torch.is_grad_enabled():
-            # As the gradient that another backward begins with it would scale in a way that nobody follows.
+            # As the gradient that another backward begins with, it would scale that backward unnoticed.
             raise ValueError(
-                "FusedGradScaler.scale takes a loss that a backward begins at: this tensor has no grad_fn. For "
-                "loss.backward(gradient=...) scale the loss, not the gradient, or use torch.amp.GradScaler"
+                "FusedGradScaler.scale needs a loss that backward() can be called on, but this tensor has no grad_fn. "
+                "For loss.backward(gradient=...) scale the loss, not the gradient, or use torch.amp.GradScaler"
             )
         return scaled
     if isinstance(scaled, list | tuple):
         for one in scaled:
-            _followed(one, begin)
+            _watched(one, begin)
         return scaled
-    return (_followed(one, begin) for one in scaled)
+    return (_watched(one, begin) for one in scaled)
 
 
 def _numbers_of(reducer: Reduces) -> dict[int, int]:
-    """A reducer's parameters, which it holds as long as it lives, by id."""
+    """The numbers of a reducer's parameters, by id; the reducer keeps them alive."""
     if reducer not in _numbers:
         _numbers[reducer] = {id(parameter): number for number, parameter in enumerate(reducer.parameters)}
     return _numbers[reducer]
 
 
 def _found_non_finite(reducer: Reduces, numbers: Sequence[int]) -> torch.Tensor:
-    """0. or 1., as the reduction has found; looked for now, where nothing was collected or gradients have changed."""
+    """0. or 1.: from the reduction's statistics, or measured now if there are none or gradients have changed."""
     observed = reducer.observed
     if observed.has_by_products():
         return observed.found_non_finite(None if len(numbers) == len(reducer.parameters) else numbers)
@@ -355,7 +384,7 @@ def _found_non_finite(reducer: Reduces, numbers: Sequence[int]) -> torch.Tensor:
 
 
 class _Parameters:
-    """All that torch's operator wants of an optimizer."""
+    """The part of an optimizer that torch's operator reads."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.param_groups = [{"params": parameters}]
@@ -383,21 +412,21 @@ def _refuse_fp16(reducer: Reduces) -> None:
     if fp16:
         raise ValueError(
             f"Attempting to unscale FP16 gradients. {len(fp16)} of the wrapper's parameters are fp16, the first one is "
-            f"{fp16[0]}: their gradients would lose what the scale is there to keep. Keep them in fp32, under autocast"
+            f"{fp16[0]}: unscaled, their gradients would underflow again. Keep parameters in fp32, and use autocast"
         )
 
 
 def _refuse_unscalable(reducer: Reduces) -> None:
-    """What can turn up during training: nothing else would notice, and gradients would be off by the scale."""
+    """Refuses what may change during training and would leave gradients wrong by the factor of the scale, unnoticed."""
     if reducer.steps_in_backward:
         raise ValueError(
-            "FusedGradScaler cannot take this wrapper: its optimizer steps within backward, before a loss scale could "
-            "be taken off. Step it after backward"
+            "FusedGradScaler cannot take this wrapper: its optimizer steps within backward, before the loss scale is "
+            "removed. Step it after backward"
         )
     if isinstance(reducer, Reducer) and reducer.shares_parameters and admission.shared(reducer, reducer.parameters):
         raise ValueError(
-            "FusedGradScaler cannot take this wrapper: it shares parameters with another one (nested, or not dropped "
-            "yet), and the loss scale would be taken off gradients that are reduced twice. Use torch.amp.GradScaler"
+            "FusedGradScaler cannot take this wrapper: it shares parameters with another one (nested, or not deleted "
+            "yet), so their gradients are reduced twice and would be unscaled twice. Use torch.amp.GradScaler"
         )
 
 
@@ -406,7 +435,7 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 
 
 def _begins_momentum(optimizer: Optimizer) -> bool:
-    """Whether a fused SGD would make a momentum buffer in this step."""
+    """Whether a fused SGD would allocate a momentum buffer in this step."""
     return isinstance(optimizer, SGD) and any(
         group["momentum"] != 0
         and group.get("fused")

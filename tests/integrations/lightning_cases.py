@@ -26,7 +26,7 @@ from torch.nn import functional
 
 import fusedreduce
 from fusedreduce import ReduceConfig
-from fusedreduce.optim.folded_step import Clipped
+from fusedreduce.optim.folded_step import PendingClip
 
 PACKAGE = sys.argv[1]
 if PACKAGE == "lightning":
@@ -150,13 +150,13 @@ def demand_same(theirs: Result, mine: Result, bound: float = 0.0) -> str:
 def folds() -> Iterator[list[object]]:
     """One element for each coefficient that is left to an optimizer's step meanwhile."""
     seen: list[object] = []
-    fold = Clipped.fold
+    fold = PendingClip.fold
 
-    def counted(self: Clipped, *args: Any) -> None:
+    def counted(self: PendingClip, *args: Any) -> None:
         seen.append(args)
         fold(self, *args)
 
-    with mock.patch.object(Clipped, "fold", counted):
+    with mock.patch.object(PendingClip, "fold", counted):
         yield seen
 
 

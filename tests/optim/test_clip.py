@@ -26,7 +26,7 @@ import fusedreduce
 from fusedreduce import FusedReduceError, ReduceConfig, Reducer
 from fusedreduce.kernels import dispatch
 from fusedreduce.optim.clip import clip_grad_norm_
-from fusedreduce.optim.folded_step import Folder
+from fusedreduce.optim.folded_step import OptimizerHook
 from fusedreduce.optim.grad_scaler import FusedGradScaler
 
 SHAPES = ((3,), (5, 7), (1,), (0,), (40,), (8, 3))
@@ -616,7 +616,7 @@ def test_a_copy_or_a_loaded_state_still_folds() -> None:
     run.backward(1)
     clip_grad_norm_(run.reducer, 0.3, run.optimizer)
     copied = copy.deepcopy(run.optimizer)
-    assert Folder.known(copied) is None and not hasattr(copied, "grad_scale")
+    assert OptimizerHook.known(copied) is None and not hasattr(copied, "grad_scale")
     run.optimizer.step()
     assert exact_norm(run.gradients()) == pytest.approx(0.3, rel=1e-5)
     pickle.dumps(run.optimizer)
@@ -832,7 +832,7 @@ def test_optimizers_that_cannot_fold_are_refused(ready: Run, case: str) -> None:
         clip_grad_norm_(ready.reducer, 0.3, given)
     assert all(map(torch.equal, before, ready.gradients()))
     for one in given if isinstance(given, list) else [given]:
-        assert one is ready.optimizer or Folder.known(one) is None
+        assert one is ready.optimizer or OptimizerHook.known(one) is None
     ready.optimizer.step()
     assert all(map(torch.equal, before, ready.gradients()))
 
