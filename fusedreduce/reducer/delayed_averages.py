@@ -80,8 +80,8 @@ class DelayedAverages:
     def pending(self) -> str:
         """What has not been applied, in words; empty: nothing."""
         ends = self._pipeline.ends
-        if len(ends.under_way):
-            return f"{len(ends.under_way)} steps are under way"
+        if len(ends.in_flight):
+            return f"{len(ends.in_flight)} steps are in flight"
         if ends.own is not None and not ends.own.settled:
             return "averages of steps since the last flush() are outstanding"
         return ""
@@ -126,7 +126,7 @@ class DelayedAverages:
         if stash.local():
             raise FusedReduceError(f"flush() while {_NO_SYNC_WAITS}")
         landed = 0
-        while len(self._pipeline.ends.under_way):
+        while len(self._pipeline.ends.in_flight):
             stash.stash_unused()
             try:
                 ended = self._pipeline.apply_oldest()
@@ -154,8 +154,8 @@ class DelayedAverages:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """`Reducer.load_state_dict`."""
         ends = self._pipeline.ends
-        if len(ends.under_way):
-            raise FusedReduceError("steps are under way: call flush(), or reset(), before load_state_dict()")
+        if len(ends.in_flight):
+            raise FusedReduceError("steps are in flight: call flush(), or reset(), before load_state_dict()")
         if ends.own is not None:
             ends.own.load_state(state)
         elif state:

@@ -45,7 +45,7 @@ class Scheduler:
         self._schedule = Schedule(model, replan_every)
         self._looked: dict[int, StepProfile] = {}
         self._numbers: list[int] | None = None
-        self._under_way: list[Pending] = []
+        self._pending: list[Pending] = []
         self._reduced: torch.Tensor | None = None
         self._compared: torch.Tensor | None = None
         self._decision: Decision | None = None
@@ -85,7 +85,7 @@ class Scheduler:
             raise self._failed(error) from error
         if looked is not None:
             looked.probe_issued(pending, self._communicator)
-        self._under_way.append(pending)
+        self._pending.append(pending)
         return 1
 
     def report(self, plan: Plan) -> int:
@@ -108,10 +108,10 @@ class Scheduler:
 
     def complete(self) -> None:
         """Waits for this step's collectives of `open_round` and `report`; on CUDA only the current stream waits."""
-        under_way, self._under_way = self._under_way, []
-        for pending in under_way:
+        pending_ones, self._pending = self._pending, []
+        for pending in pending_ones:
             wait_for(pending, "agreeing on a plan", self._communicator)
-        if under_way and self._device.type == "cuda":
+        if pending_ones and self._device.type == "cuda":
             self._waited = self._waited or torch.cuda.Event()
             self._waited.record(torch.cuda.current_stream(self._device))
 
@@ -167,7 +167,7 @@ class Scheduler:
         """Forgets everything, because ranks may know different things; every rank does so at the same place."""
         self.readiness = Readiness(len(self._schedule.model.kinds))
         self._schedule = Schedule(self._schedule.model, self._schedule.replan_every, arrival=self._schedule.arrival)
-        self._looked, self._numbers, self._under_way = {}, None, []
+        self._looked, self._numbers, self._pending = {}, None, []
         self._reduced = self._compared = self._decision = None
 
     def _mine(self, plan: Plan) -> list[int]:
@@ -181,7 +181,7 @@ class Scheduler:
     def _start(self, numbers: Sequence[int]) -> torch.Tensor:
         tensor = on_device(numbers, torch.int64, self._device)
         try:
-            self._under_way.append(self._communicator.all_reduce(tensor, "max"))
+            self._pending.append(self._communicator.all_reduce(tensor, "max"))
         except RuntimeError as error:
             raise self._failed(error) from error
         return tensor

@@ -692,7 +692,7 @@ def test_modes_change_between_steps_and_ranks_agree_on_them() -> None:
                     _same(_copies(parameters), Average(ranks, "native", 1.0, _bucket_dtypes(MIXES[0])).values)
                 clear(parameters)
             if k:
-                with pytest.raises(FusedReduceError, match="steps are under way: call flush"):
+                with pytest.raises(FusedReduceError, match="steps are in flight: call flush"):
                     reducer.set_sync_mode(Synchronous())
                 assert reducer.flush().steps == k
             clear(parameters)
@@ -831,7 +831,7 @@ def test_a_checkpoint_of_something_else_is_refused_and_nothing_is_loaded() -> No
         with pytest.raises(ValueError, match="sync_mode allows"):
             Reducer(_parameters(), Loopback(), ReduceConfig(sync_mode=mode)).load_state_dict(state)
     reducer, _ = _with_steps()
-    with pytest.raises(FusedReduceError, match="steps are under way"):
+    with pytest.raises(FusedReduceError, match="steps are in flight"):
         reducer.load_state_dict(state)
 
 

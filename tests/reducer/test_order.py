@@ -138,7 +138,7 @@ def _waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
     inner = FiniteCheck.complete
 
     def complete(self: FiniteCheck, started: Any = None) -> None:
-        under_way: Any = started or self._under_way
+        under_way: Any = started or self._in_flight
         inner(self, None if under_way is None else (FakeWork([]), under_way[1]))  # type: ignore[arg-type]
 
     patch.setattr(FiniteCheck, "complete", complete)

@@ -238,9 +238,9 @@ class Observed:
         self._finite.start_exchange(self._by_products.source_totals().first)
         return 1
 
-    def complete(self, told: Started | None = None) -> None:
-        """Waits for the exchange of this step, or for `told`, that of an earlier step."""
-        self._finite.complete(told)
+    def complete(self, exchange: Started | None = None) -> None:
+        """Waits for the exchange of this step, or for `exchange`, that of an earlier step."""
+        self._finite.complete(exchange)
 
     def detach_exchange(self) -> Started | None:
         """Hands over the exchange of a step that ends later; None: there is none."""
@@ -306,9 +306,9 @@ class Observed:
         """Begins a step in which this rank has no inputs and takes part with zeros (join)."""
         self._shadows = []
 
-    def add_shadow(self, bucket: GradBucket, under_way: Pending | torch.futures.Future[torch.Tensor]) -> None:
+    def add_shadow(self, bucket: GradBucket, pending: Pending | torch.futures.Future[torch.Tensor]) -> None:
         """Adds a bucket of zeros, and its reduction, which has been started."""
-        self._shadows.append((bucket, under_way))
+        self._shadows.append((bucket, pending))
 
     def start_shadow_exchange(self) -> int:
         """`start_exchange` for a rank without gradients."""
@@ -346,9 +346,9 @@ class Observed:
         """Totals of a rank without gradients: which reduced gradients are finite in the dtype that others store."""
         first = torch.full((len(self._parameters),), -1, dtype=torch.int64, device=device)
         number = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        for bucket, under_way in shadows:
+        for bucket, pending in shadows:
             numbers, largest = [], []
-            for parameter, values in _reduced(bucket, under_way):
+            for parameter, values in _reduced(bucket, pending):
                 if values.numel():
                     numbers.append(number[id(parameter)])
                     largest.append(values)
@@ -433,12 +433,12 @@ def norm_of(sums: torch.Tensor, peaks: torch.Tensor, norm_type: float) -> torch.
 
 
 def _reduced(
-    bucket: GradBucket, under_way: Pending | torch.futures.Future[torch.Tensor]
+    bucket: GradBucket, pending: Pending | torch.futures.Future[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each parameter of a reduced bucket and its real values, in the parameter's dtype if that has a smaller range."""
     buffer, reduced = bucket.buffer(), bucket.buffer()
-    if isinstance(under_way, torch._C.Future) or buffer.layout is not torch.strided:
-        future = under_way if isinstance(under_way, torch._C.Future) else under_way.future()
+    if isinstance(pending, torch._C.Future) or buffer.layout is not torch.strided:
+        future = pending if isinstance(pending, torch._C.Future) else pending.future()
         value: Any = future.value()  # by a comm hook, or by what sums sparse gradients
         reduced = value[0] if isinstance(value, list | tuple) else value
     for parameter, slot in zip(bucket.parameters(), bucket.gradients(), strict=True):

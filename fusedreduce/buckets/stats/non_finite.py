@@ -136,7 +136,7 @@ class FiniteCheck:
         self._places = places
         self._communicator = communicator
         self._raises = raises
-        self._under_way: Started | None = None
+        self._in_flight: Started | None = None
         self._gathered: torch.Tensor | None = None
         self._outcomes: deque[_Outcome] = deque()
         self._latest: NonFiniteReport | None = None
@@ -157,7 +157,7 @@ class FiniteCheck:
             CollectiveError: it could not be started.
         """
         try:
-            self._under_way = started = self._communicator.all_gather(first)
+            self._in_flight = started = self._communicator.all_gather(first)
         except RuntimeError as error:
             raise collective_failed(f"{_EXCHANGE} could not be started", self._communicator, error) from error
         return started
@@ -168,15 +168,15 @@ class FiniteCheck:
         Raises:
             CollectiveError: a peer died, left, or did not answer.
         """
-        under_way, self._under_way = started or self._under_way, None
-        if under_way is not None:
-            pending, self._gathered = under_way
+        in_flight, self._in_flight = started or self._in_flight, None
+        if in_flight is not None:
+            pending, self._gathered = in_flight
             wait_for(pending, _EXCHANGE, self._communicator)
 
     def detach_exchange(self) -> Started | None:
         """Hands over the exchange of a step that ends later, for `complete`; None: there is none."""
-        under_way, self._under_way = self._under_way, None
-        return under_way
+        in_flight, self._in_flight = self._in_flight, None
+        return in_flight
 
     def end_step(self, step: int, totals: Totals, *, excused: bool = False, places: Places | None = None) -> None:
         """Ends a step: reports what was not finite in it.
@@ -239,7 +239,7 @@ class FiniteCheck:
 
     def drop_step(self) -> None:
         """Drops the exchange of a step that was abandoned."""
-        self._under_way = self._gathered = None
+        self._in_flight = self._gathered = None
 
     def set_communicator(self, communicator: Communicator) -> None:
         """Switches to `communicator`."""

@@ -1,4 +1,4 @@
-"""resync: parameters, optimizer states and buffers are made equal on all ranks again, and how far they were apart.
+"""Parameter averaging: makes parameters, optimizer states and buffers equal on all ranks, and measures their drift.
 
     parameters, states of floats   mean over ranks, in fp32 (fp64 for fp64), rounded once
     0-dim states, counts           the largest (numbers of steps)
@@ -10,7 +10,7 @@ same numbers from the same bytes, so they end with the same bytes.
 
 Example: 1.0 on rank 0 and 1.5 on rank 1: reference 1.0, differences 0 and 0.5, mean difference 0.25: both get 1.25.
 
-Optimizer states are compared first: what is in them must be the same kind of thing on every rank.
+Optimizer states are compared first: their entries must be of the same kind on every rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ...comm.protocol import Communicator
 from ...comm.waiting import collective_failed, wait_for
 from ...errors import AgreementError, FusedReduceError
 
-# Elements that are averaged at a time: 16 MiB in fp32, of which five are alive.
+# Elements that are averaged at a time: 16 MiB in fp32, of which five buffers are alive.
 _PIECE_NUMEL = 1 << 22
 _TEXT_BYTES = 512
 _HASH_BYTES = 16
@@ -63,16 +63,19 @@ def equalize(
     """Makes parameters, the states that `optimizers` keep of them, and buffers the same on all ranks. Collectives.
 
     Args:
-        parameters: as they are on this rank, in the same order everywhere; written in place.
-        names: theirs.
-        optimizers: in the same order everywhere; states of other parameters stay as they are.
+        parameters: of this rank, in the same order on every rank; written in place.
+        names: their names.
+        optimizers: in the same order on every rank; states of other parameters stay as they are.
         buffers: become rank 0's.
-        communicator: the ranks, of which each calls this.
-        problem: why this rank cannot; nothing is changed anywhere then.
+        communicator: the ranks, each of which calls this.
+        problem: why this rank cannot take part; then nothing is changed on any rank. Empty: it can.
+
+    Returns:
+        How far parameters were apart.
 
     Raises:
-        AgreementError: states differ in kind (an optimizer that has not stepped on every rank), or hold something that
-            has no mean; on every rank, and nothing has been changed.
+        AgreementError: states differ in kind (an optimizer has not stepped on every rank), or have an entry without a
+            mean; on every rank, and nothing has been changed.
         CollectiveError: a collective failed.
     """
     device = parameters[0].device
@@ -152,14 +155,14 @@ def _compare(states: Iterable[_State], communicator: Communicator, device: torch
         kind = f"{value.dtype} {tuple(value.shape)}" if tensor else type(value).__name__
         texts.append(f"{one.text}: {kind}")
         if not problem and (not (one.is_averaged or one.is_counted) or (tensor and value.layout is not torch.strided)):
-            problem = f"{one.text} is {kind}, which has no mean: flush() without this optimizer"
+            problem = f"{one.text} is {kind}, which has no mean: call flush() without this optimizer"
     hashes = [hashlib.blake2b(text.encode(), digest_size=_HASH_BYTES).digest() for text in texts]
     digest = hashlib.blake2b(b"".join(hashes)).hexdigest()
     mine = json.dumps({"entries": len(texts), "digest": digest, "problem": problem[:_TEXT_BYTES]}).encode()
     held = [json.loads(raw) for raw in communicator.all_gather_bytes(mine, CAPACITY_BYTES, device)]
     problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(held) if one["problem"]]
     if problems:
-        raise AgreementError(f"nothing has been made equal. {' | '.join(problems)}")
+        raise AgreementError(f"flush() has changed nothing on any rank. {' | '.join(problems)}")
     if len({one["digest"] for one in held}) > 1:
         counts = [int(one["entries"]) for one in held]
         listed = communicator.all_gather_bytes(b"".join(hashes), _HASH_BYTES * max(counts), device)
@@ -169,13 +172,13 @@ def _compare(states: Iterable[_State], communicator: Communicator, device: torch
         shown = communicator.all_gather_bytes(text.encode()[:_TEXT_BYTES], _TEXT_BYTES, device)
         by_rank = "; ".join(f"rank {rank}: {raw.decode(errors='replace')}" for rank, raw in enumerate(shown))
         raise AgreementError(
-            f"optimizer states are not of the same kind on all ranks, so nothing has been made equal. Entries by rank: "
-            f"{counts}; the first that differs: {by_rank}. Before flush() every rank must have stepped each optimizer"
+            f"flush() has changed nothing: optimizer states are not of the same kind on all ranks. Entries by rank: "
+            f"{counts}; the first that differs: {by_rank}. Step each optimizer on every rank before flush()"
         )
 
 
 def _average(tensors: Sequence[torch.Tensor], communicator: Communicator) -> Drift:
-    """In place; how far they were apart."""
+    """Averages `tensors` in place; returns how far they were apart."""
     if not sum(tensor.numel() for tensor in tensors):
         return Drift()
     device = tensors[0].device
@@ -204,7 +207,7 @@ def _average(tensors: Sequence[torch.Tensor], communicator: Communicator) -> Dri
 
 
 def _largest(states: Sequence[_State], communicator: Communicator, device: torch.device) -> None:
-    """0-dim numbers and counts, in place."""
+    """Sets 0-dim numbers and counts to the largest of all ranks, in place."""
     for kinds, dtype in ((False, torch.int64), (True, torch.float64)):
         mine = [one for one in states if _is_float(one.value) is kinds]
         if not mine:
@@ -231,7 +234,7 @@ def _is_float(value: torch.Tensor | float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Some tensors, or a part of a large one, brought together in fp32 or fp64."""
+    """Some tensors, or a part of a large one, to be read and written as one flat tensor in fp32 or fp64."""
 
     tensors: list[torch.Tensor]
     dtype: torch.dtype

@@ -202,7 +202,7 @@ class Contributions:
             FusedReduceError: contributions are in flight here.
         """
         if not self.empty:
-            raise FusedReduceError("contributions are under way: call flush() before load_state_dict()")
+            raise FusedReduceError("contributions are in flight: call flush() before load_state_dict()")
         here = {"version": _STATE_VERSION, "mode": "asynchronous"}
         here |= {"rank": self._communicator.rank, "ranks": self._communicator.size}
         for key, expected in here.items():
@@ -279,11 +279,11 @@ class Contributions:
                 f"at the end of the asynchronous steps: {error}"
             )
             raise CollectiveError(self.failure) from error
-        told = [json.loads(one) for one in held]
-        problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+        states = [json.loads(one) for one in held]
+        problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(states) if text]
         if problems:
             raise FusedReduceError(f"nothing was applied on any rank, because of {' | '.join(problems)}")
-        self.catch_up(max(int(standing) for standing, _ in told))
+        self.catch_up(max(int(standing) for standing, _ in states))
         self.collect()
         self._settled_steps = self.steps
         return self.landed - before

@@ -97,7 +97,7 @@ def dump(steps: Iterable[StepInFlight], names: Sequence[str], *, world_size: int
             {
                 "step": step.number,
                 "loss_scale": None if scale is None else float(scale.scale.item()),
-                "told": None if step.told is None else step.told[1].tolist(),
+                "told": None if step.non_finite is None else step.non_finite[1].tolist(),
                 "averages": dict(zip(names, averages, strict=True)),
             }
         )
@@ -132,7 +132,7 @@ def load(
     try:
         return _loaded(state, parameters, names, world_size, most, check_finite)
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"a damaged state of steps under way: {type(error).__name__}: {error}") from error
+        raise ValueError(f"a damaged state of steps in flight: {type(error).__name__}: {error}") from error
 
 
 def _loaded(
@@ -145,7 +145,7 @@ def _loaded(
 ) -> tuple[list[StepInFlight], int]:
     version = state.get("version")
     if version != _VERSION:
-        raise ValueError(f"not a state of steps under way: version {version!r}, expected {_VERSION}")
+        raise ValueError(f"not a state of steps in flight: version {version!r}, expected {_VERSION}")
     if state["world_size"] != world_size:
         raise ValueError(
             f"the state is of {state['world_size']} ranks, there are {world_size} now, so its averages are of other "
@@ -153,7 +153,7 @@ def _loaded(
         )
     if len(state["steps"]) > most:
         raise ValueError(
-            f"the state holds {len(state['steps'])} steps under way, but sync_mode allows {most} now: use the mode "
+            f"the state holds {len(state['steps'])} steps in flight, but sync_mode allows {most} now: use the mode "
             "that it was saved in, or call flush() before saving"
         )
     steps = []
@@ -162,16 +162,16 @@ def _loaded(
         if len(kept["averages"]) != len(names):
             foreign = sorted(set(kept["averages"]) - set(names))
             raise ValueError(f"the state is of another model: {', '.join(foreign[:8])} not among the parameters")
-        told = None
+        non_finite = None
         if check_finite:
             rows = kept["told"] or [[-1, -1]] * world_size
-            told = Done(), torch.tensor(rows, dtype=torch.int64, device=parameters[0].device)
+            non_finite = Done(), torch.tensor(rows, dtype=torch.int64, device=parameters[0].device)
         scale = None
         if kept["loss_scale"] is not None:
             value = torch.tensor([kept["loss_scale"]], dtype=torch.float32, device=parameters[0].device)
             scale = LossScale.of(value)
         held = flights(parameters, names, averages)
-        steps.append(StepInFlight(int(kept["step"]), held, Unscaling(scale), None, told, None))
+        steps.append(StepInFlight(int(kept["step"]), held, Unscaling(scale), None, non_finite, None))
     return steps, int(state["rounds"])
 
 

@@ -52,7 +52,7 @@ class Ends:
 
     Attributes:
         staleness: by how many steps averages come later than their own step.
-        under_way: the steps in flight.
+        in_flight: the steps in flight.
         own: the asynchronous mode, which replaces launching and finishing; None in other modes.
     """
 
@@ -60,7 +60,7 @@ class Ends:
         self._parameters = maker.parameters
         self._observed = observed
         self._used = used
-        self.under_way = StepsInFlight(maker.parameters)
+        self.in_flight = StepsInFlight(maker.parameters)
         self.own: AsynchronousMode | None = None
         self.staleness = 0
         self.set_mode(maker, BucketSet((), maker))
@@ -91,17 +91,17 @@ class Ends:
 
     def drop_steps(self) -> None:
         """Drops the steps in flight."""
-        self.under_way.drop_steps()
+        self.in_flight.drop_steps()
 
     def release(self) -> None:
         """Drops the steps in flight and releases what the mode holds."""
-        self.under_way.drop_steps()
+        self.in_flight.drop_steps()
         if self.own is not None:
             self.own.release()
 
     def stats(self) -> dict[str, int | str]:
         """The sync mode's part of `Reducer.stats`."""
-        counted = {"steps_under_way": len(self.under_way), "steps_given_up": self.under_way.given_up}
+        counted = {"steps_under_way": len(self.in_flight), "steps_given_up": self.in_flight.given_up}
         return {**counted, **({} if self.own is None else self.own.stats())}
 
     # A step
@@ -123,14 +123,14 @@ class Ends:
             flights=[(one, one.detach_flight()) for one in detachable],
             unscaling=self._observed.units.unscaling(),
             used=self._used.detach_sum(),
-            told=self._observed.detach_exchange(),
+            non_finite=self._observed.detach_exchange(),
             buckets=buckets,
         )
-        self.under_way.add(step)
-        if len(self.under_way) > self.staleness:
+        self.in_flight.add(step)
+        if len(self.in_flight) > self.staleness:
             ended = self.apply_oldest(buckets, write)
         else:
-            self.under_way.clear_gradients()
+            self.in_flight.clear_gradients()
             ended = Ended(None)
         for one in detachable:
             one.rotate_wire()
@@ -139,7 +139,7 @@ class Ends:
     def apply_oldest(self, buckets: BucketSet, write: Write) -> Ended:
         """Applies the oldest step in flight."""
         self._observed.begin_stale_write()
-        step = self.under_way.apply_oldest(write, self._observed.complete)
+        step = self.in_flight.apply_oldest(write, self._observed.complete)
         return Ended(step.number, elsewhere=step.buckets is not buckets, scale=step.unscaling.scale)
 
     def contribute(self, buckets: BucketSet) -> None:
@@ -169,15 +169,15 @@ class Ends:
         def averaged(step: StepInFlight) -> Any:
             for parameter in self._parameters:
                 parameter.grad = None
-            if step.told is not None:
-                self._observed.complete(step.told)
-            self.under_way.write(step, write)
+            if step.non_finite is not None:
+                self._observed.complete(step.non_finite)
+            self.in_flight.write(step, write)
             return averages.flights(maker.parameters, maker.names, [one.grad for one in maker.parameters])
 
-        self.under_way.keep_averages(averaged)
+        self.in_flight.keep_averages(averaged)
         for one in buckets.detachable():
             one.rotate_wire()
-        return averages.dump(self.under_way, maker.names, world_size=maker.communicator.size, rounds=rounds)
+        return averages.dump(self.in_flight, maker.names, world_size=maker.communicator.size, rounds=rounds)
 
     def load_state_dict(self, maker: BucketMaker, state: Mapping[str, Any]) -> int:
         """Restores the steps in flight of `state_dict`; returns the number of rounds. Raises as `averages.load`."""
@@ -190,5 +190,5 @@ class Ends:
             check_finite=maker.config.check_finite != "off",
         )
         for step in steps:
-            self.under_way.add(step)
+            self.in_flight.add(step)
         return rounds

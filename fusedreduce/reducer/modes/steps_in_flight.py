@@ -48,7 +48,7 @@ class StepInFlight:
         flights: (reduction, what its `detach_flight` has returned), in launch order.
         unscaling: removes its loss scale.
         used: the sum of its used map; None: every parameter counts as used.
-        told: its exchange of non-finite gradients; None: there is none.
+        non_finite: its exchange of non-finite gradients; None: there is none.
         buckets: the set that it was launched in; None: its averages are known, as tensors.
     """
 
@@ -56,7 +56,7 @@ class StepInFlight:
     flights: Sequence[tuple[Applies, Any]]
     unscaling: Unscaling
     used: UsedSum | None
-    told: Started | None
+    non_finite: Started | None
     buckets: BucketSet | None
 
 
@@ -108,8 +108,8 @@ class StepsInFlight:
         self.write(step, write)
         if step.used is not None:
             step.used.complete()
-        if step.told is not None:
-            complete(step.told)
+        if step.non_finite is not None:
+            complete(step.non_finite)
         self._steps.popleft()
         return step
 
