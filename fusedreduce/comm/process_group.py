@@ -147,30 +147,69 @@ class ProcessGroupCommunicator:
         return True
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Work:
-        """Starts the elementwise reduction of `tensor` over all ranks, in place."""
+        """Starts the elementwise reduction of `tensor` over all ranks, in place.
+
+        Args:
+            tensor: dense and contiguous; the same dtype and number of elements on all ranks.
+            op: the operation.
+
+        Returns:
+            The collective in flight.
+        """
         work = dist.all_reduce(tensor, op=REDUCE_OPS[op], group=self.group, async_op=True)
         assert work is not None
         return _Work(work, (tensor,))
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> _Work:
-        """As `all_reduce`, but only rank `root`'s tensor holds the result; the others' contents are undefined."""
+        """Starts a reduction as `all_reduce` does, of which only rank `root`'s tensor holds the result.
+
+        Args:
+            tensor: as for `all_reduce`; its contents are undefined afterwards on the other ranks.
+            root: the rank that gets the result.
+            op: the operation.
+
+        Returns:
+            The collective in flight.
+        """
         source = dist.get_global_rank(self.group, root)
         work = dist.reduce(tensor, dst=source, op=REDUCE_OPS[op], group=self.group, async_op=True)
         assert work is not None
         return _Work(work, (tensor,))
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> _Work:
-        """Starts the exchange of equal parts: `output`, [ranks * n], gets part `rank` of each rank's `input`."""
+        """Starts the exchange of equal parts: `output` gets part `rank` of each rank's `input`.
+
+        Args:
+            output: [ranks * n]; dense and contiguous.
+            input: as `output`, and not the same memory.
+
+        Returns:
+            The collective in flight.
+        """
         work = dist.all_to_all_single(output, input, group=self.group, async_op=True)
         assert work is not None
         return _Work(work, (output, input))
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> _Work:
-        """Starts the sum of a sparse COO tensor over all ranks; the future's value holds the result."""
+        """Starts the sum of a sparse COO tensor over all ranks.
+
+        Args:
+            tensor: the same shape and dtype on all ranks.
+
+        Returns:
+            The collective in flight; its future's value is a list of the result.
+        """
         return self.all_reduce(tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> tuple[_Work, torch.Tensor]:
-        """Starts gathering `tensor`, [n], from all ranks; also returns the tensor that will hold it, [ranks, n]."""
+        """Starts gathering a tensor from all ranks.
+
+        Args:
+            tensor: [n], dense and contiguous; the same dtype and n on all ranks.
+
+        Returns:
+            The collective in flight, and the tensor that will hold the result, [ranks, n].
+        """
         gathered = torch.empty((self._size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
         # Rows of one tensor, because torch renames the collective that gathers into one from version to version.
         work = dist.all_gather(list(gathered.unbind()), tensor, group=self.group, async_op=True)
@@ -178,11 +217,28 @@ class ProcessGroupCommunicator:
         return _Work(work, (tensor, gathered)), gathered
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrites `tensor` on every rank with that of rank `source`; blocks."""
+        """Overwrites `tensor` on every rank with that of rank `source`; blocks.
+
+        Args:
+            tensor: dense and contiguous; the same dtype and number of elements on all ranks.
+            source: a rank.
+        """
         dist.broadcast(tensor, src=dist.get_global_rank(self.group, source), group=self.group)
 
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
-        """Returns every rank's payload, in rank order; blocks. One collective, `capacity_bytes` + 8 bytes per rank."""
+        """Gathers every rank's payload; blocks. One collective, with `capacity_bytes` + 8 bytes per rank.
+
+        Args:
+            payload: this rank's.
+            capacity_bytes: the most that any rank's payload has; the same on all ranks.
+            device: where the backend takes tensors.
+
+        Returns:
+            The payloads, in rank order.
+
+        Raises:
+            ValueError: `payload` is longer than `capacity_bytes`.
+        """
         if len(payload) > capacity_bytes:
             raise ValueError(f"a payload of {len(payload)} bytes does not fit into {capacity_bytes}")
         message = len(payload).to_bytes(8, "little") + payload.ljust(capacity_bytes, b"\0")
@@ -245,7 +301,15 @@ class ProcessGroupCommunicator:
             dist.destroy_process_group(self.group)
 
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
-        """Returns every rank's `text`, in rank order, through the group's key-value store; blocks.
+        """Exchanges texts through the group's key-value store; blocks.
+
+        Args:
+            key: of this exchange: the same on every rank, and new each time.
+            text: this rank's.
+            device: whose timeout applies.
+
+        Returns:
+            Every rank's text, in rank order.
 
         Raises:
             CollectiveError: not all ranks called it in time; ranks that are late raise it too.

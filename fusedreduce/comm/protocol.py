@@ -84,29 +84,68 @@ class Communicator(Ranks, Protocol):
         """Starts the elementwise reduction of `tensor` over all ranks, in place.
 
         Args:
-            tensor: dense and contiguous; the same shape and dtype on all ranks.
+            tensor: dense and contiguous; the same dtype and number of elements on all ranks.
             op: the operation.
+
+        Returns:
+            The collective in flight.
         """
         ...
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> Pending:
-        """As `all_reduce`, but only rank `root`'s tensor holds the result; the others' contents are undefined."""
+        """Starts a reduction as `all_reduce` does, of which only rank `root`'s tensor holds the result.
+
+        Args:
+            tensor: as for `all_reduce`; its contents are undefined afterwards on the other ranks.
+            root: the rank that gets the result.
+            op: the operation.
+
+        Returns:
+            The collective in flight.
+        """
         ...
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        """Starts the exchange of equal parts: `output`, [ranks * n], gets part `rank` of each rank's `input`."""
+        """Starts the exchange of equal parts: `output` gets part `rank` of each rank's `input`.
+
+        Args:
+            output: [ranks * n]; dense and contiguous.
+            input: as `output`, and not the same memory.
+
+        Returns:
+            The collective in flight.
+        """
         ...
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> Pending:
-        """Starts the sum of a sparse COO tensor over all ranks; the future's value holds the result."""
+        """Starts the sum of a sparse COO tensor over all ranks.
+
+        Args:
+            tensor: the same shape and dtype on all ranks.
+
+        Returns:
+            The collective in flight; its future's value is a list of the result.
+        """
         ...
 
     def all_gather(self, tensor: torch.Tensor) -> tuple[Pending, torch.Tensor]:
-        """Starts gathering `tensor`, [n], from all ranks; also returns the tensor that will hold it, [ranks, n]."""
+        """Starts gathering a tensor from all ranks.
+
+        Args:
+            tensor: [n], dense and contiguous; the same dtype and n on all ranks.
+
+        Returns:
+            The collective in flight, and the tensor that will hold the result, [ranks, n].
+        """
         ...
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrites `tensor` on every rank with that of rank `source`; blocks as `Pending.wait` does."""
+        """Overwrites `tensor` on every rank with that of rank `source`; blocks as `Pending.wait` does.
+
+        Args:
+            tensor: dense and contiguous; the same dtype and number of elements on all ranks.
+            source: a rank.
+        """
         ...
 
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:

@@ -57,6 +57,9 @@ def aligned_layout(numels: Sequence[int], *, wire_itemsize_bytes: int, shards: i
         wire_itemsize_bytes: bytes of one wire element: 1, 2, 4 or 8.
         shards: equal parts into which a collective divides the bucket (the world size for a reduce-scatter).
 
+    Returns:
+        A slot per parameter, in order, and the bucket's length.
+
     Raises:
         ValueError: a size is negative, the itemsize does not divide 16, or `shards` is below 1.
     """
@@ -79,6 +82,9 @@ def aligned_layout(numels: Sequence[int], *, wire_itemsize_bytes: int, shards: i
 
 def flat_layout(numel: int) -> Layout:
     """One slot and no padding, for a buffer that has been flattened already (by DDP, for a comm hook).
+
+    Args:
+        numel: elements of the buffer.
 
     Raises:
         ValueError: `numel` is negative.

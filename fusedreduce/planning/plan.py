@@ -35,6 +35,9 @@ def bucket_label(index: int, names: Sequence[str]) -> str:
     Args:
         index: its place in the launch order.
         names: its parameters' names; at most 50 are shown.
+
+    Returns:
+        The label.
     """
     more = len(names) - _NAMES_SHOWN
     return f"bucket {index} ({', '.join(names[:_NAMES_SHOWN])}{f' and {more} more' if more > 0 else ''})"
@@ -65,6 +68,9 @@ def learned_plan(
         cap_policy: how the limits are applied.
         order: every parameter once, the first ready first.
         share: buckets of mixed dtypes are allowed.
+
+    Returns:
+        The plan.
     """
     return tuple(_cut(kinds, caps.limits_bytes, cap_policy, order, share=share))
 

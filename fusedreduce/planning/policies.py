@@ -24,6 +24,9 @@ def static_plan(kinds: Sequence[ParameterKind], caps: BucketCaps, cap_policy: Ca
         caps: limits.
         cap_policy: how the limits are applied.
         order: every parameter once, the first ready first.
+
+    Returns:
+        The plan.
     """
     return learned_plan(kinds, caps, cap_policy, order, share=False)
 
@@ -39,6 +42,9 @@ def ready_plan(
         cap_policy: how the limits are applied.
         order: every parameter once, the first ready first.
         share: buckets of mixed dtypes are allowed.
+
+    Returns:
+        The plan.
     """
     place = {number: position for position, number in enumerate(order)}
     plan = learned_plan(kinds, caps, cap_policy, order, share=share)

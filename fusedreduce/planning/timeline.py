@@ -124,6 +124,9 @@ def ready_order(ready_ns: Sequence[int]) -> list[int]:
 
     Args:
         ready_ns: per parameter, or MISSING_NS.
+
+    Returns:
+        Every parameter's number once.
     """
     last = max(ready_ns, default=0) + 1
     keys = [last if ns == MISSING_NS else ns for ns in ready_ns]

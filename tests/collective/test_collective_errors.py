@@ -509,6 +509,15 @@ def test_a_thread_that_dies_before_it_registers_is_not_waited_for() -> None:
     assert told == ["register: rank 1 gave up: ArithmeticError: before; peer 1 had not registered"] * 2
 
 
+def test_who_registers_with_a_closed_group_does_not_wait_for_others() -> None:
+    group = LocalGroup(2)
+    group.close()
+    began = time.monotonic()
+    error = caught(lambda: register(0, "cpu", CollectiveConfig(world_size=2, timeout_s=60), group))
+    assert type(error) is PeerLost and str(error) == "register: the LocalGroup is closed"
+    assert time.monotonic() - began < 10
+
+
 def test_communicators_of_the_peers_own_meet_whatever_is_registered_between() -> None:
     group = LocalGroup(2, timeout_s=5)
 

@@ -155,13 +155,18 @@ class LocalGroup:
             self.rejoin(*range(self.size))
 
     def abort(self, communicator: LocalCommunicator, error: BaseException) -> None:
-        """Calls `communicator.abort(error)`."""
+        """Calls `communicator.abort(error)`.
+
+        Args:
+            communicator: of the rank that gives up.
+            error: why.
+        """
         communicator.abort(error)
 
     def on_epoch_end(self, owner: OwnerT, call: Callable[[OwnerT, str], None]) -> None:
         """Has `call(owner, why)` called once when this epoch ends, in the thread that aborts it or closes the group.
 
-        For whoever waits for ranks by other means than collectives.
+        For code that waits for ranks by other means than collectives.
 
         Args:
             owner: referenced weakly: nothing is called once it is gone. One call per owner and epoch.
@@ -269,7 +274,7 @@ class LocalCommunicator:
         return device.type == "cpu" and not self.group.one_thread
 
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises UnsupportedWireError, on every rank alike, if `dtype` cannot be summed on `device`.
+        """Raises UnsupportedWireError, on every rank, if tensors of `dtype` cannot be summed on `device`.
 
         On CUDA the kernel is compiled here, ahead of the first step.
         """
@@ -282,20 +287,44 @@ class LocalCommunicator:
         self.group.resources.prepare(dtype, device)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> LocalPending:
-        """Starts the reduction of `tensor` over all ranks, elementwise and in place.
+        """Starts the elementwise reduction of `tensor` over all ranks, in place.
 
         A sum is computed in fp32 (fp64 for fp64), in the strategy's order of additions, and rounded once.
+
+        Args:
+            tensor: dense and contiguous; the same dtype and number of elements on all ranks.
+            op: the operation.
+
+        Returns:
+            The collective in flight.
         """
         return self._issue("all_reduce", tensor, op=op, problem=_dense_problem(tensor))
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> LocalPending:
-        """As `all_reduce`, but only rank `root`'s tensor holds the result; the others' contents are undefined."""
+        """Starts a reduction as `all_reduce` does, of which only rank `root`'s tensor holds the result.
+
+        Args:
+            tensor: as for `all_reduce`; its contents are undefined afterwards on the other ranks.
+            root: the rank that gets the result.
+            op: the operation.
+
+        Returns:
+            The collective in flight.
+        """
         return self._issue(
             "reduce", tensor, op=op, root=root, problem=_dense_problem(tensor) or self._root_problem(root)
         )
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> LocalPending:
-        """Starts the exchange of equal parts: `output`, [ranks * n], gets part `rank` of each rank's `input`."""
+        """Starts the exchange of equal parts: `output` gets part `rank` of each rank's `input`.
+
+        Args:
+            output: [ranks * n]; dense and contiguous.
+            input: as `output`, and not the same memory.
+
+        Returns:
+            The collective in flight.
+        """
         problem = _dense_problem(input) or _dense_problem(output)
         if not problem and (output.numel() != input.numel() or output.dtype is not input.dtype):
             problem = f"output and input of an all_to_all differ: {output.numel()} {output.dtype}, {input.numel()} "
@@ -305,31 +334,74 @@ class LocalCommunicator:
         return self._issue("all_to_all", input, output, problem=problem)
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> LocalPending:
-        """Starts the sum of a sparse COO tensor over all ranks; the future's value holds the result."""
+        """Starts the sum of a sparse COO tensor over all ranks.
+
+        Args:
+            tensor: the same shape and dtype on all ranks.
+
+        Returns:
+            The collective in flight; its future's value is a list of the result.
+        """
         problem = "" if tensor.is_sparse else f"a tensor of layout {tensor.layout} is not sparse COO"
         return self._issue("all_reduce_sparse", tensor, problem=problem)
 
     def all_gather(self, tensor: torch.Tensor) -> tuple[LocalPending, torch.Tensor]:
-        """Starts gathering `tensor`, [n], from all ranks; returns the tensor that will hold the result, [ranks, n]."""
+        """Starts gathering a tensor from all ranks.
+
+        Args:
+            tensor: [n], dense and contiguous; the same dtype and n on all ranks.
+
+        Returns:
+            The collective in flight, and the tensor that will hold the result, [ranks, n].
+        """
         gathered = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
         return self._issue("all_gather", tensor, gathered, problem=_dense_problem(tensor)), gathered
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrites `tensor` on every rank with that of rank `source`; blocks until all ranks have called it."""
+        """Overwrites `tensor` on every rank with that of rank `source`; blocks until all ranks have called it.
+
+        Args:
+            tensor: dense and contiguous; the same dtype and number of elements on all ranks.
+            source: a rank.
+        """
         pending = self._issue(
             "broadcast", tensor, root=source, problem=_dense_problem(tensor) or self._root_problem(source)
         )
         pending.wait()
 
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
-        """Returns every rank's payload, in rank order; blocks. `device` does not matter: payloads stay on the host."""
+        """Gathers every rank's payload; blocks.
+
+        Args:
+            payload: this rank's.
+            capacity_bytes: the most that any rank's payload has; the same on all ranks.
+            device: not used: payloads stay on the host.
+
+        Returns:
+            The payloads, in rank order.
+
+        Raises:
+            ValueError: `payload` is longer than `capacity_bytes`.
+        """
         if len(payload) > capacity_bytes:
             raise ValueError(f"a payload of {len(payload)} bytes does not fit into {capacity_bytes}")
         gathered = self._issue("all_gather_bytes", payload=payload).gathered()
         return [payload for payload in gathered if isinstance(payload, bytes)]
 
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
-        """Returns every rank's `text`, in rank order; blocks. Ranks are matched by `key`, whatever else they issued."""
+        """Exchanges texts as a rendezvous by `key`, whatever else ranks have issued; blocks.
+
+        Args:
+            key: of this exchange: the same on every rank, and new each time.
+            text: this rank's.
+            device: whose timeout applies.
+
+        Returns:
+            Every rank's text, in rank order.
+
+        Raises:
+            CollectiveError: not all ranks called it in time; ranks that are late raise it too.
+        """
         arrival = Arrival("compare_aside", payload=text, due_s=self._due_s(), thread=threading.get_ident())
         gathered = self._channel.issue(self._rank, key, arrival).gathered()
         return [text for text in gathered if isinstance(text, str)]
