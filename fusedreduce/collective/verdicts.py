@@ -78,23 +78,23 @@ def judge(descriptions: Sequence[Description], operation: str) -> Verdict:
         descriptions: of all peers' calls, or of some where that suffices: one that finishes and one that does not.
         operation: which operation it is, for the message.
     """
-    calls = sorted(descriptions, key=lambda one: one.peer)
+    calls = sorted(descriptions, key=lambda call: call.peer)
     if calls[0].kind == "register":
         return _judge_registration(calls, operation)
-    problems = [one for one in calls if one.problem is not None]
+    problems = [call for call in calls if call.problem is not None]
     if problems:
         assert problems[0].problem is not None
         return failed(problems[0].problem[0], f"{_named(calls, operation)}: {_problems(problems)}. Nothing was done")
-    finishing = [one.peer for one in calls if one.kind == "finish"]
+    finishing = [call.peer for call in calls if call.kind == "finish"]
     if finishing and len(finishing) < len(calls):
-        others = _by_value([one for one in calls if one.kind != "finish"], lambda one: one.kind)
+        others = _by_value([call for call in calls if call.kind != "finish"], lambda call: call.kind)
         return failed(
             "PeerLost",
             f"{operation}: {peers_text(finishing)} called finish, while others called other operations: "
             f"{others}. Nothing was done",
         )
-    if len({one.kind for one in calls}) > 1:
-        kinds = _by_value(calls, lambda one: one.kind)
+    if len({call.kind for call in calls}) > 1:
+        kinds = _by_value(calls, lambda call: call.kind)
         return failed("KindMismatch", f"{operation}: peers called different operations: {kinds}. Nothing was done")
     if calls[0].kind == "broadcast":
         return _judge_broadcast(calls, operation)
@@ -110,9 +110,9 @@ def lost(present: Sequence[Description], expected: Iterable[int], operation: str
         operation: which operation it is, for the message.
         timeout_s: seconds.
     """
-    arrived = {one.peer for one in present}
+    arrived = {call.peer for call in present}
     missing = [peer for peer in expected if peer not in arrived]
-    called = _by_value(sorted(present, key=lambda one: one.peer), lambda one: one.kind) or "nothing"
+    called = _by_value(sorted(present, key=lambda call: call.peer), lambda call: call.kind) or "nothing"
     who = f"{peers_text(missing)} did not arrive" if missing else "all peers arrived, but reached no verdict"
     return failed("PeerLost", f"{operation}: {who} within {timeout_s:g} s (called: {called})")
 
@@ -171,11 +171,11 @@ def peers_text(peers: Sequence[int]) -> str:
 
 
 def _judge_registration(calls: Sequence[Description], operation: str) -> Verdict:
-    problems = [one for one in calls if one.problem is not None]
+    problems = [call for call in calls if call.problem is not None]
     if problems:
         assert problems[0].problem is not None
         return failed(problems[0].problem[0], f"{operation}: {_problems(problems)}")
-    peers = [one.peer for one in calls]
+    peers = [call.peer for call in calls]
     doubled = sorted({peer for peer in peers if peers.count(peer) > 1})
     if doubled:
         return failed(
@@ -184,9 +184,9 @@ def _judge_registration(calls: Sequence[Description], operation: str) -> Verdict
         )
     differing = []
     for name, _ in calls[0].settings:
-        values = {one.peer: json.dumps(dict(one.settings).get(name)) for one in calls}
+        values = {call.peer: json.dumps(dict(call.settings).get(name)) for call in calls}
         if len(set(values.values())) > 1:
-            differing.append(f"{name}: {_by_value(calls, lambda one, values=values: values[one.peer])}")  # type: ignore[misc]
+            differing.append(f"{name}: {_by_value(calls, lambda call, values=values: values[call.peer])}")  # type: ignore[misc]
     if differing:
         text = " | ".join(differing)
         return failed("RegisterParamsMismatch", f"{operation}: peers disagree. {text}. Give every peer the same")
@@ -199,48 +199,48 @@ def _judge_reduction(calls: Sequence[Description], operation: str) -> Verdict:
     if prefix is None:
         return Verdict()
     checks: tuple[tuple[str, str, Callable[[Description], Hashable]], ...] = (
-        (f"{prefix}ShapeMismatch", "shapes", lambda one: one.shape),
-        ("DTypeMismatch", "dtypes", lambda one: one.dtype),
-        (f"{prefix}OperationMismatch", "ops", lambda one: one.op),
-        ("ReduceRootMismatch", "roots", lambda one: one.root),
+        (f"{prefix}ShapeMismatch", "shapes", lambda call: call.shape),
+        ("DTypeMismatch", "dtypes", lambda call: call.dtype),
+        (f"{prefix}OperationMismatch", "ops", lambda call: call.op),
+        ("ReduceRootMismatch", "roots", lambda call: call.root),
     )
     for name, what, value in checks:
-        if len({value(one) for one in calls}) > 1:
+        if len({value(call) for call in calls}) > 1:
             return failed(name, f"{operation} ({kind}): {what} differ: {_by_value(calls, value)}. Nothing was reduced")
     return Verdict()
 
 
 def _judge_broadcast(calls: Sequence[Description], operation: str) -> Verdict:
-    senders = [one for one in calls if one.shape is not None]
-    roots = [one for one in calls if one.root is not None]
+    senders = [call for call in calls if call.shape is not None]
+    roots = [call for call in calls if call.root is not None]
     named = f"{operation} (broadcast)"
-    if len({one.root for one in roots}) > 1:
-        return failed("BroadcastRootMismatch", f"{named}: roots differ: {_by_value(roots, lambda one: one.root)}")
+    if len({call.root for call in roots}) > 1:
+        return failed("BroadcastRootMismatch", f"{named}: roots differ: {_by_value(roots, lambda call: call.root)}")
     if not senders:
-        return failed("BroadcastNoTensor", f"{named}: none of {peers_text([one.peer for one in calls])} has a tensor")
+        return failed("BroadcastNoTensor", f"{named}: none of {peers_text([call.peer for call in calls])} has a tensor")
     if len(senders) > 1:
-        tensors = _by_value(senders, lambda one: f"{one.dtype} {one.shape}")
+        tensors = _by_value(senders, lambda call: f"{call.dtype} {call.shape}")
         return failed("BroadcastMultipleTensors", f"{named}: more than one peer has a tensor: {tensors}")
     if roots and roots[0].root != senders[0].peer:
-        said = _by_value(roots, lambda one: f"root {one.root}")
+        said = _by_value(roots, lambda call: f"root {call.root}")
         return failed("BroadcastRootMismatch", f"{named}: {said}, but the tensor is peer {senders[0].peer}'s")
     return Verdict(source=senders[0])
 
 
 def _named(calls: Sequence[Description], operation: str) -> str:
-    kinds = {one.kind for one in calls}
+    kinds = {call.kind for call in calls}
     return f"{operation} ({calls[0].kind})" if len(kinds) == 1 else operation
 
 
 def _problems(problems: Sequence[Description]) -> str:
-    return "; ".join(f"peer {one.peer}: {one.problem[1]}" for one in problems if one.problem is not None)
+    return "; ".join(f"peer {call.peer}: {call.problem[1]}" for call in problems if call.problem is not None)
 
 
 def _by_value(calls: Iterable[Description], value: Callable[[Description], Hashable]) -> str:
     """Writes which peers have which value: "(2, 3) on peers 0, 2; (4,) on peer 1"."""
     peers: dict[str, list[int]] = {}
-    for one in calls:
-        peers.setdefault(str(value(one)), []).append(one.peer)
+    for call in calls:
+        peers.setdefault(str(value(call)), []).append(call.peer)
     return "; ".join(f"{text} on {peers_text(who)}" for text, who in peers.items())
 
 

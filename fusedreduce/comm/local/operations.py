@@ -112,8 +112,8 @@ def _reduce_into(
         return
     # Of these only products round; they are computed in rank order.
     total = first.to(torch.float32) if first.dtype in (torch.float16, torch.bfloat16) else first.clone()
-    for one in tensors[1:]:
-        _PAIRWISE[op](total, one.to(total.device, non_blocking=True), out=total)
+    for tensor in tensors[1:]:
+        _PAIRWISE[op](total, tensor.to(total.device, non_blocking=True), out=total)
     for output in outputs:
         output.copy_(total, non_blocking=True)
 
@@ -124,10 +124,10 @@ def _all_reduce_sparse(arrivals: Sequence[Arrival], resources: Resources) -> lis
     dtype, device = tensors[0].dtype, tensors[0].device
     compute = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     total = tensors[0].coalesce().to(compute)
-    for one in tensors[1:]:
-        total = (total + one.to(device).coalesce().to(compute)).coalesce()
+    for tensor in tensors[1:]:
+        total = (total + tensor.to(device).coalesce().to(compute)).coalesce()
     total = total.to(dtype)
-    return [total.to(one.device, copy=True) for one in tensors]
+    return [total.to(tensor.device, copy=True) for tensor in tensors]
 
 
 def _all_gather(arrivals: Sequence[Arrival], resources: Resources) -> None:

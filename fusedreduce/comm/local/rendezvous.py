@@ -63,17 +63,17 @@ class Arrival:
     @property
     def signature(self) -> tuple[object, ...]:
         """What must be equal on all ranks."""
-        tensors = tuple((one.dtype, one.layout, one.numel(), one.device.type) for one in self.tensors)
-        shapes = tuple(one.shape for one in self.tensors if one.layout is not torch.strided)
+        tensors = tuple((tensor.dtype, tensor.layout, tensor.numel(), tensor.device.type) for tensor in self.tensors)
+        shapes = tuple(tensor.shape for tensor in self.tensors if tensor.layout is not torch.strided)
         return self.kind, self.op, self.root, tensors, shapes
 
     def __str__(self) -> str:
         arguments = [f"{name} {value}" for name, value in (("op", self.op), ("root", self.root)) if value is not None]
         tensors = [
-            f"{str(one.dtype).removeprefix('torch.')}"
-            f"[{one.numel() if one.layout is torch.strided else ', '.join(map(str, one.shape))}]"
-            f"{'' if one.layout is torch.strided else ' sparse'} on {one.device.type}"
-            for one in self.tensors
+            f"{str(tensor.dtype).removeprefix('torch.')}"
+            f"[{tensor.numel() if tensor.layout is torch.strided else ', '.join(map(str, tensor.shape))}]"
+            f"{'' if tensor.layout is torch.strided else ' sparse'} on {tensor.device.type}"
+            for tensor in self.tensors
         ]
         return f"{self.kind} {', '.join([*arguments, *tensors])}".strip()
 
@@ -128,7 +128,7 @@ class Rendezvous:
         if rank in self.arrived:  # of an exchange by key: a place in the sequence is used once
             self.outcome_or_error()
             raise CollectiveError(
-                f"{self.name}: rank {rank} has used this key before; every exchange needs a new one, the same on all"
+                f"{self.name}: rank {rank} has used this key before; every exchange needs a new key, the same on all"
             )
         self.arrived.add(rank)
         if self.state is State.FAILED:
@@ -280,7 +280,9 @@ class LocalPending:
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future that the thread that ends the collective completes; nothing needs to wait for it."""
-        devices: list[int | str | torch.device] = [*dict.fromkeys(one.device for one in self._tensors if one.is_cuda)]
+        devices: list[int | str | torch.device] = [
+            *dict.fromkeys(tensor.device for tensor in self._tensors if tensor.is_cuda)
+        ]
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices or None)
         self._rendezvous.notify(lambda: self._complete(future))
         return future
@@ -296,7 +298,7 @@ class LocalPending:
             CollectiveError: a rank did not issue it in time, ranks issued different collectives, or one gave up.
         """
         outcome = self._wait_for_outcome()
-        for device in dict.fromkeys(one.device for one in self._tensors if one.is_cuda):
+        for device in dict.fromkeys(tensor.device for tensor in self._tensors if tensor.is_cuda):
             current = torch.cuda.current_stream(device)
             for event in outcome.events:
                 current.wait_event(event)
@@ -346,10 +348,10 @@ class LocalPending:
 
 def disagreement(arrivals: Sequence[Arrival]) -> str:
     """Why these arrivals cannot be one collective, naming every rank; "" if they can."""
-    problems = [f"rank {rank}: {one.problem}" for rank, one in enumerate(arrivals) if one.problem]
+    problems = [f"rank {rank}: {arrival.problem}" for rank, arrival in enumerate(arrivals) if arrival.problem]
     if problems:
         return f"ranks gave arguments that cannot be used, so nothing was done: {'; '.join(problems)}"
-    if len({one.signature for one in arrivals}) == 1:
+    if len({arrival.signature for arrival in arrivals}) == 1:
         return "" if arrivals[0].kind == "broadcast" else _overlap(arrivals)
     issued = "; ".join(_by_text(dict(enumerate(arrivals))))
     return f"ranks issued different collectives, so nothing was done: {issued}"
@@ -359,8 +361,8 @@ def _overlap(arrivals: Sequence[Arrival]) -> str:
     """Which two ranks gave overlapping memory, where one result would overwrite another; "" if none did."""
     ranges = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, rank)
-        for rank, one in enumerate(arrivals)
-        for tensor in one.tensors
+        for rank, arrival in enumerate(arrivals)
+        for tensor in arrival.tensors
         if tensor.layout is torch.strided and tensor.numel()
     )
     for (_, end, rank), (begin, _, other) in zip(ranges, ranges[1:], strict=False):
@@ -372,8 +374,8 @@ def _overlap(arrivals: Sequence[Arrival]) -> str:
 
 def record_use(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
     """Tells the allocator that `tensor`, of another stream's memory, is used on `stream`; sparse ones too."""
-    for one in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
-        one.record_stream(stream)
+    for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+        part.record_stream(stream)
 
 
 def _by_text(arrivals: Mapping[int, Arrival]) -> list[str]:
