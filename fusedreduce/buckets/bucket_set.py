@@ -11,7 +11,7 @@ from ..comm.protocol import Communicator
 from ..config import ReduceConfig
 from ..kernels import dispatch
 from ..planning.plan import ParameterKind, Plan
-from .comm_hook import CommHook, HookedReduction
+from .comm_hook import CommHook, CommHookReduction
 from .dense import DenseReduction
 from .exchange import divisor_split
 from .reduction import Members, Reduction
@@ -57,7 +57,7 @@ class BucketMaker:
             dtypes = {real_dtype(one.dtype) for one in members.parameters}
             split = divisor_split(wire_dtype, dtypes, self.communicator.size, self.config.op)
             return DenseReduction(members, self.communicator, wire_dtype, as_views=self.as_views, split=split)
-        return HookedReduction(
+        return CommHookReduction(
             members, state, hook, self.communicator, as_views=self.as_views, keeps_gradients=self.keeps_gradients
         )
 

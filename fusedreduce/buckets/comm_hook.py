@@ -1,4 +1,4 @@
-"""HookedReduction: a dense bucket that a comm hook reduces, by torch's contract."""
+"""CommHookReduction: a dense bucket that a comm hook reduces, by torch's contract."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .tensors import as_real, dense_shape, like_parameter, real_dtype, real_nume
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
-class HookedReduction(PackedAtLaunch):
+class CommHookReduction(PackedAtLaunch):
     """A dense bucket that a comm hook reduces: one dtype, no padding, gradients not yet divided.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fusedreduce.comm import init_process_group as environment
+from fusedreduce.comm import init_process_group
 from fusedreduce.comm.agreement import ranks_text
 from fusedreduce.config import WIRES
 from fusedreduce.errors import TraceError
@@ -117,9 +117,9 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         _print(report, as_json_only=arguments.json)
         return report.status
     try:
-        rank, size, address = environment.rank_size_address()
-        backend = environment.backend_named("auto")
-        environment.choose_device(backend, size)
+        rank, size, address = init_process_group.rank_size_address()
+        backend = init_process_group.backend_named("auto")
+        init_process_group.choose_device(backend, size)
     except ValueError as error:
         parser.error(str(error))
     report = Report(size, [], [], speaks=rank == 0)

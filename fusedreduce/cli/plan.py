@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from fusedreduce.config import CAP_POLICIES, CapPolicy
 from fusedreduce.errors import TraceError
-from fusedreduce.planning import plan_file as saved
+from fusedreduce.planning import plan_file
 from fusedreduce.planning.bucketing import MIB, BucketCaps
 from fusedreduce.planning.cost_model import FREE, FS_PER_BYTE_AT_1_GBIT_S, FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import Plan
@@ -215,6 +215,6 @@ def _keep(out: Path, first: RankTrace, plan: Plan) -> str:
         return f"No {PLAN_FILE}: torch's reducer, which this was recorded with, loads no plan."
     names, numels = [one.name for one in first.parameters], [one.numel for one in first.parameters]
     wire = str(first.config["wire"])
-    text = saved.dump(plan, names=names, numels=numels, world_size=first.ranks, wire=wire)
+    text = plan_file.dump(plan, names=names, numels=numels, world_size=first.ranks, wire=wire)
     replace_text(out / PLAN_FILE, text)
     return f"{out / PLAN_FILE}  the plan of policy planned, for ReduceConfig(plan=...)"

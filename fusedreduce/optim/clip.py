@@ -46,7 +46,7 @@ def clip_grad_norm_(
     """Scales the reduced gradients so that their total norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`.
 
     Call it between backward and `step`, on every rank. The host does not wait for the GPU, and no collective is issued
-    (where ranks' sums may differ in the last bit, one: see Observed).
+    (where ranks' sums may differ in the last bit, one: see GradStats).
 
     Without `optimizer`, `.grad` holds clipped gradients when this returns. With it, gradients stay as they were until
     the optimizer's step, which divides them and leaves them clipped (a step that is skipped for a found Inf leaves them

@@ -39,8 +39,8 @@ from ..config import Asynchronous, FlushReport, ReduceConfig, SyncMode
 from ..errors import AgreementError, CollectiveError
 from ..planning.bucketing import MIB, BucketCaps
 from ..planning.plan_file import load as load_plan
-from ..reducer import validation as admission
-from ..reducer.modes import asynchronous as own_pace
+from ..reducer import validation
+from ..reducer.modes import asynchronous
 from ..reducer.reducer import Reducer, ReducerState
 from ..reducer.unused_parameters import tensors_in
 from .logging_data import Logger
@@ -117,7 +117,7 @@ class DistributedDataParallel(TorchDDP):
         problem = None
         try:
             self._reduce_caps = _caps(given)
-            admission.check_mode(self._reduce_config.sync_mode, _excluded(module, given, self._reduce_config))
+            validation.check_mode(self._reduce_config.sync_mode, _excluded(module, given, self._reduce_config))
         except ValueError as error:
             problem = error
         if given["init_sync"]:
@@ -149,7 +149,7 @@ class DistributedDataParallel(TorchDDP):
             "mixed_precision": self.mixed_precision,
             "delay_all_reduce_named_params": getattr(self, "_delay_all_reduce_params", None),
         }
-        admission.check_mode(mode, _excluded(self.module, given, self._reduce_config))
+        validation.check_mode(mode, _excluded(self.module, given, self._reduce_config))
         self._ours().set_sync_mode(mode)
         self._reduce_config = self._ours().config
 
@@ -247,7 +247,7 @@ class DistributedDataParallel(TorchDDP):
         Raises:
             ValueError: a mode other than Synchronous, which join does not support, whether enabled or not.
         """
-        admission.check_mode(self.sync_mode, {"join": True})
+        validation.check_mode(self.sync_mode, {"join": True})
         return super().join_hook(**kwargs)
 
     @property
@@ -404,7 +404,7 @@ class DistributedDataParallel(TorchDDP):
         self._comm_hooks.append((hook, state))
 
     def _register_fused_optim(self, optim: type, *args: Any, **kwargs: Any) -> None:
-        admission.check_mode(self.sync_mode, {"an optimizer in backward": True})
+        validation.check_mode(self.sync_mode, {"an optimizer in backward": True})
         super()._register_fused_optim(optim, *args, **kwargs)
         self._ours().steps_in_backward = True
 
@@ -458,18 +458,18 @@ class DistributedDataParallel(TorchDDP):
         """
         if _left_to_torch(module, given):
             return True
-        named, sparse = _reduced(module, given), admission.sparse_parameters(module)
+        named, sparse = _reduced(module, given), validation.sparse_parameters(module)
         communicator = communicator_of(_group(given))
         descriptions = []
         try:
             _check_reduced(named, given, self.reduce_config)
-            descriptions = [admission.describe(one, name, id(one) in sparse) for name, one in named.items()]
+            descriptions = [validation.describe(one, name, id(one) in sparse) for name, one in named.items()]
         except (RuntimeError, TypeError, ValueError) as error:
             problem = problem or error
         flags: dict[str, object] = {name: bool(given[name]) for name in _COMPARED_FLAGS if name in given}
-        settings = admission.settings(self.reduce_config, self._reduce_caps, flags)
+        settings = validation.settings(self.reduce_config, self._reduce_caps, flags)
         try:
-            return admission.agree(communicator, descriptions, settings, _device(module), str(problem or ""))
+            return validation.agree(communicator, descriptions, settings, _device(module), str(problem or ""))
         except AgreementError as error:
             if problem is not None and error.on_every_rank:
                 raise problem from None
@@ -485,7 +485,7 @@ class DistributedDataParallel(TorchDDP):
         native = dataclasses.replace(config, wire="native", op="mean")
         if native == config or not hasattr(self, "reducer") or self._ours().has_comm_hook:
             return ""
-        admission.check_mode(config.sync_mode, {"a comm hook": True})
+        validation.check_mode(config.sync_mode, {"a comm hook": True})
         reducer = self._ours()
         reducer.check_finalized()
         if reducer.state is ReducerState.ARMED:
@@ -800,7 +800,7 @@ def refusal_on_any_rank(config: ReduceConfig, *args: Any, **kwargs: Any) -> str:
     if _left_to_torch(module, given) or not dist.is_initialized():
         return ""
     communicator, device = communicator_of(_group(given)), _device(module)
-    named, sparse = _reduced(module, given), admission.sparse_parameters(module)
+    named, sparse = _reduced(module, given), validation.sparse_parameters(module)
     problem = ""
     try:
         # First, and on every rank: with an unknown backend this issues a collective per dtype.
@@ -809,9 +809,9 @@ def refusal_on_any_rank(config: ReduceConfig, *args: Any, **kwargs: Any) -> str:
             communicator.check_wire(dtype, device)
         _check_known(given)
         _caps(given)
-        admission.check_mode(config.sync_mode, _excluded(module, given, config))
+        validation.check_mode(config.sync_mode, _excluded(module, given, config))
         _check_reduced(named, given, config)
-        own_pace.check(config, list(named), [id(one) in sparse for one in named.values()])
+        asynchronous.check(config, list(named), [id(one) in sparse for one in named.values()])
     except CollectiveError:
         raise
     except (RuntimeError, TypeError, ValueError) as error:
@@ -913,4 +913,4 @@ def _check_trainable(named: Mapping[str, torch.Tensor]) -> None:
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
         )
     for name, parameter in named.items():
-        admission.check_one(parameter, name)
+        validation.check_one(parameter, name)

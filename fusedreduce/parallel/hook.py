@@ -31,7 +31,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from ..buckets import exchange
 from ..buckets.bucket import Bucket, BucketCache, BucketKey
 from ..buckets.deferred_errors import DeferredErrors, in_backward
-from ..buckets.stats.bucket_partials import BucketRows
+from ..buckets.stats.bucket_partials import BucketPartials
 from ..buckets.stats.non_finite import NonFiniteReport
 from ..buckets.streams import refuse_capture
 from ..buckets.tensors import as_real
@@ -403,7 +403,7 @@ def _start_dense(
     communicator: Communicator,
     ours: Bucket,
     flat: torch.Tensor,
-    rows: BucketRows | None,
+    rows: BucketPartials | None,
 ) -> torch.futures.Future[torch.Tensor]:
     """Packs the bucket and starts its all-reduce; statistics go into `rows`."""
     trace = state._trace
@@ -442,7 +442,7 @@ def _start_dense(
 
 
 def _start_sparse(
-    state: FusedHookState, bucket: GradBucket, communicator: Communicator, rows: BucketRows | None
+    state: FusedHookState, bucket: GradBucket, communicator: Communicator, rows: BucketPartials | None
 ) -> torch.futures.Future[torch.Tensor]:
     """Divides and all-reduces as torch does: there is nothing to flatten or cast in a sparse tensor."""
     if rows is not None and state._observed.checks:

@@ -12,7 +12,7 @@ from ..buckets import exchange
 from ..buckets.bucket import BucketState
 from ..buckets.deferred_errors import DeferredErrors
 from ..buckets.exchange import InFlight
-from ..buckets.stats.bucket_partials import BucketRows
+from ..buckets.stats.bucket_partials import BucketPartials
 from ..comm.stall_monitor import StallMonitor
 from ..comm.waiting import collective_error
 from .hook_trace import HookTrace
@@ -43,7 +43,7 @@ class Finish:
         trace: HookTrace | None = None,
         index: int = 0,
         scale: torch.Tensor | None = None,
-        rows: BucketRows | None = None,
+        rows: BucketPartials | None = None,
     ) -> None:
         self._errors = errors
         self._monitor = monitor
@@ -95,7 +95,7 @@ class FinishSparse:
         rows: take the bucket's partial statistics; None: none are collected.
     """
 
-    def __init__(self, errors: DeferredErrors, label: str, rank: int, rows: BucketRows | None = None) -> None:
+    def __init__(self, errors: DeferredErrors, label: str, rank: int, rows: BucketPartials | None = None) -> None:
         self._errors = errors
         self._label = label
         self._rank = rank

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buckets.bucket import Bucket
 from ..buckets.gradient_table import Gathered
-from ..buckets.stats.bucket_partials import BucketRows, RowsTogether
+from ..buckets.stats.bucket_partials import BucketPartials, JoinedPartials
 from ..buckets.stats.grad_stats import counted_numel, norm_of, plain_numbers
 from ..buckets.stats.non_finite import FiniteCheck, NonFiniteReport, Started
 from ..buckets.stats.partial_stats import one_source
@@ -42,8 +42,8 @@ class HookStats:
         self.checks = config.check_finite != "off"
         self.wanted = config.grad_stats or self.checks
         self._config = config
-        self._rows: MutableMapping[Bucket, BucketRows] = WeakKeyDictionary()
-        self._others: dict[tuple[object, ...], BucketRows] = {}  # of sparse and empty buckets, which have no Bucket
+        self._rows: MutableMapping[Bucket, BucketPartials] = WeakKeyDictionary()
+        self._others: dict[tuple[object, ...], BucketPartials] = {}  # of sparse and empty buckets, which have no Bucket
         self._names: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
         self._finite: FiniteCheck | None = None
         self._step = ShownStep()
@@ -101,7 +101,7 @@ class HookStats:
 
     def show(
         self, index: int, parameters: Sequence[torch.Tensor], buffer: torch.Tensor, ours: Bucket | None
-    ) -> BucketRows:
+    ) -> BucketPartials:
         """Adds a bucket to the step.
 
         Args:
@@ -134,19 +134,19 @@ class HookStats:
 
     def _rows_for(
         self, index: int, parameters: Sequence[torch.Tensor], buffer: torch.Tensor, ours: Bucket | None
-    ) -> BucketRows:
+    ) -> BucketPartials:
         """The bucket's rows: the same object in every step, so that `_bring_together` finds its result of last time."""
         sparse = buffer.layout is not torch.strided
         if ours is not None:
             rows = self._rows.get(ours)
             if rows is None or not rows.holds(parameters):
-                rows = self._rows[ours] = BucketRows(index, parameters, buffer.device, sparse=sparse)
+                rows = self._rows[ours] = BucketPartials(index, parameters, buffer.device, sparse=sparse)
             return rows
         key = (index, buffer.device, sparse, *map(id, parameters))
         rows = self._others.get(key)
         if rows is None or not rows.holds(parameters):
             self._others = {known: held for known, held in self._others.items() if not held.gone()}
-            rows = self._others[key] = BucketRows(index, parameters, buffer.device, sparse=sparse)
+            rows = self._others[key] = BucketPartials(index, parameters, buffer.device, sparse=sparse)
         return rows
 
     def end_backward(self) -> ShownStep:
@@ -217,11 +217,11 @@ class ShownStep:
         source: of this rank's own gradients, once they were read.
     """
 
-    shown: list[BucketRows] = field(default_factory=list)
+    shown: list[BucketPartials] = field(default_factory=list)
     firsts: list[int] = field(default_factory=lambda: [0])
     whole: bool = True
     complex_: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    together: list[RowsTogether] = field(default_factory=list)
+    together: list[JoinedPartials] = field(default_factory=list)
     started: Started | None = None
     totals: Totals | None = None
     source: SourceTotals | None = None
@@ -251,19 +251,19 @@ class _Places:
         within = index - rows.begins[slot]
         return within // 2 if rows.complex_[slot] else within
 
-    def _place(self, number: int) -> tuple[BucketRows, int]:
+    def _place(self, number: int) -> tuple[BucketPartials, int]:
         bucket = bisect.bisect_right(self.step.firsts, number) - 1
         return self.step.shown[bucket], number - self.step.firsts[bucket]
 
 
-def _bring_together(step: ShownStep) -> list[RowsTogether]:
-    devices: dict[torch.device, list[tuple[int, BucketRows]]] = {}
+def _bring_together(step: ShownStep) -> list[JoinedPartials]:
+    devices: dict[torch.device, list[tuple[int, BucketPartials]]] = {}
     for number, rows in zip(step.firsts, step.shown, strict=False):
         devices.setdefault(rows.device, []).append((number, rows))
     found = []
     for buckets in devices.values():
         known = buckets[0][1].together
-        found.append(known if known is not None and known.serves(buckets) else RowsTogether(buckets))
+        found.append(known if known is not None and known.serves(buckets) else JoinedPartials(buckets))
     return found
 
 

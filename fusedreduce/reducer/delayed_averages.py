@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..buckets.loss_scale import LossScale
-from ..buckets.stats.grad_stats import Observed
+from ..buckets.stats.grad_stats import GradStats
 from ..buckets.tensors import any_gradient
 from ..config import FlushReport, SyncMode, is_synchronous
 from ..errors import AgreementError, CollectiveError, FusedReduceError
@@ -44,7 +44,7 @@ class DelayedAverages:
         flushed: number of steps that `flush` has applied.
     """
 
-    def __init__(self, pipeline: Pipeline, observed: Observed) -> None:
+    def __init__(self, pipeline: Pipeline, observed: GradStats) -> None:
         self._pipeline = pipeline
         self._observed = observed
         self._parameters = pipeline.maker.parameters

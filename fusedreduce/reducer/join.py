@@ -1,4 +1,4 @@
-"""Shadows: the shadow collectives of a rank that has run out of inputs while others still have some (join).
+"""JoinShadows: the shadow collectives of a rank that has run out of inputs while others still have some (join).
 
 In place of forward and backward it issues the same collectives as the others, in the same order, with zeros.
 """
@@ -10,13 +10,13 @@ from collections.abc import Callable
 import torch
 
 from ..buckets.grad_bucket import GradBucket
-from ..buckets.stats.grad_stats import Observed
+from ..buckets.stats.grad_stats import GradStats
 from ..comm.waiting import wait_for
 from .pipeline import Pipeline
 from .plans import Plans
 
 
-class Shadows:
+class JoinShadows:
     """The steps of a rank without inputs.
 
     Args:
@@ -25,7 +25,7 @@ class Shadows:
         observed: takes part for this rank in the gradient statistics.
     """
 
-    def __init__(self, pipeline: Pipeline, plans: Plans, observed: Observed) -> None:
+    def __init__(self, pipeline: Pipeline, plans: Plans, observed: GradStats) -> None:
         self._pipeline = pipeline
         self._plans = plans
         self._observed = observed

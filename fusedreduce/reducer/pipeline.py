@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from ..buckets.bucket_set import BucketMaker, BucketSet
-from ..buckets.comm_hook import HookedReduction
+from ..buckets.comm_hook import CommHookReduction
 from ..buckets.loss_scale import Unscaling
 from ..buckets.reduction import Members, Reduction
-from ..buckets.stats.grad_stats import Observed
+from ..buckets.stats.grad_stats import GradStats
 from ..buckets.tensors import any_gradient
 from ..comm.protocol import Communicator
 from ..comm.stall_monitor import StallMonitor, stall_report_after_s
@@ -80,7 +80,7 @@ class Pipeline:
         self,
         maker: BucketMaker,
         plans: Plans,
-        observed: Observed,
+        observed: GradStats,
         clock: StepClock,
         recording: Recording,
         used: UsedMap,
@@ -400,7 +400,7 @@ class Pipeline:
             self._clock.unpacked(members.index)
 
         # The future of a comm hook makes the current stream wait for what the hook has enqueued.
-        if isinstance(reduction, HookedReduction):
+        if isinstance(reduction, CommHookReduction):
             write()
         else:
             self._write(members, write)

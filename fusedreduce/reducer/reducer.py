@@ -48,7 +48,7 @@ from ..buckets.comm_hook import CommHook
 from ..buckets.deferred_errors import in_backward
 from ..buckets.loss_scale import LossScale
 from ..buckets.sparse_kinds import SparseKinds
-from ..buckets.stats.grad_stats import Observed
+from ..buckets.stats.grad_stats import GradStats
 from ..buckets.streams import refuse_capture
 from ..buckets.tensors import any_gradient, none_missing
 from ..comm.protocol import Communicator
@@ -60,13 +60,12 @@ from ..planning.plan import Plan
 from ..planning.plan_file import plan_hash
 from ..planning.timeline import MISSING_NS
 from ..trace.step_clock import StepClock
-from . import optimizer_hooks as optimizer_steps
-from . import validation as admission
+from . import optimizer_hooks, validation
 from .backward_hooks import BackwardHooks, refuse_compiled_autograd
 from .delayed_averages import DelayedAverages
 from .failures import Failures, lost_error
-from .join import Shadows
-from .modes import asynchronous as asynchronous_mode
+from .join import JoinShadows
+from .modes import asynchronous
 from .parameter_hooks import ParameterHooks
 from .pipeline import Pipeline
 from .plans import Forecast, Plans
@@ -110,7 +109,7 @@ class Reducer:
             same unused parameters.
         exclusive: refuse parameters that another exclusive reducer already reduces. (Wrappers may be nested.)
         agreed: None: the ranks compare model and settings in the first `prepare_for_backward`. Else they have done so
-            already, and this says whether their statistics are bitwise equal (see Observed).
+            already, and this says whether their statistics are bitwise equal (see GradStats).
 
     Attributes:
         state: see ReducerState.
@@ -146,17 +145,17 @@ class Reducer:
         self.config = config or ReduceConfig()
         self.names = tuple(names) if names is not None else tuple(f"parameter {index}" for index in range(count))
         self.sparse = tuple(sparse) if sparse is not None else (False,) * count
-        admission.check_parameters(self.parameters, self.names, self.sparse)
+        validation.check_parameters(self.parameters, self.names, self.sparse)
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.has_views = self.config.has_views(gradient_as_bucket_view)
-        admission.check_mode(
+        validation.check_mode(
             self.config.sync_mode,
             {
                 "gradient_as_bucket_view": self.has_views,
                 "skip_unused_buckets (skip_all_reduce_unused_params)": skip_unused_buckets,
             },
         )
-        asynchronous_mode.check(self.config, self.names, self.sparse)
+        asynchronous.check(self.config, self.names, self.sparse)
         self.caps = caps or BucketCaps()
         self.communicator = communicator
         self.find_unused_parameters = find_unused_parameters
@@ -184,9 +183,9 @@ class Reducer:
         # Called from the engine's callback that has launched a step and may not wait for it, or has failed (state
         # FAILED). The listener must raise what `finalize` raises, once called for all reducers of that backward.
         self.on_launched: Callable[[Reducer], None] | None = None
-        self.shares_parameters = admission.enter(self, self.parameters, self.names, exclusive=exclusive)
+        self.shares_parameters = validation.enter(self, self.parameters, self.names, exclusive=exclusive)
         self._agreed = agreed is not None
-        self.observed = Observed(self.parameters, self.names, self.config, communicator)
+        self.observed = GradStats(self.parameters, self.names, self.config, communicator)
         self.observed.alike = agreed is not False
         self._sync = True
         self._lock = threading.RLock()  # autograd has a thread per device
@@ -222,7 +221,7 @@ class Reducer:
         )
         self.times = self._pipeline.times
         self.late = DelayedAverages(self._pipeline, self.observed)
-        self.shadows = Shadows(self._pipeline, self._plans, self.observed)
+        self.shadows = JoinShadows(self._pipeline, self._plans, self.observed)
         self._hooks = ParameterHooks(self, self.parameters, Reducer.on_gradient)
         self._backward_hooks = BackwardHooks(self, Reducer._backward_begins, Reducer._backward_ends)
         self._readiness = ReadinessTracker(
@@ -301,8 +300,8 @@ class Reducer:
             self.rebuild()
             readiness = self._readiness
             if self.shares_parameters:
-                self.shares_parameters = admission.shared(self, self.parameters)
-                admission.check_mode(self.config.sync_mode, {"parameters of two wrappers": self.shares_parameters})
+                self.shares_parameters = validation.shared(self, self.parameters)
+                validation.check_mode(self.config.sync_mode, {"parameters of two wrappers": self.shares_parameters})
                 readiness.hook_all()  # another reducer writes the same gradients: versions prove nothing
             if readiness.sentinels and self.state is ReducerState.ARMED and any_gradient(self.parameters):
                 readiness.hook_all()
@@ -512,7 +511,7 @@ class Reducer:
         with self._lock:
             self.check_finalized()
             config = dataclasses.replace(self.config, sync_mode=mode)
-            asynchronous_mode.check(config, self.names, self.sparse)
+            asynchronous.check(config, self.names, self.sparse)
             present = {
                 "gradient_as_bucket_view": self.has_views,
                 "skip_unused_buckets (skip_all_reduce_unused_params)": self.skip_unused_buckets,
@@ -520,7 +519,7 @@ class Reducer:
                 "an optimizer in backward": self.steps_in_backward,
                 "a trace that is being recorded": self._recording.wants_step(),
             }
-            admission.check_mode(mode, present)
+            validation.check_mode(mode, present)
             self.late.check_settled()
             self.config = config
             self._agreed = False
@@ -563,9 +562,9 @@ class Reducer:
         """
         own = self._pipeline.ends.own
         if own is None or step is None:
-            step = optimizer_steps.flush_step(optimizers, step, scaled=self.observed.units.attached)
+            step = optimizer_hooks.flush_step(optimizers, step, scaled=self.observed.units.attached)
         else:
-            optimizer_steps.flush_step(optimizers, None, scaled=False)  # checks their type
+            optimizer_hooks.flush_step(optimizers, None, scaled=False)  # checks their type
         self._complete_outside()
         with self._lock:
             self.check_finalized()
@@ -701,10 +700,10 @@ class Reducer:
         """
         with self._lock:
             self.state = ReducerState.CLOSED
-            optimizer_steps.leave(self)
+            optimizer_hooks.leave(self)
             self.remove_hooks()
             self._pipeline.release_buckets()
-            admission.leave(self, self.parameters)
+            validation.leave(self, self.parameters)
 
     def remove_hooks(self) -> None:
         """Removes the hooks from the parameters: nothing is reduced any more."""
@@ -741,7 +740,7 @@ class Reducer:
                     f"wire={self.config.wire!r} and a comm hook exclude each other, because the hook decides what "
                     "travels: use wire='native', or no hook"
                 )
-            admission.check_mode(self.config.sync_mode, {"a comm hook": True})
+            validation.check_mode(self.config.sync_mode, {"a comm hook": True})
             if self.config.op != "mean":
                 raise ValueError(
                     f"op={self.config.op!r} and a comm hook exclude each other, because the hook divides or does not: "
@@ -762,7 +761,7 @@ class Reducer:
         Raises:
             ValueError: the sync mode is not Synchronous.
         """
-        admission.check_mode(self.config.sync_mode, {"an optimizer in backward": True})
+        validation.check_mode(self.config.sync_mode, {"an optimizer in backward": True})
         self.steps_in_backward = True
         self._pipeline.maker = dataclasses.replace(self._pipeline.maker, keeps_gradients=True)
         self._build_buckets(self.plan)
@@ -796,7 +795,7 @@ class Reducer:
         """
         if not self._agreed:
             descriptions = [
-                admission.describe(*one) for one in zip(self.parameters, self.names, self.sparse, strict=True)
+                validation.describe(*one) for one in zip(self.parameters, self.names, self.sparse, strict=True)
             ]
             flags: dict[str, object] = {
                 "find_unused_parameters": self.find_unused_parameters,
@@ -806,8 +805,8 @@ class Reducer:
                 "plan": f"{plan_hash(self.plan):016x}",
                 "plan learned": self.rebuilt,
             }
-            settings = admission.settings(self.config, self.caps, flags)
-            self.observed.alike = admission.agree(self.communicator, descriptions, settings, self._device)
+            settings = validation.settings(self.config, self.caps, flags)
+            self.observed.alike = validation.agree(self.communicator, descriptions, settings, self._device)
             self._agreed = True
         self._pipeline.check_wires()
         if self._pipeline.ends.own is not None:
@@ -882,7 +881,7 @@ class Reducer:
             FusedReduceError: a trace is being recorded already.
             ValueError: the sync mode is not Synchronous: steps do not end with their own backward.
         """
-        admission.check_mode(self.config.sync_mode, {"a trace": True})
+        validation.check_mode(self.config.sync_mode, {"a trace": True})
         return self._recording.record(folder, limit)
 
     def stats(self) -> dict[str, int | str]:
@@ -1003,9 +1002,9 @@ class Reducer:
 
     def _attend_optimizers(self) -> None:
         if self._waits_in_backward and self.late.stash is None:
-            optimizer_steps.leave(self)
+            optimizer_hooks.leave(self)
         else:
-            optimizer_steps.enter(self)
+            optimizer_hooks.enter(self)
 
     def before_optimizer_step(self, *, closure: bool) -> None:
         """Called before an optimizer of these parameters steps, where gradients may be in flight or averages delayed.

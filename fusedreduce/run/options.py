@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedreduce.config import ReduceConfig
-from fusedreduce.planning import plan_file as saved
+from fusedreduce.planning import plan_file
 
 PREFIX = "FUSEDREDUCE_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -148,6 +148,6 @@ def _file(text: str) -> str:
         kind = json.loads(content)["format"]
     except (ValueError, TypeError, KeyError):
         kind = None
-    if kind != saved.FORMAT:
+    if kind != plan_file.FORMAT:
         raise ValueError("the file is no bucket plan, as plan_json() returns it")
     return content

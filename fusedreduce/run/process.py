@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from fusedreduce.parallel import install as installed
+from fusedreduce.parallel import install
 from fusedreduce.reducer.plans import Forecast
 from fusedreduce.reducer.reducer import Reducer
 
@@ -31,9 +31,9 @@ def initialise(
     if not _begun:
         _begun = True
         asked = options.read(os.environ)
-        if not installed.is_decided():  # else the program has called install() or uninstall() itself
-            installed.activate(placed, torch_init, PrintingInstallation(asked))
-    installed.initialise(torch_init, made, args, kwargs)
+        if not install.is_decided():  # else the program has called install() or uninstall() itself
+            install.activate(placed, torch_init, PrintingInstallation(asked))
+    install.initialise(torch_init, made, args, kwargs)
 
 
 class Ended(NamedTuple):
@@ -54,7 +54,7 @@ class Ended(NamedTuple):
     forecast: Forecast | None
 
 
-class PrintingInstallation(installed.Installation):
+class PrintingInstallation(install.Installation):
     """An installation of which rank 0 prints on stderr: the first wrapper, options that were dropped, and totals.
 
     Args:
@@ -71,7 +71,7 @@ class PrintingInstallation(installed.Installation):
         # Unlike atexit, this also runs in processes that multiprocessing forks.
         Finalize(None, self._at_end, exitpriority=100)
 
-    def wrapped(self, made: installed.DistributedDataParallel) -> None:
+    def wrapped(self, made: install.DistributedDataParallel) -> None:
         """Prints about the first wrapper. Each reducer is kept until its wrapper is freed, for its counters."""
         reducer = made._ours()
         if reducer in self._known:  # called already, when the constructor registered a comm hook

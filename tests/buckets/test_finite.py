@@ -29,8 +29,8 @@ from support.leaf_steps import (
 from support.loopback import Call, Loopback, LoopbackPending, ThreadWorld
 
 from fusedreduce import BucketCaps, CollectiveError, FusedReduceError, ReduceConfig, Reducer
-from fusedreduce.buckets import dense as packed
-from fusedreduce.buckets.stats import partial_stats as by_products
+from fusedreduce.buckets import dense
+from fusedreduce.buckets.stats import partial_stats
 from fusedreduce.buckets.stats.non_finite import Culprit, FiniteCheck, Named, NonFiniteReport
 from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.errors import NonFiniteGradientError
@@ -48,7 +48,7 @@ def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the kernels could be interpreted. 20,000 elements are packed early there, whatever the wire."""
     torch.manual_seed(0)
     monkeypatch.setattr(dispatch, "_triton_pack", None)
-    monkeypatch.setattr(packed, "_EARLY_NUMEL", reference.LARGE_NUMEL)
+    monkeypatch.setattr(dense, "_EARLY_NUMEL", reference.LARGE_NUMEL)
 
 
 def _leaves(numels: tuple[int, ...] = NUMELS, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -578,7 +578,7 @@ def test_off_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("by-products were allocated")
 
     for name in ("new_partials", "new_source_partials"):
-        monkeypatch.setattr(by_products, name, never)
+        monkeypatch.setattr(partial_stats, name, never)
         monkeypatch.setattr(f"fusedreduce.kernels.table.{name}", never)
     parameters = _leaves()
     reducer = _reducer(parameters, Loopback((torch.clone,)), check="off")

@@ -33,7 +33,7 @@ from support.loopback import Loopback, ThreadWorld
 from torch.utils.checkpoint import checkpoint
 
 from fusedreduce import BucketCaps, FusedReduceError, ReduceConfig, Reducer
-from fusedreduce.buckets import dense as packed
+from fusedreduce.buckets import dense
 from fusedreduce.buckets.loss_scale import LossScale
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import dispatch, reference
@@ -49,7 +49,7 @@ def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the kernels could be interpreted. 20,000 elements are packed early there, whatever the wire."""
     torch.manual_seed(0)
     monkeypatch.setattr(dispatch, "_triton_pack", None)
-    monkeypatch.setattr(packed, "_EARLY_NUMEL", reference.LARGE_NUMEL)
+    monkeypatch.setattr(dense, "_EARLY_NUMEL", reference.LARGE_NUMEL)
 
 
 def _half(mine: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from support.traces import COSTS, FakeRun, edit
 
 from fusedreduce.cli import main, simulate
 from fusedreduce.cli import plan as command
-from fusedreduce.planning import plan_file as saved
+from fusedreduce.planning import plan_file
 from fusedreduce.planning.bucketing import MIB, BucketCaps, assign_by_size
 from fusedreduce.planning.cost_model import Costs, Linear
 from fusedreduce.planning.plan import Plan
@@ -48,10 +48,10 @@ def rows_of(out: str) -> dict[str, list[float]]:
     return {row[0]: [float(cell) for cell in row[1:]] for row in words}
 
 
-def plan_in(folder: Path) -> saved.SavedPlan:
+def plan_in(folder: Path) -> plan_file.SavedPlan:
     parameters = read(folder)[0].parameters
     names, numels = [one.name for one in parameters], [one.numel for one in parameters]
-    return saved.load((folder / "plan.json").read_text(), names=names, numels=numels)
+    return plan_file.load((folder / "plan.json").read_text(), names=names, numels=numels)
 
 
 def caps_in(out: str) -> list[float]:
@@ -234,4 +234,4 @@ def test_the_file_is_a_plan_for_this_model_only(folder: Path) -> None:
     plan: Plan = tuple(map(tuple, json.loads(text)["buckets"]))
     assert sorted(number for bucket in plan for number in bucket) == list(range(LAYERS))
     with pytest.raises(ValueError, match="other parameters"):
-        saved.load(text, names=["other"], numels=[1])
+        plan_file.load(text, names=["other"], numels=[1])

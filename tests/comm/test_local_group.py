@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fusedreduce.comm.agreement import agree
-from fusedreduce.comm.local import operations as local_operations
-from fusedreduce.comm.local import sequence as channel
+from fusedreduce.comm.local import operations, sequence
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.local.rendezvous import LocalPending, Rendezvous
 from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
@@ -209,7 +208,7 @@ def test_a_callback_may_issue_the_next_collective() -> None:
 def test_the_group_can_be_used_while_a_sum_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     group = LocalGroup(2, timeout_s=10)
     seen: list[bool] = []
-    known = local_operations.perform
+    known = operations.perform
 
     def take() -> None:
         seen.append(group.lock.acquire(timeout=5))
@@ -221,20 +220,20 @@ def test_the_group_can_be_used_while_a_sum_is_computed(monkeypatch: pytest.Monke
         free.join()
         return known(*arguments)
 
-    monkeypatch.setattr(channel, "perform", perform)
+    monkeypatch.setattr(sequence, "perform", perform)
     group.run(lambda communicator: communicator.all_reduce(torch.ones(1)).wait())
     assert seen == [True]
 
 
 def test_what_takes_longer_than_the_timeout_is_waited_for_once_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one writes into every peer's tensor: nobody may use it before."""
-    known = local_operations.perform
+    known = operations.perform
 
     def slowly(*arguments: Any) -> Any:
         time.sleep(0.2)
         return known(*arguments)
 
-    monkeypatch.setattr(channel, "perform", slowly)
+    monkeypatch.setattr(sequence, "perform", slowly)
 
     def case(communicator: LocalCommunicator) -> float:
         one = torch.ones(1)
@@ -250,7 +249,7 @@ def test_an_error_of_the_work_itself_is_every_peers(monkeypatch: pytest.MonkeyPa
 
     group = LocalGroup(3, timeout_s=10)
     with monkeypatch.context() as patch:
-        patch.setattr(channel, "perform", failing)
+        patch.setattr(sequence, "perform", failing)
         errors = errors_of(group, lambda communicator: communicator.all_reduce(torch.ones(1)).wait())
     assert len(set(errors)) == 1 and "MemoryError: no memory left" in errors[0]
     group.run(lambda communicator: communicator.all_reduce(torch.ones(1)).wait())

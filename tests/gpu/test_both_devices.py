@@ -27,12 +27,12 @@ import stage_streams  # isort: skip
 
 from fusedreduce.buckets.streams import Streams
 from fusedreduce.cli.variants import variants
-from fusedreduce.comm.local import operations as local_operations
+from fusedreduce.comm.local import operations
 from fusedreduce.comm.local.strategies import Ring
 from fusedreduce.config import ReduceConfig
 from fusedreduce.kernels import combine, dispatch, pack, scale
 from fusedreduce.reducer import parameter_hooks
-from fusedreduce.reducer.modes import step_end as ends
+from fusedreduce.reducer.modes import step_end
 from fusedreduce.trace.step_clock import StepClock
 
 MARK = "pytest.mark.gpu"
@@ -158,7 +158,7 @@ HALF = given(dispatch, "pack", lambda *arguments: (*arguments[:4], 2 * arguments
 NORMS = spoiled(dispatch, "reduce_partials", lambda totals, *_: totals.parameter_sums.mul_(1.001))
 ONE_RANK_LESS = given(dispatch, "combine", _one_rank_less)
 ONE_RANK_MORE = replaced(ReduceConfig, "divisor", lambda self, size: size + 1.0)
-A_STEP_LATER = replaced(ends, "staleness", lambda mode: 2)
+A_STEP_LATER = replaced(step_end, "staleness", lambda mode: 2)
 BF16: Mapping[str, Any] = {"wire": "bf16"}
 
 PLANTED = {
@@ -190,7 +190,7 @@ PLANTED = {
     ),
     "peers: nothing is broadcast": Planted(
         test_gpu_local.test_every_other_collective,
-        lambda patch: patch.setitem(local_operations._OPERATIONS, "broadcast", lambda *_: None),
+        lambda patch: patch.setitem(operations._OPERATIONS, "broadcast", lambda *_: None),
     ),
     "scale: a gradient is left as it is": Planted(
         test_gpu_observed.test_measure_and_scale_equal_the_reference,

@@ -28,7 +28,7 @@ import fusedreduce
 from fusedreduce import FusedReduceError, ReduceConfig, Reducer
 from fusedreduce.buckets.gradient_table import index_of
 from fusedreduce.kernels import dispatch
-from fusedreduce.optim import grad_scaler as amp
+from fusedreduce.optim import grad_scaler
 from fusedreduce.optim.clip import clip_grad_norm_
 from fusedreduce.optim.grad_scaler import FusedGradScaler
 
@@ -621,7 +621,7 @@ def test_wrappers_that_are_given_up_have_no_scaler_any_more() -> None:
     # Another scaler's business by now: what waits for `scaler` does not vouch for the first one's gradients.
     scaler.scale(sides[1].loss(0)).backward()
     scaler.unscale_(SGD(sides[1].held, 0.1))
-    assert amp.is_unscaled(second) and not amp.is_unscaled(first)
+    assert grad_scaler.is_unscaled(second) and not grad_scaler.is_unscaled(first)
     del scaler, sides[0].scaler, sides[1].scaler
     assert not second.observed.units.attached
 
@@ -760,7 +760,7 @@ def test_which_parameters_are_whose_is_not_found_out_in_every_step() -> None:
             assert index_of.cache_info().hits >= uploads.hits + 2
             assert index_of.cache_info().misses == uploads.misses or step == 2
         side.scaler.update()
-        known.append(amp._numbers[side.reducer])
+        known.append(grad_scaler._numbers[side.reducer])
     assert known[0] is known[1] is known[2] and list(known[0].values()) == [0, 1, 2, 3]
 
 

@@ -24,7 +24,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import fusedreduce
 from fusedreduce import ReduceConfig
-from fusedreduce.parallel import install as installed
+from fusedreduce.parallel import install
 from fusedreduce.reducer.plans import Forecast
 from fusedreduce.run import options, process
 
@@ -140,7 +140,7 @@ def test_what_another_library_does_in_the_constructor_is_done_once(monkeypatch: 
 
     monkeypatch.setattr(DDP, "__init__", theirs)
     made = DDP(model())
-    assert isinstance(made, installed.DistributedDataParallel) and len(made._comm_hooks) == 1
+    assert isinstance(made, install.DistributedDataParallel) and len(made._comm_hooks) == 1
 
 
 def test_what_is_copied_or_pickled_is_of_the_same_class() -> None:
@@ -169,7 +169,7 @@ def test_the_wire_gives_way_to_a_comm_hook(config: ReduceConfig, when: str, capl
     wanted = gradients(hooked)
     fusedreduce.install(config)
     made = DDP(model(), static_graph=static)
-    assert isinstance(made, installed.DistributedDataParallel)
+    assert isinstance(made, install.DistributedDataParallel)
     if when.endswith("after steps"):
         gradients(made)
     made.register_comm_hook(None, half_hook)
@@ -188,7 +188,7 @@ def test_a_hook_between_forward_and_backward_is_refused() -> None:
     with pytest.raises(RuntimeError, match="a forward waits for its backward"):
         made.register_comm_hook(None, default_hooks.allreduce_hook)
     loss.backward()
-    assert isinstance(made, installed.DistributedDataParallel) and made.reduce_config == BF16
+    assert isinstance(made, install.DistributedDataParallel) and made.reduce_config == BF16
     with pytest.raises(TypeError, match="callable"):
         made.register_comm_hook(None, None)  # type: ignore[arg-type]
     assert made.reduce_config == BF16
@@ -202,13 +202,13 @@ def test_a_mode_that_excludes_hooks_keeps_its_wire() -> None:
     made = DDP(model())
     with pytest.raises(ValueError, match="a comm hook"):
         made.register_comm_hook(None, half_hook)
-    assert isinstance(made, installed.DistributedDataParallel) and made.reduce_config == config
+    assert isinstance(made, install.DistributedDataParallel) and made.reduce_config == config
 
 
 def test_mixed_precision_has_its_own_hook() -> None:
     fusedreduce.install(BF16)
     made = DDP(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
-    assert isinstance(made, installed.DistributedDataParallel) and made.reduce_config.wire == "native"
+    assert isinstance(made, install.DistributedDataParallel) and made.reduce_config.wire == "native"
 
 
 def test_a_wire_that_the_backend_cannot_sum_falls_back(
@@ -226,7 +226,7 @@ def test_a_wire_that_the_backend_cannot_sum_falls_back(
     assert type(DDP(model())) is DDP and asked == [torch.bfloat16]
     assert "no bfloat16 here" in caplog.records[0].message
     fusedreduce.install(fallback=True)
-    assert isinstance(DDP(model().double()), installed.DistributedDataParallel) and asked[1:] == [torch.float64]
+    assert isinstance(DDP(model().double()), install.DistributedDataParallel) and asked[1:] == [torch.float64]
 
 
 @pytest.mark.parametrize("why", ["cap", "mode", "plan", "asynchronous"])
@@ -265,8 +265,8 @@ def told(capsys: pytest.CaptureFixture[str], *, quiet: bool = False) -> process.
     asked = options.Options(BF16, fallback=False, quiet=quiet)
     fusedreduce.install(BF16)
     installation = process.PrintingInstallation(asked)
-    assert installed._placed is not None
-    installed.activate(*installed._placed, installation)
+    assert install._placed is not None
+    install.activate(*install._placed, installation)
     capsys.readouterr()
     return installation
 
@@ -276,7 +276,7 @@ def test_what_the_program_says_counts_in_place_of_the_command(
     monkeypatch: pytest.MonkeyPatch, says: str, wire: str | None
 ) -> None:
     monkeypatch.setattr(process, "_begun", False)
-    monkeypatch.setattr(installed, "_decided", False)
+    monkeypatch.setattr(install, "_decided", False)
     monkeypatch.setenv("FUSEDREDUCE_WIRE", "bf16")
 
     def placed(self: DDP, *args: Any, **kwargs: Any) -> None:  # by site/sitecustomize.py
@@ -288,7 +288,7 @@ def test_what_the_program_says_counts_in_place_of_the_command(
     elif says == "uninstall":
         fusedreduce.uninstall()
     made = DDP(model())
-    assert made.reduce_config.wire == wire if isinstance(made, installed.DistributedDataParallel) else wire is None
+    assert made.reduce_config.wire == wire if isinstance(made, install.DistributedDataParallel) else wire is None
     fusedreduce.uninstall()
     assert type(DDP(model())) is DDP
 
@@ -318,7 +318,7 @@ def test_rank_0_tells_what_it_wraps_and_what_came_of_it(capsys: pytest.CaptureFi
 def test_a_hook_of_the_constructors_own_is_counted_once(capsys: pytest.CaptureFixture[str]) -> None:
     installation = told(capsys)
     made = DDP(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
-    assert isinstance(made, installed.DistributedDataParallel)
+    assert isinstance(made, install.DistributedDataParallel)
     made._ours().steps = 2  # torch's mixed precision runs on devices that have events
     dropped, first = capsys.readouterr().err.splitlines()
     assert "replaces wire='bf16'" in dropped and "wire native" in first
@@ -335,7 +335,7 @@ def test_where_torch_reduces_all_there_is_nothing_to_tell(capsys: pytest.Capture
         delay_all_reduce_named_params=[one for one in module.named_parameters() if one[1].requires_grad],
         param_to_hook_all_reduce=module.get_parameter("0.weight"),
     )
-    assert isinstance(made, installed.DistributedDataParallel) and not hasattr(made, "reducer")
+    assert isinstance(made, install.DistributedDataParallel) and not hasattr(made, "reducer")
     installation._at_end()
     assert capsys.readouterr().err == ""
 

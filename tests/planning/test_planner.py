@@ -12,8 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fusedreduce.planning import exact
-from fusedreduce.planning import several_groups as several
+from fusedreduce.planning import exact, several_groups
 from fusedreduce.planning.beside_groups import TermsBeside, earliest_beside
 from fusedreduce.planning.bucket_group import BucketGroup, Job
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear
@@ -255,23 +254,23 @@ def test_several_groups_are_never_worse_than_each_cut_at_the_cap_or_by_itself(pr
     """Without the search through all ways to cut, and however early the turns end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact, "MOST_PARTIALS", 0)
-        patch.setattr(several, "TURN_STEPS", steps)
+        patch.setattr(several_groups, "TURN_STEPS", steps)
         plan = optimum(problem)
     _check(problem, plan)
-    lanes = several.groups_of(problem)
+    lanes = several_groups.groups_of(problem)
     rivals = [_filled(problem, last_first=flag) for flag in (False, True)]
-    rivals.append(several.plan_of(lanes, [earliest(lane) for lane in lanes]))
+    rivals.append(several_groups.plan_of(lanes, [earliest(lane) for lane in lanes]))
     assert all(_score(problem, plan) <= _score(problem, rival) for rival in rivals)
 
 
 @given(problems(30, groups=3, least=1))
 @settings(max_examples=100)
 def test_every_start_of_the_search_is_a_plan(problem: Problem) -> None:
-    lanes = several.groups_of(problem)
-    for cuts in several.first_cuts(problem, lanes):
-        plan = several.plan_of(lanes, cuts)
+    lanes = several_groups.groups_of(problem)
+    for cuts in several_groups.first_cuts(problem, lanes):
+        plan = several_groups.plan_of(lanes, cuts)
         _check(problem, plan)
-        assert several.score_of(lanes, cuts) == _score(problem, plan)
+        assert several_groups.score_of(lanes, cuts) == _score(problem, plan)
 
 
 @given(problems(20, groups=3, least=1), st.integers(0, 300))
@@ -286,9 +285,9 @@ def test_turns_end_when_their_steps_are_used_up(problem: Problem, most: int) -> 
         return starts, steps
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(several, "TURN_STEPS", most)
-        patch.setattr(several, "earliest_beside", counted)
-        several.cut_in_turn(problem, several.groups_of(problem))
+        patch.setattr(several_groups, "TURN_STEPS", most)
+        patch.setattr(several_groups, "earliest_beside", counted)
+        several_groups.cut_in_turn(problem, several_groups.groups_of(problem))
 
 
 ANYTHING: Score = (10**40, 10**6)
@@ -298,12 +297,12 @@ ANYTHING: Score = (10**40, 10**6)
 @settings(max_examples=300)
 @example(_problem([1, 6, 8], [3, 3, 3], (0, 3 * FS_PER_NS)))
 def test_the_search_through_all_ways_is_brute_force(problem: Problem) -> None:
-    lanes = several.groups_of(problem)
+    lanes = several_groups.groups_of(problem)
     found = exact.better(lanes, ANYTHING)
     assert found is not None
-    _check(problem, several.plan_of(lanes, found))
+    _check(problem, several_groups.plan_of(lanes, found))
     best = _brute(problem)
-    assert several.score_of(lanes, found) == best
+    assert several_groups.score_of(lanes, found) == best
     assert exact.better(lanes, best) is None
     assert exact.better(lanes, (best[0], best[1] + 1)) is not None
 
@@ -311,7 +310,7 @@ def test_the_search_through_all_ways_is_brute_force(problem: Problem) -> None:
 def test_the_search_through_all_ways_gives_up_where_they_are_many() -> None:
     problem = _problem(range(0, 1200, 100), [100] * 12, (10, FS_PER_NS))
     problem = dataclasses.replace(problem, groups=(0, 1) * 6)
-    lanes = several.groups_of(problem)
+    lanes = several_groups.groups_of(problem)
     assert exact.better(lanes, ANYTHING) is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact, "MOST_PARTIALS", 24)

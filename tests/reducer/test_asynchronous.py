@@ -16,8 +16,8 @@ from support.loopback_stage import Stage
 from fusedreduce.buckets.reduction import Members
 from fusedreduce.errors import CollectiveError, FusedReduceError
 from fusedreduce.planning.layout import aligned_layout
-from fusedreduce.reducer.modes import asynchronous_bucket as ledger_module
-from fusedreduce.reducer.modes.asynchronous_bucket import Ledger, _blocks
+from fusedreduce.reducer.modes import asynchronous_bucket
+from fusedreduce.reducer.modes.asynchronous_bucket import AsynchronousBucket, _blocks
 from fusedreduce.reducer.modes.contributions import Contributions
 
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
@@ -87,7 +87,7 @@ def build_one(
         first = mine[0].dtype
         own = first.to_real() if first.is_complex else first
         ledgers.append(
-            Ledger(members, stage.ranks[rank], wire or own, divisor=float(stage.size))  # type: ignore[arg-type]
+            AsynchronousBucket(members, stage.ranks[rank], wire or own, divisor=float(stage.size))  # type: ignore[arg-type]
         )
     totals = [
         torch.zeros(one.shape, dtype=torch.complex128 if one.is_complex() else torch.float64) for one in parameters
@@ -444,7 +444,9 @@ def test_a_correction_is_rounded_once(dtype: torch.dtype) -> None:
     for rank, parameter in enumerate(parameters):
         members = Members(0, (0,), (parameter,), ("w",), True)
         pair.append(
-            Contributions([Ledger(members, stage.ranks[rank], torch.float32, divisor=2.0)], stage.ranks[rank], 1)  # type: ignore[arg-type]
+            Contributions(
+                [AsynchronousBucket(members, stage.ranks[rank], torch.float32, divisor=2.0)], stage.ranks[rank], 1
+            )  # type: ignore[arg-type]
         )
     first = [torch.randn(4096).to(dtype) for _ in range(2)]
     for contributions, parameter, gradient in zip(pair, parameters, first, strict=True):
@@ -483,7 +485,7 @@ def test_blocks_cover_every_slot_once(numels: list[int], most: int) -> None:
 def test_blocks_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for most in (1, 5, 1 << 20):
-        monkeypatch.setattr(ledger_module, "_BLOCK_NUMEL", most)
+        monkeypatch.setattr(asynchronous_bucket, "_BLOCK_NUMEL", most)
         stage = Stage(3)
         ranks = build(stage, 2, torch.bfloat16)
         generator = torch.Generator().manual_seed(1)

@@ -30,7 +30,7 @@ from fusedreduce.buckets.deferred_errors import in_backward
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
 from fusedreduce.kernels import dispatch
-from fusedreduce.reducer import optimizer_hooks as optimizer_steps
+from fusedreduce.reducer import optimizer_hooks
 from fusedreduce.reducer.reducer import ReducerState
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=150)
@@ -470,8 +470,8 @@ def _refuse(*_: object) -> None:
 
 def test_nobody_looks_at_optimizers_when_no_reducer_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # Reducers of other tests may be alive.
-    monkeypatch.setattr(optimizer_steps, "_listeners", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(optimizer_steps, "_hook", None)
+    monkeypatch.setattr(optimizer_hooks, "_listeners", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(optimizer_hooks, "_hook", None)
     hooks = optimizers._global_optimizer_pre_hooks
     before = len(hooks)
     first, _ = _launched()

@@ -17,7 +17,7 @@ from fusedreduce.buckets import exchange
 from fusedreduce.buckets.bucket import Bucket
 from fusedreduce.buckets.stats.non_finite import FiniteCheck
 from fusedreduce.buckets.streams import Streams
-from fusedreduce.comm import process_group as distributed
+from fusedreduce.comm import process_group
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.kernels import table, variants
 from fusedreduce.planning.layout import flat_layout
@@ -200,7 +200,7 @@ FAULTS: Mapping[str, Fault] = {
         _without(Streams, "wait_for_packs"), "streams", "order", ("parameter_sources", "pack")
     ),
     "a collective is not waited for": Fault(
-        lambda patch: patch.setattr(distributed._Work, "wait", lambda self: None),
+        lambda patch: patch.setattr(process_group._Work, "wait", lambda self: None),
         "bf16",
         "order",
         ("unpack", "all_reduce"),

@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 from fusedreduce import ReduceConfig, Reducer
 from fusedreduce.buckets.reduction import Members
-from fusedreduce.buckets.stats.grad_stats import Observed
+from fusedreduce.buckets.stats.grad_stats import GradStats
 from fusedreduce.buckets.streams import Streams
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending
@@ -437,5 +437,5 @@ def test_the_channel_is_connected_for_every_device_before_it_is_used() -> None:
         assert events == [devices]
         for parameter in parameters:
             parameter.grad = torch.ones(3)
-        own.end_step(Observed(parameters, "abcd", maker.config, channel), Streams([0] * 4, torch.device("cpu")))
+        own.end_step(GradStats(parameters, "abcd", maker.config, channel), Streams([0] * 4, torch.device("cpu")))
         assert events == [devices, "all_reduce"]

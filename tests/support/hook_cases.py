@@ -422,30 +422,30 @@ def disagreement(rank: int, world: int, as_view: bool) -> tuple[str, str, bool, 
 
 def unsupported_wire(rank: int, world: int) -> tuple[str, str, bool]:
     """A backend that cannot sum the wire's dtype."""
-    from fusedreduce.comm import process_group as distributed
+    from fusedreduce.comm import process_group
 
     ddp, state = hooked(mlp(), "bf16")
     local = copy.deepcopy(ddp.module)
     loss_of(local(batch(rank, 0))).backward()
-    known = distributed._SUMMABLE["gloo", "cpu"]
-    distributed._SUMMABLE["gloo", "cpu"] = known - {torch.bfloat16}
+    known = process_group._SUMMABLE["gloo", "cpu"]
+    process_group._SUMMABLE["gloo", "cpu"] = known - {torch.bfloat16}
     try:
         loss_of(ddp(batch(rank, 0))).backward()
     except Exception as error:
         kept = all(torch.equal(a, b) for a, b in zip(gradients(ddp), gradients(local), strict=True))
         return type(error).__name__, str(error), kept
     finally:
-        distributed._SUMMABLE["gloo", "cpu"] = known
+        process_group._SUMMABLE["gloo", "cpu"] = known
     return "", "", False
 
 
 def unlisted_backend(rank: int, world: int) -> tuple[str, list[str]]:
     """A backend that is in no table is asked with one element, on every rank alike."""
-    from fusedreduce.comm import process_group as distributed
+    from fusedreduce.comm import process_group
 
-    known = distributed._SUMMABLE.pop(("gloo", "cpu"))
+    known = process_group._SUMMABLE.pop(("gloo", "cpu"))
     try:
-        communicator = distributed.ProcessGroupCommunicator()
+        communicator = process_group.ProcessGroupCommunicator()
         device, failed = torch.device("cpu"), []
         for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
             try:
@@ -454,7 +454,7 @@ def unlisted_backend(rank: int, world: int) -> tuple[str, list[str]]:
                 failed.append(f"{dtype}: {error}")
         return "asked", failed
     finally:
-        distributed._SUMMABLE["gloo", "cpu"] = known
+        process_group._SUMMABLE["gloo", "cpu"] = known
 
 
 def pickled(rank: int, world: int) -> None:

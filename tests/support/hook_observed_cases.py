@@ -352,7 +352,7 @@ def counted(rank: int, world: int, wire: str, check: str, stats: bool) -> dict[s
                 return _known(*arguments)
 
             patch.setattr(ProcessGroupCommunicator, method, spy)
-        for made in ("BucketRows", "RowsTogether"):
+        for made in ("BucketPartials", "JoinedPartials"):
             patch.setattr(f"fusedreduce.parallel.hook_stats.{made}", lambda *_, **__: pytest.fail("rows are made anew"))
         with dispatch.count_launches() as launches:
             loss_of(ddp(batch(rank, 4))).backward()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fusedreduce
 from fusedreduce import ReduceConfig
-from fusedreduce.parallel import install as installed
+from fusedreduce.parallel import install
 from support import run_train
 
 BF16 = ReduceConfig(wire="bf16")
@@ -72,7 +72,7 @@ def hooks_win(rank: int, world: int) -> None:
         register(plain, hook)
         with installed_for(BF16):
             made = DDP(model())
-        assert isinstance(made, installed.DistributedDataParallel)
+        assert isinstance(made, install.DistributedDataParallel)
         register(made, hook)
         assert made.reduce_config.wire == "native"
         for got, wanted in zip(trained(made, rank), trained(plain, rank), strict=True):
@@ -94,7 +94,7 @@ def refusals_are_shared(rank: int, world: int) -> None:
             fusedreduce.install(BF16)
         fusedreduce.install(ReduceConfig(), fallback=True)
         ours = DDP(model(), init_sync=False)
-        assert isinstance(ours, installed.DistributedDataParallel)
+        assert isinstance(ours, install.DistributedDataParallel)
         assert all(map(torch.equal, trained(ours, rank), plain))
         fusedreduce.install(BF16, fallback=rank == 0)
         with pytest.raises(fusedreduce.AgreementError, match="fallback is asked for on rank 0 only"):

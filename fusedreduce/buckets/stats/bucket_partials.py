@@ -1,9 +1,9 @@
-"""BucketRows: rows of statistics of one bucket of torch's DDP, parameter by parameter.
+"""BucketPartials: rows of statistics of one bucket of torch's DDP, parameter by parameter.
 
 DDP's bucket is a flat buffer of its gradients without gaps; so all slots are parts of one tensor, and an index counts
 from the buffer's beginning. A sparse bucket has one row.
 
-RowsTogether: the rows of all buckets of a step, next to each other.
+JoinedPartials: the rows of all buckets of a step, next to each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..gradient_table import summary
 from ..tensors import as_real, real_dtype, real_numel
 
 
-class BucketRows:
+class BucketPartials:
     """Where one bucket's statistics go, each parameter's in rows of its own.
 
     Callbacks of collectives reference this, so it references neither the process group nor, strongly, the parameters.
@@ -54,7 +54,7 @@ class BucketRows:
         # The rows that no launch writes on this wire say: nothing is non-finite, nothing is flushed.
         self.source.first_non_finite.fill_(-1)
         self.source.flushed.zero_()
-        self.together: RowsTogether | None = None
+        self.together: JoinedPartials | None = None
         self._unused: Partials | None = None
         self._pointers = PointerTable()
 
@@ -108,14 +108,14 @@ class BucketRows:
         dispatch.measure([flat] * len(self), self.chunks, self._pointers, partials, vouched=True)
 
 
-class RowsTogether:
+class JoinedPartials:
     """The rows of one device's buckets, next to each other, so that one launch adds them up.
 
     Args:
         buckets: (number of the first parameter, rows) of each. Pack has written the rows; unpack may not have.
     """
 
-    def __init__(self, buckets: Sequence[tuple[int, BucketRows]]) -> None:
+    def __init__(self, buckets: Sequence[tuple[int, BucketPartials]]) -> None:
         self.buckets = list(buckets)
         self.device = buckets[0][1].device
         self.numbers = [number + slot for number, rows in buckets for slot in range(len(rows))]
@@ -130,7 +130,7 @@ class RowsTogether:
         self.source = SourcePartials(**_joined([rows.source for _, rows in buckets]))
         self.result: Partials | None = None
 
-    def serves(self, buckets: Sequence[tuple[int, BucketRows]]) -> bool:
+    def serves(self, buckets: Sequence[tuple[int, BucketPartials]]) -> bool:
         """Whether these are the buckets, and their rows still lie here."""
         return self.buckets == buckets and all(rows.together is self for _, rows in buckets)
 

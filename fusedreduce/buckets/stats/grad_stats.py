@@ -1,4 +1,4 @@
-"""Observed: statistics of a reducer's gradients: norms, non-finite values, what the wire has flushed to zero.
+"""GradStats: statistics of a reducer's gradients: norms, non-finite values, what the wire has flushed to zero.
 
 They have two sources. Statistics that the kernels write during the latest reduction cost next to nothing on a GPU, and
 exist if they were requested before the step (`ReduceConfig`, or `require`). Without them, or for gradients that may
@@ -33,7 +33,7 @@ from .partial_stats import PartialStats
 Shadow = tuple[GradBucket, Pending | torch.futures.Future[torch.Tensor]]
 
 
-class Observed:
+class GradStats:
     """Statistics of the gradients of one reducer.
 
     Args:
@@ -388,7 +388,7 @@ def _nothing() -> None: ...
 def plain_numbers(
     totals: Totals, flushed: torch.Tensor | None, numels: Sequence[int | None], names: Sequence[str] | None
 ) -> dict[str, float]:
-    """Totals in the form of `Observed.grad_stats`, by one transfer to the host.
+    """Totals in the form of `GradStats.grad_stats`, by one transfer to the host.
 
     Args:
         totals: of reduced gradients.

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 import torch
 
 from ...buckets.loss_scale import LossScale
-from ...buckets.stats.grad_stats import Observed
+from ...buckets.stats.grad_stats import GradStats
 from ...comm.local.group import LocalGroup
 from ...config import ReduceConfig
 from ...errors import FusedReduceError
-from ...reducer import optimizer_hooks as optimizer_steps
+from ...reducer import optimizer_hooks
 
 _NAMES_SHOWN = 4
 
@@ -110,7 +110,7 @@ class ModuleGradients:
         self.parameters = tuple(parameters)
         self.names = tuple(names)
         self.scaling = scaling
-        self.observed = Observed(self.parameters, self.names, ReduceConfig(), LocalGroup(1).communicator(0))
+        self.observed = GradStats(self.parameters, self.names, ReduceConfig(), LocalGroup(1).communicator(0))
         self.steps = 0
         self.late = DelayedSums()
         self.local_backward_expected = False
@@ -121,9 +121,9 @@ class ModuleGradients:
         """Sets whether averages come later than their own step, and forgets the steps in flight."""
         self.late = DelayedSums(flushed=self.late.flushed)
         if late:
-            optimizer_steps.enter(self)
+            optimizer_hooks.enter(self)
         else:
-            optimizer_steps.leave(self)
+            optimizer_hooks.leave(self)
 
     def end_backward(self, scale: LossScale | None, under_way: int, *, keeps: bool) -> None:
         """Called when a backward has been reduced.

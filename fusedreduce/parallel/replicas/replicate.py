@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ...errors import FusedReduceError
-from ...reducer import validation as admission
+from ...reducer import validation
 
 _NAMES_SHOWN = 8
 _CONTAINERS = (list, tuple)
@@ -113,7 +113,7 @@ class Replicas:
         self.trained = tuple(self._parameters[number] for number in trained)
         self.numel = sum(one.numel() for one in self.trained)
         self.names = tuple(self._names[number] for number in trained)
-        sparse = admission.sparse_parameters(module)
+        sparse = validation.sparse_parameters(module)
         self.sparse = tuple(id(one) in sparse for one in self.trained)
         self.trained_by = [tuple(own[number] for number in trained) for own in self._own]
 
@@ -221,7 +221,7 @@ def check_module(module: nn.Module, device: torch.device) -> None:
     for name, tensor in named:
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             raise ValueError(f"{name} is not initialised and has no shape: run a forward of the module first")
-        sharded = admission.sharded_kind(tensor)
+        sharded = validation.sharded_kind(tensor)
         if sharded is not None:
             raise ValueError(f"{name} is a {sharded}, which is sharded already and cannot be replicated")
         if tensor.device != device:

@@ -20,12 +20,12 @@ import torch
 
 from ...buckets.bucket_set import BucketMaker
 from ...buckets.reduction import Members
-from ...buckets.stats.grad_stats import Observed
+from ...buckets.stats.grad_stats import GradStats
 from ...buckets.streams import Streams
 from ...buckets.tensors import real_dtype
 from ...comm.protocol import Communicator
 from ...config import Asynchronous, ReduceConfig
-from .asynchronous_bucket import Ledger
+from .asynchronous_bucket import AsynchronousBucket
 from .contributions import Contributions, Drained
 
 
@@ -108,7 +108,7 @@ class AsynchronousMode:
 
     # A step
 
-    def end_step(self, observed: Observed, streams: Streams) -> None:
+    def end_step(self, observed: GradStats, streams: Streams) -> None:
         """Contributes and corrects the gradients, which are all there. Waits for no peer.
 
         Raises:
@@ -154,7 +154,7 @@ class AsynchronousMode:
             wire = wire_dtype(self._maker, members)
             self._communicator.check_wire(wire, members.device)
             divisor = self._maker.config.divisor(self._communicator.size)
-            ledgers.append(Ledger(members, self._communicator, wire, divisor=divisor))
+            ledgers.append(AsynchronousBucket(members, self._communicator, wire, divisor=divisor))
         self._contributions = Contributions(ledgers, self._communicator, self._max_in_flight)
 
 

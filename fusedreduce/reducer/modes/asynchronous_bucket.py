@@ -1,4 +1,4 @@
-"""Ledger: one bucket in the asynchronous mode: this rank's contributions, and the corrections that follow from them.
+"""AsynchronousBucket: this rank's contributions to one bucket, and the corrections that follow from them.
 
     gather(strip)            strip = gradients, or strip + gradients, in fp32 (fp64 for fp64)
     send(strip)              strip / divisor -> wire, rounded once; all-reduce, asynchronous
@@ -55,7 +55,7 @@ class _Block:
     part: int | None = None
 
 
-class Ledger:
+class AsynchronousBucket:
     """One bucket in the asynchronous mode. Its buffers are pooled: a wire and a strip for each contribution in flight,
     a strip for the next one, and one for the correction that is outstanding in `drain`.
 

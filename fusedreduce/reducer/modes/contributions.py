@@ -34,7 +34,7 @@ from ...buckets.exchange import InFlight
 from ...buckets.tensors import as_real
 from ...comm.protocol import Communicator
 from ...errors import CollectiveError, FusedReduceError
-from .asynchronous_bucket import Ledger, Strip
+from .asynchronous_bucket import AsynchronousBucket, Strip
 
 _STATE_VERSION = 1
 
@@ -87,7 +87,7 @@ class Contributions:
         failure: the error of a collective that failed; nothing else can be done after it.
     """
 
-    def __init__(self, ledgers: Sequence[Ledger], communicator: Communicator, max_in_flight: int) -> None:
+    def __init__(self, ledgers: Sequence[AsynchronousBucket], communicator: Communicator, max_in_flight: int) -> None:
         self.ledgers = tuple(ledgers)
         self.max_in_flight = max_in_flight
         self._communicator = communicator

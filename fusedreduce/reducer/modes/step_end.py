@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from ...buckets.bucket_set import BucketMaker, BucketSet
 from ...buckets.loss_scale import LossScale
 from ...buckets.reduction import Members
-from ...buckets.stats.grad_stats import Observed
+from ...buckets.stats.grad_stats import GradStats
 from ...comm.protocol import Communicator
 from ...config import Asynchronous, staleness
 from ..unused_parameters import UsedMap
-from . import staleness_state as averages
+from . import staleness_state
 from .asynchronous import AsynchronousMode
 from .steps_in_flight import StepInFlight, StepsInFlight
 
@@ -56,7 +56,7 @@ class Ends:
         own: the asynchronous mode, which replaces launching and finishing; None in other modes.
     """
 
-    def __init__(self, maker: BucketMaker, observed: Observed, used: UsedMap) -> None:
+    def __init__(self, maker: BucketMaker, observed: GradStats, used: UsedMap) -> None:
         self._parameters = maker.parameters
         self._observed = observed
         self._used = used
@@ -172,16 +172,16 @@ class Ends:
             if step.non_finite is not None:
                 self._observed.complete(step.non_finite)
             self.in_flight.write(step, write)
-            return averages.flights(maker.parameters, maker.names, [one.grad for one in maker.parameters])
+            return staleness_state.flights(maker.parameters, maker.names, [one.grad for one in maker.parameters])
 
         self.in_flight.keep_averages(averaged)
         for one in buckets.detachable():
             one.rotate_wire()
-        return averages.dump(self.in_flight, maker.names, world_size=maker.communicator.size, rounds=rounds)
+        return staleness_state.dump(self.in_flight, maker.names, world_size=maker.communicator.size, rounds=rounds)
 
     def load_state_dict(self, maker: BucketMaker, state: Mapping[str, Any]) -> int:
         """Restores the steps in flight of `state_dict`; returns the number of rounds. Raises as `averages.load`."""
-        steps, rounds = averages.load(
+        steps, rounds = staleness_state.load(
             state,
             maker.parameters,
             maker.names,
