@@ -443,11 +443,9 @@ def test_a_correction_is_rounded_once(dtype: torch.dtype) -> None:
     pair = []
     for rank, parameter in enumerate(parameters):
         members = Members(0, (0,), (parameter,), ("w",), True)
-        pair.append(
-            Contributions(
-                [AsynchronousBucket(members, stage.ranks[rank], torch.float32, divisor=2.0)], stage.ranks[rank], 1
-            )  # type: ignore[arg-type]
-        )
+        ranks: Any = stage.ranks[rank]
+        bucket = AsynchronousBucket(members, ranks, torch.float32, divisor=2.0)
+        pair.append(Contributions([bucket], ranks, 1))
     first = [torch.randn(4096).to(dtype) for _ in range(2)]
     for contributions, parameter, gradient in zip(pair, parameters, first, strict=True):
         parameter.grad = gradient.clone()
