@@ -207,7 +207,8 @@ def unfinished_text(
             )
         else:
             text += (
-                "Pass the keyword argument `find_unused_parameters=True` to have them found, and make sure that all "
+                # torch's words, which users look for.
+                "Detect them by passing the keyword argument `find_unused_parameters=True`, and make sure that all "
                 "`forward` function outputs participate in calculating loss; or the backward raised before it was done."
             )
     if missing:

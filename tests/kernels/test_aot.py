@@ -420,7 +420,7 @@ def test_a_figure_worse_than_recorded_fails_the_check(tmp_path: Path, capsys: py
     name = "unpack[mixed, wire bf16, stats] on sm_90"
     assert f"FAILED {name}: registers: was 255, is 256\n" in out
     assert f"FAILED {name}, branch bf16->fp32: loads: was 16x4, is 8x8\n" in out
-    assert "If that is meant, record it: python -m fusedreduce.kernels.aot --record" in out
+    assert "If that is intended, record it: python -m fusedreduce.kernels.aot --record" in out
     assert _run([worse], record, "--record") == 0
     assert _run([worse], record, "--check") == 0
     assert "as recorded in machine_code.json" in capsys.readouterr().out

@@ -650,7 +650,7 @@ def test_where_ranks_share_an_autograd_thread_nothing_waits_in_a_backward(monkey
             return str(found.value)
 
         for said in on_ranks(case):
-            assert "backward, whose thread they share" in said or "backward needs the same thread" in said
+            assert "on a thread that these ranks share" in said or "backward needs the same thread" in said
 
 
 # The group, for torch's functions

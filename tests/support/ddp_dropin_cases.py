@@ -124,7 +124,7 @@ def bucket_sizes(rank: int, world: int, options: dict[str, Any]) -> tuple[str, s
 
 # gradient_as_bucket_view with a 16-bit wire
 
-SAID = re.compile(r"wire='(\w+)'.* (\d+) bytes at the start of backward and (\d+) at its end.* hold (\d+)")
+SAID = re.compile(r"wire='(\w+)'.* (\d+) bytes at the start of backward and (\d+) at its end.* take (\d+) at both")
 
 
 def warned_of_views(make: Callable[[], Any]) -> tuple[Any, list[str]]:
