@@ -27,6 +27,8 @@ SHELL := /bin/sh
 .DELETE_ON_ERROR:
 
 # A caller's settings that would aim Python or pip past .venv.
+# Without compiled files each of the tests' many processes would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONHOME PYTHONPATH PIP_PREFIX PIP_REQUIRE_VIRTUALENV PIP_TARGET PIP_USER
 export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

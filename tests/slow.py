@@ -2,7 +2,7 @@
 
     make test && python tests/slow.py out/test/*.xml
 
-A test function is slow if one run of it, its fixtures too, takes more than 0.15 s on average over its parameters.
+A test function is slow if one run of it, its fixtures too, takes more than 0.12 s on average over its parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 LIST = Path(__file__).with_name("slow.txt")
-LIMIT_S = 0.15
+LIMIT_S = 0.12
 
 
 def slow_functions(paths: Sequence[str]) -> list[str]:
