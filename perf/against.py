@@ -1,6 +1,6 @@
 """Whether this checkout is slower than another revision of itself: whole process starts, interleaved.
 
-    python perf/against.py origin/main                     # all cases, 7 starts a side: about four minutes
+    python perf/against.py origin/main                     # all cases, 7 starts a side: about seven minutes
     python perf/against.py HEAD~3 --cases "2000x8 bf16" --starts 11 --bound 1.03
 
 Each start is a pair of ranks that runs all cases (against_case.py). Three sides take turns: the other revision, this

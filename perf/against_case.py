@@ -26,7 +26,7 @@ import fusedreduce
 from fusedreduce import BoundedStaleness, FusedHookState, ReduceConfig, fused_hook
 
 RANKS = 2
-SETTLING_STEPS, TIMED_STEPS = 12, 40
+SETTLING_STEPS, TIMED_STEPS = 12, 20
 MIB = 2**20
 VIEWLESS: Mapping[str, Any] = {}
 VIEWS: Mapping[str, Any] = {"gradient_as_bucket_view": True}
