@@ -127,6 +127,8 @@ def rank_main(rank: int, folder: str, names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    if not fusedreduce.__file__.startswith(os.getcwd()):
+        sys.exit(f"measures {fusedreduce.__file__}, which is not of {os.getcwd()}")
     with tempfile.TemporaryDirectory() as made:
         spawn(rank_main, args=(made, sys.argv[1:] or list(CASES)), nprocs=RANKS)
         print(Path(made, "medians").read_text())

@@ -229,7 +229,8 @@ class Pipeline:
             if torch.is_grad_enabled() and not self._warned:
                 self._warned = True
                 warnings.warn(
-                    "backward(create_graph=True) of a reduced model: gradients are averaged over the ranks, but "
+                    # begins as torch's own warning does, for filters of warnings
+                    "Using DistributedDataParallel with create_graph=True: gradients are averaged over the ranks, but "
                     "gradients of gradients (double backward) are this rank's own",
                     stacklevel=2,
                 )

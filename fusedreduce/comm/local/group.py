@@ -169,8 +169,9 @@ class LocalGroup:
         For code that waits for ranks by other means than collectives.
 
         Args:
-            owner: referenced weakly: nothing is called once it is gone. One call per owner and epoch.
-            call: must not reference `owner`.
+            owner: any object that can be referenced weakly: nothing is called once it is gone. One call per owner
+                and epoch.
+            call: must not reference `owner`; what it raises is logged.
 
         Raises:
             CollectiveError: the group is closed.

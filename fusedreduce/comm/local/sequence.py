@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, Protocol, TypeVar
+
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import CollectiveError
 from ..agreement import ranks_text
@@ -78,7 +80,7 @@ class Epoch:
         self.channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self.ranks: set[int] = set()
         self.roots = Channels(self, "")
-        self._at_end: weakref.WeakKeyDictionary[Any, Callable[[Any, str], None]] = weakref.WeakKeyDictionary()
+        self._at_end: MutableMapping[Any, Callable[[Any, str], None]] = WeakIdKeyDictionary()
 
     def check(self, what: str, rank: int) -> None:
         """Raises CollectiveError if the epoch has ended; `rank` has been told then. The lock must be held."""
