@@ -59,7 +59,8 @@ class RankPool:
             try:
                 kind, value = pipe.recv()
             except EOFError:
-                kind, value = "failed", "its process has ended"
+                self._processes[rank].join(10)
+                kind, value = "failed", f"its process has ended, exit code {self._processes[rank].exitcode}"
             if kind == "failed":
                 failures.append(f"rank {rank}:\n{value}")
             results.append(value)
