@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class FusedReduceError(RuntimeError):
     """Base class of every error of fusedreduce that is not a plain ValueError or TypeError."""
@@ -31,3 +33,10 @@ class NonFiniteGradientError(FusedReduceError, ArithmeticError):
 
 class TraceError(FusedReduceError, ValueError):
     """A trace cannot be used: it is damaged, not ours or incomplete, or its ranks are of different runs."""
+
+
+def shortened(items: Iterable[object], most: int, separator: str = ", ") -> str:
+    """Lists items in a message: at most the first `most`, and how many more there are, as in "0, 1 and 3 more"."""
+    texts = list(map(str, items))
+    more = len(texts) - most
+    return separator.join(texts[:most]) + (f" and {more} more" if more > 0 else "")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..errors import shortened
 from .errors import BY_NAME, CollectiveSessionError
 
 Kind = Literal["all_reduce", "reduce", "broadcast", "finish", "register"]
@@ -165,9 +166,7 @@ def decode_verdict(text: str) -> Verdict:
 
 def peers_text(peers: Sequence[int]) -> str:
     """Writes peers for a message: "peer 3" or "peers 0, 2"."""
-    shown = ", ".join(map(str, peers[:_PEERS_SHOWN]))
-    more = f" and {len(peers) - _PEERS_SHOWN} more" if len(peers) > _PEERS_SHOWN else ""
-    return f"peer{'s' if len(peers) > 1 else ''} {shown}{more}"
+    return f"peer{'s' if len(peers) > 1 else ''} {shortened(peers, _PEERS_SHOWN)}"
 
 
 def _judge_registration(calls: Sequence[Description], operation: str) -> Verdict:

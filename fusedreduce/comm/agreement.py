@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..errors import AgreementError
+from ..errors import AgreementError, shortened
 from .protocol import Communicator
 
 CAPACITY_BYTES = 2048
@@ -155,5 +155,4 @@ def _parse(raw: bytes) -> dict[str, object]:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Writes ranks for a message: "rank 3" or "ranks 0, 2"; at most the first eight are shown."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {shortened(ranks, 8)}"

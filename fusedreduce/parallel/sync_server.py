@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.local.group import LocalCommunicator, LocalGroup
 from ..comm.local.threads import run_in_threads
 from ..config import ReduceConfig, Synchronous
-from ..errors import CollectiveError, FusedReduceError
+from ..errors import CollectiveError, FusedReduceError, shortened
 from ..planning.bucketing import BucketCaps
 from ..reducer.reducer import Reducer, ReducerState
 from ..reducer.unused_parameters import tensors_in
@@ -285,7 +285,7 @@ class SyncServer:
             elif device.epoch == epoch and device.state is DeviceState.ANNOUNCED:
                 owed = device.owed()
                 if owed:
-                    found.append(f"device {rank} has not produced the gradients of {_names_text(owed)}")
+                    found.append(f"device {rank} has not produced the gradients of {shortened(owed, _NAMES_SHOWN)}")
                 elif device.owes_sync():
                     found.append(f"device {rank} announced nothing, and has not called sync()")
         announced = {
@@ -295,7 +295,7 @@ class SyncServer:
             for name in device.announced()
         }
         if found and announced:
-            found.append(f"{_names_text(list(announced))} cannot be averaged")
+            found.append(f"{shortened(announced, _NAMES_SHOWN)} cannot be averaged")
         return "; ".join(found)
 
     def _leave(self, device: SyncDevice) -> None:
@@ -421,7 +421,7 @@ class SyncDevice:
                 self._raise_if_given_up()
             raise FusedReduceError(
                 f"device {self.rank}: sync() before the backward that was announced for epoch {self.epoch}, of "
-                f"{_names_text(self.owed())}: call backward() first"
+                f"{shortened(self.owed(), _NAMES_SHOWN)}: call backward() first"
             )
         self.state = DeviceState.IDLE
 
@@ -573,7 +573,7 @@ class SyncDevice:
     def _incomplete(self) -> FusedReduceError:
         """The error in place of the reducer's, which would suggest options that SyncServer sets itself."""
         owed = self.owed()
-        missing = f"without the gradients of {_names_text(owed)}, which were announced"
+        missing = f"without the gradients of {shortened(owed, _NAMES_SHOWN)}, which were announced"
         lacks = missing if owed else "before it was complete"
         return FusedReduceError(
             f"device {self.rank}: the backward of epoch {self.epoch} ended {lacks}: announce exactly the tensors that "
@@ -640,8 +640,3 @@ def _devices_text(ranks: Sequence[int]) -> str:
     """ "device 3 is" or "devices 0 and 2 are"."""
     listed = " and ".join([", ".join(map(str, ranks[:-1])), str(ranks[-1])]) if len(ranks) > 1 else str(ranks[0])
     return f"device{'s' if len(ranks) > 1 else ''} {listed} {'are' if len(ranks) > 1 else 'is'}"
-
-
-def _names_text(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

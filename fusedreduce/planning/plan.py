@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from ..config import CapPolicy
+from ..errors import shortened
 from .bucketing import UNLIMITED_BYTES, BucketCaps, assign_by_size
 
 Plan = tuple[tuple[int, ...], ...]
@@ -39,8 +40,7 @@ def bucket_label(index: int, names: Sequence[str]) -> str:
     Returns:
         The label.
     """
-    more = len(names) - _NAMES_SHOWN
-    return f"bucket {index} ({', '.join(names[:_NAMES_SHOWN])}{f' and {more} more' if more > 0 else ''})"
+    return f"bucket {index} ({shortened(names, _NAMES_SHOWN)})"
 
 
 def first_plan(kinds: Sequence[ParameterKind], caps: BucketCaps, cap_policy: CapPolicy, *, learns: bool) -> Plan:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import stage_streams
 import torch
 import triton
 from cli import test_demo, test_doctor
@@ -21,9 +22,6 @@ from gpu import test_gpu, test_gpu_data_parallel, test_gpu_local, test_gpu_modes
 from parallel import test_sync_server
 from support.ranks import group_of_one
 from torch.autograd.graph import Node
-
-# on the path since test_gpu_streams was imported
-import stage_streams  # isort: skip
 
 from fusedreduce.buckets.streams import Streams
 from fusedreduce.cli.variants import variants

@@ -16,7 +16,7 @@ import torch
 
 from ...comm.protocol import Communicator, Pending
 from ...comm.waiting import collective_failed, wait_for
-from ...errors import NonFiniteGradientError
+from ...errors import NonFiniteGradientError, shortened
 from ...kernels.table import Totals
 
 _logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class NonFiniteReport:
     reduced: tuple[str, ...]
 
     def __str__(self) -> str:
-        where = _some([str(one) for one in self.culprits], "; ")
+        where = shortened(self.culprits, _SHOWN, "; ")
         if self.culprits:
             text = f"step {self.step}: a NaN or Inf was in a gradient before it was reduced: {where}"
         else:
@@ -66,7 +66,7 @@ class NonFiniteReport:
                 f"step {self.step}: every rank's gradients were finite, but their sum, or the wire's dtype, could not "
                 "hold them"
             )
-        return f"{text}. Not finite after the reduction: {_some(self.reduced, ', ') or 'none'}"
+        return f"{text}. Not finite after the reduction: {shortened(self.reduced, _SHOWN) or 'none'}"
 
 
 class Places(Protocol):
@@ -265,8 +265,3 @@ class FiniteCheck:
         warned = concerned and not outcome.excused
         _logger.log(logging.WARNING if warned else logging.INFO, "rank %d: %s", mine, report)
         return report
-
-
-def _some(texts: Sequence[str], separator: str) -> str:
-    more = len(texts) - _SHOWN
-    return separator.join(texts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from ...errors import FusedReduceError
+from ...errors import FusedReduceError, shortened
 from ...reducer import validation
 
 _NAMES_SHOWN = 8
@@ -161,11 +161,7 @@ class Replicas:
             if not _same_bytes(real, other)
         ]
         if wrong:
-            more = len(wrong) - _NAMES_SHOWN
-            raise FusedReduceError(
-                f"replicas differ from the module: {', '.join(wrong[:_NAMES_SHOWN])}"
-                f"{f' and {more} more' if more > 0 else ''}"
-            )
+            raise FusedReduceError(f"replicas differ from the module: {shortened(wrong, _NAMES_SHOWN)}")
 
     def _update_parameters(self) -> None:
         real = list(map(torch.Tensor.data_ptr, self._parameters))
