@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusedreduce.trace.chrome import LANES, Lane, Slice, slices
+from fusedreduce.trace.files import replace_file
 from fusedreduce.trace.report import Run
-
-from .files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

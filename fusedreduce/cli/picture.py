@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .files import replace_file
+from fusedreduce.trace.files import replace_file
+
 from .results import Row
 
 if TYPE_CHECKING:

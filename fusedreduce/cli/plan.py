@@ -19,13 +19,14 @@ from fusedreduce.planning.planner import Problem, ready_order, timeline
 from fusedreduce.planning.policies import best_plan, ready_plan, static_plan
 from fusedreduce.planning.simulation.clusters import Case
 from fusedreduce.planning.torch_caps import TorchCaps, nearest
+from fusedreduce.trace.files import replace_text
 from fusedreduce.trace.problem import kinds, measured_costs, problem, ready_times_ns, shares
 from fusedreduce.trace.reader import RankTrace, read
 from fusedreduce.trace.report import start_ns
 
 from . import simulate
 from .columns import columns
-from .files import replace_text, writable
+from .files import writable
 from .trace import beside, milliseconds
 
 PLAN_FILE = "plan.json"

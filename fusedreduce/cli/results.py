@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedreduce.config import Wire
-
-from .files import replace_text
+from fusedreduce.trace.files import replace_text
 
 JOB_FILE = "job.json"
 ROWS_FILE = "rows.json"

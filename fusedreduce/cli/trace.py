@@ -12,12 +12,13 @@ from typing import Any
 from fusedreduce.errors import TraceError
 from fusedreduce.planning.plan import bucket_label
 from fusedreduce.trace.chrome import chrome_trace
+from fusedreduce.trace.files import replace_text
 from fusedreduce.trace.reader import read
 from fusedreduce.trace.report import Figures, Run, figures, finish_ns, merge
 
 from . import gantt
 from .columns import columns
-from .files import replace_text, writable
+from .files import writable
 
 JSON_FILE = "trace.json"
 PICTURE_FILE = "trace.png"

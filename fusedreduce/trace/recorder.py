@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ from ..planning.bucketing import BucketCaps
 from ..planning.cost_model import Costs
 from ..planning.plan import Plan
 from ..planning.timeline import MISSING_NS
+from .files import replace_text
 
 FORMAT = "fusedreduce-trace"
 VERSION = 1
@@ -174,12 +174,7 @@ class Recorder:
         ]
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"rank{trace['rank']}.json"
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            temporary.write_text(json.dumps(trace, separators=(",", ":"), allow_nan=False) + "\n")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_text(path, json.dumps(trace, separators=(",", ":"), allow_nan=False))
         return path
 
 

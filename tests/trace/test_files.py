@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fusedreduce.cli.files import replace_file, replace_text, writable
+from fusedreduce.cli.files import writable
+from fusedreduce.trace.files import replace_file, replace_text
 
 
 def test_a_file_is_replaced_in_one_piece(tmp_path: Path) -> None:
