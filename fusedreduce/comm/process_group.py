@@ -40,6 +40,10 @@ REDUCE_OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
 }
 _built: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
 _lost: MutableMapping[dist.ProcessGroup, str] = WeakKeyDictionary()  # shared by all communicators of a group
+# Gloo's two threads assign the name of the collective that has ended to one std::string without a lock (torch 2.13,
+# ProcessGroupGloo::runLoop). That of a sparse sum is too long for the string's own buffer, so that two that end at once
+# corrupt the heap: sparse sums run in a Gloo group of one thread, by the user's group.
+_sparse: MutableMapping[dist.ProcessGroup, Any] = WeakKeyDictionary()
 _REFUSAL = re.compile(r"type|dtype|support|implement", re.IGNORECASE)
 
 
@@ -199,7 +203,11 @@ class ProcessGroupCommunicator:
         Returns:
             The collective in flight; its future's value is a list of the result.
         """
-        return self.all_reduce(tensor)
+        if self._backend_name(tensor.device) != "gloo":
+            return self.all_reduce(tensor)
+        if self.group not in _sparse:
+            _sparse[self.group] = self._gloo_of_one_thread()
+        return _Work(_sparse[self.group].allreduce([tensor]), (tensor,))
 
     def all_gather(self, tensor: torch.Tensor) -> tuple[_Work, torch.Tensor]:
         """Starts gathering a tensor from all ranks.
@@ -342,6 +350,16 @@ class ProcessGroupCommunicator:
             times = self._store().add(f"fusedreduce/{self._serial}/{self._rank}", 1)
             self._prefix = f"fusedreduce/{self._serial}/{times}"
         return self._prefix
+
+    def _gloo_of_one_thread(self) -> Any:
+        """A Gloo backend of the same ranks, interfaces and timeout; blocks until all have called it."""
+        backend: Any = self.group._get_backend(torch.device("cpu"))
+        theirs = getattr(backend, "wrapped_pg", backend).options  # of TORCH_DISTRIBUTED_DEBUG=DETAIL's wrapper
+        gloo: Any = c10d.ProcessGroupGloo  # torch's stubs name the options otherwise
+        options = gloo._Options()
+        options._devices, options._timeout, options._threads = theirs._devices, theirs._timeout, 1
+        store = c10d.PrefixStore(f"{self._keys()}/sparse", self._store())
+        return gloo(store, self._rank, self._size, options)
 
     def _device(self) -> torch.device:
         """A device that the group has a backend for."""

@@ -110,6 +110,15 @@ def test_a_reducer_that_is_given_up_leaves_its_ranks_without_the_garbage_collect
         gc.enable()
 
 
+def test_sums_that_end_at_once_leave_the_heap_intact() -> None:
+    """As one group, Gloo's own two threads crash within some thousand sums, at one rank too."""
+    pool = RankPool(1)
+    try:
+        pool.run(sparse_cases.sums_that_end_at_once, 8000)
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize("wire", ["native", "bf16"])
 def test_our_hook_on_torchs_class(ranks: RankPool, wire: str) -> None:
     ranks.run(sparse_cases.through_torchs_ddp, wire)

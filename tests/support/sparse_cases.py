@@ -281,6 +281,21 @@ def through_torchs_ddp(rank: int, world: int, wire: str) -> None:
             assert_gradients(tables, _of_those_left(local, world, [step < count for count in steps[:world]]))
 
 
+def sums_that_end_at_once(rank: int, world: int, count: int) -> None:
+    """Many sparse and dense sums in flight together."""
+    communicator = fusedreduce.ProcessGroupCommunicator()
+    table = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (8, 2), check_invariants=True).coalesce()
+    for _ in range(count):
+        tables = [table.clone() for _ in range(4)]
+        vectors = [torch.ones(4) for _ in range(4)]
+        works = []
+        for vector, one in zip(vectors, tables, strict=True):
+            works += [communicator.all_reduce(vector), communicator.all_reduce_sparse(one)]
+        for work in works:
+            work.wait()
+        assert all(torch.equal(one.to_dense(), world * table.to_dense()) for one in tables)
+
+
 def make_groups(rank: int, world: int) -> None:
     """Groups of the ranks that still have inputs, for every such set."""
     for number in range(1, 2**world):
