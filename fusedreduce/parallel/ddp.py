@@ -558,7 +558,7 @@ class DistributedDataParallel(TorchDDP):
                 "a DistributedDataParallel over a LocalGroup can be neither pickled nor copied (torch allows that for "
                 "the default process group only): keep its state_dict(), or pickle its .module"
             )
-        pending = self._ours().late.pending() if hasattr(self, "reducer") else ""
+        pending = self._ours().pending() if hasattr(self, "reducer") else ""
         if pending:
             warnings.warn(
                 f"a DistributedDataParallel is copied or pickled while {pending}: the copy has none of that. Call "

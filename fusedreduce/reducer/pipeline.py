@@ -6,9 +6,8 @@
                   for non-finite gradients; then the sums of sparse gradients whose kind no rank knew before
     per bucket    finish, in the same order: check that no gradient has changed since, wait, unpack
 
-reducer.py decides when a step begins, readiness.py when a bucket is ready, and modes/step_end.py how a step ends whose
-averages come later. A rank without inputs issues the same collectives with zeros (join.py). Called under the reducer's
-lock.
+reducer.py decides when a step begins, readiness.py when a bucket is ready, and the sync mode (modes/) how a step ends.
+A rank without inputs issues the same collectives with zeros (join.py). Called under the reducer's lock.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +36,9 @@ from ..errors import FusedReduceError
 from ..planning.plan import Plan
 from ..planning.timeline import MISSING_NS
 from ..trace.step_clock import StepClock, StepProfile
-from .modes.step_end import Ended, Ends
+from .modes import make_mode
+from .modes.gradient_stash import GradientStash
+from .modes.mode import DelayedAverages, Ended
 from .modes.steps_in_flight import unused_of
 from .plans import Plans
 from .recording import Recording
@@ -71,7 +72,8 @@ class Pipeline:
     Attributes:
         rounds: synchronised steps that all ranks have taken part in.
         buckets: of the plan in use.
-        ends: how steps end in the sync mode in use.
+        mode: the sync mode in use.
+        late: which averages the gradients are.
         issued: collectives issued since the communicator was set.
         times: host times of the latest step.
     """
@@ -92,7 +94,7 @@ class Pipeline:
         self.times = StepTimes()
         self.issued = 0
         self._plans = plans
-        self._observed = observed
+        self.observed = observed
         self._clock = clock
         self._recording = recording
         self._skip_unused_buckets = skip_unused_buckets
@@ -108,7 +110,9 @@ class Pipeline:
         self._restrided = 0
         self.rounds = 0
         self.buckets = BucketSet((), maker)
-        self.ends = Ends(maker, observed, used)
+        self.late = DelayedAverages()
+        self._stash = GradientStash(maker.parameters)
+        self._enter_mode()
         self.build_buckets(plans.first())
 
     # Between steps
@@ -123,8 +127,8 @@ class Pipeline:
         self._allocations += self.buckets.wire_allocations()
         self._restrided += int(self.buckets.stats()["restrided"])
         self.buckets = BucketSet(plan, self.maker)
-        self._observed.collect_from(self.buckets.reductions)
-        self.ends.set_buckets(self.buckets)
+        self.observed.collect_from(self.buckets.reductions)
+        self.mode.set_buckets(self.buckets)
         self._checked_wires = False
         self._clock.arm(len(plan), profiled=False, forward_ns=MISSING_NS)
 
@@ -144,20 +148,33 @@ class Pipeline:
         self.maker = dataclasses.replace(self.maker, communicator=communicator)
         self.maker.sparse_kinds.set_communicator(communicator)
         self.used.set_communicator(communicator)
-        self.ends.set_communicator(communicator)
+        self.mode.set_communicator(communicator)
         self.issued = 0
 
-    def set_mode(self, config: ReduceConfig) -> None:
-        """Switches to the sync mode of `config`, when no step is in flight."""
+    def set_mode(self, config: ReduceConfig, *, local: bool) -> None:
+        """Switches to the sync mode of `config`, when no step is in flight.
+
+        Args:
+            config: has the new mode.
+            local: `.grad` may hold gradients of backwards under no_sync, which the next step reduces.
+        """
         self.maker = dataclasses.replace(self.maker, config=config)
-        self.ends.set_mode(self.maker, self.buckets)
+        before = self.mode
+        before.release()
+        self._enter_mode()
+        self.mode.set_buckets(self.buckets)
+        self.late.withheld = False
+        if before.delays and not self.mode.delays:
+            self._stash.put_back()
+        elif self.mode.delays and not before.delays and local:
+            self._stash.keep()
 
     def drop_step(self) -> None:
         """Abandons what is in flight. `build_buckets` must follow: collectives may still write into these buffers."""
-        self.ends.drop_steps()
+        self.mode.drop_steps()
         self._installed = []
         self._count_ranks = None
-        self._observed.drop_step()
+        self.observed.drop_step()
         for reduction in self.buckets.reductions:
             reduction.drop_views()
         self.used.restart()
@@ -165,7 +182,7 @@ class Pipeline:
 
     def release_buckets(self) -> None:
         """Releases the buckets and their wires; gradients that are views keep the buffer they refer to."""
-        self.ends.release()
+        self.mode.release()
         self.buckets = BucketSet((), self.maker)
 
     def stats(self) -> dict[str, int | str]:
@@ -175,7 +192,9 @@ class Pipeline:
             "wire_allocations": self._allocations + self.buckets.wire_allocations(),
             **(found := self.buckets.stats()),
             "restrided": self._restrided + int(found["restrided"]),
-            **self.ends.stats(),
+            "steps_under_way": 0,
+            "steps_given_up": self.late.given_up,
+            **self.mode.stats(),
         }
 
     # A step
@@ -206,7 +225,7 @@ class Pipeline:
     def pack_early(self, step: Step, bucket: int, group: int) -> None:
         """Packs a group of a bucket ahead of its launch; on CPU."""
         # If the bucket is in flight already, the late gradient is found by `check_unchanged`.
-        if bucket >= step.next_bucket and self.ends.own is None:
+        if bucket >= step.next_bucket and self.mode.together:
             began_ns = time.perf_counter_ns()
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # 2 us, for every large gradient
                 self.buckets.reductions[bucket].pack_early(group, self._divisor)
@@ -215,16 +234,17 @@ class Pipeline:
     def launch(self, step: Step) -> None:
         """Launches every bucket that is next and ready, and after the last one the step's other collectives.
 
-        In the asynchronous mode it does nothing: `finish_step` issues a contribution.
+        Where ranks are in different steps (Asynchronous) nothing is launched: `finish_step` issues a contribution.
 
         Raises:
             FusedReduceError, CollectiveError, TypeError: as `Reduction.launch`.
         """
-        if self.ends.own is not None:
-            return
         if step.next_bucket == 0:
-            self._observed.begin_reduction()
+            self.observed.begin_reduction()
             self.times.comm_start = time.time_ns()
+            if not self.mode.together:
+                step.next_bucket = step.launched = len(self.buckets)
+                return
             self._kept = {}  # those of the last step: on CUDA a side stream may have read them until now
             if torch.is_grad_enabled() and not self._warned:
                 self._warned = True
@@ -266,7 +286,7 @@ class Pipeline:
                 self.maker.sparse_kinds.start_exchange()
                 self.issued += 1
             self.buckets.streams.wait_for_packs()
-            self.issued += self._observed.start_exchange()
+            self.issued += self.observed.start_exchange()
 
     def launch_late(self) -> None:
         """Starts the sums of sparse gradients whose kind no rank knew at `launch`; waits until the ranks know it.
@@ -285,9 +305,6 @@ class Pipeline:
     def finish_step(self, step: Step, *, shared: bool) -> Ended:
         """Ends a step whose buckets are all launched.
 
-        In the synchronous mode every launched bucket is finished, in launch order; with bounded staleness those of an
-        earlier step are; in the asynchronous mode a contribution is made.
-
         Args:
             step: the step.
             shared: another reducer, of a nested wrapper, writes the same gradients.
@@ -299,9 +316,9 @@ class Pipeline:
             FusedReduceError: a gradient was changed after it had been packed.
             CollectiveError: a peer died, left, or did not answer.
         """
-        if self.ends.own is not None:
-            return self._contribute(step)
-        launched = [one for one in self.buckets.reductions if not self._skips(step, one.members)]
+        launched = []
+        if self.mode.together:
+            launched = [one for one in self.buckets.reductions if not self._skips(step, one.members)]
         if self.maker.sparse_kinds.place:
             # Before the check, which may raise on this rank alone: the other ranks wait for these sums.
             self.launch_late()
@@ -310,10 +327,7 @@ class Pipeline:
                 # All are checked before the first is overwritten: gradients that share memory share their version.
                 for reduction in launched:
                     reduction.check_unchanged()
-            if self.ends.staleness:
-                ended = self.ends.end_later(self.buckets, self.rounds + 1, self._write)
-            else:
-                ended = Ended(self.rounds + 1, self._end_now(launched))
+            ended = self.mode.end_step(self, launched)
             self._plans.scheduler.complete()
             installed, self._installed = self._installed, []
             for future in installed:
@@ -331,24 +345,7 @@ class Pipeline:
         """
         if self.used.always:
             self.used.clear_marks()
-        with torch.no_grad():
-            self.issued += self.ends.observe(ended)
-
-    def apply_oldest(self) -> Ended:
-        """Applies the averages of the oldest step in flight, between two steps; `observed.check` may raise for them."""
-        with torch.no_grad():
-            ended = self.ends.apply_oldest(self.buckets, self._write)
-            self.issued += self.ends.observe(ended)
-        return ended
-
-    def state_dict(self) -> dict[str, Any]:
-        """The steps in flight as plain values, tensors by parameter name; waits for them."""
-        with torch.no_grad():
-            return self.ends.state_dict(self.maker, self.buckets, self.rounds, self._write)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the steps in flight from what `state_dict` returned; raises as `staleness_state.load`."""
-        self.rounds = self.ends.load_state_dict(self.maker, state)
+        self.end_statistics(ended)
 
     def close_round(self, looked: StepProfile | None) -> None:
         """Counts a synchronised step that all ranks have ended, this one maybe without inputs (join).
@@ -362,30 +359,49 @@ class Pipeline:
         if looked is not None:
             self._recording.keep(self.rounds, self.plan, looked)
 
-    # Within
+    # What a mode calls
 
-    def _end_now(self, launched: Sequence[Reduction]) -> list[int]:
+    def finish_buckets(self, launched: Sequence[Reduction]) -> list[int]:
         """Finishes launched buckets; returns the numbers of the parameters whose gradients were not written."""
         left: list[int] = []
-        used, unscaling = self.used.sum_of_step(), self._observed.units.unscaling()
+        used, unscaling = self.used.sum_of_step(), self.observed.units.unscaling()
         for reduction in launched:
             self._finish_one(reduction, used, unscaling)
         if self.used.kept or self.maker.keeps_gradients:
             left = self._not_written(() if self.maker.keeps_gradients else launched, used)
         if self.used.asks():
             self.used.complete()
-        self._observed.complete()
+        self.observed.complete()
         return left
 
-    def _contribute(self, step: Step) -> Ended:
-        """The end of a step in the asynchronous mode; waits for no peer."""
-        self._observed.begin_reduction()
-        self.times.comm_start = time.time_ns()
-        self.ends.contribute(self.buckets)
-        step.next_bucket = step.launched = len(self.buckets)
-        self.times.comm_end = time.time_ns()
-        self.close_round(self._clock.pop_profile())
-        return Ended(self.rounds)
+    def write(self, members: Members, write: Callable[[], None]) -> None:
+        """Calls `write`, which writes a bucket's gradients: on CUDA on a side stream, watched by the stall monitor."""
+        if not self.buckets.streams.on_cuda:
+            write()
+            return
+        done = torch.cuda.Event()
+        with self.buckets.streams.beside(members.device):
+            write()
+            done.record()
+        what = f"rank {self.maker.communicator.rank}: the reduction of {members.label}"
+        after_s = stall_report_after_s(self.maker.config.stall_report_s, self.maker.communicator, members.device)
+        self._monitor.watch(members, what, done.query, after_s, members.device)
+
+    def end_statistics(self, ended: Ended) -> None:
+        """Completes the statistics of the gradients that a step has left."""
+        with torch.no_grad():
+            if ended.number is None or not ended.measured:
+                self.observed.end_without_gradients()
+            elif ended.elsewhere:
+                self.observed.end_measured_step(ended.number)
+            else:
+                self.issued += self.observed.end_step(ended.number, ended.left)
+
+    # Within
+
+    def _enter_mode(self) -> None:
+        self.mode = make_mode(self.maker, self._stash, self.late)
+        self.used.alone = self.observed.alone = not self.mode.together
 
     def _finish_one(self, reduction: Reduction, used: UsedSum | None, unscaling: Unscaling) -> None:
         members = reduction.members
@@ -404,20 +420,7 @@ class Pipeline:
         if isinstance(reduction, CommHookReduction):
             write()
         else:
-            self._write(members, write)
-
-    def _write(self, members: Members, write: Callable[[], None]) -> None:
-        """Calls `write`, which writes a bucket's gradients: on CUDA on a side stream, watched by the stall monitor."""
-        if not self.buckets.streams.on_cuda:
-            write()
-            return
-        done = torch.cuda.Event()
-        with self.buckets.streams.beside(members.device):
-            write()
-            done.record()
-        what = f"rank {self.maker.communicator.rank}: the reduction of {members.label}"
-        after_s = stall_report_after_s(self.maker.config.stall_report_s, self.maker.communicator, members.device)
-        self._monitor.watch(members, what, done.query, after_s, members.device)
+            self.write(members, write)
 
     def _keep_unused(self, members: Members) -> None:
         """Copies the gradients of parameters that this rank has not used: as views they are overwritten by the sum."""
@@ -436,7 +439,7 @@ class Pipeline:
         return [number for number in range(len(self.maker.parameters)) if number not in written]
 
     def _check_skipped(self, members: Members) -> None:
-        if any_gradient(members.parameters) and self._observed.units.scaled_step():
+        if any_gradient(members.parameters) and self.observed.units.scaled_step():
             raise FusedReduceError(
                 f"rank {self.maker.communicator.rank}: {members.label} is skipped in this step "
                 "(skip_all_reduce_unused_params), but has gradients of earlier backwards, which would keep their loss "

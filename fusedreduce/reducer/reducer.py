@@ -52,7 +52,6 @@ from ..buckets.stats.grad_stats import GradStats
 from ..buckets.streams import refuse_capture
 from ..buckets.tensors import any_gradient, none_missing
 from ..comm.protocol import Communicator
-from ..comm.waiting import collective_failed
 from ..config import FlushReport, ReduceConfig, SyncMode
 from ..errors import FusedReduceError
 from ..planning.bucketing import BucketCaps
@@ -62,7 +61,6 @@ from ..planning.timeline import MISSING_NS
 from ..trace.step_clock import StepClock
 from . import optimizer_hooks, validation
 from .backward_hooks import BackwardHooks, refuse_compiled_autograd
-from .delayed_averages import DelayedAverages
 from .failures import Failures, lost_error
 from .join import JoinShadows
 from .modes import asynchronous
@@ -220,7 +218,7 @@ class Reducer:
             skip_unused_buckets=skip_unused_buckets,
         )
         self.times = self._pipeline.times
-        self.late = DelayedAverages(self._pipeline, self.observed)
+        self.late = self._pipeline.late
         self.shadows = JoinShadows(self._pipeline, self._plans, self.observed)
         self._hooks = ParameterHooks(self, self.parameters, Reducer.on_gradient)
         self._backward_hooks = BackwardHooks(self, Reducer._backward_begins, Reducer._backward_ends)
@@ -229,11 +227,11 @@ class Reducer:
         )
         self.observed.before_reading = _weakly(self)
         self._follow_communicator()
-        self._overlaps = self.config.overlap and self._pipeline.ends.own is None
+        self._overlaps = self.config.overlap and self._pipeline.mode.together
         if gradient_as_bucket_view and not self.has_views:
             self._warn_of_no_views()
-        if self._agreed and self._pipeline.ends.own is not None:
-            self._open()
+        if self._agreed:
+            self._pipeline.mode.open()
 
     # Lifecycle of a step
 
@@ -320,8 +318,8 @@ class Reducer:
             watched = self._backward_hooks.watch(tensors)
             if not watched or profiled:
                 readiness.hook_all(once=profiled)
-            if self.late.stash is not None and not watched:
-                self.late.stash.stash()
+            if not watched:
+                self._pipeline.mode.hold_gradients()
             closely = profiled or self._recording.wants_step()
             self._pipeline.arm(closely=closely, forward_ns=self._forward_ns, divisor=divisor)
             self._forward_ns = MISSING_NS
@@ -455,15 +453,12 @@ class Reducer:
     def no_sync(self) -> Iterator[None]:
         """Context in which forwards do not arm the hooks: gradients accumulate, and the next step reduces their sum."""
         before, self._sync = self._sync, False
-        stash = self.late.stash
-        if stash is not None:
-            stash.stash()  # a backward without prepare_for_backward may follow, which is not noticed
+        self._pipeline.mode.hold_gradients()  # a backward without prepare_for_backward may follow, unnoticed
         try:
             yield
         finally:
             self._sync = before
-            if stash is not None and not stash.local():
-                stash.put_back()
+            self._pipeline.mode.restore_gradients(local=True)
 
     def expect_local_backward(self) -> None:
         """Says that the next backward is not reduced on purpose (a wrapper's no_sync), so that nothing warns of it."""
@@ -491,10 +486,9 @@ class Reducer:
         Args:
             outputs: what a forward under no_sync returned: tensors in any pytree.
         """
-        if self.late.stash is not None and not self._backward_hooks.watch_also(
-            tensors_in(outputs), Reducer._stash_gradients
-        ):
-            self.late.stash.stash()
+        mode = self._pipeline.mode
+        if mode.delays and not self._backward_hooks.watch_also(tensors_in(outputs), Reducer._hold_gradients):
+            mode.hold_gradients()
 
     # Steps that end later than with their own backward
 
@@ -520,13 +514,13 @@ class Reducer:
                 "a trace that is being recorded": self._recording.wants_step(),
             }
             validation.check_mode(mode, present)
-            self.late.check_settled()
+            if pending := self.pending():
+                raise FusedReduceError(f"{pending}: call flush() on every rank, then set_sync_mode()")
             self.config = config
             self._agreed = False
             self._plans.set_mode(mode)
-            self._pipeline.set_mode(config)
-            self._overlaps = config.overlap and self._pipeline.ends.own is None
-            self.late.set_mode(mode, local=self.local_backward_expected)
+            self._pipeline.set_mode(config, local=self.local_backward_expected)
+            self._overlaps = config.overlap and self._pipeline.mode.together
             self._attend_optimizers()
 
     def flush(
@@ -560,17 +554,15 @@ class Reducer:
             TypeError: one of `optimizers` is not a torch.optim.Optimizer.
             CollectiveError: a peer died, left, or did not answer.
         """
-        own = self._pipeline.ends.own
-        if own is None or step is None:
-            step = optimizer_hooks.flush_step(optimizers, step, scaled=self.observed.units.attached)
-        else:
-            optimizer_hooks.flush_step(optimizers, None, scaled=False)  # checks their type
-        self._complete_outside()
+        mode = self._pipeline.mode
+        step = mode.flush_step(optimizers, step, scaled=self.observed.units.attached)
         with self._lock:
-            self.check_finalized()
-            if own is not None:
-                self.agree()
-            return self.late.flush(optimizers, step, buffers, self._fail)
+            self._check_agreed()
+            return mode.flush(self._pipeline, step, optimizers, buffers, self._fail)
+
+    def pending(self) -> str:
+        """What `flush` would apply, in words; empty: nothing is outstanding."""
+        return self._pipeline.mode.pending()
 
     def state_dict(self) -> dict[str, Any]:
         """The steps in flight, for a checkpoint. Waits for them.
@@ -586,12 +578,13 @@ class Reducer:
             FusedReduceError: a step is not finished.
             CollectiveError: a peer died, left, or did not answer.
         """
-        self._complete_outside()
         with self._lock:
-            self.check_finalized()
-            if self._pipeline.ends.own is not None:
-                self.agree()
-            return self.late.state_dict(self._fail)
+            self._check_agreed()
+            try:
+                return self._pipeline.mode.state_dict(self._pipeline)
+            except BaseException as error:
+                self._fail(error)
+                raise
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the steps in flight of a checkpoint, whatever the plan was then.
@@ -603,12 +596,9 @@ class Reducer:
             ValueError: `state` is damaged, or of another model, number of ranks or mode.
             FusedReduceError: steps are in flight here, or one is not finished.
         """
-        self._complete_outside()
         with self._lock:
-            self.check_finalized()
-            if self._pipeline.ends.own is not None:
-                self.agree()
-            self.late.load_state_dict(state)
+            self._check_agreed()
+            self._pipeline.rounds = self._pipeline.mode.load_state_dict(self._pipeline, state)
 
     # Failures, changes, the end
 
@@ -645,7 +635,6 @@ class Reducer:
             if self.state is ReducerState.CLOSED:
                 raise FusedReduceError(_CLOSED)
             self.state = ReducerState.IDLE
-            self.late.drop_step()
             self._failures.clear_failure()
             self._agreed = False
             self._plans.restart()
@@ -809,8 +798,7 @@ class Reducer:
             self.observed.alike = validation.agree(self.communicator, descriptions, settings, self._device)
             self._agreed = True
         self._pipeline.check_wires()
-        if self._pipeline.ends.own is not None:
-            self._open()
+        self._pipeline.mode.open()
 
     def rebuild(self) -> bool:
         """Rebuilds the buckets if the ranks have agreed on another plan. A plan changes only here, between steps.
@@ -940,16 +928,14 @@ class Reducer:
             refuse_capture(self._device, self.communicator.rank)
             refuse_compiled_autograd(self.communicator.rank)
             with self._lock:
-                if self.late.stash is not None:
-                    self.late.stash.stash()
+                self._hold_gradients()
                 if self._readiness.begin_backward():
                     self.observed.additions += 1  # in case this backward raises
                     self._backward_hooks.queue_end(self._readiness.step)
 
-    def _stash_gradients(self) -> None:
-        """Called when a backward that is not reduced has reached an output of its forward."""
-        if self.late.stash is not None:
-            self.late.stash.stash()
+    def _hold_gradients(self) -> None:
+        """Called when a backward, reduced or not, has reached an output of its forward."""
+        self._pipeline.mode.hold_gradients()
 
     def _backward_ends(self, step: Step) -> None:
         """Called when a backward has ended: ends the step, unless gradients are still to come (partial backwards)."""
@@ -963,13 +949,13 @@ class Reducer:
             self._clock.backward_ended()
             try:
                 self._pipeline.launch(step)
-                if self._waits_in_backward or self._pipeline.ends.own is not None:
+                if self._waits_in_backward or not self._pipeline.mode.together:
                     self._finish(step)
                     return
                 self.state = ReducerState.LAUNCHED
             except BaseException as error:
                 self._note_failure(error)
-                if self._waits_in_backward or self._pipeline.ends.own is not None or self.on_launched is None:
+                if self._waits_in_backward or not self._pipeline.mode.together or self.on_launched is None:
                     raise
         if self.on_launched is not None:
             self.on_launched(self)  # also after a failure: if this callback raised, the engine would not run later ones
@@ -1001,7 +987,7 @@ class Reducer:
         self._attend_optimizers()
 
     def _attend_optimizers(self) -> None:
-        if self._waits_in_backward and self.late.stash is None:
+        if self._waits_in_backward and not self._pipeline.mode.delays:
             optimizer_hooks.leave(self)
         else:
             optimizer_hooks.enter(self)
@@ -1023,8 +1009,7 @@ class Reducer:
                     "and step() without a closure; or have a thread per rank, on CPU"
                 )
             self._complete_outside()
-        if self.late.stash is not None:
-            self.late.stash.stepped = True
+        self._pipeline.mode.optimizer_steps()
 
     def _finish(self, step: Step) -> None:
         """Ends a step whose buckets are all launched."""
@@ -1045,8 +1030,7 @@ class Reducer:
             if not self._needs_all_hooks():
                 readiness.hook_sentinels()
         self._pipeline.end_step(ended)
-        if self.late.stash is not None:
-            self.late.stash.put_back()
+        self._pipeline.mode.restore_gradients()
         self.state = ReducerState.IDLE
         if in_backward():
             # After the callbacks of other reducers: if one raises, the engine runs no later ones.
@@ -1054,15 +1038,12 @@ class Reducer:
         else:
             self.observed.check()
 
-    def _open(self) -> None:
-        """Makes the asynchronous mode's own communicator, once the ranks have agreed."""
-        own = self._pipeline.ends.own
-        assert own is not None
-        try:
-            own.open()
-        except RuntimeError as error:
-            what = "the asynchronous mode's own group could not be made"
-            raise collective_failed(what, self.communicator, error) from error
+    def _check_agreed(self) -> None:
+        """Checks that the last step is finished, and where ranks are in different steps that they agree on settings."""
+        self._complete_outside()
+        self.check_finalized()
+        if not self._pipeline.mode.together:
+            self.agree()
 
     def _needs_all_hooks(self) -> bool:
         """Whether every parameter must be hooked in the next step, whatever this one was like."""
@@ -1089,7 +1070,7 @@ class Reducer:
             return None
         if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
             raise ValueError(f"divisor must be a positive number or None, got {divisor!r}")
-        if self._pipeline.ends.own is not None:
+        if not self._pipeline.mode.together:
             raise ValueError(
                 "divisor= and Asynchronous exclude each other, because a contribution holds several steps: leave it out"
             )

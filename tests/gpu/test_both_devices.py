@@ -29,8 +29,7 @@ from fusedreduce.comm.local import operations
 from fusedreduce.comm.local.strategies import Ring
 from fusedreduce.config import ReduceConfig
 from fusedreduce.kernels import combine, dispatch, pack, scale
-from fusedreduce.reducer import parameter_hooks
-from fusedreduce.reducer.modes import step_end
+from fusedreduce.reducer import modes, parameter_hooks
 from fusedreduce.trace.step_clock import StepClock
 
 MARK = "pytest.mark.gpu"
@@ -156,7 +155,7 @@ HALF = given(dispatch, "pack", lambda *arguments: (*arguments[:4], 2 * arguments
 NORMS = spoiled(dispatch, "reduce_partials", lambda totals, *_: totals.parameter_sums.mul_(1.001))
 ONE_RANK_LESS = given(dispatch, "combine", _one_rank_less)
 ONE_RANK_MORE = replaced(ReduceConfig, "divisor", lambda self, size: size + 1.0)
-A_STEP_LATER = replaced(step_end, "staleness", lambda mode: 2)
+A_STEP_LATER = replaced(modes, "staleness", lambda mode: 2)
 BF16: Mapping[str, Any] = {"wire": "bf16"}
 
 PLANTED = {

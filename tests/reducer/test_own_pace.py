@@ -24,6 +24,8 @@ from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, Sync
 from fusedreduce.errors import AgreementError, CollectiveError, FusedReduceError
 from fusedreduce.kernels import dispatch
 from fusedreduce.reducer.modes.asynchronous import AsynchronousMode
+from fusedreduce.reducer.modes.gradient_stash import GradientStash
+from fusedreduce.reducer.modes.mode import DelayedAverages
 from fusedreduce.reducer.reducer import ReducerState
 
 
@@ -430,12 +432,21 @@ def test_the_channel_is_connected_for_every_device_before_it_is_used() -> None:
             communicator=Recorded(),
             config=config(),
         )
-        own = AsynchronousMode(maker, 1)
-        own.set_buckets([Members(0, tuple(range(4)), tuple(parameters), tuple("abcd"), True)])
+        own = AsynchronousMode(maker, 1, GradientStash(parameters), DelayedAverages())
+        members = Members(0, tuple(range(4)), tuple(parameters), tuple("abcd"), True)
+        buckets: Any = SimpleNamespace(
+            reductions=[SimpleNamespace(members=members)],
+            streams=Streams([0] * 4, torch.device("cpu")),
+            packed=list,
+        )
+        own.set_buckets(buckets)
         own.open()
         own.open()
         assert events == [devices]
         for parameter in parameters:
             parameter.grad = torch.ones(3)
-        own.end_step(GradStats(parameters, "abcd", maker.config, channel), Streams([0] * 4, torch.device("cpu")))
+        observed = GradStats(parameters, "abcd", maker.config, channel)
+        steps: Any = SimpleNamespace(observed=observed, buckets=buckets, rounds=0)
+        with torch.no_grad():
+            own.end_step(steps, [])
         assert events == [devices, "all_reduce"]

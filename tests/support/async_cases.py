@@ -19,6 +19,7 @@ from fusedreduce import FusedGradScaler, ReduceConfig
 from fusedreduce.buckets.deferred_errors import in_backward
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.config import Asynchronous, FlushReport, Synchronous
+from fusedreduce.reducer.modes.asynchronous import AsynchronousMode
 from support.ddp_fault_cases import _group, _in_time
 from support.hook_cases import SMALL_CAP_MB, assert_same_on_all_ranks, batch, loss_of, mlp
 
@@ -381,8 +382,8 @@ def connects_before_backward(rank: int, world: int) -> None:
         return all_reduce(tensor, **options)
 
     def own_group() -> object:
-        own = ddp._ours()._pipeline.ends.own
-        assert own is not None and isinstance(own._communicator, ProcessGroupCommunicator)
+        own = ddp._ours()._pipeline.mode
+        assert isinstance(own, AsynchronousMode) and isinstance(own._communicator, ProcessGroupCommunicator)
         return own._communicator.group
 
     group = _group(world)
@@ -434,8 +435,8 @@ def dead_peer(rank: int, world: int) -> None:
     optimizer = SGD(ddp.parameters(), lr=0.01)
     step(ddp, optimizer, rank, 0)
     if rank == world - 1:
-        own = ddp._ours()._pipeline.ends.own
-        assert own is not None and own._communicator is not None
+        own = ddp._ours()._pipeline.mode
+        assert isinstance(own, AsynchronousMode) and own._communicator is not None
         time.sleep(0.2)
         own._communicator.close()
     else:

@@ -1,4 +1,4 @@
-"""AsynchronousMode: replaces the pipeline's launch and finish in the asynchronous mode of a reducer.
+"""AsynchronousMode: gradients are contributed and corrected, at this rank's own pace.
 
     end of a synchronised backward   the loss scale is removed, then Contributions.end_of_step: gradients are corrected
     flush, state_dict                the averages of all contributions are applied, on every rank
@@ -13,34 +13,43 @@ and no average is applied in it, because it would be lost: it is applied in the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from ...buckets.bucket_set import BucketMaker
-from ...buckets.reduction import Members
-from ...buckets.stats.grad_stats import GradStats
-from ...buckets.streams import Streams
-from ...buckets.tensors import real_dtype
+from ...buckets.bucket_set import BucketMaker, BucketSet
+from ...buckets.reduction import Members, Reduction
+from ...buckets.tensors import any_gradient, real_dtype
 from ...comm.protocol import Communicator
-from ...config import Asynchronous, ReduceConfig
+from ...comm.waiting import collective_failed
+from ...config import Asynchronous, FlushReport, ReduceConfig
+from ...errors import AgreementError, CollectiveError
 from .asynchronous_bucket import AsynchronousBucket
-from .contributions import Contributions, Drained
+from .average_parameters import equalize
+from .bounded_staleness import NO_SYNC_WAITS, DelayedMode
+from .contributions import Contributions
+from .gradient_stash import GradientStash
+from .mode import DelayedAverages, Ended, Steps
 
 
-class AsynchronousMode:
-    """The asynchronous mode of one reducer. Called under its lock.
+class AsynchronousMode(DelayedMode):
+    """See `Mode`.
 
     Args:
         maker: what the reducer's buckets have in common.
         max_in_flight: number of contributions that may be in flight at once.
+        stash, late: see `DelayedMode`.
 
     Attributes:
         skipped: steps that were not contributed, because a gradient was not finite under a loss scaler.
     """
 
-    def __init__(self, maker: BucketMaker, max_in_flight: int) -> None:
+    together = False
+
+    def __init__(self, maker: BucketMaker, max_in_flight: int, stash: GradientStash, late: DelayedAverages) -> None:
+        super().__init__(stash, late)
         self._maker = maker
         self._max_in_flight = max_in_flight
         self._members: list[Members] = []
@@ -50,52 +59,46 @@ class AsynchronousMode:
 
     # Between steps
 
-    def set_buckets(self, members: Sequence[Members]) -> None:
+    def set_buckets(self, buckets: BucketSet) -> None:
         """Switches to other buckets, from the next contribution on; does nothing if they are the same."""
+        members = [one.members for one in buckets.reductions]
         same = [one.numbers for one in members] == [one.numbers for one in self._members]
         if self._contributions is not None and same:
             return
         assert self._contributions is None or self._contributions.empty, "a plan has changed under contributions"
-        self._members = list(members)
+        self._members = members
         self._make()
 
     def open(self) -> None:
-        """Makes the mode's own communicator, once. Every rank calls it at the same place; it may wait for the others.
-
-        It connects the ranks, so that no contribution has to wait for that within a backward.
-
-        Raises:
-            RuntimeError: a rank did not come within the timeout, or they could not be connected.
-        """
+        """See `Mode`. It connects the ranks, so that no contribution has to wait for that within a backward."""
         if self._communicator is None:
             devices = dict.fromkeys(parameter.device for parameter in self._maker.parameters)
-            self._communicator = self._maker.communicator.apart(devices)
-            self._make()
+            try:
+                self._communicator = self._maker.communicator.apart(devices)
+                self._make()
+            except RuntimeError as error:
+                what = "the asynchronous mode's own group could not be made"
+                raise collective_failed(what, self._maker.communicator, error) from error
 
     def set_communicator(self, communicator: Communicator) -> None:
         """Drops what is in flight and switches to `communicator`. `open` must follow."""
         self.release()
         self._maker = dataclasses.replace(self._maker, communicator=communicator)
 
+    def drop_steps(self) -> None:
+        """See `Mode`: contributions that are in flight stay."""
+        self._stash.drop()
+        self._late.withheld = False
+
     def release(self) -> None:
-        """Drops everything and closes the mode's own communicator. May be called twice."""
+        """See `Mode`."""
         self._contributions = None
         if self._communicator is not None:
             self._communicator.close()
             self._communicator = None
 
-    @property
-    def failed(self) -> bool:
-        """Whether a contribution has failed, so that the mode's communicator cannot be used any more."""
-        return self._contributions is not None and bool(self._contributions.failure)
-
-    @property
-    def settled(self) -> bool:
-        """`Contributions.settled`; True before the first contribution."""
-        return self._contributions is None or self._contributions.settled
-
     def stats(self) -> dict[str, int | str]:
-        """The counters of this mode in `Reducer.stats`."""
+        """See `Mode`."""
         one = self._contributions
         return {
             "contributions": 0 if one is None else one.issued,
@@ -108,37 +111,86 @@ class AsynchronousMode:
 
     # A step
 
-    def end_step(self, observed: GradStats, streams: Streams) -> None:
-        """Contributes and corrects the gradients, which are all there. Waits for no peer.
+    def end_step(self, steps: Steps, launched: Sequence[Reduction]) -> Ended:
+        """Contributes and corrects the gradients. Waits for no peer.
 
         Raises:
             TypeError, CollectiveError: as `Contributions.end_of_step`.
         """
-        contributions = self._opened()
+        observed, contributions = steps.observed, self._opened()
         for members in self._members:
-            streams.wait_for_gradients(members.index, members.device)
-        with torch.no_grad():
-            scale = observed.units.unscaling().scale
-            if scale is not None:
-                observed.table.multiply(scale.inverse)
-            if observed.units.attached and bool(observed.table.measure().total[2] > 0):
-                self.skipped += 1
-                return
-        contributions.end_of_step()
+            steps.buckets.streams.wait_for_gradients(members.index, members.device)
+        scale = observed.units.unscaling().scale
+        if scale is not None:
+            observed.table.multiply(scale.inverse)
+        if observed.units.attached and bool(observed.table.measure().total[2] > 0):
+            self.skipped += 1
+        else:
+            contributions.end_of_step()
+        for bucket in steps.buckets.packed():
+            bucket.drop_gathered()
+        return Ended(steps.rounds + 1, measured=False)
 
     # What is outstanding
 
-    def drain(self, problem: str = "") -> Drained:
-        """`Contributions.drain`."""
-        return self._opened().drain(problem)
+    def pending(self) -> str:
+        """See `Mode`."""
+        settled = self._contributions is None or self._contributions.settled
+        return "" if settled else "averages of steps since the last flush() are outstanding"
 
-    def state(self) -> dict[str, Any]:
+    def flush_step(
+        self, optimizers: Sequence[Optimizer], step: Callable[[], None] | None, *, scaled: bool
+    ) -> Callable[[], None] | None:
+        """See `Mode`; with `step`, `optimizers` say whose states become the same on all ranks."""
+        if step is None:
+            return super().flush_step(optimizers, None, scaled=scaled)
+        super().flush_step(optimizers, None, scaled=False)  # checks their type
+        return step
+
+    def flush(
+        self,
+        steps: Steps,
+        step: Callable[[], None] | None,
+        optimizers: Sequence[Optimizer],
+        buffers: Sequence[torch.Tensor],
+        failed: Callable[[BaseException], None],
+    ) -> FlushReport:
+        """Applies all averages at once; then parameters, optimizers' states and buffers become the same everywhere."""
+        maker, contributions = steps.maker, self._opened()
+        stopped: Exception | None = None
+        try:
+            if self._stash.local():
+                contributions.drain(f"flush() while {NO_SYNC_WAITS}")  # raises, on every rank
+            self._stash.stash_unused()
+            try:
+                landed = contributions.drain().landed
+            finally:
+                self._stash.put_back()
+            try:
+                if step is not None and any_gradient(maker.parameters):
+                    step()
+            except Exception as error:
+                stopped = error
+            problem = "" if stopped is None else f"its step raised {type(stopped).__name__}: {stopped}"
+            drift = equalize(maker.parameters, maker.names, optimizers, buffers, maker.communicator, problem)
+        except CollectiveError as error:
+            failed(error)
+            raise
+        except AgreementError:
+            if stopped is not None:
+                raise stopped from None
+            raise
+        self._late.flushed += 1
+        return FlushReport(landed, drift.largest, drift.relative)
+
+    def state_dict(self, steps: Steps) -> dict[str, Any]:
         """`Contributions.state`."""
         return self._opened().state()
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, steps: Steps, state: Mapping[str, Any]) -> int:
         """`Contributions.load_state`."""
         self._opened().load_state(state)
+        return steps.rounds
 
     # Within
 

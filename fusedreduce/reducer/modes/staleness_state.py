@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...buckets.bucket_set import BucketMaker
 from ...buckets.loss_scale import LossScale, Unscaling
 from ...buckets.reduction import Members
 from .steps_in_flight import StepInFlight
@@ -104,24 +105,13 @@ def dump(steps: Iterable[StepInFlight], names: Sequence[str], *, world_size: int
     return {"version": _VERSION, "world_size": world_size, "rounds": rounds, "steps": kept}
 
 
-def load(
-    state: Mapping[str, Any],
-    parameters: Sequence[torch.Tensor],
-    names: Sequence[str],
-    *,
-    world_size: int,
-    most: int,
-    check_finite: bool,
-) -> tuple[list[StepInFlight], int]:
+def load(maker: BucketMaker, state: Mapping[str, Any], *, most: int) -> tuple[list[StepInFlight], int]:
     """Steps in flight from a checkpoint, which is not changed.
 
     Args:
+        maker: has the parameters, their names, the ranks and the settings of now.
         state: what `dump` returned.
-        parameters: all parameters of the reducer.
-        names: their names.
-        world_size: number of ranks now.
         most: number of steps that may be in flight in the mode now.
-        check_finite: steps have an exchange of non-finite gradients.
 
     Returns:
         The steps, and the number of rounds.
@@ -130,19 +120,13 @@ def load(
         ValueError: `state` is damaged, or of another model, number of ranks or mode.
     """
     try:
-        return _loaded(state, parameters, names, world_size, most, check_finite)
+        return _loaded(maker, state, most)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"a damaged state of steps in flight: {type(error).__name__}: {error}") from error
 
 
-def _loaded(
-    state: Mapping[str, Any],
-    parameters: Sequence[torch.Tensor],
-    names: Sequence[str],
-    world_size: int,
-    most: int,
-    check_finite: bool,
-) -> tuple[list[StepInFlight], int]:
+def _loaded(maker: BucketMaker, state: Mapping[str, Any], most: int) -> tuple[list[StepInFlight], int]:
+    parameters, names, world_size = maker.parameters, maker.names, maker.communicator.size
     version = state.get("version")
     if version != _VERSION:
         raise ValueError(f"not a state of steps in flight: version {version!r}, expected {_VERSION}")
@@ -163,7 +147,7 @@ def _loaded(
             foreign = sorted(set(kept["averages"]) - set(names))
             raise ValueError(f"the state is of another model: {', '.join(foreign[:8])} not among the parameters")
         non_finite = None
-        if check_finite:
+        if maker.config.check_finite != "off":
             rows = kept["told"] or [[-1, -1]] * world_size
             non_finite = Done(), torch.tensor(rows, dtype=torch.int64, device=parameters[0].device)
         scale = None

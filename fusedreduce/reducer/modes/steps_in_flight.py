@@ -65,15 +65,11 @@ class StepsInFlight:
 
     Args:
         parameters: all parameters of the reducer.
-
-    Attributes:
-        given_up: number of steps that were dropped.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
         self._steps: deque[StepInFlight] = deque()
-        self.given_up = 0
 
     def __len__(self) -> int:
         """The number of steps in flight."""
@@ -140,10 +136,11 @@ class StepsInFlight:
             for parameter, gradient in zip(self._parameters, before, strict=True):
                 parameter.grad = gradient
 
-    def drop_steps(self) -> None:
-        """Drops all steps: none is applied."""
-        self.given_up += len(self._steps)
+    def drop_steps(self) -> int:
+        """Drops all steps: none is applied. Returns how many there were."""
+        dropped = len(self._steps)
         self._steps.clear()
+        return dropped
 
 
 def unused_of(members: Members, used: UsedSum | None) -> frozenset[int]:

@@ -1,0 +1,207 @@
+"""Mode: what differs between sync modes in a reducer's steps. A reducer has one at a time (modes/__init__.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from ...buckets.bucket_set import BucketMaker, BucketSet
+from ...buckets.loss_scale import LossScale
+from ...buckets.reduction import Members, Reduction
+from ...buckets.stats.grad_stats import GradStats
+from ...comm.protocol import Communicator
+from ...config import FlushReport
+from ..unused_parameters import UsedMap
+
+
+class Ended(NamedTuple):
+    """How a step has ended.
+
+    Args:
+        number: of the step whose averages the gradients are; None: there are none.
+        left: numbers of the parameters whose gradients were not written.
+        elsewhere: that step was launched in other buckets than those in use.
+        scale: its loss scale, which was removed.
+        measured: statistics of its gradients were collected.
+    """
+
+    number: int | None
+    left: Sequence[int] = ()
+    elsewhere: bool = False
+    scale: LossScale | None = None
+    measured: bool = True
+
+
+@dataclass
+class DelayedAverages:
+    """What optimizers, clipping and loss scalers ask about averages that come later than their own step.
+
+    Args:
+        withheld: the latest step has left no gradients, because averages come later.
+        landed_scale: loss scale of the step whose averages were applied last; None: it had none.
+        flushed: number of times that averages were applied in `flush`.
+        given_up: number of steps in flight that were dropped.
+    """
+
+    withheld: bool = False
+    landed_scale: LossScale | None = None
+    flushed: int = 0
+    given_up: int = 0
+
+    def ended(self, ended: Ended) -> None:
+        """Notes how a step has ended, or that an earlier one was applied."""
+        self.withheld, self.landed_scale = ended.number is None, ended.scale
+
+
+class Steps(Protocol):
+    """The pipeline, as a mode sees it."""
+
+    buckets: BucketSet
+    maker: BucketMaker
+    used: UsedMap
+    observed: GradStats
+    late: DelayedAverages
+    rounds: int
+
+    def finish_buckets(self, launched: Sequence[Reduction]) -> list[int]:
+        """Finishes launched buckets; returns the numbers of the parameters whose gradients were not written."""
+        ...
+
+    def write(self, members: Members, write: Callable[[], None]) -> None:
+        """Calls `write`, which writes a bucket's gradients, on the stream for that."""
+        ...
+
+    def end_statistics(self, ended: Ended) -> None:
+        """Completes the statistics of the gradients that a step has left."""
+        ...
+
+
+class Mode(Protocol):
+    """One sync mode of one reducer. Called under the reducer's lock.
+
+    Attributes:
+        together: ranks are in the same step, and issue its collectives during backward in the order of the plan.
+        delays: `.grad` may hold averages of earlier steps, which the next step must not reduce again; optimizers'
+            steps are watched.
+    """
+
+    together: bool
+    delays: bool
+
+    # Between steps
+
+    def open(self) -> None:
+        """Makes the mode's own communicator, once; called by every rank after the ranks have agreed on settings.
+
+        Raises:
+            CollectiveError: a rank did not come within the timeout, or they could not be connected.
+        """
+        ...
+
+    def set_buckets(self, buckets: BucketSet) -> None:
+        """Switches to new buckets."""
+        ...
+
+    def set_communicator(self, communicator: Communicator) -> None:
+        """Switches to `communicator`. `drop_steps` must follow."""
+        ...
+
+    def drop_steps(self) -> None:
+        """Drops the steps in flight, and what belongs to a step that was abandoned (reset)."""
+        ...
+
+    def release(self) -> None:
+        """Drops everything, and closes the mode's own communicator (close, or another mode). May be called twice."""
+        ...
+
+    def stats(self) -> dict[str, int | str]:
+        """The mode's part of `Reducer.stats`."""
+        ...
+
+    # A step
+
+    def hold_gradients(self) -> None:
+        """Called when a backward begins, reduced or not: keeps averages of earlier steps apart from what it makes."""
+        ...
+
+    def restore_gradients(self, *, local: bool = False) -> None:
+        """Adds what `hold_gradients` has kept to `.grad`, at the end of a step.
+
+        Args:
+            local: at the end of no_sync, unless its backwards have made gradients, which the next step reduces.
+        """
+        ...
+
+    def end_step(self, steps: Steps, launched: Sequence[Reduction]) -> Ended:
+        """Ends a step whose gradients are all there and were not changed since they were packed.
+
+        Args:
+            steps: the pipeline.
+            launched: the buckets whose collectives are in flight, in launch order; none unless `together`.
+
+        Returns:
+            How the step has ended.
+
+        Raises:
+            CollectiveError: a peer died, left, or did not answer.
+        """
+        ...
+
+    def optimizer_steps(self) -> None:
+        """Called before an optimizer of the parameters steps, where `delays`."""
+        ...
+
+    # What is outstanding
+
+    def pending(self) -> str:
+        """What has not been applied, in words; empty: nothing."""
+        ...
+
+    def flush_step(
+        self, optimizers: Sequence[Optimizer], step: Callable[[], None] | None, *, scaled: bool
+    ) -> Callable[[], None] | None:
+        """Checks the arguments of `Reducer.flush`; returns what steps with averages that were applied.
+
+        Raises:
+            ValueError, TypeError: see `Reducer.flush`.
+        """
+        ...
+
+    def flush(
+        self,
+        steps: Steps,
+        step: Callable[[], None] | None,
+        optimizers: Sequence[Optimizer],
+        buffers: Sequence[torch.Tensor],
+        failed: Callable[[BaseException], None],
+    ) -> FlushReport:
+        """Applies all averages that are outstanding.
+
+        Args:
+            steps: the pipeline.
+            step: what `flush_step` returned.
+            optimizers: whose states become the same on all ranks, unless `together`.
+            buffers: become rank 0's, unless `together`.
+            failed: called with an error that `step` has not raised.
+        """
+        ...
+
+    def state_dict(self, steps: Steps) -> dict[str, Any]:
+        """What is outstanding, for a checkpoint: plain values, tensors by parameter name. Waits for it."""
+        ...
+
+    def load_state_dict(self, steps: Steps, state: Mapping[str, Any]) -> int:
+        """Restores what `state_dict` returned.
+
+        Returns:
+            The number of rounds (see `Pipeline`) to go on from.
+
+        Raises:
+            ValueError: `state` is damaged, or of another model, number of ranks or mode.
+            FusedReduceError: steps are in flight here.
+        """
+        ...
