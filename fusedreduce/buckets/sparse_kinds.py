@@ -167,12 +167,10 @@ class SparseKinds:
         """Notes the kind of a parameter's gradient in this step, on this rank."""
         self._mine[number] = _ABSENT if gradient is None else _encoded(kind_of(gradient))
 
-    def start_exchange(self) -> None:
-        """Starts the exchange of this step's kinds, after the last bucket, on every rank: one collective.
-
-        Raises:
-            CollectiveError: it could not be started.
-        """
+    def issue(self) -> int:
+        """See `StepCollective`: the exchange of this step's kinds, where there are sparse parameters."""
+        if not self.place:
+            return 0
         mine, self._mine = self._mine, {}
         numbers = [value for number in self.place for value in mine.get(number, _ABSENT)]
         try:
@@ -180,15 +178,18 @@ class SparseKinds:
         except RuntimeError as error:
             raise collective_failed(f"{_EXCHANGE} could not be started", self.communicator, error) from error
         self._step = KindsOfStep(self, pending, gathered)
+        return 1
+
+    shadow = issue  # which says that this rank has no gradients
 
     @property
     def of_step(self) -> KindsOfStep:
-        """The result of the latest `start_exchange`."""
+        """The result of the latest `issue`."""
         assert self._step is not None
         return self._step
 
     def learn(self) -> list[int]:
-        """Waits, after `start_exchange`, for the kinds that are not known yet, and keeps them.
+        """Waits, after `issue`, for the kinds that are not known yet, and keeps them.
 
         Returns:
             Numbers of the parameters whose kind is known from this step on.

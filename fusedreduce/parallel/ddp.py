@@ -688,7 +688,6 @@ class TorchReducer:
 
     def _push_all_rebuilt_params(self) -> None:
         self._joined = False
-        self.reducer.shadows.share_used_map()
         self.reducer.shadows.end_step()
 
     def _get_local_used_map(self) -> torch.Tensor:

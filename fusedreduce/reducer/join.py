@@ -76,29 +76,16 @@ class JoinShadows:
         used = self._pipeline.used
         return used.local() if joined or used.last is None else used.last
 
-    def share_used_map(self) -> None:
-        """Takes part in the sum of the used map that ends a static graph's first step."""
-        used = self._pipeline.used
-        if not used.always and used.asks():
-            used.start()
-            self._pipeline.issued += 1
-            used.complete()
-
     def end_step(self) -> None:
         """Ends a step: takes part in the collectives after the last bucket, and in agreeing on a plan.
 
         Raises:
             NonFiniteGradientError, AgreementError, CollectiveError: as on the other ranks.
         """
-        plans, pipeline = self._plans, self._pipeline
+        plans, pipeline, kinds = self._plans, self._pipeline, self._pipeline.maker.sparse_kinds
         plans.note_order()
-        if plans.measured():
-            pipeline.issued += plans.scheduler.report(pipeline.plan)
-        kinds = pipeline.maker.sparse_kinds
-        if kinds.place:
-            kinds.start_exchange()
-            pipeline.issued += 1
-        pipeline.issued += self._observed.start_shadow_exchange()
+        for one in pipeline.collectives:
+            pipeline.issued += one.shadow()
         for complete in [self.run(one.shadow()) for one in pipeline.buckets.sparse(kinds.learn())]:
             complete()
         for number in kinds.place:

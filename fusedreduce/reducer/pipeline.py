@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -57,6 +57,22 @@ class StepTimes:
     comm_end: int = 0
 
 
+class StepCollective(Protocol):
+    """A small collective after the last bucket of a step."""
+
+    def issue(self) -> int:
+        """Starts it, if it is due in this step: on every rank or on none. Returns how many collectives were issued.
+
+        Raises:
+            CollectiveError: it could not be started.
+        """
+        ...
+
+    def shadow(self) -> int:
+        """`issue` for a rank that has run out of inputs, whose part changes no result (join)."""
+        ...
+
+
 class Pipeline:
     """The buckets of a reducer, and their collectives in flight.
 
@@ -72,6 +88,7 @@ class Pipeline:
     Attributes:
         rounds: synchronised steps that all ranks have taken part in.
         buckets: of the plan in use.
+        collectives: those that follow the last bucket of a step, in this order on every rank.
         mode: the sync mode in use.
         late: which averages the gradients are.
         issued: collectives issued since the communicator was set.
@@ -110,6 +127,7 @@ class Pipeline:
         self._restrided = 0
         self.rounds = 0
         self.buckets = BucketSet((), maker)
+        self.collectives: tuple[StepCollective, ...] = (used, plans, maker.sparse_kinds, observed)
         self.late = DelayedAverages()
         self._stash = GradientStash(maker.parameters)
         self._enter_mode()
@@ -127,6 +145,7 @@ class Pipeline:
         self._allocations += self.buckets.wire_allocations()
         self._restrided += int(self.buckets.stats()["restrided"])
         self.buckets = BucketSet(plan, self.maker)
+        self._plans.in_use = plan
         self.observed.collect_from(self.buckets.reductions)
         self.mode.set_buckets(self.buckets)
         self._checked_wires = False
@@ -277,16 +296,9 @@ class Pipeline:
             step.launched += 1
             self.issued += watched is not None  # not the sum of a sparse gradient of unknown kind: see `launch_late`
         if step.all_launched() and before < step.next_bucket:
-            if self.used.asks():
-                self.used.start()
-                self.issued += 1
-            if self._plans.measured():
-                self.issued += self._plans.scheduler.report(self.plan)
-            if self.maker.sparse_kinds.place:
-                self.maker.sparse_kinds.start_exchange()
-                self.issued += 1
             self.buckets.streams.wait_for_packs()
-            self.issued += self.observed.start_exchange()
+            for one in self.collectives:
+                self.issued += one.issue()
 
     def launch_late(self) -> None:
         """Starts the sums of sparse gradients whose kind no rank knew at `launch`; waits until the ranks know it.

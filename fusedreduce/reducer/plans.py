@@ -67,6 +67,7 @@ class Plans:
 
     Attributes:
         rebuilt: the plan follows an order of readiness.
+        in_use: the plan of the buckets.
         kinds: what a plan must know of each parameter.
         scheduler: has the ranks agree on plans.
 
@@ -87,6 +88,7 @@ class Plans:
     ) -> None:
         self.learns = learns
         self.rebuilt = False
+        self.in_use: Plan = ()
         self.kinds = [kind_of(*one) for one in zip(parameters, sparse, strict=True)]
         self._numels = [parameter.numel() for parameter in parameters]
         self._groups = [(parameter.dtype, parameter.device) for parameter in parameters]
@@ -188,6 +190,12 @@ class Plans:
         if self._config.policy == "static":
             return static_plan(model.kinds, model.caps, model.cap_policy, found), 1
         return ready_plan(model.kinds, model.caps, model.cap_policy, found, share=model.share), 1
+
+    def issue(self) -> int:
+        """See `StepCollective`: the exchange of measurements, or of decisions, where one is due."""
+        return self.scheduler.report(self.in_use) if self.measured() else 0
+
+    shadow = issue  # in which the others' measurements decide
 
     def forecast(self, plan: Plan) -> Forecast | None:
         """The prediction for `plan`; None before the first report, and where nothing is measured."""

@@ -155,10 +155,20 @@ class UsedMap:
         """int32 [count] on the device, 1 where this rank has a gradient."""
         return on_device(list(self._used), torch.int32, self._device)
 
-    def start(self) -> None:
-        """Starts the sum over all ranks; every rank calls it at the same place."""
+    def issue(self) -> int:
+        """See `StepCollective`: the sum over all ranks."""
+        if not self.asks():
+            return 0
         reduced = self.local()
         self._sum = UsedSum(self._used, reduced, self._communicator.all_reduce(reduced), self._communicator)
+        return 1
+
+    def shadow(self) -> int:
+        """See `StepCollective`. Only for a static graph's first step: in others torch's join takes part in the sum."""
+        issued = 0 if self.always else self.issue()
+        if issued:
+            self.complete()
+        return issued
 
     def sum_of_step(self) -> UsedSum | None:
         """The sum of the launched step; None: every parameter counts as used."""

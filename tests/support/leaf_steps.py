@@ -101,7 +101,6 @@ def shadow_step(reducer: Reducer) -> None:
         complete()
     if reducer.find_unused_parameters:
         reducer.communicator.all_reduce(shadows.used_map(joined=True)).wait()
-    shadows.share_used_map()
     shadows.end_step()
 
 

@@ -231,8 +231,8 @@ class GradStats:
         self._by_products.begin_step()
         self._collected = False
 
-    def start_exchange(self) -> int:
-        """Starts the exchange of non-finite gradients, after the last bucket; returns how many collectives."""
+    def issue(self) -> int:
+        """See `StepCollective`: the exchange of non-finite gradients."""
         if self._config.check_finite == "off":
             return 0
         self._finite.start_exchange(self._by_products.source_totals().first)
@@ -310,8 +310,8 @@ class GradStats:
         """Adds a bucket of zeros, and its reduction, which has been started."""
         self._shadows.append((bucket, pending))
 
-    def start_shadow_exchange(self) -> int:
-        """`start_exchange` for a rank without gradients."""
+    def shadow(self) -> int:
+        """See `StepCollective`."""
         if self._config.check_finite == "off":
             return 0
         self._finite.start_exchange(torch.full((2,), -1, dtype=torch.int64, device=self._parameters[0].device))
