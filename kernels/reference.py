@@ -60,6 +60,9 @@ def pack(
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, divisor, partials)
         pointers.remember(gradients, chunks, wire)
+    elif partials is None and gradients[0] is wire:
+        divide(wire, divisor.item(), wire)
+        return
     elif partials is None and reference_quick.serves(chunks, wire):
         left = runs(chunks) if not done else [run for run in runs(chunks) if run.slots.start not in done]
         gradients = gradients[left[0].slots.start :] if left and left[0].slots.start else gradients
@@ -386,7 +389,8 @@ def divide(source: torch.Tensor, divisor: float, out: torch.Tensor) -> None:
     """out = source / divisor, all of the compute dtype and of one shape."""
     change = reference_quick.division(divisor)
     if change is None:
-        out.copy_(source)
+        if out is not source:
+            out.copy_(source)
     else:
         operation, scalar = change
         # A tensor, since on CUDA torch divides by a Python number by multiplying with its reciprocal.

@@ -423,7 +423,7 @@ def _start_dense(
         communicator,
         divisor=communicator.size / ours.split,
         in_place=in_place,
-        vouched=sources is not None,
+        vouched=True,
         partials=sources,
     )
     if trace is not None:
@@ -437,7 +437,8 @@ def _start_dense(
     with state._lock:
         state._counts["wire_bytes"] += ours.wire_bytes
         state._counts["wire_allocations"] += ours.allocations - allocations
-        state._path = dispatch.path_for(flat.device, (ours.wire_dtype,), (flat.dtype,))
+        if ours.uses == 1:
+            state._path = dispatch.path_for(flat.device, (ours.wire_dtype,), (flat.dtype,))
     return future
 
 

@@ -78,7 +78,7 @@ class Finish:
 
     def _unpack(self) -> torch.cuda.Event | None:
         if self._rows is None:
-            return exchange.finish(self._in_flight, scale=self._scale)
+            return exchange.finish(self._in_flight, scale=self._scale, vouched=True)
         if self._in_flight.in_place:
             self._rows.measure_result(self._in_flight.wire)
             return exchange.finish(self._in_flight)

@@ -144,12 +144,13 @@ def an_optimizer_that_has_not_stepped_everywhere(rank: int, world: int) -> str:
     ddp = wrapped(mlp())
     optimizer = SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     if rank == 0:
+        time.sleep(0.2)  # the others' backwards end before the average can be there, so each of them is owed it
         step(ddp, optimizer, rank, 0)
     else:
         loss_of(ddp(batch(rank, 0))).backward()
         ddp.zero_grad()
         ddp.check_finalized()
-    # Draining steps every optimizer on ranks that are owed something; here each rank is, so a second one is needed.
+    # Draining steps every optimizer on ranks that are owed something, so a second one is needed.
     other = SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     if rank == 0:
         for parameter in ddp.parameters():
