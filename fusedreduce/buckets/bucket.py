@@ -58,6 +58,7 @@ class Bucket:
         self.label = label
         self.split = split
         self.chunks = chunks or ChunkTable(layout.numels, layout.offsets, dtypes, layout.numel, shapes=shapes)
+        self.compute_dtype = torch.float64 if self.chunks.fp64 else torch.float32  # of the divisor and the scale
         self.pointers = PointerTable()
         self.state = BucketState.IDLE
         self.allocations = 0
@@ -70,11 +71,6 @@ class Bucket:
         return Bucket(
             self.layout, self._dtypes, self.wire_dtype, self.device, self.label, chunks=self.chunks, split=self.split
         )
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Dtype of the divisor and the scale."""
-        return torch.float64 if self.chunks.fp64 else torch.float32
 
     @property
     def wire_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class Members:
         """The bucket's index and its parameters' names, for messages."""
         return bucket_label(self.index, self.names)
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
         """The device of all of them."""
         return self.parameters[0].device

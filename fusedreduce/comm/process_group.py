@@ -81,6 +81,11 @@ class ProcessGroupCommunicator:
     Args:
         group: a process group of torch.distributed; None: the default group.
 
+    Attributes:
+        group: the process group.
+        rank: this process's rank within it.
+        size: number of its ranks.
+
     Raises:
         ValueError: torch.distributed is not initialised, or this process is not a member of `group`.
     """
@@ -91,29 +96,19 @@ class ProcessGroupCommunicator:
         known = group if group is not None else dist.group.WORLD
         assert known is not None
         self.group: dist.ProcessGroup = known
-        self._rank = dist.get_rank(self.group)
-        if self._rank < 0:
+        self.rank = dist.get_rank(self.group)
+        if self.rank < 0:
             raise ValueError(
                 f"rank {dist.get_rank()} is not a member of the process group that it was given: only its members may "
                 "reduce over it"
             )
-        self._size = dist.get_world_size(self.group)
+        self.size = dist.get_world_size(self.group)
         # Ranks make their communicators in the same order, so that the n-th of a group is the same on all ranks.
         self._serial = _built[self.group] = _built.get(self.group, 0) + 1
         self._prefix = ""
         self._own = False
         self._duplicates = 0
         self._refusals: dict[tuple[torch.dtype, torch.device], str | None] = {}
-
-    @property
-    def rank(self) -> int:
-        """This process's rank within the group."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks in the group."""
-        return self._size
 
     @property
     def lost(self) -> str:
@@ -218,7 +213,7 @@ class ProcessGroupCommunicator:
         Returns:
             The collective in flight, and the tensor that will hold the result, [ranks, n].
         """
-        gathered = torch.empty((self._size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
+        gathered = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
         # Rows of one tensor, because torch renames the collective that gathers into one from version to version.
         work = dist.all_gather(list(gathered.unbind()), tensor, group=self.group, async_op=True)
         assert work is not None
@@ -251,7 +246,7 @@ class ProcessGroupCommunicator:
             raise ValueError(f"a payload of {len(payload)} bytes does not fit into {capacity_bytes}")
         message = len(payload).to_bytes(8, "little") + payload.ljust(capacity_bytes, b"\0")
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
-        gathered = [torch.empty_like(mine) for _ in range(self._size)]
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(gathered, mine, group=self.group)
         received = []
         for tensor in gathered:
@@ -287,7 +282,7 @@ class ProcessGroupCommunicator:
         debug_level = get_debug_level()
         set_debug_level(DebugLevel.OFF)
         try:
-            group, _ = make(self._size, self._rank, members, backend, store, c10d.GroupName(name), timeout=timeout)
+            group, _ = make(self.size, self.rank, members, backend, store, c10d.GroupName(name), timeout=timeout)
         finally:
             set_debug_level(debug_level)
         c10d._world.pg_group_ranks[group] = {member: rank for rank, member in enumerate(members)}
@@ -322,19 +317,19 @@ class ProcessGroupCommunicator:
         Raises:
             CollectiveError: not all ranks called it in time; ranks that are late raise it too.
         """
-        if self._size == 1:
+        if self.size == 1:
             return [text]
-        exchange = StoreExchange(self._store(), f"{self._keys()}/aside", self._rank, self._size)
+        exchange = StoreExchange(self._store(), f"{self._keys()}/aside", self.rank, self.size)
         timeout_s = self.timeout_s(device)
         until_s = time.monotonic() + timeout_s
         verdict = exchange.post(key, text, False, _in_rank_order) or exchange.wait_for_verdict(key, until_s)
         if verdict is None:
-            missing = sorted(set(range(self._size)).difference(exchange.present(key)))
+            missing = sorted(set(range(self.size)).difference(exchange.present(key)))
             verdict = exchange.propose(key, json.dumps(f"ranks {missing} did not reach it within {timeout_s:g} s"))
         exchange.acknowledge(key)
         texts = json.loads(verdict)
         if isinstance(texts, str):
-            raise CollectiveError(f"exchange {key!r} among {self._size} ranks: {texts}")
+            raise CollectiveError(f"exchange {key!r} among {self.size} ranks: {texts}")
         return [str(text) for text in texts]
 
     def _store(self) -> Any:
@@ -347,7 +342,7 @@ class ProcessGroupCommunicator:
         how often it has had a communicator of this number.
         """
         if not self._prefix:
-            times = self._store().add(f"fusedreduce/{self._serial}/{self._rank}", 1)
+            times = self._store().add(f"fusedreduce/{self._serial}/{self.rank}", 1)
             self._prefix = f"fusedreduce/{self._serial}/{times}"
         return self._prefix
 
@@ -359,7 +354,7 @@ class ProcessGroupCommunicator:
         options = gloo._Options()
         options._devices, options._timeout, options._threads = theirs._devices, theirs._timeout, 1
         store = c10d.PrefixStore(f"{self._keys()}/sparse", self._store())
-        return gloo(store, self._rank, self._size, options)
+        return gloo(store, self.rank, self.size, options)
 
     def _device(self) -> torch.device:
         """A device that the group has a backend for."""
