@@ -24,6 +24,7 @@ from typing import NamedTuple
 import pytest
 
 import fusedreduce
+from fusedreduce.reducer.modes.mode import Mode
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -476,3 +477,20 @@ def _run(*arguments: str, cwd: Path) -> str:
     done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
     return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
+
+
+def test_the_public_names_import_no_compiler() -> None:
+    """torch._dynamo takes a second: torch imports it itself when a module is wrapped."""
+    program = (
+        "import sys, torch, fusedreduce\nfusedreduce.DistributedDataParallel\nsys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=120).returncode == 0
+
+
+def test_the_table_of_modes_has_every_method_of_the_protocol() -> None:
+    text = (ROOT / "docs" / "design.md").read_text()
+    rows = [
+        row.split("|")[1] for row in text.partition("| method | called |")[2].splitlines()[2:] if row.startswith("|")
+    ]
+    methods = {name for name, one in vars(Mode).items() if callable(one) and not name.startswith("_")}
+    assert methods == {name for row in rows for name in re.findall(r"`(\w+)`", row)}

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo  # unlike torch.compiler.disable it imports torch._dynamo at the first call
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -165,7 +166,7 @@ class DataParallel(nn.Module):
 
     # Forward
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Scatters the arguments, runs the replicas, and concatenates their outputs on the first device.
 
@@ -187,7 +188,7 @@ class DataParallel(nn.Module):
         with self._exclusive_use(again=True):
             return self._forward(args, kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def forward_parallel(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the replicas on one input each, without scattering and gathering.
 

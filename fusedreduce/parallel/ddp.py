@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo  # unlike torch.compiler.disable it imports torch._dynamo at the first call
 from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
@@ -576,7 +577,7 @@ class DistributedDataParallel(TorchDDP):
         self.__dict__.update({name: state[name] for name in ("_reduce_config", "_reduce_caps", "_reduce_agreed")})
         super().__setstate__(state)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def _post_forward(self, output: Any) -> Any:
         if hasattr(self, "reducer") and torch.is_grad_enabled():
             reducer: Any = self.reducer
@@ -630,13 +631,13 @@ class TorchReducer:
 
     # A step
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def prepare_for_forward(self) -> None:
         """Called by torch before a synchronised forward."""
         with self._logged():
             self.reducer.begin_forward()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def _rebuild_buckets(self) -> bool:
         # Called in every forward with gradients, and on a rank that has joined: collectives keep their order here.
         ddp = self._ddp()
@@ -647,14 +648,14 @@ class TorchReducer:
             self.reducer.agree()
             return self.reducer.rebuild()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
         """Called by torch after a synchronised forward, with outputs for find_unused_parameters only."""
         found, self.outputs = self.outputs, []
         with self._logged():
             self.reducer.prepare_for_backward(found or outputs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def _delay_all_reduce(self) -> None:
         self.reducer.end_first_static_step()
 

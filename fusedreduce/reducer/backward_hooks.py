@@ -7,6 +7,7 @@ no output was given, or none is part of the loss, the last parameter's hook queu
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -89,7 +90,8 @@ def refuse_compiled_autograd(rank: int) -> None:
     Raises:
         FusedReduceError: compiled autograd runs this backward.
     """
-    if torch._dynamo.compiled_autograd.in_compiled_autograd_region:
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")  # to import it takes a second
+    if compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region:
         raise FusedReduceError(
             f"rank {rank}: compiled autograd runs this backward, and fusedreduce cannot reduce its gradients (nor can "
             "torch's own DistributedDataParallel). Set torch._dynamo.config.compiled_autograd = False, or call "
