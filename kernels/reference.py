@@ -60,7 +60,7 @@ def pack(
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, divisor, partials)
         pointers.remember(gradients, chunks, wire)
-    elif partials is None and gradients[0] is wire:
+    elif partials is None and gradients[0] is wire and wire.dtype is divisor.dtype:
         divide(wire, divisor.item(), wire)
         return
     elif partials is None and reference_quick.serves(chunks, wire):

@@ -42,7 +42,8 @@ _built: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
 _lost: MutableMapping[dist.ProcessGroup, str] = WeakKeyDictionary()  # shared by all communicators of a group
 # Gloo's two threads assign the name of the collective that has ended to one std::string without a lock (torch 2.13,
 # ProcessGroupGloo::runLoop). That of a sparse sum is too long for the string's own buffer, so that two that end at once
-# corrupt the heap: sparse sums run in a Gloo group of one thread, by the user's group.
+# corrupt the heap: sparse sums run in a Gloo group of one thread, by the user's group. Its first sparse sum comes from
+# the same communicator on every rank, since ranks issue collectives in one order.
 _sparse: MutableMapping[dist.ProcessGroup, Any] = WeakKeyDictionary()
 _REFUSAL = re.compile(r"type|dtype|support|implement", re.IGNORECASE)
 
@@ -197,11 +198,20 @@ class ProcessGroupCommunicator:
 
         Returns:
             The collective in flight; its future's value is a list of the result.
+
+        Raises:
+            CollectiveError: the first sum of a group connects its ranks, and one did not come within the timeout.
         """
         if self._backend_name(tensor.device) != "gloo":
             return self.all_reduce(tensor)
         if self.group not in _sparse:
-            _sparse[self.group] = self._gloo_of_one_thread()
+            what = "connecting the ranks for sums of sparse gradients"
+            if self.lost:  # a second attempt would meet ranks of the first
+                raise CollectiveError(f"rank {self.rank}: {what}: the group is lost. {self.lost}")
+            try:
+                _sparse[self.group] = self._gloo_of_one_thread()
+            except RuntimeError as error:
+                raise collective_failed(what, self, error) from error
         return _Work(_sparse[self.group].allreduce([tensor]), (tensor,))
 
     def all_gather(self, tensor: torch.Tensor) -> tuple[_Work, torch.Tensor]:

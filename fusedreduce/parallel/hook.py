@@ -132,7 +132,7 @@ class FusedHookState:
         Returns:
             steps (synchronised backwards, counted per DDP module), buckets (in the latest step), collectives (those of
             check_finite included), wire_bytes (payload of all dense buckets), wire_allocations (wire buffers
-            allocated), path (of the latest bucket: triton, interpreter or torch).
+            allocated), path (triton, interpreter or torch).
         """
         with self._lock:
             return {"steps": self._steps, **self._counts, "path": self._path}
@@ -283,6 +283,7 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
         AgreementError: ranks use different options; raised on every rank.
         UnsupportedWireError: the backend cannot sum this bucket's wire dtype; raised on every rank.
         TypeError: a bucket of integers.
+        ValueError: a buffer that is not contiguous (set_buffer).
         CollectiveError: a peer died, left or did not answer in time; names the bucket.
         NonFiniteGradientError: check_finite="raise", and a gradient held a NaN or Inf; raised on every rank, joined
             ranks included. The step is complete, and the next one works.
@@ -341,6 +342,11 @@ def _prepare(
         if not state._agreed:
             _agree(state, bucket, communicator)
         return None
+    if not buffer.is_contiguous():  # maybe a user's, by set_buffer
+        raise ValueError(
+            f"rank {communicator.rank}: the buffer of {_describe(bucket)} must be contiguous, got strides "
+            f"{buffer.stride()}: give set_buffer a tensor of one piece, as .contiguous() makes it"
+        )
     # Under backward(create_graph=True) DDP's buckets are part of the graph.
     flat = buffer.detach()
     if flat.is_complex():

@@ -88,7 +88,8 @@ class Pipeline:
     Attributes:
         rounds: synchronised steps that all ranks have taken part in.
         buckets: of the plan in use.
-        collectives: those that follow the last bucket of a step, in this order on every rank.
+        collectives: those that follow the last bucket of a step, in this order on every rank. The used map is first: in
+            its sum torch's join takes part, ahead of the others.
         mode: the sync mode in use.
         late: which averages the gradients are.
         issued: collectives issued since the communicator was set.

@@ -119,6 +119,14 @@ def test_sums_that_end_at_once_leave_the_heap_intact() -> None:
         pool.close()
 
 
+def test_ranks_that_cannot_be_connected_for_sparse_sums_are_a_lost_group() -> None:
+    pool = RankPool(2)
+    try:
+        pool.run(sparse_cases.not_connected)
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize("wire", ["native", "bf16"])
 def test_our_hook_on_torchs_class(ranks: RankPool, wire: str) -> None:
     ranks.run(sparse_cases.through_torchs_ddp, wire)

@@ -375,6 +375,19 @@ def test_every_16_bit_number_is_divided_in_fp32_and_rounded_once(dtype: torch.dt
         assert_same(wire, (gradient.float() * torch.tensor(divisor)).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("divisor", [1.0, 2.0, 3.3, 257.0, 301.0, 2049.0, 65537.0])
+def test_in_place_the_divisor_is_not_rounded_to_the_wires_dtype(dtype: torch.dtype, divisor: float) -> None:
+    compute = torch.float64 if dtype is torch.float64 else torch.float32
+    gradient = torch.randn(5000).to(dtype)
+    chunks = ChunkTable([5000], [0], [dtype], 5000, shapes=[((5000,), (1,))])
+    for vouched in (False, True):
+        wire = gradient.clone()
+        by = torch.tensor([divisor], dtype=compute)
+        reference.pack([wire], chunks, PointerTable(), wire, by, vouched=vouched)
+        assert_same(wire, (gradient.to(compute) / by).to(dtype))
+
+
 @st.composite
 def _joinable(draw: st.DrawFn) -> tuple[list[Shape], list[int]]:
     """Dense shapes that mostly differ in their first dimension only, and the gap before each and after the last."""

@@ -313,6 +313,13 @@ def test_whatever_fails_on_this_rank_alone_ends_reducing(
         _hook(state, torch.ones(3))
 
 
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+def test_a_buffer_with_gaps_is_refused(alone: None, wire: Any) -> None:
+    """A wrapping hook may have called set_buffer."""
+    with pytest.raises(ValueError, match=r"buffer of .* must be contiguous, got strides \(2,\)"):
+        _hook(fusedreduce.FusedHookState(wire=wire), torch.arange(8.0)[::2])
+
+
 def test_a_dead_peer_is_no_unsupported_wire(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("Connection closed by peer")

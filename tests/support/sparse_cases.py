@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import fusedreduce
-from fusedreduce import AgreementError, BoundedStaleness, FusedReduceError, ReduceConfig
+from fusedreduce import AgreementError, BoundedStaleness, CollectiveError, FusedReduceError, ReduceConfig
 
 ROWS, WIDTH = 10, 3
 # By step and rank, which tables a rank uses: of "rows", "bag" (one sparse dimension) and "cells" (two).
@@ -294,6 +294,19 @@ def sums_that_end_at_once(rank: int, world: int, count: int) -> None:
         for work in works:
             work.wait()
         assert all(torch.equal(one.to_dense(), world * table.to_dense()) for one in tables)
+
+
+def not_connected(rank: int, world: int) -> None:
+    """A rank issues the first sparse sum of a group, and its peer never does."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    communicator = fusedreduce.ProcessGroupCommunicator(group)
+    table = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (8, 2), check_invariants=True)
+    if rank == 0:
+        for _ in range(2):  # no second attempt, which might meet the peer's first
+            with pytest.raises(CollectiveError, match="rank 0: connecting the ranks for sums of sparse gradients"):
+                communicator.all_reduce_sparse(table)
+        assert communicator.lost
+    dist.barrier()
 
 
 def make_groups(rank: int, world: int) -> None:

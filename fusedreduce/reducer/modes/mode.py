@@ -64,7 +64,6 @@ class Steps(Protocol):
     maker: BucketMaker
     used: UsedMap
     observed: GradStats
-    late: DelayedAverages
     rounds: int
 
     def finish_buckets(self, launched: Sequence[Reduction]) -> list[int]:
@@ -115,7 +114,7 @@ class Mode(Protocol):
         ...
 
     def release(self) -> None:
-        """Drops everything, and closes the mode's own communicator (close, or another mode). May be called twice."""
+        """Drops what is in flight and closes the mode's own communicator (close, another mode). May be called twice."""
         ...
 
     def stats(self) -> dict[str, int | str]:
