@@ -71,7 +71,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def flush_step(
-    optimizers: Sequence[Optimizer], step: Callable[[], None] | None, *, scaled: bool
+    optimizers: Sequence[Optimizer], step: Callable[[], None] | None, *, scaled: bool, both: bool = False
 ) -> Callable[[], None] | None:
     """What `flush` calls after each step that it applies.
 
@@ -79,18 +79,19 @@ def flush_step(
         optimizers: to step; their gradients are then set to None.
         step: called in their place.
         scaled: a loss scaler is attached.
+        both: `step` may be given beside `optimizers`, and is called in their place.
 
     Returns:
         The function; None: neither is given.
 
     Raises:
         TypeError: one of `optimizers` is not a torch.optim.Optimizer.
-        ValueError: both are given, or optimizers where a loss scaler must decide on their steps.
+        ValueError: both are given and not `both`, or optimizers where a loss scaler must decide on their steps.
     """
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise TypeError(f"flush takes torch.optim.Optimizers, got {type(one).__name__}")
-    if not optimizers:
+    if not optimizers or (both and step is not None):
         return step
     if step is not None:
         raise ValueError("flush takes optimizers or step=, not both")

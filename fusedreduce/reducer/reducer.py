@@ -555,7 +555,8 @@ class Reducer:
             CollectiveError: a peer died, left, or did not answer.
         """
         mode = self._pipeline.mode
-        step = mode.flush_step(optimizers, step, scaled=self.observed.units.attached)
+        scaled = self.observed.units.attached
+        step = optimizer_hooks.flush_step(optimizers, step, scaled=scaled, both=not mode.together)
         with self._lock:
             self._check_agreed()
             return mode.flush(self._pipeline, step, optimizers, buffers, self._fail)

@@ -85,11 +85,6 @@ class AsynchronousMode(DelayedMode):
         self.release()
         self._maker = dataclasses.replace(self._maker, communicator=communicator)
 
-    def drop_steps(self) -> None:
-        """See `Mode`: contributions that are in flight stay."""
-        self._stash.drop()
-        self._late.withheld = False
-
     def release(self) -> None:
         """See `Mode`."""
         self._contributions = None
@@ -137,15 +132,6 @@ class AsynchronousMode(DelayedMode):
         """See `Mode`."""
         settled = self._contributions is None or self._contributions.settled
         return "" if settled else "averages of steps since the last flush() are outstanding"
-
-    def flush_step(
-        self, optimizers: Sequence[Optimizer], step: Callable[[], None] | None, *, scaled: bool
-    ) -> Callable[[], None] | None:
-        """See `Mode`; with `step`, `optimizers` say whose states become the same on all ranks."""
-        if step is None:
-            return super().flush_step(optimizers, None, scaled=scaled)
-        super().flush_step(optimizers, None, scaled=False)  # checks their type
-        return step
 
     def flush(
         self,

@@ -13,7 +13,6 @@ from ...buckets.reduction import Reduction
 from ...comm.protocol import Communicator
 from ...config import FlushReport
 from ...errors import FusedReduceError
-from .. import optimizer_hooks
 from . import staleness_state
 from .gradient_stash import GradientStash
 from .mode import DelayedAverages, Ended, Steps
@@ -52,11 +51,10 @@ class DelayedMode:
         """See `Mode`: `flush` must not apply again what an optimizer has stepped with."""
         self._stash.stepped = True
 
-    def flush_step(
-        self, optimizers: Sequence[Optimizer], step: Callable[[], None] | None, *, scaled: bool
-    ) -> Callable[[], None] | None:
-        """See `Mode`."""
-        return optimizer_hooks.flush_step(optimizers, step, scaled=scaled)
+    def drop_steps(self) -> None:
+        """See `Mode`: drops the stash."""
+        self._stash.drop()
+        self._late.withheld = False
 
 
 class BoundedStalenessMode(DelayedMode):
@@ -90,9 +88,8 @@ class BoundedStalenessMode(DelayedMode):
 
     def drop_steps(self) -> None:
         """See `Mode`."""
-        self._stash.drop()
-        self._late.withheld = False
-        self._late.given_up += self._in_flight.drop_steps()
+        super().drop_steps()
+        self.release()
 
     def release(self) -> None:
         """See `Mode`."""

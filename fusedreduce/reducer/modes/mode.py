@@ -160,16 +160,6 @@ class Mode(Protocol):
         """What has not been applied, in words; empty: nothing."""
         ...
 
-    def flush_step(
-        self, optimizers: Sequence[Optimizer], step: Callable[[], None] | None, *, scaled: bool
-    ) -> Callable[[], None] | None:
-        """Checks the arguments of `Reducer.flush`; returns what steps with averages that were applied.
-
-        Raises:
-            ValueError, TypeError: see `Reducer.flush`.
-        """
-        ...
-
     def flush(
         self,
         steps: Steps,
@@ -182,7 +172,7 @@ class Mode(Protocol):
 
         Args:
             steps: the pipeline.
-            step: what `flush_step` returned.
+            step: called after each application of averages; None: nothing is.
             optimizers: whose states become the same on all ranks, unless `together`.
             buffers: become rank 0's, unless `together`.
             failed: called with an error that `step` has not raised.

@@ -12,7 +12,6 @@ from ...buckets.bucket_set import BucketSet
 from ...buckets.reduction import Reduction
 from ...comm.protocol import Communicator
 from ...config import FlushReport
-from .. import optimizer_hooks
 from . import staleness_state
 from .mode import Ended, Steps
 
@@ -58,12 +57,6 @@ class SynchronousMode:
     def pending(self) -> str:
         """Nothing is ever outstanding."""
         return ""
-
-    def flush_step(
-        self, optimizers: Sequence[Optimizer], step: Callable[[], None] | None, *, scaled: bool
-    ) -> Callable[[], None] | None:
-        """See `Mode`."""
-        return optimizer_hooks.flush_step(optimizers, step, scaled=scaled)
 
     def flush(
         self,
