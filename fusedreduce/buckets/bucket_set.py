@@ -101,27 +101,6 @@ class BucketSet:
         """The number of buckets."""
         return len(self.reductions)
 
-    def sentinels(self, order: Sequence[int]) -> dict[int, tuple[int, list[int], bool]]:
-        """The parameters that complete a bucket or a group within one, if all become ready in `order`.
-
-        Args:
-            order: every parameter's number, in the order of readiness.
-
-        Returns:
-            By parameter: its bucket, the bucket's groups that it completes, and whether it completes the bucket.
-        """
-        place = {number: position for position, number in enumerate(order)}
-        found: dict[int, tuple[int, list[int], bool]] = {}
-        for bucket, reduction in enumerate(self.reductions):
-            numbers = reduction.members.numbers
-            last = max(numbers, key=place.__getitem__)
-            found[last] = bucket, [], True
-            for group in sorted(reduction.early):
-                slots = reduction.groups[group]
-                sentinel = max(numbers[slots.start : slots.stop], key=place.__getitem__)
-                found.setdefault(sentinel, (bucket, [], False))[1].append(group)
-        return found
-
     def packed(self) -> list[DenseReduction]:
         """The dense reductions on our own wire."""
         return [reduction for reduction in self.reductions if isinstance(reduction, DenseReduction)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ class CommHookReduction(PackedAtLaunch):
         self._pointers = PointerTable()
         self._unused: Partials | None = None
 
-    def launch(self, divisor: float) -> None:
+    def launch(self, divisor: float) -> StartedCollective:
         """Copies the gradients into the buffer and calls the hook."""
         buffer, aliases = self._allocated()
         present, into = [], []
@@ -96,10 +97,7 @@ class CommHookReduction(PackedAtLaunch):
         self._future = call_hook(self._hook, self._state, shown)
         self._packed = [parameter.grad for parameter in self.members.parameters]
         self._versions = versions_of(self._packed)
-
-    def in_flight(self) -> StartedCollective | None:
-        """What `launch` started and `finish` will wait for."""
-        return None if self._future is None else StartedCollective(self._future, None)
+        return StartedCollective(self._future, time.perf_counter_ns())
 
     def check_unchanged(self) -> None:
         """Raises FusedReduceError if a gradient was replaced or written to after `launch`."""

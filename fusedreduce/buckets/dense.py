@@ -87,7 +87,6 @@ class DenseReduction(WritesPartials):
         self.early: Collection[int] = frozenset(
             group for group, slots in enumerate(self.groups) if len(slots) == 1 and numels[slots.start] >= worth
         )
-        self._gathered: list[torch.Tensor | None] | None = None
         # By group that was packed early: its gradients, and their versions at that time.
         self._packed_early: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
         # On CPU torch copies small gradients into views of their slots, whatever their strides; kernels walk memory.
@@ -125,34 +124,21 @@ class DenseReduction(WritesPartials):
             gradient = parameter.grad = views.tensors[slot]
         self._packed_early[group] = [gradient], [gradient._version]
 
-    def is_complete(self) -> bool:
-        """Whether every gradient is there."""
-        gathered = [parameter.grad for parameter in self.members.parameters]
-        complete = none_missing(gathered)
-        self._gathered = gathered if complete else None
-        return complete
-
-    def drop_gathered(self) -> None:
-        """Drops the gradients that `is_complete` has kept for `launch`: the asynchronous mode launches nothing."""
-        self._gathered = None
-
-    def launch(self, divisor: float) -> None:
+    def launch(self, divisor: float) -> StartedCollective:
         """Packs the gradients and starts the all-reduce; keeps which tensors these were, and at which versions."""
         divisor /= self.bucket.split
         self._staged = {}  # those of the last step: on CUDA a side stream may have read them until now
         taken, self._packed_early = self._packed_early, {}
-        gathered, self._gathered = self._gathered, None  # `is_complete` was called just before
-        gradients = gathered or [parameter.grad for parameter in self.members.parameters]
+        gradients: list[torch.Tensor | None] = list(map(_grad, self.members.parameters))
         for group, (early, _) in taken.items():
             gradients[self.groups[group].start : self.groups[group].stop] = early
-        self._complete = gathered is not None or none_missing(gradients)
+        self._complete = none_missing(gradients)
         if not taken and self._views is not None and self._views.hold_all(gradients):
             self._in_flight = self._start_in_place(divisor)
         else:
-            left = [slots for group, slots in enumerate(self.groups) if group not in taken]
-            done: Collection[int] | None = {self.groups[group].start for group in taken}
-            if self.groups and not left and self.source is None:
-                done = None
+            # None: all are packed. Statistics are pack's, so with them it is called all the same.
+            everything = taken and len(taken) == len(self.groups) and self.source is None
+            done = None if everything else {self.groups[group].start for group in taken} if taken else ()
             packed = self._checked(gradients, taken)
             try:
                 self._in_flight = exchange.start(
@@ -173,12 +159,7 @@ class DenseReduction(WritesPartials):
         self._versions = list(map(_version, gradients)) if self._complete else versions_of(gradients)
         for group, (_, then) in taken.items():
             self._versions[self.groups[group].start : self.groups[group].stop] = then
-
-    def in_flight(self) -> StartedCollective | None:
-        """The collective that `launch` has started; None: none is in flight."""
-        return (
-            None if self._in_flight is None else StartedCollective(self._in_flight.pending, self._in_flight.issued_ns)
-        )
+        return StartedCollective(self._in_flight.pending, self._in_flight.issued_ns)
 
     @property
     def rows(self) -> int:
@@ -403,7 +384,7 @@ class DenseReduction(WritesPartials):
 
     def check_unchanged(self) -> None:
         """Raises FusedReduceError, which names it, if a gradient is not the tensor that was packed, as it was then."""
-        now = [parameter.grad for parameter in self.members.parameters]
+        now = list(map(_grad, self.members.parameters))
         if self._complete and all(map(operator.is_, now, self._packed)) and list(map(_version, now)) == self._versions:
             return
         check_unchanged(self.members, now, self._packed, self._versions, self._communicator.rank)
@@ -449,6 +430,7 @@ class DenseReduction(WritesPartials):
             self._flat.state = BucketState.IDLE
 
 
+_grad = operator.attrgetter("grad")
 _version = operator.attrgetter("_version")
 _dtype = operator.attrgetter("dtype")
 _layout = operator.attrgetter("layout")

@@ -88,44 +88,40 @@ class LossScaleState:
     Args:
         parameters: the parameters.
         table: measures and multiplies their gradients.
+
+    Attributes:
+        attached: the loss scalers that are attached, by id.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], table: GradientTable) -> None:
         self._parameters = parameters
         self._table = table
-        self._scalers: dict[int, weakref.ref[object]] = {}
+        self.attached: dict[int, weakref.ref[object]] = {}
         self._running: LossScale | None = None  # of the backward that runs now
-        self._stays = False  # its gradients stay on this rank
         self._of_step: LossScale | _Unit | None = None  # of this synchronised step's gradients; None: none exists yet
         self._of_gradients: LossScale | _Unit = _Unit.UNSCALED  # of what `.grad` holds
         # Of `.grad` when that backward began: it was local; else, if unscaled, its largest absolute value.
         self._local = False
         self._largest: torch.Tensor | None = None
 
-    @property
-    def attached(self) -> bool:
-        """Whether a loss scaler is attached."""
-        return bool(self._scalers)
-
     def attach(self, scaler: object) -> None:
         """Attaches `scaler` for as long as it lives."""
-        key, scalers = id(scaler), self._scalers
+        key, scalers = id(scaler), self.attached
         scalers[key] = weakref.ref(scaler, lambda _: scalers.pop(key, None))
 
     def detach(self, scaler: object) -> None:
         """Detaches `scaler`."""
-        self._scalers.pop(id(scaler), None)
+        self.attached.pop(id(scaler), None)
 
     def scalers(self) -> list[object]:
         """The attached loss scalers."""
-        return [scaler for reference in list(self._scalers.values()) if (scaler := reference()) is not None]
+        return [scaler for reference in list(self.attached.values()) if (scaler := reference()) is not None]
 
-    def begin_scaled(self, scale: LossScale, *, stays: bool) -> None:
+    def begin_scaled(self, scale: LossScale) -> None:
         """Notes that a backward of a loss times `scale` begins; called within it, before it has made any gradient.
 
         Args:
             scale: its loss scale.
-            stays: nothing is reduced: its gradients stay on this rank.
         """
         self._note_if_none()
         if (
@@ -134,7 +130,7 @@ class LossScaleState:
             and self._running is None
             and any_gradient(self._parameters)
         ):
-            self._of_gradients = _Unit.LOCAL  # of a local backward that reached no hooked parameter
+            self._of_gradients = _Unit.LOCAL  # set by the user
         self._largest, self._local = None, self._of_gradients is _Unit.LOCAL
         if self._of_gradients is _Unit.UNSCALED:
             self._largest = self._table.measure().total[1]
@@ -142,7 +138,6 @@ class LossScaleState:
             ratio = scale.scale.reshape(1) * self._of_gradients.inverse.reshape(1)
             self._table.multiply(ratio)
             self._of_gradients = scale
-        self._stays = stays
         self._running = scale
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
@@ -165,7 +160,7 @@ class LossScaleState:
             FusedReduceError: only some of a step's backwards are scaled, or by different scales; or as
                 `check_before_reduction`.
         """
-        if not self._scalers:
+        if not self.attached:
             return
         unit = self._running or _Unit.UNSCALED
         if first_output or self._of_step is None:
@@ -227,15 +222,7 @@ class LossScaleState:
         return not isinstance(self._of_gradients, LossScale)
 
     def _end(self) -> None:
-        running, self._running = self._running, None
-        # While only sentinels are hooked, not every gradient is noticed.
-        if (
-            self._stays
-            and running is not None
-            and self._of_gradients is _Unit.NOTHING
-            and any_gradient(self._parameters)
-        ):
-            self._of_gradients = running
+        self._running = None
 
     def _begin_anew(self) -> None:
         if not in_backward():

@@ -17,7 +17,6 @@ from ..kernels.table import ChunkTable, Partials, SourcePartials
 from ..planning.plan import bucket_label
 from .grad_bucket import GradBucket
 from .loss_scale import Unscaling
-from .tensors import none_missing
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +52,12 @@ class StartedCollective(NamedTuple):
     """A collective that `launch` has started.
 
     Args:
-        watched: its handle.
-        issued_ns: time.perf_counter_ns() when it was issued; None: not seen.
+        watched: its handle; None: none was started yet.
+        issued_ns: time.perf_counter_ns() when it was issued.
     """
 
-    watched: Pending | torch.futures.Future[Any]
-    issued_ns: int | None
+    watched: Pending | torch.futures.Future[Any] | None
+    issued_ns: int
 
 
 class Reduction(Protocol):
@@ -78,24 +77,19 @@ class Reduction(Protocol):
         """
         ...
 
-    def is_complete(self) -> bool:
-        """Whether every parameter has a gradient."""
-        ...
-
-    def launch(self, divisor: float) -> None:
+    def launch(self, divisor: float) -> StartedCollective:
         """Takes the gradients as they are now and starts their reduction.
 
         Args:
             divisor: what gradients are divided by.
 
+        Returns:
+            The collective.
+
         Raises:
             TypeError: a gradient is of another layout or dtype than its bucket.
             CollectiveError: the collective could not be issued.
         """
-        ...
-
-    def in_flight(self) -> StartedCollective | None:
-        """The collective that `launch` has started; None: none is in flight."""
         ...
 
     def check_unchanged(self) -> None:
@@ -182,16 +176,11 @@ class WritesPartials:
 class PackedAtLaunch(WritesPartials):
     """A reduction that packs nothing ahead of `launch`."""
 
-    members: Members
     groups: Sequence[range] = ()
     early: Collection[int] = ()
 
     def pack_early(self, group: int, divisor: float) -> None:
         """Is never called, because there are no groups."""
-
-    def is_complete(self) -> bool:
-        """Whether every parameter has a gradient."""
-        return none_missing([parameter.grad for parameter in self.members.parameters])
 
 
 def row_spans(chunks: ChunkTable) -> list[tuple[int, int]]:

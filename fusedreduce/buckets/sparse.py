@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ class SparseReduction(PackedAtLaunch):
         self._packed: torch.Tensor | None = None
         self._versions = [-1]
 
-    def launch(self, divisor: float) -> None:
+    def launch(self, divisor: float) -> StartedCollective:
         """Starts the sum of the divided gradient, if all ranks know its kind; else `launch_late` will."""
         gradient = self._parameter.grad
         self._packed, self._versions = gradient, versions_of([gradient])
@@ -76,6 +77,7 @@ class SparseReduction(PackedAtLaunch):
         self._divisor = divisor
         if self._number in self._kinds.known:
             self._start()
+        return StartedCollective(self._future, time.perf_counter_ns())
 
     def launch_late(self) -> None:
         """Starts the sum that had to wait until all ranks know the gradient's kind."""
@@ -93,10 +95,6 @@ class SparseReduction(PackedAtLaunch):
         self._future = call_hook(self._hook, self._state, self._bucket_of(gradient))
         if unchanged:  # else `check_unchanged` raises
             self._packed = self._parameter.grad
-
-    def in_flight(self) -> StartedCollective | None:
-        """The collective that `launch` has started; None: none is in flight."""
-        return None if self._future is None else StartedCollective(self._future, None)
 
     def check_unchanged(self) -> None:
         """Raises FusedReduceError if the gradient was replaced, or (without a comm hook) written to, after `launch`."""

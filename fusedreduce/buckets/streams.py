@@ -61,13 +61,6 @@ class Streams:
         self._made[self._bucket_of[parameter]].setdefault(stream.cuda_stream, stream)
         self.unrecorded.discard(parameter)
 
-    def of_nodes(self, bucket: int) -> AbstractContextManager[object] | None:
-        """Context in which the stream of all of a bucket's gradients is current; None if they have several streams."""
-        if not self.on_cuda:
-            return nullcontext()
-        made = self._made[bucket]
-        return torch.cuda.stream(next(iter(made.values()))) if len(made) == 1 and not self.unrecorded else None
-
     def wait_for_gradients(self, bucket: int, device: torch.device) -> None:
         """Makes the current stream wait for everything enqueued on the streams of this bucket's gradients."""
         if self.on_cuda:
@@ -76,9 +69,15 @@ class Streams:
                 if stream.device == current.device and stream != current:
                     current.wait_stream(stream)
 
-    def packed(self, device: torch.device) -> None:
-        """Records that a bucket was packed on the current stream."""
-        if self.on_cuda:
+    @contextmanager
+    def packing(self, bucket: int, device: torch.device) -> Iterator[None]:
+        """Context in which a bucket is packed, on CUDA: behind its gradients, and with its device as the current one.
+
+        An autograd thread launches buckets of other devices too.
+        """
+        self.wait_for_gradients(bucket, device)
+        with torch.cuda.device(device):
+            yield
             stream = torch.cuda.current_stream(device)
             self._packed.setdefault((device, stream.cuda_stream), stream)
 

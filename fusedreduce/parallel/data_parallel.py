@@ -270,7 +270,7 @@ class DataParallel(nn.Module):
         """
         with self._exclusive_use():
             engine = self._current()
-            scaled = engine.real is not None and engine.real.observed.units.attached
+            scaled = engine.real is not None and bool(engine.real.observed.units.attached)
             return engine.flush(flush_step(optimizers, step, scaled=scaled))
 
     def reduce_state_dict(self) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import inspect
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ from ..planning.bucketing import MIB, BucketCaps
 from ..planning.plan_file import load as load_plan
 from ..reducer import validation
 from ..reducer.modes import asynchronous
-from ..reducer.reducer import Reducer, ReducerState
-from ..reducer.unused_parameters import tensors_in
+from ..reducer.reducer import Reducer
+from ..reducer.step_cycle import ReducerState
 from .logging_data import Logger
 
 # Arguments that this class honours. One that a later torch adds is refused unless it has its default value: torch might
@@ -583,9 +583,9 @@ class DistributedDataParallel(TorchDDP):
             reducer: Any = self.reducer
             if self.require_backward_grad_sync:
                 # torch passes outputs on for find_unused_parameters only, and looks into few kinds of containers.
-                reducer.outputs = tensors_in(output)
+                reducer.outputs = output
             else:
-                reducer.reducer.watch_local_forward(output)
+                reducer.reducer.cycle.watch_local_forward(output)
         return super()._post_forward(output)
 
 
@@ -619,7 +619,7 @@ class TorchReducer:
 
     def __init__(self, reducer: Reducer, ddp: DistributedDataParallel) -> None:
         self.reducer = reducer
-        self.outputs: list[torch.Tensor] = []
+        self.outputs: object = None
         self._ddp = weakref.ref(ddp)
         self._joined = False
         self._logger: Logger | None = None
@@ -627,15 +627,18 @@ class TorchReducer:
     def set_logger(self, logger: Logger) -> None:
         """Has errors logged there before they are raised."""
         self._logger = logger
-        self.reducer.on_error = logger.set_error_and_log
+        self.reducer.cycle.on_error = logger.set_error_and_log
 
     # A step
 
     @_disable_dynamo
     def prepare_for_forward(self) -> None:
         """Called by torch before a synchronised forward."""
-        with self._logged():
-            self.reducer.begin_forward()
+        try:
+            self.reducer.cycle.begin_forward()
+        except Exception as error:
+            self._log(error)
+            raise
 
     @_disable_dynamo
     def _rebuild_buckets(self) -> bool:
@@ -643,41 +646,50 @@ class TorchReducer:
         ddp = self._ddp()
         if ddp is not None and not ddp.require_backward_grad_sync:
             self.reducer.expect_local_backward()
-        with self._logged():
-            self.reducer.check_finalized()
+        try:
+            self.reducer.cycle.check_finalized()
             self.reducer.agree()
             return self.reducer.rebuild()
+        except Exception as error:
+            self._log(error)
+            raise
 
     @_disable_dynamo
     def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
         """Called by torch after a synchronised forward, with outputs for find_unused_parameters only."""
-        found, self.outputs = self.outputs, []
-        with self._logged():
-            self.reducer.prepare_for_backward(found or outputs)
+        found, self.outputs = self.outputs, None
+        try:
+            self.reducer.prepare_for_backward(outputs if found is None else found)
+        except Exception as error:
+            self._log(error)
+            raise
 
     @_disable_dynamo
     def _delay_all_reduce(self) -> None:
-        self.reducer.end_first_static_step()
+        self.reducer.cycle.end_first_static_step()
 
     def _autograd_hook(self, index: int) -> None:
-        self.reducer.on_gradient(index)
+        self.reducer.cycle.on_gradient(index)
 
     def _check_reducer_finalized(self) -> None:
-        with self._logged():
+        try:
             self.reducer.check_finalized()
+        except Exception as error:
+            self._log(error)
+            raise
 
     def get_backward_stats(self) -> list[int]:
         """Time in ns from the end of forward until each parameter's gradient was ready, on the host's clock."""
         return self.reducer.get_backward_stats()
 
     def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
-        self.reducer.wait_at_end(futures)
+        self.reducer.pipeline.wait_at_end(futures)
 
     # Join
 
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
         if not use_static_world_size:
-            self.reducer.divide_by_ranks_counted(work)
+            self.reducer.pipeline.divide_by_ranks_counted(work)
 
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
         self._joined = True
@@ -697,11 +709,14 @@ class TorchReducer:
     # Settings
 
     def _set_static_graph(self) -> None:
-        with self._logged():
+        try:
             self.reducer.set_static_graph()
+        except Exception as error:
+            self._log(error)
+            raise
 
     def _ddp_graph_static(self) -> bool:
-        return self.reducer.unused_always_same
+        return self.reducer.cycle.unused_always_same
 
     def _set_optimizer_in_backward(self) -> None:
         self.reducer.leave_gradients_to_hook()
@@ -737,14 +752,9 @@ class TorchReducer:
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
         self.reducer.set_communicator(communicator_of(group))
 
-    @contextmanager
-    def _logged(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if self._logger is not None:
-                self._logger.set_error_and_log(str(error))
-            raise
+    def _log(self, error: Exception) -> None:
+        if self._logger is not None:
+            self._logger.set_error_and_log(str(error))
 
 
 class JoinedWork:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..comm.protocol import Communicator
+from ..comm.waiting import wait_for
 from ..config import ReduceConfig
 from ..planning.bucketing import BucketCaps
 from ..planning.plan import Plan
@@ -24,7 +25,7 @@ from ..planning.timeline import MISSING_NS
 from ..reducer.parameter_hooks import ParameterHooks
 from ..trace.device_clock import Watched
 from ..trace.recorder import Parameter, Recorder, group_text, header
-from ..trace.step_clock import StepClock
+from ..trace.step_profile import StepProfile
 
 _logger = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ class HookTrace:
         self._shown: list[tuple[torch.Tensor, ...]] = []
         self._sparse: set[int] = set()
         self._plan: Plan = ()
-        self._clock: StepClock | None = None
+        self._profile: StepProfile | None = None
+        self._communicator: Communicator | None = None
         self._begun = False
         self._ended = False
         self._backward = -1  # the one that ended
@@ -65,34 +67,35 @@ class HookTrace:
         self._shown.append(tuple(parameters))
         if sparse:
             self._sparse.update(map(id, parameters))
-        if self._clock is not None and bucket < len(self._plan):
-            self._begin()
-            self._clock.enter()
-            self._clock.bucket_ready(bucket)
-            self._clock.pack(bucket)
+        if self._profile is not None and bucket < len(self._plan):
+            self._begin(self._profile)
+            self._profile.enter()
+            self._profile.bucket_ready(bucket)
+            self._profile.pack(bucket)
 
     def launched(self, bucket: int, watched: Watched, issued_ns: int, communicator: Communicator) -> None:
         """Called when the bucket's collective has been issued."""
-        if self._clock is not None and bucket < len(self._plan):
-            self._clock.launched(bucket, watched, issued_ns, communicator)
-            self._clock.leave()
+        self._communicator = communicator
+        if self._profile is not None and bucket < len(self._plan):
+            self._profile.launched(bucket, watched, issued_ns)
+            self._profile.leave()
 
     def unpack(self, bucket: int) -> None:
         """Called when the bucket's collective has ended and unpacking begins, on any thread."""
-        if self._clock is not None and bucket < len(self._plan):
-            self._clock.unpack(bucket)
+        if self._profile is not None and bucket < len(self._plan):
+            self._profile.unpack(bucket)
 
     def unpacked(self, bucket: int) -> None:
         """Called when the bucket has been unpacked."""
-        if self._clock is not None and bucket < len(self._plan):
-            self._clock.unpacked(bucket)
+        if self._profile is not None and bucket < len(self._plan):
+            self._profile.unpacked(bucket)
 
     def last_shown(self) -> None:
         """Called with the last bucket: backward is complete but for DDP's final callback."""
         self._ended = True
         self._backward = torch._C._current_graph_task_id()
-        if self._clock is not None:
-            self._clock.backward_ended()
+        if self._profile is not None:
+            self._profile.backward_ended()
 
     def write(self) -> None:
         """Removes the hooks, and writes the file if a whole step was recorded."""
@@ -110,21 +113,21 @@ class HookTrace:
 
     def on_gradient(self, index: int) -> None:
         """Called when a gradient is ready; after DDP's own hook, so the last bucket may have come already."""
-        if self._clock is not None:
-            if self._ended and self._backward != torch._C._current_graph_task_id():
-                self._next_step()
-            elif not self._ended and self._clock.is_gradient_ready(index):
-                self._arm()  # the gradients before this one came from a backward under no_sync
-            self._begin()
-            self._clock.enter()
-            self._clock.gradient_ready(index)
+        if self._ended and self._backward != torch._C._current_graph_task_id():
+            self._next_step()
+        elif self._profile is not None and not self._ended and self._profile.ready_ns[index] != MISSING_NS:
+            self._arm()  # the gradients before this one came from a backward under no_sync
+        if self._profile is not None:
+            self._begin(self._profile)
+            self._profile.enter()
+            self._profile.gradient_ready(index)
 
     def _next_step(self) -> None:
         """Keeps the step that has ended, now that another begins."""
         self._ended = False
         self._step += 1
         if self._same(self._shown, self._seen):
-            looked = self._clock.pop_profile() if self._clock is not None else None
+            looked = self._profile
             if looked is not None and self._readiness is not None and self._recorder is not None:
                 whole = MISSING_NS not in looked.ready_ns
                 if whole:
@@ -138,13 +141,20 @@ class HookTrace:
     def _arm(self) -> None:
         """Prepares for the first gradient of a backward."""
         self._begun = False
-        if self._clock is not None:
-            self._clock.arm(len(self._plan), profiled=True, forward_ns=MISSING_NS)
+        if self._seen:
+            parameters = [one for members in self._seen for one in members]
+            devices = {one.device for one in parameters}
+            device = devices.pop() if len(devices) == 1 else None
+            self._profile = StepProfile(len(parameters), len(self._plan), device, self._wait)
 
-    def _begin(self) -> None:
-        if not self._begun and self._clock is not None:
+    def _begin(self, profile: StepProfile) -> None:
+        if not self._begun:
             self._begun = True
-            self._clock.backward_began()
+            profile.backward_began()
+
+    def _wait(self, watched: Any) -> None:
+        assert self._communicator is not None, "a collective has been launched"
+        wait_for(watched, "the collective whose end is timed", self._communicator)
 
     def _learn(self) -> None:
         """Begins anew with DDP's current buckets: they are the first ones, or have changed."""
@@ -157,8 +167,6 @@ class HookTrace:
         parameters = [one for members in self._seen for one in members][::-1]
         number = {id(one): index for index, one in enumerate(parameters)}
         self._plan = tuple(tuple(number[id(one)] for one in members) for members in self._seen)
-        devices = {one.device for one in parameters}
-        self._clock = StepClock(len(parameters), devices.pop() if len(devices) == 1 else None)
         self._readiness = Readiness(len(parameters))
         self._hooks = ParameterHooks(self, parameters, HookTrace.on_gradient)
         self._recorder = Recorder(self._folder, self._header(parameters), self._limit)
@@ -169,7 +177,7 @@ class HookTrace:
             rank=self._rank,
             ranks=self._ranks,
             device=parameters[0].device.type,
-            config=self._config,
+            config=self._config.to_dict(),
             caps=BucketCaps(),  # DDP does not tell a hook its own
             parameters=[
                 Parameter(

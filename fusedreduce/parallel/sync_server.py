@@ -39,7 +39,8 @@ from ..comm.local.threads import run_in_threads
 from ..config import ReduceConfig, Synchronous
 from ..errors import CollectiveError, FusedReduceError, shortened
 from ..planning.bucketing import BucketCaps
-from ..reducer.reducer import Reducer, ReducerState
+from ..reducer.reducer import Reducer
+from ..reducer.step_cycle import ReducerState
 from ..reducer.unused_parameters import tensors_in
 
 T = TypeVar("T")
@@ -344,7 +345,7 @@ class SyncDevice:
             caps=server._caps,
             find_unused_parameters=True,
         )
-        self.reducer.advises = False
+        self.reducer.cycle.advises = False
         # A gradient accumulation node, and with it its hooks, lives only as long as it is referenced.
         self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
         self._handles = _hook(self, self._nodes)
@@ -386,7 +387,7 @@ class SyncDevice:
                 self.reducer.set_communicator(self.generation.communicators[self.rank])
             # With no tensor at all the reducer would expect every gradient.
             self.reducer.prepare_for_backward(tensors or [torch.zeros(())])
-            self._announced = frozenset(range(len(self._nodes))).difference(self.reducer.unused_now)
+            self._announced = frozenset(range(len(self._nodes))).difference(self.reducer.cycle.unused_now)
             self._prepared = True
         except BaseException as error:
             self._raise(error)

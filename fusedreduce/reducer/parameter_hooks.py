@@ -7,12 +7,10 @@ does. A node references its parameter; nothing here references the reducer stron
 
 from __future__ import annotations
 
-import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -20,15 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import FusedReduceError
 
-# Each forward tries to renew one of so many nodes, in turn, until the old graphs are gone.
-_PROBED_NODES = 4
-_HooksOfNode: TypeAlias = Callable[[], Mapping[int, object] | None]
-
 
 class ParameterHooks:
-    """Hooks on some or all parameters, for as long as `owner` lives or until `remove()`.
-
-    A hook costs 3 to 8 us when it fires and 4 us to install.
+    """Hooks on all parameters, for as long as `owner` lives or until `remove()`.
 
     Args:
         owner: the reducer; referenced weakly.
@@ -46,84 +38,14 @@ class ParameterHooks:
         self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in parameters]
         self._devices = [parameter.device for parameter in parameters]
         self.nodes: list[Node] = [_accumulator(parameter) for parameter in parameters]
-        # By parameter, nodes whose hook was removed, and what gives their remaining post-hooks.
-        self._used_nodes: dict[int, _HooksOfNode] = {}
-        self._forwards = 0
-        self._owner = weakref.ref(owner)
-        self._on_gradient = on_gradient
-        self._handles: dict[int, RemovableHandle] = {}
-        self._finalizer = weakref.finalize(owner, _remove, self._handles)
+        alive = weakref.ref(owner)
+        handles = [node.register_hook(_hook(alive, index, on_gradient)) for index, node in enumerate(self.nodes)]
+        self._finalizer = weakref.finalize(owner, _remove, handles)
         self._finalizer.atexit = False
-        self.hook_all()
-
-    def hook_all(self) -> None:
-        """Hooks every parameter."""
-        self.hook(range(len(self.nodes)))
-
-    def hook(self, indices: Iterable[int]) -> None:
-        """Hooks these parameters and no others; may be called while a backward runs."""
-        wanted = set(indices)
-        for index in [index for index in self._handles if index not in wanted]:
-            handle = self._handles.pop(index)
-            handle.remove()
-            self._used_nodes[index] = handle.hooks_dict_ref
-        for index in wanted.difference(self._handles):
-            self._handles[index] = self.nodes[index].register_hook(_hook(self._owner, index, self._on_gradient))
-            self._used_nodes.pop(index, None)
-
-    def renew_nodes(self, on_stream: Callable[[int], AbstractContextManager[object] | None]) -> None:
-        """Replaces nodes whose hooks were removed, between two graphs; does nothing while old graphs live.
-
-        A node that has had a hook calls into Python in every later backward, hooked or not (1.4 us). It is freed with
-        the last graph that contains it, which the loss of the step before keeps alive in some training loops.
-
-        Args:
-            on_stream: gives, by parameter, a context in which the stream of its node is current, because a new node
-                keeps the current stream for life; None: the stream is not known.
-        """
-        if not self._used_nodes or not _makes_nodes():
-            return
-        # A few in turn, because a graph that is kept for long may contain one of them. Not all of them, because probing
-        # leaves something on a node as well.
-        asked = list(itertools.islice(self._used_nodes, _PROBED_NODES))
-        self._forwards += 1
-        if self._renew(asked[self._forwards % len(asked)], on_stream):
-            for index in self._used_nodes:
-                self._renew(index, on_stream)
-            self._used_nodes.clear()
-
-    def _renew(self, index: int, on_stream: Callable[[int], AbstractContextManager[object] | None]) -> bool:
-        """Drops the reference to a parameter's node and gets its node again; returns whether that is a new one.
-
-        A node is kept where others have hooked it, because they may rely on this reference, and where the parameter is
-        frozen.
-        """
-        parameter, within = self._parameters[index], on_stream(index)
-        if (
-            within is None
-            or not parameter.requires_grad
-            or self._used_nodes[index]()
-            or _has_prehooks(self.nodes[index])
-        ):
-            return False
-        _notes(self.nodes[index])[_HAD_HOOK] = True
-        self.nodes[index] = self.nodes[index - 1]  # any other: this one is then referenced by graphs alone
-        with within:
-            self.nodes[index] = _accumulator(parameter)
-        return _HAD_HOOK not in _notes(self.nodes[index])
-
-    def users_hook_gradients(self) -> bool:
-        """Whether a user's hook may set a gradient to None before ours sees it (30 ns per parameter)."""
-        return any(map(_post_accumulate_grad_hooks, self._parameters))
 
     def allow_other_dtypes(self) -> None:
         """Parameters change their dtype during a step (torch's mixed precision)."""
         self._dtypes = None
-
-    @property
-    def dtypes_change(self) -> bool:
-        """Whether parameters may change their dtype."""
-        return self._dtypes is None
 
     def check_nodes(self, names: Sequence[str]) -> None:
         """Checks that no parameter has changed its dtype or device, and so has a new node without our hook.
@@ -137,8 +59,7 @@ class ParameterHooks:
         dtypes = self._dtypes
         if dtypes is None:
             return
-        now = [parameter.dtype for parameter in self._parameters]
-        devices = [parameter.device for parameter in self._parameters]
+        now, devices = list(map(_dtype, self._parameters)), list(map(_device, self._parameters))
         if now != dtypes or devices != self._devices:
             kinds = zip(now, dtypes, devices, self._devices, strict=True)
             index = next(i for i, (a, b, c, d) in enumerate(kinds) if a != b or c != d)
@@ -151,33 +72,6 @@ class ParameterHooks:
     def remove(self) -> None:
         """Removes every hook for good; a second call does nothing."""
         self._finalizer()
-
-
-def _notes(node: Node) -> dict[str, object]:
-    """A node's metadata, which lives as long as the node."""
-    metadata: Any = node.metadata  # torch's stub takes the property for a method
-    notes: dict[str, object] = metadata
-    return notes
-
-
-def _makes_nodes() -> bool:
-    """Whether an operator called now makes a node of the ordinary graph, and no mode or tracer records it."""
-    return not (
-        torch.is_inference_mode_enabled()
-        or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._get_tracing_state() is not None
-    )
-
-
-def _has_prehooks(node: Node) -> bool:
-    handle = node.register_prehook(_nothing)  # only a handle shows the others
-    handle.remove()
-    return bool(handle.hooks_dict_ref())
-
-
-def _nothing(_gradients: object) -> None:
-    """A hook that changes nothing."""
 
 
 def _accumulator(parameter: torch.Tensor) -> Node:
@@ -198,11 +92,10 @@ def _hook(owner: weakref.ref[Any], index: int, on_gradient: Callable[[Any, int],
     return hook
 
 
-def _remove(handles: dict[int, RemovableHandle]) -> None:
-    for handle in handles.values():
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
         handle.remove()
-    handles.clear()
 
 
-_HAD_HOOK = "fusedreduce: has had a hook"
-_post_accumulate_grad_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+_dtype = operator.attrgetter("dtype")
+_device = operator.attrgetter("device")

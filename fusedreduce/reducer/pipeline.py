@@ -13,10 +13,10 @@ A rank without inputs issues the same collectives with zeros (join.py). Called u
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,8 +34,7 @@ from ..comm.waiting import wait_for
 from ..config import ReduceConfig
 from ..errors import FusedReduceError
 from ..planning.plan import Plan
-from ..planning.timeline import MISSING_NS
-from ..trace.step_clock import StepClock, StepProfile
+from ..trace.step_profile import StepProfile
 from .modes import make_mode
 from .modes.gradient_stash import GradientStash
 from .modes.mode import DelayedAverages, Ended
@@ -80,7 +79,6 @@ class Pipeline:
         maker: builds the buckets; another one takes effect with the next `build_buckets`.
         plans: gives the first plan, and says whether plans follow measurements now.
         observed: gradient statistics and the loss-scale state.
-        clock: records when buckets are packed, launched and unpacked.
         recording: keeps profiled steps for a trace.
         used: the map of used parameters.
         skip_unused_buckets: do not reduce a bucket whose parameters are all unused.
@@ -88,9 +86,11 @@ class Pipeline:
     Attributes:
         rounds: synchronised steps that all ranks have taken part in.
         buckets: of the plan in use.
+        observers: of the current step, none unless it is profiled. They change, raise and issue nothing.
         collectives: those that follow the last bucket of a step, in this order on every rank. The used map is first: in
             its sum torch's join takes part, ahead of the others.
         mode: the sync mode in use.
+        overlaps: buckets are launched during backward.
         late: which averages the gradients are.
         issued: collectives issued since the communicator was set.
         times: host times of the latest step.
@@ -101,7 +101,6 @@ class Pipeline:
         maker: BucketMaker,
         plans: Plans,
         observed: GradStats,
-        clock: StepClock,
         recording: Recording,
         used: UsedMap,
         *,
@@ -113,9 +112,11 @@ class Pipeline:
         self.issued = 0
         self._plans = plans
         self.observed = observed
-        self._clock = clock
         self._recording = recording
         self._skip_unused_buckets = skip_unused_buckets
+        self.observers: tuple[StepProfile, ...] = ()
+        devices = {parameter.device for parameter in maker.parameters}
+        self._device = devices.pop() if len(devices) == 1 else None
         self._monitor = StallMonitor()
         self._divisor = 1.0
         self._keeps_unused = False
@@ -123,7 +124,6 @@ class Pipeline:
         self._count_ranks: Any = None
         self._installed: list[torch.futures.Future[Any]] = []
         self._warned = False
-        self._checked_wires = False
         self._allocations = 0
         self._restrided = 0
         self.rounds = 0
@@ -149,19 +149,17 @@ class Pipeline:
         self._plans.in_use = plan
         self.observed.collect_from(self.buckets.reductions)
         self.mode.set_buckets(self.buckets)
-        self._checked_wires = False
-        self._clock.arm(len(plan), profiled=False, forward_ns=MISSING_NS)
+        self.observers = ()
 
     def check_wires(self) -> None:
-        """Checks, once for a set of buckets, that the backend can sum their wire dtypes.
+        """Checks that the backend can sum the buckets' wire dtypes.
 
         Raises:
             UnsupportedWireError: it cannot; on every rank.
         """
-        if not self._checked_wires and self.maker.hook is None:
+        if self.maker.hook is None:
             for bucket in self.buckets.packed():
                 self.maker.communicator.check_wire(bucket.bucket.wire_dtype, bucket.members.device)
-        self._checked_wires = True
 
     def set_communicator(self, communicator: Communicator) -> None:
         """Switches to `communicator`. `drop_step` and `build_buckets` must follow."""
@@ -227,16 +225,21 @@ class Pipeline:
         """Adds futures that the next `finish_step` waits for."""
         self._installed.extend(futures)
 
-    def arm(self, *, closely: bool, forward_ns: int, divisor: float | None = None) -> None:
+    def arm(self, *, profiled: bool, watch: bool, forward_ns: int, divisor: float | None = None) -> None:
         """Prepares for a synchronised backward.
 
         Args:
-            closely: profile this step, as `StepClock.arm`.
-            forward_ns: time.perf_counter_ns() when forward began, as `StepClock.arm`.
+            profiled: times of this step are recorded.
+            watch: streams may wait for its collectives to time their ends, see `StepProfile`.
+            forward_ns: time.perf_counter_ns() when forward began.
             divisor: this rank's own for this step; None: the ranks that were counted, else the configured one.
         """
-        self._clock.arm(len(self.buckets), profiled=closely, forward_ns=forward_ns)
-        counted = self._counted_ranks()
+        self.observers = ()
+        if profiled:
+            wait = self._wait_to_time if watch else None
+            count = len(self.maker.parameters)
+            self.observers = (StepProfile(count, len(self.buckets), self._device, wait, forward_ns=forward_ns),)
+        counted = None if self._count_ranks is None else self._counted_ranks()
         self._divisor = divisor or counted or self.maker.config.divisor(self.maker.communicator.size)
         # The kept gradient of a parameter that no rank has used is a view, so it is reduced all the same. torch leaves
         # its mean there; by another divisor, or as a sum, it would change each step, so it is copied and restored.
@@ -245,11 +248,16 @@ class Pipeline:
     def pack_early(self, step: Step, bucket: int, group: int) -> None:
         """Packs a group of a bucket ahead of its launch; on CPU."""
         # If the bucket is in flight already, the late gradient is found by `check_unchanged`.
-        if bucket >= step.next_bucket and self.mode.together:
-            began_ns = time.perf_counter_ns()
-            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # 2 us, for every large gradient
+        if bucket < step.next_bucket or not self.mode.together:
+            return
+        began_ns = time.perf_counter_ns()
+        if torch.is_grad_enabled():
+            with torch.no_grad():
                 self.buckets.reductions[bucket].pack_early(group, self._divisor)
-            self._clock.packed_part(bucket, began_ns)
+        else:  # as a backward without create_graph=True runs; the context costs 2 us, for every large gradient
+            self.buckets.reductions[bucket].pack_early(group, self._divisor)
+        for one in self.observers:
+            one.packed_part(bucket, began_ns)
 
     def launch(self, step: Step) -> None:
         """Launches every bucket that is next and ready, and after the last one the step's other collectives.
@@ -259,14 +267,8 @@ class Pipeline:
         Raises:
             FusedReduceError, CollectiveError, TypeError: as `Reduction.launch`.
         """
-        if step.next_bucket == 0:
-            self.observed.begin_reduction()
-            self.times.comm_start = time.time_ns()
-            if not self.mode.together:
-                step.next_bucket = step.launched = len(self.buckets)
-                return
-            self._kept = {}  # those of the last step: on CUDA a side stream may have read them until now
-            if torch.is_grad_enabled() and not self._warned:
+        if torch.is_grad_enabled():
+            if not self._warned:
                 self._warned = True
                 warnings.warn(
                     # begins as torch's own warning does, for filters of warnings
@@ -274,29 +276,25 @@ class Pipeline:
                     "gradients of gradients (double backward) are this rank's own",
                     stacklevel=2,
                 )
-            if self._plans.measured():
-                self.issued += self._plans.scheduler.open_round(self._clock.profile)
-        before = step.next_bucket
-        while step.head_is_ready():
-            reduction = self.buckets.reductions[step.next_bucket]
+            with torch.no_grad():
+                self.launch(step)
+            return
+        reductions, before = self.buckets.reductions, step.next_bucket
+        if before == 0 and not self._open_step(step):
+            return
+        while not step.pending[step.next_bucket]:
+            reduction = reductions[step.next_bucket]
             step.next_bucket += 1
-            members = reduction.members
-            if self._skips(step, members):
-                self._check_skipped(members)
+            if self._skip_unused_buckets and self._skips(step, reduction.members):
+                self._check_skipped(reduction.members)
                 reduction.skip()
                 continue
-            self.buckets.streams.wait_for_gradients(members.index, members.device)
-            with torch.no_grad(), self.buckets.streams.on(members.device):
-                self._clock.pack(members.index)
-                if self._keeps_unused and self.used.kept:
-                    self._keep_unused(members)
-                reduction.launch(self._divisor)
-                watched, issued_ns = reduction.in_flight() or (None, None)
-                self._clock.launched(members.index, watched, issued_ns, self.maker.communicator)
-                self.buckets.streams.packed(members.device)
-            step.launched += 1
-            self.issued += watched is not None  # not the sum of a sparse gradient of unknown kind: see `launch_late`
-        if step.all_launched() and before < step.next_bucket:
+            if self.buckets.streams.on_cuda:
+                with self.buckets.streams.packing(reduction.members.index, reduction.members.device):
+                    self._launch_one(step, reduction)
+            else:
+                self._launch_one(step, reduction)
+        if before < step.next_bucket == len(reductions):
             self.buckets.streams.wait_for_packs()
             for one in self.collectives:
                 self.issued += one.issue()
@@ -329,9 +327,11 @@ class Pipeline:
             FusedReduceError: a gradient was changed after it had been packed.
             CollectiveError: a peer died, left, or did not answer.
         """
-        launched = []
+        launched: Sequence[Reduction] = ()
         if self.mode.together:
-            launched = [one for one in self.buckets.reductions if not self._skips(step, one.members)]
+            launched = self.buckets.reductions
+            if self._skip_unused_buckets:
+                launched = [one for one in launched if not self._skips(step, one.members)]
         if self.maker.sparse_kinds.place:
             # Before the check, which may raise on this rank alone: the other ranks wait for these sums.
             self.launch_late()
@@ -347,7 +347,9 @@ class Pipeline:
                 wait_for(future, "a future that the end of backward waits for", self.maker.communicator)
         self.times.comm_end = time.time_ns()
         # Before anything else may raise, which would leave this rank's number of rounds behind that of its peers.
-        self.close_round(self._clock.pop_profile())
+        looked = self._profile
+        self.observers = ()
+        self.close_round(looked)
         return ended
 
     def end_step(self, ended: Ended) -> None:
@@ -378,8 +380,14 @@ class Pipeline:
         """Finishes launched buckets; returns the numbers of the parameters whose gradients were not written."""
         left: list[int] = []
         used, unscaling = self.used.sum_of_step(), self.observed.units.unscaling()
+        on_cuda = self.buckets.streams.on_cuda
         for reduction in launched:
-            self._finish_one(reduction, used, unscaling)
+            unused = frozenset[int]() if used is None else unused_of(reduction.members, used)
+            # The future of a comm hook makes the current stream wait for what the hook has enqueued.
+            if on_cuda and not isinstance(reduction, CommHookReduction):
+                self.write(reduction.members, functools.partial(self._finish_one, reduction, unused, unscaling))
+            else:
+                self._finish_one(reduction, unused, unscaling)
         if self.used.kept or self.maker.keeps_gradients:
             left = self._not_written(() if self.maker.keeps_gradients else launched, used)
         if self.used.asks():
@@ -414,26 +422,51 @@ class Pipeline:
 
     def _enter_mode(self) -> None:
         self.mode = make_mode(self.maker, self._stash, self.late)
+        self.overlaps = self.maker.config.overlap and self.mode.together
         self.used.alone = self.observed.alone = not self.mode.together
 
-    def _finish_one(self, reduction: Reduction, used: UsedSum | None, unscaling: Unscaling) -> None:
-        members = reduction.members
-        unused = unused_of(members, used)
+    @property
+    def _profile(self) -> StepProfile | None:
+        return self.observers[0] if self.observers else None
 
-        def write() -> None:
-            self._clock.unpack(members.index)
-            reduction.finish(unused, unscaling)
-            for number in unused & self._kept.keys():
-                gradient = self.maker.parameters[number].grad
-                assert gradient is not None
-                gradient.copy_(self._kept[number])
-            self._clock.unpacked(members.index)
+    def _wait_to_time(self, collective: Any) -> None:
+        wait_for(collective, "the collective whose end is timed", self.maker.communicator)
 
-        # The future of a comm hook makes the current stream wait for what the hook has enqueued.
-        if isinstance(reduction, CommHookReduction):
-            write()
-        else:
-            self.write(members, write)
+    def _open_step(self, step: Step) -> bool:
+        """Called before a step's first bucket; returns whether buckets are to be launched."""
+        self.observed.begin_reduction()
+        self.times.comm_start = time.time_ns()
+        if not self.mode.together:
+            step.next_bucket = step.launched = len(self.buckets)
+            return False
+        self._kept = {}  # those of the last step: on CUDA a side stream may have read them until now
+        if self._plans.measured():
+            self.issued += self._plans.scheduler.open_round(self._profile)
+        return True
+
+    def _launch_one(self, step: Step, reduction: Reduction) -> None:
+        index = reduction.members.index
+        for one in self.observers:
+            one.pack(index)
+        if self._keeps_unused and self.used.kept:
+            self._keep_unused(reduction.members)
+        watched, issued_ns = reduction.launch(self._divisor)
+        step.launched_ns[index] = issued_ns
+        for one in self.observers:
+            one.launched(index, watched, issued_ns)
+        step.launched += 1
+        self.issued += watched is not None  # not the sum of a sparse gradient of unknown kind: see `launch_late`
+
+    def _finish_one(self, reduction: Reduction, unused: Collection[int], unscaling: Unscaling) -> None:
+        for one in self.observers:
+            one.unpack(reduction.members.index)
+        reduction.finish(unused, unscaling)
+        for number in self._kept.keys() & unused:
+            gradient = self.maker.parameters[number].grad
+            assert gradient is not None
+            gradient.copy_(self._kept[number])
+        for one in self.observers:
+            one.unpacked(reduction.members.index)
 
     def _keep_unused(self, members: Members) -> None:
         """Copies the gradients of parameters that this rank has not used: as views they are overwritten by the sum."""
@@ -442,7 +475,7 @@ class Pipeline:
                 self._kept[number] = parameter.grad.clone()
 
     def _skips(self, step: Step, members: Members) -> bool:
-        return self._skip_unused_buckets and step.skipped.issuperset(members.numbers)
+        return step.skipped.issuperset(members.numbers)
 
     def _not_written(self, launched: Sequence[Reduction], used: UsedSum | None) -> list[int]:
         """Numbers of the parameters whose gradients this step has not written; `launched`: the buckets it has."""
@@ -461,7 +494,5 @@ class Pipeline:
 
     def _counted_ranks(self) -> float | None:
         work, self._count_ranks = self._count_ranks, None
-        if work is None:
-            return None
         wait_for(work, "counting the ranks that still have inputs", self.maker.communicator)
         return float(work.result()[0].item()) if self.maker.config.op == "mean" else None

@@ -228,7 +228,7 @@ class Plans:
             rank=self._communicator.rank,
             ranks=self._communicator.size,
             device=self._device.type,
-            config=self._config,
+            config=self._config.to_dict(),
             caps=model.caps,
             parameters=[
                 Parameter(

@@ -10,7 +10,7 @@ from ..errors import FusedReduceError
 from ..planning.plan import Plan
 from ..planning.timeline import MISSING_NS
 from ..trace.recorder import Recorder, Source
-from ..trace.step_clock import StepProfile
+from ..trace.step_profile import StepProfile
 from .plans import Plans
 
 

@@ -1,4 +1,4 @@
-"""Reducer: averages gradients during backward, bucket by bucket: the states of a step, agreement, recovery.
+"""Reducer: averages gradients during backward, bucket by bucket: what its users call.
 
 It knows nothing of DistributedDataParallel.
 
@@ -9,14 +9,8 @@ It knows nothing of DistributedDataParallel.
         loss.backward()                          # every .grad is the mean over all ranks when this returns
         optimizer.step()
 
-One step: `prepare_for_backward` arms the hooks -> each parameter's hook marks it ready -> a bucket is launched when
-all its parameters are ready, strictly in plan order, so that all ranks issue the same collectives in the same order
-whatever their own readiness was -> when backward is done, a callback of the autograd engine finishes the buckets in
-that order.
-readiness.py decides which parameters are hooked, pipeline.py issues the collectives.
-
-Where ranks share an autograd thread (Communicator.waits_in_backward) that callback leaves the step launched, and the
-calling thread finishes it: in `finalize`, or before it next reads a gradient (optimizer_hooks.py).
+step_cycle.py has the steps: when one begins, which gradients are ready, when it ends; pipeline.py issues the
+collectives.
 
 The first step uses one bucket per dtype and device. Then rank 0's order of readiness is broadcast, and every rank cuts
 it into buckets by the same pure function. With find_unused_parameters (and no static graph) no order is learned:
@@ -26,12 +20,7 @@ buckets of limited size, in reverse order of registration, from the start.
 from __future__ import annotations
 
 import dataclasses
-import enum
-import logging
 import math
-import os
-import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,52 +30,26 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.profiler import record_function
 
 from ..buckets.bucket_set import BucketMaker
 from ..buckets.comm_hook import CommHook
-from ..buckets.deferred_errors import in_backward
 from ..buckets.loss_scale import LossScale
 from ..buckets.sparse_kinds import SparseKinds
 from ..buckets.stats.grad_stats import GradStats
-from ..buckets.streams import refuse_capture
-from ..buckets.tensors import any_gradient, none_missing
 from ..comm.protocol import Communicator
 from ..config import FlushReport, ReduceConfig, SyncMode
 from ..errors import FusedReduceError
 from ..planning.bucketing import BucketCaps
 from ..planning.plan import Plan
 from ..planning.plan_file import plan_hash
-from ..planning.timeline import MISSING_NS
-from ..trace.step_clock import StepClock
 from . import optimizer_hooks, validation
-from .backward_hooks import BackwardHooks, refuse_compiled_autograd
-from .failures import Failures, lost_error
 from .join import JoinShadows
 from .modes import asynchronous
-from .parameter_hooks import ParameterHooks
 from .pipeline import Pipeline
 from .plans import Forecast, Plans
-from .readiness import ReadinessTracker
 from .recording import Recording
-from .step import Step, unfinished_text
-from .unused_parameters import UsedMap, tensors_in, unreachable
-
-_logger = logging.getLogger(__name__)
-
-
-_CLOSED = "this reducer is closed: build another one to reduce gradients again"
-
-
-class ReducerState(enum.Enum):
-    """The lifecycle of a reducer."""
-
-    IDLE = "idle"  # no synchronised backward is expected, or the last one is done: gradients stay local
-    ARMED = "armed"  # the next backward is reduced
-    LAUNCHED = "launched"  # all buckets are in flight; finalize() completes the step
-    FAILED = "failed"  # a hook, kernel or collective raised: reset() is needed
-    LOST = "lost"  # reset, but the group of ranks cannot be used any more: set_communicator() is needed
-    CLOSED = "closed"  # closed for good
+from .step_cycle import ReducerState, StepCycle
+from .unused_parameters import UsedMap
 
 
 class Reducer:
@@ -110,12 +73,12 @@ class Reducer:
             already, and this says whether their statistics are bitwise equal (see GradStats).
 
     Attributes:
-        state: see ReducerState.
-        steps: synchronised steps since the reducer was built.
-        buckets_reduced: buckets that the latest step has reduced.
-        last_order: parameter numbers in the order in which they became ready in the latest step that shows it.
-        last_unused: parameter numbers that the latest step has found unused.
         observed: statistics of the gradients and the loss-scale state.
+        cycle: the steps, for wrappers.
+        pipeline: the buckets, for wrappers.
+        times: host times of the latest step.
+        late: which averages the gradients are.
+        shadows: takes part for a rank without inputs (join).
 
     Raises:
         ValueError, TypeError: bad input; nothing has been hooked. Differences across ranks are raised by the first
@@ -157,9 +120,7 @@ class Reducer:
         self.caps = caps or BucketCaps()
         self.communicator = communicator
         self.find_unused_parameters = find_unused_parameters
-        self.static_graph = static_graph
         self.skip_unused_buckets = skip_unused_buckets
-        self.exclusive = exclusive
         self._plans = Plans(
             self.parameters,
             self.names,
@@ -169,35 +130,13 @@ class Reducer:
             communicator,
             learns=static_graph or not find_unused_parameters,
         )
-        self.state = ReducerState.IDLE
-        self.steps = 0
-        self.last_order: tuple[int, ...] = ()
-        self.last_unused: tuple[int, ...] = ()
-        self.unused_now: tuple[int, ...] = ()  # what the search has found for the step that is armed
-        self.unused_always_same = True
-        self.advises = True  # the options are the user's choice, so warnings may suggest others
-        self.buckets_reduced = 0
-        self.on_error: Callable[[str], None] | None = None
-        # Called from the engine's callback that has launched a step and may not wait for it, or has failed (state
-        # FAILED). The listener must raise what `finalize` raises, once called for all reducers of that backward.
-        self.on_launched: Callable[[Reducer], None] | None = None
-        self.shares_parameters = validation.enter(self, self.parameters, self.names, exclusive=exclusive)
         self._agreed = agreed is not None
+        self._opened = False  # wires are known to the backend, and the mode has its communicator
+        self._sync = True
+        self.steps_in_backward = False  # the optimizer does, or the comm hook writes gradients itself
         self.observed = GradStats(self.parameters, self.names, self.config, communicator)
         self.observed.alike = agreed is not False
-        self._sync = True
-        self._lock = threading.RLock()  # autograd has a thread per device
         self._device = self.parameters[0].device
-        self._devices = {parameter.device for parameter in self.parameters}
-        self._waits_in_backward = True
-        self._ready_ns = [0] * count
-        self._clock = StepClock(count, self._device if len(self._devices) == 1 else None)
-        self._forward_ns = MISSING_NS
-        self._recording = Recording(self._plans, "reducer" if exclusive else "wrapper")
-        self._failures = Failures()
-        self.local_backward_expected = False
-        self.steps_in_backward = False  # the optimizer does, or the comm hook writes gradients itself
-        self._warned: set[str] = set()
         numbers = [number for number, one in enumerate(self.sparse) if one]
         maker = BucketMaker(
             parameters=self.parameters,
@@ -208,30 +147,63 @@ class Reducer:
             communicator=communicator,
             sparse_kinds=SparseKinds(numbers, self.names, self._device, communicator),
         )
-        self._pipeline = Pipeline(
+        self._recording = Recording(self._plans, "reducer" if exclusive else "wrapper")
+        self.pipeline = Pipeline(
             maker,
             self._plans,
             self.observed,
-            self._clock,
             self._recording,
             UsedMap(count, self._device, communicator, always=find_unused_parameters, first=static_graph),
             skip_unused_buckets=skip_unused_buckets,
         )
-        self.times = self._pipeline.times
-        self.late = self._pipeline.late
-        self.shadows = JoinShadows(self._pipeline, self._plans, self.observed)
-        self._hooks = ParameterHooks(self, self.parameters, Reducer.on_gradient)
-        self._backward_hooks = BackwardHooks(self, Reducer._backward_begins, Reducer._backward_ends)
-        self._readiness = ReadinessTracker(
-            self._hooks, self._pipeline, self._clock, self.observed.units, static_graph=static_graph
+        self.cycle = StepCycle(
+            self.pipeline,
+            self._plans,
+            self.observed,
+            self._recording,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            exclusive=exclusive,
         )
-        self.observed.before_reading = _weakly(self)
-        self._follow_communicator()
-        self._overlaps = self.config.overlap and self._pipeline.mode.together
+        self.times = self.pipeline.times
+        self.late = self.pipeline.late
+        self.shadows = JoinShadows(self.pipeline, self._plans, self.observed)
+        self.observed.before_reading = _weakly(self.cycle)
+        self._attend_optimizers()
         if gradient_as_bucket_view and not self.has_views:
             self._warn_of_no_views()
         if self._agreed:
-            self._pipeline.mode.open()
+            self.pipeline.mode.open()
+
+    @property
+    def state(self) -> ReducerState:
+        """See ReducerState."""
+        return self.cycle.state
+
+    @property
+    def steps(self) -> int:
+        """Synchronised steps since the reducer was built."""
+        return self.cycle.steps
+
+    @property
+    def local_backward_expected(self) -> bool:
+        """Whether the next backward is not reduced on purpose (no_sync)."""
+        return self.cycle.local_backward_expected
+
+    @property
+    def last_order(self) -> tuple[int, ...]:
+        """Parameter numbers in the order in which they became ready in the latest step that has reduced any."""
+        return self.cycle.last_order
+
+    @property
+    def last_unused(self) -> tuple[int, ...]:
+        """Parameter numbers that the latest step has found unused."""
+        return self.cycle.last_unused
+
+    @property
+    def static_graph(self) -> bool:
+        """Whether every step uses the same parameters equally often."""
+        return self.cycle.static_graph
 
     # Lifecycle of a step
 
@@ -243,24 +215,11 @@ class Reducer:
         Raises:
             FusedReduceError, AgreementError, CollectiveError: as `prepare_for_backward`.
         """
-        with self._lock:
-            self.begin_forward()
+        with self.cycle.lock:
+            self.cycle.begin_forward()
             if self._sync:
                 self.agree()
                 self.rebuild()
-
-    def begin_forward(self) -> None:
-        """The part of `prepare_for_forward` that issues no collective.
-
-        Raises:
-            FusedReduceError: as `check_finalized`; or a parameter has changed its dtype or device.
-        """
-        with self._lock:
-            self.check_finalized()
-            self._check_still_hooked()
-            self._readiness.begin_forward()
-            self.times.forward_start = time.time_ns()
-            self._forward_ns = time.perf_counter_ns()
 
     def prepare_for_backward(self, outputs: object = None, *, divisor: float | None = None) -> None:
         """Arms the hooks: the next backward is reduced. Call it after each forward; under `no_sync` it arms nothing.
@@ -284,83 +243,22 @@ class Reducer:
             UnsupportedWireError: the backend cannot sum the wire's dtype; on every rank.
             CollectiveError: a peer did not answer.
         """
-        divisor = self._checked_divisor(divisor)
-        with self._lock:
-            self.check_finalized()
-            self.local_backward_expected = not self._sync
-            self.observed.units.arm()
+        cycle = self.cycle
+        if divisor is not None:
+            divisor = self._checked_divisor(divisor)
+        with cycle.lock:
+            cycle.check_finalized()
             if not self._sync:
-                self.state = ReducerState.IDLE
-                self.watch_local_forward(outputs)
+                cycle.disarm(outputs)
                 return
-            self._check_still_hooked()
-            self.agree()
-            self.rebuild()
-            readiness = self._readiness
-            if self.shares_parameters:
-                self.shares_parameters = validation.shared(self, self.parameters)
-                validation.check_mode(self.config.sync_mode, {"parameters of two wrappers": self.shares_parameters})
-                readiness.hook_all()  # another reducer writes the same gradients: versions prove nothing
-            if readiness.sentinels and self.state is ReducerState.ARMED and any_gradient(self.parameters):
-                readiness.hook_all()
-                self._warn_once(
-                    "outside of forward",
-                    f"rank {self.communicator.rank}: gradients were accumulated by a backward that did not start at an "
-                    "output of forward; they were not averaged. Return from forward every tensor that the loss is "
-                    "computed from",
-                )
-            self.observed.begin_forward(self._pipeline.buckets.reductions)
-            tensors = tensors_in(outputs)
-            unused = self._unused(tensors)
-            self.unused_now = tuple(unused)
-            readiness.begin_step(unused)
-            profiled = self._plans.profiles()
-            watched = self._backward_hooks.watch(tensors)
-            if not watched or profiled:
-                readiness.hook_all(once=profiled)
-            if not watched:
-                self._pipeline.mode.hold_gradients()
-            closely = profiled or self._recording.wants_step()
-            self._pipeline.arm(closely=closely, forward_ns=self._forward_ns, divisor=divisor)
-            self._forward_ns = MISSING_NS
-            self.state = ReducerState.ARMED
-            self.times.backward_start = time.time_ns()
-
-    def on_gradient(self, index: int) -> None:
-        """Called by a parameter's hook, on an autograd thread, when its gradient has been accumulated.
-
-        Args:
-            index: number of the parameter.
-        """
-        if self.state is not ReducerState.ARMED:
-            if self.state is not ReducerState.LAUNCHED:  # else it has changed what is in flight: `finish_step` raises
-                self._local_gradient(index)
-            return
-        with self._lock:
-            self._clock.enter()
-            readiness = self._readiness
-            step = readiness.step
-            try:
-                self.observed.units.note_backward()
-                if self.find_unused_parameters or self.static_graph:
-                    if self.parameters[index].grad is not None:
-                        self._pipeline.used.mark(index)
-                    if readiness.counting:
-                        readiness.count(index)
-                        return
-                if not readiness.mark_ready(index):
-                    return
-                if self._overlaps and step.head_is_ready():
-                    self._pipeline.launch(step)
-            except BaseException as error:
-                self._note_failure(error)
-                raise
-            self._clock.leave()
-            if step.callbacks == 0 and (step.all_launched() or not self._overlaps and step.all_ready()):
-                if in_backward():
-                    self._backward_hooks.queue_end(step)
-                else:
-                    self._backward_ends(step)
+            if not cycle.in_forward():  # else `prepare_for_forward` has done so
+                cycle.hooks.check_nodes(self.names)
+                self.agree()
+                self.rebuild()
+            if cycle.shares_parameters:
+                cycle.shares_parameters = validation.shared(cycle, self.parameters)
+                validation.check_mode(self.config.sync_mode, {"parameters of two wrappers": cycle.shares_parameters})
+            cycle.arm(outputs, divisor)
 
     def finalize(self) -> None:
         """Ends the step: waits for the buckets in flight, if there are any, and writes the gradients.
@@ -370,8 +268,8 @@ class Reducer:
             CollectiveError: a peer died, left, or did not answer.
             NonFiniteGradientError: see ReduceConfig.check_finite.
         """
-        self._complete_outside()
-        self.check_finalized()
+        self.cycle.complete_outside()
+        self.cycle.check_finalized()
 
     def launch_late(self) -> None:
         """The part of `finalize` that starts collectives: sums of sparse gradients whose kind no rank knew before.
@@ -382,13 +280,7 @@ class Reducer:
             AgreementError: ranks have gradients of several kinds; on every rank.
             CollectiveError: a peer died, left, or did not answer.
         """
-        with self._lock:
-            if self.state is ReducerState.LAUNCHED:
-                try:
-                    self._pipeline.launch_late()
-                except BaseException as error:
-                    self._note_failure(error)
-                    raise
+        self.cycle.launch_late()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Runs `loss.backward()` and `finalize`: the step is complete when this returns.
@@ -408,16 +300,7 @@ class Reducer:
         Raises:
             FusedReduceError: no step is armed, its backward has begun, or a gradient is expected on this rank.
         """
-        with self._lock:
-            step = self._readiness.step
-            if self.state is not ReducerState.ARMED or not step.begin_without_gradients():
-                raise FusedReduceError(
-                    f"rank {self.communicator.rank}: end_without_backward() needs an armed step, "
-                    "find_unused_parameters=True and outputs that depend on no parameter; here a gradient is expected, "
-                    f"or no step is armed (the reducer is {self.state.value}). Call backward() instead"
-                )
-            with torch.no_grad():  # as a backward runs
-                self._backward_ends(step)
+        self.cycle.end_without_backward()
 
     def check_finalized(self) -> None:
         """Checks that the last synchronised backward was reduced to its end. A launched step is completed first.
@@ -427,42 +310,22 @@ class Reducer:
                 or it failed; the reducer is closed, or its group is lost; or a CUDA graph is being captured.
             CollectiveError, NonFiniteGradientError: as `finalize`.
         """
-        refuse_capture(self._device, self.communicator.rank)
-        if self.state is ReducerState.LAUNCHED:
-            self._complete_outside()
-        if self.state is ReducerState.CLOSED:
-            raise FusedReduceError(_CLOSED)
-        if self.state is ReducerState.LOST or self.communicator.lost:
-            raise lost_error(self.communicator, self.communicator.lost)
-        # A backward whose queued callback never ran has raised, maybe before any parameter's hook was called.
-        step = self._readiness.step
-        broken = step.callbacks > 0 and not in_backward()
-        if self.state is ReducerState.FAILED or (self.state is ReducerState.ARMED and (step.begun or broken)):
-            text = unfinished_text(
-                self._readiness.missing(),
-                self.names,
-                self.communicator.rank,
-                find_unused=self.find_unused_parameters,
-                static_graph=self.static_graph,
-                failure=self._failures.text,
-                debug_hint=os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "OFF",
-            )
-            raise FusedReduceError(text)
+        self.cycle.check_finalized()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context in which forwards do not arm the hooks: gradients accumulate, and the next step reduces their sum."""
         before, self._sync = self._sync, False
-        self._pipeline.mode.hold_gradients()  # a backward without prepare_for_backward may follow, unnoticed
+        self.pipeline.mode.hold_gradients()  # a backward without prepare_for_backward may follow, unnoticed
         try:
             yield
         finally:
             self._sync = before
-            self._pipeline.mode.restore_gradients(local=True)
+            self.pipeline.mode.restore_gradients(local=True)
 
     def expect_local_backward(self) -> None:
         """Says that the next backward is not reduced on purpose (a wrapper's no_sync), so that nothing warns of it."""
-        self.local_backward_expected = True
+        self.cycle.local_backward_expected = True
         self.observed.units.new_forward()
 
     def begin_scaled(self, scale: LossScale) -> None:
@@ -474,21 +337,8 @@ class Reducer:
         Raises:
             FusedReduceError: see `LossScaleState`: scaled gradients would be added to unscaled ones.
         """
-        with self._lock:
-            if self.state is ReducerState.IDLE and not self.local_backward_expected:
-                # A second backward of this forward: what it adds stays on this rank, and every hook must see it.
-                self._readiness.hook_all()
-            self.observed.units.begin_scaled(scale, stays=self.local_backward_expected)
-
-    def watch_local_forward(self, outputs: object) -> None:
-        """Watches for a backward from `outputs` that is not reduced, to keep its gradients apart from delayed averages.
-
-        Args:
-            outputs: what a forward under no_sync returned: tensors in any pytree.
-        """
-        mode = self._pipeline.mode
-        if mode.delays and not self._backward_hooks.watch_also(tensors_in(outputs), Reducer._hold_gradients):
-            mode.hold_gradients()
+        with self.cycle.lock:
+            self.observed.units.begin_scaled(scale)
 
     # Steps that end later than with their own backward
 
@@ -502,7 +352,7 @@ class Reducer:
             ValueError: not a mode, or an option in use excludes it.
             FusedReduceError: steps are in flight, or one is not finished.
         """
-        with self._lock:
+        with self.cycle.lock:
             self.check_finalized()
             config = dataclasses.replace(self.config, sync_mode=mode)
             asynchronous.check(config, self.names, self.sparse)
@@ -517,10 +367,9 @@ class Reducer:
             if pending := self.pending():
                 raise FusedReduceError(f"{pending}: call flush() on every rank, then set_sync_mode()")
             self.config = config
-            self._agreed = False
+            self._agreed = self._opened = False
             self._plans.set_mode(mode)
-            self._pipeline.set_mode(config, local=self.local_backward_expected)
-            self._overlaps = config.overlap and self._pipeline.mode.together
+            self.pipeline.set_mode(config, local=self.cycle.local_backward_expected)
             self._attend_optimizers()
 
     def flush(
@@ -554,16 +403,16 @@ class Reducer:
             TypeError: one of `optimizers` is not a torch.optim.Optimizer.
             CollectiveError: a peer died, left, or did not answer.
         """
-        mode = self._pipeline.mode
-        scaled = self.observed.units.attached
+        mode = self.pipeline.mode
+        scaled = bool(self.observed.units.attached)
         step = optimizer_hooks.flush_step(optimizers, step, scaled=scaled, both=not mode.together)
-        with self._lock:
+        with self.cycle.lock:
             self._check_agreed()
-            return mode.flush(self._pipeline, step, optimizers, buffers, self._fail)
+            return mode.flush(self.pipeline, step, optimizers, buffers, self.cycle.fail)
 
     def pending(self) -> str:
         """What `flush` would apply, in words; empty: nothing is outstanding."""
-        return self._pipeline.mode.pending()
+        return self.pipeline.mode.pending()
 
     def state_dict(self) -> dict[str, Any]:
         """The steps in flight, for a checkpoint. Waits for them.
@@ -579,12 +428,12 @@ class Reducer:
             FusedReduceError: a step is not finished.
             CollectiveError: a peer died, left, or did not answer.
         """
-        with self._lock:
+        with self.cycle.lock:
             self._check_agreed()
             try:
-                return self._pipeline.mode.state_dict(self._pipeline)
+                return self.pipeline.mode.state_dict(self.pipeline)
             except BaseException as error:
-                self._fail(error)
+                self.cycle.fail(error)
                 raise
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -597,9 +446,9 @@ class Reducer:
             ValueError: `state` is damaged, or of another model, number of ranks or mode.
             FusedReduceError: steps are in flight here, or one is not finished.
         """
-        with self._lock:
+        with self.cycle.lock:
             self._check_agreed()
-            self._pipeline.rounds = self._pipeline.mode.load_state_dict(self._pipeline, state)
+            self.pipeline.rounds = self.pipeline.mode.load_state_dict(self.pipeline, state)
 
     # Failures, changes, the end
 
@@ -613,13 +462,13 @@ class Reducer:
             FusedReduceError: a collective failed, ranks have issued different numbers of them, or a rank did not call
                 this in time; on every rank that did. The group cannot be used any more: call `set_communicator`.
         """
-        with self._lock:
-            issued, plan_state = self._pipeline.issued, f"{plan_hash(self.plan):016x} {self.rebuilt}"
+        with self.cycle.lock:
+            issued, plan_state = self.pipeline.issued, f"{plan_hash(self.plan):016x} {self.rebuilt}"
             self.give_up_step()
             try:
-                same = self._failures.compare(self.communicator, self._device, issued, plan_state)
+                same = self.cycle.failures.compare(self.communicator, self._device, issued, plan_state)
             except FusedReduceError:
-                self.state = ReducerState.LOST
+                self.cycle.state = ReducerState.LOST
                 raise
             if not same:
                 # Some ranks had adopted the next plan, or an order of readiness, when others failed.
@@ -632,15 +481,11 @@ class Reducer:
         Raises:
             FusedReduceError: the reducer is closed.
         """
-        with self._lock:
-            if self.state is ReducerState.CLOSED:
-                raise FusedReduceError(_CLOSED)
-            self.state = ReducerState.IDLE
-            self._failures.clear_failure()
-            self._agreed = False
+        with self.cycle.lock:
+            self.cycle.give_up()
+            self._agreed = self._opened = False
             self._plans.restart()
-            self._pipeline.drop_step()
-            self._readiness.restart()
+            self.pipeline.drop_step()
             # New wire buffers: a collective that is still in flight may write into the old ones.
             self._build_buckets(self.plan)
 
@@ -655,11 +500,12 @@ class Reducer:
         Raises:
             FusedReduceError: the reducer is closed.
         """
-        with self._lock:
+        with self.cycle.lock:
             self.communicator = communicator
-            self._follow_communicator()
-            self._pipeline.set_communicator(communicator)
-            self._failures.restart_count()
+            self.pipeline.set_communicator(communicator)
+            self.cycle.follow_communicator()
+            self._attend_optimizers()
+            self.cycle.failures.restart_count()
             self._plans.set_communicator(communicator)
             self.observed.set_communicator(communicator)
             self.give_up_step()
@@ -678,9 +524,9 @@ class Reducer:
                 "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
                 "constructed."
             )
-        self.static_graph = self._readiness.static_graph = True
+        self.cycle.static_graph = True
         self._plans.learns = True
-        self._pipeline.used.first = True
+        self.pipeline.used.first = True
         self._build_buckets(self._plans.first())
 
     def close(self) -> None:
@@ -688,16 +534,16 @@ class Reducer:
 
         Gradients that are views keep their buffer alive.
         """
-        with self._lock:
-            self.state = ReducerState.CLOSED
+        with self.cycle.lock:
+            self.cycle.state = ReducerState.CLOSED
             optimizer_hooks.leave(self)
             self.remove_hooks()
-            self._pipeline.release_buckets()
-            validation.leave(self, self.parameters)
+            self.pipeline.release_buckets()
+            validation.leave(self.cycle, self.parameters)
 
     def remove_hooks(self) -> None:
         """Removes the hooks from the parameters: nothing is reduced any more."""
-        self._readiness.remove_hooks()
+        self.cycle.hooks.remove()
 
     def __enter__(self) -> Reducer:
         return self
@@ -720,9 +566,9 @@ class Reducer:
             ValueError: the wire is not "native", op is not "mean", or the sync mode is not Synchronous: the hook would
                 take their place.
         """
-        with self._lock:
-            self._complete_outside()
-            maker = self._pipeline.maker
+        with self.cycle.lock:
+            self.cycle.complete_outside()
+            maker = self.pipeline.maker
             if self.has_comm_hook:
                 raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
             if self.config.wire != "native":
@@ -736,14 +582,14 @@ class Reducer:
                     f"op={self.config.op!r} and a comm hook exclude each other, because the hook divides or does not: "
                     "use op='mean', or no hook"
                 )
-            self._pipeline.maker = dataclasses.replace(maker, hook=(state, hook))
+            self.pipeline.maker = dataclasses.replace(maker, hook=(state, hook))
             self._plans.give_up_measuring()
             self._build_buckets(self.plan)
 
     @property
     def has_comm_hook(self) -> bool:
         """Whether a comm hook reduces the buckets in place of our own wire."""
-        return self._pipeline.maker.hook is not None
+        return self.pipeline.maker.hook is not None
 
     def leave_gradients_to_hook(self) -> None:
         """Copies nothing out of the comm hook's buckets: the hook writes `.grad` itself, or steps the optimizer.
@@ -753,12 +599,12 @@ class Reducer:
         """
         validation.check_mode(self.config.sync_mode, {"an optimizer in backward": True})
         self.steps_in_backward = True
-        self._pipeline.maker = dataclasses.replace(self._pipeline.maker, keeps_gradients=True)
+        self.pipeline.maker = dataclasses.replace(self.pipeline.maker, keeps_gradients=True)
         self._build_buckets(self.plan)
 
     def allow_other_dtypes(self) -> None:
         """Allows parameters to change their dtype during a step, as torch's mixed precision has them."""
-        self._hooks.allow_other_dtypes()
+        self.cycle.hooks.allow_other_dtypes()
 
     def zero_grad(self) -> None:
         """Zeroes all gradients in place, with one operator per bucket where they are views of it.
@@ -766,8 +612,8 @@ class Reducer:
         Raises:
             FusedReduceError, CollectiveError: as `finalize`, where a step is launched and not finished.
         """
-        self._complete_outside()
-        for reduction in self._pipeline.buckets.reductions:
+        self.cycle.complete_outside()
+        for reduction in self.pipeline.buckets.reductions:
             if not reduction.zero_views():
                 for parameter in reduction.members.parameters:
                     if parameter.grad is not None:
@@ -783,6 +629,8 @@ class Reducer:
             UnsupportedWireError: the backend cannot sum the wire's dtype; on every rank.
             CollectiveError: a peer did not answer.
         """
+        if self._opened:
+            return
         if not self._agreed:
             descriptions = [
                 validation.describe(*one) for one in zip(self.parameters, self.names, self.sparse, strict=True)
@@ -798,8 +646,9 @@ class Reducer:
             settings = validation.settings(self.config, self.caps, flags)
             self.observed.alike = validation.agree(self.communicator, descriptions, settings, self._device)
             self._agreed = True
-        self._pipeline.check_wires()
-        self._pipeline.mode.open()
+        self.pipeline.check_wires()
+        self.pipeline.mode.open()
+        self._opened = True
 
     def rebuild(self) -> bool:
         """Rebuilds the buckets if the ranks have agreed on another plan. A plan changes only here, between steps.
@@ -814,9 +663,9 @@ class Reducer:
             AgreementError: ranks have decided on different plans; on every rank.
             CollectiveError: a peer did not answer.
         """
-        with self._lock:
+        with self.cycle.lock:
             plan, issued = self._plans.next(self.plan)
-            self._pipeline.issued += issued
+            self.pipeline.issued += issued
             # Also where the order gives the same buckets, because hooks and streams are still those of a first step.
             new = issued > 0 or plan != self.plan
             if new:
@@ -833,12 +682,12 @@ class Reducer:
         return self._plans.rebuilt
 
     def get_backward_stats(self) -> list[int]:
-        """When each gradient was ready in the latest step in which all parameters were hooked.
+        """When each gradient was ready in the latest step.
 
         Returns:
             Per parameter, ns on the host clock from the end of forward. For times of every step see `bucket_times`.
         """
-        return list(self._ready_ns)
+        return self.cycle.backward_stats()
 
     def bucket_times(self) -> list[tuple[int, int]]:
         """When each bucket of the latest step was ready and when it was launched.
@@ -846,7 +695,7 @@ class Reducer:
         Returns:
             Per bucket (ready, launched), ns on the host clock since backward began.
         """
-        return list(zip(self._clock.ready_ns, self._clock.launched_ns, strict=True))
+        return self.cycle.step.bucket_times()
 
     def plan_json(self) -> str:
         """The plan in use, as JSON for a checkpoint or a file: `ReduceConfig(plan=...)` then keeps to it."""
@@ -886,16 +735,16 @@ class Reducer:
         """
         return {
             "steps": self.steps,
-            "buckets_reduced": self.buckets_reduced,
+            "buckets_reduced": self.cycle.buckets_reduced,
             "plans": self._plans.scheduler.changes,
             "state": self.state.value,
-            **self._pipeline.stats(),
+            **self.pipeline.stats(),
         }
 
     @property
     def plan(self) -> Plan:
         """Parameter numbers by bucket, in launch order."""
-        return self._pipeline.plan
+        return self.pipeline.plan
 
     def bucket_bytes(self) -> list[int]:
         """Bytes of the gradients in each bucket, in launch order; padding not included."""
@@ -903,92 +752,10 @@ class Reducer:
 
     # Join: `shadows` takes part for a rank without inputs
 
-    def divide_by_ranks_counted(self, work: Any) -> None:
-        """Divides the next step's gradients by the number of ranks that still have inputs.
-
-        Args:
-            work: an all-reduce of ones over these ranks, as torch.distributed returns it.
-        """
-        self._pipeline.divide_by_ranks_counted(work)
-
-    def wait_at_end(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
-        """Adds futures that the end of the next backward waits for."""
-        self._pipeline.wait_at_end(futures)
-
-    def end_first_static_step(self) -> None:
-        """Ends a static graph's first step. A wrapper calls it; without one the hook on the outputs does."""
-        with self._lock:
-            if self.state is ReducerState.ARMED and self._readiness.counting and self._readiness.step.begun:
-                self._backward_ends(self._readiness.step)
-
     # Within
 
-    def _backward_begins(self) -> None:
-        """Called when a backward has reached an output of forward: queues the callback that ends the step."""
-        if self.state is ReducerState.ARMED:
-            refuse_capture(self._device, self.communicator.rank)
-            refuse_compiled_autograd(self.communicator.rank)
-            with self._lock:
-                self._hold_gradients()
-                if self._readiness.begin_backward():
-                    self.observed.additions += 1  # in case this backward raises
-                    self._backward_hooks.queue_end(self._readiness.step)
-
-    def _hold_gradients(self) -> None:
-        """Called when a backward, reduced or not, has reached an output of its forward."""
-        self._pipeline.mode.hold_gradients()
-
-    def _backward_ends(self, step: Step) -> None:
-        """Called when a backward has ended: ends the step, unless gradients are still to come (partial backwards)."""
-        with self._lock:
-            if self.state is not ReducerState.ARMED or self._readiness.step is not step:
-                return
-            self._clock.enter()
-            if not self._readiness.end_backward():
-                return
-            self.times.backward_end = time.time_ns()
-            self._clock.backward_ended()
-            try:
-                self._pipeline.launch(step)
-                if self._waits_in_backward or not self._pipeline.mode.together:
-                    self._finish(step)
-                    return
-                self.state = ReducerState.LAUNCHED
-            except BaseException as error:
-                self._note_failure(error)
-                if self._waits_in_backward or not self._pipeline.mode.together or self.on_launched is None:
-                    raise
-        if self.on_launched is not None:
-            self.on_launched(self)  # also after a failure: if this callback raised, the engine would not run later ones
-
-    def _complete(self) -> None:
-        """Waits for a launched step, and writes its gradients."""
-        with self._lock:
-            if self.state is ReducerState.LAUNCHED:
-                try:
-                    self._finish(self._readiness.step)
-                except BaseException as error:
-                    self._note_failure(error)
-                    raise
-
-    def _complete_outside(self) -> None:
-        """`_complete` for callers that may run within a backward or a capture, where nothing may be waited for."""
-        if self.state is ReducerState.LAUNCHED:
-            refuse_capture(self._device, self.communicator.rank)
-            if in_backward():
-                raise FusedReduceError(
-                    f"rank {self.communicator.rank}: gradients that are still in flight are needed within another "
-                    "backward, where nothing may wait for a peer. Call finalize() after each backward()"
-                )
-            self._complete()
-
-    def _follow_communicator(self) -> None:
-        self._waits_in_backward = all(map(self.communicator.waits_in_backward, self._devices))
-        self._clock.watches = self._waits_in_backward
-        self._attend_optimizers()
-
     def _attend_optimizers(self) -> None:
-        if self._waits_in_backward and not self._pipeline.mode.delays:
+        if self.cycle.waits_in_backward and not self.pipeline.mode.delays:
             optimizer_hooks.leave(self)
         else:
             optimizer_hooks.enter(self)
@@ -1002,76 +769,27 @@ class Reducer:
         Raises:
             FusedReduceError: a closure, where ranks share an autograd thread; or as `finalize`.
         """
-        if not self._waits_in_backward:
+        if not self.cycle.waits_in_backward:
             if closure:
                 raise FusedReduceError(
                     "step(closure): the closure's backward ends before its gradients are reduced, as ranks share an "
                     "autograd thread here, and the optimizer would read this rank's own. Call reducer.backward(loss), "
                     "and step() without a closure; or have a thread per rank, on CPU"
                 )
-            self._complete_outside()
-        self._pipeline.mode.optimizer_steps()
-
-    def _finish(self, step: Step) -> None:
-        """Ends a step whose buckets are all launched."""
-        readiness = self._readiness
-        if not readiness.sentinels:
-            step.complete = none_missing([parameter.grad for parameter in self.parameters])
-        ended = self._pipeline.finish_step(step, shared=self.shares_parameters)
-        self.late.ended(ended)
-        self.steps += 1
-        self.buckets_reduced = step.launched
-        if step.order:
-            # A static graph's first step has an entry per gradient, of which the last is when it was final.
-            self.last_order = tuple(reversed(dict.fromkeys(reversed(step.order))))
-        self.last_unused = tuple(sorted(step.skipped))
-        self._plans.note_order(self.last_order)
-        if not readiness.sentinels:
-            self._ready_ns = list(self._clock.arrived_ns)
-            if not self._needs_all_hooks():
-                readiness.hook_sentinels()
-        self._pipeline.end_step(ended)
-        self._pipeline.mode.restore_gradients()
-        self.state = ReducerState.IDLE
-        if in_backward():
-            # After the callbacks of other reducers: if one raises, the engine runs no later ones.
-            torch.autograd.Variable._execution_engine.queue_callback(self.observed.check)
-        else:
-            self.observed.check()
+            self.cycle.complete_outside()
+        self.pipeline.mode.optimizer_steps()
 
     def _check_agreed(self) -> None:
         """Checks that the last step is finished, and where ranks are in different steps that they agree on settings."""
-        self._complete_outside()
+        self.cycle.complete_outside()
         self.check_finalized()
-        if not self._pipeline.mode.together:
+        if not self.pipeline.mode.together:
             self.agree()
 
-    def _needs_all_hooks(self) -> bool:
-        """Whether every parameter must be hooked in the next step, whatever this one was like."""
-        never = self.find_unused_parameters or self.shares_parameters or self._pipeline.maker.keeps_gradients
-        return never or self._plans.profiles() or self.should_rebuild()
-
-    def _local_gradient(self, index: int) -> None:
-        """Notes a gradient that is not reduced now: with no_sync the next step will, after a step nothing does."""
-        if self.find_unused_parameters and self.parameters[index].grad is not None:
-            self._pipeline.used.mark(index)
-        if self.state is ReducerState.IDLE:
-            self.observed.added_here()
-        if self.steps and not self.local_backward_expected and self.state is ReducerState.IDLE:
-            self._warn_once(
-                "second backward",
-                f"rank {self.communicator.rank}: {self.names[index]} got a gradient after this step's gradients had "
-                "been averaged (a second backward through the same forward, or several forwards before one backward): "
-                "it was added on this rank only, so ranks now differ. Call forward before each backward, or use "
-                "no_sync() to accumulate",
-            )
-
-    def _checked_divisor(self, divisor: float | None) -> float | None:
-        if divisor is None:
-            return None
+    def _checked_divisor(self, divisor: float) -> float:
         if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
             raise ValueError(f"divisor must be a positive number or None, got {divisor!r}")
-        if not self._pipeline.mode.together:
+        if not self.pipeline.mode.together:
             raise ValueError(
                 "divisor= and Asynchronous exclude each other, because a contribution holds several steps: leave it out"
             )
@@ -1079,35 +797,8 @@ class Reducer:
             raise ValueError("divisor= and a comm hook exclude each other, because the hook divides: leave it out")
         return float(divisor)
 
-    def _check_still_hooked(self) -> None:
-        if not self._readiness.sentinels:  # else the end of backward looks at every `.grad`, and pack at its dtype
-            self._hooks.check_nodes(self.names)
-
-    def _unused(self, outputs: Sequence[torch.Tensor]) -> list[int]:
-        """Numbers of the parameters that a backward from `outputs` gives no gradient."""
-        if self.static_graph:
-            fires = self._readiness.fires
-            if not outputs and fires is None:
-                raise ValueError("static_graph=True needs the forward's outputs: call prepare_for_backward(outputs)")
-            return [index for index, one in enumerate(fires or ()) if one == 0]
-        if not (self.find_unused_parameters and outputs):
-            return []
-        with record_function("fusedreduce::search_unused_parameters"):
-            unused = unreachable(outputs, self._hooks.nodes)
-        self._note_unused(unused)
-        return unused
-
-    def _note_unused(self, unused: list[int]) -> None:
-        if self.steps and tuple(unused) != self.last_unused:
-            self.unused_always_same = False
-        if not unused and self.steps == 0 and self.advises:
-            _logger.warning(
-                "find_unused_parameters=True was given, but no unused parameter was found in the first forward. The "
-                "search costs time in every iteration: turn it off if the model never has any"
-            )
-
     def _warn_of_no_views(self) -> None:
-        wire_bytes = int(self._pipeline.stats()["wire_bytes"])
+        wire_bytes = int(self.pipeline.stats()["wire_bytes"])
         dense = zip(self._plans.kinds, self.sparse, strict=True)
         gradient_bytes = sum(kind.size_bytes for kind, sparse in dense if not sparse)
         warnings.warn(
@@ -1118,34 +809,20 @@ class Reducer:
             stacklevel=3,
         )
 
-    def _warn_once(self, kind: str, text: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(text, stacklevel=2)
-
-    def _note_failure(self, error: BaseException) -> None:
-        if self.state in (ReducerState.ARMED, ReducerState.LAUNCHED):
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        self.state = ReducerState.FAILED
-        self._failures.note(error, self.communicator)
-        if self.on_error is not None:
-            self.on_error(str(error))
-
     def _build_buckets(self, plan: Plan) -> None:
         """Builds the buckets of `plan`, between two steps."""
-        self._pipeline.build_buckets(plan)
-        self._readiness.set_buckets()
+        self._opened = False
+        self.pipeline.build_buckets(plan)
+        self.cycle.begin_step()
 
 
-def _weakly(reducer: Reducer) -> Callable[[], None]:
+def _weakly(cycle: StepCycle) -> Callable[[], None]:
     """Returns what completes a launched step before its gradients are read; it does not keep the reducer alive."""
-    alive = weakref.ref(reducer)
+    alive = weakref.ref(cycle)
 
     def complete() -> None:
         owner = alive()
         if owner is not None:
-            owner._complete_outside()
+            owner.complete_outside()
 
     return complete

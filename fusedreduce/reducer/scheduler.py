@@ -19,7 +19,7 @@ from ..errors import AgreementError, CollectiveError
 from ..planning.plan import Plan
 from ..planning.readiness import Readiness
 from ..planning.schedule import PROBE_BYTES, Decision, Model, Schedule
-from ..trace.step_clock import StepProfile
+from ..trace.step_profile import StepProfile
 
 _logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Scheduler:
         except RuntimeError as error:
             raise self._failed(error) from error
         if looked is not None:
-            looked.probe_issued(pending, self._communicator)
+            looked.probe_issued(pending)
         self._pending.append(pending)
         return 1
 

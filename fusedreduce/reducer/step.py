@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from ..errors import FusedReduceError
+from ..planning.timeline import MISSING_NS
 
 
 class Step:
@@ -18,11 +20,21 @@ class Step:
         unused: parameters that get no gradient; they become ready with the first parameter that gets one.
 
     Attributes:
+        pending: per bucket, how many of its parameters are not ready; and a 1 behind the last bucket, so that
+            `pending[next_bucket] == 0` always says whether the next bucket may be launched.
+        ready: per parameter, 1 if it is ready.
         skipped: the unused parameters, once they are ready.
         order: parameters in the order in which they became ready.
         next_bucket: the next bucket in plan order, neither launched nor skipped yet.
         launched: number of buckets that were launched.
         begun: a gradient of this step has been accumulated.
+        callbacks: callbacks queued at the autograd engine that have not run yet.
+        task: graph task of the backward that the latest of them belongs to; -1: there was none.
+        from_outputs: the backward began at an output of forward.
+        armed_ns: time.perf_counter_ns() when forward had ended.
+        began_ns: the same when backward began, or when forward had ended if that was not seen.
+        arrived_ns: per parameter, the same when its gradient was ready; 0: it has not been.
+        launched_ns: per bucket, the same when its collective was issued; 0: it has not been.
     """
 
     def __init__(
@@ -35,119 +47,96 @@ class Step:
         unused: Sequence[int] = (),
     ) -> None:
         self._names = names
-        self._pending = list(sizes)
         self._bucket_of = bucket_of
-        self._ready = bytearray(len(names))
         self._fires = fires
         self._remaining = None if fires is None else list(fires)
-        self._unused = list(unused)
+        self._unused = unused
+        self.pending = [*sizes, 1]
+        self.ready = bytearray(len(names))
         self.skipped: frozenset[int] = frozenset()
         self.order: list[int] = []
         self.next_bucket = 0
         self.launched = 0
         self.begun = False
-        self.callbacks = 0  # queued at the autograd engine and not yet run
-        self.task = -1  # graph task of the backward that the latest of them belongs to
-        self._sentinels: set[int] = set()  # those that have their gradient
-        self.complete = True  # every parameter had a gradient when the step ended
-        self.from_outputs = False  # the backward began at an output of forward
-        self.clean = False  # every gradient was None when the backward began
+        self.callbacks = 0
+        self.task = -1
+        self.from_outputs = False
+        self.armed_ns = self.began_ns = time.perf_counter_ns()
+        self.arrived_ns = [0] * len(names)
+        self.launched_ns = [0] * len(sizes)
 
-    def mark_ready(self, index: int) -> list[int]:
-        """Notes that a gradient was accumulated.
+    def mark_ready(self, index: int, now_ns: int) -> None:
+        """Notes that a gradient was accumulated. With the first one the unused parameters become ready as well.
 
-        Returns:
-            The parameters that are ready now and were not before, in order.
+        Args:
+            index: number of the parameter.
+            now_ns: time.perf_counter_ns().
 
         Raises:
             FusedReduceError: the parameter was ready already, or a static graph has changed.
         """
         self.begun = True
-        now = []
         if self._unused:
-            now, self._unused = self._unused, []
-            self.skipped = frozenset(now)
-            for one in now:
-                self._mark(one)
+            unused, self._unused = self._unused, ()
+            self.skipped = frozenset(unused)
+            for one in unused:
+                self.ready[one] = 1
+                self.pending[self._bucket_of[one]] -= 1
+                self.arrived_ns[one] = now_ns
         if self._remaining is not None:
             self._remaining[index] -= 1
             if self._remaining[index] < 0:
                 raise FusedReduceError(self._changed(index))
             if self._remaining[index] > 0:
-                return now
-        self._mark(index)
+                return
+        if self.ready[index]:
+            raise FusedReduceError(self._twice(index))
+        self.ready[index] = 1
+        self.pending[self._bucket_of[index]] -= 1
+        self.arrived_ns[index] = now_ns
         self.order.append(index)
-        return [*now, index]
 
     def count(self, index: int) -> None:
         """Notes a gradient of a static graph's first step, in which no parameter is ready before the end."""
         self.begun = True
         self.order.append(index)
 
-    def mark_bucket_ready(self, bucket: int, members: Sequence[int]) -> None:
-        """Makes a bucket ready whose gradients are all there, though only its sentinel is hooked.
-
-        Raises:
-            FusedReduceError: it was ready already.
-        """
-        self.begun = True
-        if self._pending[bucket] == 0:
-            raise FusedReduceError(self._twice(members[-1]))
-        self._pending[bucket] = 0
-
-    def mark_sentinel(self, index: int) -> None:
-        """Notes the gradient of a sentinel, a parameter that completes a bucket or a group within one.
-
-        Raises:
-            FusedReduceError: it is the second one in this backward.
-        """
-        self.begun = True
-        if index in self._sentinels:
-            raise FusedReduceError(self._twice(index))
-        self._sentinels.add(index)
-
     def is_ready(self, index: int) -> bool:
         """Whether a parameter is ready."""
-        return bool(self._ready[index]) or self._pending[self._bucket_of[index]] == 0
-
-    def bucket_is_ready(self, bucket: int) -> bool:
-        """Whether all parameters of a bucket are ready."""
-        return self._pending[bucket] == 0
-
-    def head_is_ready(self) -> bool:
-        """Whether the next bucket in plan order may be launched."""
-        return self.next_bucket < len(self._pending) and self._pending[self.next_bucket] == 0
+        return bool(self.ready[index]) or self.pending[self._bucket_of[index]] == 0
 
     def all_launched(self) -> bool:
         """Whether every bucket has been launched or skipped."""
-        return self.next_bucket == len(self._pending)
+        return self.next_bucket == len(self.launched_ns)
 
     def all_ready(self) -> bool:
         """Whether every parameter is ready."""
-        return not any(self._pending)
+        return not any(self.pending[:-1])
 
     def begin_without_gradients(self) -> bool:
         """Makes every parameter ready, if all are unused and no backward has begun; returns whether it did."""
         if self.begun or len(self._unused) < len(self._names):
             return False
         self.begun = True
-        self.skipped, self._unused = frozenset(self._unused), []
+        self.skipped, self._unused = frozenset(self._unused), ()
         self.make_all_ready()
         return True
 
     def make_all_ready(self) -> None:
         """Makes every bucket ready, at the end of a static graph's first step."""
-        self._pending = [0] * len(self._pending)
+        self.pending = [0] * len(self.launched_ns) + [1]
 
     def missing(self) -> list[int]:
         """Parameters that are not ready, ascending."""
-        return [index for index in range(len(self._ready)) if not self.is_ready(index)]
+        return [index for index in range(len(self.ready)) if not self.is_ready(index)]
 
-    def _mark(self, index: int) -> None:
-        if self.is_ready(index):
-            raise FusedReduceError(self._twice(index))
-        self._ready[index] = 1
-        self._pending[self._bucket_of[index]] -= 1
+    def bucket_times(self) -> list[tuple[int, int]]:
+        """Per bucket when its last gradient was ready, and when it was launched; ns since backward began, or -1."""
+        ready_ns = [0] * len(self.launched_ns)
+        for bucket, arrived_ns in zip(self._bucket_of, self.arrived_ns, strict=True):
+            ready_ns[bucket] = max(ready_ns[bucket], arrived_ns)
+        times = zip(ready_ns, self.launched_ns, strict=True)
+        return [tuple(one - self.began_ns if one else MISSING_NS for one in pair) for pair in times]  # type: ignore[misc]
 
     def _twice(self, index: int) -> str:
         return (

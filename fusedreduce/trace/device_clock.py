@@ -6,16 +6,26 @@ the device, so it happens after the step, and only for profiled steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from ..comm.protocol import Pending, Ranks
-from ..comm.waiting import wait_for
 from ..planning.timeline import MISSING_NS
 from .recorder import StepMarks
 
-Watched = Pending | torch.futures.Future[torch.Tensor]
+
+class Ends(Protocol):
+    """A collective in flight."""
+
+    def notify(self, done: Callable[[], None]) -> None:
+        """Calls `done`, on any thread, when it has ended."""
+        ...
+
+
+# A collective whose end is timed, or the future of a comm hook.
+Watched: TypeAlias = Ends | torch.futures.Future[Any]
 
 
 @dataclass
@@ -24,9 +34,11 @@ class DeviceClock:
 
     Args:
         device: that device.
+        stream_waits: see `StepProfile`.
     """
 
     device: torch.device
+    stream_waits: Callable[[Any], object] | None
     _events: dict[object, torch.cuda.Event] = field(default_factory=dict)
     _watching: torch.cuda.Stream | None = None
 
@@ -40,14 +52,14 @@ class DeviceClock:
         event.record(torch.cuda.current_stream(self.device))
         self._events[what] = event
 
-    def watch(self, bucket: object, watched: Watched, communicator: Ranks) -> None:
+    def watch(self, bucket: object, watched: Watched) -> None:
         """Records when the collective of a bucket, or the probe, ends, on a stream of its own that waits for it."""
-        if isinstance(watched, torch._C.Future):
+        if self.stream_waits is None or isinstance(watched, torch._C.Future):
             return  # of a comm hook: waiting may block this thread until a bucket that has not been launched
         if self._watching is None:
             self._watching = torch.cuda.Stream(self.device)
         with torch.cuda.stream(self._watching):
-            wait_for(watched, "the collective whose end is timed", communicator)
+            self.stream_waits(watched)
             self.mark((bucket, "done_ns"))
 
     def read(self, host: StepMarks) -> StepMarks:

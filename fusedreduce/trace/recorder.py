@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..config import ReduceConfig
 from ..planning.bucketing import BucketCaps
 from ..planning.cost_model import Costs
 from ..planning.plan import Plan
@@ -184,7 +183,7 @@ def header(
     rank: int,
     ranks: int,
     device: str,
-    config: ReduceConfig,
+    config: Mapping[str, object],
     caps: BucketCaps,
     parameters: Iterable[Parameter],
 ) -> dict[str, Any]:
@@ -195,7 +194,7 @@ def header(
         rank: this process's rank.
         ranks: how many there are.
         device: the type of device that the gradients are on.
-        config: the settings of the reduction.
+        config: the settings of the reduction, as JSON takes them.
         caps: limits of the buckets.
         parameters: in the order of their numbers.
     """
@@ -205,7 +204,7 @@ def header(
         "device": device,
         "source": source,
         "clock": {"perf_ns": time.perf_counter_ns(), "wall_ns": time.time_ns()},
-        "config": config.to_dict(),
+        "config": dict(config),
         "caps": {**dataclasses.asdict(caps), "listed_bytes": list(caps.listed_bytes)},
         "parameters": [vars(parameter) for parameter in parameters],
     }

@@ -36,7 +36,7 @@ from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.errors import NonFiniteGradientError
 from fusedreduce.kernels import dispatch, reference
 from fusedreduce.kernels.table import Totals
-from fusedreduce.reducer.reducer import ReducerState
+from fusedreduce.reducer.step_cycle import ReducerState
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=400)
 BAD = (math.nan, math.inf, -math.inf)
@@ -382,7 +382,7 @@ def test_an_overflow_has_no_culprit(where: str, joined: bool) -> None:
             gradients = [torch.randn_like(one) for one in parameters]
             gradients[1][34] = size
             if where == "behind it":  # the sum, which fits the wire
-                reducer.divide_by_ranks_counted(_Counted(1.0))
+                reducer.pipeline.divide_by_ranks_counted(_Counted(1.0))
             step(reducer, list(gradients))
         report: NonFiniteReport = reducer.observed.finite_check().reports[-1]
         assert report.step == 4

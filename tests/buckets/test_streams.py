@@ -18,6 +18,7 @@ from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.plan import ParameterKind, Plan
 from fusedreduce.planning.schedule import REPORTS, Model
 from fusedreduce.reducer.scheduler import Scheduler
+from fusedreduce.reducer.step_cycle import StepCycle
 
 DEVICE = torch.device("cuda", 0)
 
@@ -107,36 +108,24 @@ def test_the_outer_stream_waits_for_the_side_stream_also_when_unpack_raises(curr
 def test_nothing_happens_on_a_cpu() -> None:
     streams = Streams([0], torch.device("cpu"))
     streams.wait_for_gradients(0, torch.device("cpu"))
-    with streams.beside(torch.device("cpu")), streams.on(torch.device("cpu")):
+    with streams.beside(torch.device("cpu")):
         assert not streams.on_cuda
 
 
-def test_what_reads_all_packs_waits_for_those_on_other_streams_once(current: list[FakeStream]) -> None:
+def test_what_reads_all_packs_waits_for_those_on_other_streams_once(
+    current: list[FakeStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     streams, backward, other = Streams([0, 1], DEVICE), current[0], FakeStream()
     for stream in (backward, other, other):
         current.append(stream)
-        streams.packed(DEVICE)
+        with streams.packing(0, DEVICE):
+            pass
         current.pop()
     streams.wait_for_packs()
     assert backward.waited_for == [other]
     streams.wait_for_packs()
     assert backward.waited_for == [other]
-
-
-def test_nodes_are_made_anew_on_the_one_stream_that_a_buckets_had(current: list[FakeStream]) -> None:
-    streams, other = Streams([0, 0, 1, 1, 2], DEVICE), FakeStream()
-    for parameter, stream in enumerate([other, other, other, current[0], other]):
-        assert streams.of_nodes(0) is None, "some are missing yet"
-        current.append(stream)
-        streams.record(parameter, DEVICE)
-        current.pop()
-    within = streams.of_nodes(0)
-    assert within is not None
-    with within:
-        assert current[-1] is other
-    assert streams.of_nodes(1) is None, "its nodes are on two streams"
-    on_cpu = Streams([0], torch.device("cpu")).of_nodes(0)
-    assert on_cpu is not None
 
 
 def test_what_ranks_agree_on_is_read_behind_the_stream_that_waited_for_it(
@@ -187,13 +176,13 @@ def test_a_parameter_first_used_in_a_later_step_has_its_stream_waited_for(
 ) -> None:
     """With find_unused_parameters a plan's first step need not show every gradient."""
     backward, other = current[0], FakeStream()
-    on_gradient, wait = Reducer.on_gradient, Streams.wait_for_gradients
+    on_gradient, wait = StepCycle.on_gradient, Streams.wait_for_gradients
     waited: list[list[FakeStream]] = []
 
-    def accumulated(reducer: Reducer, index: int) -> None:
+    def accumulated(cycle: StepCycle, index: int) -> None:
         if index == 1:
             current.append(other)
-        on_gradient(reducer, index)
+        on_gradient(cycle, index)
         if index == 1:
             current.pop()
 
@@ -202,7 +191,7 @@ def test_a_parameter_first_used_in_a_later_step_has_its_stream_waited_for(
         wait(streams, bucket, DEVICE)
         waited.append(list(backward.waited_for))
 
-    monkeypatch.setattr(Reducer, "on_gradient", accumulated)
+    monkeypatch.setattr(StepCycle, "on_gradient", accumulated)
     monkeypatch.setattr(Streams, "wait_for_gradients", waits)
     monkeypatch.setattr(bucket_set, "Streams", lambda bucket_of, _: Streams(bucket_of, DEVICE))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())

@@ -30,7 +30,7 @@ from fusedreduce.comm.local.strategies import Ring
 from fusedreduce.config import ReduceConfig
 from fusedreduce.kernels import combine, dispatch, pack, scale
 from fusedreduce.reducer import modes, parameter_hooks
-from fusedreduce.trace.step_clock import StepClock
+from fusedreduce.trace.step_profile import StepProfile
 
 MARK = "pytest.mark.gpu"
 
@@ -131,9 +131,8 @@ def _flip_a_bit(tensor: torch.Tensor) -> None:
         tensor.view(torch.uint8)[-1] ^= 1
 
 
-def _add_a_second(_: None, clock: StepClock, bucket: int) -> None:
-    if clock.profile is not None:
-        clock.profile.marks.buckets[bucket].end_ns += 10**9
+def _add_a_second(_: None, profile: StepProfile, bucket: int) -> None:
+    profile.marks.buckets[bucket].end_ns += 10**9
 
 
 def _one_rank_less(tensors: Sequence[torch.Tensor], *rest: Any) -> tuple[Any, ...]:
@@ -175,7 +174,7 @@ PLANTED = {
     "hook: half": Planted(test_gpu.test_the_hook_on_a_stream_of_its_own, HALF, BF16),
     "hook: norms": Planted(test_gpu.test_what_the_hook_finds_out_costs_no_wait, NORMS, {"wire": "native"}),
     "trace: a second too late": Planted(
-        test_gpu.test_a_trace_has_the_devices_times, spoiled(StepClock, "unpacked", _add_a_second)
+        test_gpu.test_a_trace_has_the_devices_times, spoiled(StepProfile, "unpacked", _add_a_second)
     ),
     "combine: one bit": Planted(
         test_gpu_local.test_the_kernel_has_the_references_bits,

@@ -28,7 +28,7 @@ def test_the_stall_monitor_looks_during_a_capture_and_does_not_invalidate_it(alo
     ddp = fusedreduce.DistributedDataParallel(nn.Linear(64, 64).to(alone))
     batch, values = torch.randn(8, 64, device=alone), torch.zeros(4, device=alone)
     reducer: Any = ddp.reducer
-    watched = reducer.reducer._pipeline._monitor._watched
+    watched = reducer.reducer.pipeline._monitor._watched
     graph = torch.cuda.CUDAGraph()
     ddp(batch).sum().backward()
     assert watched, "the monitor looks once a second: the step is still watched when the capture begins"

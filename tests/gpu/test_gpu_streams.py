@@ -62,5 +62,5 @@ def test_the_wrapper_keeps_nodes_that_somebody_holds(device: torch.device, group
     held = [one.view_as(one).grad_fn.next_functions[0][0] for one in model.parameters()]  # type: ignore[union-attr]
     ddp = fusedreduce.DistributedDataParallel(model)
     reducer: Any = ddp.reducer
-    kept = reducer.reducer._hooks.nodes
+    kept = reducer.reducer.cycle.hooks.nodes
     assert len(kept) == 4 and all(mine is theirs for mine, theirs in zip(kept, held, strict=True))

@@ -221,7 +221,7 @@ def test_adding_up_gives_what_reducers_give(data: st.DataObject) -> None:
         reducer.prepare_for_backward()
         with torch.no_grad():
             for index in range(len(shapes)):
-                reducer.on_gradient(index)
+                reducer.cycle.on_gradient(index)
 
     with LocalGroup(world, timeout_s=TIMEOUT_S) as group:
         group.run(reduce)

@@ -319,7 +319,7 @@ def test_a_hook_of_the_constructors_own_is_counted_once(capsys: pytest.CaptureFi
     installation = told(capsys)
     made = DDP(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
     assert isinstance(made, install.DistributedDataParallel)
-    made._ours().steps = 2  # torch's mixed precision runs on devices that have events
+    made._ours().cycle.steps = 2  # torch's mixed precision runs on devices that have events
     dropped, first = capsys.readouterr().err.splitlines()
     assert "replaces wire='bf16'" in dropped and "wire native" in first
     installation._at_end()

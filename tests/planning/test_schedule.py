@@ -367,8 +367,8 @@ class Ranks(RuleBasedStateMachine):
         ranks = [rank for rank in range(self.WORLD) if self.waiting[rank]]
         rank = ranks[pick % len(ranks)]
         step = self.steps[rank]
-        step.mark_ready(self.waiting[rank].pop())
-        while step.head_is_ready():
+        step.mark_ready(self.waiting[rank].pop(), 1)
+        while step.pending[step.next_bucket] == 0:
             self.launched[rank].append(("bucket", self.plans[rank][step.next_bucket]))
             step.next_bucket += 1
         if step.all_launched():

@@ -29,7 +29,7 @@ from fusedreduce import (
 )
 from fusedreduce.config import SyncMode
 from fusedreduce.kernels import dispatch
-from fusedreduce.reducer.reducer import ReducerState
+from fusedreduce.reducer.step_cycle import ReducerState
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=400)
 MODES = (Synchronous(), BoundedStaleness(1), Asynchronous())
@@ -86,12 +86,12 @@ class Pair:
 
 def _captured(patched: pytest.MonkeyPatch, reducer: Reducer) -> None:
     patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    patched.setattr(reducer, "_device", torch.device("cuda", 0))
+    patched.setattr(reducer.cycle, "_device", torch.device("cuda", 0))
 
 
 DOORS: dict[str, Callable[[Reducer, torch.Tensor], object]] = {
     "prepare_for_forward": lambda reducer, loss: reducer.prepare_for_forward(),
-    "begin_forward": lambda reducer, loss: reducer.begin_forward(),
+    "begin_forward": lambda reducer, loss: reducer.cycle.begin_forward(),
     "prepare_for_backward": lambda reducer, loss: reducer.prepare_for_backward(loss),
     "finalize": lambda reducer, loss: reducer.finalize(),
     "flush": lambda reducer, loss: reducer.flush(),

@@ -31,7 +31,7 @@ from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
 from fusedreduce.kernels import dispatch
 from fusedreduce.reducer import optimizer_hooks
-from fusedreduce.reducer.reducer import ReducerState
+from fusedreduce.reducer.step_cycle import ReducerState
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=150)
 SHAPES = ((3,), (5, 7), (1,), (40,))
@@ -142,25 +142,6 @@ def test_peers_of_one_thread_share_one_backward(size: int, overlap: bool) -> Non
                 assert torch.equal(parameter.grad, own), "still this rank's own"  # type: ignore[arg-type]
         _finalize(reducers)
         assert {(reducer.state, reducer.steps) for reducer in reducers} == {(ReducerState.IDLE, number + 1)}
-        _all_mean(reducers, number)
-        for reducer in reducers:
-            clear(reducer.parameters)
-
-
-def test_whoever_launches_last_may_complete_all() -> None:
-    reducers, launched = _world(8), []
-
-    def coordinate(reducer: Reducer) -> None:
-        assert reducer.state is ReducerState.LAUNCHED
-        launched.append(reducer)
-
-    for reducer in reducers:
-        reducer.on_launched = coordinate
-    for number in range(3):
-        launched.clear()
-        _one_backward(reducers, number)
-        assert len(launched) == 8 and set(map(id, launched)) == set(map(id, reducers))
-        _finalize(launched)
         _all_mean(reducers, number)
         for reducer in reducers:
             clear(reducer.parameters)
@@ -417,7 +398,6 @@ def test_partial_backwards_launch_with_the_last() -> None:
 def test_where_ranks_may_wait_nothing_is_launched_only() -> None:
     parameters = [torch.randn(3, requires_grad=True)]
     reducer = Reducer(parameters, Loopback())
-    reducer.on_launched = lambda _: pytest.fail("nobody is to be told")
     loss = given(parameters, [torch.ones(3)])
     reducer.prepare_for_backward(loss)
     loss.backward()
@@ -442,26 +422,6 @@ def test_backward_of_the_reducer_completes_the_step() -> None:
     reducer.prepare_for_backward(loss)
     reducer.backward(loss)
     assert reducer.steps == 2 and _mean_of(reducer, communicator, 7)
-
-
-def test_a_launch_that_fails_is_told_and_raised_by_who_was_told() -> None:
-    """A callback that raises would keep those of the other reducers from running."""
-    reducers = _world(3, ReduceConfig(overlap=False))
-    told: list[Reducer] = []
-    for reducer in reducers:
-        reducer.on_launched = told.append
-    losses = []
-    for rank, reducer in enumerate(reducers):
-        loss = given(reducer.parameters, _gradients(rank))
-        reducer.prepare_for_backward(loss)
-        losses.append(loss)
-    failing: Any = reducers[1].communicator
-    failing.all_reduce = _refuse
-    torch.stack(losses).sum().backward()
-    assert set(map(id, told)) == set(map(id, reducers))
-    assert [one.state.value for one in reducers] == ["launched", "failed", "launched"]
-    with pytest.raises(FusedReduceError, match="Connection refused"):
-        reducers[1].finalize()
 
 
 def _refuse(*_: object) -> None:
@@ -604,11 +564,11 @@ def test_a_rank_whose_outputs_reach_no_parameter_takes_part_with_zeros() -> None
                 clear(parameters)
                 if (communicator.rank + number) % 2:
                     reducer.prepare_for_backward(torch.zeros((), requires_grad=True) * 2)
-                    assert reducer.unused_now == tuple(range(len(SHAPES)))
+                    assert reducer.cycle.unused_now == tuple(range(len(SHAPES)))
                     reducer.end_without_backward()
                 else:
                     step(reducer, [*_gradients(number)[:-1], None])
-                    assert reducer.unused_now == (len(SHAPES) - 1,)
+                    assert reducer.cycle.unused_now == (len(SHAPES) - 1,)
                 assert reducer.steps == number + 1
         return [one.grad for one in parameters]
 

@@ -122,7 +122,7 @@ def trained(gpu: FakeGpu, model: Model, monkeypatch: pytest.MonkeyPatch) -> Redu
     takes_ns = [after - before for before, after in itertools.pairwise([0, *model.ready_ns[::-1]])][::-1]
     config = ReduceConfig(wire="bf16", policy="planned")
     reducer = Reducer(parameters, Channel(gpu, model.costs.wire), config, caps=model.caps)
-    reducer._clock._device = DEVICE
+    reducer.pipeline._device = DEVICE
     for _ in range(STEPS):
         rows = [Gradient.apply(one, gpu, ns) for one, ns in zip(parameters, takes_ns, strict=True)]
         loss = torch.stack(rows).sum()

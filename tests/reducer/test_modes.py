@@ -24,7 +24,7 @@ from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
 from fusedreduce.config import Asynchronous, BoundedStaleness, FlushReport, Synchronous
 from fusedreduce.kernels import dispatch
 from fusedreduce.planning.plan_file import plan_hash
-from fusedreduce.reducer.reducer import ReducerState
+from fusedreduce.reducer.step_cycle import ReducerState
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=150)
 SHAPES = ((3,), (5, 7), (1,), (0,), (40,), (8, 3))

@@ -58,7 +58,7 @@ def test_every_rank_gets_the_sum_over_each_ranks_divisor(wire: Wire, ranks: int,
         parameters = _parameters()
         found = []
         with Reducer(parameters, communicator, ReduceConfig(wire=wire, op=op), caps=CAPS) as reducer:
-            for number in range(5):  # few hooks from the fourth on
+            for number in range(5):
                 divisor = divisors[communicator.rank] if own else None
                 step(reducer, _gradients(10 * number + communicator.rank), divisor=divisor)
                 found.append([one.grad for one in parameters])
@@ -243,6 +243,6 @@ def test_a_sum_counts_no_ranks_that_have_joined() -> None:
     for op, expected in (("mean", 0.5), ("sum", 1.0)):
         parameters, work = [torch.zeros(2, requires_grad=True)], Counted()
         reducer = Reducer(parameters, Loopback([constant(0.0)] * 2), ReduceConfig(op=op))  # type: ignore[arg-type]
-        reducer.divide_by_ranks_counted(work)
+        reducer.pipeline.divide_by_ranks_counted(work)
         step(reducer, [torch.ones(2)])
         assert work.waited and torch.equal(parameters[0].grad, torch.full((2,), expected))  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from fusedreduce.kernels import dispatch
 from fusedreduce.reducer.modes.asynchronous import AsynchronousMode
 from fusedreduce.reducer.modes.gradient_stash import GradientStash
 from fusedreduce.reducer.modes.mode import DelayedAverages
-from fusedreduce.reducer.reducer import ReducerState
+from fusedreduce.reducer.step_cycle import ReducerState
 
 
 def model() -> nn.Module:
@@ -397,7 +397,7 @@ def test_a_large_gradient_is_not_packed_ahead(monkeypatch: pytest.MonkeyPatch) -
             reducer.flush()
             rest: torch.Tensor | None = parameter.grad
             assert given + (0.0 if rest is None else rest[0, 0].item()) == sum(0.5 + number for number in range(6))
-            assert reducer._pipeline.buckets.wire_allocations() == 0, "contributions have wires of their own"
+            assert reducer.pipeline.buckets.wire_allocations() == 0, "contributions have wires of their own"
 
     with LocalGroup(2, timeout_s=5.0) as group:
         group.run(case)

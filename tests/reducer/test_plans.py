@@ -16,6 +16,7 @@ from support.loopback import Loopback, ThreadWorld, constant
 
 from fusedreduce import AgreementError, BucketCaps, ReduceConfig, Reducer
 from fusedreduce.buckets.dense import DenseReduction
+from fusedreduce.buckets.reduction import StartedCollective
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import variants
 from fusedreduce.planning.cost_model import Costs, Linear
@@ -328,9 +329,9 @@ def test_our_own_packing_is_no_part_of_readiness(monkeypatch: pytest.MonkeyPatch
     with Reducer(given, Loopback(), caps=BucketCaps(cap_bytes=12)) as reducer:
         launch = DenseReduction.launch
 
-        def slow(self: DenseReduction, divisor: float) -> None:
+        def slow(self: DenseReduction, divisor: float) -> StartedCollective:
             time.sleep(0.02)
-            launch(self, divisor)
+            return launch(self, divisor)
 
         monkeypatch.setattr(DenseReduction, "launch", slow)
         train(reducer, given, 14)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.loopback import Loopback, ThreadWorld, constant
+from support.loopback import Loopback, ThreadWorld
 from torch import nn
 
 import fusedreduce
@@ -20,7 +20,8 @@ from fusedreduce.comm.protocol import Communicator
 from fusedreduce.errors import FusedReduceError
 from fusedreduce.kernels import dispatch
 from fusedreduce.planning.bucketing import BucketCaps
-from fusedreduce.reducer.reducer import Reducer, ReducerState
+from fusedreduce.reducer.reducer import Reducer
+from fusedreduce.reducer.step_cycle import ReducerState, StepCycle
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +42,11 @@ def plain_step(reducer: Reducer, parameters: list[torch.Tensor]) -> None:
     loss.backward()
 
 
-def with_few_hooks(parameters: list[torch.Tensor], communicator: Communicator, **options: object) -> Reducer:
-    """A reducer that has come so far that only the parameters that complete a bucket are hooked."""
+def trained(parameters: list[torch.Tensor], communicator: Communicator, **options: object) -> Reducer:
+    """A reducer in its steady state, with no gradients."""
     reducer = Reducer(parameters, communicator, **options)  # type: ignore[arg-type]
     for _ in range(6):
         plain_step(reducer, parameters)
-    assert reducer._readiness.sentinels, "all are hooked still"
     for parameter in parameters:
         parameter.grad = None
     return reducer
@@ -123,8 +123,6 @@ def test_an_order_that_changes_on_one_rank_launches_at_the_place_of_the_old_one(
         inner, outer = (other, one) if step == 7 else (one, other)
         loss = ((head * inner) * outer).sum()
         reducer.prepare_for_backward(loss)
-        if step in (6, 7):
-            assert reducer._readiness.sentinels
         loss.backward()
         if step > 0:
             assert launched == [before + 1], step
@@ -134,17 +132,15 @@ def test_an_order_that_changes_on_one_rank_launches_at_the_place_of_the_old_one(
             torch.testing.assert_close(parameter.grad, communicator.mean(gradient))
 
 
-def test_an_exception_before_any_hook_has_told_is_an_error_at_the_next_forward() -> None:
+def test_an_exception_in_the_middle_of_a_backward_is_an_error_at_the_next_forward() -> None:
     def boom() -> None:
         raise KeyError("the user's own")
 
     parameters = leaves(3)
-    reducer = with_few_hooks(parameters, Loopback())
-    (teller,) = reducer._readiness.sentinels
-    inner = spied(parameters[teller] * 1, boom).sum()
-    for index, parameter in enumerate(parameters):
-        if index != teller:
-            inner = (inner * parameter).sum()
+    reducer = trained(parameters, Loopback())
+    inner = spied(parameters[0] * 1, boom).sum()
+    for parameter in parameters[1:]:
+        inner = (inner * parameter).sum()
     reducer.prepare_for_backward(inner)
     with pytest.raises(KeyError):
         inner.backward()
@@ -156,21 +152,26 @@ def test_an_exception_before_any_hook_has_told_is_an_error_at_the_next_forward()
     assert reducer.state is ReducerState.IDLE
 
 
-def test_gradients_that_come_around_forwards_outputs_are_warned_about() -> None:
-    parameters = leaves(3)
-    reducer = with_few_hooks(parameters, Loopback())
-    (teller,) = reducer._readiness.sentinels
-    other = parameters[(teller + 1) % 3]
+def test_a_backward_around_forwards_outputs_is_reduced_as_any_other() -> None:
+    parameters, communicator = leaves(3), Loopback()
+    reducer = trained(parameters, communicator)
+    for _ in range(3):
+        reducer.prepare_for_backward(torch.stack([parameter.sum() for parameter in parameters]).sum())
+        torch.stack([(parameter * 2).sum() for parameter in parameters]).sum().backward()
+        for parameter in parameters:
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, communicator.mean(torch.full((4,), 2.0)))
+            parameter.grad = None
     reducer.prepare_for_backward(torch.stack([parameter.sum() for parameter in parameters]).sum())
-    (other * 2).sum().backward()
-    with pytest.warns(UserWarning, match="were not averaged"):
-        reducer.prepare_for_backward(other.sum())
+    (parameters[0] * 2).sum().backward()
+    with pytest.raises(FusedReduceError, match="did not receive grad for rank 0: 1 2"):
+        reducer.prepare_for_backward(parameters[0].sum())
 
 
 @pytest.mark.parametrize("numel", [4, 20_000])
 def test_a_parameter_that_is_converted_after_wrapping_never_travels_in_the_old_dtype(numel: int) -> None:
     parameters = leaves(3, numel)
-    reducer = with_few_hooks(parameters, Loopback())
+    reducer = trained(parameters, Loopback())
     for parameter in parameters:
         parameter.data = parameter.data.double()
     with pytest.raises((TypeError, FusedReduceError), match="float64"):
@@ -247,7 +248,7 @@ def test_after_a_first_step_that_failed_on_one_rank_all_learn_anew() -> None:
         loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
         reducer.prepare_for_backward(loss)
         if communicator.rank == 1:
-            one = reducer._pipeline.buckets.reductions[0]
+            one = reducer.pipeline.buckets.reductions[0]
             assert isinstance(one, DenseReduction)
 
             def bad() -> None:
@@ -267,13 +268,13 @@ def test_after_a_first_step_that_failed_on_one_rank_all_learn_anew() -> None:
 
 def test_pre_hooks_do_not_pile_up_on_an_output_that_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[bool] = []
-    original = Reducer._backward_begins
+    original = StepCycle._backward_begins
 
-    def begins(reducer: Reducer) -> None:
+    def begins(cycle: StepCycle) -> None:
         begun.append(True)
-        original(reducer)
+        original(cycle)
 
-    monkeypatch.setattr(Reducer, "_backward_begins", begins)
+    monkeypatch.setattr(StepCycle, "_backward_begins", begins)
     parameters = leaves(2)
     reducer = Reducer(parameters, Loopback())
     kept = torch.ones(3, requires_grad=True) * 2
@@ -283,7 +284,7 @@ def test_pre_hooks_do_not_pile_up_on_an_output_that_lives_on(monkeypatch: pytest
         loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
         reducer.prepare_for_backward((loss, kept))
         loss.backward()
-    assert len(reducer._backward_hooks._watched) == 2
+    assert len(reducer.cycle._backward_hooks._watched) == 2
     begun.clear()
     reducer.prepare_for_backward((torch.stack([p.sum() for p in parameters]).sum(), kept))
     kept.sum().backward()
@@ -332,120 +333,24 @@ def test_wrapping_again_is_no_nesting(alone: None) -> None:
         for _ in range(7):
             ddp.zero_grad()
             ddp(torch.ones(2, 3)).sum().backward()
-        assert not ddp._ours().shares_parameters and ddp._ours()._readiness.sentinels
+        assert not ddp._ours().cycle.shares_parameters
         del ddp
 
 
-def worn(reducer: Reducer) -> list[int]:
-    """Parameters whose nodes still call into Python for hooks that were removed."""
-    hooks = reducer._hooks
-    return [index for index, node in enumerate(hooks.nodes) if "fusedreduce: has had a hook" in node.metadata]  # type: ignore[operator]
-
-
-def means(reducer: Reducer, parameters: list[torch.Tensor]) -> None:
-    """A step in the way of a wrapper, whose gradients must be the averages (of this rank and zeros)."""
-    for parameter in parameters:
-        parameter.grad = None
-    reducer.prepare_for_forward()
-    loss = torch.stack([(parameter * (index + 1)).sum() for index, parameter in enumerate(parameters)]).sum()
-    reducer.prepare_for_backward(loss)
-    loss.backward()
-    for index, parameter in enumerate(parameters):
-        assert parameter.grad is not None
-        assert torch.equal(parameter.grad, torch.full_like(parameter, (index + 1) / 2)), index
-
-
-def test_nodes_that_have_had_hooks_are_given_up_when_their_graphs_are_gone() -> None:
-    parameters, world = leaves(4), Loopback([constant(0.0)])
-    reducer = with_few_hooks(parameters, world)
-    (teller,) = reducer._readiness.sentinels
-    others = [index for index in range(4) if index != teller]
-    kept = parameters[others[0]].sum()  # a graph that lives on
-    for _ in range(2):  # the first is asked for the node that lives on
-        reducer.prepare_for_forward()
-    assert worn(reducer) == [others[0]]
-    for _ in range(3):
-        means(reducer, parameters)
-    reducer._readiness.hook_all()
-    for _ in range(6):
-        means(reducer, parameters)
-    assert reducer._readiness.sentinels
-    parameters[others[0]].grad = None
-    with reducer.no_sync():
-        reducer.prepare_for_backward(kept)
-        kept.backward()  # its node is the one that is hooked and unhooked
-    gradient = parameters[others[0]].grad
-    assert gradient is not None
-    assert torch.equal(gradient, torch.ones(4))
-
-
-def test_nodes_stay_while_the_last_loss_is_kept() -> None:
-    parameters = leaves(3)
-    reducer = with_few_hooks(parameters, Loopback([constant(0.0)]))
-    losses = [torch.stack([parameter.sum() for parameter in parameters]).sum()]
-    nodes = list(map(id, reducer._hooks.nodes))
-    with torch.inference_mode():
-        reducer.prepare_for_forward()
-    assert not worn(reducer) and list(map(id, reducer._hooks.nodes)) == nodes
-    reducer.prepare_for_forward()
-    assert worn(reducer)
-    means(reducer, parameters)
-    losses.clear()
-    means(reducer, parameters)
-    assert not worn(reducer)
-    means(reducer, parameters)
-
-
-def test_nodes_with_hooks_of_others_stay() -> None:
-    parameters = leaves(4)
-    reducer = with_few_hooks(parameters, Loopback([constant(0.0)]))
-    (teller,) = reducer._readiness.sentinels
-    others = [index for index in range(4) if index != teller]
-    fired: list[int] = []
-    # As with torch's DDP, who registers them need not hold the nodes.
-    reducer._hooks.nodes[others[0]].register_hook(lambda *_: fired.append(others[0]))
-    reducer._hooks.nodes[others[1]].register_prehook(lambda _: fired.append(others[1]))
-    for _ in range(5):
-        means(reducer, parameters)
-    assert sorted(fired) == sorted(others[:2] * 5)
-    assert not worn(reducer) and not reducer._hooks._used_nodes
-
-
-def test_a_parameter_that_is_frozen_when_nodes_are_given_up_keeps_its_own() -> None:
-    parameters = leaves(4)
-    reducer = with_few_hooks(parameters, Loopback([constant(0.0)]))
-    frozen = next(iter(reducer._hooks._used_nodes))
-    parameters[frozen].requires_grad_(False)
-    for _ in range(4):
-        reducer.prepare_for_forward()
-    assert len(set(map(id, reducer._hooks.nodes))) == 4
-    parameters[frozen].requires_grad_(True)
-    reducer._readiness.hook_all()
-    for _ in range(6):
-        means(reducer, parameters)
-
-
-def test_a_forward_under_torch_func_where_nodes_would_be_given_up(alone: None) -> None:
+def test_a_forward_under_torch_func(alone: None) -> None:
     ddp = fusedreduce.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))
-    reducer = ddp._ours()
-    for _ in range(9):
-        ddp.zero_grad()
-        ddp(torch.ones(2, 3)).sum().backward()
-        if reducer._hooks._used_nodes:
-            break
-    assert reducer._hooks._used_nodes
     weights = torch.linalg.multi_dot([layer.weight for layer in reversed(ddp.module)]).detach()
     gradient = torch.func.grad(lambda inputs: ddp(inputs).sum())(torch.ones(2, 3)).detach()
     torch.testing.assert_close(gradient, weights.expand(2, 3))
     for _ in range(4):
         ddp.zero_grad()
         ddp(torch.ones(2, 3)).sum().backward()
-    assert not worn(reducer)
+        assert torch.equal(ddp.module[1].bias.grad, torch.full((1,), 2.0))
 
 
 @pytest.mark.parametrize("numel", [20_000, 300_000])
-@pytest.mark.parametrize("few", [False, True])
-def test_what_is_written_to_a_large_gradient_between_its_packing_and_its_buckets_launch(few: bool, numel: int) -> None:
+@pytest.mark.parametrize("steps", [1, 6])
+def test_what_is_written_to_a_large_gradient_between_its_packing_and_its_buckets_launch(steps: int, numel: int) -> None:
     def write() -> None:
         if begun:
             assert large.grad is not None
@@ -454,13 +359,12 @@ def test_what_is_written_to_a_large_gradient_between_its_packing_and_its_buckets
     large, small = parameters = [torch.randn(numel, requires_grad=True), torch.randn(1, requires_grad=True)]
     begun: list[bool] = []
     reducer = Reducer(parameters, Loopback(), gradient_as_bucket_view=numel == 20_000)
-    for _ in range(6 if few else 1):
+    for _ in range(steps):
         for parameter in parameters:
             parameter.grad = None
         loss = (large * spied(small * 1, write)).sum()
         reducer.prepare_for_backward(loss)
         loss.backward()
-    assert bool(reducer._readiness.sentinels) is few
     begun.append(True)
     for parameter in parameters:
         parameter.grad = None
@@ -468,20 +372,3 @@ def test_what_is_written_to_a_large_gradient_between_its_packing_and_its_buckets
     reducer.prepare_for_backward(loss)
     with pytest.raises(FusedReduceError, match="parameter 0 .* was written to after it had been packed"):
         loss.backward()
-
-
-def test_nested_reducers_keep_all_their_hooks() -> None:
-    parameters = leaves(2)
-    one, other = (Reducer(parameters, Loopback(), exclusive=False) for _ in range(2))
-    for _ in range(8):
-        for parameter in parameters:
-            parameter.grad = None
-        loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
-        for reducer in (one, other):
-            reducer.prepare_for_backward(loss)
-        loss.backward()
-        assert not one._readiness.sentinels and not other._readiness.sentinels
-    other.close()
-    for _ in range(8):
-        plain_step(one, parameters)
-    assert one._readiness.sentinels and not one.shares_parameters

@@ -27,7 +27,7 @@ def _step(plan: list[list[int]], fires: list[int] | None = None, unused: list[in
 def _launchable(step: Step) -> list[int]:
     """The buckets that may go now, taken as the reducer takes them."""
     launched = []
-    while step.head_is_ready():
+    while step.pending[step.next_bucket] == 0:
         launched.append(step.next_bucket)
         step.next_bucket += 1
     return launched
@@ -64,61 +64,26 @@ def test_buckets_are_launched_in_plan_order_and_each_once(
 ) -> None:
     plan, fires, unused, arrivals = case
     step = _step(plan, fires, unused)
-    assert not step.begun and not step.head_is_ready() and not step.all_ready()
+    assert not step.begun and step.pending[step.next_bucket] and not step.all_ready()
     launched: list[int] = []
     ready: set[int] = set()
     left = {index: arrivals.count(index) for index in arrivals}
     for index in arrivals:
-        before = set(ready)
-        now = step.mark_ready(index)
+        step.mark_ready(index, 1000 + len(step.order))
         left[index] -= 1
         ready.update(index for index in left if left[index] == 0)
         ready.update(unused)
-        assert set(now) == ready - before and len(now) == len(set(now))
         assert step.begun and step.skipped == frozenset(unused)
         assert [one for one in range(len(left) + len(unused)) if step.is_ready(one)] == sorted(ready)
         assert step.missing() == sorted(set(range(len(left) + len(unused))) - ready)
         launched += _launchable(step)
         whole = [ready.issuperset(members) for members in plan]
-        assert [step.bucket_is_ready(bucket) for bucket in range(len(plan))] == whole
+        assert [count == 0 for count in step.pending] == [*whole, False]
+        assert [bool(one) for one in step.arrived_ns] == [one in ready for one in range(len(step.ready))]
         assert launched == list(range(whole.index(False) if False in whole else len(plan)))
     assert launched == list(range(len(plan))), "no bucket is left waiting"
     assert step.all_launched() and step.all_ready() and step.missing() == []
     assert sorted(step.order) == sorted(left), "the unused are not in the order of readiness"
-
-
-@given(plans(), st.data())
-@settings(max_examples=300)
-def test_buckets_of_which_only_the_last_tells_are_launched_in_plan_order(
-    plan: list[list[int]], data: st.DataObject
-) -> None:
-    step = _step(plan)
-    launched: list[int] = []
-    whole: set[int] = set()
-    for bucket in data.draw(st.permutations(range(len(plan)))):
-        for index in data.draw(st.permutations(plan[bucket])):
-            if data.draw(st.booleans()) or index == plan[bucket][-1]:
-                step.mark_bucket_ready(bucket, plan[bucket])
-                break
-        whole.add(bucket)
-        assert step.begun and all(step.is_ready(index) for index in plan[bucket])
-        launched += _launchable(step)
-        expected = next((one for one in range(len(plan)) if one not in whole), len(plan))
-        assert launched == list(range(expected))
-    assert step.all_launched() and step.all_ready() and step.missing() == []
-
-
-@given(plans(), st.data())
-@settings(max_examples=200)
-def test_a_bucket_may_be_completed_one_by_one_and_then_as_a_whole(plan: list[list[int]], data: st.DataObject) -> None:
-    """Hooks come back on in the middle of a step: some of a bucket have arrived by themselves."""
-    step = _step(plan)
-    for bucket in range(len(plan)):
-        some = data.draw(st.lists(st.sampled_from(plan[bucket]), unique=True, max_size=len(plan[bucket]) - 1))
-        for index in some:
-            step.mark_ready(index)
-        step.mark_bucket_ready(bucket, plan[bucket])
-    assert _launchable(step) == list(range(len(plan))) and step.missing() == []
 
 
 @given(steps(), st.data())
@@ -129,47 +94,50 @@ def test_one_gradient_too_many_is_named(
     plan, fires, unused, arrivals = case
     step = _step(plan, fires, unused)
     for index in arrivals:
-        step.mark_ready(index)
+        step.mark_ready(index, 1)
     again = data.draw(st.integers(0, sum(map(len, plan)) - 1))
     with pytest.raises(FusedReduceError, match=rf"layer\.{again} \(index {again}\)") as caught:
-        step.mark_ready(again)
+        step.mark_ready(again, 1)
     text = str(caught.value)
     assert ("training graph has changed" in text) if fires is not None else ("mark a variable ready only once" in text)
-    with pytest.raises(FusedReduceError, match="ready only once"):
-        step.mark_bucket_ready(0, plan[0])
 
 
 def test_a_parameter_that_was_found_unused_and_gets_a_gradient_is_named() -> None:
     step = _step([[0, 1], [2]], unused=[1])
-    assert step.mark_ready(2) == [1, 2]
+    step.mark_ready(2, 1)
+    assert step.is_ready(1) and step.is_ready(2) and step.skipped == {1}
     with pytest.raises(FusedReduceError, match=r"layer\.1 \(index 1\).*found unused, but got a gradient"):
-        step.mark_ready(1)
+        step.mark_ready(1, 1)
     first = _step([[0, 1], [2]], unused=[1])
     with pytest.raises(FusedReduceError, match=r"layer\.1 \(index 1\)"):
-        first.mark_ready(1)
+        first.mark_ready(1, 1)
 
 
 def test_a_static_graph_that_gives_fewer_gradients_leaves_the_parameter_missing() -> None:
     step = _step([[0, 1]], fires=[1, 2])
-    assert step.mark_ready(1) == [] and step.mark_ready(0) == [0]
-    assert step.missing() == [1] and not step.head_is_ready()
+    step.mark_ready(1, 1)
+    step.mark_ready(0, 2)
+    assert not step.is_ready(1) and step.is_ready(0) and step.order == [0]
+    assert step.missing() == [1] and step.pending[step.next_bucket]
 
 
 def test_a_changed_static_graph_says_how_many_gradients_there_were() -> None:
     step = _step([[0, 1]], fires=[1, 2])
-    step.mark_ready(0)
+    step.mark_ready(0, 1)
     with pytest.raises(FusedReduceError, match=r"layer\.0 \(index 0\) got 1 gradient in the first iteration"):
-        step.mark_ready(0)
-    assert step.mark_ready(1) == [] and step.mark_ready(1) == [1]
+        step.mark_ready(0, 1)
+    for ready in (False, True):
+        step.mark_ready(1, 2)
+        assert step.is_ready(1) is ready
     with pytest.raises(FusedReduceError, match=r"layer\.1 \(index 1\) got 2 gradients in the first"):
-        step.mark_ready(1)
+        step.mark_ready(1, 1)
 
 
 def test_in_the_first_step_of_a_static_graph_nothing_is_ready_before_the_end() -> None:
     step = _step([[0], [1, 2]])
     for index in (2, 0, 2):
         step.count(index)
-    assert step.begun and not step.all_ready() and not step.head_is_ready()
+    assert step.begun and not step.all_ready() and step.pending[step.next_bucket]
     assert step.order == [2, 0, 2] and step.missing() == [0, 1, 2]
     step.make_all_ready()
     assert step.all_ready() and _launchable(step) == [0, 1] and step.missing() == []

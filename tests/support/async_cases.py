@@ -383,7 +383,7 @@ def connects_before_backward(rank: int, world: int) -> None:
         return all_reduce(tensor, **options)
 
     def own_group() -> object:
-        own = ddp._ours()._pipeline.mode
+        own = ddp._ours().pipeline.mode
         assert isinstance(own, AsynchronousMode) and isinstance(own._communicator, ProcessGroupCommunicator)
         return own._communicator.group
 
@@ -436,7 +436,7 @@ def dead_peer(rank: int, world: int) -> None:
     optimizer = SGD(ddp.parameters(), lr=0.01)
     step(ddp, optimizer, rank, 0)
     if rank == world - 1:
-        own = ddp._ours()._pipeline.mode
+        own = ddp._ours().pipeline.mode
         assert isinstance(own, AsynchronousMode) and own._communicator is not None
         time.sleep(0.2)
         own._communicator.close()

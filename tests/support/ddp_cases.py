@@ -205,7 +205,7 @@ def unused_views(rank: int, world: int) -> None:
         loss_of(ddp((batch(rank, 0), 2))).backward()
         view = ddp.module.layers[2].bias.grad
         if isinstance(ddp, fusedreduce.DistributedDataParallel):
-            buckets = reducer_of(ddp)._pipeline.buckets.packed()
+            buckets = reducer_of(ddp).pipeline.buckets.packed()
             wires = [one.bucket.wire().untyped_storage().data_ptr() for one in buckets]
             assert view.untyped_storage().data_ptr() in wires, "no view"
         held.append([])

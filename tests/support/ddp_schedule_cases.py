@@ -322,7 +322,7 @@ def wrapper_trace(rank: int, world: int, folder: str) -> None:
     dist.barrier()
     (trace, *_) = [one for one in read(Path(folder)) if one.rank == rank]
     assert trace.source == "wrapper" and [step.step for step in trace.steps] == list(range(1, 15))
-    assert [step.step for step in trace.steps if step.ready_ns is not None and step.step > 4] == [10, 11, 12]
+    assert all(step.ready_ns is not None for step in trace.steps)
     assert trace.costs == costs is not None
     assert [one.name for one in trace.parameters] == [name for name, _ in ddp.module.named_parameters()]
     for step in trace.steps:

@@ -166,7 +166,6 @@ class FakeCuda(FakeMemory):
         self._patch.setattr(torch.futures, "Future", FakeFuture)
         self._patch.setattr(torch.autograd.Variable, "_execution_engine", self._backward)
         # A dispatch mode looks on, under which the package would not make them anew.
-        self._patch.setattr(parameter_hooks, "_makes_nodes", lambda: True)
         accumulator = parameter_hooks._accumulator
         self._patch.setattr(parameter_hooks, "_accumulator", lambda one: self._backward.made(accumulator(one)))
 

@@ -260,7 +260,7 @@ class GradStats:
         """`end_step` for averages of another plan's buckets: their statistics were not collected, and are measured."""
         self.end_without_gradients()
         if self._config.check_finite != "off":
-            self._finite.end_step(step, self.table.measure(), excused=self.units.attached)
+            self._finite.end_step(step, self.table.measure(), excused=bool(self.units.attached))
 
     def end_step(self, step: int, left: Collection[int]) -> int:
         """Ends a step: completes its statistics.
@@ -285,7 +285,7 @@ class GradStats:
             totals.total[:1].copy_(numbers[-1:])
             issued = 1
         if self._config.check_finite != "off":
-            self._finite.end_step(step, self._by_products.totals(), excused=self.units.attached)
+            self._finite.end_step(step, self._by_products.totals(), excused=bool(self.units.attached))
         return issued
 
     def check(self) -> None:
@@ -327,7 +327,7 @@ class GradStats:
             self._share(torch.zeros(len(self._parameters) + 1, dtype=torch.float64, device=device))
             issued += 1
         if self._config.check_finite != "off":
-            self._finite.end_step(step, self._of_sums(shadows, device), excused=self.units.attached)
+            self._finite.end_step(step, self._of_sums(shadows, device), excused=bool(self.units.attached))
         return issued
 
     def set_communicator(self, communicator: Communicator) -> None:

@@ -212,4 +212,4 @@ def launch(reducer: Reducer) -> None:
     """Launches the reduction of the gradients as they are, in the order of the buckets."""
     reducer.prepare_for_backward()
     for index in reversed(range(len(reducer.parameters))):
-        reducer.on_gradient(index)
+        reducer.cycle.on_gradient(index)

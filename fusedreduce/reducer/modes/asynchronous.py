@@ -122,8 +122,6 @@ class AsynchronousMode(DelayedMode):
             self.skipped += 1
         else:
             contributions.end_of_step()
-        for bucket in steps.buckets.packed():
-            bucket.drop_gathered()
         return Ended(steps.rounds + 1, measured=False)
 
     # What is outstanding

@@ -1,4 +1,4 @@
-"""StepClock and DeviceClock: whose time is counted where. CUDA's events are stood in for, on a clock of their own."""
+"""StepProfile and DeviceClock: whose time is counted where. CUDA's events are stood in for, on a clock of their own."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.device_time import DEVICE, FakeGpu, FakeStream
-from support.loopback import Loopback
 
 from fusedreduce.planning.link_timing import CollectiveTimes
 from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.trace.recorder import StepMarks, stall_ns
-from fusedreduce.trace.step_clock import StepClock
+from fusedreduce.trace.step_profile import StepProfile
 
 CPU = torch.device("cpu")
 
@@ -41,6 +40,10 @@ class Collective:
         raise AssertionError("not asked for")
 
 
+def wait(collective: Collective) -> None:
+    collective.wait()
+
+
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The host clock, in ns; tests move it."""
@@ -49,53 +52,31 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return clock
 
 
-def test_a_step_that_nobody_looks_at_closely_knows_its_buckets_only(now: list[int]) -> None:
-    clock = StepClock(2, CPU)
-    clock.arm(2, profiled=False, forward_ns=0)
-    now[0] += 100
-    clock.backward_began()
-    for bucket in (0, 1):
-        now[0] += 10
-        clock.enter()
-        clock.gradient_ready(bucket)
-        clock.bucket_ready(bucket)
-        clock.pack(bucket)
-        now[0] += 5
-        clock.launched(bucket, Collective(), None, Loopback())
-        clock.leave()
-    assert clock.ready_ns == [10, 25] and clock.launched_ns == [15, 30]
-    assert clock.arrived_ns == [110, 125], "torch counts from the end of forward"
-    assert clock.profile is None and clock.pop_profile() is None
-
-
 def test_what_we_do_on_autograds_thread_does_not_count_as_backward(now: list[int]) -> None:
-    clock = StepClock(3, CPU)
-    clock.arm(2, profiled=True, forward_ns=7)
+    look = StepProfile(3, 2, CPU, wait, forward_ns=7)
     now[0] += 50
-    clock.backward_began()
+    look.backward_began()
     collectives = [Collective(), Collective()]
     for index in (2, 1, 0):
         now[0] += 100  # backward
-        clock.enter()
-        clock.gradient_ready(index)
+        look.enter()
+        look.gradient_ready(index)
         bucket = 0 if index else 1
         if index != 2:
-            clock.bucket_ready(bucket)
-            clock.pack(bucket)
+            look.bucket_ready(bucket)
+            look.pack(bucket)
             now[0] += 30  # packing
-            clock.launched(bucket, collectives[bucket], now[0], Loopback())
+            look.launched(bucket, collectives[bucket], now[0])
         now[0] += 3  # the rest of a hook
-        clock.leave()
-    clock.backward_ended()
+        look.leave()
+    look.backward_ended()
     now[0] += 40
     for bucket in (0, 1):
-        clock.unpack(bucket)
+        look.unpack(bucket)
         now[0] += 10
         collectives[bucket].end()
         now[0] += 20
-        clock.unpacked(bucket)
-    look = clock.pop_profile()
-    assert look is not None and clock.pop_profile() is None
+        look.unpacked(bucket)
     assert look.ready_ns == [300, 200, 100], "as if there were no reducer"
     first, second = look.marks.buckets
     assert (first.ready_ns, first.pack_ns, first.launch_ns) == (203, 203, 233)
@@ -109,53 +90,47 @@ def test_what_we_do_on_autograds_thread_does_not_count_as_backward(now: list[int
 
 
 def test_what_we_did_in_one_step_does_not_count_in_the_next(now: list[int]) -> None:
-    clock = StepClock(1, CPU)
     for step in range(3):
-        clock.arm(1, profiled=True, forward_ns=0)
-        clock.backward_began()
+        look = StepProfile(1, 1, CPU)
+        look.backward_began()
         now[0] += 100  # backward
-        clock.enter()
-        clock.gradient_ready(0)
+        look.enter()
+        look.gradient_ready(0)
         now[0] += 1000  # packing
-        clock.leave()
-        look = clock.pop_profile()
-        assert look is not None and look.ready_ns == [100], step
+        look.leave()
+        assert look.ready_ns == [100], step
 
 
 def test_a_collective_whose_end_nobody_told_tells_nothing(now: list[int]) -> None:
-    clock = StepClock(1, CPU)
-    clock.arm(1, profiled=True, forward_ns=MISSING_NS)
-    clock.enter()
-    clock.gradient_ready(0)
-    clock.bucket_ready(0)
-    clock.pack(0)
-    clock.launched(0, Collective(), None, Loopback())
-    clock.backward_ended()
-    clock.unpack(0)
-    clock.unpacked(0)
-    look = clock.pop_profile()
-    assert look is not None and look.step_times().buckets == [None]
+    look = StepProfile(1, 1, CPU, wait)
+    look.enter()
+    look.gradient_ready(0)
+    look.bucket_ready(0)
+    look.pack(0)
+    look.launched(0, Collective(), time.perf_counter_ns())
+    look.backward_ended()
+    look.unpack(0)
+    look.unpacked(0)
+    assert look.step_times().buckets == [None]
 
 
 def test_a_bucket_that_issues_nothing_ends_as_it_begins(now: list[int]) -> None:
     # Of a sparse gradient that no rank has ever had: others of the step are to be learned from all the same.
-    clock = StepClock(1, CPU)
-    clock.arm(2, profiled=True, forward_ns=0)
-    clock.backward_began()
+    look = StepProfile(1, 2, CPU, wait, forward_ns=0)
+    look.backward_began()
     for bucket, collective in enumerate((Collective(), None)):
         now[0] += 100
-        clock.pack(bucket)
+        look.pack(bucket)
         now[0] += 10
-        clock.launched(bucket, collective, None, Loopback())
+        look.launched(bucket, collective, time.perf_counter_ns())
         if collective is not None:
             now[0] += 40
             collective.end()
     for bucket in (0, 1):
-        clock.unpack(bucket)
-        clock.unpacked(bucket)
-    looked = clock.pop_profile()
-    assert looked is not None and [one.done_ns for one in looked.marks.buckets] == [150, 260]
-    rows = looked.step_times().buckets
+        look.unpack(bucket)
+        look.unpacked(bucket)
+    assert [one.done_ns for one in look.marks.buckets] == [150, 260]
+    rows = look.step_times().buckets
     assert [None if row is None else row.wire for row in rows] == [
         CollectiveTimes(150 - 110, 0),
         CollectiveTimes(260 - 110, 150 - 260),
@@ -163,13 +138,10 @@ def test_a_bucket_that_issues_nothing_ends_as_it_begins(now: list[int]) -> None:
 
 
 def test_the_probe_is_timed_from_its_issue(now: list[int]) -> None:
-    clock, probe = StepClock(1, CPU), Collective()
-    clock.arm(1, profiled=True, forward_ns=MISSING_NS)
-    look = clock.profile
-    assert look is not None
+    look, probe = StepProfile(1, 1, CPU), Collective()
     look.probe_issuing()
     now[0] += 3
-    look.probe_issued(probe, Loopback())
+    look.probe_issued(probe)
     now[0] += 4
     probe.end()
     assert look.step_times().probe_ns == 7
@@ -203,28 +175,25 @@ class Enqueued(Collective):
 def test_on_a_device_times_are_those_of_its_streams(monkeypatch: pytest.MonkeyPatch, now: list[int]) -> None:
     gpu = FakeGpu(monkeypatch)
     gpu.work(5000)
-    clock = StepClock(2, DEVICE)
-    clock.arm(1, profiled=True, forward_ns=MISSING_NS)
-    clock.backward_began()
+    look = StepProfile(2, 1, DEVICE, wait)
+    look.backward_began()
     for index in (1, 0):
         now[0] += 1000  # the host is far ahead
         gpu.work(2000)
-        clock.enter()
-        clock.gradient_ready(index)
-        clock.leave()
-    clock.bucket_ready(0)
-    clock.pack(0)
+        look.enter()
+        look.gradient_ready(index)
+        look.leave()
+    look.bucket_ready(0)
+    look.pack(0)
     gpu.work(100)
     pending = Enqueued(gpu, FakeStream())
-    clock.launched(0, pending, None, Loopback())
+    look.launched(0, pending, time.perf_counter_ns())
     assert pending.waited and gpu.current not in pending.waited, "backward must not wait for a collective"
-    clock.backward_ended()
-    clock.unpack(0)
+    look.backward_ended()
+    look.unpack(0)
     pending.wait()
     gpu.work(40)
-    clock.unpacked(0)
-    look = clock.pop_profile()
-    assert look is not None
+    look.unpacked(0)
     assert look.ready_ns == [2000, 1000], "the host's, kept apart"
     assert look.device_ready_times_ns() == [4000, 2000]
     (bucket,) = look.best_marks().buckets
@@ -239,32 +208,29 @@ def test_waiting_for_the_end_of_backward_is_no_unpacking(monkeypatch: pytest.Mon
     """Two buckets whose collectives end during backward; and the second waits for the first one's unpacking."""
     gpu = FakeGpu(monkeypatch)
     side, channel = FakeStream(), FakeStream()
-    clock = StepClock(2, DEVICE)
-    clock.arm(2, profiled=True, forward_ns=MISSING_NS)
-    clock.backward_began()
+    look = StepProfile(2, 2, DEVICE, wait)
+    look.backward_began()
     pending = []
     for bucket in (0, 1):
         gpu.work(2000)
-        clock.enter()
-        clock.gradient_ready(1 - bucket)
-        clock.bucket_ready(bucket)
-        clock.pack(bucket)
+        look.enter()
+        look.gradient_ready(1 - bucket)
+        look.bucket_ready(bucket)
+        look.pack(bucket)
         gpu.work(100)
         pending.append(Enqueued(gpu, channel))
-        clock.launched(bucket, pending[-1], None, Loopback())
-        clock.leave()
+        look.launched(bucket, pending[-1], time.perf_counter_ns())
+        look.leave()
     gpu.work(5000)
-    clock.backward_ended()
+    look.backward_ended()
     gpu.work(70)  # a user's hook, or what the reducer itself enqueues at the end of backward
     side.wait_stream(gpu.current)
     with gpu.on(side):
         for bucket, one in enumerate(pending):
-            clock.unpack(bucket)
+            look.unpack(bucket)
             one.wait()
             gpu.work(40)
-            clock.unpacked(bucket)
-    look = clock.pop_profile()
-    assert look is not None
+            look.unpacked(bucket)
     marks = look.best_marks()
     assert [one.done_ns for one in marks.buckets] == [2400, 4500] and marks.backward_end_ns == 9200
     assert [(one.unpack_ns, one.end_ns) for one in marks.buckets] == [(9270, 9310), (9310, 9350)]
@@ -273,43 +239,38 @@ def test_waiting_for_the_end_of_backward_is_no_unpacking(monkeypatch: pytest.Mon
 
 def test_packing_on_the_device_is_taken_out_of_later_gradients_times(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch)
-    clock = StepClock(2, DEVICE)
-    clock.arm(2, profiled=True, forward_ns=MISSING_NS)
-    clock.backward_began()
+    look = StepProfile(2, 2, DEVICE, wait)
+    look.backward_began()
     for index in (1, 0):
         gpu.work(3000)
-        clock.enter()
-        clock.gradient_ready(index)
-        clock.bucket_ready(1 - index)
-        clock.pack(1 - index)
+        look.enter()
+        look.gradient_ready(index)
+        look.bucket_ready(1 - index)
+        look.pack(1 - index)
         gpu.work(1000)
-        clock.launched(1 - index, None, None, Loopback())
-        clock.leave()
-    look = clock.pop_profile()
-    assert look is not None and look.device_ready_times_ns() == [6000, 3000]
+        look.launched(1 - index, None, time.perf_counter_ns())
+        look.leave()
+    assert look.device_ready_times_ns() == [6000, 3000]
 
 
 def test_issuing_takes_the_hosts_time_and_not_the_devices(monkeypatch: pytest.MonkeyPatch, now: list[int]) -> None:
     packed_ns = []
     for device in (CPU, DEVICE):
         gpu = FakeGpu(monkeypatch)
-        clock = StepClock(1, device)
-        clock.arm(1, profiled=True, forward_ns=MISSING_NS)
-        clock.enter()
-        clock.gradient_ready(0)
-        clock.bucket_ready(0)
-        clock.pack(0)
+        look = StepProfile(1, 1, device, wait)
+        look.enter()
+        look.gradient_ready(0)
+        look.bucket_ready(0)
+        look.pack(0)
         gpu.work(100)
         now[0] += 30
         issued_ns = now[0]
         now[0] += 50
         collective = Enqueued(gpu, FakeStream())
-        clock.launched(0, collective, issued_ns, Loopback())
+        look.launched(0, collective, issued_ns)
         collective.end()
-        clock.unpack(0)
-        clock.unpacked(0)
-        look = clock.pop_profile()
-        assert look is not None
+        look.unpack(0)
+        look.unpacked(0)
         (times,) = look.step_times().buckets
         assert times is not None
         packed_ns.append(times.pack_ns)
@@ -317,10 +278,8 @@ def test_issuing_takes_the_hosts_time_and_not_the_devices(monkeypatch: pytest.Mo
 
 
 def test_gradients_on_several_devices_have_host_times_only(now: list[int]) -> None:
-    clock = StepClock(2, None)
-    clock.arm(1, profiled=True, forward_ns=MISSING_NS)
-    clock.enter()
-    clock.gradient_ready(0)
-    look = clock.pop_profile()
-    assert look is not None and look.device is None and look.device_ready_times_ns() == []
+    look = StepProfile(2, 1, None, wait)
+    look.enter()
+    look.gradient_ready(0)
+    assert look.device is None and look.device_ready_times_ns() == []
     assert look.ready_ns == [0, MISSING_NS]

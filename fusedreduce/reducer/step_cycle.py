@@ -1,0 +1,514 @@
+"""StepCycle: the steps of one reducer, from the end of forward until the gradients are averages.
+
+    IDLE  --arm-->  ARMED  --backward ends-->  IDLE
+                      |                          ^
+                      +--backward ends, where nothing may be waited for-->  LAUNCHED  --complete--+
+
+Each parameter's hook marks it ready. A bucket is launched when all its parameters are ready, strictly in plan order, so
+that all ranks issue the same collectives in the same order whatever their own readiness was. When backward is done, a
+callback of the autograd engine finishes the buckets in that order.
+
+Where ranks share an autograd thread (Communicator.waits_in_backward) that callback leaves the step LAUNCHED, and the
+calling thread completes it: in `Reducer.finalize`, or before it next reads a gradient (optimizer_hooks.py).
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.profiler import record_function
+
+from ..buckets.deferred_errors import in_backward
+from ..buckets.stats.grad_stats import GradStats
+from ..buckets.streams import refuse_capture
+from ..comm.protocol import Communicator
+from ..errors import FusedReduceError
+from ..planning.timeline import MISSING_NS
+from . import validation
+from .backward_hooks import BackwardHooks, refuse_compiled_autograd
+from .failures import Failures, lost_error
+from .parameter_hooks import ParameterHooks
+from .pipeline import Pipeline
+from .plans import Plans
+from .recording import Recording
+from .step import Step, unfinished_text
+from .unused_parameters import tensors_in, unreachable
+
+_logger = logging.getLogger(__name__)
+
+_CLOSED = "this reducer is closed: build another one to reduce gradients again"
+
+
+class ReducerState(enum.Enum):
+    """The lifecycle of a reducer."""
+
+    IDLE = "idle"  # no synchronised backward is expected, or the last one is done: gradients stay local
+    ARMED = "armed"  # the next backward is reduced
+    LAUNCHED = "launched"  # all buckets are in flight; finalize() completes the step
+    FAILED = "failed"  # a hook, kernel or collective raised: reset() is needed
+    LOST = "lost"  # reset, but the group of ranks cannot be used any more: set_communicator() is needed
+    CLOSED = "closed"  # closed for good
+
+
+class StepCycle:
+    """The steps of one reducer. Hooks and engine callbacks call it, on autograd threads; hooks hold it weakly.
+
+    Args:
+        pipeline: has the buckets.
+        plans: says which steps are profiled, and learns the order of readiness.
+        observed: gradient statistics and the loss-scale state.
+        recording: says which steps are profiled for a trace.
+        find_unused_parameters: search the graph of the outputs for parameters that get no gradient.
+        static_graph: every step uses the same parameters equally often.
+        exclusive: refuse parameters that another exclusive reducer already reduces.
+
+    Attributes:
+        state: see ReducerState.
+        lock: is held while the cycle changes: autograd has a thread per device.
+        step: the current step, or the last one.
+        steps: synchronised steps since the reducer was built.
+        buckets_reduced: buckets that the latest step has reduced.
+        last_unused: parameter numbers that the latest step has found unused.
+        unused_now: what the search has found for the step that is armed.
+        unused_always_same: the search has found the same in every step.
+        local_backward_expected: the next backward is not reduced on purpose.
+        shares_parameters: another reducer, of a nested wrapper, writes the same gradients.
+        advises: the options are the user's choice, so warnings may suggest others.
+        failures: the error that the latest step has failed with.
+        on_error: called with the text of an error that a step has failed with.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        plans: Plans,
+        observed: GradStats,
+        recording: Recording,
+        *,
+        find_unused_parameters: bool,
+        static_graph: bool,
+        exclusive: bool,
+    ) -> None:
+        self._pipeline = pipeline
+        self._plans = plans
+        self._observed = observed
+        self._recording = recording
+        self._find_unused = find_unused_parameters
+        self.static_graph = static_graph
+        maker = pipeline.maker
+        self._parameters, self._names = maker.parameters, maker.names
+        self._devices = [parameter.device for parameter in self._parameters]
+        self._device = self._devices[0]
+        self.state = ReducerState.IDLE
+        self.lock = threading.RLock()
+        self.steps = 0
+        self.buckets_reduced = 0
+        self.last_unused: tuple[int, ...] = ()
+        self.unused_now: tuple[int, ...] = ()
+        self.unused_always_same = True
+        self.local_backward_expected = False
+        self.exclusive = exclusive
+        self.shares_parameters = validation.enter(self, self._parameters, self._names, exclusive=exclusive)
+        self.advises = True
+        self.failures = Failures()
+        self.on_error: Callable[[str], None] | None = None
+        self._fires: list[int] | None = None  # static graph: how many gradients each parameter gets; None: not known
+        self._counted = [0] * len(self._parameters)
+        self._forward_ns = MISSING_NS
+        self._warned_of_second = False
+        self.hooks = ParameterHooks(self, self._parameters, StepCycle.on_gradient)
+        self._backward_hooks = BackwardHooks(self, StepCycle._backward_begins, StepCycle.end_backward)
+        self.follow_communicator()
+        self.begin_step()
+        self._ordered = self.step
+
+    # Between steps
+
+    def follow_communicator(self) -> None:
+        """Switches to the pipeline's communicator."""
+        self._communicator: Communicator = self._pipeline.maker.communicator
+        self.waits_in_backward = all(map(self._communicator.waits_in_backward, set(self._devices)))
+
+    def begin_step(self, unused: Sequence[int] = ()) -> None:
+        """Begins with no gradient ready, in the pipeline's buckets.
+
+        Args:
+            unused: parameters that get no gradient.
+        """
+        buckets = self._pipeline.buckets
+        fires = self._fires if self.static_graph else None
+        self.step = Step(buckets.sizes, buckets.bucket_of, self._names, fires=fires, unused=unused)
+
+    def give_up(self) -> None:
+        """Forgets a step that was abandoned. New buckets must follow.
+
+        Raises:
+            FusedReduceError: the reducer is closed.
+        """
+        if self.state is ReducerState.CLOSED:
+            raise FusedReduceError(_CLOSED)
+        self.state = ReducerState.IDLE
+        self._forward_ns = MISSING_NS
+        self.failures.clear_failure()
+        self._counted = [0] * len(self._parameters)
+        self._fires = None
+
+    def check_finalized(self) -> None:
+        """Checks that the last synchronised backward was reduced to its end. A launched step is completed first.
+
+        Raises:
+            FusedReduceError: a backward has begun but not every bucket has been reduced (names the missing parameters),
+                or it failed; the reducer is closed, or its group is lost; or a CUDA graph is being captured.
+            CollectiveError, NonFiniteGradientError: as `complete_outside`.
+        """
+        communicator = self._communicator
+        refuse_capture(self._device, communicator.rank)
+        if self.state is ReducerState.LAUNCHED:
+            self.complete_outside()
+        if self.state is ReducerState.CLOSED:
+            raise FusedReduceError(_CLOSED)
+        if self.state is ReducerState.LOST or communicator.lost:
+            raise lost_error(communicator, communicator.lost)
+        # A backward whose queued callback never ran has raised, maybe before any parameter's hook was called.
+        step = self.step
+        broken = step.callbacks > 0 and not in_backward()
+        if self.state is ReducerState.FAILED or (self.state is ReducerState.ARMED and (step.begun or broken)):
+            counting = self._counting()
+            text = unfinished_text(
+                [index for index in step.missing() if not (counting and self._counted[index])],
+                self._names,
+                communicator.rank,
+                find_unused=self._find_unused,
+                static_graph=self.static_graph,
+                failure=self.failures.text,
+                debug_hint=os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "OFF",
+            )
+            raise FusedReduceError(text)
+
+    # A step
+
+    def begin_forward(self) -> None:
+        """Called before a forward.
+
+        Raises:
+            FusedReduceError: as `check_finalized`; or a parameter has changed its dtype or device.
+        """
+        with self.lock:
+            self.check_finalized()
+            self.hooks.check_nodes(self._names)
+            self._pipeline.times.forward_start = time.time_ns()
+            self._forward_ns = time.perf_counter_ns()
+
+    def in_forward(self) -> bool:
+        """Whether `begin_forward` was called since a step was last armed, ended or given up."""
+        return self._forward_ns != MISSING_NS
+
+    def disarm(self, outputs: object) -> None:
+        """Called after a forward whose backward is not reduced (no_sync).
+
+        Args:
+            outputs: what it returned: tensors in any pytree.
+        """
+        self.local_backward_expected = True
+        self._forward_ns = MISSING_NS
+        self._observed.units.arm()
+        self.state = ReducerState.IDLE
+        self.watch_local_forward(outputs)
+
+    def watch_local_forward(self, outputs: object) -> None:
+        """Watches for a backward from `outputs` that is not reduced, to keep its gradients apart from delayed averages.
+
+        Args:
+            outputs: what a forward under no_sync returned: tensors in any pytree.
+        """
+        mode = self._pipeline.mode
+        if mode.delays and not self._backward_hooks.watch_also(tensors_in(outputs), StepCycle._hold_gradients):
+            mode.hold_gradients()
+
+    def arm(self, outputs: object, divisor: float | None) -> None:
+        """Called after a forward, when the last step is finished and the buckets are those of the plan.
+
+        Args:
+            outputs: what it returned: tensors in any pytree.
+            divisor: this rank's own; None: the ranks that were counted, or the configured one.
+
+        Raises:
+            ValueError: static_graph without `outputs` in the first step.
+        """
+        pipeline = self._pipeline
+        self.local_backward_expected = False
+        self._observed.units.arm()
+        self._observed.begin_forward(pipeline.buckets.reductions)
+        tensors = tensors_in(outputs)
+        unused = self._unused(tensors) if self.static_graph or self._find_unused else []
+        self.unused_now = tuple(unused)
+        self.begin_step(unused)
+        if not self._backward_hooks.watch(tensors):
+            pipeline.mode.hold_gradients()
+        profiled = self._plans.profiles() or self._recording.wants_step()
+        pipeline.arm(profiled=profiled, watch=self.waits_in_backward, forward_ns=self._forward_ns, divisor=divisor)
+        self._forward_ns = MISSING_NS
+        self.state = ReducerState.ARMED
+        pipeline.times.backward_start = time.time_ns()
+
+    def on_gradient(self, index: int) -> None:
+        """Called by a parameter's hook, on an autograd thread, when its gradient has been accumulated.
+
+        Args:
+            index: number of the parameter.
+        """
+        if self.state is not ReducerState.ARMED:
+            if self.state is not ReducerState.LAUNCHED:  # else it has changed what is in flight: `finish_step` raises
+                self._local_gradient(index)
+            return
+        with self.lock:
+            now_ns = time.perf_counter_ns()
+            step, pipeline = self.step, self._pipeline
+            buckets = pipeline.buckets
+            try:
+                if self._observed.units.attached:
+                    self._observed.units.note_backward()
+                if index in buckets.streams.unrecorded:
+                    buckets.streams.record(index, self._devices[index])
+                if self.static_graph or self._find_unused:
+                    if self._parameters[index].grad is not None:
+                        pipeline.used.mark(index)
+                    if self._counting():
+                        self._counted[index] += 1
+                        step.count(index)
+                        return
+                step.mark_ready(index, now_ns)
+                if pipeline.observers:
+                    self._show_ready(index, now_ns)
+                if index in buckets.large and step.ready[index]:
+                    pipeline.pack_early(step, buckets.bucket_of[index], buckets.large[index])
+                if pipeline.overlaps and not step.pending[step.next_bucket]:
+                    pipeline.launch(step)
+            except BaseException as error:
+                self.note_failure(error)
+                raise
+            for one in pipeline.observers:
+                one.leave()
+            if step.callbacks == 0 and step.all_ready():
+                if in_backward():
+                    self._backward_hooks.queue_end(step)
+                else:
+                    self.end_backward(step)
+
+    def end_without_backward(self) -> None:
+        """Takes part in the armed step without gradients of this rank, whose outputs depend on no parameter.
+
+        Raises:
+            FusedReduceError: no step is armed, its backward has begun, or a gradient is expected on this rank.
+        """
+        with self.lock:
+            if self.state is not ReducerState.ARMED or not self.step.begin_without_gradients():
+                raise FusedReduceError(
+                    f"rank {self._communicator.rank}: end_without_backward() needs an armed step, "
+                    "find_unused_parameters=True and outputs that depend on no parameter; here a gradient is expected, "
+                    f"or no step is armed (the reducer is {self.state.value}). Call backward() instead"
+                )
+            with torch.no_grad():  # as a backward runs
+                self.end_backward(self.step)
+
+    def end_first_static_step(self) -> None:
+        """Ends a static graph's first step. A wrapper calls it; without one the hook on the outputs does."""
+        with self.lock:
+            if self.state is ReducerState.ARMED and self._counting() and self.step.begun:
+                self.end_backward(self.step)
+
+    def end_backward(self, step: Step) -> None:
+        """Called when a backward has ended: ends the step, unless gradients are still to come (partial backwards).
+
+        Args:
+            step: that the backward belonged to.
+        """
+        pipeline = self._pipeline
+        with self.lock:
+            if self.state is not ReducerState.ARMED or self.step is not step or not step.begun:
+                return
+            if self._counting():
+                self._fires = list(self._counted)
+                step.make_all_ready()
+            elif not step.all_ready():
+                return
+            pipeline.times.backward_end = time.time_ns()
+            for one in pipeline.observers:
+                one.backward_ended()
+            try:
+                pipeline.launch(step)
+                if self.waits_in_backward or not pipeline.mode.together:
+                    self._finish(step)
+                else:
+                    self.state = ReducerState.LAUNCHED
+            except BaseException as error:
+                self.note_failure(error)
+                raise
+
+    def complete_outside(self) -> None:
+        """Completes a launched step, for callers that may run within a backward or a capture, where nothing may wait.
+
+        Raises:
+            FusedReduceError: called within a backward or a capture; or a gradient was changed while it was in flight.
+            CollectiveError: a peer died, left, or did not answer.
+            NonFiniteGradientError: see ReduceConfig.check_finite.
+        """
+        if self.state is not ReducerState.LAUNCHED:
+            return
+        refuse_capture(self._device, self._communicator.rank)
+        if in_backward():
+            raise FusedReduceError(
+                f"rank {self._communicator.rank}: gradients that are still in flight are needed within another "
+                "backward, where nothing may wait for a peer. Call finalize() after each backward()"
+            )
+        with self.lock:
+            if self.state is ReducerState.LAUNCHED:
+                try:
+                    self._finish(self.step)
+                except BaseException as error:
+                    self.note_failure(error)
+                    raise
+
+    def launch_late(self) -> None:
+        """See `Reducer.launch_late`."""
+        with self.lock:
+            if self.state is ReducerState.LAUNCHED:
+                try:
+                    self._pipeline.launch_late()
+                except BaseException as error:
+                    self.note_failure(error)
+                    raise
+
+    def note_failure(self, error: BaseException) -> None:
+        """Notes what a hook, kernel or collective of a step has raised."""
+        if self.state in (ReducerState.ARMED, ReducerState.LAUNCHED):
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Makes the reducer FAILED: `reset` is needed."""
+        self.state = ReducerState.FAILED
+        self.failures.note(error, self._communicator)
+        if self.on_error is not None:
+            self.on_error(str(error))
+
+    @property
+    def last_order(self) -> tuple[int, ...]:
+        """Parameter numbers in the order in which they became ready in the latest step that has reduced any."""
+        # A static graph's first step has an entry per gradient, of which the last is when it was final.
+        return tuple(reversed(dict.fromkeys(reversed(self._ordered.order))))
+
+    def backward_stats(self) -> list[int]:
+        """Per parameter when its gradient was ready in that step, ns since forward had ended; 0: it had none."""
+        step = self._ordered
+        return [one - step.armed_ns if one else 0 for one in step.arrived_ns]
+
+    # Within
+
+    def _backward_begins(self) -> None:
+        """Called when a backward has reached an output of forward: queues the callback that ends the step."""
+        if self.state is not ReducerState.ARMED:
+            return
+        refuse_capture(self._device, self._communicator.rank)
+        refuse_compiled_autograd(self._communicator.rank)
+        with self.lock:
+            self._hold_gradients()
+            step = self.step
+            if step.from_outputs and step.task == torch._C._current_graph_task_id():
+                return  # another output of the same backward
+            # Another root of a partial backward; else a new backward, which has made no gradient yet.
+            again = step.from_outputs and (step.begun or step.callbacks > 0)
+            step.from_outputs = True
+            self._observed.units.note_backward(first_output=not (again or step.begun))
+            if not again:
+                step.began_ns = time.perf_counter_ns()
+                for one in self._pipeline.observers:
+                    one.backward_began()
+            self._observed.additions += 1  # in case this backward raises
+            self._backward_hooks.queue_end(step)
+
+    def _hold_gradients(self) -> None:
+        """Called when a backward, reduced or not, has reached an output of its forward."""
+        self._pipeline.mode.hold_gradients()
+
+    def _counting(self) -> bool:
+        """Whether this is a static graph's first step: gradients are counted, and none is final before its end."""
+        return self.static_graph and self._fires is None
+
+    def _show_ready(self, index: int, now_ns: int) -> None:
+        """Shows the observers what has become ready with the gradient that came at `now_ns`."""
+        step, bucket_of = self.step, self._pipeline.buckets.bucket_of
+        ready = [index] if step.ready[index] else []
+        if step.order == ready:
+            ready = [*sorted(step.skipped), *ready]
+        for one in self._pipeline.observers:
+            one.enter(now_ns)
+            for number in ready:
+                one.gradient_ready(number)
+            for bucket in {bucket_of[number] for number in ready}:
+                if step.pending[bucket] == 0:
+                    one.bucket_ready(bucket)
+
+    def _finish(self, step: Step) -> None:
+        """Ends a step whose buckets are all launched."""
+        pipeline = self._pipeline
+        ended = pipeline.finish_step(step, shared=self.shares_parameters)
+        pipeline.late.ended(ended)
+        self._forward_ns = MISSING_NS
+        self.steps += 1
+        self.buckets_reduced = step.launched
+        if step.order:
+            self._ordered = step
+        self.last_unused = tuple(sorted(step.skipped))
+        if self._plans.wants_order():
+            self._plans.note_order(self.last_order)
+        pipeline.end_step(ended)
+        pipeline.mode.restore_gradients()
+        self.state = ReducerState.IDLE
+        if in_backward():
+            # After the callbacks of other reducers: if one raises, the engine runs no later ones.
+            torch.autograd.Variable._execution_engine.queue_callback(self._observed.check)
+        else:
+            self._observed.check()
+
+    def _local_gradient(self, index: int) -> None:
+        """Notes a gradient that is not reduced now: with no_sync the next step will, after a step nothing does."""
+        if self._find_unused and self._parameters[index].grad is not None:
+            self._pipeline.used.mark(index)
+        if self.state is not ReducerState.IDLE:
+            return
+        self._observed.added_here()
+        if self.steps and not self.local_backward_expected and not self._warned_of_second:
+            self._warned_of_second = True
+            warnings.warn(
+                f"rank {self._communicator.rank}: {self._names[index]} got a gradient after this step's gradients had "
+                "been averaged (a second backward through the same forward, or several forwards before one backward): "
+                "it was added on this rank only, so ranks now differ. Call forward before each backward, or use "
+                "no_sync() to accumulate",
+                stacklevel=2,
+            )
+
+    def _unused(self, outputs: Sequence[torch.Tensor]) -> list[int]:
+        """Numbers of the parameters that a backward from `outputs` gives no gradient."""
+        if self.static_graph:
+            if not outputs and self._fires is None:
+                raise ValueError("static_graph=True needs the forward's outputs: call prepare_for_backward(outputs)")
+            return [index for index, one in enumerate(self._fires or ()) if one == 0]
+        if not outputs:
+            return []
+        with record_function("fusedreduce::search_unused_parameters"):
+            unused = unreachable(outputs, self.hooks.nodes)
+        if self.steps and tuple(unused) != self.last_unused:
+            self.unused_always_same = False
+        if not unused and self.steps == 0 and self.advises:
+            _logger.warning(
+                "find_unused_parameters=True was given, but no unused parameter was found in the first forward. The "
+                "search costs time in every iteration: turn it off if the model never has any"
+            )
+        return unused
