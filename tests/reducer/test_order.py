@@ -82,6 +82,15 @@ def test_what_is_computed_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(one, other)
 
 
+def test_what_ranks_gather_comes_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a list NCCL would copy row by row, on its stream, in every step."""
+    trace = _recorded(monkeypatch, CASES["observed"](), ranks=4)
+    gathers = [entry for entry in trace if entry.kind == "issue" and entry.what == process_group._ALL_GATHER]
+    assert {entry.where for entry in gathers} == {"process_group.py: all_gather"}
+    one_in_one_out = 2 * 2  # a collective counts as reading and writing each of its tensors
+    assert {len(entry.accesses) for entry in gathers} == {one_in_one_out}
+
+
 @pytest.mark.parametrize("name", AGREED)
 def test_a_gpus_trace_has_something_to_agree_with(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The outline with which a GPU's is compared is the same in every run, whatever queries say."""
