@@ -293,7 +293,6 @@ class Pipeline:
                 reduction.launch(self._divisor)
                 watched, issued_ns = reduction.in_flight() or (None, None)
                 self._clock.launched(members.index, watched, issued_ns, self.maker.communicator)
-                self.buckets.streams.packed(members.device)
             step.launched += 1
             self.issued += watched is not None  # not the sum of a sparse gradient of unknown kind: see `launch_late`
         if step.all_launched() and before < step.next_bucket:
@@ -392,10 +391,8 @@ class Pipeline:
         if not self.buckets.streams.on_cuda:
             write()
             return
-        done = torch.cuda.Event()
-        with self.buckets.streams.beside(members.device):
+        with self.buckets.streams.beside(members.index, members.device) as done:
             write()
-            done.record()
         what = f"rank {self.maker.communicator.rank}: the reduction of {members.label}"
         after_s = stall_report_after_s(self.maker.config.stall_report_s, self.maker.communicator, members.device)
         self._monitor.watch(members, what, done.query, after_s, members.device)

@@ -76,7 +76,7 @@ class FakeCuda(FakeMemory):
                 yield
         finally:
             dist.destroy_process_group()
-            for cached in (exchange.scalar, gradients.index_of, dispatch._refuse_unsupported):
+            for cached in (exchange.scalar, gradients.index_of, dispatch._refuse_unsupported, dispatch.warm_up):
                 cached.cache_clear()
 
     def switch(self, stream: Any) -> None:
@@ -157,6 +157,7 @@ class FakeCuda(FakeMemory):
             "is_available": lambda: True,
             "is_initialized": lambda: True,
             "is_current_stream_capturing": lambda: False,
+            "memory_reserved": lambda device=None: int(index_of(device) == self.device.index),
             "get_device_capability": lambda device=None: (9, 0),
         }
         for name, fake in fakes.items():
