@@ -12,6 +12,7 @@ Example: slots of 5 and 3 elements at offsets 0 and 8, wire of 16, chunk_numel 4
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -396,8 +397,7 @@ class PointerTable:
         current = self._current
         if current is not None and current.device.is_cuda and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(current.device.device)
-            event = current.readers.setdefault(stream.cuda_stream, torch.cuda.Event())
-            event.record(stream)
+            current.readers[stream.cuda_stream].record(stream)
 
     def _uploaded(self, values: torch.Tensor, device: torch.device, capturing: bool) -> _Upload:
         if device.type == "cpu":
@@ -424,7 +424,7 @@ class _Upload:
 
     host: torch.Tensor
     device: torch.Tensor
-    readers: dict[int, torch.cuda.Event] = field(default_factory=dict)
+    readers: defaultdict[int, torch.cuda.Event] = field(default_factory=lambda: defaultdict(torch.cuda.Event))
 
     def unread(self) -> bool:
         """Whether all launches that read this generation have ended."""

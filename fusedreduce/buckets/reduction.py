@@ -37,7 +37,7 @@ class Members:
     names: tuple[str, ...]
     is_last: bool
 
-    @property
+    @functools.cached_property
     def label(self) -> str:
         """The bucket's index and its parameters' names, for messages."""
         return bucket_label(self.index, self.names)

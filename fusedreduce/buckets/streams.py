@@ -7,6 +7,8 @@ that replaces it gets the same. On CPU nothing is done here.
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -54,6 +56,11 @@ class Streams:
         self._made: list[dict[int, torch.cuda.Stream]] = [{} for _ in range(max(bucket_of) + 1)]
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self._packed: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+        # Two for each bucket, by turns: that of its last step may be queried until the next one's takes its place. To
+        # record an event again is safe, because a stream waits for what was recorded when it was told to.
+        self._events: defaultdict[int, Iterator[torch.cuda.Event]] = defaultdict(
+            lambda: itertools.cycle((torch.cuda.Event(), torch.cuda.Event()))
+        )
 
     def record(self, parameter: int, device: torch.device) -> None:
         """Records that a parameter's gradient was accumulated on the current stream."""
@@ -62,24 +69,13 @@ class Streams:
         self.unrecorded.discard(parameter)
 
     def wait_for_gradients(self, bucket: int, device: torch.device) -> None:
-        """Makes the current stream wait for everything enqueued on the streams of this bucket's gradients."""
+        """Makes the current stream, where a bucket is packed next, wait for all enqueued on its gradients' streams."""
         if self.on_cuda:
             current = torch.cuda.current_stream(device)
+            self._packed.setdefault((device, current.cuda_stream), current)
             for stream in self._made[bucket].values():
                 if stream.device == current.device and stream != current:
                     current.wait_stream(stream)
-
-    @contextmanager
-    def packing(self, bucket: int, device: torch.device) -> Iterator[None]:
-        """Context in which a bucket is packed, on CUDA: behind its gradients, and with its device as the current one.
-
-        An autograd thread launches buckets of other devices too.
-        """
-        self.wait_for_gradients(bucket, device)
-        with torch.cuda.device(device):
-            yield
-            stream = torch.cuda.current_stream(device)
-            self._packed.setdefault((device, stream.cuda_stream), stream)
 
     def wait_for_packs(self) -> None:
         """Makes each device's current stream wait for this step's packs on other streams."""
@@ -94,17 +90,26 @@ class Streams:
         return torch.cuda.device(device) if self.on_cuda else nullcontext()
 
     @contextmanager
-    def beside(self, device: torch.device) -> Iterator[None]:
-        """Context in which a side stream is current; the outer stream waits for it, also after an exception."""
-        if not self.on_cuda:
-            yield
-            return
+    def beside(self, bucket: int, device: torch.device) -> Iterator[torch.cuda.Event]:
+        """Context in which a side stream is current; on CUDA only.
+
+        The outer stream waits for it, also after an exception.
+
+        Args:
+            bucket: whose gradients are written there.
+            device: theirs.
+
+        Yields:
+            What is recorded on leaving, behind all that was enqueued within.
+        """
         if device not in self._side:
             self._side[device] = torch.cuda.Stream(device)
-        side, current = self._side[device], torch.cuda.current_stream(device)
+        side, current, event = self._side[device], torch.cuda.current_stream(device), next(self._events[bucket])
         try:
-            side.wait_stream(current)  # a user's hook may have enqueued a kernel that still reads a gradient
+            event.record(current)  # a user's hook may have enqueued a kernel that still reads a gradient
+            side.wait_event(event)
             with torch.cuda.stream(side):
-                yield
+                yield event
         finally:
-            current.wait_stream(side)
+            event.record(side)
+            current.wait_event(event)

@@ -45,6 +45,8 @@ _lost: MutableMapping[dist.ProcessGroup, str] = WeakKeyDictionary()  # shared by
 # corrupt the heap: sparse sums run in a Gloo group of one thread, by the user's group. Its first sparse sum comes from
 # the same communicator on every rank, since ranks issue collectives in one order.
 _sparse: MutableMapping[dist.ProcessGroup, Any] = WeakKeyDictionary()
+# Gathers into one tensor: into a list NCCL copies row by row, a small kernel per rank. torch 2.13 has renamed it.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REFUSAL = re.compile(r"type|dtype|support|implement", re.IGNORECASE)
 
 
@@ -223,11 +225,10 @@ class ProcessGroupCommunicator:
         Returns:
             The collective in flight, and the tensor that will hold the result, [ranks, n].
         """
-        gathered = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
-        # Rows of one tensor, because torch renames the collective that gathers into one from version to version.
-        work = dist.all_gather(list(gathered.unbind()), tensor, group=self.group, async_op=True)
+        gathered = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        work = getattr(dist, _ALL_GATHER)(gathered, tensor, group=self.group, async_op=True)
         assert work is not None
-        return _Work(work, (tensor, gathered)), gathered
+        return _Work(work, (tensor, gathered)), gathered.view(self.size, tensor.numel())
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrites `tensor` on every rank with that of rank `source`; blocks.
@@ -256,11 +257,11 @@ class ProcessGroupCommunicator:
             raise ValueError(f"a payload of {len(payload)} bytes does not fit into {capacity_bytes}")
         message = len(payload).to_bytes(8, "little") + payload.ljust(capacity_bytes, b"\0")
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
-        gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(gathered, mine, group=self.group)
+        pending, gathered = self.all_gather(mine)
+        pending.wait()
         received = []
-        for tensor in gathered:
-            raw = bytes(tensor.cpu().numpy())
+        for row in gathered.cpu().numpy():
+            raw = bytes(row)
             length = int.from_bytes(raw[:8], "little")
             received.append(raw[8 : 8 + length])
         return received

@@ -115,7 +115,8 @@ class FusedHookState:
         self._buckets_this_step = 0
         self._path = "none"
         self._trace: HookTrace | None = None
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        # Where this process holds no memory it will not train: before set_device every rank's current GPU is the first.
+        if torch.cuda.memory_reserved() > 0:
             sent = wire_dtype(self.config.wire)
             for dtype in WIRE_DTYPES if sent is None else (sent,):
                 device = torch.device("cuda", torch.cuda.current_device())

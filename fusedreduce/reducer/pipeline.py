@@ -290,7 +290,8 @@ class Pipeline:
                 reduction.skip()
                 continue
             if self.buckets.streams.on_cuda:
-                with self.buckets.streams.packing(reduction.members.index, reduction.members.device):
+                self.buckets.streams.wait_for_gradients(reduction.members.index, reduction.members.device)
+                with self.buckets.streams.on(reduction.members.device):
                     self._launch_one(step, reduction)
             else:
                 self._launch_one(step, reduction)
@@ -400,10 +401,8 @@ class Pipeline:
         if not self.buckets.streams.on_cuda:
             write()
             return
-        done = torch.cuda.Event()
-        with self.buckets.streams.beside(members.device):
+        with self.buckets.streams.beside(members.index, members.device) as done:
             write()
-            done.record()
         what = f"rank {self.maker.communicator.rank}: the reduction of {members.label}"
         after_s = stall_report_after_s(self.maker.config.stall_report_s, self.maker.communicator, members.device)
         self._monitor.watch(members, what, done.query, after_s, members.device)

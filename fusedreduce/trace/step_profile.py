@@ -30,8 +30,8 @@ class StepProfile:
         parameters: how many.
         buckets: how many the plan has.
         device: where the gradients live; None: on several.
-        stream_waits: has the current stream wait for a collective, so that its end can be timed there; None: nothing may
-            wait, because ranks share an autograd thread, which would block until the others have issued it.
+        stream_waits: has the current stream wait for a collective, so that its end can be timed there; None: it may
+            not, because ranks share an autograd thread, which would block until the others have issued theirs.
         forward_ns: time.perf_counter_ns() when forward began.
 
     Attributes:

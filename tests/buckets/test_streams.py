@@ -94,7 +94,7 @@ def test_the_outer_stream_waits_for_the_side_stream_also_when_unpack_raises(curr
     sides: list[Any] = []
     for fails in (False, True):
         try:
-            with streams.beside(DEVICE):
+            with streams.beside(0, DEVICE):
                 sides.append(current[-1])
                 assert sides[-1] is not backward and backward.waited_for == sides[:-1]
                 if fails:
@@ -105,10 +105,20 @@ def test_the_outer_stream_waits_for_the_side_stream_also_when_unpack_raises(curr
     assert sides[0] is sides[1], "one side stream per device"
 
 
+def test_a_buckets_event_says_that_it_is_written_until_its_next_step_is(current: list[FakeStream]) -> None:
+    """The stall monitor asks that of the last step until it is told of the next."""
+    streams = Streams([0], DEVICE)
+    with streams.beside(0, DEVICE) as first:
+        pass
+    with streams.beside(0, DEVICE) as second:
+        assert first.stream is not current[0] and second.stream is current[0]  # type: ignore[attr-defined]
+    assert second.stream is first.stream  # type: ignore[attr-defined]
+
+
 def test_nothing_happens_on_a_cpu() -> None:
     streams = Streams([0], torch.device("cpu"))
     streams.wait_for_gradients(0, torch.device("cpu"))
-    with streams.beside(torch.device("cpu")):
+    with streams.on(torch.device("cpu")):
         assert not streams.on_cuda
 
 
@@ -119,8 +129,7 @@ def test_what_reads_all_packs_waits_for_those_on_other_streams_once(
     streams, backward, other = Streams([0, 1], DEVICE), current[0], FakeStream()
     for stream in (backward, other, other):
         current.append(stream)
-        with streams.packing(0, DEVICE):
-            pass
+        streams.wait_for_gradients(0, DEVICE)
         current.pop()
     streams.wait_for_packs()
     assert backward.waited_for == [other]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,16 +12,17 @@ import pytest
 import torch
 from support.fake_cuda import FakeCuda
 from support.fake_streams import FakeWork
-from support.order_cases import AGREED, CASES, Case, layers, step
+from support.order_cases import AGREED, CASES, Case, layers, step, wrapped
 from support.order_check import Entry, Rule, Violation, check
 
-from fusedreduce.buckets import exchange
+from fusedreduce import FusedHookState
+from fusedreduce.buckets import exchange, reduction
 from fusedreduce.buckets.bucket import Bucket
 from fusedreduce.buckets.stats.non_finite import FiniteCheck
 from fusedreduce.buckets.streams import Streams
 from fusedreduce.comm import process_group
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
-from fusedreduce.kernels import table, variants
+from fusedreduce.kernels import dispatch, table, variants
 from fusedreduce.planning.layout import flat_layout
 from fusedreduce.reducer.scheduler import Scheduler
 
@@ -82,6 +85,64 @@ def test_what_is_computed_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(one, other)
 
 
+def test_what_ranks_gather_comes_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a list NCCL would copy row by row, on its stream, in every step."""
+    trace = _recorded(monkeypatch, CASES["observed"](), ranks=4)
+    gathers = [entry for entry in trace if entry.kind == "issue" and entry.what == process_group._ALL_GATHER]
+    assert {entry.where for entry in gathers} == {"process_group.py: all_gather"}
+    one_in_one_out = 2 * 2  # a collective counts as reading and writing each of its tensors
+    assert {len(entry.accesses) for entry in gathers} == {one_in_one_out}
+
+
+def test_kernels_are_compiled_once_and_where_this_process_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch has the host wait for uploads, and a plan of many buckets made two for each of them."""
+    dispatch.warm_up.cache_clear()
+    cuda = FakeCuda(monkeypatch, home=1)
+    with cuda.recording(), dispatch.count_launches() as launches:
+        FusedHookState(wire="bf16")
+        assert not launches, "the current device is not the model's yet"
+        with torch.cuda.device(cuda.device):
+            FusedHookState(wire="bf16")
+        assert launches
+        for cap_mb in (1.0, 0.0):
+            launches.clear()
+            for wire in ("native", "bf16"):
+                wrapped(layers().to(cuda.device), {"wire": wire}, cap_mb=cap_mb)
+            assert bool(launches) == (cap_mb == 1.0), "nothing that another plan's buckets would need is missing"
+
+
+def _callers(patch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """Who calls a function of torch.cuda from here on."""
+    inner, callers = getattr(torch.cuda, name), list[str]()
+
+    def called(*given: Any, **options: Any) -> Any:
+        callers.append(sys._getframe(1).f_code.co_qualname)
+        return inner(*given, **options)
+
+    patch.setattr(torch.cuda, name, called)
+    return callers
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+def test_what_a_steady_step_asks_of_cuda(monkeypatch: pytest.MonkeyPatch, wire: str) -> None:
+    """No new event, and the current stream no more often than this: each costs the host some 1 us."""
+    cuda = FakeCuda(monkeypatch)
+    with cuda.recording():
+        model = wrapped(layers().to(cuda.device), {"wire": wire})
+        optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 16).to(cuda.device)
+        for _ in range(4):
+            step(model, optimizer, batch)
+        made, asked = _callers(monkeypatch, "Event"), _callers(monkeypatch, "current_stream")
+        monkeypatch.setattr(reduction, "bucket_label", lambda *_: pytest.fail("a bucket's names are joined anew"))
+        step(model, optimizer, batch)
+        buckets = int(model.reduce_stats()["buckets"])
+    assert not made
+    ours = Counter(one for one in asked if one.startswith(("Streams.", "Bucket.", "PointerTable.")))
+    once = ("Streams.wait_for_gradients", "Bucket.wire", "Streams.beside", "Bucket.unpacked")
+    per_bucket = {**dict.fromkeys(once, 1), "PointerTable.launched": 2}
+    assert ours == {"Streams.wait_for_packs": 1, **{one: times * buckets for one, times in per_bucket.items()}}
+
+
 @pytest.mark.parametrize("name", AGREED)
 def test_a_gpus_trace_has_something_to_agree_with(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The outline with which a GPU's is compared is the same in every run, whatever queries say."""
@@ -120,13 +181,15 @@ def _beside(*, waits: bool, joins: bool) -> Callable[[pytest.MonkeyPatch], None]
     """The side stream without one of its waits."""
 
     @contextlib.contextmanager
-    def beside(self: Streams, device: torch.device) -> Iterator[None]:
+    def beside(self: Streams, bucket: int, device: torch.device) -> Iterator[torch.cuda.Event]:
         side = self._side.setdefault(device, torch.cuda.Stream(device))
         current = torch.cuda.current_stream(device)
         if waits:
             side.wait_stream(current)
+        done = torch.cuda.Event()
         with torch.cuda.stream(side):
-            yield
+            yield done
+            done.record()
         if joins:
             current.wait_stream(side)
 

@@ -29,6 +29,9 @@ class FakeStream:
     def wait_stream(self, other: FakeStream) -> None:
         self.wait_until(other.now_ns)
 
+    def wait_event(self, event: FakeEvent) -> None:
+        self.wait_until(event._time_ns)
+
     def wait_until(self, time_ns: int) -> None:
         self.now_ns = max(self.now_ns, time_ns)
 

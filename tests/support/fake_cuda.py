@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusedreduce.buckets import exchange
 from fusedreduce.buckets import gradient_table as gradients
-from fusedreduce.comm.process_group import ProcessGroupCommunicator
+from fusedreduce.comm.process_group import _ALL_GATHER, ProcessGroupCommunicator
 from fusedreduce.kernels import dispatch, measure, pack, reference, reference_stats, scale, stats, unpack, variants
 from fusedreduce.kernels.table import PointerTable
 from fusedreduce.reducer import parameter_hooks
@@ -76,7 +76,7 @@ class FakeCuda(FakeMemory):
                 yield
         finally:
             dist.destroy_process_group()
-            for cached in (exchange.scalar, gradients.index_of, dispatch._refuse_unsupported):
+            for cached in (exchange.scalar, gradients.index_of, dispatch._refuse_unsupported, dispatch.warm_up):
                 cached.cache_clear()
 
     def switch(self, stream: Any) -> None:
@@ -157,6 +157,7 @@ class FakeCuda(FakeMemory):
             "is_available": lambda: True,
             "is_initialized": lambda: True,
             "is_current_stream_capturing": lambda: False,
+            "memory_reserved": lambda device=None: int(index_of(device) == self.device.index),
             "get_device_capability": lambda device=None: (9, 0),
         }
         for name, fake in fakes.items():
@@ -266,13 +267,14 @@ class FakeCuda(FakeMemory):
                 (tensor if tensor.layout is torch.strided else tensor._values()).mul_(self._ranks)
             return FakeWork([tensor])
 
-        def gathered(outputs: list[torch.Tensor], tensor: torch.Tensor, **_: Any) -> FakeWork:
-            return FakeWork([one.copy_(tensor) for one in outputs])
+        def gathered(output: torch.Tensor, tensor: torch.Tensor, **_: Any) -> FakeWork:
+            output.view(self._ranks, -1).copy_(tensor)
+            return FakeWork([output])
 
         fakes: dict[str, Callable[..., FakeWork]] = {
             "all_reduce": reduced,
             "reduce": reduced,
-            "all_gather": gathered,
+            _ALL_GATHER: gathered,
             "all_to_all_single": lambda output, input, **_: FakeWork([output.copy_(input)]),
             "broadcast": lambda tensor, *_, **__: FakeWork([tensor]),
         }

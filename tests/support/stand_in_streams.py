@@ -36,7 +36,9 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         other.run()
 
-    def wait_event(self, event: object) -> None: ...
+    def wait_event(self, event: Event) -> None:
+        if event.stream is not None:
+            event.stream.run()
 
     def run(self) -> None:
         """Does it."""
@@ -47,9 +49,12 @@ class Stream:
 
 
 class Event:
-    """Of something that is done at once."""
+    """Where it was recorded."""
 
-    def record(self, stream: object = None) -> None: ...
+    stream: Stream | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream = stream
 
     def query(self) -> bool:
         return True
