@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from ..comm.protocol import Communicator, Pending
+from ..comm.waiting import wait_for
 from ..kernels import dispatch
 from ..kernels.table import Partials, PointerTable, SourcePartials
 from ..planning.layout import aligned_layout, flat_layout
@@ -24,7 +25,6 @@ from .reduction import (
     WritesPartials,
     check_unchanged,
     row_spans,
-    wait_for_bucket,
 )
 from .tensors import as_real, dense_shape, like_parameter, none_missing, real_dtype, real_numel, versions_of
 
@@ -182,7 +182,7 @@ class DenseReduction(WritesPartials):
         """Unpacks into the tensors that were packed, or makes the views the gradients."""
         in_flight, self._in_flight = self._in_flight, None
         assert in_flight is not None
-        wait_for_bucket(in_flight.pending, self.members, self._communicator)
+        wait_for(in_flight.pending, self.members.all_reduce_text, self._communicator)
         scale = unscaling.factor(self.bucket.compute_dtype, self.bucket.device, self.bucket.split)
         if self._as_views:
             self._finish_views(scale, unused)
@@ -216,7 +216,7 @@ class DenseReduction(WritesPartials):
 
     def apply(self, flight: InFlight, unused: Collection[int], unscaling: Unscaling) -> None:
         """Unpacks the sum of an earlier step into the gradients that are there by now, and new ones."""
-        wait_for_bucket(flight.pending, self.members, self._communicator)
+        wait_for(flight.pending, self.members.all_reduce_text, self._communicator)
         scale = unscaling.factor(self.bucket.compute_dtype, self.bucket.device, self.bucket.split)
         gradients = [parameter.grad for parameter in self.members.parameters]
         self._staged = {}

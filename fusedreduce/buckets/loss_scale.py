@@ -144,11 +144,14 @@ class LossScaleState:
     def arm(self) -> None:
         """Called before a synchronised backward, scaled or not."""
         self._of_step = None
-        self._begin_anew()
+        if self.attached:
+            self.new_forward()
 
     def new_forward(self) -> None:
         """Called between two backwards."""
-        self._begin_anew()
+        if not in_backward():
+            self._running = None  # the backward has raised
+        self._note_if_none()
 
     def note_backward(self, *, first_output: bool = False) -> None:
         """Notes that a synchronised backward has reached an output of forward, or a gradient.
@@ -223,11 +226,6 @@ class LossScaleState:
 
     def _end(self) -> None:
         self._running = None
-
-    def _begin_anew(self) -> None:
-        if not in_backward():
-            self._running = None  # the backward has raised
-        self._note_if_none()
 
     def _note_if_none(self) -> None:
         if self.attached and not any_gradient(self._parameters):

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..comm.protocol import Communicator, Pending
-from ..comm.waiting import wait_for
+from ..comm.protocol import Pending
 from ..errors import FusedReduceError
 from ..kernels.table import ChunkTable, Partials, SourcePartials
 from ..planning.plan import bucket_label
@@ -41,6 +40,10 @@ class Members:
     def label(self) -> str:
         """The bucket's index and its parameters' names, for messages."""
         return bucket_label(self.index, self.names)
+
+    def all_reduce_text(self) -> str:
+        """Names the bucket's all-reduce, for errors."""
+        return f"the all-reduce of {self.label}"
 
     @functools.cached_property
     def device(self) -> torch.device:
@@ -223,8 +226,3 @@ def _changed_error(members: Members, slot: int, replaced: bool, rank: int) -> Fu
         "on the parameter itself), or a second backward through the same parameter, as by reentrant checkpoints that "
         "share it or by its use outside of forward (use static_graph=True)"
     )
-
-
-def wait_for_bucket(pending: Pending, members: Members, communicator: Communicator) -> None:
-    """Waits for a bucket's all-reduce. Raises CollectiveError, which leaves its gradients this rank's own."""
-    wait_for(pending, lambda: f"the all-reduce of {members.label}", communicator)

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from ..comm.protocol import Communicator, Pending
+from ..comm.waiting import wait_for
 from .comm_hook import CommHook, call_hook, reduced_value
 from .grad_bucket import GradBucket
 from .gradient_table import summary
 from .loss_scale import Unscaling
-from .reduction import Members, PackedAtLaunch, StartedCollective, check_unchanged, wait_for_bucket
+from .reduction import Members, PackedAtLaunch, StartedCollective, check_unchanged
 from .sparse_kinds import KindsOfStep, SparseKinds, kind_of
 from .tensors import as_real, real_dtype, versions_of, writable_values
 
@@ -131,7 +132,8 @@ class SparseReduction(PackedAtLaunch):
         """Waits for the sum; None if no rank had a gradient."""
         kind = flight.kinds.agreed_kind(self._number)
         if flight.pending is not None:
-            wait_for_bucket(flight.pending, self.members, self._communicator)  # raises more errors than its future
+            # It raises more errors than its future does.
+            wait_for(flight.pending, self.members.all_reduce_text, self._communicator)
         value = None if flight.future is None else reduced_value(flight.future, self.members, self._communicator)
         return None if kind is None else value
 

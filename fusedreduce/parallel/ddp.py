@@ -647,7 +647,8 @@ class TorchReducer:
         if ddp is not None and not ddp.require_backward_grad_sync:
             self.reducer.expect_local_backward()
         try:
-            self.reducer.cycle.check_finalized()
+            if not self.reducer.cycle.in_forward():
+                self.reducer.cycle.check_finalized()
             self.reducer.agree()
             return self.reducer.rebuild()
         except Exception as error:

@@ -126,15 +126,16 @@ class Logger:
     def set_runtime_stats_and_log(self) -> None:
         """Samples the previous step; called before each synchronised forward."""
         reducer = self._reducer
-        if reducer.steps == self._seen_steps:
+        steps = reducer.steps
+        if steps == self._seen_steps:
             return
-        self._seen_steps = reducer.steps
-        if reducer.steps > _ALWAYS_SAMPLED and reducer.steps % self.sample_rate:
+        self._seen_steps = steps
+        if steps > _ALWAYS_SAMPLED and steps % self.sample_rate:
             return
         self._sampled += 1
         times = reducer.times
         found: dict[str, int] = {
-            "iteration": reducer.steps,
+            "iteration": steps,
             "unused_parameter_size": sum(
                 reducer.parameters[i].numel() * reducer.parameters[i].element_size() for i in reducer.last_unused
             ),

@@ -7,6 +7,7 @@ no output was given, or none is part of the loss, the last parameter's hook queu
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ class BackwardHooks:
 
     def __init__(self, owner: object, on_begin: Callable[[Any], None], on_end: Callable[[Any, Step], None]) -> None:
         self._owner = weakref.ref(owner)
-        self._on_begin = on_begin
+        self._begin = self._prehook(on_begin)
         self._on_end = on_end
         self._watched: list[RemovableHandle] = []
 
@@ -40,12 +41,13 @@ class BackwardHooks:
         Returns:
             Whether a backward can begin at one of them.
         """
-        begin = self._prehook(self._on_begin)
         for handle in self._watched:
             handle.remove()
-        functions = {output.grad_fn for output in outputs if output.grad_fn is not None}
-        self._watched = [function.register_prehook(begin) for function in functions]
-        return bool(functions)
+        self._watched = []
+        for function in dict.fromkeys(map(_grad_fn, outputs)):
+            if function is not None:
+                self._watched.append(function.register_prehook(self._begin))
+        return bool(self._watched)
 
     def watch_also(self, outputs: Sequence[torch.Tensor], on_begin: Callable[[Any], None]) -> bool:
         """Calls on_begin(owner), in addition, when a backward begins at one of `outputs`; returns whether one can."""
@@ -79,6 +81,9 @@ class BackwardHooks:
                 on_end(owner, step)
 
             torch.autograd.Variable._execution_engine.queue_callback(end)
+
+
+_grad_fn = operator.attrgetter("grad_fn")
 
 
 def refuse_compiled_autograd(rank: int) -> None:

@@ -247,14 +247,14 @@ class Reducer:
         if divisor is not None:
             divisor = self._checked_divisor(divisor)
         with cycle.lock:
-            cycle.check_finalized()
+            if not cycle.in_forward():  # else `prepare_for_forward` has done so
+                cycle.check_finalized()
+                cycle.hooks.check_nodes(self.names)
             if not self._sync:
                 cycle.disarm(outputs)
                 return
-            if not cycle.in_forward():  # else `prepare_for_forward` has done so
-                cycle.hooks.check_nodes(self.names)
-                self.agree()
-                self.rebuild()
+            self.agree()
+            self.rebuild()
             if cycle.shares_parameters:
                 cycle.shares_parameters = validation.shared(cycle, self.parameters)
                 validation.check_mode(self.config.sync_mode, {"parameters of two wrappers": cycle.shares_parameters})
@@ -664,10 +664,11 @@ class Reducer:
             CollectiveError: a peer did not answer.
         """
         with self.cycle.lock:
-            plan, issued = self._plans.next(self.plan)
+            before = self.pipeline.buckets.plan
+            plan, issued = self._plans.next(before)
             self.pipeline.issued += issued
             # Also where the order gives the same buckets, because hooks and streams are still those of a first step.
-            new = issued > 0 or plan != self.plan
+            new = issued > 0 or plan is not before and plan != before
             if new:
                 self._build_buckets(plan)
             return new

@@ -180,7 +180,7 @@ class StepCycle:
         step = self.step
         broken = step.callbacks > 0 and not in_backward()
         if self.state is ReducerState.FAILED or (self.state is ReducerState.ARMED and (step.begun or broken)):
-            counting = self._counting()
+            counting = self.counting()
             text = unfinished_text(
                 [index for index in step.missing() if not (counting and self._counted[index])],
                 self._names,
@@ -207,8 +207,8 @@ class StepCycle:
             self._forward_ns = time.perf_counter_ns()
 
     def in_forward(self) -> bool:
-        """Whether `begin_forward` was called since a step was last armed, ended or given up."""
-        return self._forward_ns != MISSING_NS
+        """Whether `begin_forward` was called since a step was last armed, ended, failed or given up."""
+        return self._forward_ns != MISSING_NS and self.state is ReducerState.IDLE
 
     def disarm(self, outputs: object) -> None:
         """Called after a forward whose backward is not reduced (no_sync).
@@ -280,7 +280,7 @@ class StepCycle:
                 if self.static_graph or self._find_unused:
                     if self._parameters[index].grad is not None:
                         pipeline.used.mark(index)
-                    if self._counting():
+                    if self.counting():
                         self._counted[index] += 1
                         step.count(index)
                         return
@@ -321,7 +321,7 @@ class StepCycle:
     def end_first_static_step(self) -> None:
         """Ends a static graph's first step. A wrapper calls it; without one the hook on the outputs does."""
         with self.lock:
-            if self.state is ReducerState.ARMED and self._counting() and self.step.begun:
+            if self.state is ReducerState.ARMED and self.counting() and self.step.begun:
                 self.end_backward(self.step)
 
     def end_backward(self, step: Step) -> None:
@@ -334,7 +334,7 @@ class StepCycle:
         with self.lock:
             if self.state is not ReducerState.ARMED or self.step is not step or not step.begun:
                 return
-            if self._counting():
+            if self.static_graph and self.counting():
                 self._fires = list(self._counted)
                 step.make_all_ready()
             elif not step.all_ready():
@@ -394,6 +394,7 @@ class StepCycle:
     def fail(self, error: BaseException) -> None:
         """Makes the reducer FAILED: `reset` is needed."""
         self.state = ReducerState.FAILED
+        self._forward_ns = MISSING_NS
         self.failures.note(error, self._communicator)
         if self.on_error is not None:
             self.on_error(str(error))
@@ -418,14 +419,15 @@ class StepCycle:
         refuse_capture(self._device, self._communicator.rank)
         refuse_compiled_autograd(self._communicator.rank)
         with self.lock:
-            self._hold_gradients()
+            self._pipeline.mode.hold_gradients()
             step = self.step
             if step.from_outputs and step.task == torch._C._current_graph_task_id():
                 return  # another output of the same backward
             # Another root of a partial backward; else a new backward, which has made no gradient yet.
             again = step.from_outputs and (step.begun or step.callbacks > 0)
             step.from_outputs = True
-            self._observed.units.note_backward(first_output=not (again or step.begun))
+            if self._observed.units.attached:
+                self._observed.units.note_backward(first_output=not (again or step.begun))
             if not again:
                 step.began_ns = time.perf_counter_ns()
                 for one in self._pipeline.observers:
@@ -437,7 +439,7 @@ class StepCycle:
         """Called when a backward, reduced or not, has reached an output of its forward."""
         self._pipeline.mode.hold_gradients()
 
-    def _counting(self) -> bool:
+    def counting(self) -> bool:
         """Whether this is a static graph's first step: gradients are counted, and none is final before its end."""
         return self.static_graph and self._fires is None
 

@@ -74,6 +74,7 @@ class GradStats:
         self._stamp: tuple[list[weakref.ref[torch.Tensor] | None], list[int]] | None = None
         complex_ = [parameter.is_complex() for parameter in parameters]
         raises = config.check_finite == "raise"
+        self._checks = config.check_finite != "off"
         self._finite = FiniteCheck(Named(names, complex_), communicator, raises=raises)
         self._shadows: list[Shadow] = []
         self.before_reading: Callable[[], None] = _nothing
@@ -207,17 +208,17 @@ class GradStats:
     def collect_from(self, reductions: Sequence[Reduction]) -> None:
         """Collects the statistics of new buckets."""
         self._collected = False
-        checks = self._config.check_finite != "off"
         self._by_products = PartialStats(
             reductions,
             self._parameters,
-            result=self._config.grad_stats or checks or self._required,
-            source=self._config.grad_stats or checks,
+            result=self._config.grad_stats or self._checks or self._required,
+            source=self._config.grad_stats or self._checks,
         )
 
     def begin_forward(self, reductions: Sequence[Reduction]) -> None:
         """Called when a synchronised step is armed."""
-        self._finite.make_reports()
+        if self._checks:
+            self._finite.make_reports()
         if self._required and not self._by_products.result:
             self.collect_from(reductions)
 
@@ -233,14 +234,15 @@ class GradStats:
 
     def issue(self) -> int:
         """See `StepCollective`: the exchange of non-finite gradients."""
-        if self._config.check_finite == "off":
+        if not self._checks:
             return 0
         self._finite.start_exchange(self._by_products.source_totals().first)
         return 1
 
     def complete(self, exchange: Started | None = None) -> None:
         """Waits for the exchange of this step, or for `exchange`, that of an earlier step."""
-        self._finite.complete(exchange)
+        if self._checks:
+            self._finite.complete(exchange)
 
     def detach_exchange(self) -> Started | None:
         """Hands over the exchange of a step that ends later; None: there is none."""
@@ -259,7 +261,7 @@ class GradStats:
     def end_measured_step(self, step: int) -> None:
         """`end_step` for averages of another plan's buckets: their statistics were not collected, and are measured."""
         self.end_without_gradients()
-        if self._config.check_finite != "off":
+        if self._checks:
             self._finite.end_step(step, self.table.measure(), excused=bool(self.units.attached))
 
     def end_step(self, step: int, left: Collection[int]) -> int:
@@ -284,7 +286,7 @@ class GradStats:
             totals.parameter_sums.copy_(numbers[:-1])
             totals.total[:1].copy_(numbers[-1:])
             issued = 1
-        if self._config.check_finite != "off":
+        if self._checks:
             self._finite.end_step(step, self._by_products.totals(), excused=bool(self.units.attached))
         return issued
 
@@ -294,7 +296,8 @@ class GradStats:
         Raises:
             NonFiniteGradientError: see ReduceConfig.check_finite.
         """
-        self._finite.check()
+        if self._checks:
+            self._finite.check()
 
     def added_here(self) -> None:
         """Called when a backward has added to the gradients on this rank only."""
@@ -312,7 +315,7 @@ class GradStats:
 
     def shadow(self) -> int:
         """See `StepCollective`."""
-        if self._config.check_finite == "off":
+        if not self._checks:
             return 0
         self._finite.start_exchange(torch.full((2,), -1, dtype=torch.int64, device=self._parameters[0].device))
         return 1
@@ -326,7 +329,7 @@ class GradStats:
         if self._shares():
             self._share(torch.zeros(len(self._parameters) + 1, dtype=torch.float64, device=device))
             issued += 1
-        if self._config.check_finite != "off":
+        if self._checks:
             self._finite.end_step(step, self._of_sums(shadows, device), excused=bool(self.units.attached))
         return issued
 

@@ -23,9 +23,10 @@ import torch
 from ...buckets import exchange
 from ...buckets.bucket import Bucket, BucketState
 from ...buckets.exchange import InFlight
-from ...buckets.reduction import Members, wait_for_bucket
+from ...buckets.reduction import Members
 from ...buckets.tensors import as_real, dense_shape, real_dtype, real_numel
 from ...comm.protocol import Communicator
+from ...comm.waiting import wait_for
 from ...planning.layout import Layout, aligned_layout, flat_layout
 
 # Elements of a block on CPU: 256 KiB of fp32, three of which fit into a core's second cache.
@@ -175,7 +176,7 @@ class AsynchronousBucket:
 
     def complete(self, in_flight: InFlight) -> None:
         """Waits for the sum; raises CollectiveError with the bucket's name."""
-        wait_for_bucket(in_flight.pending, self.members, self._communicator)
+        wait_for(in_flight.pending, self.members.all_reduce_text, self._communicator)
 
     def anywhere(self, in_flight: InFlight, numbers: Collection[int]) -> list[int]:
         """Those parameters of `numbers`, without a gradient on this rank, that another rank had one for, not all zeros.
