@@ -76,6 +76,9 @@ class Unscaling:
         return self._factors[key]
 
 
+_NOT_SCALED = Unscaling(None)
+
+
 class _Unit(enum.Enum):
     UNSCALED = "unscaled"  # left by a reduction, or by a backward whose scale is not known
     LOCAL = "local"  # unscaled, and this rank's own
@@ -210,7 +213,7 @@ class LossScaleState:
 
     def unscaling(self) -> Unscaling:
         """What removes the loss scale of the current synchronised step."""
-        return Unscaling(self._of_step if isinstance(self._of_step, LossScale) else None)
+        return Unscaling(self._of_step) if isinstance(self._of_step, LossScale) else _NOT_SCALED
 
     def scaled_step(self) -> bool:
         """Whether the current synchronised step is of a scaled loss."""

@@ -167,10 +167,13 @@ class SparseKinds:
         """Notes the kind of a parameter's gradient in this step, on this rank."""
         self._mine[number] = _ABSENT if gradient is None else _encoded(kind_of(gradient))
 
+    @property
+    def active(self) -> bool:
+        """See `StepCollective`: there are sparse parameters."""
+        return bool(self.place)
+
     def issue(self) -> int:
-        """See `StepCollective`: the exchange of this step's kinds, where there are sparse parameters."""
-        if not self.place:
-            return 0
+        """See `StepCollective`: the exchange of this step's kinds."""
         mine, self._mine = self._mine, {}
         numbers = [value for number in self.place for value in mine.get(number, _ABSENT)]
         try:

@@ -36,7 +36,7 @@ class JoinShadows:
         Returns:
             Zeros for every bucket, in launch order, each to be given to `run`.
         """
-        if self._plans.measured():
+        if self._plans.measured:
             self._pipeline.issued += self._plans.scheduler.open_round(None)
         self._observed.begin_shadow_step()
         return [reduction.shadow() for reduction in self._pipeline.buckets.reductions]

@@ -59,6 +59,11 @@ class StepTimes:
 class StepCollective(Protocol):
     """A small collective after the last bucket of a step."""
 
+    @property
+    def active(self) -> bool:
+        """Whether it may be due in a step with the buckets and the mode in use: on every rank or on none."""
+        ...
+
     def issue(self) -> int:
         """Starts it, if it is due in this step: on every rank or on none. Returns how many collectives were issued.
 
@@ -87,8 +92,9 @@ class Pipeline:
         rounds: synchronised steps that all ranks have taken part in.
         buckets: of the plan in use.
         observers: of the current step, none unless it is profiled. They change, raise and issue nothing.
-        collectives: those that follow the last bucket of a step, in this order on every rank. The used map is first: in
-            its sum torch's join takes part, ahead of the others.
+        collectives: those that follow the last bucket of a step, in this order on every rank; only those that may be
+            due. The used map is first: in its sum torch's join takes part, ahead of the others.
+        profile: the observer of a profiled step; None: the step is not profiled.
         mode: the sync mode in use.
         overlaps: buckets are launched during backward.
         late: which averages the gradients are.
@@ -115,6 +121,7 @@ class Pipeline:
         self._recording = recording
         self._skip_unused_buckets = skip_unused_buckets
         self.observers: tuple[StepProfile, ...] = ()
+        self.profile: StepProfile | None = None
         devices = {parameter.device for parameter in maker.parameters}
         self._device = devices.pop() if len(devices) == 1 else None
         self._monitor = StallMonitor()
@@ -128,7 +135,6 @@ class Pipeline:
         self._restrided = 0
         self.rounds = 0
         self.buckets = BucketSet((), maker)
-        self.collectives: tuple[StepCollective, ...] = (used, plans, maker.sparse_kinds, observed)
         self.late = DelayedAverages()
         self._stash = GradientStash(maker.parameters)
         self._enter_mode()
@@ -149,7 +155,8 @@ class Pipeline:
         self._plans.in_use = plan
         self.observed.collect_from(self.buckets.reductions)
         self.mode.set_buckets(self.buckets)
-        self.observers = ()
+        self.observers, self.profile = (), None
+        self._follow_settings()
 
     def check_wires(self) -> None:
         """Checks that the backend can sum the buckets' wire dtypes.
@@ -181,6 +188,7 @@ class Pipeline:
         before.release()
         self._enter_mode()
         self.mode.set_buckets(self.buckets)
+        self._follow_settings()
         self.late.withheld = False
         if before.delays and not self.mode.delays:
             self._stash.put_back()
@@ -234,11 +242,12 @@ class Pipeline:
             forward_ns: time.perf_counter_ns() when forward began.
             divisor: this rank's own for this step; None: the ranks that were counted, else the configured one.
         """
-        self.observers = ()
+        self.observers, self.profile = (), None
         if profiled:
             wait = self._wait_to_time if watch else None
             count = len(self.maker.parameters)
-            self.observers = (StepProfile(count, len(self.buckets), self._device, wait, forward_ns=forward_ns),)
+            self.profile = StepProfile(count, len(self.buckets), self._device, wait, forward_ns=forward_ns)
+            self.observers = (self.profile,)
         counted = None if self._count_ranks is None else self._counted_ranks()
         self._divisor = divisor or counted or self.maker.config.divisor(self.maker.communicator.size)
         # The kept gradient of a parameter that no rank has used is a view, so it is reduced all the same. torch leaves
@@ -296,7 +305,8 @@ class Pipeline:
             else:
                 self._launch_one(step, reduction)
         if before < step.next_bucket == len(reductions):
-            self.buckets.streams.wait_for_packs()
+            if self.buckets.streams.on_cuda:
+                self.buckets.streams.wait_for_packs()
             for one in self.collectives:
                 self.issued += one.issue()
 
@@ -342,14 +352,14 @@ class Pipeline:
                 for reduction in launched:
                     reduction.check_unchanged()
             ended = self.mode.end_step(self, launched)
-            self._plans.scheduler.complete()
+            if self._plans.measured:
+                self._plans.scheduler.complete()
             installed, self._installed = self._installed, []
             for future in installed:
                 wait_for(future, "a future that the end of backward waits for", self.maker.communicator)
         self.times.comm_end = time.time_ns()
         # Before anything else may raise, which would leave this rank's number of rounds behind that of its peers.
-        looked = self._profile
-        self.observers = ()
+        looked, self.profile, self.observers = self.profile, None, ()
         self.close_round(looked)
         return ended
 
@@ -369,7 +379,7 @@ class Pipeline:
         Args:
             looked: the step's profile, where it was profiled.
         """
-        if self._plans.measured():
+        if self._plans.measured:
             self._plans.scheduler.close_round(looked)
         self.rounds += 1
         if looked is not None:
@@ -380,7 +390,8 @@ class Pipeline:
     def finish_buckets(self, launched: Sequence[Reduction]) -> list[int]:
         """Finishes launched buckets; returns the numbers of the parameters whose gradients were not written."""
         left: list[int] = []
-        used, unscaling = self.used.sum_of_step(), self.observed.units.unscaling()
+        used = self.used.sum_of_step() if self.used.kept else None
+        unscaling = self.observed.units.unscaling()
         on_cuda = self.buckets.streams.on_cuda
         for reduction in launched:
             unused = frozenset[int]() if used is None else unused_of(reduction.members, used)
@@ -389,9 +400,9 @@ class Pipeline:
                 self.write(reduction.members, functools.partial(self._finish_one, reduction, unused, unscaling))
             else:
                 self._finish_one(reduction, unused, unscaling)
-        if self.used.kept or self.maker.keeps_gradients:
+        if used is not None or self.maker.keeps_gradients:
             left = self._not_written(() if self.maker.keeps_gradients else launched, used)
-        if self.used.asks():
+        if used is not None and self.used.asks():
             self.used.complete()
         self.observed.complete()
         return left
@@ -419,14 +430,14 @@ class Pipeline:
 
     # Within
 
+    def _follow_settings(self) -> None:
+        known: tuple[StepCollective, ...] = (self.used, self._plans, self.maker.sparse_kinds, self.observed)
+        self.collectives = tuple(one for one in known if one.active)
+
     def _enter_mode(self) -> None:
         self.mode = make_mode(self.maker, self._stash, self.late)
         self.overlaps = self.maker.config.overlap and self.mode.together
         self.used.alone = self.observed.alone = not self.mode.together
-
-    @property
-    def _profile(self) -> StepProfile | None:
-        return self.observers[0] if self.observers else None
 
     def _wait_to_time(self, collective: Any) -> None:
         wait_for(collective, "the collective whose end is timed", self.maker.communicator)
@@ -439,8 +450,8 @@ class Pipeline:
             step.next_bucket = step.launched = len(self.buckets)
             return False
         self._kept = {}  # those of the last step: on CUDA a side stream may have read them until now
-        if self._plans.measured():
-            self.issued += self._plans.scheduler.open_round(self._profile)
+        if self._plans.measured:
+            self.issued += self._plans.scheduler.open_round(self.profile)
         return True
 
     def _launch_one(self, step: Step, reduction: Reduction) -> None:

@@ -67,6 +67,8 @@ class Plans:
 
     Attributes:
         rebuilt: the plan follows an order of readiness.
+        wants_order: an order of readiness is still to be learned or adopted.
+        measured: the plan follows measurements now: the same on every rank.
         in_use: the plan of the buckets.
         kinds: what a plan must know of each parameter.
         scheduler: has the ranks agree on plans.
@@ -86,7 +88,7 @@ class Plans:
         *,
         learns: bool,
     ) -> None:
-        self.learns = learns
+        self._learns = learns
         self.rebuilt = False
         self.in_use: Plan = ()
         self.kinds = [kind_of(*one) for one in zip(parameters, sparse, strict=True)]
@@ -108,8 +110,8 @@ class Plans:
             least_bytes=0 if config.link else _LEAST_PLANNED_BYTES,
         )
         # Not where nothing overlaps. (A comm hook may keep state per bucket: the reducer then calls give_up_measuring.)
-        self._measures = config.policy != "static" and config.overlap
-        self.set_mode(config.sync_mode)
+        self._may_measure = config.policy != "static" and config.overlap
+        self._mode = config.sync_mode
         self.set_communicator(communicator)
 
     def set_communicator(self, communicator: Communicator) -> None:
@@ -117,17 +119,23 @@ class Plans:
         self._communicator = communicator
         self.scheduler = Scheduler(self._model, self._config.replan_every, communicator, self._device)
         self._given = self._loaded()
-        self.rebuilt = False
         self._order = ()
+        self._follow(rebuilt=False)
 
     def set_mode(self, mode: SyncMode) -> None:
         """Switches to a sync mode: delayed averages are not measured, and ranks in different steps learn no plan."""
-        self._in_step = is_synchronous(mode)
-        self._together = not isinstance(mode, Asynchronous)
+        self._mode = mode
+        self._follow(rebuilt=self.rebuilt)
+
+    def learn(self) -> None:
+        """The next step shows an order of readiness to learn, after all (a graph that is declared static)."""
+        self._learns = True
+        self._follow(rebuilt=self.rebuilt)
 
     def give_up_measuring(self) -> None:
         """Keeps the plan that follows the first step's order for good."""
-        self._measures = False
+        self._may_measure = False
+        self._follow(rebuilt=self.rebuilt)
 
     def restart(self) -> None:
         """Forgets, after an abandoned step, what some ranks may not know; the plan in use stays."""
@@ -136,32 +144,24 @@ class Plans:
 
     def return_to_first(self) -> None:
         """Returns to the first plan, because ranks have different ones."""
-        self.rebuilt = False
+        self._follow(rebuilt=False)
 
     def first(self) -> Plan:
         """The plan of the first step."""
         if self._given is not None:
             return self._given
         model = self._model
-        return first_plan(model.kinds, model.caps, model.cap_policy, learns=self.wants_order())
-
-    def wants_order(self) -> bool:
-        """Whether an order of readiness is still to be learned or adopted."""
-        return self.learns and self._together and not self.rebuilt and self._given is None
+        return first_plan(model.kinds, model.caps, model.cap_policy, learns=self.wants_order)
 
     def note_order(self, order: Sequence[int] = ()) -> None:
         """Notes the order of readiness of the first step; a rank without inputs (join) has none."""
-        if self.wants_order() and not self._order:
+        if self.wants_order and not self._order:
             seen = set(order)
             self._order = (*order, *(index for index in range(len(self.kinds)) if index not in seen))
 
-    def measured(self) -> bool:
-        """Whether the plan follows measurements now: the same on every rank."""
-        return self.rebuilt and self._measures and self._in_step and self._communicator.size > 1
-
     def profiles(self) -> bool:
         """Whether the step that begins is profiled, for which every parameter must be hooked."""
-        return self.measured() and self.scheduler.profiles()
+        return self.measured and self.scheduler.profiles()
 
     def next(self, plan: Plan) -> tuple[Plan, int]:
         """Decides, between two steps, which plan is used from now on.
@@ -176,15 +176,16 @@ class Plans:
             AgreementError: ranks have decided on different plans; on every rank.
             CollectiveError: a peer did not answer.
         """
-        if not (self.wants_order() and self._order):
-            return (self.scheduler.decide(plan) if self.measured() else plan), 0
+        if not (self.wants_order and self._order):
+            return (self.scheduler.decide(plan) if self.measured else plan), 0
         order = torch.tensor(self._order, dtype=torch.int64).to(self._device)
         try:
             self._communicator.broadcast(order, 0)
         except RuntimeError as error:
             what = "broadcasting the order of readiness failed"
             raise collective_failed(what, self._communicator, error) from error
-        self.rebuilt, self._order = True, ()
+        self._order = ()
+        self._follow(rebuilt=True)
         found, model = order.tolist(), self._model
         self.scheduler.learned(found)
         if self._config.policy == "static":
@@ -193,7 +194,12 @@ class Plans:
 
     def issue(self) -> int:
         """See `StepCollective`: the exchange of measurements, or of decisions, where one is due."""
-        return self.scheduler.report(self.in_use) if self.measured() else 0
+        return self.scheduler.report(self.in_use)
+
+    @property
+    def active(self) -> bool:
+        """See `StepCollective`."""
+        return self.measured
 
     shadow = issue  # in which the others' measurements decide
 
@@ -243,6 +249,13 @@ class Plans:
                 for name, numel, kind, group, wire_bytes, known_ns in rows
             ],
         )
+
+    def _follow(self, *, rebuilt: bool) -> None:
+        self.rebuilt = rebuilt
+        together = not isinstance(self._mode, Asynchronous)
+        self.wants_order = self._learns and together and not rebuilt and self._given is None
+        several = self._communicator.size > 1
+        self.measured = rebuilt and self._may_measure and is_synchronous(self._mode) and several
 
     def _loaded(self) -> Plan | None:
         """The given plan, if it was made for as many ranks."""

@@ -525,7 +525,7 @@ class Reducer:
                 "constructed."
             )
         self.cycle.static_graph = True
-        self._plans.learns = True
+        self._plans.learn()
         self.pipeline.used.first = True
         self._build_buckets(self._plans.first())
 
@@ -675,7 +675,7 @@ class Reducer:
 
     def should_rebuild(self) -> bool:
         """Whether the plan still waits for an order of readiness, as before and right after the first step."""
-        return self._plans.wants_order()
+        return self._plans.wants_order
 
     @property
     def rebuilt(self) -> bool:

@@ -468,7 +468,7 @@ class StepCycle:
         if step.order:
             self._ordered = step
         self.last_unused = tuple(sorted(step.skipped))
-        if self._plans.wants_order():
+        if self._plans.wants_order:
             self._plans.note_order(self.last_order)
         pipeline.end_step(ended)
         pipeline.mode.restore_gradients()

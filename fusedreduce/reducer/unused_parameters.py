@@ -139,6 +139,8 @@ class UsedMap:
         """Whether the map is kept at all."""
         return (self.always or self.first) and not self.alone
 
+    active = kept  # see `StepCollective`
+
     def asks(self) -> bool:
         """Whether this step sums the map over all ranks."""
         return not self.alone and (self.always or (self.first and not self._first_done))
@@ -170,17 +172,15 @@ class UsedMap:
             self.complete()
         return issued
 
-    def sum_of_step(self) -> UsedSum | None:
-        """The sum of the launched step; None: every parameter counts as used."""
-        if not self.kept:
-            return None
+    def sum_of_step(self) -> UsedSum:
+        """The sum of the launched step; only where the map is kept, else every parameter counts as used."""
         assert self._sum is not None, "the sum was not started"
         return self._sum
 
     def detach_sum(self) -> UsedSum | None:
-        """`sum_of_step` for a step that ends later."""
+        """`sum_of_step` for a step that ends later; None: every parameter counts as used."""
         self._first_done = True
-        return self.sum_of_step()
+        return self.sum_of_step() if self.kept else None
 
     def complete(self) -> None:
         """Waits for the sum, so that its buffer may be freed."""

@@ -228,14 +228,18 @@ class GradStats:
         Raises:
             FusedReduceError: see `LossScaleState.check_before_reduction`.
         """
-        self.units.check_before_reduction()
+        if self.units.attached:
+            self.units.check_before_reduction()
         self._by_products.begin_step()
         self._collected = False
 
+    @property
+    def active(self) -> bool:
+        """See `StepCollective`: gradients are checked."""
+        return self._checks
+
     def issue(self) -> int:
         """See `StepCollective`: the exchange of non-finite gradients."""
-        if not self._checks:
-            return 0
         self._finite.start_exchange(self._by_products.source_totals().first)
         return 1
 
@@ -277,9 +281,10 @@ class GradStats:
         self.units.reduced()
         self._collected = self._by_products.result
         self._stamp = self._seen() if self._collected and (self._required or self._config.grad_stats) else None
-        self._by_products.end_step(left)
+        if self._collected:
+            self._by_products.end_step(left)
         issued = 0
-        if self._shares():
+        if self._config.grad_stats and self._shares():
             totals = self._by_products.totals()
             numbers = torch.cat([totals.parameter_sums, totals.total[:1]])
             self._share(numbers)
@@ -315,8 +320,6 @@ class GradStats:
 
     def shadow(self) -> int:
         """See `StepCollective`."""
-        if not self._checks:
-            return 0
         self._finite.start_exchange(torch.full((2,), -1, dtype=torch.int64, device=self._parameters[0].device))
         return 1
 
@@ -326,7 +329,7 @@ class GradStats:
         issued = 0
         device = self._parameters[0].device
         self._finite.complete()
-        if self._shares():
+        if self._config.grad_stats and self._shares():
             self._share(torch.zeros(len(self._parameters) + 1, dtype=torch.float64, device=device))
             issued += 1
         if self._checks:
@@ -372,7 +375,7 @@ class GradStats:
         return [None if one is None else weakref.ref(one) for one in gradients], versions_of(gradients)
 
     def _shares(self) -> bool:
-        return self._config.grad_stats and not self.alike and not self.alone
+        return not self.alike and not self.alone
 
     def _share(self, numbers: torch.Tensor) -> None:
         """Replaces `numbers`, fp64 and not negative, by all ranks' largest; as bits, which have the same order."""

@@ -58,7 +58,7 @@ class PartialStats:
     def end_step(self, left: Collection[int]) -> None:
         """Called when all rows are written; `left`: numbers of the parameters whose gradients were not written."""
         self._left = [number for number in left if self._parameters[number].grad is not None] if left else []
-        if self.result and (self._complex or self._left):
+        if self._complex or self._left:
             self.totals()  # reads gradients, which the user may change from now on
 
     def totals(self) -> Totals:
