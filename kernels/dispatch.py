@@ -101,7 +101,7 @@ def pack(
     chunks: ChunkTable,
     pointers: PointerTable,
     wire: torch.Tensor,
-    divisor: torch.Tensor,
+    divisor: float,
     partials: SourcePartials | None = None,
     *,
     vouched: bool = False,
@@ -114,7 +114,7 @@ def pack(
         chunks: the layout's table, with the size, dtype and wire offset of each gradient.
         pointers: this bucket's address table.
         wire: output [chunks.wire_numel]: fp32, bf16 or fp16 (fp64 gradients: fp64, bf16 or fp16).
-        divisor: one element on the device, fp32 (fp64 for fp64 gradients).
+        divisor: what to divide by, rounded to fp32 (fp64 for fp64 gradients).
         partials: filled in the same launch; None: no statistics.
         vouched: skip the checks of arguments; the caller has made them.
         done: first slots of the groups that `pack_early` has packed already.
@@ -169,7 +169,7 @@ def pack_early(
     chunks: ChunkTable,
     pointers: PointerTable,
     wire: torch.Tensor,
-    divisor: torch.Tensor,
+    divisor: float,
 ) -> None:
     """Packs one of `early_groups`, without `pack`'s checks; its first slot has to be in the `done` of a later `pack`.
 
@@ -179,7 +179,7 @@ def pack_early(
         chunks: the layout's table.
         pointers: this bucket's address table.
         wire: output [chunks.wire_numel].
-        divisor: one element on the device.
+        divisor: as for `pack`.
     """
     run = reference.runs(chunks)[group]
     _call("pack", "torch", reference.pack_run, gradients, run, chunks, pointers, wire, divisor, vouched=True)
@@ -391,11 +391,13 @@ def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stat
     chunks = ChunkTable([1], [0], [dtype], 1)
     buffer = torch.empty(1, dtype=wire, device=device)
     one = torch.ones(1, dtype=dtype, device=device)
-    pack(gradients, chunks, PointerTable(), buffer, one)
     unpack(gradients, chunks, PointerTable(), buffer, one)
+    for divisor in (1.0, 3.0):  # by product and by division: a step's divisor may be any number
+        pack(gradients, chunks, PointerTable(), buffer, divisor)
     if stats:
         sources, results, spans = chunks.new_source_partials(device), chunks.new_partials(device), chunks.spans(device)
-        pack(gradients, chunks, PointerTable(), buffer, one, sources)
+        for divisor in (1.0, 3.0):
+            pack(gradients, chunks, PointerTable(), buffer, divisor, sources)
         unpack(gradients, chunks, PointerTable(), buffer, one, results)
         measure(gradients, chunks, PointerTable(), results)
         for partials in (None, results):

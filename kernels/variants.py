@@ -1,13 +1,12 @@
 """Variants: the compilations of all kernels, which `dispatch` launches and `aot` compiles ahead of time.
 
 A Variant is a kernel with everything that determines its code: argument types, constexprs, warps, options. No pointer
-is specialised on its alignment and no kernel takes an integer argument, so the addresses and sizes of a step can
-never cause a compilation: one Variant is one compilation per device.
+is specialised on its alignment, no kernel takes an integer argument, and a float's type does not depend on its value:
+addresses, sizes and divisors of a step can never cause a compilation. One Variant is one compilation per device.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -158,17 +157,18 @@ class Variant:
     label: str
     options: Mapping[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": True})
 
-    def launch(self, programs: int, pointers: Sequence[torch.Tensor | None]) -> None:
-        """Launches the kernel on the first pointer's device, on its current stream.
+    def launch(self, programs: int, arguments: Sequence[torch.Tensor | float | None]) -> None:
+        """Launches the kernel on the first argument's device, on its current stream.
 
         Args:
             programs: how many.
-            pointers: the arguments that are no constexprs, in the kernel's order; None: absent.
+            arguments: those that are no constexprs, in the kernel's order, a tensor first; None: absent.
         """
         _launched.count = launches() + 1
-        assert pointers[0] is not None
-        with _launch_on(pointers[0].device):
-            self.kernel[(programs,)](*pointers, **self.constexprs, num_warps=self.num_warps, **self.options)
+        first = arguments[0]
+        assert isinstance(first, torch.Tensor)
+        with _launch_on(first.device):
+            self.kernel[(programs,)](*arguments, **self.constexprs, num_warps=self.num_warps, **self.options)
 
 
 def _launch_on(device: torch.device) -> AbstractContextManager[object]:
@@ -199,40 +199,10 @@ TRANSFERS: tuple[tuple[torch.dtype, bool, bool], ...] = tuple(
 )
 
 
-@functools.cache
-def transfer_variant(
-    name: str,
-    kernel: Any,
-    wire: torch.dtype,
-    fp64: bool,
-    stats: bool,
-    tuning: Tuning,
-    backend: str,
-) -> Variant:
-    """The variant of pack or unpack for one of TRANSFERS."""
-    wire_name = TRITON_NAMES[wire]
-    outputs = SOURCE_PARTIALS if name == "pack" else PARTIALS
-    return walk_variant(
-        name,
-        kernel,
-        {
-            **TABLES,
-            "wire": f"*{wire_name}",
-            "scalar": "*fp64" if fp64 else "*fp32",
-            **(outputs if stats else absent(outputs)),
-        },
-        {"FP64": fp64, "STATS": stats, "HINT": tuning.hint},
-        tuning,
-        backend,
-        branches=tuple((one, wire_name) if name == "pack" else (wire_name, one) for one in GRADIENTS[fp64]),
-        label=f"{'fp64' if fp64 else 'mixed'}, wire {wire_name}{', stats' if stats else ''}",
-    )
-
-
 def walk_variant(
     name: str,
     kernel: Any,
-    pointers: Mapping[str, str],
+    arguments: Mapping[str, str],
     switches: Mapping[str, bool | str],
     tuning: Tuning,
     backend: str,
@@ -244,7 +214,7 @@ def walk_variant(
     constexprs = {**switches, "TILE_BYTES": tuning.tile_bytes, "LANES": lanes(tuning, backend)}
     return Variant(
         kernel=kernel,
-        signature={**pointers, **dict.fromkeys(constexprs, "constexpr")},
+        signature={**arguments, **dict.fromkeys(constexprs, "constexpr")},
         constexprs=constexprs,
         num_warps=tuning.num_warps,
         branches=branches,

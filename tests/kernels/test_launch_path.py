@@ -47,12 +47,12 @@ class Bucket:
         self.sources = SourcePartials(place(sources.first_non_finite), place(sources.flushed))
         self.spans = place(self.chunks.spans(cpu))
 
-    def calls(self, *, stats: bool) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    def calls(self, *, stats: bool, divisor: float = 2.0) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Everything that a step calls, with its arguments."""
         partials, sources = (self.partials, self.sources) if stats else (None, None)
         both = self.gradients, self.chunks, self.pointers
         calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
-            "pack": (pack.pack, (*both, self.wire, self.scalar, sources)),
+            "pack": (pack.pack, (*both, self.wire, divisor, sources)),
             "unpack": (unpack.unpack, (*both, self.wire, self.scalar, partials)),
             "scale": (scale.scale, (*both, self.scalar, partials)),
         }
@@ -69,7 +69,7 @@ class Bucket:
         partials = list(vars(self.partials).values()) if stats else []
         sources = list(vars(self.sources).values()) if stats else []
         expected = {
-            "pack": [*tables, self.wire, self.scalar, *sources],
+            "pack": [*tables, self.wire, *sources],
             "unpack": [*tables, self.wire, self.scalar, *partials],
             "scale": [*tables, self.scalar, *partials],
         }
@@ -83,7 +83,13 @@ def launched_by(driver: FakeDriver, function: Any, *arguments: Any) -> list[dict
     driver.launches.clear()
     function(*arguments)
     return [
-        {"kernel": launch.kernel, "grid": launch.grid, "addresses": launch.addresses()} for launch in driver.launches
+        {
+            "kernel": launch.kernel,
+            "grid": launch.grid,
+            "addresses": launch.addresses(),
+            "numbers": [argument for argument in launch.arguments if isinstance(argument, float)],
+        }
+        for launch in driver.launches
     ]
 
 
@@ -106,29 +112,30 @@ def one_launch_per_call(driver: FakeDriver) -> list[dict[str, Any]]:
 
 
 def compilations_after_the_first() -> dict[str, list[str]]:
-    """What compiles in a first step, and then with other sizes, misaligned and moved tensors, missing gradients."""
+    """What compiles in two first steps, and then with other sizes, divisors, misaligned and moved tensors, or none."""
     compiled: dict[str, list[str]] = {}
     for dtypes, wire in ((MIXED, torch.float16), ((torch.float64,), torch.float64)):
         for stats in (False, True):
             name = f"{wire}{', stats' if stats else ''}"
             counter = Compilations()
-            _step(Bucket(2, dtypes, wire, odd=False), stats=stats)
+            for divisor in (2.0, 3.0):
+                _step(Bucket(2, dtypes, wire, odd=False), divisor, stats=stats)
             compiled[f"first {name}"] = counter.names
             counter = Compilations()
             for parameters in (1, 3, 16, 17):
                 for odd in (False, True):
                     bucket = Bucket(parameters, dtypes, wire, odd=odd)
-                    _step(bucket, stats=stats)
+                    _step(bucket, parameters, stats=stats)
                     bucket.gradients = [None if g is None else at_odd_address(g) for g in bucket.gradients]
-                    _step(bucket, stats=stats)
+                    _step(bucket, 1 / (1 + parameters), stats=stats)
                     bucket.gradients[0] = None
-                    _step(bucket, stats=stats)
+                    _step(bucket, 2.0**-130 * parameters, stats=stats)
             compiled[f"later {name}"] = counter.names
     return compiled
 
 
-def _step(bucket: Bucket, *, stats: bool) -> None:
-    for function, given in bucket.calls(stats=stats).values():
+def _step(bucket: Bucket, divisor: float, *, stats: bool) -> None:
+    for function, given in bucket.calls(stats=stats, divisor=divisor).values():
         function(*given)
 
 
@@ -174,6 +181,7 @@ def test_arguments_reach_the_kernel_in_the_order_of_its_signature(observed: Any)
         assert set(call["expected"]) == {"pack", "unpack", "scale", *(["measure"] if number % 2 else [])}
         for name, expected in call["expected"].items():
             assert call["launched"][name][0]["addresses"] == expected, name
+            assert call["launched"][name][0]["numbers"] == ([0.5] if name == "pack" else []), name
 
 
 def test_each_variant_compiles_once_and_nothing_compiles_later(observed: Any) -> None:
@@ -184,6 +192,8 @@ def test_each_variant_compiles_once_and_nothing_compiles_later(observed: Any) ->
         wanted = ["_pack_kernel", "_unpack_kernel"] if name.startswith("first") else []
         if name.startswith("first torch.float64"):
             wanted += ["_scale_kernel", "_measure_kernel"] if "stats" in name else ["_scale_kernel"]
+        if name.startswith("first"):
+            wanted.append("_pack_kernel")  # by product, then by division
         assert compiled == wanted, name
 
 

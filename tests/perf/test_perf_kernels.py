@@ -229,6 +229,6 @@ def test_what_the_sweep_launches_is_compiled_ahead() -> None:
     ahead = {(one.label, one.num_warps, tuple(one.constexprs.items())) for one in sweep.variants(("cuda", 90))}
     assert len(ahead) == len(sweep.variants(("cuda", 90))) == 23 * 2 + 4 * 2
     for shape in sweep.SHAPES:
-        of_shape = pack.pack_variant(torch.bfloat16, False, False, shape.tuning, "cuda")
+        of_shape = pack.pack_variant(torch.bfloat16, False, False, True, shape.tuning, "cuda")
         in_use = shape.tuning == variants.tuning_for(("cuda", 90))
         assert ((of_shape.label, of_shape.num_warps, tuple(of_shape.constexprs.items())) in ahead) != in_use

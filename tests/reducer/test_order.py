@@ -257,7 +257,7 @@ def _two_streams_in_turns(cuda: FakeCuda) -> list[Violation]:
     with torch.cuda.stream(packs):
         gradient = torch.randn(64, device=cuda.device)
         bucket = Bucket(flat_layout(64), [gradient.dtype], torch.bfloat16, cuda.device, "a bucket")
-        exchange.prepare(bucket, 2)
+        exchange.prepare(bucket)
         for _ in range(3):
             in_flight = exchange.start(bucket, [gradient], ProcessGroupCommunicator())
             with torch.cuda.stream(unpacks):

@@ -107,7 +107,9 @@ class FakeCuda(FakeMemory):
 
         return shown
 
-    def run_kernel(self, kernel: Callable[..., None], pointers: Sequence[torch.Tensor | None], constants: Any) -> None:
+    def run_kernel(
+        self, kernel: Callable[..., None], arguments: Sequence[torch.Tensor | float | None], constants: Any
+    ) -> None:
         """Its reference does that, when the launcher is done."""
 
     def future(self, awaited: Awaited) -> Any:
