@@ -120,6 +120,7 @@ def scale(
     """
     if not vouched:
         check_walk(gradients, chunks, pointers, factor, partials)
+    assert factor.dtype is chunks.compute_dtype  # a kept launch takes its type for granted
     target = current_target(factor.device)
     variant = scale_variant(chunks.fp64, partials is not None, tuning or tuning_for(target), target[0])
     addresses = pointers.upload(gradients, chunks, factor.device)

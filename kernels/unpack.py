@@ -130,6 +130,7 @@ def unpack(
     """
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, scale, partials)
+    assert scale.dtype is chunks.compute_dtype  # a kept launch takes its type for granted
     target = current_target(wire.device)
     variant = unpack_variant(wire.dtype, chunks.fp64, partials is not None, tuning or tuning_for(target), target[0])
     addresses = pointers.upload(gradients, chunks, wire.device, wire)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 import triton
 
+from .kept_launch import KeptLaunch
 from .table import Partials
 from .triton_versions import mend_interpreter
 
@@ -156,6 +157,7 @@ class Variant:
     branches: tuple[tuple[str, str | None], ...]
     label: str
     options: Mapping[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": True})
+    _kept: dict[torch.device, KeptLaunch] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def launch(self, programs: int, arguments: Sequence[torch.Tensor | float | None]) -> None:
         """Launches the kernel on the first argument's device, on its current stream.
@@ -167,15 +169,23 @@ class Variant:
         _launched.count = launches() + 1
         first = arguments[0]
         assert isinstance(first, torch.Tensor)
-        with _launch_on(first.device):
-            self.kernel[(programs,)](*arguments, **self.constexprs, num_warps=self.num_warps, **self.options)
+        device = first.device
+        with _launch_on(device):
+            kept = self._kept.get(device)
+            if kept is not None and kept.launch(programs, arguments):
+                return
+            options = {**self.constexprs, "num_warps": self.num_warps, **self.options}
+            compiled = self.kernel[(programs,)](*arguments, **options)
+            if KeptLaunch.serves(compiled):
+                constants = (self.constexprs[name] for name in self.kernel.arg_names[len(arguments) :])
+                self._kept[device] = KeptLaunch(self.kernel, compiled, constants)
 
 
 def _launch_on(device: torch.device) -> AbstractContextManager[object]:
     # Triton launches on the current device, which need not be the tensors'. The interpreter replaces triton.language
     # while a kernel runs, so two threads must not be in it at once.
     if device.type == "cuda":
-        return torch.cuda.device(device)
+        return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
     return _interpreter_lock if interpreted() else nullcontext()
 
 
