@@ -46,6 +46,7 @@ def check_transfer(
     _check_gradients(gradients, chunks, pointers, wire.device)
     if not pointers.holds(gradients, chunks, wire):
         _check_overlap(gradients, chunks, wire)
+        pointers.remember(gradients, chunks, wire)
 
 
 def check_walk(
@@ -78,6 +79,7 @@ def check_walk(
     _check_gradients(gradients, chunks, pointers, device)
     if not pointers.holds(gradients, chunks):
         _check_overlap(gradients, chunks)
+        pointers.remember(gradients, chunks)
 
 
 def check_combine(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:

@@ -153,7 +153,7 @@ def pack(
     number, exact = division(divisor, chunks.compute_dtype)
     with_stats, shape = partials is not None, tuning or tuning_for(target)
     variant = pack_variant(wire.dtype, chunks.fp64, with_stats, exact, shape, target[0])
-    addresses = pointers.upload(gradients, chunks, wire.device, wire)
+    addresses = pointers.upload(gradients, wire.device)
     programs = len(chunks.rows)
     if programs:
         first, flushed = (None, None) if partials is None else (partials.first_non_finite, partials.flushed)

@@ -61,7 +61,6 @@ def pack(
     """
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, None, partials)
-        pointers.remember(gradients, chunks, wire)
     elif partials is None and gradients[0] is wire and wire.dtype is chunks.compute_dtype:
         divide(wire, divisor, wire)
         return
@@ -163,7 +162,6 @@ def unpack(
     """Unflattens, scales and casts `wire` into `gradients`; arguments as for `kernels.dispatch.unpack`."""
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, scale, partials)
-        pointers.remember(gradients, chunks, wire)
     # On CPU reading the scale is free, and a plain copy is one pass instead of two.
     unscaled = scale.device.type == "cpu" and scale.item() == 1.0
     if partials is None and vouched and reference_quick.serves(chunks, wire):
@@ -255,7 +253,6 @@ def measure(
     """Fills `partials` with statistics of gradients as they are; arguments as for `kernels.dispatch.measure`."""
     if not vouched:
         check_walk(gradients, chunks, pointers, None, partials)
-        pointers.remember(gradients, chunks)
     measured = Measured(chunks, partials)
     for run in runs(chunks):
         _measure_run(gradients[run.slots.start : run.slots.stop], run, chunks, measured)
@@ -291,7 +288,6 @@ def scale(
     """Multiplies gradients by `factor`, in place; arguments as for `kernels.dispatch.scale`."""
     if not vouched:
         check_walk(gradients, chunks, pointers, factor, partials)
-        pointers.remember(gradients, chunks)
     measured = None if partials is None else Measured(chunks, partials)
     for run in runs(chunks):
         members = members_of(gradients, run)

@@ -133,7 +133,7 @@ def unpack(
     assert scale.dtype is chunks.compute_dtype  # a kept launch takes its type for granted
     target = current_target(wire.device)
     variant = unpack_variant(wire.dtype, chunks.fp64, partials is not None, tuning or tuning_for(target), target[0])
-    addresses = pointers.upload(gradients, chunks, wire.device, wire)
+    addresses = pointers.upload(gradients, wire.device)
     programs = chunks.data_rows
     if programs:
         variant.launch(programs, (addresses, chunks.on(wire.device), wire, scale, *partials_of(partials)))

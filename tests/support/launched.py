@@ -63,7 +63,7 @@ class Bucket:
     def expected_addresses(self, *, stats: bool) -> dict[str, list[int]]:
         """In the order of the kernels' signatures."""
         device = self.wire.device
-        tables = [self.pointers.upload(self.gradients, self.chunks, device, self.wire), self.chunks.on(device)]
+        tables = [self.pointers.upload(self.gradients, device), self.chunks.on(device)]
         partials = list(vars(self.partials).values()) if stats else []
         sources = list(vars(self.sources).values()) if stats else []
         expected = {
