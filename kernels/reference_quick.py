@@ -52,7 +52,7 @@ def pack(
     """
     kept, views = _kept(pointers, chunks), pointers.views(chunks, wire)
     change = _change(divisor, kept.compute)
-    native = kept.dtypes == {wire.dtype}
+    native = kept.chunks.kinds == {wire.dtype}
     base = runs[0].slots.start if runs else 0
     for run in runs:
         slots = run.slots
@@ -88,7 +88,7 @@ def unpack(
     """gradient = round_once(wire * scale), without statistics; small gradients may have any strides."""
     kept, change = _kept(pointers, chunks), None if scale == 1.0 else (torch.mul, scale)
     views = pointers.views(chunks, wire)
-    if change is None and (wire.dtype is kept.compute or kept.dtypes <= {kept.compute, wire.dtype}):
+    if change is None and (wire.dtype is kept.compute or kept.chunks.kinds <= {kept.compute, wire.dtype}):
         copy_all(gradients, views)
         return
     for run in runs:
@@ -115,7 +115,6 @@ class _Kept:
     def __init__(self, chunks: ChunkTable) -> None:
         self.chunks = chunks
         self.compute = chunks.compute_dtype
-        self.dtypes = frozenset(chunks.dtypes)
         self._blocks: dict[torch.dtype, torch.Tensor] = {}
         self._staged: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._temporaries: dict[int, torch.Tensor] = {}

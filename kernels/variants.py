@@ -7,6 +7,7 @@ addresses, sizes and divisors of a step can never cause a compilation. One Varia
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -102,16 +103,21 @@ def current_target(device: torch.device) -> tuple[str, int | str]:
         ValueError: CPU tensors without the interpreter, which no kernel can read.
     """
     if device.type == "cuda":
-        if torch.version.hip is not None:
-            return "hip", torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-        major, minor = torch.cuda.get_device_capability(device)
-        return "cuda", major * 10 + minor
+        return _target_of(device)
     if interpreted():
         return "interpreter", ""
     raise ValueError(
         f"Triton kernels cannot read tensors on {device}: pass CUDA tensors, call fusedreduce.kernels.dispatch (which "
         "takes the torch path there), or set TRITON_INTERPRET=1 before the first import of triton"
     )
+
+
+@functools.cache
+def _target_of(device: torch.device) -> tuple[str, int | str]:
+    if torch.version.hip is not None:
+        return "hip", torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return "cuda", major * 10 + minor
 
 
 def tuning_for(target: tuple[str, int | str]) -> Tuning:

@@ -36,7 +36,7 @@ def test_cpu_tensors_take_the_torch_path_without_the_interpreter(monkeypatch: py
 def test_without_triton_everything_takes_the_torch_path(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dispatch, "_triton_pack", None)
+    monkeypatch.setattr(dispatch, "_triton", lambda: None)
     dispatch._warn_without_triton.cache_clear()
     assert dispatch.path_for(CPU, (torch.float16,)) == "torch" and not caplog.records
     assert dispatch.path_for(CUDA, (torch.float16,)) == "torch"

@@ -76,7 +76,7 @@ class FakeCuda(FakeMemory):
                 yield
         finally:
             dist.destroy_process_group()
-            for cached in (exchange.scalar, gradients.index_of, dispatch._refuse_unsupported):
+            for cached in (exchange.scalar, gradients.index_of, dispatch._refuse_unsupported, variants._target_of):
                 cached.cache_clear()
 
     def switch(self, stream: Any) -> None:
