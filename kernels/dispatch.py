@@ -374,11 +374,12 @@ def arithmetic(device: torch.device) -> str:
     return f"{where}, tiles of {tuning.tile_bytes} bytes, {tuning.num_warps} warps"
 
 
+@functools.cache
 def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stats: bool = False) -> None:
-    """Compiles pack and unpack for one wire by running them on one element; does nothing on the torch path.
+    """Compiles pack and unpack for one wire by running them on one element, once; does nothing on the torch path.
 
     Args:
-        device: whose architecture is compiled for.
+        device: whose architecture is compiled for, with its index.
         wire: dtype of the wire buffer.
         fp64: gradients are fp64; else fp32, bf16 and fp16.
         stats: with statistics too, and the kernels that measure, scale and add up.

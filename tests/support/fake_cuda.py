@@ -76,7 +76,8 @@ class FakeCuda(FakeMemory):
                 yield
         finally:
             dist.destroy_process_group()
-            for cached in (exchange.scalar, gradients.index_of, dispatch._refuse_unsupported, variants._target_of):
+            of_dispatch = dispatch._refuse_unsupported, dispatch.warm_up
+            for cached in (exchange.scalar, gradients.index_of, variants._target_of, *of_dispatch):
                 cached.cache_clear()
 
     def switch(self, stream: Any) -> None:
