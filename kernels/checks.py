@@ -15,12 +15,12 @@ def check_transfer(
     chunks: ChunkTable,
     pointers: PointerTable,
     wire: torch.Tensor,
-    scalar: torch.Tensor,
+    scale: torch.Tensor | None,
     partials: Partials | SourcePartials | None,
 ) -> None:
     """Raises if the arguments of pack or unpack do not fit together.
 
-    Wire, scalar and partials are checked every time; gradients one by one only if one of them, or the layout, has
+    Wire, scale and partials are checked every time; gradients one by one only if one of them, or the layout, has
     changed since the last launch with `pointers`.
 
     Args:
@@ -28,7 +28,7 @@ def check_transfer(
         chunks: the layout's table.
         pointers: the bucket's address table.
         wire: [chunks.wire_numel].
-        scalar: divisor or scale.
+        scale: of unpack; None: pack.
         partials: statistics; None: none.
 
     Raises:
@@ -37,14 +37,16 @@ def check_transfer(
     """
     _check_count(gradients, chunks)
     _check_wire(wire, chunks)
-    _check_scalar("divisor or scale", scalar, chunks)
-    _check_device("divisor or scale", scalar, wire.device)
-    _check_apart("divisor or scale", scalar, wire)
+    if scale is not None:
+        _check_scalar("scale", scale, chunks)
+        _check_device("scale", scale, wire.device)
+        _check_apart("scale", scale, wire)
     if partials is not None:
         _check_partials(partials, chunks, wire.device)
     _check_gradients(gradients, chunks, pointers, wire.device)
     if not pointers.holds(gradients, chunks, wire):
         _check_overlap(gradients, chunks, wire)
+        pointers.remember(gradients, chunks, wire)
 
 
 def check_walk(
@@ -77,6 +79,7 @@ def check_walk(
     _check_gradients(gradients, chunks, pointers, device)
     if not pointers.holds(gradients, chunks):
         _check_overlap(gradients, chunks)
+        pointers.remember(gradients, chunks)
 
 
 def check_combine(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
@@ -114,7 +117,7 @@ def _check_count(gradients: Sequence[torch.Tensor | None], chunks: ChunkTable) -
 
 
 def _check_scalar(what: str, scalar: torch.Tensor, chunks: ChunkTable) -> None:
-    compute = torch.float64 if chunks.fp64 else torch.float32
+    compute = chunks.compute_dtype
     if scalar.dtype != compute or scalar.numel() != 1:
         raise TypeError(f"the {what} must be one element of {compute}, got {scalar.numel()} elements of {scalar.dtype}")
 

@@ -78,24 +78,14 @@ def round_once(value, DESTINATION: tl.constexpr):
 
 
 @triton.jit
-def apply_scalar(value, scalar, reciprocal, exact, OP: tl.constexpr):
-    """value / scalar, correctly rounded, or value * scalar.
-
-    A reciprocal is exact only for powers of two (1/3 is wrong in the last bit for a third of all values), so only
-    there, and where the reciprocal is a normal number, does the cheap product stand for the division; `exact` is the
-    same for the whole launch.
-    """
+def apply_scalar(value, scalar, OP: tl.constexpr):
+    """value / scalar, correctly rounded, or value * scalar."""
     if OP == MULTIPLY:
-        result = value * scalar
+        return value * scalar
+    elif value.dtype.primitive_bitwidth == 64:
+        return value / scalar
     else:
-        if exact:
-            result = value * reciprocal
-        else:
-            if value.dtype.primitive_bitwidth == 64:
-                result = value / scalar
-            else:
-                result = tl.div_rn(value, scalar)
-    return result
+        return tl.div_rn(value, scalar)
 
 
 @triton.jit
@@ -135,21 +125,6 @@ def convert_chunk(
     READ_EVICTION: tl.constexpr = "" if HINT == "" else "evict_first"
     WRITE_EVICTION: tl.constexpr = "evict_first" if HINT == "both" else ""
 
-    reciprocal = scalar
-    exact = False
-    if OP == DIVIDE:
-        one = tl.full((), 1.0, COMPUTE)
-        if COMPUTE == tl.float64:
-            reciprocal = one / scalar
-            bits = scalar.to(tl.int64, bitcast=True)
-            exponent = bits >> 52 & 0x7FF
-            exact = (bits & 0xFFFFFFFFFFFFF == 0) & (exponent > 0) & (exponent < 2046)
-        else:
-            reciprocal = tl.div_rn(one, scalar)
-            bits = scalar.to(tl.int32, bitcast=True)
-            exponent = bits >> 23 & 0xFF
-            exact = (bits & 0x7FFFFF == 0) & (exponent > 0) & (exponent < 254)
-
     head = ((VECTOR - (destination // DESTINATION_BYTES) % VECTOR) % VECTOR).to(tl.int32)
     together = (source // SOURCE_BYTES + head) % VECTOR == 0
     head = tl.minimum(tl.where(together, head, count), count)
@@ -165,7 +140,7 @@ def convert_chunk(
         index = tl.multiple_of(start, VECTOR) + tile_lane
         inside = index < middle
         value = load_vector(vector_source + index, inside, READ_EVICTION).to(COMPUTE)
-        result = apply_scalar(value, scalar, reciprocal, exact, OP)
+        result = apply_scalar(value, scalar, OP)
         stored = round_once(result, DESTINATION)
         store_vector(vector_destination + index, stored, inside, WRITE_EVICTION)
         # A vector lies in one thread: added up there, it costs one register of accumulator instead of VECTOR.
@@ -187,7 +162,7 @@ def convert_chunk(
         index = tl.where(piece < head, piece, piece + middle)
         inside = piece < count - middle
         value = load_single(source_ptr + index, inside).to(COMPUTE)
-        result = apply_scalar(value, scalar, reciprocal, exact, OP)
+        result = apply_scalar(value, scalar, OP)
         stored = round_once(result, DESTINATION)
         store_single(destination_ptr + index, stored, inside)
         if WATCH == STORED:

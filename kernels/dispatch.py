@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -30,20 +32,6 @@ from .table import ChunkTable, Partials, PointerTable, SourcePartials, SourceTot
 
 if TYPE_CHECKING:
     from .combine import CombineTables
-
-_triton_pack: ModuleType | None
-try:
-    from triton import __version__ as _triton_version
-
-    from . import combine as _triton_combine
-    from . import measure as _triton_measure
-    from . import pack as _triton_pack
-    from . import scale as _triton_scale
-    from . import stats as _triton_stats
-    from . import unpack as _triton_unpack
-    from . import variants as _variants
-except ImportError:  # no triton on this platform: the torch path serves every device
-    _triton_pack = None
 
 _logger = logging.getLogger(__name__)
 Path = Literal["triton", "interpreter", "torch"]
@@ -68,7 +56,19 @@ class Launch:
     launches: int
 
 
-def path_for(device: torch.device, written: Iterable[torch.dtype], read: Iterable[torch.dtype] = ()) -> Path:
+@functools.cache
+def _triton() -> Any:
+    """The files with Triton kernels, imported when the first launch needs them (0.2 s); None without triton."""
+    try:
+        from . import combine, measure, pack, scale, stats, unpack, variants
+    except ImportError:  # no triton on this platform: the torch path serves every device
+        return None
+    return SimpleNamespace(
+        combine=combine, measure=measure, pack=pack, scale=scale, stats=stats, unpack=unpack, variants=variants
+    )
+
+
+def path_for(device: torch.device, written: Collection[torch.dtype], read: Collection[torch.dtype] = ()) -> Path:
     """The path that a function takes.
 
     Args:
@@ -82,16 +82,17 @@ def path_for(device: torch.device, written: Iterable[torch.dtype], read: Iterabl
     Raises:
         UnsupportedPairError: the kernels cannot be compiled for one of the dtypes on this GPU's architecture.
     """
-    if _triton_pack is None:
+    # Its interpreter is asked for before triton is imported, or by who has imported it.
+    if device.type != "cuda" and "triton" not in sys.modules and "TRITON_INTERPRET" not in os.environ:
+        return "torch"
+    if _triton() is None:
         _warn_without_triton(device.type)
         return "torch"
-    if device.type == "cuda" and _variants.interpreted():
-        return "torch"  # the interpreter reads addresses on the host
-    if device.type == "cuda":
-        written, read = tuple(written), tuple(read)
+    interpreted = _triton().variants.interpreted()
+    if device.type == "cuda" and not interpreted:  # the interpreter would read addresses on the host
         _refuse_unsupported(device, frozenset((*written, *read)))
         return "triton"
-    if device.type == "cpu" and _variants.interpreted() and torch.bfloat16 not in tuple(written):
+    if device.type == "cpu" and interpreted and torch.bfloat16 not in written:
         return "interpreter"
     return "torch"
 
@@ -101,7 +102,7 @@ def pack(
     chunks: ChunkTable,
     pointers: PointerTable,
     wire: torch.Tensor,
-    divisor: torch.Tensor,
+    divisor: float,
     partials: SourcePartials | None = None,
     *,
     vouched: bool = False,
@@ -114,7 +115,7 @@ def pack(
         chunks: the layout's table, with the size, dtype and wire offset of each gradient.
         pointers: this bucket's address table.
         wire: output [chunks.wire_numel]: fp32, bf16 or fp16 (fp64 gradients: fp64, bf16 or fp16).
-        divisor: one element on the device, fp32 (fp64 for fp64 gradients).
+        divisor: what to divide by, rounded to fp32 (fp64 for fp64 gradients).
         partials: filled in the same launch; None: no statistics.
         vouched: skip the checks of arguments; the caller has made them.
         done: first slots of the groups that `pack_early` has packed already.
@@ -123,11 +124,11 @@ def pack(
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `path_for`.
     """
-    path = path_for(wire.device, (wire.dtype,), chunks.dtypes)
+    path = path_for(wire.device, (wire.dtype,), chunks.kinds)
     options: dict[str, Any] = {"vouched": vouched}
     if path == "torch":
         options["done"] = done
-    function = reference.pack if path == "torch" else _triton_pack.pack  # type: ignore[union-attr]
+    function = reference.pack if path == "torch" else _triton().pack.pack
     _call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials, **options)
 
 
@@ -143,7 +144,7 @@ def early_groups(chunks: ChunkTable, wire_dtype: torch.dtype, device: torch.devi
         Ranges of slots, ascending, which cover all; a large slot is a group of its own. Empty on GPUs, where a launch
         per group would cost more.
     """
-    if device.type != "cpu" or path_for(device, (wire_dtype,), chunks.dtypes) != "torch":
+    if device.type != "cpu" or path_for(device, (wire_dtype,), chunks.kinds) != "torch":
         return []
     return [run.slots for run in reference.runs(chunks)]
 
@@ -159,7 +160,7 @@ def copies_small(chunks: ChunkTable, wire_dtype: torch.dtype, device: torch.devi
     Returns:
         True on the torch path on CPU, if it copies through views.
     """
-    on_cpu = device.type == "cpu" and path_for(device, (wire_dtype,), chunks.dtypes) == "torch"
+    on_cpu = device.type == "cpu" and path_for(device, (wire_dtype,), chunks.kinds) == "torch"
     return on_cpu and reference.uses_views(chunks, wire_dtype)
 
 
@@ -169,7 +170,7 @@ def pack_early(
     chunks: ChunkTable,
     pointers: PointerTable,
     wire: torch.Tensor,
-    divisor: torch.Tensor,
+    divisor: float,
 ) -> None:
     """Packs one of `early_groups`, without `pack`'s checks; its first slot has to be in the `done` of a later `pack`.
 
@@ -179,7 +180,7 @@ def pack_early(
         chunks: the layout's table.
         pointers: this bucket's address table.
         wire: output [chunks.wire_numel].
-        divisor: one element on the device.
+        divisor: as for `pack`.
     """
     run = reference.runs(chunks)[group]
     _call("pack", "torch", reference.pack_run, gradients, run, chunks, pointers, wire, divisor, vouched=True)
@@ -221,8 +222,8 @@ def unpack(
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `path_for`.
     """
-    path = path_for(wire.device, chunks.dtypes, (wire.dtype,))
-    function = reference.unpack if path == "torch" else _triton_unpack.unpack
+    path = path_for(wire.device, chunks.kinds, (wire.dtype,))
+    function = reference.unpack if path == "torch" else _triton().unpack.unpack
     _call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials, vouched=vouched)
 
 
@@ -248,8 +249,8 @@ def measure(
         UnsupportedPairError: see `path_for`.
     """
     # dtypes as written, not read: the interpreter reads some numbers of bf16 wrongly too.
-    path = path_for(partials.sums.device, chunks.dtypes)
-    function = reference.measure if path == "torch" else _triton_measure.measure
+    path = path_for(partials.sums.device, chunks.kinds)
+    function = reference.measure if path == "torch" else _triton().measure.measure
     _call("measure", path, function, gradients, chunks, pointers, partials, vouched=vouched)
 
 
@@ -276,8 +277,8 @@ def scale(
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `path_for`.
     """
-    path = path_for(factor.device, chunks.dtypes)
-    function = reference.scale if path == "torch" else _triton_scale.scale
+    path = path_for(factor.device, chunks.kinds)
+    function = reference.scale if path == "torch" else _triton().scale.scale
     _call("scale", path, function, gradients, chunks, pointers, factor, partials, vouched=vouched)
 
 
@@ -287,7 +288,7 @@ def new_combine_tables() -> CombineTables | None:
     Returns:
         Empty tables; None without Triton.
     """
-    return None if _triton_pack is None else _triton_combine.CombineTables()
+    return None if _triton() is None else _triton().combine.CombineTables()
 
 
 def combine(
@@ -315,8 +316,8 @@ def combine(
     """
     first = tensors[0]
     one_device = all(one.device == first.device for one in (*tensors, *outputs))
-    if one_device and path_for(first.device, (first.dtype,)) == "triton" and _triton_combine.serves(parts):
-        _call("combine", "triton", _triton_combine.combine, tensors, outputs, parts, scale, tables)
+    if one_device and path_for(first.device, (first.dtype,)) == "triton" and _triton().combine.serves(parts):
+        _call("combine", "triton", _triton().combine.combine, tensors, outputs, parts, scale, tables)
     else:
         _call("combine", "torch", reference_combine.combine, tensors, outputs, parts, scale)
 
@@ -332,7 +333,7 @@ def reduce_partials(partials: Partials, spans: Spans) -> Totals:
         Totals, parameters in the order of `spans`.
     """
     path = path_for(partials.sums.device, ())
-    function = reference_stats.reduce_partials if path == "torch" else _triton_stats.reduce_partials
+    function = reference_stats.reduce_partials if path == "torch" else _triton().stats.reduce_partials
     totals: Totals = _call("reduce_partials", path, function, partials, spans)
     return totals
 
@@ -348,7 +349,7 @@ def reduce_source_partials(partials: SourcePartials, spans: Spans) -> SourceTota
         SourceTotals, parameters in the order of `spans`.
     """
     path = path_for(partials.flushed.device, ())
-    function = reference_stats.reduce_source_partials if path == "torch" else _triton_stats.reduce_source_partials
+    function = reference_stats.reduce_source_partials if path == "torch" else _triton().stats.reduce_source_partials
     totals: SourceTotals = _call("reduce_source_partials", path, function, partials, spans)
     return totals
 
@@ -366,15 +367,16 @@ def arithmetic(device: torch.device) -> str:
     if path == "torch":
         capability = torch.backends.cpu.get_cpu_capability()
         return f"torch {torch.__version__}, numpy {np.__version__}, {device.type}, {capability}"
-    target = _variants.current_target(device)
-    tuning = _variants.tuning_for(target)
-    where = " ".join(map(str, target)).strip()
-    return f"triton {_triton_version}, {where}, tiles of {tuning.tile_bytes} bytes, {tuning.num_warps} warps"
+    variants = _triton().variants
+    target = variants.current_target(device)
+    tuning = variants.tuning_for(target)
+    where = f"triton {variants.triton.__version__}, {' '.join(map(str, target)).strip()}"
+    return f"{where}, tiles of {tuning.tile_bytes} bytes, {tuning.num_warps} warps"
 
 
 @functools.cache
 def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stats: bool = False) -> None:
-    """Compiles pack and unpack for one wire by running them on one element; once, and not on the torch path.
+    """Compiles pack and unpack for one wire by running them on one element, once; does nothing on the torch path.
 
     Args:
         device: whose architecture is compiled for, with its index.
@@ -392,11 +394,13 @@ def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stat
     chunks = ChunkTable([1], [0], [dtype], 1)
     buffer = torch.empty(1, dtype=wire, device=device)
     one = torch.ones(1, dtype=dtype, device=device)
-    pack(gradients, chunks, PointerTable(), buffer, one)
     unpack(gradients, chunks, PointerTable(), buffer, one)
+    for divisor in (1.0, 3.0):  # by product and by division: a step's divisor may be any number
+        pack(gradients, chunks, PointerTable(), buffer, divisor)
     if stats:
         sources, results, spans = chunks.new_source_partials(device), chunks.new_partials(device), chunks.spans(device)
-        pack(gradients, chunks, PointerTable(), buffer, one, sources)
+        for divisor in (1.0, 3.0):
+            pack(gradients, chunks, PointerTable(), buffer, divisor, sources)
         unpack(gradients, chunks, PointerTable(), buffer, one, results)
         measure(gradients, chunks, PointerTable(), results)
         for partials in (None, results):
@@ -471,9 +475,9 @@ def _call(name: Any, path: Path, function: Callable[..., Any], *arguments: Any, 
         return function(*arguments, **options)
     # The caller's dispatch modes would count these operators again, and those by which the interpreter runs a kernel.
     with _disable_current_modes(), OperatorCounter() as operators:
-        before = 0 if path == "torch" else _variants.launches()
+        before = 0 if path == "torch" else _triton().variants.launches()
         result = function(*arguments, **options)
-    launches = operators.calls if path == "torch" else _variants.launches() - before
+    launches = operators.calls if path == "torch" else _triton().variants.launches() - before
     with _lock:
         for counted in _counting:
             counted.append(Launch(name, path, launches))
@@ -482,7 +486,7 @@ def _call(name: Any, path: Path, function: Callable[..., Any], *arguments: Any, 
 
 @functools.cache
 def _refuse_unsupported(device: torch.device, dtypes: frozenset[torch.dtype]) -> None:
-    target = _variants.current_target(device)
+    target = _triton().variants.current_target(device)
     reason = unsupported(target, dtypes)
     if reason is not None:
         names = ", ".join(sorted(map(str, dtypes)))

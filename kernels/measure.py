@@ -108,7 +108,7 @@ def measure(
     device = partials.sums.device
     target = current_target(device)
     variant = measure_variant(chunks.fp64, tuning or tuning_for(target), target[0])
-    addresses = pointers.upload(gradients, chunks, device)
+    addresses = pointers.upload(gradients, device)
     if chunks.data_rows:
         variant.launch(chunks.data_rows, (addresses, chunks.on(device), *partials_of(partials)))
         pointers.launched()

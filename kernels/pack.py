@@ -11,6 +11,7 @@ Example: gradients [80000.0] (fp32), divisor 2, wire fp16 -> [40000.0]. Casting 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,7 @@ from torch.autograd.graph import increment_version
 from .checks import check_transfer
 from .chunk import (
     DIVIDE,
+    MULTIPLY,
     NOTHING,
     PADDING,
     ROW,
@@ -32,15 +34,21 @@ from .chunk import (
     no_sums,
     zero_chunk,
 )
+from .division import division
 from .table import ChunkTable, PointerTable, SourcePartials
 from .variants import (
+    GRADIENTS,
     POINTERS,
+    SOURCE_PARTIALS,
+    TABLES,
     TRANSFERS,
+    TRITON_NAMES,
     Tuning,
     Variant,
+    absent,
     current_target,
-    transfer_variant,
     tuning_for,
+    walk_variant,
 )
 
 
@@ -49,16 +57,20 @@ def _pack_kernel(
     addresses,
     rows,
     wire,
-    scalar,
+    number: tl.float64,
     first_non_finite,
     flushed,
     FP64: tl.constexpr,
+    EXACT: tl.constexpr,
     STATS: tl.constexpr,
     HINT: tl.constexpr,
     TILE_BYTES: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One program per table row (parameter, begin, end, offset, dtype); a branch per gradient dtype."""
+    """One program per table row (parameter, begin, end, offset, dtype); a branch per gradient dtype.
+
+    EXACT: gradients are multiplied by `number`, else divided by it. Its type is fixed, so no value of it compiles.
+    """
     program = tl.program_id(0).to(tl.int64)
     row = rows + program * ROW
     parameter = tl.load(row)
@@ -67,36 +79,39 @@ def _pack_kernel(
     offset = tl.load(row + 3)
     dtype = tl.load(row + 4)
     address = tl.load(addresses + parameter)
-    divisor = tl.load(scalar)
     WIRE: tl.constexpr = wire.dtype.element_ty
     WATCH: tl.constexpr = SOURCES if STATS else NOTHING
     destination = (wire + offset).to(tl.int64)
 
+    OP: tl.constexpr = MULTIPLY if EXACT else DIVIDE
     COMPUTE: tl.constexpr = tl.float64 if FP64 else tl.float32
+    scalar = tl.full((), number, COMPUTE)
     sums, edge_sums = no_sums(TILE_BYTES // 16, COMPUTE), no_sums(LANES, tl.float64)
     marks, edge_marks = no_marks(TILE_BYTES // 16, COMPUTE, WATCH), no_marks(LANES, COMPUTE, WATCH)
     if address == 0:
         zero_chunk(destination, count, WIRE, TILE_BYTES, LANES)
     elif FP64:
         sums, marks, edge_sums, edge_marks = convert_chunk(
-            address + begin * 8, destination, count, divisor, tl.float64, WIRE, DIVIDE, WATCH, TILE_BYTES, LANES, HINT
+            address + begin * 8, destination, count, scalar, tl.float64, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT
         )
     elif dtype == 0:
         sums, marks, edge_sums, edge_marks = convert_chunk(
-            address + begin * 4, destination, count, divisor, tl.float32, WIRE, DIVIDE, WATCH, TILE_BYTES, LANES, HINT
+            address + begin * 4, destination, count, scalar, tl.float32, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT
         )
     elif dtype == 1:
         sums, marks, edge_sums, edge_marks = convert_chunk(
-            address + begin * 2, destination, count, divisor, tl.bfloat16, WIRE, DIVIDE, WATCH, TILE_BYTES, LANES, HINT
+            address + begin * 2, destination, count, scalar, tl.bfloat16, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT
         )
     else:
         sums, marks, edge_sums, edge_marks = convert_chunk(
-            address + begin * 2, destination, count, divisor, tl.float16, WIRE, DIVIDE, WATCH, TILE_BYTES, LANES, HINT
+            address + begin * 2, destination, count, scalar, tl.float16, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT
         )
     if STATS:
         finite, lost = chunk_faults(sums, marks, edge_sums, edge_marks)
         first = tl.full((), -1, tl.int64)
         if not finite:
+            # Read again, rather than kept in registers.
+            address, begin = tl.load(addresses + tl.load(row)), tl.load(row + 1)
             # Packed in place, this reads what was divided: what was finite still is, and what was not still is not.
             squares, first = careful_gradient(address, begin, count, dtype, FP64, LANES)
         has_partials = dtype != PADDING
@@ -109,7 +124,7 @@ def pack(
     chunks: ChunkTable,
     pointers: PointerTable,
     wire: torch.Tensor,
-    divisor: torch.Tensor,
+    divisor: float,
     partials: SourcePartials | None = None,
     *,
     vouched: bool = False,
@@ -123,7 +138,7 @@ def pack(
         chunks: the layout's table, with the size, dtype and wire offset of each gradient.
         pointers: this bucket's address table; belongs to this bucket alone.
         wire: output [chunks.wire_numel], contiguous: fp32, bf16 or fp16 (fp64 gradients: fp64, bf16 or fp16).
-        divisor: one element on the device, fp32 (fp64 for fp64 gradients).
+        divisor: what to divide by, rounded to fp32 (fp64 for fp64 gradients).
         partials: from `chunks.new_source_partials`, filled in the same launch; None: no statistics. Of a gradient
             packed in place the first non-finite value is found for divisors of at least 1 only.
         vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
@@ -133,23 +148,37 @@ def pack(
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
     """
     if not vouched:
-        check_transfer(gradients, chunks, pointers, wire, divisor, partials)
+        check_transfer(gradients, chunks, pointers, wire, None, partials)
     target = current_target(wire.device)
-    variant = pack_variant(wire.dtype, chunks.fp64, partials is not None, tuning or tuning_for(target), target[0])
-    addresses = pointers.upload(gradients, chunks, wire.device, wire)
+    number, exact = division(divisor, chunks.compute_dtype)
+    with_stats, shape = partials is not None, tuning or tuning_for(target)
+    variant = pack_variant(wire.dtype, chunks.fp64, with_stats, exact, shape, target[0])
+    addresses = pointers.upload(gradients, wire.device)
     programs = len(chunks.rows)
     if programs:
         first, flushed = (None, None) if partials is None else (partials.first_non_finite, partials.flushed)
-        variant.launch(programs, (addresses, chunks.on(wire.device), wire, divisor, first, flushed))
+        variant.launch(programs, (addresses, chunks.on(wire.device), wire, number, first, flushed))
         pointers.launched()
         increment_version(wire)
 
 
-def pack_variant(wire: torch.dtype, fp64: bool, stats: bool, tuning: Tuning, backend: str) -> Variant:
-    """The compilation for this wire, mixed or fp64 gradients, with or without statistics."""
-    return transfer_variant("pack", _pack_kernel, wire, fp64, stats, tuning, backend)
+@functools.cache
+def pack_variant(wire: torch.dtype, fp64: bool, stats: bool, exact: bool, tuning: Tuning, backend: str) -> Variant:
+    """The compilation for this wire, mixed or fp64 gradients, with or without statistics, by product or division."""
+    name = TRITON_NAMES[wire]
+    outputs = SOURCE_PARTIALS if stats else absent(SOURCE_PARTIALS)
+    return walk_variant(
+        "pack",
+        _pack_kernel,
+        {**TABLES, "wire": f"*{name}", "number": "fp64", **outputs},
+        {"FP64": fp64, "EXACT": exact, "STATS": stats, "HINT": tuning.hint},
+        tuning,
+        backend,
+        branches=tuple((gradient, name) for gradient in GRADIENTS[fp64]),
+        label=f"{'fp64' if fp64 else 'mixed'}, wire {name}{', stats' if stats else ''}{'' if exact else ', div'}",
+    )
 
 
 def variants(tuning: Tuning, backend: str) -> tuple[Variant, ...]:
     """All variants that this file can launch on one architecture."""
-    return tuple(pack_variant(*choice, tuning, backend) for choice in TRANSFERS)
+    return tuple(pack_variant(*choice, exact, tuning, backend) for choice in TRANSFERS for exact in (True, False))

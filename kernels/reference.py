@@ -11,13 +11,15 @@ quicker forms of `reference_quick`, with the same result, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 
 from . import reference_quick
 from .checks import check_transfer, check_walk
+from .division import division
 from .reference_gather import (
     Run,
     as_laid_out,
@@ -47,7 +49,7 @@ def pack(
     chunks: ChunkTable,
     pointers: PointerTable,
     wire: torch.Tensor,
-    divisor: torch.Tensor,
+    divisor: float,
     partials: SourcePartials | None = None,
     *,
     vouched: bool = False,
@@ -58,15 +60,14 @@ def pack(
     `done` holds the first slots of the runs that `pack_run` has packed already.
     """
     if not vouched:
-        check_transfer(gradients, chunks, pointers, wire, divisor, partials)
-        pointers.remember(gradients, chunks, wire)
-    elif partials is None and gradients[0] is wire and wire.dtype is divisor.dtype:
-        divide(wire, divisor.item(), wire)
+        check_transfer(gradients, chunks, pointers, wire, None, partials)
+    elif partials is None and gradients[0] is wire and wire.dtype is chunks.compute_dtype:
+        divide(wire, divisor, wire)
         return
     elif partials is None and reference_quick.serves(chunks, wire):
         left = runs(chunks) if not done else [run for run in runs(chunks) if run.slots.start not in done]
         gradients = gradients[left[0].slots.start :] if left and left[0].slots.start else gradients
-        reference_quick.pack(gradients, left, chunks, pointers, wire, divisor.item())
+        reference_quick.pack(gradients, left, chunks, pointers, wire, divisor)
         return
     sources = None if partials is None else Sources(chunks, wire, partials)
     for run in runs(chunks):
@@ -95,11 +96,9 @@ def _look_at_sources(
         end = begin + chunks.numels[run.slots.start]
     suspicion = sources.look(run.dtypes, begin, end, zeros)
     if any(suspicion):
-        compute = torch.float64 if chunks.fp64 else torch.float32
         if len(run.slots) > 1:
-            flat = gathered(
-                [as_laid_out(g, chunks, slot) for slot, g in numbered(gradients, run)], chunks, run, compute
-            )
+            laid_out = [as_laid_out(gradient, chunks, slot) for slot, gradient in numbered(gradients, run)]
+            flat = gathered(laid_out, chunks, run, chunks.compute_dtype)
         else:
             (gradient,) = gradients
             assert gradient is not None
@@ -113,8 +112,7 @@ def uses_views(chunks: ChunkTable, wire_dtype: torch.dtype) -> bool:
     They may if gradients and wire have the compute dtype: torch loses the sign of a lazily negated fp32 tensor when it
     copies it to fp16.
     """
-    compute = torch.float64 if chunks.fp64 else torch.float32
-    return chunks.shapes is not None and {*chunks.dtypes, wire_dtype} == {compute}
+    return chunks.shapes is not None and {*chunks.dtypes, wire_dtype} == {chunks.compute_dtype}
 
 
 def pack_run(
@@ -123,7 +121,7 @@ def pack_run(
     chunks: ChunkTable,
     pointers: PointerTable,
     wire: torch.Tensor,
-    divisor: torch.Tensor,
+    divisor: float,
     *,
     vouched: bool,
 ) -> None:
@@ -131,10 +129,10 @@ def pack_run(
     if run.end == run.begin:
         return
     if vouched and reference_quick.serves(chunks, wire):
-        reference_quick.pack(gradients, [run], chunks, pointers, wire, divisor.item())
+        reference_quick.pack(gradients, [run], chunks, pointers, wire, divisor)
     elif len(run.slots) > 1:
-        block = gathered(memories(gradients, run, chunks), chunks, run, divisor.dtype, wire.device)
-        _convert(block, wire[run.begin : run.end], divisor, torch.div)
+        block = gathered(memories(gradients, run, chunks), chunks, run, chunks.compute_dtype, wire.device)
+        _convert(block, wire[run.begin : run.end], *_division(divisor, chunks.compute_dtype, wire.device))
     else:
         slot, (gradient,) = run.slots.start, gradients
         begin, end = chunks.offsets[slot], chunks.offsets[slot] + chunks.numels[slot]
@@ -142,9 +140,10 @@ def pack_run(
             wire[begin:end].zero_()
         elif not run.small and wire.device.type == "cpu" and not chunks.fp64:  # a comm hook's flat buffer
             source = memory_of(gradient, chunks, slot)
-            reference_quick.pack_flat(source, wire[begin:end], divisor.item(), divisor.dtype)
+            reference_quick.pack_flat(source, wire[begin:end], divisor, chunks.compute_dtype)
         else:
-            _convert(memory_of(gradient, chunks, slot), wire[begin:end], divisor, torch.div)
+            source = memory_of(gradient, chunks, slot)
+            _convert(source, wire[begin:end], *_division(divisor, chunks.compute_dtype, wire.device))
         if run.padded:
             wire[run.begin : begin].zero_()
             wire[end : run.end].zero_()
@@ -163,7 +162,6 @@ def unpack(
     """Unflattens, scales and casts `wire` into `gradients`; arguments as for `kernels.dispatch.unpack`."""
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, scale, partials)
-        pointers.remember(gradients, chunks, wire)
     # On CPU reading the scale is free, and a plain copy is one pass instead of two.
     unscaled = scale.device.type == "cpu" and scale.item() == 1.0
     if partials is None and vouched and reference_quick.serves(chunks, wire):
@@ -199,7 +197,7 @@ def _deliver_slot(
     for begin in range(0, memory.numel(), step):
         part, into = source[begin : begin + step], memory[begin : begin + step]
         if factor is not None:
-            _convert(part, into, factor, torch.mul)
+            _convert(part, into, torch.mul, factor)
         elif part.data_ptr() != into.data_ptr():
             store_rounded(into, part)
         if measured is not None:
@@ -220,7 +218,7 @@ def _deliver(
     missing = missing_slots(gradients, run)
     if len(missing) == len(run.slots):
         return
-    compute = torch.float64 if chunks.fp64 else torch.float32
+    compute = chunks.compute_dtype
     if len(run.dtypes) == 1:
         (dtype,) = run.dtypes
         # Rounded before any gradient is written: one may be its own source.
@@ -255,7 +253,6 @@ def measure(
     """Fills `partials` with statistics of gradients as they are; arguments as for `kernels.dispatch.measure`."""
     if not vouched:
         check_walk(gradients, chunks, pointers, None, partials)
-        pointers.remember(gradients, chunks)
     measured = Measured(chunks, partials)
     for run in runs(chunks):
         _measure_run(gradients[run.slots.start : run.slots.stop], run, chunks, measured)
@@ -291,7 +288,6 @@ def scale(
     """Multiplies gradients by `factor`, in place; arguments as for `kernels.dispatch.scale`."""
     if not vouched:
         check_walk(gradients, chunks, pointers, factor, partials)
-        pointers.remember(gradients, chunks)
     measured = None if partials is None else Measured(chunks, partials)
     for run in runs(chunks):
         members = members_of(gradients, run)
@@ -364,12 +360,20 @@ def runs(chunks: ChunkTable) -> tuple[Run, ...]:
     return _known_runs.setdefault(chunks, tuple(found))
 
 
-def _convert(source: torch.Tensor, destination: torch.Tensor, scalar: torch.Tensor, operation: object) -> None:
+Operation: TypeAlias = Callable[..., torch.Tensor]
+
+
+def _division(divisor: float, compute: torch.dtype, device: torch.device) -> tuple[Operation, torch.Tensor]:
+    """The operation that divides, and its second operand."""
+    scalar, exact = division(divisor, compute)
+    # A tensor, since on CUDA torch divides by a Python number by multiplying with its reciprocal; and filled there,
+    # since the host would wait for an upload.
+    return torch.mul if exact else torch.div, torch.full((), scalar, dtype=compute, device=device)
+
+
+def _convert(source: torch.Tensor, destination: torch.Tensor, operation: Operation, scalar: torch.Tensor) -> None:
     """destination = round_once(operation(source, scalar)) for flat tensors of one size."""
-    assert callable(operation)
     compute, operand = scalar.dtype, scalar.reshape(())
-    if operation is torch.div and (change := reference_quick.division(operand.item())) is not None:
-        operation, operand = change[0], torch.tensor(change[1], dtype=compute, device=scalar.device)
     if source.dtype == compute and destination.dtype == compute:
         operation(source, operand, out=destination)
         return
@@ -387,11 +391,8 @@ def _convert(source: torch.Tensor, destination: torch.Tensor, scalar: torch.Tens
 
 def divide(source: torch.Tensor, divisor: float, out: torch.Tensor) -> None:
     """out = source / divisor, all of the compute dtype and of one shape."""
-    change = reference_quick.division(divisor)
-    if change is None:
-        if out is not source:
-            out.copy_(source)
-    else:
-        operation, scalar = change
-        # A tensor, since on CUDA torch divides by a Python number by multiplying with its reciprocal.
-        operation(source, torch.tensor(scalar, dtype=out.dtype, device=out.device), out=out)
+    if divisor != 1.0:
+        operation, operand = _division(divisor, out.dtype, out.device)
+        operation(source, operand, out=out)
+    elif out is not source:
+        out.copy_(source)

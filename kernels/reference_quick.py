@@ -11,7 +11,6 @@ A call of an operator costs 1 us, as does making a view: views are made once per
 from __future__ import annotations
 
 import bisect
-import functools
 import math
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import TypeAlias
@@ -19,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from .division import division
 from .reference_gather import Run, copy_all, members_of, present
 from .reference_stats import scratch
 from .table import ChunkTable, PointerTable
@@ -50,8 +50,9 @@ def pack(
 
     `gradients` begin with the first run's first slot; those of slots in no run are ignored.
     """
-    kept, change, views = _kept(pointers, chunks), division(divisor), pointers.views(chunks, wire)
-    native = kept.dtypes == {wire.dtype}
+    kept, views = _kept(pointers, chunks), pointers.views(chunks, wire)
+    change = _change(divisor, kept.compute)
+    native = kept.chunks.kinds == {wire.dtype}
     base = runs[0].slots.start if runs else 0
     for run in runs:
         slots = run.slots
@@ -73,7 +74,7 @@ def pack(
 
 def pack_flat(source: torch.Tensor, destination: torch.Tensor, divisor: float, compute: torch.dtype) -> None:
     """destination = round_once(source / divisor), for flat tensors on CPU."""
-    _convert_flat(source, destination, compute, division(divisor))
+    _convert_flat(source, destination, compute, _change(divisor, compute))
 
 
 def unpack(
@@ -87,7 +88,7 @@ def unpack(
     """gradient = round_once(wire * scale), without statistics; small gradients may have any strides."""
     kept, change = _kept(pointers, chunks), None if scale == 1.0 else (torch.mul, scale)
     views = pointers.views(chunks, wire)
-    if change is None and (wire.dtype is kept.compute or kept.dtypes <= {kept.compute, wire.dtype}):
+    if change is None and (wire.dtype is kept.compute or kept.chunks.kinds <= {kept.compute, wire.dtype}):
         copy_all(gradients, views)
         return
     for run in runs:
@@ -102,13 +103,10 @@ def unpack(
             copy_all(members_of(gradients, run), staged)
 
 
-@functools.lru_cache(maxsize=256)
-def division(divisor: float) -> Change:
-    """The operation that divides: by powers of two a product, which is exact and twice as fast in the cache."""
-    if divisor == 1.0:
-        return None
-    exact = 2.0**-64 <= divisor <= 2.0**64 and math.frexp(divisor)[0] == 0.5
-    return (torch.mul, 1.0 / divisor) if exact else (torch.div, divisor)
+def _change(divisor: float, compute: torch.dtype) -> Change:
+    """The operation that divides; a product is twice as fast in the cache."""
+    scalar, exact = division(divisor, compute)
+    return None if scalar == 1.0 else (torch.mul if exact else torch.div, scalar)
 
 
 class _Kept:
@@ -116,8 +114,7 @@ class _Kept:
 
     def __init__(self, chunks: ChunkTable) -> None:
         self.chunks = chunks
-        self.compute = torch.float64 if chunks.fp64 else torch.float32
-        self.dtypes = frozenset(chunks.dtypes)
+        self.compute = chunks.compute_dtype
         self._blocks: dict[torch.dtype, torch.Tensor] = {}
         self._staged: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._temporaries: dict[int, torch.Tensor] = {}

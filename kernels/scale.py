@@ -120,9 +120,10 @@ def scale(
     """
     if not vouched:
         check_walk(gradients, chunks, pointers, factor, partials)
+    assert factor.dtype is chunks.compute_dtype  # a kept launch takes its type for granted
     target = current_target(factor.device)
     variant = scale_variant(chunks.fp64, partials is not None, tuning or tuning_for(target), target[0])
-    addresses = pointers.upload(gradients, chunks, factor.device)
+    addresses = pointers.upload(gradients, factor.device)
     if chunks.data_rows:
         variant.launch(chunks.data_rows, (addresses, chunks.on(factor.device), factor, *partials_of(partials)))
         pointers.launched()

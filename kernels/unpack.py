@@ -11,6 +11,7 @@ Example: wire [40000.0] (fp16), scale 1, gradient fp32 -> [40000.0].
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -22,14 +23,19 @@ from .checks import check_transfer
 from .chunk import MULTIPLY, NOTHING, ROW, STORED, convert_chunk, gradient_sums, no_marks, no_sums
 from .table import ChunkTable, Partials, PointerTable
 from .variants import (
+    GRADIENTS,
+    PARTIALS,
     POINTERS,
+    TABLES,
     TRANSFERS,
+    TRITON_NAMES,
     Tuning,
     Variant,
+    absent,
     current_target,
     partials_of,
-    transfer_variant,
     tuning_for,
+    walk_variant,
 )
 
 
@@ -124,9 +130,10 @@ def unpack(
     """
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, scale, partials)
+    assert scale.dtype is chunks.compute_dtype  # a kept launch takes its type for granted
     target = current_target(wire.device)
     variant = unpack_variant(wire.dtype, chunks.fp64, partials is not None, tuning or tuning_for(target), target[0])
-    addresses = pointers.upload(gradients, chunks, wire.device, wire)
+    addresses = pointers.upload(gradients, wire.device)
     programs = chunks.data_rows
     if programs:
         variant.launch(programs, (addresses, chunks.on(wire.device), wire, scale, *partials_of(partials)))
@@ -134,9 +141,21 @@ def unpack(
         increment_version([gradient for gradient in gradients if gradient is not None])
 
 
+@functools.cache
 def unpack_variant(wire: torch.dtype, fp64: bool, stats: bool, tuning: Tuning, backend: str) -> Variant:
     """The compilation for this wire, mixed or fp64 gradients, with or without statistics."""
-    return transfer_variant("unpack", _unpack_kernel, wire, fp64, stats, tuning, backend)
+    name = TRITON_NAMES[wire]
+    scalar = "*fp64" if fp64 else "*fp32"
+    return walk_variant(
+        "unpack",
+        _unpack_kernel,
+        {**TABLES, "wire": f"*{name}", "scalar": scalar, **(PARTIALS if stats else absent(PARTIALS))},
+        {"FP64": fp64, "STATS": stats, "HINT": tuning.hint},
+        tuning,
+        backend,
+        branches=tuple((name, gradient) for gradient in GRADIENTS[fp64]),
+        label=f"{'fp64' if fp64 else 'mixed'}, wire {name}{', stats' if stats else ''}",
+    )
 
 
 def variants(tuning: Tuning, backend: str) -> tuple[Variant, ...]:

@@ -1,8 +1,8 @@
 """Variants: the compilations of all kernels, which `dispatch` launches and `aot` compiles ahead of time.
 
 A Variant is a kernel with everything that determines its code: argument types, constexprs, warps, options. No pointer
-is specialised on its alignment and no kernel takes an integer argument, so the addresses and sizes of a step can
-never cause a compilation: one Variant is one compilation per device.
+is specialised on its alignment, no kernel takes an integer argument, and a float's type does not depend on its value:
+addresses, sizes and divisors of a step can never cause a compilation. One Variant is one compilation per device.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 import triton
 
+from .kept_launch import KeptLaunch
 from .table import Partials
 from .triton_versions import mend_interpreter
 
@@ -102,16 +103,21 @@ def current_target(device: torch.device) -> tuple[str, int | str]:
         ValueError: CPU tensors without the interpreter, which no kernel can read.
     """
     if device.type == "cuda":
-        if torch.version.hip is not None:
-            return "hip", torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-        major, minor = torch.cuda.get_device_capability(device)
-        return "cuda", major * 10 + minor
+        return _target_of(device)
     if interpreted():
         return "interpreter", ""
     raise ValueError(
         f"Triton kernels cannot read tensors on {device}: pass CUDA tensors, call fusedreduce.kernels.dispatch (which "
         "takes the torch path there), or set TRITON_INTERPRET=1 before the first import of triton"
     )
+
+
+@functools.cache
+def _target_of(device: torch.device) -> tuple[str, int | str]:
+    if torch.version.hip is not None:
+        return "hip", torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return "cuda", major * 10 + minor
 
 
 def tuning_for(target: tuple[str, int | str]) -> Tuning:
@@ -157,25 +163,35 @@ class Variant:
     branches: tuple[tuple[str, str | None], ...]
     label: str
     options: Mapping[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": True})
+    _kept: dict[torch.device, KeptLaunch] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def launch(self, programs: int, pointers: Sequence[torch.Tensor | None]) -> None:
-        """Launches the kernel on the first pointer's device, on its current stream.
+    def launch(self, programs: int, arguments: Sequence[torch.Tensor | float | None]) -> None:
+        """Launches the kernel on the first argument's device, on its current stream.
 
         Args:
             programs: how many.
-            pointers: the arguments that are no constexprs, in the kernel's order; None: absent.
+            arguments: those that are no constexprs, in the kernel's order, a tensor first; None: absent.
         """
         _launched.count = launches() + 1
-        assert pointers[0] is not None
-        with _launch_on(pointers[0].device):
-            self.kernel[(programs,)](*pointers, **self.constexprs, num_warps=self.num_warps, **self.options)
+        first = arguments[0]
+        assert isinstance(first, torch.Tensor)
+        device = first.device
+        with _launch_on(device):
+            kept = self._kept.get(device)
+            if kept is not None and kept.launch(programs, arguments):
+                return
+            options = {**self.constexprs, "num_warps": self.num_warps, **self.options}
+            compiled = self.kernel[(programs,)](*arguments, **options)
+            if KeptLaunch.serves(compiled):
+                constants = (self.constexprs[name] for name in self.kernel.arg_names[len(arguments) :])
+                self._kept[device] = KeptLaunch(self.kernel, compiled, constants)
 
 
 def _launch_on(device: torch.device) -> AbstractContextManager[object]:
     # Triton launches on the current device, which need not be the tensors'. The interpreter replaces triton.language
     # while a kernel runs, so two threads must not be in it at once.
     if device.type == "cuda":
-        return torch.cuda.device(device)
+        return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
     return _interpreter_lock if interpreted() else nullcontext()
 
 
@@ -199,40 +215,10 @@ TRANSFERS: tuple[tuple[torch.dtype, bool, bool], ...] = tuple(
 )
 
 
-@functools.cache
-def transfer_variant(
-    name: str,
-    kernel: Any,
-    wire: torch.dtype,
-    fp64: bool,
-    stats: bool,
-    tuning: Tuning,
-    backend: str,
-) -> Variant:
-    """The variant of pack or unpack for one of TRANSFERS."""
-    wire_name = TRITON_NAMES[wire]
-    outputs = SOURCE_PARTIALS if name == "pack" else PARTIALS
-    return walk_variant(
-        name,
-        kernel,
-        {
-            **TABLES,
-            "wire": f"*{wire_name}",
-            "scalar": "*fp64" if fp64 else "*fp32",
-            **(outputs if stats else absent(outputs)),
-        },
-        {"FP64": fp64, "STATS": stats, "HINT": tuning.hint},
-        tuning,
-        backend,
-        branches=tuple((one, wire_name) if name == "pack" else (wire_name, one) for one in GRADIENTS[fp64]),
-        label=f"{'fp64' if fp64 else 'mixed'}, wire {wire_name}{', stats' if stats else ''}",
-    )
-
-
 def walk_variant(
     name: str,
     kernel: Any,
-    pointers: Mapping[str, str],
+    arguments: Mapping[str, str],
     switches: Mapping[str, bool | str],
     tuning: Tuning,
     backend: str,
@@ -244,7 +230,7 @@ def walk_variant(
     constexprs = {**switches, "TILE_BYTES": tuning.tile_bytes, "LANES": lanes(tuning, backend)}
     return Variant(
         kernel=kernel,
-        signature={**pointers, **dict.fromkeys(constexprs, "constexpr")},
+        signature={**arguments, **dict.fromkeys(constexprs, "constexpr")},
         constexprs=constexprs,
         num_warps=tuning.num_warps,
         branches=branches,

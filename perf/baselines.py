@@ -65,7 +65,7 @@ class Baselines:
 
     def __init__(self, work: Workload, wires: Sequence[Sequence[torch.Tensor]]) -> None:
         self._same_dtype = work.pair.gradients == work.pair.wire
-        self._divisor = work.divisor_value
+        self._divisor = work.divisor
         wide = torch.empty(max(work.bucket_numels), dtype=work.pair.gradients, device=work.device)
         self._places = [
             [self._place(bucket.gradients, wire, wide) for bucket, wire in zip(one.buckets, of_set, strict=True)]

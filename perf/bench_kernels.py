@@ -137,7 +137,7 @@ def _row(work: Workload, direction: str, cache: str, times: timing.Times, cases:
         "buckets": len(work.tables),
         "gradient_bytes": work.gradient_bytes,
         "bytes": work.bytes,
-        "divisor": work.divisor_value,
+        "divisor": work.divisor,
         "sets": work.used,
         "rounds": len(times[base]),
         "noise": ratio(times[AGAIN], times[base]),

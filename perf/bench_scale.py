@@ -168,7 +168,7 @@ class Buffers:
 
     def __init__(self, point: Point, gradients: torch.Tensor, wire: torch.Tensor) -> None:
         self.gradients, self.wire = gradients[: point.total_numel], wire[: point.total_numel]
-        self._divisor = torch.full((1,), DIVISOR, device=wire.device)
+        self._scale = torch.full((1,), DIVISOR, device=wire.device)
         each = point.parameters // point.buckets
         layout = aligned_layout([point.numel] * each, wire_itemsize_bytes=2)
         assert layout.numel == point.numel * each  # gradients lie as the wire does
@@ -183,9 +183,9 @@ class Buffers:
     def run(self) -> None:
         """What is timed. Of what it leaves it makes the same again."""
         for parts, table, pointers, wire in self._buckets:
-            dispatch.pack(parts, table, pointers, wire, self._divisor, vouched=True)
+            dispatch.pack(parts, table, pointers, wire, DIVISOR, vouched=True)
         for parts, table, pointers, wire in self._buckets:
-            dispatch.unpack(parts, table, pointers, wire, self._divisor, vouched=True)
+            dispatch.unpack(parts, table, pointers, wire, self._scale, vouched=True)
 
 
 def kernels(found: Mapping[str, Point], device: torch.device) -> dict[str, list[float]]:

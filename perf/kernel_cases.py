@@ -67,7 +67,7 @@ def pack(work: Workload, names: Sequence[str] | None = None) -> Cases:
     def right(name: str) -> None:
         work.check_wires(name, wires)
 
-    def ours(one: BufferSet, divisor: torch.Tensor) -> None:
+    def ours(one: BufferSet, divisor: float) -> None:
         for bucket in one.buckets:
             dispatch.pack(bucket.gradients, bucket.chunks, bucket.pointers, bucket.wire, divisor, vouched=True)
 
@@ -78,10 +78,9 @@ def pack(work: Workload, names: Sequence[str] | None = None) -> Cases:
         check = functools.partial(_check_sources, work, looks, right, complete)
         by_products: list[Call] = [functools.partial(look.pack, work.divisor, complete) for look in looks]
         cases.add(name, by_products, functools.partial(_spoil, work.spoil_wires, looks), check)
-    if work.divisor_value != ODD_DIVISOR:
-        three = torch.full_like(work.divisor, ODD_DIVISOR)
-        check_odd = functools.partial(_check_odd, work, three)
-        odd = [functools.partial(ours, one, three) for one in work.sets]
+    if work.divisor != ODD_DIVISOR:
+        check_odd = functools.partial(_check_odd, work, ODD_DIVISOR)
+        odd = [functools.partial(ours, one, ODD_DIVISOR) for one in work.sets]
         cases.add(f"ours, divisor {ODD_DIVISOR:g}", odd, work.spoil_wires, check_odd)
     ways = Baselines(work, [[bucket.wire for bucket in one.buckets] for one in work.sets])
 
@@ -220,7 +219,7 @@ class _Look:
         self.totals: Totals | None = None
         self.sources: SourceTotals | None = None
 
-    def pack(self, divisor: torch.Tensor, complete: bool) -> None:
+    def pack(self, divisor: float, complete: bool) -> None:
         """Packs; `complete`: with the second stage."""
         for one in self._one.buckets:
             dispatch.pack(one.gradients, one.chunks, one.pointers, one.wire, divisor, one.sources, vouched=True)
@@ -295,7 +294,7 @@ def _check_totals(
             _near(name, math.sqrt(square), norm, SUMS_RTOL)
 
 
-def _check_odd(work: Workload, divisor: torch.Tensor, name: str) -> None:
+def _check_odd(work: Workload, divisor: float, name: str) -> None:
     for number, one in enumerate(work.sets[: work.used]):
         for bucket in one.buckets:
             if number < PROVED_SETS:

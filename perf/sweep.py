@@ -88,10 +88,10 @@ def variants(target: tuple[str, int | str]) -> list[Variant]:
     """What a sweep launches that nothing else does, for a compilation ahead."""
     wires = dict.fromkeys(Pair.parse(pair).wire for _, _, pair in WORKLOADS)
     tunings = dict.fromkeys(shape.tuning for shape in SHAPES if shape.tuning != tuning_for(target))
-    makes = pack_file.pack_variant, unpack_file.unpack_variant
-    walks = [
-        make(wire, False, False, tuning, target[0]) for tuning, wire, make in itertools.product(tunings, wires, makes)
-    ]
+    walks = []
+    for tuning, wire in itertools.product(tunings, wires):
+        walks.append(pack_file.pack_variant(wire, False, False, True, tuning, target[0]))
+        walks.append(unpack_file.unpack_variant(wire, False, False, tuning, target[0]))
     known = stats.variants()
     return [*walks, *(one for lanes in SECOND_STAGES for one in _second_stage(*lanes) if one not in known)]
 
@@ -266,13 +266,16 @@ def _calls(work: Workload, direction: str, tuning: Tuning | None, tables: Sequen
 def _call(
     work: Workload, direction: str, tuning: Tuning | None, tables: Sequence[ChunkTable], buckets: Sequence[Bucket]
 ) -> None:
-    scalar = work.divisor if direction == "pack" else work.one
     for bucket, chunks in zip(buckets, tables, strict=True):
-        both = bucket.gradients, chunks, bucket.pointers, bucket.wire, scalar
-        if work.device.type != "cuda":
-            (reference.pack if direction == "pack" else reference.unpack)(*both, vouched=True)
+        both = bucket.gradients, chunks, bucket.pointers, bucket.wire
+        if work.device.type != "cuda" and direction == "pack":
+            reference.pack(*both, work.divisor, vouched=True)
+        elif work.device.type != "cuda":
+            reference.unpack(*both, work.one, vouched=True)
+        elif direction == "pack":
+            pack_file.pack(*both, work.divisor, vouched=True, tuning=tuning)
         else:
-            (pack_file.pack if direction == "pack" else unpack_file.unpack)(*both, vouched=True, tuning=tuning)
+            unpack_file.unpack(*both, work.one, vouched=True, tuning=tuning)
 
 
 def ranking(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

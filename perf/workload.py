@@ -122,7 +122,7 @@ class Workload:
         chunk_numel: int = CHUNK_NUMEL,
         cap_bytes: int = DEFAULT_CAP_BYTES,
     ) -> None:
-        self.model, self.pair, self.way, self.device, self.divisor_value = model, pair, way, device, divisor
+        self.model, self.pair, self.way, self.device, self.divisor = model, pair, way, device, divisor
         of_model = layers.shapes(model)
         members = _cut(of_model, pair.gradients.itemsize, way, cap_bytes)
         self._counts = [len(bucket) for bucket in members]
@@ -156,7 +156,6 @@ class Workload:
         self.used = self.count
         self.sets: list[BufferSet] = []
         self.filled = False  # whether the wires hold what pack leaves
-        self.divisor = torch.full((1,), divisor, device=device)
         self.one = torch.ones(1, device=device)
         self.half = torch.full((1,), SCALE, device=device)
 
@@ -228,14 +227,15 @@ class Workload:
             found.append(wires)
         return found
 
-    def prove_wire(self, name: str, bucket: Bucket, wire: torch.Tensor, divisor: torch.Tensor) -> None:
+    def prove_wire(self, name: str, bucket: Bucket, wire: torch.Tensor, divisor: float) -> None:
         """Raises BenchError unless a bucket's wire is what a plain formula gives."""
         offsets, numels = bucket.chunks.offsets, bucket.chunks.numels
+        # On the device: by a number, torch multiplies with its reciprocal there.
+        by = torch.full((), divisor, device=wire.device)
         for gradient, offset, numel in zip(bucket.gradients, offsets, numels, strict=True):
             flat, slot = gradient.view(-1), wire[offset : offset + numel]
             for part, stored in zip(flat.split(BLOCK_NUMEL), slot.split(BLOCK_NUMEL), strict=True):
-                # A divisor on the device: by a number, torch multiplies with its reciprocal there.
-                same(name, stored, (part.float() / divisor).to(self.pair.wire))
+                same(name, stored, (part.float() / by).to(self.pair.wire))
         for begin, end in bucket.chunks.gaps:
             same(f"{name}, in the padding,", wire[begin:end], torch.zeros_like(wire[begin:end]))
 

@@ -58,7 +58,7 @@ class Bucket:
         self.label = label
         self.split = split
         self.chunks = chunks or ChunkTable(layout.numels, layout.offsets, dtypes, layout.numel, shapes=shapes)
-        self.compute_dtype = torch.float64 if self.chunks.fp64 else torch.float32  # of the divisor and the scale
+        self.compute_dtype = self.chunks.compute_dtype
         self.pointers = PointerTable()
         self.state = BucketState.IDLE
         self.allocations = 0

@@ -68,7 +68,7 @@ class DenseReduction(WritesPartials):
             tuple(stride // 2 for stride in strides[:-1]) if dtype.is_complex else strides
             for (_, strides), dtype in zip(self._shapes, self._dtypes, strict=True)
         ]
-        exchange.prepare(self.bucket, communicator.size)
+        exchange.prepare(self.bucket)
         self._view_pointers = PointerTable()  # the views, for `dispatch.measure` and for unpacking in place
         self._unused: Partials | None = None
         self.restrided = 0
@@ -174,7 +174,7 @@ class DenseReduction(WritesPartials):
         """Sets where statistics of packed and of unpacked gradients go, from the next step on."""
         super().collect(source, result)
         if source is not None or result is not None:
-            exchange.prepare(self.bucket, self._communicator.size, stats=True)
+            exchange.prepare(self.bucket, stats=True)
             if self._as_views:
                 self._unused = self.bucket.chunks.new_partials(self.members.device)
 

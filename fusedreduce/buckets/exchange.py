@@ -52,20 +52,18 @@ class InFlight:
     issued_ns: int
 
 
-def prepare(bucket: Bucket, ranks: int, *, stats: bool = False) -> None:
+def prepare(bucket: Bucket, *, stats: bool = False) -> None:
     """On CUDA: compiles the bucket's kernels and uploads what never changes, so that no backward has to.
 
     Args:
         bucket: the bucket.
-        ranks: number of ranks.
         stats: also the variants that write statistics.
     """
     if bucket.device.type == "cuda":
         with torch.cuda.device(bucket.device):
             dispatch.warm_up(bucket.device, bucket.wire_dtype, fp64=bucket.chunks.fp64, stats=stats)
             bucket.chunks.on(bucket.device)
-            for value in (float(ranks), 1.0):
-                scalar(value, bucket.compute_dtype, bucket.device)
+            scalar(1.0 / bucket.split, bucket.compute_dtype, bucket.device)
 
 
 def start(
@@ -102,7 +100,7 @@ def start(
     with _range("pack", bucket):
         wire = _own_wire(gradients) if in_place else bucket.wire()
         if done is not None:
-            by = scalar(float(divisor or communicator.size), bucket.compute_dtype, bucket.device)
+            by = divisor or communicator.size
             dispatch.pack(gradients, bucket.chunks, bucket.pointers, wire, by, partials, vouched=vouched, done=done)
     bucket.state = BucketState.LAUNCHED
     issued_ns = time.perf_counter_ns()
@@ -126,8 +124,7 @@ def start_early(bucket: Bucket, group: int, gradients: Sequence[torch.Tensor], d
         gradients: all of the group's, real.
         divisor: what to divide by.
     """
-    by = scalar(divisor, bucket.compute_dtype, bucket.device)
-    dispatch.pack_early(gradients, group, bucket.chunks, bucket.pointers, bucket.wire(), by)
+    dispatch.pack_early(gradients, group, bucket.chunks, bucket.pointers, bucket.wire(), divisor)
 
 
 def finish(
@@ -204,9 +201,12 @@ def divisor_split(wire: torch.dtype, gradients: Collection[torch.dtype], ranks: 
     return fp16_split(ranks, op) if wire is torch.float16 and torch.float16 not in gradients else 1.0
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def scalar(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A device scalar, uploaded once. The host waits for the upload, because several streams will read it."""
+    """What unpack multiplies by where there is no loss scale: on the device, uploaded once, when a bucket is prepared.
+
+    The host waits for the upload, because several streams will read it.
+    """
     return torch.tensor([value], dtype=dtype).to(device)
 
 

@@ -81,7 +81,7 @@ class GradientTable:
         factor = factor.detach().reshape(1)
         with torch.no_grad():
             for group in self._groups:
-                compute = torch.float64 if group.chunks.fp64 else torch.float32
+                compute = group.chunks.compute_dtype
                 by = factor.to(group.partials.sums.device, compute)
                 gradients, others = self._gathered(group)
                 dispatch.scale(gradients, group.chunks, group.pointers, by, vouched=True)

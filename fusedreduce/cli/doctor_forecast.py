@@ -148,7 +148,7 @@ def _copies(device: torch.device, dtype: torch.dtype) -> tuple[Linear, Linear]:
         chunks = ChunkTable((numel,), (0,), (torch.float32,), numel, shapes=[((numel,), (1,))])
         pointers, wire = PointerTable(), torch.zeros(numel, dtype=dtype, device=device)
         unit = torch.ones(1, device=device)
-        pack = functools.partial(dispatch.pack, gradients, chunks, pointers, wire, unit, vouched=True)
+        pack = functools.partial(dispatch.pack, gradients, chunks, pointers, wire, 1.0, vouched=True)
         unpack = functools.partial(dispatch.unpack, gradients, chunks, pointers, wire, unit, vouched=True)
         for samples, copy in ((packs, pack), (unpacks, unpack)):
             copy()

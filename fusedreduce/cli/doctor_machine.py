@@ -122,13 +122,13 @@ def _compare(device: torch.device, wire_dtype: torch.dtype, dtypes: Sequence[tor
     for place, value in enumerate((float("nan"), float("-inf"), -0.0, 65504.0, 1e-7, 3e38)):
         gradients[1][place] = gradients[3][place] = value
     gradients[3][-1] = 1e-40  # in an fp32 gradient: the interpreter reads so small numbers of bf16 as 0
-    divisor, scale = (torch.tensor([value], dtype=compute) for value in (_DIVISOR, _SCALE))
+    scale = torch.tensor([_SCALE], dtype=compute)
     wire, ours = torch.full((layout.numel,), 7.0, dtype=wire_dtype), torch.full((layout.numel,), 7.0, dtype=wire_dtype)
-    reference.pack(gradients, chunks(), PointerTable(), wire, divisor)
+    reference.pack(gradients, chunks(), PointerTable(), wire, _DIVISOR)
     ours, there = ours.to(device), [gradient.clone().to(device) for gradient in gradients]
     # vouched=True, as the reducer calls it: on CPU that takes the quick forms, which differ from the reference.
     table, pointers = chunks(), PointerTable()
-    dispatch.pack(there, table, pointers, ours, divisor.to(device), vouched=True)
+    dispatch.pack(there, table, pointers, ours, _DIVISOR, vouched=True)
     if difference := _difference("packed", [wire], [ours]):
         return difference
     for tensors in (gradients, there):

@@ -12,8 +12,8 @@ imported as an interpreter. Columns:
     KiB/SM    loads in flight: resident warps x bytes of vector loads that a thread issues in one block x threads of
               a warp. Resident warps are what registers, threads, blocks and shared memory of one multiprocessor (AMD:
               compute unit, by LLVM's own figure) allow, in whole programs. The worst dtype branch counts.
-    ins/16B   instructions of a turn of the tile loop for 16 bytes of the wider side, along the shortest path (in pack
-              the one with an exact reciprocal). The worst dtype branch counts.
+    ins/16B   instructions of a turn of the tile loop for 16 bytes of the wider side, along the shortest path. The worst
+              dtype branch counts.
     loads, stores   accesses to gradients and wire in the code, as width in bytes x how many
     !         a rule is broken; the lines below the tables say which
 
@@ -227,10 +227,10 @@ def report_all(targets: Sequence[Target], jobs: int) -> Iterable[list[Report]]:
 
 def table(rows: Sequence[Report]) -> str:
     """The rows of one target as text, 100 columns at most."""
-    lines = [f"{rows[0].target:<34} regs  KiB/SM  ins/16B  {'loads':<21}stores"]
+    lines = [f"{rows[0].target:<38} regs  KiB/SM  ins/16B  {'loads':<21}stores"]
     for row in rows:
         if row.unsupported is not None:
-            lines.append(f"  {row.kernel:<32}unsupported: {row.unsupported}")
+            lines.append(f"  {row.kernel:<36}unsupported: {row.unsupported}")
             continue
         costs = [figures.per_16_bytes for figures in row.branches.values() if figures.per_16_bytes is not None]
         in_flight = "-" if row.in_flight_bytes is None else f"{row.in_flight_bytes / 1024:.0f}"
@@ -239,7 +239,7 @@ def table(rows: Sequence[Report]) -> str:
             " ".join(f"{width}x{times}" for width, times in counts.items()) or "-" for counts in (row.loads, row.stores)
         )
         mark = "!" if row.violations else " "
-        lines.append(f"{mark} {row.kernel:<32}{row.registers:>5}{in_flight:>8}{cost:>9}  {loads:<21}{stores}")
+        lines.append(f"{mark} {row.kernel:<36}{row.registers:>5}{in_flight:>8}{cost:>9}  {loads:<21}{stores}")
     return "\n".join(lines)
 
 

@@ -59,9 +59,8 @@ class Violation(NamedTuple):
 class BranchFigures:
     """Of one dtype branch: bytes of vector loads that one thread issues in a block, and the cost of its tile loop.
 
-    `per_16_bytes` counts the instructions of the shortest turn of the loop for 16 bytes of the wider side: of the
-    path with an exact reciprocal, where division has another. None if the branch has no such loop. `loads` and
-    `stores` count its accesses to gradients and wire by their width.
+    `per_16_bytes` counts the instructions of the shortest turn of the loop for 16 bytes of the wider side; None if the
+    branch has no such loop. `loads` and `stores` count its accesses to gradients and wire by their width.
     """
 
     load_bytes: int

@@ -40,7 +40,7 @@ class Bucket:
 
     @property
     def compute(self) -> torch.dtype:
-        return torch.float64 if self.chunks.fp64 else torch.float32
+        return self.chunks.compute_dtype
 
 
 class Guarded:

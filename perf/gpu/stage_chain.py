@@ -458,7 +458,7 @@ class Chain:
         """Pack, unpack with sums, second stage; AdamW divides and writes gradients back."""
         begin = 0
         for bucket in self._buckets:
-            bucket.pack(self._one)
+            bucket.pack()
         for bucket in self._buckets:
             bucket.unpack(self._one, self._partials.part(begin, begin + bucket.chunks.data_rows))
             begin += bucket.chunks.data_rows
@@ -470,7 +470,7 @@ class Chain:
         """Pack, sums over the wire, second stage; unpack multiplies; AdamW."""
         begin = 0
         for bucket in self._buckets:
-            bucket.pack(self._one)
+            bucket.pack()
             bucket.measure(self._flat_partials.part(begin, begin + bucket.flat.data_rows))
             begin += bucket.flat.data_rows
         norm = dispatch.reduce_partials(self._flat_partials, self._flat_spans).total[0].sqrt()
@@ -499,8 +499,8 @@ class _ChainBucket:
         self.buffer = torch.empty(sum(numels), device=device)
         self.views = [part.view_as(one) for part, one in zip(self.buffer.split(numels), gradients, strict=True)]
 
-    def pack(self, one: torch.Tensor) -> None:
-        dispatch.pack(self.gradients, self.chunks, self._pointers, self.wire, one, vouched=True)
+    def pack(self) -> None:
+        dispatch.pack(self.gradients, self.chunks, self._pointers, self.wire, 1.0, vouched=True)
 
     def unpack(self, by: torch.Tensor, partials: Any) -> None:
         dispatch.unpack(self.gradients, self.chunks, self._pointers, self.wire, by, partials, vouched=True)

@@ -58,7 +58,7 @@ def _try_interpreter(stage: Stage) -> None:
     """A rehearsal goes on with the torch path where Triton's interpreter does not get along with the numpy here."""
     chunks, one = ChunkTable([1], [0], [torch.float32], 1), torch.ones(1)
     try:
-        dispatch.pack([one], chunks, PointerTable(), torch.empty(1), one)
+        dispatch.pack([one], chunks, PointerTable(), torch.empty(1), 1.0)
     except Exception as error:  # whatever the interpreter makes of it
         stage.skip("Triton's interpreter", error)
         triton.knobs.runtime.interpret = False
@@ -103,7 +103,7 @@ def check_bucket(bucket: Bucket, device: torch.device) -> None:
     for path, stats in ((dispatch, dispatch), (reference, reference_stats)):
         wire = Guarded(chunks.wire_numel, bucket.wire, device)
         source = chunks.new_source_partials(device)
-        path.pack(gradients, chunks, PointerTable(), wire.inner, scalar, source)
+        path.pack(gradients, chunks, PointerTable(), wire.inner, bucket.scalar, source)
         sources.append(stats.reduce_source_partials(source, chunks.spans(device)))
         wires.append(wire)
     wires[0].check_edges(f"{label}, pack")
@@ -183,7 +183,7 @@ def every_pattern(stage: Stage) -> None:
             source = chunks.new_source_partials(device)
             pointers = PointerTable()
             wire_bits.fill_(-21555)
-            dispatch.pack([gradient], chunks, pointers, wire, by, source)
+            dispatch.pack([gradient], chunks, pointers, wire, divisor, source)
             flushed = torch.zeros((), dtype=torch.int64, device=device)
             for begin, end in blocks(numel, stage):
                 given = gradient[begin:end]
@@ -246,9 +246,8 @@ def far_slots(stage: Stage) -> None:
     chunks = ChunkTable(numels, offsets, [dtype] * len(numels), end)
     gradients = [_noise(numel, dtype, slot, device, shift=1 + slot) for slot, numel in enumerate(numels)]
     wire = torch.full((end,), 0x2BAD, dtype=torch.int16, device=device).view(dtype)
-    divisor = torch.tensor([3.0], device=device)
-    pointers = PointerTable()
-    dispatch.pack(gradients, chunks, pointers, wire, divisor)
+    divisor, pointers = torch.tensor([3.0], device=device), PointerTable()
+    dispatch.pack(gradients, chunks, pointers, wire, 3.0)
     for slot, (gradient, offset) in enumerate(zip(gradients, offsets, strict=True)):
         for begin, stop in blocks(gradient.numel(), stage):
             expected = torch.div(gradient[begin:stop].float(), divisor).to(dtype)

@@ -205,7 +205,7 @@ class _Walk:
         self.chunks = ChunkTable(numels, offsets, kinds, end)
         self.chunks.on(device)
         self.wire = torch.zeros(end, dtype=torch.bfloat16, device=device)
-        self.divisor, self.scale = torch.tensor([2.0], device=device), torch.tensor([0.7], device=device)
+        self.scale = torch.tensor([0.7], device=device)
         self.pointers = PointerTable()
         self._offsets, self._seed = offsets, 0
 
@@ -218,13 +218,13 @@ class _Walk:
         self.wire.fill_(float("nan"))
 
     def run(self) -> None:
-        dispatch.pack(self.gradients, self.chunks, self.pointers, self.wire, self.divisor)
+        dispatch.pack(self.gradients, self.chunks, self.pointers, self.wire, 2.0)
         dispatch.unpack(self.gradients, self.chunks, self.pointers, self.wire, self.scale)
 
     def check(self, given: list[torch.Tensor], what: str) -> None:
         """Raises BenchError unless `given` was packed and unpacked."""
         for slot, (gradient, before, offset) in enumerate(zip(self.gradients, given, self._offsets, strict=True)):
-            wire = torch.div(before.float(), self.divisor).bfloat16()
+            wire = (before.float() / 2.0).bfloat16()
             same(f"{what}, wire of slot {slot}", self.wire[offset : offset + before.numel()], wire)
             same(f"{what}, gradient {slot}", gradient, (wire.float() * self.scale).to(gradient.dtype))
 

@@ -53,9 +53,9 @@ def sectors(device: torch.device) -> None:
         numels = [one.numel() for one in gradients]
         chunks = table(numels, [torch.float32] * len(numels))
         wire = torch.empty(chunks.wire_numel, dtype=torch.bfloat16, device=device)
-        two, one, pointers = torch.tensor([2.0]).to(device), torch.tensor([1.0]).to(device), PointerTable()
+        one, pointers = torch.tensor([1.0]).to(device), PointerTable()
         expected = (gradients[0].reshape(-1)[:100_000] / 2).bfloat16().float()
-        dispatch.pack(gradients, chunks, pointers, wire, two)
+        dispatch.pack(gradients, chunks, pointers, wire, 2.0)
         dispatch.unpack(gradients, chunks, pointers, wire, one)
         if not torch.equal(gradients[0].reshape(-1)[:100_000], expected):
             raise BenchError(f"{name}: the gradients are wrong")
@@ -76,15 +76,14 @@ def _accesses(device: torch.device, kinds: Sequence[torch.dtype], wire_kind: tor
     rooms[3][shift + 5] = float("nan")  # the branch that looks again
     given = [room[shift:] for room in rooms]
     chunks = table(SIZES, kinds)
-    compute = torch.float64 if chunks.fp64 else torch.float32
-    numbers = [torch.tensor([value], dtype=compute) for value in (3.0, 0.7)]
-    divisor, scale = (one.to(device) for one in numbers)
+    scale = torch.tensor([0.7], dtype=chunks.compute_dtype).to(device)
     gradients = [room.to(device, copy=True)[shift:] for room in rooms]
     wire = torch.empty(chunks.wire_numel, dtype=wire_kind, device=device)
     pointers, spans = PointerTable(), chunks.spans(device)
     sources, results = chunks.new_source_partials(device), chunks.new_partials(device)
-    for with_sums in (False, True):
-        dispatch.pack(gradients, chunks, pointers, wire, divisor, sources if with_sums else None)
+    for partials in (None, sources):
+        for divisor in (2.0, 3.0):  # by product, then by division
+            dispatch.pack(gradients, chunks, pointers, wire, divisor, partials)
     dispatch.unpack(gradients, chunks, pointers, wire, scale)
     dispatch.unpack(gradients, chunks, pointers, wire, scale, results)
     dispatch.measure(gradients, chunks, pointers, results)
@@ -93,7 +92,7 @@ def _accesses(device: torch.device, kinds: Sequence[torch.dtype], wire_kind: tor
     dispatch.reduce_partials(results, spans)
     dispatch.reduce_source_partials(sources, spans)
     expected = torch.empty(chunks.wire_numel, dtype=wire_kind)
-    reference.pack(given, chunks, PointerTable(), expected, numbers[0])
+    reference.pack(given, chunks, PointerTable(), expected, 3.0)
     if not torch.equal(wire.cpu().nan_to_num(7.0), expected.nan_to_num(7.0)):
         raise BenchError(f"pack to {wire_kind} is wrong")
 

@@ -47,7 +47,7 @@ NUMELS = (3, 35, 1, 40, 24, 7, 60)
 def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the kernels could be interpreted. 20,000 elements are packed early there, whatever the wire."""
     torch.manual_seed(0)
-    monkeypatch.setattr(dispatch, "_triton_pack", None)
+    monkeypatch.setattr(dispatch, "_triton", lambda: None)
     monkeypatch.setattr(dense, "_EARLY_NUMEL", reference.LARGE_NUMEL)
 
 

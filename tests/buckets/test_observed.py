@@ -51,7 +51,7 @@ Make = Callable[[], list[torch.Tensor | None]]
 def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the kernels could be interpreted. 20,000 elements are packed early there, whatever the wire."""
     torch.manual_seed(0)
-    monkeypatch.setattr(dispatch, "_triton_pack", None)
+    monkeypatch.setattr(dispatch, "_triton", lambda: None)
     monkeypatch.setattr(packed, "_EARLY_NUMEL", reference.LARGE_NUMEL)
 
 

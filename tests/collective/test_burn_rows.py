@@ -24,7 +24,7 @@ Model = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
 @pytest.fixture(autouse=True)
 def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the interpreter, which takes tens of milliseconds for each bucket."""
-    monkeypatch.setattr(dispatch, "_triton_pack", None)
+    monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
 def matmul(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:

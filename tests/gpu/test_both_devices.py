@@ -266,7 +266,7 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tm
     if "monkeypatch" in takes:
         arguments["monkeypatch"] = monkeypatch
     if hasattr(sys.modules[planted.test.__module__], "torch_path"):
-        monkeypatch.setattr(dispatch, "_triton_pack", None)
+        monkeypatch.setattr(dispatch, "_triton", lambda: None)
     planted.plant(monkeypatch)
     with group_of_one(), pytest.raises((AssertionError, pytest.fail.Exception)):
         planted.test(**arguments)

@@ -56,7 +56,7 @@ def equals_the_reference(case: Case, device: torch.device) -> None:
     for path, stats in ((dispatch, dispatch), (reference, reference_stats)):
         wire = poison(chunks.wire_numel, case.wire).to(device)
         source, result = chunks.new_source_partials(device), chunks.new_partials(device)
-        path.pack(gradients, chunks, PointerTable(), wire, scalar, source)
+        path.pack(gradients, chunks, PointerTable(), wire, case.scalar, source)
         sources.append(stats.reduce_source_partials(source, chunks.spans(device)))
         wires.append(wire)
         back = [None if g is None else poison(g.numel(), g.dtype).to(device) for g in gradients]
@@ -82,10 +82,9 @@ def test_large_tensors(device: torch.device, dtype: torch.dtype, wire_dtype: tor
     numel = pick(device, cpu=30_017, cuda=3_000_017)
     gradient = torch.randn(numel, device=device).to(dtype)
     chunks = ChunkTable([numel], [0], [dtype], numel)
-    divisor = torch.tensor([3.0], device=device)
     wires = [poison(numel, wire_dtype).to(device) for _ in range(2)]
-    dispatch.pack([gradient], chunks, PointerTable(), wires[0], divisor)
-    reference.pack([gradient], chunks, PointerTable(), wires[1], divisor)
+    dispatch.pack([gradient], chunks, PointerTable(), wires[0], 3.0)
+    reference.pack([gradient], chunks, PointerTable(), wires[1], 3.0)
     assert_same(wires[0].cpu(), wires[1].cpu())
 
 
@@ -107,7 +106,7 @@ def test_no_compilation_after_the_first_launch() -> None:
             gradient = _shifted(torch.randn(numel), shift, device)
             chunks = ChunkTable([numel], [0], [torch.float32], numel)
             wire, pointers = torch.empty(numel, dtype=torch.bfloat16, device=device), PointerTable()
-            dispatch.pack([gradient], chunks, pointers, wire, torch.ones(1, device=device))
+            dispatch.pack([gradient], chunks, pointers, wire, 1.0)
             dispatch.unpack([gradient], chunks, pointers, wire, torch.ones(1, device=device))
     finally:
         triton.knobs.runtime.jit_post_compile_hook = before
@@ -121,7 +120,7 @@ def test_one_launch_each_whatever_the_number_of_parameters(device: torch.device)
         gradients = [torch.ones(8, device=device) for _ in range(parameters)]
         wire, pointers = torch.empty(8 * parameters, dtype=torch.float16, device=device), PointerTable()
         with dispatch.count_launches() as counted:
-            dispatch.pack(gradients, chunks, pointers, wire, torch.ones(1, device=device))
+            dispatch.pack(gradients, chunks, pointers, wire, 1.0)
             dispatch.unpack(gradients, chunks, pointers, wire, torch.ones(1, device=device))
         path = pick(device, cpu="interpreter", cuda="triton")
         assert [(one.path, one.launches) for one in counted] == [(path, 1), (path, 1)]

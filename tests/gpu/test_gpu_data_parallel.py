@@ -25,7 +25,7 @@ TIMEOUT_S = 30.0
 def torch_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU not the interpreter, which takes tens of milliseconds for each bucket of each replica."""
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(dispatch, "_triton_pack", None)
+        monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
 def _devices(device: torch.device) -> list[list[str]]:

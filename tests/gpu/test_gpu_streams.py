@@ -24,7 +24,7 @@ TRAVELS: list[tuple[Wire, bool]] = [("native", False), ("native", True), ("bf16"
 def torch_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU not the interpreter: a gradient here has 65,536 elements."""
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(dispatch, "_triton_pack", None)
+        monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
 def streams_of(device: torch.device) -> AbstractContextManager[None]:

@@ -39,6 +39,7 @@ from fusedreduce.kernels.variants import TRITON_NAMES, Variant
 # Every file of kernels, mixed and fp64, with and without by-products; the rest is left to `make test`.
 SUBSET = (
     "pack[mixed, wire bf16, stats]",
+    "pack[mixed, wire fp16, div]",
     "pack[fp64, wire fp16]",
     "unpack[mixed, wire fp32]",
     "unpack[fp64, wire bf16, stats]",
@@ -98,7 +99,7 @@ def launches_and_compilations() -> list[dict[str, Any]]:
             row = {
                 "name": f"{variant.label} on {target.name}",
                 "wanted": dict(variant.signature),
-                "seen": [_specialised(variant, tensors) for tensors in _operands(variant)],
+                "seen": [_specialised(variant, arguments) for arguments in _operands(variant)],
             }
             if variant.label in SUBSET:
                 variant.launch(3, _operands(variant)[0])
@@ -108,7 +109,7 @@ def launches_and_compilations() -> list[dict[str, Any]]:
     return rows
 
 
-def _operands(variant: Variant) -> list[list[torch.Tensor | None]]:
+def _operands(variant: Variant) -> list[list[torch.Tensor | float | None]]:
     """Arguments of one launch: aligned, at odd addresses, and of 3 GiB each (which "meta" tensors only claim to be)."""
     dtypes = {f"*{name}": dtype for dtype, name in TRITON_NAMES.items()}
     # A constexpr without a value is a pointer that is not given.
@@ -119,10 +120,14 @@ def _operands(variant: Variant) -> list[list[torch.Tensor | None]]:
         None if tensor is None else torch.empty(3 * 2**30 // tensor.itemsize, dtype=tensor.dtype, device="meta")
         for tensor in aligned
     ]
-    return [aligned, odd, large]
+    numbers = (1.0, 1 / 3, 1e300)
+    return [
+        [number if kind == "fp64" else tensor for kind, tensor in zip(kinds, tensors, strict=True)]
+        for tensors, number in zip((aligned, odd, large), numbers, strict=True)
+    ]
 
 
-def _specialised(variant: Variant, tensors: Sequence[torch.Tensor | None]) -> dict[str, Any]:
+def _specialised(variant: Variant, arguments: Sequence[torch.Tensor | float | None]) -> dict[str, Any]:
     """Signature, attributes and values that a launch would compile for; the hook stops it there."""
     seen: list[Any] = []
 
@@ -139,7 +144,7 @@ def _specialised(variant: Variant, tensors: Sequence[torch.Tensor | None]) -> di
         return True
 
     triton.knobs.runtime.jit_cache_hook = stop
-    variant.launch(3, tensors)
+    variant.launch(3, arguments)
     triton.knobs.runtime.jit_cache_hook = None
     assert len(seen) == 1
     return {**seen[0], "constexprs": {k: v for k, v in seen[0]["constexprs"].items() if v is not None}}
@@ -211,7 +216,7 @@ def test_a_listed_pair_is_shown_and_not_compiled(monkeypatch: pytest.MonkeyPatch
     report = aot.report(mixed, aot.TARGETS["sm_90"])
     assert report.unsupported == "no such thing here"
     assert report.violations == ()
-    assert "pack[mixed, wire fp32]          unsupported: no such thing here" in aot.table([report])
+    assert "pack[mixed, wire fp32]              unsupported: no such thing here" in aot.table([report])
 
 
 def test_an_unlisted_pair_that_does_not_compile_fails(monkeypatch: pytest.MonkeyPatch) -> None:

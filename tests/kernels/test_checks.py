@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,10 @@ from fusedreduce.kernels import scale as scale_file
 from fusedreduce.kernels import unpack as unpack_file
 from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable, new_partials
 
-FUNCTIONS = [reference.pack, reference.unpack, pack_file.pack, unpack_file.unpack, dispatch.pack, dispatch.unpack]
+PACKS = [reference.pack, pack_file.pack, dispatch.pack]
+UNPACKS = [reference.unpack, unpack_file.unpack, dispatch.unpack]
+FUNCTIONS = [*PACKS, *UNPACKS]
+ON_TORCH = [reference.pack, reference.unpack]
 
 
 @dataclass
@@ -28,6 +32,11 @@ class Call:
     wire: torch.Tensor = field(default_factory=lambda: torch.full((12,), 7.0))
     scalar: torch.Tensor = field(default_factory=lambda: torch.ones(1))
     partials: Partials | None = None
+
+    def run(self, function: Any, pointers: PointerTable | None = None) -> None:
+        """A pack divides by a number, an unpack multiplies by a tensor."""
+        by = 1.0 if function in PACKS else self.scalar
+        function(self.gradients, self.chunks, pointers or PointerTable(), self.wire, by, self.partials)
 
 
 def _overlapping(call: Call) -> None:
@@ -69,9 +78,6 @@ BAD = {
     "wire strides": (_set(wire=torch.ones(24)[::2]), ValueError, "contiguous"),
     "wire dtype": (_set(wire=torch.ones(12, dtype=torch.int32)), TypeError, "torch.int32, expected one of"),
     "fp64 wire": (_set(wire=torch.ones(12, dtype=torch.float64)), TypeError, "torch.float64, expected one of"),
-    "scalar dtype": (_set(scalar=torch.ones(1, dtype=torch.float64)), TypeError, "one element of torch.float32"),
-    "scalar size": (_set(scalar=torch.ones(2)), TypeError, "got 2"),
-    "scalar device": (_set(scalar=torch.ones(1, device="meta")), ValueError, "is on meta, the other tensors on cpu"),
     "gradient device": (_gradient(torch.ones(6, device="meta")), ValueError, "gradient 1 is on meta"),
     "gradient dtype": (_gradient(torch.ones(6).half()), TypeError, "gradient 1 is torch.float16.*torch.float32"),
     "integer": (_gradient(torch.ones(6, dtype=torch.int64)), TypeError, "gradient 1 is torch.int64"),
@@ -83,7 +89,6 @@ BAD = {
     "wire overlap": (_overlapping_wire, ValueError, "gradient 0 overlaps the wire"),
     "in place of another dtype": (_in_place_of_another_dtype, ValueError, "gradient 0 overlaps the wire"),
     "negated view": (_gradient(torch.zeros(6, dtype=torch.complex64).conj().imag), ValueError, "lazily negated|gaps"),
-    "scalar in wire": (_inside_the_wire, ValueError, "lies inside the wire buffer"),
     "wire in graph": (_set(wire=torch.ones(12, requires_grad=True)), ValueError, "requires a gradient"),
     "partials": (
         _set(partials=Partials(torch.ones(1), torch.ones(1), torch.ones(1))),
@@ -93,30 +98,51 @@ BAD = {
 }
 
 
+BAD_SCALES = {
+    "dtype": (_set(scalar=torch.ones(1, dtype=torch.float64)), TypeError, "one element of torch.float32"),
+    "size": (_set(scalar=torch.ones(2)), TypeError, "got 2"),
+    "device": (_set(scalar=torch.ones(1, device="meta")), ValueError, "is on meta, the other tensors on cpu"),
+    "in wire": (_inside_the_wire, ValueError, "lies inside the wire buffer"),
+}
+
+
+def _named(function: Any) -> str:
+    return f"{function.__module__.rsplit('.', 1)[1]}.{function.__name__}"
+
+
 @pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda one: f"{one.__module__.rsplit('.', 1)[1]}.{one.__name__}")
+@pytest.mark.parametrize("function", FUNCTIONS, ids=_named)
 def test_bad_arguments_are_refused_before_anything_is_written(function: Any, name: str) -> None:
-    spoil, error, words = BAD[name]
+    _assert_refused(function, *BAD[name])
+
+
+@pytest.mark.parametrize("name", BAD_SCALES)
+@pytest.mark.parametrize("function", UNPACKS, ids=_named)
+def test_bad_scales_are_refused_before_anything_is_written(function: Any, name: str) -> None:
+    _assert_refused(function, *BAD_SCALES[name])
+
+
+def _assert_refused(function: Any, spoil: Callable[[Call], None], error: type[Exception], words: str) -> None:
     call = Call()
     spoil(call)
     before = [call.wire.clone(), *[g.clone() for g in call.gradients if not g.is_meta]]
     with pytest.raises(error, match=words):
-        function(call.gradients, call.chunks, PointerTable(), call.wire, call.scalar, call.partials)
+        call.run(function)
     after = [call.wire, *[g for g in call.gradients if not g.is_meta]]
     for then, now in zip(before, after, strict=True):
         same = (then.to_dense() == now.to_dense()).all() if then.is_sparse else torch.equal(then, now)
         assert same
 
 
-@pytest.mark.parametrize("function", FUNCTIONS[:2])
+@pytest.mark.parametrize("function", ON_TORCH, ids=_named)
 def test_a_gradient_that_becomes_bad_later_is_found(function: Any) -> None:
     call, pointers = Call(), PointerTable()
-    function(call.gradients, call.chunks, pointers, call.wire, call.scalar)
+    call.run(function, pointers)
     call.gradients[1] = torch.ones(6).half()
     with pytest.raises(TypeError, match="gradient 1"):
-        function(call.gradients, call.chunks, pointers, call.wire, call.scalar)
+        call.run(function, pointers)
     call.gradients[1] = torch.ones(6)
-    function(call.gradients, call.chunks, pointers, call.wire, call.scalar)
+    call.run(function, pointers)
 
 
 def test_kernels_refuse_cpu_tensors_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,23 +150,23 @@ def test_kernels_refuse_cpu_tensors_without_the_interpreter(monkeypatch: pytest.
     monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
     for function in (pack_file.pack, unpack_file.unpack):
         with pytest.raises(ValueError, match="cannot read tensors on cpu.*TRITON_INTERPRET=1"):
-            function(call.gradients, call.chunks, PointerTable(), call.wire, call.scalar)
+            call.run(function)
     assert (call.wire == 7.0).all()
 
 
-@pytest.mark.parametrize("function", FUNCTIONS[:2])
+@pytest.mark.parametrize("function", ON_TORCH, ids=_named)
 def test_another_tensor_at_the_same_address_is_checked_anew(function: Any) -> None:
     call, pointers = Call(), PointerTable()
-    function(call.gradients, call.chunks, pointers, call.wire, call.scalar)
+    call.run(function, pointers)
     first, second = call.gradients
     room = torch.ones(12)
     for bad in (second.view(torch.float16)[:6], second[:2], room[::2]):
         with pytest.raises((TypeError, ValueError), match="gradient 1"):
-            function([first, bad], call.chunks, pointers, call.wire, call.scalar)
+            dataclasses.replace(call, gradients=[first, bad]).run(function, pointers)
     other = ChunkTable([4, 2], [0, 4], [torch.float32] * 2, 12)
     with pytest.raises(ValueError, match="gradient 1 has 6 elements"):
-        function(call.gradients, other, pointers, call.wire, call.scalar)
-    function(call.gradients, call.chunks, pointers, call.wire, call.scalar)
+        dataclasses.replace(call, chunks=other).run(function, pointers)
+    call.run(function, pointers)
 
 
 WALK = {

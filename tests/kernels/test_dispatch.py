@@ -24,7 +24,7 @@ def test_the_interpreter_never_writes_bf16() -> None:
     gradient = torch.tensor([1.0 + 2.0**-8 + 2.0**-9])
     wire = torch.empty(1, dtype=torch.bfloat16)
     chunks = ChunkTable([1], [0], [torch.float32], 1)
-    dispatch.pack([gradient], chunks, PointerTable(), wire, torch.ones(1))
+    dispatch.pack([gradient], chunks, PointerTable(), wire, 1.0)
     assert wire.item() == 1.0078125
 
 
@@ -36,7 +36,7 @@ def test_cpu_tensors_take_the_torch_path_without_the_interpreter(monkeypatch: py
 def test_without_triton_everything_takes_the_torch_path(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dispatch, "_triton_pack", None)
+    monkeypatch.setattr(dispatch, "_triton", lambda: None)
     dispatch._warn_without_triton.cache_clear()
     assert dispatch.path_for(CPU, (torch.float16,)) == "torch" and not caplog.records
     assert dispatch.path_for(CUDA, (torch.float16,)) == "torch"
@@ -67,13 +67,13 @@ def test_one_kernel_for_pack_and_one_for_unpack_whatever_the_number_of_parameter
     gradients = [torch.ones(3) for _ in range(parameters)]
     wire, pointers = torch.empty(3 * parameters, dtype=torch.float16), PointerTable()
     with dispatch.count_launches() as counted:
-        dispatch.pack(gradients, chunks, pointers, wire, torch.ones(1))
+        dispatch.pack(gradients, chunks, pointers, wire, 1.0)
         dispatch.unpack(gradients, chunks, pointers, wire, torch.ones(1))
     assert [(one.function, one.path, one.launches) for one in counted] == [
         ("pack", "interpreter", 1),
         ("unpack", "interpreter", 1),
     ]
-    dispatch.pack(gradients, chunks, pointers, wire, torch.ones(1))
+    dispatch.pack(gradients, chunks, pointers, wire, 1.0)
     assert len(counted) == 2, "nothing is counted outside the context"
 
 
@@ -90,7 +90,7 @@ def test_one_kernel_for_measure_and_one_for_scale(parameters: int) -> None:
         dispatch.scale(gradients, chunks, pointers, torch.tensor([0.5]))
         dispatch.measure(gradients, chunks, pointers, partials)
         totals = dispatch.reduce_partials(partials, spans)
-        dispatch.pack(gradients, chunks, pointers, wire, torch.ones(1), sources)
+        dispatch.pack(gradients, chunks, pointers, wire, 1.0, sources)
         found = dispatch.reduce_source_partials(sources, spans)
     assert [(one.function, one.path, one.launches) for one in counted] == [
         ("scale", "interpreter", 1),
@@ -119,7 +119,7 @@ def test_the_torch_path_counts_operators(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("fusedreduce.kernels.variants.interpreted", lambda: False)
     chunks = ChunkTable([3], [0], [torch.float32], 3)
     with dispatch.count_launches() as counted:
-        dispatch.pack([torch.ones(3)], chunks, PointerTable(), torch.empty(3), torch.ones(1))
+        dispatch.pack([torch.ones(3)], chunks, PointerTable(), torch.empty(3), 1.0)
     assert [(one.function, one.path) for one in counted] == [("pack", "torch")] and counted[0].launches >= 1
 
 
@@ -154,7 +154,7 @@ def test_what_is_written_has_a_new_version_and_what_is_read_has_not(path: str, m
         return [tensor._version > then for tensor, then in zip(tensors, before, strict=True)]
 
     assert dispatch.path_for(CPU, (torch.float32,)) == path
-    assert raised(lambda: dispatch.pack(gradients, chunks, pointers, wire, one)) == [False, False, True]
+    assert raised(lambda: dispatch.pack(gradients, chunks, pointers, wire, 1.0)) == [False, False, True]
     assert raised(lambda: dispatch.unpack(gradients, chunks, pointers, wire, one)) == [True, True, False]
     assert raised(lambda: dispatch.scale(gradients, chunks, pointers, one)) == [True, True, False]
     partials = chunks.new_partials(CPU)

@@ -12,70 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_driver import Compilations, FakeDriver, activate, at_odd_address, run_compiled
-from triton.backends.compiler import GPUTarget
-
-from fusedreduce.kernels import measure, pack, scale, unpack, variants
-from fusedreduce.kernels import stats as stats_file
-from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
+from support.fake_driver import Compilations, FakeDriver, at_odd_address, run_compiled
+from support.launched import MIXED, Bucket, as_on_sm_90
 
 PARAMETERS = (1, 10, 1000)
-TARGET = GPUTarget("cuda", 90, 32)
-MIXED = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Bucket:
-    """Gradients of one bucket and everything a step passes to the kernels, each tensor at an odd address if asked."""
-
-    def __init__(self, parameters: int, dtypes: tuple[torch.dtype, ...], wire: torch.dtype, *, odd: bool) -> None:
-        place = at_odd_address if odd else torch.clone
-        generator = torch.Generator().manual_seed(parameters)
-        numels = torch.randint(0, 300, (parameters,), generator=generator).tolist()
-        numels[0] = 20_000 + parameters  # several chunks
-        kinds = [dtypes[slot % len(dtypes)] for slot in range(parameters)]
-        self.gradients: list[torch.Tensor | None] = [
-            place(torch.zeros(numel, dtype=kind)) for numel, kind in zip(numels, kinds, strict=True)
-        ]
-        offsets = [0, *torch.tensor(numels).cumsum(0).tolist()]
-        self.chunks = ChunkTable(numels, offsets[:-1], kinds, offsets[-1] + 5)
-        self.pointers = PointerTable()
-        self.wire = place(torch.zeros(offsets[-1] + 5, dtype=wire))
-        self.scalar = place(torch.ones(1, dtype=torch.float64 if torch.float64 in dtypes else torch.float32))
-        cpu = torch.device("cpu")
-        new, sources = self.chunks.new_partials(cpu), self.chunks.new_source_partials(cpu)
-        self.partials = Partials(place(new.sums), place(new.peaks), place(new.first_non_finite))
-        self.sources = SourcePartials(place(sources.first_non_finite), place(sources.flushed))
-        self.spans = place(self.chunks.spans(cpu))
-
-    def calls(self, *, stats: bool) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-        """Everything that a step calls, with its arguments."""
-        partials, sources = (self.partials, self.sources) if stats else (None, None)
-        both = self.gradients, self.chunks, self.pointers
-        calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
-            "pack": (pack.pack, (*both, self.wire, self.scalar, sources)),
-            "unpack": (unpack.unpack, (*both, self.wire, self.scalar, partials)),
-            "scale": (scale.scale, (*both, self.scalar, partials)),
-        }
-        if stats:
-            calls["measure"] = measure.measure, (*both, self.partials)
-            calls["reduce"] = stats_file.reduce_partials, (self.partials, self.spans)
-            calls["reduce_source"] = stats_file.reduce_source_partials, (self.sources, self.spans)
-        return calls
-
-    def expected_addresses(self, *, stats: bool) -> dict[str, list[int]]:
-        """In the order of the kernels' signatures."""
-        device = self.wire.device
-        tables = [self.pointers.upload(self.gradients, self.chunks, device, self.wire), self.chunks.on(device)]
-        partials = list(vars(self.partials).values()) if stats else []
-        sources = list(vars(self.sources).values()) if stats else []
-        expected = {
-            "pack": [*tables, self.wire, self.scalar, *sources],
-            "unpack": [*tables, self.wire, self.scalar, *partials],
-            "scale": [*tables, self.scalar, *partials],
-        }
-        if stats:
-            expected["measure"] = [*tables, *partials]
-        return {name: [tensor.data_ptr() for tensor in tensors] for name, tensors in expected.items()}
 
 
 def launched_by(driver: FakeDriver, function: Any, *arguments: Any) -> list[dict[str, Any]]:
@@ -83,7 +23,13 @@ def launched_by(driver: FakeDriver, function: Any, *arguments: Any) -> list[dict
     driver.launches.clear()
     function(*arguments)
     return [
-        {"kernel": launch.kernel, "grid": launch.grid, "addresses": launch.addresses()} for launch in driver.launches
+        {
+            "kernel": launch.kernel,
+            "grid": launch.grid,
+            "addresses": launch.addresses(),
+            "numbers": [argument for argument in launch.arguments if isinstance(argument, float)],
+        }
+        for launch in driver.launches
     ]
 
 
@@ -106,36 +52,35 @@ def one_launch_per_call(driver: FakeDriver) -> list[dict[str, Any]]:
 
 
 def compilations_after_the_first() -> dict[str, list[str]]:
-    """What compiles in a first step, and then with other sizes, misaligned and moved tensors, missing gradients."""
+    """What compiles in two first steps, and then with other sizes, divisors, misaligned and moved tensors, or none."""
     compiled: dict[str, list[str]] = {}
     for dtypes, wire in ((MIXED, torch.float16), ((torch.float64,), torch.float64)):
         for stats in (False, True):
             name = f"{wire}{', stats' if stats else ''}"
             counter = Compilations()
-            _step(Bucket(2, dtypes, wire, odd=False), stats=stats)
+            for divisor in (2.0, 3.0):
+                _step(Bucket(2, dtypes, wire, odd=False), divisor, stats=stats)
             compiled[f"first {name}"] = counter.names
             counter = Compilations()
             for parameters in (1, 3, 16, 17):
                 for odd in (False, True):
                     bucket = Bucket(parameters, dtypes, wire, odd=odd)
-                    _step(bucket, stats=stats)
+                    _step(bucket, parameters, stats=stats)
                     bucket.gradients = [None if g is None else at_odd_address(g) for g in bucket.gradients]
-                    _step(bucket, stats=stats)
+                    _step(bucket, 1 / (1 + parameters), stats=stats)
                     bucket.gradients[0] = None
-                    _step(bucket, stats=stats)
+                    _step(bucket, 2.0**-130 * parameters, stats=stats)
             compiled[f"later {name}"] = counter.names
     return compiled
 
 
-def _step(bucket: Bucket, *, stats: bool) -> None:
-    for function, given in bucket.calls(stats=stats).values():
+def _step(bucket: Bucket, divisor: float, *, stats: bool) -> None:
+    for function, given in bucket.calls(stats=stats, divisor=divisor).values():
         function(*given)
 
 
 def main() -> None:
-    driver = activate(TARGET)
-    for module in (variants, pack, unpack, measure, scale):
-        module.current_target = lambda device: ("cuda", 90)  # type: ignore[attr-defined]
+    driver = as_on_sm_90()
     json.dump({"calls": one_launch_per_call(driver), "compiled": compilations_after_the_first()}, sys.stdout)
 
 
@@ -174,6 +119,7 @@ def test_arguments_reach_the_kernel_in_the_order_of_its_signature(observed: Any)
         assert set(call["expected"]) == {"pack", "unpack", "scale", *(["measure"] if number % 2 else [])}
         for name, expected in call["expected"].items():
             assert call["launched"][name][0]["addresses"] == expected, name
+            assert call["launched"][name][0]["numbers"] == ([0.5] if name == "pack" else []), name
 
 
 def test_each_variant_compiles_once_and_nothing_compiles_later(observed: Any) -> None:
@@ -184,6 +130,8 @@ def test_each_variant_compiles_once_and_nothing_compiles_later(observed: Any) ->
         wanted = ["_pack_kernel", "_unpack_kernel"] if name.startswith("first") else []
         if name.startswith("first torch.float64"):
             wanted += ["_scale_kernel", "_measure_kernel"] if "stats" in name else ["_scale_kernel"]
+        if name.startswith("first"):
+            wanted.append("_pack_kernel")  # by product, then by division
         assert compiled == wanted, name
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.buckets import FLOATS, Case, Guarded, assert_same, cases, poison
+from support.buckets import FLOATS, Case, Guarded, assert_same, cases, divisors, poison
 
 from fusedreduce.kernels import reference, reference_quick
 from fusedreduce.kernels.table import ChunkTable, PointerTable, Shape
@@ -35,7 +35,7 @@ def _round(values: npt.NDArray[np.float32], dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(values.astype(kind))
 
 
-@given(cases(WORLD_SIZES, fp64=False))
+@given(cases(divisors(), fp64=False))
 @settings(max_examples=600)
 def test_pack_is_one_fp32_division_and_one_cast(case: Case) -> None:
     chunks = case.table()
@@ -44,7 +44,7 @@ def test_pack_is_one_fp32_division_and_one_cast(case: Case) -> None:
         for slot, missing in enumerate(case.missing)
     ]
     wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
-    reference.pack(gradients, chunks, PointerTable(), wire.inner, torch.tensor([case.scalar]))
+    reference.pack(gradients, chunks, PointerTable(), wire.inner, case.scalar)
     wire.assert_edges_untouched()
     expected = torch.zeros(chunks.wire_numel, dtype=case.wire)
     for slot, gradient in enumerate(gradients):
@@ -95,7 +95,7 @@ def test_pack_is_within_one_ulp_of_the_wire_of_fp64_arithmetic(
     gradient = (torch.randn(500, generator=generator) * 100).to(dtype)
     chunks = ChunkTable([500], [0], [dtype], 500)
     wire = torch.empty(500, dtype=wire_dtype)
-    reference.pack([gradient], chunks, PointerTable(), wire, torch.tensor([divisor]))
+    reference.pack([gradient], chunks, PointerTable(), wire, divisor)
     exact = torch.from_numpy(gradient.double().numpy() / np.float64(divisor))
     assert ((wire.double() - exact).abs() <= _ulp(wire)).all()
 
@@ -138,13 +138,13 @@ def test_fp64_to_16_bit_at_the_edges(value: float, dtype: torch.dtype, expected:
     assert reference.round_once(torch.tensor([float("nan")], dtype=torch.float64), dtype).isnan().all()
 
 
-@given(cases((3.0, 8.0), fp64=True))
+@given(cases(divisors(), fp64=True))
 @settings(max_examples=100)
 def test_fp64_is_divided_in_fp64(case: Case) -> None:
     chunks = case.table()
     gradients = [case.values(slot) for slot in range(len(chunks))]
     wire = torch.empty(chunks.wire_numel, dtype=case.wire)
-    reference.pack(gradients, chunks, PointerTable(), wire, torch.tensor([case.scalar], dtype=torch.float64))
+    reference.pack(gradients, chunks, PointerTable(), wire, case.scalar)
     for slot, gradient in enumerate(gradients):
         with np.errstate(all="ignore"):
             quotient = torch.from_numpy(gradient.numpy() / np.float64(case.scalar))
@@ -157,7 +157,7 @@ def test_large_gradients_are_converted_block_by_block() -> None:
     gradient = torch.randn(numel)
     chunks = ChunkTable([numel], [0], [torch.float32], numel)
     wire = torch.empty(numel, dtype=torch.bfloat16)
-    reference.pack([gradient], chunks, PointerTable(), wire, torch.tensor([3.0]))
+    reference.pack([gradient], chunks, PointerTable(), wire, 3.0)
     assert_same(wire, (gradient / torch.tensor(3.0)).bfloat16())
 
 
@@ -205,17 +205,16 @@ def _packed_slot_by_slot(case: Case, guarded: list[Guarded | None]) -> torch.Ten
     return wire
 
 
-@given(cases(WORLD_SIZES), st.booleans(), st.booleans(), st.integers(0, 3))
+@given(cases(divisors()), st.booleans(), st.booleans(), st.integers(0, 3))
 @settings(max_examples=150)
 def test_pack_is_slot_by_slot_whatever_is_vouched_for(case: Case, vouched: bool, shaped: bool, seed: int) -> None:
     shapes = [_shaped(numel, seed) for numel in case.numels]
     guarded = _gradients(case)
     chunks, pointers = _table(case, shapes if shaped else None), PointerTable()
     wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
-    divisor = torch.tensor([case.scalar], dtype=case.compute)
     for _ in range(2):  # what the first call remembers must not change the second
         wire.inner.copy_(poison(chunks.wire_numel, case.wire))
-        reference.pack(_as_shaped(guarded, shapes), chunks, pointers, wire.inner, divisor, vouched=vouched)
+        reference.pack(_as_shaped(guarded, shapes), chunks, pointers, wire.inner, case.scalar, vouched=vouched)
         assert_same(wire.inner, _packed_slot_by_slot(case, guarded))
     wire.assert_edges_untouched()
 
@@ -253,7 +252,7 @@ def _with_small_runs(case: Case, large: int, block: int, check: Callable[[], Non
         check()
 
 
-@given(cases(WORLD_SIZES), st.sampled_from([1, 8, 100, 10**6]), st.sampled_from([16, 200, 10**6]), st.booleans())
+@given(cases(divisors()), st.sampled_from([1, 8, 100, 10**6]), st.sampled_from([16, 200, 10**6]), st.booleans())
 @settings(max_examples=150)
 def test_runs_of_any_length_and_slots_packed_ahead_give_the_same_wire(
     case: Case, large: int, block: int, vouched: bool
@@ -265,14 +264,13 @@ def test_runs_of_any_length_and_slots_packed_ahead_give_the_same_wire(
     def check() -> None:
         chunks = _table(case, shapes)
         wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
-        divisor = torch.tensor([case.scalar], dtype=case.compute)
         # Every second run: in another order than theirs, and not again afterwards.
         runs = reference.runs(chunks)[::2]
         before = wire.inner.clone()
         pointers = PointerTable()
         for run in reversed(runs):
             own = gradients[run.slots.start : run.slots.stop]
-            reference.pack_run(own, run, chunks, pointers, wire.inner, divisor, vouched=vouched)
+            reference.pack_run(own, run, chunks, pointers, wire.inner, case.scalar, vouched=vouched)
         covered = torch.zeros(chunks.wire_numel, dtype=torch.bool)
         for run in runs:
             covered[run.begin : run.end] = True
@@ -280,7 +278,7 @@ def test_runs_of_any_length_and_slots_packed_ahead_give_the_same_wire(
         done = frozenset(run.slots.start for run in runs)
         ahead = {slot for run in runs for slot in run.slots}
         later = [None if slot in ahead else gradient for slot, gradient in enumerate(gradients)]
-        reference.pack(later, chunks, PointerTable(), wire.inner, divisor, vouched=vouched, done=done)
+        reference.pack(later, chunks, PointerTable(), wire.inner, case.scalar, vouched=vouched, done=done)
         wire.assert_edges_untouched()
         assert_same(wire.inner, _packed_slot_by_slot(case, guarded))
 
@@ -317,8 +315,7 @@ def test_small_slots_before_between_and_after_large_ones(wire_dtype: torch.dtype
         for missing in ((), (2,), (8,)):
             some = [None if slot in missing else gradient for slot, gradient in enumerate(guarded)]
             wire = Guarded.of(poison(chunks.wire_numel, wire_dtype), 1)
-            divisor = torch.tensor([3.0])
-            reference.pack(_as_shaped(some, shapes), chunks, PointerTable(), wire.inner, divisor, vouched=vouched)
+            reference.pack(_as_shaped(some, shapes), chunks, PointerTable(), wire.inner, 3.0, vouched=vouched)
             wire.assert_edges_untouched()
             assert_same(wire.inner, _packed_slot_by_slot(one, some))
 
@@ -326,13 +323,13 @@ def test_small_slots_before_between_and_after_large_ones(wire_dtype: torch.dtype
 def test_views_follow_a_wire_that_has_moved() -> None:
     shapes: list[Shape] = [((4,), (1,)), ((3,), (1,))]
     chunks = ChunkTable([4, 3], [0, 4], [torch.float32] * 2, 8, shapes=shapes)
-    pointers, divisor = PointerTable(), torch.tensor([2.0])
+    pointers = PointerTable()
     kept = []
     for value in (2.0, 4.0, 6.0):
         wire = torch.full((8,), float("nan"))
         kept.append(wire)
         gradients = [torch.full((4,), value), torch.full((3,), -value)]
-        reference.pack(gradients, chunks, pointers, wire, divisor, vouched=True)
+        reference.pack(gradients, chunks, pointers, wire, 2.0, vouched=True)
         assert wire.tolist() == [value / 2] * 4 + [-value / 2] * 3 + [0.0]
         reference.unpack(gradients, chunks, pointers, wire.mul_(8), torch.tensor([1.0]), vouched=True)
         assert gradients[0].tolist() == [value * 4] * 4 and gradients[1].tolist() == [-value * 4] * 3
@@ -350,7 +347,7 @@ def test_padding_of_every_length_is_zeros(wire_dtype: torch.dtype, vouched: bool
     chunks = ChunkTable([2] * len(lengths), offsets.tolist(), [torch.float32] * len(lengths), numel, shapes=shapes)
     wire = torch.full((numel,), float("nan"), dtype=wire_dtype)
     gradients = [torch.full((2,), 6.0) for _ in lengths]
-    reference.pack(gradients, chunks, PointerTable(), wire, torch.tensor([3.0]), vouched=vouched)
+    reference.pack(gradients, chunks, PointerTable(), wire, 3.0, vouched=vouched)
     expected = torch.zeros(numel, dtype=wire_dtype)
     for offset in offsets.tolist():
         expected[offset : offset + 2] = 2.0
@@ -369,7 +366,7 @@ def test_every_16_bit_number_is_divided_in_fp32_and_rounded_once(dtype: torch.dt
         wire = torch.empty_like(gradient)
         numel = gradient.numel()
         chunks = ChunkTable([numel], [0], [dtype], numel, shapes=[((numel,), (1,))])
-        reference.pack([gradient], chunks, PointerTable(), wire, torch.tensor([divisor]), vouched=True)
+        reference.pack([gradient], chunks, PointerTable(), wire, divisor, vouched=True)
         assert_same(wire, (gradient.float() / torch.tensor(divisor)).to(dtype))
         reference.unpack([wire], chunks, PointerTable(), gradient.clone(), torch.tensor([divisor]), vouched=True)
         assert_same(wire, (gradient.float() * torch.tensor(divisor)).to(dtype))
@@ -384,7 +381,7 @@ def test_in_place_the_divisor_is_not_rounded_to_the_wires_dtype(dtype: torch.dty
     for vouched in (False, True):
         wire = gradient.clone()
         by = torch.tensor([divisor], dtype=compute)
-        reference.pack([wire], chunks, PointerTable(), wire, by, vouched=vouched)
+        reference.pack([wire], chunks, PointerTable(), wire, divisor, vouched=vouched)
         assert_same(wire, (gradient.to(compute) / by).to(dtype))
 
 
@@ -436,7 +433,7 @@ def test_small_gradients_of_any_shapes_are_packed_and_unpacked_slot_by_slot(
         if gradient is not None:
             expected[offset : offset + numel] = (gradient.float() / torch.tensor(by)).to(wire_dtype).reshape(-1)
     chunks, pointers = ChunkTable(numels, offsets, [dtype] * len(shapes), end + gaps[-1], shapes=shapes), PointerTable()
-    reference.pack(gradients, chunks, pointers, wire.inner, torch.tensor([by]), vouched=True)
+    reference.pack(gradients, chunks, pointers, wire.inner, by, vouched=True)
     wire.assert_edges_untouched()
     assert_same(wire.inner, expected)
     reference.unpack(gradients, chunks, pointers, wire.inner, torch.tensor([by]), vouched=True)
@@ -457,7 +454,7 @@ def test_blocks_of_any_number_give_the_same(dtype: torch.dtype, wire_dtype: torc
         wire, pointers = poison(numel + 20, wire_dtype), PointerTable()
         gradients = [values.clone(), values[:20].clone()]
         for vouched in (True, False):  # large ones take the quick form in any case
-            reference.pack(gradients, chunks, pointers, wire.zero_(), torch.tensor([by]), vouched=vouched)
+            reference.pack(gradients, chunks, pointers, wire.zero_(), by, vouched=vouched)
             expected = (torch.cat([values, values[:20]]).float() / torch.tensor(by)).to(wire_dtype)
             assert_same(wire, expected)
         reference.unpack(gradients, chunks, pointers, wire, torch.tensor([by]), vouched=True)
@@ -473,7 +470,7 @@ def test_runs_that_grow_share_one_block_of_memory() -> None:
     gradients = [torch.full(size, 3.0) for size, _ in shapes]
     wire, pointers, by = torch.empty(offsets[-1], dtype=torch.bfloat16), PointerTable(), torch.tensor([3.0])
     for _ in range(2):
-        reference.pack(gradients, chunks, pointers, wire, by, vouched=True)
+        reference.pack(gradients, chunks, pointers, wire, 3.0, vouched=True)
         assert torch.equal(wire, torch.ones_like(wire))
         reference.unpack(gradients, chunks, pointers, wire, by, vouched=True)
         assert all(bool((gradient == 3.0).all()) for gradient in gradients)

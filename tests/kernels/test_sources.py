@@ -54,14 +54,13 @@ def test_torch_path_finds_what_is_wrong_with_sources(
             plain.numels, plain.offsets, plain.dtypes, plain.wire_numel, chunk_numel=case.chunk_numel, shapes=shapes
         )
         wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
-        divisor = torch.tensor([case.scalar], dtype=case.compute)
         pointers, partials = PointerTable(), new_source_partials(chunks.data_rows, CPU)
         done = [run for run in reference.runs(chunks) if early]
         for run in done:
             own = gradients[run.slots.start : run.slots.stop]
-            reference.pack_run(own, run, chunks, pointers, wire.inner, divisor, vouched=vouched)
+            reference.pack_run(own, run, chunks, pointers, wire.inner, case.scalar, vouched=vouched)
         firsts = frozenset(run.slots.start for run in done)
-        reference.pack(gradients, chunks, pointers, wire.inner, divisor, partials, vouched=vouched, done=firsts)
+        reference.pack(gradients, chunks, pointers, wire.inner, case.scalar, partials, vouched=vouched, done=firsts)
         wire.assert_edges_untouched()
         assert_source_partials(partials, expected_source_partials(gradients, wire.inner, chunks))
 
@@ -73,10 +72,9 @@ def test_the_kernel_finds_what_is_wrong_with_sources(case: Case) -> None:
     gradients = _values(case)
     chunks = case.table()
     wire, partials = poison(chunks.wire_numel, case.wire), new_source_partials(chunks.data_rows, CPU)
-    divisor = torch.tensor([case.scalar], dtype=case.compute)
-    pack_file.pack(gradients, chunks, PointerTable(), wire, divisor, partials)
+    pack_file.pack(gradients, chunks, PointerTable(), wire, case.scalar, partials)
     if case.wire is torch.bfloat16:  # the interpreter cuts it off; what is lost is decided before
-        reference.pack(gradients, chunks, PointerTable(), wire, divisor)
+        reference.pack(gradients, chunks, PointerTable(), wire, case.scalar)
     assert_source_partials(partials, expected_source_partials(gradients, wire, chunks))
 
 
@@ -103,8 +101,7 @@ def test_a_source_is_never_missed_and_never_blamed_falsely(
     shapes: list[Shape] = [((numel,), (1,)) for numel in numels]
     chunks = ChunkTable(numels, offsets, [dtype] * 6, sum(numels), shapes=shapes, chunk_numel=(700, 8192)[seed % 2])
     wire, partials = torch.empty(sum(numels), dtype=wire_dtype), new_source_partials(chunks.data_rows, CPU)
-    divisor = torch.tensor([3.0], dtype=torch.float64 if dtype is torch.float64 else torch.float32)
-    reference.pack(gradients, chunks, PointerTable(), wire, divisor, partials, vouched=vouched)
+    reference.pack(gradients, chunks, PointerTable(), wire, 3.0, partials, vouched=vouched)
     for slot, wanted in enumerate(expected):
         found = partials.first_non_finite[chunks.first_rows[slot] : chunks.first_rows[slot + 1]]
         assert min((int(one) for one in found if one >= 0), default=-1) == wanted
@@ -116,10 +113,10 @@ def test_an_overflow_on_the_wire_is_not_the_sources_fault(pack: Any) -> None:
     partials, wire = new_source_partials(1, CPU), torch.empty(100, dtype=torch.float16)
     gradient = torch.ones(100)
     gradient[37] = 70000.0
-    pack([gradient], chunks, PointerTable(), wire, torch.ones(1), partials)
+    pack([gradient], chunks, PointerTable(), wire, 1.0, partials)
     assert wire[37].item() == float("inf") and partials.first_non_finite.tolist() == [-1]
     gradient[41] = float("inf")
-    pack([gradient], chunks, PointerTable(), wire, torch.ones(1), partials)
+    pack([gradient], chunks, PointerTable(), wire, 1.0, partials)
     assert partials.first_non_finite.tolist() == [41]
 
 
@@ -131,8 +128,7 @@ def test_flushed_numbers_at_the_edge_of_fp16(pack: Any, dtype: torch.dtype) -> N
     gradient = torch.tensor(values).to(dtype)
     chunks = ChunkTable([9], [0], [dtype], 9)
     wire, partials = torch.empty(9, dtype=torch.float16), new_source_partials(1, CPU)
-    divisor = torch.ones(1, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
-    pack([gradient], chunks, PointerTable(), wire, divisor, partials)
+    pack([gradient], chunks, PointerTable(), wire, 1.0, partials)
     assert (wire == 0).tolist() == [True] * 4 + [False, False, True, False, False]
     assert partials.flushed.tolist() == [3]
 
@@ -142,7 +138,7 @@ def test_flushed_numbers_of_bf16() -> None:
     gradient = torch.tensor([2.0**-134, 2.0**-133, 2.0**-149, 0.0, 3 * 2.0**-134])
     chunks = ChunkTable([5], [0], [torch.float32], 5)
     wire, partials = torch.empty(5, dtype=torch.bfloat16), new_source_partials(1, CPU)
-    reference.pack([gradient], chunks, PointerTable(), wire, torch.ones(1), partials)
+    reference.pack([gradient], chunks, PointerTable(), wire, 1.0, partials)
     assert (wire == 0).tolist() == [True, False, True, True, False] and partials.flushed.tolist() == [2]
 
 
@@ -151,7 +147,7 @@ def test_the_kernel_counts_what_bf16_flushes_by_the_limit_that_holds_on_a_gpu() 
     gradient = torch.tensor([2.0**-134, 2.0**-133, 2.0**-149, 0.0, 3 * 2.0**-134])
     chunks = ChunkTable([5], [0], [torch.float32], 5)
     wire, partials = torch.empty(5, dtype=torch.bfloat16), new_source_partials(1, CPU)
-    pack_file.pack([gradient], chunks, PointerTable(), wire, torch.ones(1), partials)
+    pack_file.pack([gradient], chunks, PointerTable(), wire, 1.0, partials)
     assert partials.flushed.tolist() == [2]
 
 
@@ -167,7 +163,7 @@ def test_packed_in_place(pack: Any, vouched: bool) -> None:
     shapes: list[Shape] = [((numel,), (1,)) for numel in numels]
     chunks = ChunkTable(numels, offsets, [torch.float32] * 3, len(wire), shapes=shapes)
     expected, partials = wire / torch.tensor(3.0), new_source_partials(chunks.data_rows, CPU)
-    pack(gradients, chunks, PointerTable(), wire, torch.tensor([3.0]), partials, vouched=vouched)
+    pack(gradients, chunks, PointerTable(), wire, 3.0, partials, vouched=vouched)
     assert_same(wire, expected)
     assert partials.first_non_finite.tolist() == [17, -1, -1, 9001] and partials.flushed.tolist() == [0] * 4
 
@@ -182,7 +178,7 @@ def test_small_gradients_of_other_strides_are_searched_in_the_order_of_their_slo
     gapped = torch.ones(10)[::2]
     for strided in (gradient, gradient.t().contiguous().t()):
         wire, gradients = torch.empty(20), [strided, gapped]
-        reference.pack(gradients, chunks, PointerTable(), wire, torch.ones(1), partials, vouched=True)
+        reference.pack(gradients, chunks, PointerTable(), wire, 1.0, partials, vouched=True)
         assert partials.first_non_finite.tolist() == [9, -1]
 
 
@@ -194,7 +190,7 @@ def test_padding_has_no_by_products(pack: Any) -> None:
     room = new_source_partials(6, CPU)
     room.first_non_finite.fill_(77)
     room.flushed.fill_(88)
-    pack([torch.ones(5), None], chunks, PointerTable(), torch.empty(16), torch.ones(1), room.part(1, 3))
+    pack([torch.ones(5), None], chunks, PointerTable(), torch.empty(16), 1.0, room.part(1, 3))
     assert room.first_non_finite.tolist() == [77, -1, -1, 77, 77, 77]
     assert room.flushed.tolist() == [88, 0, 0, 88, 88, 88]
 
@@ -205,7 +201,7 @@ def test_slots_of_one_shared_buffer_and_missing_ones(pack: Any) -> None:
     buffer[260] = -float("inf")
     chunks = ChunkTable([50, 100, 200], [0, 50, 160], [torch.float32] * 3, 370, begins=[0, 50, 150], chunk_numel=64)
     wire, partials = torch.empty(370, dtype=torch.float16), new_source_partials(chunks.data_rows, CPU)
-    pack([buffer, None, buffer], chunks, PointerTable(), wire, torch.tensor([2.0]), partials)
+    pack([buffer, None, buffer], chunks, PointerTable(), wire, 2.0, partials)
     wanted = expected_source_partials([buffer[:50], None, buffer[150:]], wire, chunks)
     assert_source_partials(partials, wanted)
     assert 260 in partials.first_non_finite.tolist() and partials.flushed[0] > 0

@@ -94,21 +94,15 @@ CPU = torch.device("cpu")
 
 
 def test_pointers_are_uploaded_only_when_an_address_changed() -> None:
-    table, wire = PointerTable(), torch.empty(8)
-    chunks = ChunkTable([3, 4, 5], [0, 3, 7], [torch.float32] * 3, 12)
+    table = PointerTable()
     gradients: list[torch.Tensor | None] = [torch.ones(3), None, torch.ones(5)]
-    addresses = table.upload(gradients, chunks, CPU, wire)
+    addresses = table.upload(gradients, CPU)
     kept = [gradient.data_ptr() if gradient is not None else 0 for gradient in gradients]
     assert addresses.tolist() == [*kept, 0] and table.uploads == 1
-    assert table.upload(list(gradients), chunks, CPU, wire) is addresses and table.uploads == 1
+    assert table.upload(list(gradients), CPU) is addresses and table.uploads == 1
     elsewhere = torch.ones(3)
     moved = [elsewhere, *gradients[1:]]
-    assert table.upload(moved, chunks, CPU, wire)[0].item() == elsewhere.data_ptr() and table.uploads == 2
-    assert (
-        table.holds(moved, chunks, wire)
-        and not table.holds(gradients, chunks)
-        and not table.holds(moved, chunks, torch.empty(8))
-    )
+    assert table.upload(moved, CPU)[0].item() == elsewhere.data_ptr() and table.uploads == 2
     assert addresses.tolist() == [*kept, 0], "a table that a launch may still read must not change"
 
 
@@ -116,14 +110,16 @@ def test_gradients_that_are_only_measured_were_not_checked_against_a_wire() -> N
     table, wire = PointerTable(), torch.empty(3)
     chunks = ChunkTable([3], [0], [torch.float32], 3)
     gradients = [torch.ones(3)]
-    addresses = table.upload(gradients, chunks, CPU, wire)
-    assert table.upload(gradients, chunks, CPU) is addresses and table.holds(gradients, chunks, wire)
+    table.remember(gradients, chunks, wire)
+    assert table.holds(gradients, chunks, wire) and not table.holds(gradients, chunks, torch.empty(3))
+    table.remember(gradients, chunks)
+    assert table.holds(gradients, chunks, wire)
     other = [torch.ones(3)]
-    table.upload(other, chunks, CPU)
-    assert table.holds(other, chunks) and not table.holds(other, chunks, wire)
-    table.upload(gradients, chunks, CPU, wire)
+    table.remember(other, chunks)
+    assert table.holds(other, chunks) and not table.holds(other, chunks, wire) and not table.holds(gradients, chunks)
+    table.remember(gradients, chunks, wire)
     same = ChunkTable([3], [0], [torch.float32], 3)
-    table.upload(gradients, same, CPU)
+    table.remember(gradients, same)
     assert table.holds(gradients, same) and not table.holds(gradients, same, wire)
 
 
@@ -145,10 +141,11 @@ def test_other_memory_behind_the_same_tensor_is_noticed() -> None:
     """`gradient.data = ...` moves a tensor that stays the same object."""
     table, chunks = PointerTable(), ChunkTable([3], [0], [torch.float32], 3)
     gradient, elsewhere = torch.ones(3), torch.zeros(3)
-    before = table.upload([gradient], chunks, CPU)
+    table.remember([gradient], chunks)
+    before = table.upload([gradient], CPU)
     gradient.data = elsewhere
     assert not table.holds([gradient], chunks), "what was checked is another piece of memory"
-    after = table.upload([gradient], chunks, CPU)
+    after = table.upload([gradient], CPU)
     assert after is not before and after[0].item() == elsewhere.data_ptr()
 
 
@@ -159,11 +156,11 @@ def test_a_table_that_a_graph_reads_is_never_filled_again(monkeypatch: pytest.Mo
     """Its replays come at any time, and read the addresses that were there when it was captured."""
     cuda = FakeCuda(monkeypatch)
     with cuda.recording():
-        table, chunks = PointerTable(), ChunkTable([3], [0], [torch.float32], 3)
+        table = PointerTable()
         gradients = [torch.ones(3, device=cuda.device) for _ in range(6)]
 
         def launch(gradient: torch.Tensor) -> torch.Tensor:
-            addresses = table.upload([gradient], chunks, cuda.device)
+            addresses = table.upload([gradient], cuda.device)
             table.launched()
             return addresses
 
@@ -198,12 +195,26 @@ def test_gradients_that_move_in_every_step_need_a_few_tables_and_no_more(monkeyp
     cuda = FakeCuda(monkeypatch)
     with cuda.recording():
         monkeypatch.setattr(torch.cuda, "Event", Late)
-        table, chunks = PointerTable(), ChunkTable([3], [0], [torch.float32], 3)
+        table = PointerTable()
         gradients = [torch.ones(3, device=cuda.device) for _ in range(4)]
         tables = []
         for step in range(12):
-            tables.append(table.upload([gradients[step % 4]], chunks, cuda.device))
+            tables.append(table.upload([gradients[step % 4]], cuda.device))
             launched += 1
             table.launched()
             assert tables[-1].tolist() == [gradients[step % 4].data_ptr(), 0]
     assert table.uploads == 12 and len({one.data_ptr() for one in tables}) == 3, "no more than are read at a time"
+
+
+def test_gradients_that_take_turns_are_uploaded_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where unpack writes gradients that this rank has none of: pack and unpack have other tables in every step."""
+    cuda = FakeCuda(monkeypatch)
+    with cuda.recording():
+        table = PointerTable()
+        packed, unpacked = ([torch.ones(3, device=cuda.device), None], [torch.ones(3, device=cuda.device)] * 2)
+        for _ in range(4):
+            for gradients in (packed, unpacked):
+                addresses = table.upload(gradients, cuda.device)
+                table.launched()
+                assert addresses.tolist() == [0 if one is None else one.data_ptr() for one in (*gradients, None)]
+    assert table.uploads == 2

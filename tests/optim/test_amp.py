@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 def path(monkeypatch: pytest.MonkeyPatch) -> None:
     """The torch path."""
     torch.manual_seed(0)
-    monkeypatch.setattr(dispatch, "_triton_pack", None)
+    monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
 def _model(seed: int = 0) -> nn.Sequential:

@@ -31,7 +31,7 @@ FP32: dict[str, Any] = {"dtype": torch.float32}
 
 @pytest.fixture(autouse=True)
 def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_triton_pack", None)
+    monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ KINDS = (fusedreduce.DistributedDataParallel, TorchDDP)
 @pytest.fixture(autouse=True)
 def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """What CPU users get; the interpreter takes minutes."""
-    monkeypatch.setattr(dispatch, "_triton_pack", None)
+    monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
 def plain(seed: int = 0) -> nn.Module:

@@ -54,7 +54,7 @@ Leaves = list[torch.Tensor]
 def torch_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU not the interpreter, which takes tens of milliseconds for each bucket."""
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(dispatch, "_triton_pack", None)
+        monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -229,6 +231,14 @@ def test_what_the_sweep_launches_is_compiled_ahead() -> None:
     ahead = {(one.label, one.num_warps, tuple(one.constexprs.items())) for one in sweep.variants(("cuda", 90))}
     assert len(ahead) == len(sweep.variants(("cuda", 90))) == 23 * 2 + 4 * 2
     for shape in sweep.SHAPES:
-        of_shape = pack.pack_variant(torch.bfloat16, False, False, shape.tuning, "cuda")
+        of_shape = pack.pack_variant(torch.bfloat16, False, False, True, shape.tuning, "cuda")
         in_use = shape.tuning == variants.tuning_for(("cuda", 90))
         assert ((of_shape.label, of_shape.num_warps, tuple(of_shape.constexprs.items())) in ahead) != in_use
+
+
+def test_the_host_time_of_a_launch_is_taken() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(bench_kernels.__file__).with_name("bench_launch.py")), "--rounds", "2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("pack, as Triton launches") == 4

@@ -39,7 +39,7 @@ NUMELS = (3, 35, 60)
 @pytest.fixture(autouse=True)
 def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the kernels could be interpreted."""
-    monkeypatch.setattr(dispatch, "_triton_pack", None)
+    monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
 class Pair:

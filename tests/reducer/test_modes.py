@@ -40,7 +40,7 @@ Gradients = Sequence[torch.Tensor | None]
 @pytest.fixture(autouse=True)
 def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(dispatch, "_triton_pack", None)
+    monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
 def _stale(k: int, **options: Any) -> ReduceConfig:

@@ -23,7 +23,7 @@ WIRE_DTYPES: dict[str, torch.dtype | None] = {"native": None, "bf16": torch.bflo
 
 @pytest.fixture(autouse=True)
 def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_triton_pack", None)
+    monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
 def _parameters(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -217,6 +217,7 @@ def _first_record_only(patch: pytest.MonkeyPatch) -> None:
             current.readers[stream.cuda_stream] = stream.record_event()
 
     patch.setattr(table.PointerTable, "launched", launched)
+    patch.setattr(table, "_GENERATIONS", 1)  # so that these few steps fill one again
 
 
 def _on_the_current_device(patch: pytest.MonkeyPatch) -> None:
@@ -242,7 +243,7 @@ def _host_waits(patch: pytest.MonkeyPatch) -> None:
 
 def _gradients_dropped(patch: pytest.MonkeyPatch) -> None:
     """A table of addresses is not uploaded anew when a gradient has moved."""
-    patch.setattr(table, "_identities", lambda gradients: ())
+    patch.setattr(table._Upload, "serves", lambda self, addresses, device: True)
 
 
 FAULTS: Mapping[str, Fault] = {
@@ -320,7 +321,7 @@ def _two_streams_in_turns(cuda: FakeCuda) -> list[Violation]:
     with torch.cuda.stream(packs):
         gradient = torch.randn(64, device=cuda.device)
         bucket = Bucket(flat_layout(64), [gradient.dtype], torch.bfloat16, cuda.device, "a bucket")
-        exchange.prepare(bucket, 2)
+        exchange.prepare(bucket)
         for _ in range(3):
             in_flight = exchange.start(bucket, [gradient], ProcessGroupCommunicator())
             with torch.cuda.stream(unpacks):

@@ -382,7 +382,7 @@ def test_reset_leaves_what_was_contributed() -> None:
 
 
 def test_a_large_gradient_is_not_packed_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_triton_pack", None)  # as elsewhere on CPU
+    monkeypatch.setattr(dispatch, "_triton", lambda: None)  # as elsewhere on CPU
 
     def case(communicator: Communicator) -> None:
         parameter = torch.zeros(600, 600, requires_grad=True)

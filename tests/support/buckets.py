@@ -122,9 +122,23 @@ class Case:
         return torch.bfloat16 not in (*self.dtypes, self.wire)
 
 
-def cases(scalars: Sequence[float], fp64: bool | None = None) -> SearchStrategy[Case]:
-    """Buckets of 1 to 6 slots: 0 and 1 element, primes, one large beside tiny ones; all dtypes and alignments."""
+def divisors() -> SearchStrategy[float]:
+    """Numbers of ranks and parts of them, any others, and all powers of two, those without a normal reciprocal too."""
     from hypothesis import strategies as st  # what else is here needs none
+
+    return st.one_of(
+        st.integers(1, 5000).map(float),
+        st.tuples(st.integers(1, 5000), st.sampled_from([0.5, 2.0, 4.0, 64.0])).map(lambda drawn: drawn[0] / drawn[1]),
+        st.floats(1e-3, 1e6),
+        st.integers(-149, 127).map(lambda power: 2.0**power),
+    )
+
+
+def cases(scalars: Sequence[float] | SearchStrategy[float], fp64: bool | None = None) -> SearchStrategy[Case]:
+    """Buckets of 1 to 6 slots: 0 and 1 element, primes, one large beside tiny ones; all dtypes and alignments."""
+    from hypothesis import strategies as st
+
+    scalar = st.sampled_from(scalars) if isinstance(scalars, Sequence) else scalars
 
     @st.composite
     def drawn(draw: st.DrawFn) -> Case:
@@ -147,7 +161,7 @@ def cases(scalars: Sequence[float], fp64: bool | None = None) -> SearchStrategy[
             missing=tuple(draw(st.lists(st.sampled_from([False] * 5 + [True]), min_size=slots, max_size=slots))),
             chunk_numel=draw(st.sampled_from([8192, 700, 64])),
             tile_bytes=draw(st.sampled_from([4096, 1024])),
-            scalar=draw(st.sampled_from(list(scalars))),
+            scalar=draw(scalar),
             seed=draw(st.integers(0, 2**20)),
             special=draw(st.booleans()),
         )

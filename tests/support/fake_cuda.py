@@ -76,7 +76,8 @@ class FakeCuda(FakeMemory):
                 yield
         finally:
             dist.destroy_process_group()
-            for cached in (exchange.scalar, gradients.index_of, dispatch._refuse_unsupported, dispatch.warm_up):
+            of_dispatch = dispatch._refuse_unsupported, dispatch.warm_up
+            for cached in (exchange.scalar, gradients.index_of, variants._target_of, *of_dispatch):
                 cached.cache_clear()
 
     def switch(self, stream: Any) -> None:
@@ -107,7 +108,9 @@ class FakeCuda(FakeMemory):
 
         return shown
 
-    def run_kernel(self, kernel: Callable[..., None], pointers: Sequence[torch.Tensor | None], constants: Any) -> None:
+    def run_kernel(
+        self, kernel: Callable[..., None], arguments: Sequence[torch.Tensor | float | None], constants: Any
+    ) -> None:
         """Its reference does that, when the launcher is done."""
 
     def future(self, awaited: Awaited) -> Any:

@@ -39,12 +39,15 @@ def run_compiled(script: str | Path, *arguments: str) -> Any:
 class Launch:
     """One launch as the driver would get it; `arguments` has every parameter of the kernel, constexprs too.
 
-    `compiled` is the hash by which Triton's cache knows the compilation.
+    `compiled` is the hash by which Triton's cache knows the compilation, `shown` what launch hooks are told.
     """
 
     kernel: str
     compiled: str
     grid: tuple[int, int, int]
+    stream: int
+    metadata: Any
+    shown: Any
     arguments: tuple[Any, ...]
 
     def addresses(self) -> list[int]:
@@ -58,6 +61,7 @@ class FakeDriver:
 
     target: GPUTarget
     launches: list[Launch] = field(default_factory=list)
+    stream: int = 0
 
     def get_current_target(self) -> GPUTarget:
         return self.target
@@ -66,7 +70,7 @@ class FakeDriver:
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        return 0
+        return self.stream
 
     @property
     def utils(self) -> FakeDriver:
@@ -88,12 +92,14 @@ class FakeDriver:
             stream: int,
             function: str,
             packed: Any,
-            about: Any,
+            shown: Any,
             enter: Any,
             leave: Any,
             *given: Any,
         ) -> None:
-            self.launches.append(Launch(function, metadata.hash, (x, y, z), given))
+            # As Triton's own does: an empty chain of hooks shows nobody anything.
+            shown = shown if any(getattr(hook, "calls", hook) for hook in (enter, leave)) else None
+            self.launches.append(Launch(function, metadata.hash, (x, y, z), stream, packed, shown, given))
 
         return launch
 

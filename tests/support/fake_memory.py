@@ -144,9 +144,9 @@ class FakeMemory(Recorder):
         last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
         return (Access(memory.number, begin, begin + (last + 1) * tensor.itemsize, write),)
 
-    def kernel(self, variant: Variant, pointers: Sequence[torch.Tensor | None]) -> Sequence[Access]:
+    def kernel(self, variant: Variant, arguments: Sequence[torch.Tensor | float | None]) -> Sequence[Access]:
         does = _KERNELS[variant.label.partition("[")[0]]
-        given = [(index in does.writes, one) for index, one in enumerate(pointers) if one is not None]
+        given = [(index in does.writes, one) for index, one in enumerate(arguments) if isinstance(one, torch.Tensor)]
         uses = [use for write, one in given for use in self.uses(one, write=write)]
         if not does.through:
             return uses

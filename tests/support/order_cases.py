@@ -328,7 +328,6 @@ _KINDS = {"sparse_kinds.py: agreed_kind": "of what kind sparse gradients are, on
 _ASKS = {"asynchronous_bucket.py: anywhere": "the same, of a contribution that has come"}
 _COUNTS = {"pipeline.py: _counted_ranks": "how many ranks still have inputs divides the gradients (docs/limits.md)"}
 _DECIDES = {"grad_scaler.py: step": "torch's GradScaler.step asks whether to step, unless the optimizer is fused"}
-_DIVIDES = {"exchange.py: scalar": "a divisor that is new is uploaded at once: to be mended"}
 _RAISES = {"non_finite.py: _report": "check_finite='raise' waits at the end of each step, to raise in it"}
 _LOOKS = {"asynchronous.py: end_step": "an asynchronous step under a scaler is skipped at once, or not"}
 
@@ -388,7 +387,7 @@ CASES: Mapping[str, Callable[[], Case]] = {
         to_none=False,
         permitted=_SETTLES,
     ),
-    "weighted": lambda: Case(wrap=lambda model, _: model, body=weighted(), permitted=_DIVIDES),
+    "weighted": lambda: Case(wrap=lambda model, _: model, body=weighted()),
     "joined": lambda: Case(body=joined()),
     "joined, divided": lambda: Case(body=joined(divide_by_initial_world_size=False), permitted=_COUNTS),
     "sparse": lambda: Case(model=Embedded, permitted=_KINDS),

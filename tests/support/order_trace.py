@@ -134,13 +134,15 @@ class Recorder(TorchDispatchMode):
         """The bytes of a tensor."""
         return ()
 
-    def kernel(self, variant: Variant, pointers: Sequence[torch.Tensor | None]) -> Sequence[Access]:
+    def kernel(self, variant: Variant, arguments: Sequence[torch.Tensor | float | None]) -> Sequence[Access]:
         """What a launch uses."""
         return ()
 
-    def run_kernel(self, kernel: Callable[..., None], pointers: Sequence[torch.Tensor | None], constants: Any) -> None:
+    def run_kernel(
+        self, kernel: Callable[..., None], arguments: Sequence[torch.Tensor | float | None], constants: Any
+    ) -> None:
         """Launches it."""
-        kernel(*pointers, **constants)
+        kernel(*arguments, **constants)
 
     def backend(self, device: torch.device) -> Stream:
         """Where collectives run."""
@@ -234,8 +236,8 @@ class Recorder(TorchDispatchMode):
         around(torch.cuda.Stream, "synchronize", "block")
 
     def _launch(self, inner: Callable[..., None]) -> Callable[..., None]:
-        def launch(variant: Variant, programs: int, pointers: Sequence[torch.Tensor | None]) -> None:
-            inner(dataclasses.replace(variant, kernel=_Kernel(self, variant)), programs, pointers)
+        def launch(variant: Variant, programs: int, arguments: Sequence[torch.Tensor | float | None]) -> None:
+            inner(dataclasses.replace(variant, kernel=_Kernel(self, variant)), programs, arguments)
 
         return launch
 
@@ -264,11 +266,11 @@ class _Kernel:
     variant: Variant
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def run(*pointers: torch.Tensor | None, **constants: Any) -> None:
-            uses = self.recorder.kernel(self.variant, pointers)
+        def run(*arguments: torch.Tensor | float | None, **constants: Any) -> None:
+            uses = self.recorder.kernel(self.variant, arguments)
             self.recorder.emit("work", self.recorder.current(), self.variant.label, uses)
             with _disable_current_modes():
-                self.recorder.run_kernel(self.variant.kernel[grid], pointers, constants)
+                self.recorder.run_kernel(self.variant.kernel[grid], arguments, constants)
 
         return run
 

@@ -128,7 +128,7 @@ class AsynchronousBucket:
             return self._wires.pop()
         layout = flat_layout(self._layout.numel)
         made = Bucket(layout, [self._dtype], self._wire_dtype, self.members.device, self.members.label)
-        exchange.prepare(made, self._communicator.size)
+        exchange.prepare(made)
         self.wires_made += 1
         return made
 

@@ -1,0 +1,76 @@
+"""What a step of one bucket launches, for scripts that pass it through Triton's launch path to a stand-in driver."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+
+from fusedreduce.kernels import measure, pack, scale, unpack, variants
+from fusedreduce.kernels import stats as stats_file
+from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
+from support.fake_driver import FakeDriver, activate, at_odd_address
+
+MIXED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def as_on_sm_90() -> FakeDriver:
+    """The stand-in driver, active, with CPU tensors taken for those of an sm_90."""
+    for module in (variants, pack, unpack, measure, scale):
+        module.current_target = lambda device: ("cuda", 90)  # type: ignore[attr-defined]
+    return activate(GPUTarget("cuda", 90, 32))
+
+
+class Bucket:
+    """Gradients of one bucket and everything a step passes to the kernels, each tensor at an odd address if asked."""
+
+    def __init__(self, parameters: int, dtypes: tuple[torch.dtype, ...], wire: torch.dtype, *, odd: bool) -> None:
+        place = at_odd_address if odd else torch.clone
+        generator = torch.Generator().manual_seed(parameters)
+        numels = torch.randint(0, 300, (parameters,), generator=generator).tolist()
+        numels[0] = 20_000 + parameters  # several chunks
+        kinds = [dtypes[slot % len(dtypes)] for slot in range(parameters)]
+        self.gradients: list[torch.Tensor | None] = [
+            place(torch.zeros(numel, dtype=kind)) for numel, kind in zip(numels, kinds, strict=True)
+        ]
+        offsets = [0, *torch.tensor(numels).cumsum(0).tolist()]
+        self.chunks = ChunkTable(numels, offsets[:-1], kinds, offsets[-1] + 5)
+        self.pointers = PointerTable()
+        self.wire = place(torch.zeros(offsets[-1] + 5, dtype=wire))
+        self.scalar = place(torch.ones(1, dtype=torch.float64 if torch.float64 in dtypes else torch.float32))
+        cpu = torch.device("cpu")
+        new, sources = self.chunks.new_partials(cpu), self.chunks.new_source_partials(cpu)
+        self.partials = Partials(place(new.sums), place(new.peaks), place(new.first_non_finite))
+        self.sources = SourcePartials(place(sources.first_non_finite), place(sources.flushed))
+        self.spans = place(self.chunks.spans(cpu))
+
+    def calls(self, *, stats: bool, divisor: float = 2.0) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Everything that a step calls, with its arguments."""
+        partials, sources = (self.partials, self.sources) if stats else (None, None)
+        both = self.gradients, self.chunks, self.pointers
+        calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
+            "pack": (pack.pack, (*both, self.wire, divisor, sources)),
+            "unpack": (unpack.unpack, (*both, self.wire, self.scalar, partials)),
+            "scale": (scale.scale, (*both, self.scalar, partials)),
+        }
+        if stats:
+            calls["measure"] = measure.measure, (*both, self.partials)
+            calls["reduce"] = stats_file.reduce_partials, (self.partials, self.spans)
+            calls["reduce_source"] = stats_file.reduce_source_partials, (self.sources, self.spans)
+        return calls
+
+    def expected_addresses(self, *, stats: bool) -> dict[str, list[int]]:
+        """In the order of the kernels' signatures."""
+        device = self.wire.device
+        tables = [self.pointers.upload(self.gradients, device), self.chunks.on(device)]
+        partials = list(vars(self.partials).values()) if stats else []
+        sources = list(vars(self.sources).values()) if stats else []
+        expected = {
+            "pack": [*tables, self.wire, *sources],
+            "unpack": [*tables, self.wire, self.scalar, *partials],
+            "scale": [*tables, self.scalar, *partials],
+        }
+        if stats:
+            expected["measure"] = [*tables, *partials]
+        return {name: [tensor.data_ptr() for tensor in tensors] for name, tensors in expected.items()}
