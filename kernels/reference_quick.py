@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, MutableMapping, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -68,8 +68,8 @@ def pack(
                     _apply(gradient, change, views[slot])
                 else:
                     _convert(gradient, views[slot], kept, slot, change)
-    if padded := [run for run in runs if run.padded]:
-        kept.zero_gaps(wire, padded)
+    if any(map(_padded, runs)):
+        kept.zero_gaps(wire, [run for run in runs if run.padded])
 
 
 def pack_flat(source: torch.Tensor, destination: torch.Tensor, divisor: float, compute: torch.dtype) -> None:
@@ -176,13 +176,10 @@ class _Kept:
         return block.as_strided(*self.chunks.shapes[slot], offset)
 
 
-_known: MutableMapping[PointerTable, _Kept] = WeakKeyDictionary()
-
-
 def _kept(pointers: PointerTable, chunks: ChunkTable) -> _Kept:
-    kept = _known.get(pointers)
+    kept: _Kept | None = pointers.kept
     if kept is None or kept.chunks is not chunks:
-        kept = _known[pointers] = _Kept(chunks)
+        kept = pointers.kept = _Kept(chunks)
     return kept
 
 
@@ -299,3 +296,6 @@ def _apply(source: torch.Tensor, change: Change, destination: torch.Tensor) -> N
 
 def _flat(one: torch.Tensor, numel: int) -> torch.Tensor:
     return one.as_strided((numel,), (1,))
+
+
+_padded = operator.attrgetter("padded")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -308,6 +308,7 @@ class PointerTable:
         self._current: _Upload | None = None
         self._views: tuple[tuple[int, torch.dtype, ChunkTable], list[torch.Tensor]] | None = None
         self.uploads = 0
+        self.kept: Any = None  # what the torch path keeps with these gradients
 
     def holds(
         self, gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, wire: torch.Tensor | None = None

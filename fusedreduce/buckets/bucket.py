@@ -55,6 +55,7 @@ class Bucket:
         self._dtypes = dtypes
         self.wire_dtype = wire_dtype
         self.device = device
+        self.on_cuda = device.type == "cuda"
         self.label = label
         self.split = split
         self.chunks = chunks or ChunkTable(layout.numels, layout.offsets, dtypes, layout.numel, shapes=shapes)
@@ -86,14 +87,8 @@ class Bucket:
             torch.cuda.current_stream(self.device).wait_event(self._unpacked)
         return self._wire
 
-    def unpacked(self) -> torch.cuda.Event | None:
-        """Records that the current stream has read the wire buffer with what was launched so far.
-
-        Returns:
-            The event; None on CPU.
-        """
-        if self.device.type != "cuda":
-            return None
+    def unpacked(self) -> torch.cuda.Event:
+        """Records, on CUDA, that the current stream has read the wire buffer with what was launched so far."""
         if self._unpacked is None:
             self._unpacked = torch.cuda.Event()
         self._unpacked.record(torch.cuda.current_stream(self.device))

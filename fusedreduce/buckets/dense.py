@@ -314,10 +314,13 @@ class DenseReduction(WritesPartials):
 
     def _all_fit(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Whether `_fits` holds for each gradient, none of which is None, in a third of its time."""
+        try:
+            strides = list(map(torch.Tensor.stride, gradients))  # type: ignore[arg-type]
+        except RuntimeError:  # a sparse gradient has none
+            return False
         return (
-            list(map(_dtype, gradients)) == self._dtypes
-            and set(map(_layout, gradients)) == {torch.strided}
-            and list(map(torch.Tensor.stride, gradients)) == self._strides  # type: ignore[arg-type]
+            strides == self._strides
+            and list(map(_dtype, gradients)) == self._dtypes
             and not any(map(torch.Tensor.is_neg, gradients))  # type: ignore[arg-type]
         )
 
@@ -433,7 +436,6 @@ class DenseReduction(WritesPartials):
 _grad = operator.attrgetter("grad")
 _version = operator.attrgetter("_version")
 _dtype = operator.attrgetter("dtype")
-_layout = operator.attrgetter("layout")
 
 
 def _new_gradient(parameter: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

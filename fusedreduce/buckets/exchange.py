@@ -97,7 +97,7 @@ def start(
         CollectiveError: the collective could not be issued.
     """
     assert bucket.state in (BucketState.IDLE, BucketState.TAKEN), f"{bucket.label} is {bucket.state.value}"
-    with _range("pack", bucket):
+    with _range("pack", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
         wire = _own_wire(gradients) if in_place else bucket.wire()
         if done is not None:
             by = divisor or communicator.size
@@ -105,7 +105,7 @@ def start(
     bucket.state = BucketState.LAUNCHED
     issued_ns = time.perf_counter_ns()
     try:
-        with _range("all_reduce", bucket):
+        with _range("all_reduce", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
             pending = communicator.all_reduce(wire)
     except RuntimeError as error:
         bucket.state = BucketState.FAILED
@@ -150,11 +150,11 @@ def finish(
     bucket = in_flight.bucket
     try:
         if not in_flight.in_place:
-            with _range("unpack", bucket):
+            with _range("unpack", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
                 by = scalar(1.0, bucket.compute_dtype, bucket.device) if scale is None else scale
                 into = in_flight.gradients if gradients is None else gradients
                 dispatch.unpack(into, bucket.chunks, bucket.pointers, in_flight.wire, by, partials, vouched=vouched)
-        event = bucket.unpacked()
+        event = bucket.unpacked() if bucket.on_cuda else None
     except BaseException:
         bucket.state = BucketState.FAILED
         raise
@@ -212,9 +212,10 @@ def scalar(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 def _range(stage: str, bucket: Bucket) -> AbstractContextManager[object]:
     """A range in torch's profiler, which costs 5 us, so only while the profiler is on."""
-    if profiler._is_profiler_enabled:
-        return record_function(f"fusedreduce::{stage} {bucket.label}")
-    return nullcontext()
+    return record_function(f"fusedreduce::{stage} {bucket.label}")
+
+
+_NO_RANGE = nullcontext()
 
 
 def _own_wire(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:

@@ -36,7 +36,7 @@ class ParameterHooks:
     ) -> None:
         self._parameters = parameters
         self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in parameters]
-        self._devices = [parameter.device for parameter in parameters]
+        self._on_cuda = [parameter.is_cuda for parameter in parameters]
         self.nodes: list[Node] = [_accumulator(parameter) for parameter in parameters]
         alive = weakref.ref(owner)
         handles = [node.register_hook(_hook(alive, index, on_gradient)) for index, node in enumerate(self.nodes)]
@@ -48,7 +48,7 @@ class ParameterHooks:
         self._dtypes = None
 
     def check_nodes(self, names: Sequence[str]) -> None:
-        """Checks that no parameter has changed its dtype or device, and so has a new node without our hook.
+        """Checks that no parameter has changed its dtype or moved between devices: its new node has no hook of ours.
 
         Args:
             names: of the parameters, for the message.
@@ -59,13 +59,14 @@ class ParameterHooks:
         dtypes = self._dtypes
         if dtypes is None:
             return
-        now, devices = list(map(_dtype, self._parameters)), list(map(_device, self._parameters))
-        if now != dtypes or devices != self._devices:
-            kinds = zip(now, dtypes, devices, self._devices, strict=True)
+        now, on_cuda = list(map(_dtype, self._parameters)), list(map(_is_cuda, self._parameters))
+        if now != dtypes or on_cuda != self._on_cuda:
+            kinds = zip(now, dtypes, on_cuda, self._on_cuda, strict=True)
             index = next(i for i, (a, b, c, d) in enumerate(kinds) if a != b or c != d)
+            where = "cuda" if self._on_cuda[index] else "cpu"
             raise FusedReduceError(
-                f"{names[index]} was {dtypes[index]} on {self._devices[index]} when the model was wrapped, and is "
-                f"{now[index]} on {devices[index]} now: its gradients would not be reduced. Convert and move the model "
+                f"{names[index]} was {dtypes[index]} on {where} when the model was wrapped, and is {now[index]} on "
+                f"{self._parameters[index].device} now: its gradients would not be reduced. Convert and move the model "
                 "before you wrap it"
             )
 
@@ -98,4 +99,4 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 
 
 _dtype = operator.attrgetter("dtype")
-_device = operator.attrgetter("device")
+_is_cuda = operator.attrgetter("is_cuda")
