@@ -87,8 +87,14 @@ class Bucket:
             torch.cuda.current_stream(self.device).wait_event(self._unpacked)
         return self._wire
 
-    def unpacked(self) -> torch.cuda.Event:
-        """Records, on CUDA, that the current stream has read the wire buffer with what was launched so far."""
+    def unpacked(self) -> torch.cuda.Event | None:
+        """Records that the current stream has read the wire buffer with what was launched so far.
+
+        Returns:
+            The event; None on CPU.
+        """
+        if not self.on_cuda:
+            return None
         if self._unpacked is None:
             self._unpacked = torch.cuda.Event()
         self._unpacked.record(torch.cuda.current_stream(self.device))

@@ -154,7 +154,7 @@ def finish(
                 by = scalar(1.0, bucket.compute_dtype, bucket.device) if scale is None else scale
                 into = in_flight.gradients if gradients is None else gradients
                 dispatch.unpack(into, bucket.chunks, bucket.pointers, in_flight.wire, by, partials, vouched=vouched)
-        event = bucket.unpacked() if bucket.on_cuda else None
+        event = bucket.unpacked()
     except BaseException:
         bucket.state = BucketState.FAILED
         raise

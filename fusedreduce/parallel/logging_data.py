@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..reducer.pipeline import StepTimes
 from ..reducer.reducer import Reducer
+from ..reducer.step import StepTimes
 
 _logger = logging.getLogger(__name__)
 

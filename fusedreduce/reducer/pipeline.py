@@ -17,7 +17,6 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -41,19 +40,8 @@ from .modes.mode import DelayedAverages, Ended
 from .modes.steps_in_flight import unused_of
 from .plans import Plans
 from .recording import Recording
-from .step import Step
+from .step import Step, StepTimes
 from .unused_parameters import UsedMap, UsedSum
-
-
-@dataclass
-class StepTimes:
-    """Marks of the latest synchronised step, host clock, ns of time.time_ns()."""
-
-    forward_start: int = 0
-    backward_start: int = 0
-    backward_end: int = 0
-    comm_start: int = 0
-    comm_end: int = 0
 
 
 class StepCollective(Protocol):
@@ -141,11 +129,6 @@ class Pipeline:
         self.build_buckets(plans.first())
 
     # Between steps
-
-    @property
-    def plan(self) -> Plan:
-        """Parameter numbers by bucket, in launch order."""
-        return self.buckets.plan
 
     def build_buckets(self, plan: Plan) -> None:
         """Builds the buckets of `plan` in place of the old ones."""
@@ -383,7 +366,7 @@ class Pipeline:
             self._plans.scheduler.close_round(looked)
         self.rounds += 1
         if looked is not None:
-            self._recording.keep(self.rounds, self.plan, looked)
+            self._recording.keep(self.rounds, self.buckets.plan, looked)
 
     # What a mode calls
 

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..errors import FusedReduceError
 from ..planning.timeline import MISSING_NS
+
+
+@dataclass
+class StepTimes:
+    """Marks of the latest synchronised step, host clock, ns of time.time_ns()."""
+
+    forward_start: int = 0
+    backward_start: int = 0
+    backward_end: int = 0
+    comm_start: int = 0
+    comm_end: int = 0
 
 
 class Step:

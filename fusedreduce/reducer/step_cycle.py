@@ -20,10 +20,10 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch.profiler import record_function
 
 from ..buckets.deferred_errors import in_backward
 from ..buckets.stats.grad_stats import GradStats
@@ -211,11 +211,7 @@ class StepCycle:
         return self._forward_ns != MISSING_NS and self.state is ReducerState.IDLE
 
     def disarm(self, outputs: object) -> None:
-        """Called after a forward whose backward is not reduced (no_sync).
-
-        Args:
-            outputs: what it returned: tensors in any pytree.
-        """
+        """Called after a forward whose backward is not reduced (no_sync); `outputs` as for `arm`."""
         self.local_backward_expected = True
         self._forward_ns = MISSING_NS
         self._observed.units.arm()
@@ -223,13 +219,9 @@ class StepCycle:
         self.watch_local_forward(outputs)
 
     def watch_local_forward(self, outputs: object) -> None:
-        """Watches for a backward from `outputs` that is not reduced, to keep its gradients apart from delayed averages.
-
-        Args:
-            outputs: what a forward under no_sync returned: tensors in any pytree.
-        """
+        """Watches for a backward from `outputs` that is not reduced: keeps its gradients apart from delayed averages."""
         mode = self._pipeline.mode
-        if mode.delays and not self._backward_hooks.watch_also(tensors_in(outputs), StepCycle._hold_gradients):
+        if mode.delays and not self._backward_hooks.watch_also(tensors_in(outputs), _hold_gradients):
             mode.hold_gradients()
 
     def arm(self, outputs: object, divisor: float | None) -> None:
@@ -292,7 +284,7 @@ class StepCycle:
                 if pipeline.overlaps and not step.pending[step.next_bucket]:
                     pipeline.launch(step)
             except BaseException as error:
-                self.note_failure(error)
+                self._note_failure(error)
                 raise
             for one in pipeline.observers:
                 one.leave()
@@ -325,13 +317,9 @@ class StepCycle:
                 self.end_backward(self.step)
 
     def end_backward(self, step: Step) -> None:
-        """Called when a backward has ended: ends the step, unless gradients are still to come (partial backwards).
-
-        Args:
-            step: that the backward belonged to.
-        """
+        """Called when a backward of `step` has ended: ends the step, unless gradients are still to come."""
         pipeline = self._pipeline
-        with self.lock:
+        with self._noting_failures():
             if self.state is not ReducerState.ARMED or self.step is not step or not step.begun:
                 return
             if self.static_graph and self.counting():
@@ -342,15 +330,11 @@ class StepCycle:
             pipeline.times.backward_end = time.time_ns()
             for one in pipeline.observers:
                 one.backward_ended()
-            try:
-                pipeline.launch(step)
-                if self.waits_in_backward or not pipeline.mode.together:
-                    self._finish(step)
-                else:
-                    self.state = ReducerState.LAUNCHED
-            except BaseException as error:
-                self.note_failure(error)
-                raise
+            pipeline.launch(step)
+            if self.waits_in_backward or not pipeline.mode.together:
+                self._finish(step)
+            else:
+                self.state = ReducerState.LAUNCHED
 
     def complete_outside(self) -> None:
         """Completes a launched step, for callers that may run within a backward or a capture, where nothing may wait.
@@ -368,28 +352,15 @@ class StepCycle:
                 f"rank {self._communicator.rank}: gradients that are still in flight are needed within another "
                 "backward, where nothing may wait for a peer. Call finalize() after each backward()"
             )
-        with self.lock:
+        with self._noting_failures():
             if self.state is ReducerState.LAUNCHED:
-                try:
-                    self._finish(self.step)
-                except BaseException as error:
-                    self.note_failure(error)
-                    raise
+                self._finish(self.step)
 
     def launch_late(self) -> None:
         """See `Reducer.launch_late`."""
-        with self.lock:
+        with self._noting_failures():
             if self.state is ReducerState.LAUNCHED:
-                try:
-                    self._pipeline.launch_late()
-                except BaseException as error:
-                    self.note_failure(error)
-                    raise
-
-    def note_failure(self, error: BaseException) -> None:
-        """Notes what a hook, kernel or collective of a step has raised."""
-        if self.state in (ReducerState.ARMED, ReducerState.LAUNCHED):
-            self.fail(error)
+                self._pipeline.launch_late()
 
     def fail(self, error: BaseException) -> None:
         """Makes the reducer FAILED: `reset` is needed."""
@@ -435,9 +406,19 @@ class StepCycle:
             self._observed.additions += 1  # in case this backward raises
             self._backward_hooks.queue_end(step)
 
-    def _hold_gradients(self) -> None:
-        """Called when a backward, reduced or not, has reached an output of its forward."""
-        self._pipeline.mode.hold_gradients()
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        """Context that holds the lock and notes what a hook, kernel or collective of a step raises."""
+        with self.lock:
+            try:
+                yield
+            except BaseException as error:
+                self._note_failure(error)
+                raise
+
+    def _note_failure(self, error: BaseException) -> None:
+        if self.state in (ReducerState.ARMED, ReducerState.LAUNCHED):
+            self.fail(error)
 
     def counting(self) -> bool:
         """Whether this is a static graph's first step: gradients are counted, and none is final before its end."""
@@ -504,8 +485,7 @@ class StepCycle:
             return [index for index, one in enumerate(self._fires or ()) if one == 0]
         if not outputs:
             return []
-        with record_function("fusedreduce::search_unused_parameters"):
-            unused = unreachable(outputs, self.hooks.nodes)
+        unused = unreachable(outputs, self.hooks.nodes)
         if self.steps and tuple(unused) != self.last_unused:
             self.unused_always_same = False
         if not unused and self.steps == 0 and self.advises:
@@ -514,3 +494,7 @@ class StepCycle:
                 "search costs time in every iteration: turn it off if the model never has any"
             )
         return unused
+
+
+def _hold_gradients(cycle: StepCycle) -> None:
+    cycle._pipeline.mode.hold_gradients()

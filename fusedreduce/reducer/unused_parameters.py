@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from ..comm.numbers import on_device
@@ -30,6 +31,11 @@ def tensors_in(output: object) -> list[torch.Tensor]:
 
 def unreachable(outputs: Iterable[torch.Tensor], nodes: Sequence[Node]) -> list[int]:
     """Which of `nodes` the autograd graph of `outputs` does not contain, ascending."""
+    with record_function("fusedreduce::search_unused_parameters"):
+        return _unreachable(outputs, nodes)
+
+
+def _unreachable(outputs: Iterable[torch.Tensor], nodes: Sequence[Node]) -> list[int]:
     wanted = {node: index for index, node in enumerate(nodes)}
     missing = set(wanted.values())
     # A parameter that is returned as it is has no grad_fn; its edge leads to its AccumulateGrad node all the same.

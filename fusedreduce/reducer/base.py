@@ -1,0 +1,366 @@
+"""ReducerBase: what a reducer is made of, what its ranks agree on, and how it changes: reset, other ranks, the end."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from ..buckets.bucket_set import BucketMaker
+from ..buckets.sparse_kinds import SparseKinds
+from ..buckets.stats.grad_stats import GradStats
+from ..comm.protocol import Communicator
+from ..config import ReduceConfig
+from ..errors import FusedReduceError
+from ..planning.bucketing import BucketCaps
+from ..planning.plan import Plan
+from ..planning.plan_file import plan_hash
+from . import optimizer_hooks, validation
+from .join import JoinShadows
+from .modes import asynchronous
+from .pipeline import Pipeline
+from .plans import Plans
+from .recording import Recording
+from .step_cycle import ReducerState, StepCycle
+from .unused_parameters import UsedMap
+
+
+class ReducerBase:
+    """See `Reducer`."""
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        communicator: Communicator,
+        config: ReduceConfig | None = None,
+        *,
+        names: Sequence[str] | None = None,
+        sparse: Sequence[bool] | None = None,
+        caps: BucketCaps | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+        skip_unused_buckets: bool = False,
+        exclusive: bool = True,
+        agreed: bool | None = None,
+    ) -> None:
+        self.parameters = tuple(parameters)
+        count = len(self.parameters)
+        self.config = config or ReduceConfig()
+        self.names = tuple(names) if names is not None else tuple(f"parameter {index}" for index in range(count))
+        self.sparse = tuple(sparse) if sparse is not None else (False,) * count
+        validation.check_parameters(self.parameters, self.names, self.sparse)
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.has_views = self.config.has_views(gradient_as_bucket_view)
+        validation.check_mode(
+            self.config.sync_mode,
+            {
+                "gradient_as_bucket_view": self.has_views,
+                "skip_unused_buckets (skip_all_reduce_unused_params)": skip_unused_buckets,
+            },
+        )
+        asynchronous.check(self.config, self.names, self.sparse)
+        self.caps = caps or BucketCaps()
+        self.communicator = communicator
+        self.find_unused_parameters = find_unused_parameters
+        self.skip_unused_buckets = skip_unused_buckets
+        self._plans = Plans(
+            self.parameters,
+            self.names,
+            self.sparse,
+            self.config,
+            self.caps,
+            communicator,
+            learns=static_graph or not find_unused_parameters,
+        )
+        self._agreed = agreed is not None
+        self._opened = False  # wires are known to the backend, and the mode has its communicator
+        self._sync = True
+        self.steps_in_backward = False  # the optimizer does, or the comm hook writes gradients itself
+        self.observed = GradStats(self.parameters, self.names, self.config, communicator)
+        self.observed.alike = agreed is not False
+        self._device = self.parameters[0].device
+        numbers = [number for number, one in enumerate(self.sparse) if one]
+        maker = BucketMaker(
+            parameters=self.parameters,
+            names=self.names,
+            sparse=self.sparse,
+            config=self.config,
+            as_views=self.has_views,
+            communicator=communicator,
+            sparse_kinds=SparseKinds(numbers, self.names, self._device, communicator),
+        )
+        self._recording = Recording(self._plans, "reducer" if exclusive else "wrapper")
+        self.pipeline = Pipeline(
+            maker,
+            self._plans,
+            self.observed,
+            self._recording,
+            UsedMap(count, self._device, communicator, always=find_unused_parameters, first=static_graph),
+            skip_unused_buckets=skip_unused_buckets,
+        )
+        self.cycle = StepCycle(
+            self.pipeline,
+            self._plans,
+            self.observed,
+            self._recording,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            exclusive=exclusive,
+        )
+        self.times = self.pipeline.times
+        self.late = self.pipeline.late
+        self.shadows = JoinShadows(self.pipeline, self._plans, self.observed)
+        self.observed.before_reading = _weakly(self.cycle)
+        self._attend_optimizers()
+        if gradient_as_bucket_view and not self.has_views:
+            self._warn_of_no_views()
+        if self._agreed:
+            self.pipeline.mode.open()
+
+    @property
+    def state(self) -> ReducerState:
+        """See ReducerState."""
+        return self.cycle.state
+
+    @property
+    def steps(self) -> int:
+        """Synchronised steps since the reducer was built."""
+        return self.cycle.steps
+
+    @property
+    def local_backward_expected(self) -> bool:
+        """Whether the next backward is not reduced on purpose (no_sync)."""
+        return self.cycle.local_backward_expected
+
+    @property
+    def static_graph(self) -> bool:
+        """Whether every step uses the same parameters equally often."""
+        return self.cycle.static_graph
+
+    @property
+    def has_comm_hook(self) -> bool:
+        """Whether a comm hook reduces the buckets in place of our own wire."""
+        return self.pipeline.maker.hook is not None
+
+    @property
+    def plan(self) -> Plan:
+        """Parameter numbers by bucket, in launch order."""
+        return self.pipeline.buckets.plan
+
+    @property
+    def rebuilt(self) -> bool:
+        """Whether the buckets follow an order of readiness already."""
+        return self._plans.rebuilt
+
+    def should_rebuild(self) -> bool:
+        """Whether the plan still waits for an order of readiness, as before and right after the first step."""
+        return self._plans.wants_order
+
+    # Agreed and learned
+
+    def agree(self) -> None:
+        """Compares model and settings across ranks, unless that was done since the last `reset`. A collective.
+
+        Raises:
+            AgreementError: they differ; on every rank.
+            UnsupportedWireError: the backend cannot sum the wire's dtype; on every rank.
+            CollectiveError: a peer did not answer.
+        """
+        if self._opened:
+            return
+        if not self._agreed:
+            descriptions = [
+                validation.describe(*one) for one in zip(self.parameters, self.names, self.sparse, strict=True)
+            ]
+            flags: dict[str, object] = {
+                "find_unused_parameters": self.find_unused_parameters,
+                "static_graph": self.static_graph,
+                "gradient_as_bucket_view": self.gradient_as_bucket_view,
+                "skip_unused_buckets": self.skip_unused_buckets,
+                "plan": f"{plan_hash(self.plan):016x}",
+                "plan learned": self.rebuilt,
+            }
+            settings = validation.settings(self.config, self.caps, flags)
+            self.observed.alike = validation.agree(self.communicator, descriptions, settings, self._device)
+            self._agreed = True
+        self.pipeline.check_wires()
+        self.pipeline.mode.open()
+        self._opened = True
+
+    def rebuild(self) -> bool:
+        """Rebuilds the buckets if the ranks have agreed on another plan. A plan changes only here, between steps.
+
+        After the first step the plan follows rank 0's order of readiness, which one collective broadcasts. Later it is
+        the one that the ranks have agreed on at the end of earlier steps.
+
+        Returns:
+            Whether the buckets were rebuilt.
+
+        Raises:
+            AgreementError: ranks have decided on different plans; on every rank.
+            CollectiveError: a peer did not answer.
+        """
+        with self.cycle.lock:
+            before = self.pipeline.buckets.plan
+            plan, issued = self._plans.next(before)
+            self.pipeline.issued += issued
+            # Also where the order gives the same buckets, because hooks and streams are still those of a first step.
+            new = issued > 0 or plan is not before and plan != before
+            if new:
+                self._build_buckets(plan)
+            return new
+
+    # Failures, changes, the end
+
+    def reset(self) -> None:
+        """Abandons a step that failed or was not finished. Every rank calls it, within the group's timeout.
+
+        Ranks compare, without a collective, how many collectives each has issued. Gradients stay as they are (those
+        that are views of a buffer become None): zero them.
+
+        Raises:
+            FusedReduceError: a collective failed, ranks have issued different numbers of them, or a rank did not call
+                this in time; on every rank that did. The group cannot be used any more: call `set_communicator`.
+        """
+        with self.cycle.lock:
+            issued, plan_state = self.pipeline.issued, f"{plan_hash(self.plan):016x} {self.rebuilt}"
+            self.give_up_step()
+            try:
+                same = self.cycle.failures.compare(self.communicator, self._device, issued, plan_state)
+            except FusedReduceError:
+                self.cycle.state = ReducerState.LOST
+                raise
+            if not same:
+                # Some ranks had adopted the next plan, or an order of readiness, when others failed.
+                self._plans.return_to_first()
+                self._build_buckets(self._plans.first())
+
+    def give_up_step(self) -> None:
+        """The part of `reset` without the other ranks, for callers that go on with `set_communicator`.
+
+        Raises:
+            FusedReduceError: the reducer is closed.
+        """
+        with self.cycle.lock:
+            self.cycle.give_up()
+            self._agreed = self._opened = False
+            self._plans.restart()
+            self.pipeline.drop_step()
+            # New wire buffers: a collective that is still in flight may write into the old ones.
+            self._build_buckets(self.plan)
+
+    def set_communicator(self, communicator: Communicator) -> None:
+        """Switches to another group of ranks, which agree on settings and learn a plan anew.
+
+        A step that is not finished is abandoned, and so are steps in flight.
+
+        Args:
+            communicator: the new ranks; the next synchronised step is the first one for all of them.
+
+        Raises:
+            FusedReduceError: the reducer is closed.
+        """
+        with self.cycle.lock:
+            self.communicator = communicator
+            self.pipeline.set_communicator(communicator)
+            self.cycle.follow_communicator()
+            self._attend_optimizers()
+            self.cycle.failures.restart_count()
+            self._plans.set_communicator(communicator)
+            self.observed.set_communicator(communicator)
+            self.give_up_step()
+            self._build_buckets(self._plans.first())
+
+    def set_static_graph(self) -> None:
+        """Declares the graph static, as static_graph=True does. Call it before the first backward.
+
+        Raises:
+            RuntimeError: a backward has been reduced, or one is armed.
+        """
+        if self.static_graph:
+            return
+        if self.steps or self.state in (ReducerState.ARMED, ReducerState.LAUNCHED):
+            raise RuntimeError(
+                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+                "constructed."
+            )
+        self.cycle.static_graph = True
+        self._plans.learn()
+        self.pipeline.used.first = True
+        self._build_buckets(self._plans.first())
+
+    def close(self) -> None:
+        """Removes the hooks and releases the wire buffers. May be called twice.
+
+        Gradients that are views keep their buffer alive.
+        """
+        with self.cycle.lock:
+            self.cycle.state = ReducerState.CLOSED
+            optimizer_hooks.leave(self)
+            self.remove_hooks()
+            self.pipeline.release_buckets()
+            validation.leave(self.cycle, self.parameters)
+
+    def remove_hooks(self) -> None:
+        """Removes the hooks from the parameters: nothing is reduced any more."""
+        self.cycle.hooks.remove()
+
+    # Within
+
+    def before_optimizer_step(self, *, closure: bool) -> None:
+        """Called before an optimizer of these parameters steps, where gradients may be in flight or averages delayed.
+
+        Args:
+            closure: step() was given a closure.
+
+        Raises:
+            FusedReduceError: a closure, where ranks share an autograd thread; or as `finalize`.
+        """
+        if not self.cycle.waits_in_backward:
+            if closure:
+                raise FusedReduceError(
+                    "step(closure): the closure's backward ends before its gradients are reduced, as ranks share an "
+                    "autograd thread here, and the optimizer would read this rank's own. Call reducer.backward(loss), "
+                    "and step() without a closure; or have a thread per rank, on CPU"
+                )
+            self.cycle.complete_outside()
+        self.pipeline.mode.optimizer_steps()
+
+    def _attend_optimizers(self) -> None:
+        if self.cycle.waits_in_backward and not self.pipeline.mode.delays:
+            optimizer_hooks.leave(self)
+        else:
+            optimizer_hooks.enter(self)
+
+    def _warn_of_no_views(self) -> None:
+        wire_bytes = int(self.pipeline.stats()["wire_bytes"])
+        dense = zip(self._plans.kinds, self.sparse, strict=True)
+        gradient_bytes = sum(kind.size_bytes for kind, sparse in dense if not sparse)
+        warnings.warn(
+            f"gradient_as_bucket_view=True has no effect with wire={self.config.wire!r}: gradients can be views of "
+            f"wire='native' only. Wire and gradients take {wire_bytes} bytes at the start of backward and "
+            f"{wire_bytes + gradient_bytes} at its end; as views with wire='native' they would take {gradient_bytes} "
+            "at both",
+            stacklevel=3,
+        )
+
+    def _build_buckets(self, plan: Plan) -> None:
+        """Builds the buckets of `plan`, between two steps."""
+        self._opened = False
+        self.pipeline.build_buckets(plan)
+        self.cycle.begin_step()
+
+
+def _weakly(cycle: StepCycle) -> Callable[[], None]:
+    """Returns what completes a launched step before its gradients are read; it does not keep the reducer alive."""
+    alive = weakref.ref(cycle)
+
+    def complete() -> None:
+        owner = alive()
+        if owner is not None:
+            owner.complete_outside()
+
+    return complete
