@@ -219,7 +219,7 @@ class StepCycle:
         self.watch_local_forward(outputs)
 
     def watch_local_forward(self, outputs: object) -> None:
-        """Watches for a backward from `outputs` that is not reduced: keeps its gradients apart from delayed averages."""
+        """Has a backward from `outputs` that is not reduced keep its gradients apart from delayed averages."""
         mode = self._pipeline.mode
         if mode.delays and not self._backward_hooks.watch_also(tensors_in(outputs), _hold_gradients):
             mode.hold_gradients()
