@@ -55,6 +55,8 @@ MAY_NAME_TORCH_DISTRIBUTED = (
     "fusedreduce/comm/local/process_group.py",
     "fusedreduce/collective/node_collectives.py",
     "fusedreduce/parallel/ddp.py",
+    "fusedreduce/parallel/ddp_arguments.py",
+    "fusedreduce/parallel/torch_reducer.py",
     "fusedreduce/parallel/hook.py",
     "fusedreduce/comm/init_process_group.py",
     "fusedreduce/cli/",
