@@ -49,7 +49,8 @@ MAY_IMPORT_EACH_OTHER = {
 KERNELS_MAY_IMPORT = {"torch", "triton", "numpy"}
 PLANNING_MAY_IMPORT = {"numpy"}
 PLANNING_MAY_IMPORT_OF_OURS = {"planning", "config", "errors"}
-# hook.py names the types of torch's hook interface; the command line and init_process_group.py start process groups.
+# hook.py and hook_reduction.py name the types of torch's hook interface; the command line and init_process_group.py
+# start process groups.
 MAY_NAME_TORCH_DISTRIBUTED = (
     "fusedreduce/comm/process_group.py",
     "fusedreduce/comm/local/process_group.py",
@@ -58,6 +59,7 @@ MAY_NAME_TORCH_DISTRIBUTED = (
     "fusedreduce/parallel/ddp_arguments.py",
     "fusedreduce/parallel/torch_reducer.py",
     "fusedreduce/parallel/hook.py",
+    "fusedreduce/parallel/hook_reduction.py",
     "fusedreduce/comm/init_process_group.py",
     "fusedreduce/cli/",
     "fusedreduce/run/process.py",
