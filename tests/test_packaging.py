@@ -1,7 +1,8 @@
 """The package as users get it, and the order in which its files may import each other.
 
 The rules about sources are functions from one parsed file to its faults, listed in RULES. Each holds for the
-whole package and is shown to bite on snippets that break it (BAD). A new folder goes into FLOORS.
+whole package and is shown to bite on snippets that break it (BAD). A new folder goes into FLOORS. How files of a folder
+import each other, and their sizes, are rules about the whole package.
 """
 
 from __future__ import annotations
@@ -49,13 +50,17 @@ MAY_IMPORT_EACH_OTHER = {
 KERNELS_MAY_IMPORT = {"torch", "triton", "numpy"}
 PLANNING_MAY_IMPORT = {"numpy"}
 PLANNING_MAY_IMPORT_OF_OURS = {"planning", "config", "errors"}
-# hook.py names the types of torch's hook interface; the command line and init_process_group.py start process groups.
+# hook.py and hook_reduction.py name the types of torch's hook interface; the command line and init_process_group.py
+# start process groups.
 MAY_NAME_TORCH_DISTRIBUTED = (
     "fusedreduce/comm/process_group.py",
     "fusedreduce/comm/local/process_group.py",
     "fusedreduce/collective/node_collectives.py",
     "fusedreduce/parallel/ddp.py",
+    "fusedreduce/parallel/ddp_arguments.py",
+    "fusedreduce/parallel/torch_reducer.py",
     "fusedreduce/parallel/hook.py",
+    "fusedreduce/parallel/hook_reduction.py",
     "fusedreduce/comm/init_process_group.py",
     "fusedreduce/cli/",
     "fusedreduce/run/process.py",
@@ -85,6 +90,20 @@ MAY_WAIT: dict[str, set[str]] = {
     },
 }
 MAY_PRINT = ("fusedreduce/cli/", "fusedreduce/run/", "fusedreduce/kernels/aot/compile.py")
+# About 400 lines are what a file has room for; more than this is refused.
+MOST_LINES = 500
+# Being brought below it.
+LARGER_STILL = {
+    "fusedreduce/reducer/reducer.py",
+    "fusedreduce/reducer/pipeline.py",
+    "fusedreduce/reducer/step_cycle.py",
+}
+# A file with fewer lines whose only importer is one other file belongs into that, unless it stands here: the reason.
+FEWEST_LINES_ALONE = 60
+SMALL_WITH_ONE_IMPORTER = {
+    "fusedreduce/_public.py": "imports everything, when a public name is asked for; `import fusedreduce` must not",
+    "fusedreduce/cli/progress.py": "how a terminal shows a bar; the demo's worker trains, whatever shows it",
+}
 IMPORT_CALL = re.compile(r"\b(import_module|__import__)$")
 
 
@@ -177,6 +196,31 @@ def folders_import_one_way(sources: Sequence[Source]) -> list[str]:
         except CycleError as error:
             faults.append(f"{'/'.join(folder)}: imports go round: {' <- '.join(error.args[1])}")
     return faults
+
+
+def too_large(lines: Mapping[str, int]) -> list[str]:
+    """No file has more than MOST_LINES lines."""
+    return [
+        f"{path} has {count} lines, at most {MOST_LINES}: give a part with a role of its own a file"
+        for path, count in lines.items()
+        if count > MOST_LINES
+    ]
+
+
+def small_with_one_importer(sources: Sequence[Source], lines: Mapping[str, int]) -> dict[str, str]:
+    """Files below FEWEST_LINES_ALONE that exactly one other file imports: path -> that file."""
+    importers: defaultdict[str, set[str]] = defaultdict(set)
+    for source in sources:
+        for _, name in imports(source):
+            parts = name.split(".")
+            paths = ("/".join(parts[:length]) + ".py" for length in range(len(parts), 0, -1))
+            importers[next((path for path in paths if path in lines), "")].add(source.path)
+    small = {path for path, count in lines.items() if count < FEWEST_LINES_ALONE}
+    return {
+        path: next(iter(importers[path]))
+        for path in sorted(small)
+        if len(importers[path]) == 1 and not path.endswith(("/__init__.py", "/__main__.py"))
+    }
 
 
 def kernels_stand_alone(source: Source) -> list[str]:
@@ -396,6 +440,27 @@ def test_folders_import_one_way() -> None:
 )
 def test_imports_that_go_round_are_found(files: Mapping[str, str]) -> None:
     assert folders_import_one_way([Source(f"fusedreduce/{path}", ast.parse(code)) for path, code in files.items()])
+
+
+def test_files_are_neither_too_large_nor_too_small() -> None:
+    lines = {path: len(file.read_text().splitlines()) for path, file in package_files(".py").items()}
+    assert too_large({path: count for path, count in lines.items() if path not in LARGER_STILL}) == []
+    assert set(small_with_one_importer(package_sources(), lines)) == set(SMALL_WITH_ONE_IMPORTER)
+
+
+def test_files_too_large_and_too_small_are_found() -> None:
+    files = {
+        "comm/one.py": "from ..errors import shortened",
+        "comm/part.py": "",
+        "comm/shared.py": "",
+        "comm/two.py": "from . import part\nfrom .shared import a\nimport fusedreduce.comm.one",
+        "comm/three.py": "def f() -> None:\n    from .shared import b",
+    }
+    sources = [Source(f"fusedreduce/{path}", ast.parse(code)) for path, code in files.items()]
+    lines = {**dict.fromkeys((source.path for source in sources), 59), "fusedreduce/comm/one.py": 60}
+    assert small_with_one_importer(sources, lines) == {"fusedreduce/comm/part.py": "fusedreduce/comm/two.py"}
+    assert too_large({"fusedreduce/comm/one.py": 500}) == []
+    assert len(too_large({"fusedreduce/comm/one.py": 501})) == 1
 
 
 def test_every_rule_is_shown_to_bite() -> None:

@@ -27,19 +27,16 @@ from ..config import FlushReport, ReduceConfig, SyncMode
 from ..errors import FusedReduceError
 from ..reducer.optimizer_hooks import flush_step
 from ..reducer.reducer import Reducer
-from .replicas.autograd_bridge import Call, Joined, Output
+from .replicas.autograd_bridge import ForwardRun, Output
 from .replicas.engine import Engine
 from .replicas.module_gradients import ModuleGradients, Scaling
 from .replicas.replicate import check_module
 from .replicas.scatter_gather import (
-    Nested,
     flatten,
-    is_batched,
     joined,
+    one_each,
     pieces,
-    refuse_packed,
     same_on_all,
-    samples_of,
     scattered,
     warn_of_scalars,
 )
@@ -400,8 +397,8 @@ class DataParallel(nn.Module):
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine = self._updated_engine()
         inputs = scattered(args, kwargs, len(self._devices), self.dim)
-        runs = _Runs(engine, inputs)
-        outputs = [flatten(one) for one in runs.outputs]
+        run = ForwardRun(engine, inputs)
+        outputs = [flatten(one) for one in run.outputs]
         found = pieces(outputs, self.dim)
         warn_of_scalars(found)
         leaves: list[Any] = []
@@ -410,94 +407,35 @@ class DataParallel(nn.Module):
         for at, piece in enumerate(found):
             if not piece.is_tensor:
                 leaves.append(same_on_all(piece))
-            elif runs.graph and any(one.requires_grad for one in piece.leaves):
+            elif run.records_graph and any(one.requires_grad for one in piece.leaves):
                 graph.append((at, Output(every, piece.leaves, self._devices[0])))
                 leaves.append(None)
             else:
                 leaves.append(joined(piece.leaves, self.dim, self._devices[0]))
-        self._connect(engine, runs, graph, leaves, None)
+        run.connect(graph, leaves, self.dim, None, reduce=self._sync)
         return outputs[0].rebuild(leaves)
 
     def _forward_parallel(self, inputs: Sequence[Any]) -> list[Any]:
         engine = self._updated_engine()
         if len(inputs) != len(self._devices):
             raise ValueError(f"got {len(inputs)} inputs, expected one for each of {len(self._devices)} devices")
-        refuse_packed(list(inputs))
-        given: list[tuple[Nested, list[Any]]] = []
-        samples: list[int] = []
-        for number, one in enumerate(inputs):
-            nested = flatten((tuple(one) if isinstance(one, tuple | list) else (one,), {}))
-            names = [f"tensor {at} of input {number}" for at in range(len(nested.leaves))]
-            batched = [at for at, leaf in enumerate(nested.leaves) if is_batched(leaf)]
-            samples.append(samples_of(nested.leaves, names, self.dim) if batched else 1)
-            if samples[-1] == 0:
-                raise ValueError(f"input {number} has no samples")
-            given.append((nested, list(nested.leaves)))
-        runs = _Runs(engine, given)
-        outputs = [flatten(one) for one in runs.outputs]
+        given, samples = one_each(inputs, self.dim)
+        run = ForwardRun(engine, given)
+        outputs = [flatten(one) for one in run.outputs]
         leaves = [leaf for one in outputs for leaf in one.leaves]
         graph: list[tuple[int, Output]] = []
         at = 0
         for replica, one in enumerate(outputs):
             for leaf in one.leaves:
-                if runs.graph and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                if run.records_graph and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     graph.append((at, Output([replica], [leaf], leaf.device)))
                 at += 1
-        self._connect(engine, runs, graph, leaves, [one / sum(samples) for one in samples])
+        run.connect(graph, leaves, self.dim, [one / sum(samples) for one in samples], reduce=self._sync)
         results = []
         for one in outputs:
             results.append(one.rebuild(leaves[: len(one.leaves)]))
             del leaves[: len(one.leaves)]
         return results
-
-    def _connect(
-        self,
-        engine: Engine,
-        runs: _Runs,
-        graph: Sequence[tuple[int, Output]],
-        leaves: list[Any],
-        weights: Sequence[float] | None,
-    ) -> None:
-        """Connects the outputs in `graph` to the outer graph, and stores the results in `leaves` at their positions."""
-        engine.replicas.keep_buffers()
-        if graph:
-            outputs = [one for _, one in graph]
-            call = Call(engine, outputs, runs.leaves, self.dim, weights, reduce=self._sync, together=runs.together)
-            made = Joined.apply(call, *engine.replicas.trained, *runs.sources)
-            for (at, _), tensor in zip(graph, made, strict=True):
-                leaves[at] = tensor
-
-
-class _Runs:
-    """A forward of all replicas.
-
-    Args:
-        engine: the replicas.
-        inputs: see `Engine.forward`.
-
-    Attributes:
-        graph: whether a graph is recorded.
-        together: see `Engine.backward`.
-        outputs: by replica.
-        sources: inputs that require a gradient, in the outer graph.
-        leaves: per replica, the detached inputs that it was given in their place.
-    """
-
-    def __init__(self, engine: Engine, inputs: Sequence[tuple[Nested, list[Any]]]) -> None:
-        enabled = torch.is_grad_enabled()
-        self.sources: list[torch.Tensor] = []
-        self.leaves: list[list[torch.Tensor]] = []
-        for _, leaves in inputs:
-            mine = []
-            for at, leaf in enumerate(leaves):
-                if enabled and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    self.sources.append(leaf)
-                    leaves[at] = leaf.detach().requires_grad_()
-                    mine.append(leaves[at])
-            self.leaves.append(mine)
-        self.graph = enabled and bool(engine.replicas.trained or self.sources)
-        self.together = not engine.runs_in_threads
-        self.outputs = engine.forward(inputs)
 
 
 def _checked_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.device, ...]:

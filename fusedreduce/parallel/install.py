@@ -11,6 +11,7 @@ would also hide the constructor's signature.)
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -19,7 +20,10 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..config import ReduceConfig
+from ..reducer import validation
+from ..reducer.step_cycle import ReducerState
 from . import ddp
+from .ddp_arguments import Arguments
 
 _logger = logging.getLogger(__name__)
 
@@ -48,8 +52,26 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         super()._register_builtin_comm_hook(comm_hook_type)
 
     def _drop_wire(self, hook: str) -> None:
-        dropped = self._use_native_wire()
-        if dropped and _installation is not None:
+        """Makes a reducer with the native wire, for a comm hook; between two steps, on every rank."""
+        config = self.reduce_config
+        native = dataclasses.replace(config, wire="native", op="mean")
+        if native == config or not hasattr(self, "reducer") or self._ours().has_comm_hook:
+            return
+        validation.check_mode(config.sync_mode, {"a comm hook": True})
+        reducer = self._ours()
+        reducer.check_finalized()
+        if reducer.state is ReducerState.ARMED:
+            raise RuntimeError(
+                f"a comm hook replaces wire={config.wire!r}, but a forward waits for its backward: register "
+                "the hook before that forward, or run a forward without backward under torch.no_grad()"
+            )
+        self._replace_reducer(native)
+        if _installation is not None:
+            dropped = " and ".join(
+                f"{name}={getattr(config, name)!r}"
+                for name in ("wire", "op")
+                if getattr(config, name) != getattr(native, name)
+            )
             _installation.say(f"the script's comm hook {hook} replaces {dropped}")
             _installation.wrapped(self)
 
@@ -73,7 +95,7 @@ class Installation:
             self._leave_alone(type(made))
             torch_init(made, *args, **kwargs)
             return
-        refused = ddp.refusal_on_any_rank(self.config, *args, **kwargs) if self.fallback else ""
+        refused = Arguments(*args, **kwargs).refusal_on_any_rank(self.config) if self.fallback else ""
         if refused:
             self.warn(f"torch's own DistributedDataParallel is used, since fusedreduce's refuses: {refused}")
             torch_init(made, *args, **kwargs)

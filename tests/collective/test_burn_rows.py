@@ -13,7 +13,7 @@ import torch
 from fusedreduce import LocalGroup, SyncServer
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import dispatch
-from fusedreduce.parallel.sync_server import SyncDevice
+from fusedreduce.parallel.sync_device import SyncDevice
 
 DEVICES = 3
 ITERATIONS = 100

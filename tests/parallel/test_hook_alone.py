@@ -114,12 +114,12 @@ def test_old_layouts_are_forgotten(alone: None) -> None:
     for numel in (100, 30, 30, 30):
         bucket: Any = FakeBucket(buffers[numel], weight)
         fusedreduce.fused_hook(state, bucket).wait()
-        assert [ours.layout.numel for ours in state._buckets.buckets()] == [numel], "the old wire goes at once"
+        assert [one.layout.numel for one in state._reduction.buckets.buckets()] == [numel], "the old wire goes at once"
     assert state.stats()["wire_allocations"] == 2
     del weight, bucket
     buffer = torch.ones(7)
     _hook(state, buffer)
-    assert [ours.layout.numel for ours in state._buckets.buckets()] == [7], "and all of them with their module"
+    assert [one.layout.numel for one in state._reduction.buckets.buckets()] == [7], "and all of them with their module"
 
 
 def test_a_new_default_group_is_noticed() -> None:
@@ -164,7 +164,7 @@ def test_what_every_rank_refuses_leaves_ddp_as_it_was(alone: None, monkeypatch: 
         raise fusedreduce.AgreementError("options differ")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fusedreduce.parallel.hook.agree", disagree)
+        patch.setattr("fusedreduce.parallel.hook_reduction.agree", disagree)
         with pytest.raises(fusedreduce.AgreementError, match="options differ"):
             ddp(torch.ones(1, 3)).sum().backward()
     assert ddp.module.weight.grad is not None and ddp.module.weight.grad.eq(1).all(), "nothing is lost"
@@ -178,8 +178,8 @@ def test_a_new_process_group_ends_being_out_of_step() -> None:
     for _ in range(2):
         with group_of_one():
             assert _hook(state, torch.ones(3)).tolist() == [1.0] * 3
-        state._errors.remember(RuntimeError("a kernel failed"))
-        assert state._errors.pop_error() is not None and state._errors.out_of_step is not None
+        state._reduction.errors.remember(RuntimeError("a kernel failed"))
+        assert state._reduction.errors.pop_error() is not None and state._reduction.errors.out_of_step is not None
 
 
 class FailedWork:
@@ -206,10 +206,10 @@ def test_a_collective_that_fails_is_remembered_in_its_own_class(
     future = fusedreduce.fused_hook(state, bucket)
     with pytest.raises(RuntimeError, match="bucket 0"):
         future.wait()
-    error = state._errors.pop_error()
+    error = state._reduction.errors.pop_error()
     assert isinstance(error, fusedreduce.CollectiveError)
     assert "rank 0: the all-reduce of bucket 0" in str(error) and "Connection closed by peer" in str(error)
-    for ours in state._buckets.buckets():
+    for ours in state._reduction.buckets.buckets():
         assert ours.state.value == "failed", "its wire may still be written to"
 
 
@@ -291,7 +291,7 @@ def test_a_stale_error_ends_with_its_process_group() -> None:
     state = fusedreduce.FusedHookState()
     with group_of_one():
         _hook(state, torch.ones(3))
-        state._errors.remember(RuntimeError("of a backward that was abandoned"))
+        state._reduction.errors.remember(RuntimeError("of a backward that was abandoned"))
     with group_of_one():
         assert _hook(state, torch.full((3,), 2.0)).tolist() == [2.0] * 3
 
@@ -353,7 +353,7 @@ def test_a_bucket_whose_parameters_have_moved_is_given_up_whatever_its_index() -
 def test_a_new_process_group_agrees_on_every_bucket_again(monkeypatch: pytest.MonkeyPatch) -> None:
     agreed: list[str] = []
     monkeypatch.setattr(
-        "fusedreduce.parallel.hook.agree", lambda c, what, settings, device: agreed.append(str(settings))
+        "fusedreduce.parallel.hook_reduction.agree", lambda c, what, settings, device: agreed.append(str(settings))
     )
     state = fusedreduce.FusedHookState()
     buffers = [torch.ones(3), torch.ones(4)]

@@ -170,7 +170,7 @@ def test_options_are_checked_and_kept() -> None:
         fusedreduce.FusedHookState(grad_stats=1)  # type: ignore[arg-type]
     state = fusedreduce.FusedHookState(wire="fp16", grad_stats=True, check_finite="raise", stall_report_s=3.0)
     for other in (pickle.loads(pickle.dumps(state)), copy.copy(state), copy.deepcopy(state)):
-        assert other.config == state.config and other._observed.wanted and other._observed.checks
+        assert other.config == state.config and other._reduction.observed.wanted and other._reduction.observed.checks
 
 
 def test_what_cannot_be_answered_is_refused(alone: None) -> None:
@@ -274,14 +274,14 @@ def test_rows_of_an_empty_bucket_stay_as_long_as_its_parameters(alone: None) -> 
     for _ in range(4):
         _show(state, Shown(0, [dense], last=False), Shown(1, [empty], last=True))
         assert state.grad_norm().item() == pytest.approx(math.sqrt(1 + 4 + 9))
-        together.append(state._observed._latest.together[0])  # type: ignore[union-attr]
+        together.append(state._reduction.observed._latest.together[0])  # type: ignore[union-attr]
     assert all(one is together[0] for one in together)
     _show(state, Shown(0, [dense], last=False), Shown(1, [torch.zeros(0)], last=True))
-    assert len(state._observed._others) == 2
+    assert len(state._reduction.observed._others) == 2
     del empty
     for _ in range(20):
         _show(state, Shown(0, [dense], last=False), Shown(1, [torch.zeros(0)], last=True))
-    assert len(state._observed._others) == 1
+    assert len(state._reduction.observed._others) == 1
 
 
 def test_the_state_keeps_no_parameter_alive(alone: None) -> None:

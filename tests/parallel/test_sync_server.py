@@ -44,7 +44,8 @@ from fusedreduce import (
 )
 from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.kernels import dispatch
-from fusedreduce.parallel.sync_server import DeviceState, SyncDevice
+from fusedreduce.parallel.sync_device import SyncDevice
+from fusedreduce.parallel.sync_epochs import DeviceState
 
 HANGS_S = 0.2  # for those who are to wait in vain
 Leaves = list[torch.Tensor]
@@ -736,7 +737,7 @@ def test_epochs_that_were_lost_are_each_told() -> None:
                 group.devices[1].announce(None)
         group.works()
         group.works()
-        assert not group.server._failures
+        assert not group.server._epochs.failures
 
 
 def test_a_plain_backward_that_failed_is_recovered_from_by_the_next_announce(threads: ThreadPoolExecutor) -> None:

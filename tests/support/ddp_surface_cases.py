@@ -21,7 +21,7 @@ from torch.nn.parallel import distributed as torch_ddp
 from torch.optim.swa_utils import AveragedModel
 
 import fusedreduce
-from fusedreduce.parallel import ddp as ours_ddp
+from fusedreduce.parallel import ddp_arguments
 from support.ddp_cases import STEPS, assert_averaged, train, wrapped
 from support.hook_cases import SMALL_CAP_MB, assert_same_on_all_ranks, batch, gradients, loss_of, mlp
 
@@ -185,7 +185,7 @@ def refused(rank: int, world: int) -> None:
     known = inspect.signature(TorchDDP.__init__)
     later = inspect.Parameter("later", inspect.Parameter.KEYWORD_ONLY, default=None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ours_ddp, "_TORCH_SIGNATURE", known.replace(parameters=[*known.parameters.values(), later]))
+        patch.setattr(ddp_arguments, "_TORCH_SIGNATURE", known.replace(parameters=[*known.parameters.values(), later]))
         with pytest.raises(TypeError, match="later=3 is an argument of torch .* does not know"):
             ours(mlp(), later=3)
         train(rank, mlp(), steps=2)

@@ -408,7 +408,7 @@ def disagreement(rank: int, world: int, as_view: bool) -> tuple[str, str, bool, 
         except Exception as error:
             message, kind = str(error), type(error).__name__
     kept = all(torch.equal(a, b) for a, b in zip(gradients(ddp), gradients(local), strict=True))
-    state._config = fusedreduce.ReduceConfig(wire="bf16")
+    state._reduction.config = fusedreduce.ReduceConfig(wire="bf16")
     usable = True
     for step in range(3):
         ddp.zero_grad()
@@ -580,7 +580,7 @@ def names_follow_the_buckets(rank: int, world: int) -> list[str]:
     labels = []
     for step in range(3):
         loss_of(ddp(batch(rank, step))).backward()
-        (ours,) = state._buckets.buckets()
+        (ours,) = state._reduction.buckets.buckets()
         labels.append(ours.label)
     return labels
 

@@ -193,7 +193,7 @@ def rows_stay(rank: int, world: int) -> None:
         ddp.zero_grad()
         loss_of(ddp(several_inputs(rank, step))).backward()
         assert_norms(state, ddp.module)
-        latest = state._observed._latest
+        latest = state._reduction.observed._latest
         assert latest is not None and any(rows.chunks is None for rows in latest.shown)
         together.append(latest.together)
     # DDP lays its buckets out anew for the second step.
@@ -312,7 +312,7 @@ def raises(rank: int, world: int, wire: str, as_view: bool) -> str:
                 loss_of(ddp(batch(rank, step))).backward()
             text = str(caught.value)
             assert weight.grad is not None and math.isnan(weight.grad.view(-1)[7].item()), "DDP has finished its step"
-            assert state._errors.out_of_step is None and len(state.non_finite()) == step // 2 + 1
+            assert state._reduction.errors.out_of_step is None and len(state.non_finite()) == step // 2 + 1
     return text
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fusedreduce import CollectiveError, SyncServer
-from fusedreduce.parallel.sync_server import SyncDevice
+from fusedreduce.parallel.sync_device import SyncDevice
 
 WORLD = 3
 NUMELS = (5, 1, 3)

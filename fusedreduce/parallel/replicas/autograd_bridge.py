@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .engine import Engine, Roots
-from .scatter_gather import joined, parts_of
+from .scatter_gather import Nested, joined, parts_of
 
 
 @dataclass(frozen=True)
@@ -35,38 +35,85 @@ class Output:
     device: torch.device
 
 
-class Call:
-    """One forward of all replicas, and its backward.
+class ForwardRun:
+    """A forward of all replicas, whose outputs `connect` makes part of the graph outside.
 
     Args:
-        engine: runs the replicas.
-        outputs: those that require a gradient.
-        leaves: per replica, copies of its inputs that require a gradient.
-        dim: dimension along which outputs are joined.
-        weights: per replica, its share of all samples, by which gradients are multiplied; None: outputs are joined.
-        reduce: see `Engine.backward`.
+        engine: the replicas.
+        inputs: see `Engine.forward`.
+
+    Attributes:
+        records_graph: whether a graph is recorded.
         together: see `Engine.backward`.
+        outputs: by replica.
+        leaves: per replica, detached copies of its inputs that require a gradient, which it was given in their place.
     """
 
-    def __init__(
+    def __init__(self, engine: Engine, inputs: Sequence[tuple[Nested, list[Any]]]) -> None:
+        enabled = torch.is_grad_enabled()
+        self._sources: list[torch.Tensor] = []  # inputs that require a gradient, in the outer graph
+        self.leaves: list[list[torch.Tensor]] = []
+        for _, leaves in inputs:
+            mine = []
+            for at, leaf in enumerate(leaves):
+                if enabled and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    self._sources.append(leaf)
+                    leaves[at] = leaf.detach().requires_grad_()
+                    mine.append(leaves[at])
+            self.leaves.append(mine)
+        self.engine = engine
+        self.records_graph = enabled and bool(engine.replicas.trained or self._sources)
+        self.together = not engine.runs_in_threads
+        self.outputs = engine.forward(inputs)
+
+    def connect(
         self,
-        engine: Engine,
-        outputs: list[Output],
-        leaves: Sequence[Sequence[torch.Tensor]],
+        graph: Sequence[tuple[int, Output]],
+        results: list[Any],
         dim: int,
         weights: Sequence[float] | None,
         *,
         reduce: bool,
-        together: bool,
     ) -> None:
-        self.engine = engine
+        """Ends the forward: connects outputs to the outer graph.
+
+        Args:
+            graph: outputs that require a gradient, and the position of each in `results`.
+            results: the connected outputs are stored there.
+            dim: see `Call`.
+            weights: see `Call`.
+            reduce: see `Engine.backward`.
+        """
+        self.engine.replicas.keep_buffers()
+        if graph:
+            call = Call(self, [one for _, one in graph], dim, weights, reduce=reduce)
+            made = Joined.apply(call, *self.engine.replicas.trained, *self._sources)
+            for (at, _), tensor in zip(graph, made, strict=True):
+                results[at] = tensor
+
+
+class Call:
+    """What the node knows of its forward, and its backward.
+
+    Args:
+        run: the forward.
+        outputs: those that require a gradient.
+        dim: dimension along which outputs are joined.
+        weights: per replica, its share of all samples, by which gradients are multiplied; None: outputs are joined.
+        reduce: see `Engine.backward`.
+    """
+
+    def __init__(
+        self, run: ForwardRun, outputs: list[Output], dim: int, weights: Sequence[float] | None, *, reduce: bool
+    ) -> None:
+        self.engine = run.engine
         self.outputs = outputs
-        self._leaves = leaves
+        self._leaves = run.leaves
         self._dim = dim
         self._weights = weights
         self._reduce = reduce
-        self._together = together
-        self._count = len(leaves)
+        self._together = run.together
+        self._count = len(run.leaves)
         self._freed = [False] * self._count
 
     def gathered(self) -> list[torch.Tensor]:

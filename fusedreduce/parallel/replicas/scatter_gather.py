@@ -132,6 +132,35 @@ def scattered(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, dim: in
     return [(nested, [column[part] for column in columns]) for part in range(parts)]
 
 
+def one_each(inputs: Sequence[Any], dim: int) -> tuple[list[tuple[Nested, list[Any]]], list[int]]:
+    """Takes apart arguments that are given per replica.
+
+    Args:
+        inputs: per replica one argument, or a tuple or list of arguments.
+        dim: dimension along which samples lie.
+
+    Returns:
+        Per replica the arguments' structure and its leaves, as `scattered` returns them; and per replica the number of
+        samples, which is 1 where nothing is batched.
+
+    Raises:
+        ValueError: an input without samples, or with a tensor that `samples_of` refuses.
+        TypeError: a packed sequence.
+    """
+    refuse_packed(list(inputs))
+    given: list[tuple[Nested, list[Any]]] = []
+    samples: list[int] = []
+    for number, one in enumerate(inputs):
+        nested = flatten((tuple(one) if isinstance(one, tuple | list) else (one,), {}))
+        names = [f"tensor {at} of input {number}" for at in range(len(nested.leaves))]
+        batched = any(map(is_batched, nested.leaves))
+        samples.append(samples_of(nested.leaves, names, dim) if batched else 1)
+        if samples[-1] == 0:
+            raise ValueError(f"input {number} has no samples")
+        given.append((nested, list(nested.leaves)))
+    return given, samples
+
+
 @dataclass(frozen=True)
 class Piece:
     """One leaf of the gathered output.

@@ -1,0 +1,249 @@
+"""The arguments of torch's constructor: what of them our wrapper refuses, reads, and compares across ranks.
+
+All of it happens before torch's constructor sees them, whose own checks raise on some ranks only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from ..buckets.tensors import real_dtype
+from ..comm.agreement import problems_of_ranks
+from ..comm.local.process_group import communicator_of
+from ..comm.protocol import Communicator
+from ..config import ReduceConfig
+from ..errors import AgreementError, CollectiveError
+from ..planning.bucketing import MIB, BucketCaps
+from ..planning.plan_file import load as load_plan
+from ..reducer import validation
+from ..reducer.modes import asynchronous
+
+# Arguments that our class honours. One that a later torch adds is refused unless it has its default value: torch might
+# read it in the C++ reducer alone.
+_KNOWN_ARGUMENTS = frozenset(
+    {
+        "module",
+        "device_ids",
+        "output_device",
+        "dim",
+        "broadcast_buffers",
+        "init_sync",
+        "process_group",
+        "bucket_cap_mb",
+        "find_unused_parameters",
+        "check_reduction",
+        "gradient_as_bucket_view",
+        "static_graph",
+        "delay_all_reduce_named_params",
+        "param_to_hook_all_reduce",
+        "mixed_precision",
+        "device_mesh",
+        "skip_all_reduce_unused_params",
+        "bucket_cap_mb_list",
+        "batched_grad_copy",
+        "forward_sync_buffers",
+    }
+)
+_TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
+_COMPARED_FLAGS = (
+    "find_unused_parameters",
+    "static_graph",
+    "gradient_as_bucket_view",
+    "skip_all_reduce_unused_params",
+)
+
+
+class Arguments:
+    """Arguments of torch's constructor by name, with defaults filled in.
+
+    Args:
+        args: positional ones.
+        kwargs: keyword ones.
+
+    Raises:
+        TypeError: arguments that the constructor does not take.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        bound = _TORCH_SIGNATURE.bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        self._given: Mapping[str, Any] = {name: one for name, one in bound.arguments.items() if name != "self"}
+        self.module: nn.Module = self._given["module"]
+
+    @property
+    def init_sync(self) -> bool:
+        """Whether ranks compare their models when the wrapper is made."""
+        return bool(self._given["init_sync"])
+
+    def check_known(self) -> None:
+        """Refuses arguments and settings that cannot be honoured.
+
+        Raises:
+            TypeError: an argument that this version does not know.
+            RuntimeError: the "python_reducer" mode of torch.compile.
+        """
+        if torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer":
+            raise RuntimeError(
+                'torch._dynamo.config.optimize_ddp="python_reducer" replaces the reducer by traced code; use '
+                '"ddp_optimizer" (the default) or "no_optimization" with fusedreduce'
+            )
+        for name, value in self._given.items():
+            default = _TORCH_SIGNATURE.parameters[name].default
+            if name not in _KNOWN_ARGUMENTS and value != default:
+                raise TypeError(
+                    f"{name}={value!r} is an argument of torch {torch.__version__} that this version of fusedreduce "
+                    "does not know: leave it at its default, or update fusedreduce"
+                )
+
+    def caps(self) -> BucketCaps:
+        """Reads bucket_cap_mb and bucket_cap_mb_list as torch does: a cap given applies to the first bucket too.
+
+        Raises:
+            ValueError: a negative cap.
+        """
+        # A cap of less than a byte means one bucket per parameter.
+        listed = tuple(int(cap * MIB) or 1 for cap in self._given.get("bucket_cap_mb_list") or ())
+        own = self._given["bucket_cap_mb"]
+        if own is not None:
+            cap_bytes = int(own * MIB) or 1
+            return BucketCaps(first_bytes=cap_bytes, cap_bytes=cap_bytes, listed_bytes=listed)
+        if listed:
+            return BucketCaps(first_bytes=max(listed), cap_bytes=max(listed), listed_bytes=listed)
+        return BucketCaps()
+
+    def check_mode(self, config: ReduceConfig) -> None:
+        """Refuses arguments that the sync mode excludes.
+
+        Raises:
+            ValueError: names them.
+        """
+        validation.check_mode(config.sync_mode, features_in_use(self.module, self._given, config))
+
+    def agree(self, config: ReduceConfig, caps: BucketCaps, problem: Exception | None) -> bool:
+        """Compares model and settings across ranks. A collective.
+
+        Args:
+            config: how gradients are reduced.
+            caps: what `caps` returned.
+            problem: what this rank has to raise; the others are told.
+
+        Returns:
+            Whether sums are bitwise reproducible on all ranks.
+
+        Raises:
+            AgreementError: ranks differ, or another one has a problem; on every rank.
+            Exception: `problem`, or what the reducer would raise about its parameters.
+        """
+        if self._is_left_to_torch():
+            return True
+        named, sparse = self._reduced(), validation.sparse_parameters(self.module)
+        communicator = self._communicator()
+        descriptions = []
+        try:
+            self._check_reduced(named, config)
+            descriptions = [validation.describe(one, name, id(one) in sparse) for name, one in named.items()]
+        except (RuntimeError, TypeError, ValueError) as error:
+            problem = problem or error
+        flags: dict[str, object] = {name: bool(self._given[name]) for name in _COMPARED_FLAGS if name in self._given}
+        settings = validation.settings(config, caps, flags)
+        try:
+            return validation.agree(communicator, descriptions, settings, self._device(), str(problem or ""))
+        except AgreementError as error:
+            if problem is not None and error.on_every_rank:
+                raise problem from None
+            raise
+
+    def refusal_on_any_rank(self, config: ReduceConfig) -> str:
+        """Why a wrapper with these arguments would be refused on some rank; found before it is made. A collective.
+
+        Errors that torch's class raises as well, and different models on different ranks, are left to the constructor.
+
+        Args:
+            config: how gradients would be reduced.
+
+        Returns:
+            The reason of the first rank that refuses, the same on every rank; "" if none does.
+
+        Raises:
+            CollectiveError: a peer did not answer.
+        """
+        if self._is_left_to_torch() or not dist.is_initialized():
+            return ""
+        communicator, device = self._communicator(), self._device()
+        named, sparse = self._reduced(), validation.sparse_parameters(self.module)
+        problem = ""
+        try:
+            # First, and on every rank: with an unknown backend this issues a collective per dtype.
+            dense = (one.dtype for one in named.values() if id(one) not in sparse)
+            for dtype in sorted({config.wire_dtype(real_dtype(one)) for one in dense}, key=str):
+                communicator.check_wire(dtype, device)
+            self.check_known()
+            self.caps()
+            self.check_mode(config)
+            self._check_reduced(named, config)
+            asynchronous.check(config, list(named), [id(one) in sparse for one in named.values()])
+        except CollectiveError:
+            raise
+        except (RuntimeError, TypeError, ValueError) as error:
+            problem = str(error)
+        return problems_of_ranks(communicator, problem, device)
+
+    def _is_left_to_torch(self) -> bool:
+        """Whether there is nothing to compare: torch refuses the mesh on every rank, or reduces all parameters."""
+        mesh = self._given["device_mesh"]
+        refused = mesh is not None and (self._given["process_group"] is not None or mesh.ndim != 1)
+        return refused or bool(self._given.get("delay_all_reduce_named_params") and not self._reduced())
+
+    def _communicator(self) -> Communicator:
+        mesh = self._given["device_mesh"]
+        return communicator_of(self._given["process_group"] if mesh is None else mesh.get_group(mesh_dim=0))
+
+    def _device(self) -> torch.device:
+        return next((one.device for one in self.module.parameters()), torch.device("cpu"))
+
+    def _reduced(self) -> dict[str, nn.Parameter]:
+        """The parameters that the reducer is to reduce, by name."""
+        ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored |= {name for name, _ in self._given["delay_all_reduce_named_params"] or ()}
+        return {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and name not in ignored
+        }
+
+    def _check_reduced(self, named: Mapping[str, torch.Tensor], config: ReduceConfig) -> None:
+        """Raises what torch and the reducer would raise about the parameters, and about a plan given for them."""
+        mesh = self._given["device_mesh"]
+        if mesh is None or mesh._get_root_mesh() == mesh:  # torch turns a sliced mesh's DTensors into plain tensors
+            if not named:
+                raise RuntimeError(
+                    "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
+                    "gradient."
+                )
+            for name, parameter in named.items():
+                validation.check_one(parameter, name)
+        if config.plan is not None:
+            load_plan(config.plan, names=list(named), numels=[one.numel() for one in named.values()])
+
+
+def features_in_use(module: nn.Module, given: Mapping[str, Any], config: ReduceConfig) -> dict[str, bool]:
+    """Features that modes with delayed averages exclude: name -> whether this wrapper uses it.
+
+    Args:
+        module: the model.
+        given: arguments of torch's constructor, or some of them.
+        config: how gradients are reduced.
+    """
+    names = ("skip_all_reduce_unused_params", "mixed_precision", "delay_all_reduce_named_params")
+    return {
+        "gradient_as_bucket_view": config.has_views(bool(given.get("gradient_as_bucket_view"))),
+        **{name: bool(given.get(name)) for name in names},
+        "an optimizer in backward": any(hasattr(one, "_in_backward_optimizers") for one in module.parameters()),
+    }

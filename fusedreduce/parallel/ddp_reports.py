@@ -1,0 +1,141 @@
+"""ReducerReports: what a wrapper tells of its reducer and of the gradients that it has reduced."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..buckets.gradient_table import GradientTable
+from ..buckets.stats.non_finite import NonFiniteReport
+from ..reducer.reducer import Reducer
+
+
+class ReducerReports:
+    """The part of DistributedDataParallel that reads only."""
+
+    module: Any
+
+    def _ours(self) -> Reducer:
+        """The wrapper's reducer."""
+        raise NotImplementedError
+
+    def reduce_stats(self) -> dict[str, int | str]:
+        """Counters of this rank's reducer since it was built.
+
+        Returns:
+            steps, buckets, buckets_reduced, collectives, wire_bytes and others, by name: `Reducer.stats` lists them.
+        """
+        return self._ours().stats()
+
+    def plan_json(self) -> str:
+        """The bucket plan in use, to keep in a checkpoint.
+
+        Returns:
+            JSON text, which `ReduceConfig(plan=...)` takes.
+        """
+        return self._ours().plan_json()
+
+    def record_trace(self, folder: str | Path, limit: int = 100) -> AbstractContextManager[None]:
+        """Records steps for `fusedreduce trace` and `fusedreduce plan` while the context is open.
+
+        Args:
+            folder: where this rank's file is written; ranks may share it.
+            limit: number of synchronised steps after which recording stops.
+
+        Returns:
+            The context manager.
+
+        Raises:
+            FusedReduceError: a trace is being recorded already.
+            ValueError: a mode other than Synchronous, whose steps do not end with their own backward.
+        """
+        return self._ours().record_trace(folder, limit)
+
+    def grad_norm(self, norm_type: float = 2.0, *, include_ignored: bool = False) -> torch.Tensor:
+        """Norm over all reduced gradients, as they were reduced last with ReduceConfig(grad_stats=True), else as now.
+
+        Neither the host nor another rank is waited for. The result is the same on every rank, bit for bit, if all ranks
+        have the same hardware and versions, or with ReduceConfig(grad_stats=True), which shares the largest result.
+
+        Args:
+            norm_type: 2 or inf.
+            include_ignored: add gradients that this wrapper does not reduce, as they are on this rank.
+
+        Returns:
+            0-dim tensor of fp64 on the first parameter's device.
+
+        Raises:
+            ValueError: another norm_type; or a parameter that is not reduced has a gradient, unless include_ignored.
+        """
+        norm = self._ours().observed.grad_norm(norm_type)
+        ignored = self.ignored_with_gradients(allowed=include_ignored)
+        if not ignored:
+            return norm
+        total = GradientTable([parameter for _, parameter in ignored]).measure().total
+        if norm_type == math.inf:
+            return torch.maximum(norm, total[1].to(norm.device))
+        return (norm.square() + total[0].to(norm.device)).sqrt()
+
+    def grad_norms(self, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
+        """Norm of each reduced gradient; measured when `grad_norm` would be.
+
+        Args:
+            norm_type: 2 or inf.
+
+        Returns:
+            0-dim tensors of fp64 by parameter name.
+
+        Raises:
+            ValueError: another norm_type.
+        """
+        return self._ours().observed.grad_norms(norm_type)
+
+    def grad_stats(self, *, per_parameter: bool = True) -> dict[str, float]:
+        """Statistics of the latest step to log, as plain numbers: one transfer, which the host waits for.
+
+        Args:
+            per_parameter: also per parameter, under "grad_norm/<name>" and so on.
+
+        Returns:
+            grad_norm (L2) and grad_absmax. With ReduceConfig(grad_stats=True) also grad_flushed: the share of this
+            rank's elements that were not zero and became zero on the wire; NaN for bf16 gradients on an fp16 wire.
+        """
+        return self._ours().observed.grad_stats(per_parameter=per_parameter)
+
+    def non_finite(self) -> list[NonFiniteReport]:
+        """The latest steps in which a gradient held a NaN or Inf; found with ReduceConfig(check_finite=...).
+
+        Returns:
+            A report per step, oldest first: which rank had what in which gradient before it was reduced.
+        """
+        return list(self._ours().observed.finite_check().reports)
+
+    def ignored_with_gradients(self, *, allowed: bool) -> list[tuple[str, torch.Tensor]]:
+        """Parameters that have a gradient which this wrapper does not reduce.
+
+        Args:
+            allowed: False: raise if there are any.
+
+        Returns:
+            Name and parameter of each.
+
+        Raises:
+            ValueError: there are some, and they are not `allowed`.
+        """
+        reduced = set(map(id, self._ours().parameters))
+        found = [
+            (name, parameter)
+            for name, parameter in self.module.named_parameters()
+            if id(parameter) not in reduced and parameter.grad is not None
+        ]
+        if found and not allowed:
+            raise ValueError(
+                f"{', '.join(name for name, _ in found[:8])} {'has' if len(found) == 1 else 'have'} a gradient that "
+                "this wrapper does not reduce (ignored, delayed, or frozen since): a norm over all gradients would "
+                "differ between ranks. Pass include_ignored=True to add it as it is on this rank"
+            )
+        return found

@@ -1,0 +1,316 @@
+"""HookReduction: what `fused_hook` does with the buckets that DDP shows it.
+
+A bucket is prepared (which raises on every rank or none), packed into its wire, and all-reduced; the callback in
+hook_completion.py unpacks it. Errors wait for the end of backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
+from ..buckets import exchange
+from ..buckets.bucket import Bucket, BucketCache, BucketKey
+from ..buckets.deferred_errors import DeferredErrors, in_backward
+from ..buckets.stats.bucket_partials import BucketPartials
+from ..buckets.streams import refuse_capture
+from ..buckets.tensors import as_real
+from ..comm.agreement import agree
+from ..comm.local.group import LocalCommunicator
+from ..comm.local.process_group import communicator_of
+from ..comm.protocol import Communicator, Pending
+from ..comm.stall_monitor import StallMonitor, stall_report_after_s
+from ..comm.waiting import collective_failed, wait_for
+from ..config import ReduceConfig, wire_dtype
+from ..errors import AgreementError, CollectiveError, FusedReduceError
+from ..kernels import dispatch
+from ..kernels.table import WIRE_DTYPES
+from ..planning.layout import flat_layout
+from .hook_completion import Finish, FinishSparse
+from .hook_stats import HookStats, ShownStep
+from .hook_trace import HookTrace
+
+# DDP rebuilds its buckets once: after its first step, with static_graph after its second.
+_RELAY_STEPS = 3
+
+
+class HookReduction:
+    """Reduces the buckets of one FusedHookState.
+
+    Args:
+        config: the options.
+
+    Attributes:
+        observed: the statistics.
+        trace: records the steps; None: none is being recorded.
+        buckets: by what DDP shows.
+        errors: raised at the end of backward.
+    """
+
+    def __init__(self, config: ReduceConfig) -> None:
+        self.config = config
+        self.observed = HookStats(config)
+        self.trace: HookTrace | None = None
+        self.buckets = BucketCache()
+        self.errors = DeferredErrors()
+        self._lock = threading.Lock()
+        self._communicator: Communicator | None = None
+        self._group: dist.ProcessGroup | None = None  # the communicator's
+        self._agreed = False
+        self._monitor = StallMonitor()
+        self._steps = 0
+        self._counts = {"wire_bytes": 0, "collectives": 0, "wire_allocations": 0, "buckets": 0}
+        self._buckets_this_step = 0
+        self._path = "none"
+        # Where this process holds no memory it will not train: before set_device every rank's current GPU is the first.
+        if torch.cuda.memory_reserved() > 0:
+            sent = wire_dtype(config.wire)
+            for dtype in WIRE_DTYPES if sent is None else (sent,):
+                device = torch.device("cuda", torch.cuda.current_device())
+                dispatch.warm_up(device, dtype, stats=self.observed.wanted)
+
+    def stats(self) -> dict[str, int | str]:
+        """See FusedHookState."""
+        with self._lock:
+            return {"steps": self._steps, **self._counts, "path": self._path}
+
+    def communicator(self, process_group: dist.ProcessGroup | None) -> Communicator:
+        """The communicator of the state's group; None: of the default group, which may be another than before."""
+        group = process_group if process_group is not None else dist.group.WORLD
+        if self._communicator is None or self._group is not group:
+            self._communicator, self._group = communicator_of(group), group
+            self._agreed = False
+            # Peers may begin with a new state, so over a new group every rank agrees on every bucket again.
+            self.buckets = BucketCache()
+            self.errors.clear()
+            self.observed.set_communicator(self._communicator)
+        if self.errors.out_of_step is not None:
+            raise FusedReduceError(
+                f"rank {self._communicator.rank}: an earlier reduction failed on this rank, which may be out of step "
+                "with its peers, so it reduces no more. Destroy the process group, make a new one on every rank, and "
+                f"start from a checkpoint. The failure: {self.errors.out_of_step}"
+            )
+        return self._communicator
+
+    def reduce(self, process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """See `fused_hook`."""
+        future, step, on_all_ranks = None, None, True
+        try:
+            communicator = self.communicator(process_group)
+            if self.trace is not None:
+                buffer = bucket.buffer()
+                sparse = buffer.layout is not torch.strided or buffer.numel() == 0
+                self.trace.shown(bucket.index(), bucket.parameters(), sparse=sparse)
+            if not self.errors.pending():
+                prepared = self._prepare(bucket, communicator)
+                on_all_ranks = False
+                future = self._start(bucket, communicator, prepared)
+                if bucket.is_last() and self.observed.wanted:
+                    step = self.observed.end_backward()
+                    with self._lock:
+                        self._counts["collectives"] += self.observed.checks
+        except Exception as error:
+            self.errors.remember(error, on_all_ranks=on_all_ranks and not isinstance(error, CollectiveError))
+            if not in_backward():
+                self.errors.pop_error()
+                self.observed.drop_step()
+                raise
+        if future is None:
+            future = _done(bucket.buffer())
+        if bucket.is_last():
+            self._end_step(step)
+        return future
+
+    def _prepare(self, bucket: GradBucket, communicator: Communicator) -> tuple[Bucket, torch.Tensor] | None:
+        """The Bucket for a DDP bucket, and its gradients, flat; None if there is nothing to pack (sparse, empty).
+
+        It writes no gradient, and raises the same error on every rank, since it depends on what all ranks share.
+        """
+        buffer = bucket.buffer()
+        dense = buffer.layout is torch.strided
+        if not (buffer.is_floating_point() or buffer.is_complex()):
+            raise TypeError(
+                f"rank {communicator.rank}: {_describe(bucket)} holds {buffer.dtype}; gradients must be fp32, fp16, "
+                "bf16, fp64 or complex. Keep integer parameters out of DDP (requires_grad=False)"
+            )
+        if not communicator.waits_in_backward(buffer.device):
+            raise FusedReduceError(
+                f"ranks of a LocalGroup cannot use fused_hook on {buffer.device.type}: torch's DistributedDataParallel "
+                "waits inside backward, on a thread that these ranks share. Use fusedreduce.DistributedDataParallel"
+            )
+        refuse_capture(buffer.device, communicator.rank)
+        if not dense or buffer.numel() == 0:
+            if not self._agreed:
+                self._agree(bucket, communicator)
+            return None
+        if not buffer.is_contiguous():  # maybe a user's, by set_buffer
+            raise ValueError(
+                f"rank {communicator.rank}: the buffer of {_describe(bucket)} must be contiguous, got strides "
+                f"{buffer.stride()}: give set_buffer a tensor of one piece, as .contiguous() makes it"
+            )
+        # Under backward(create_graph=True) DDP's buckets are part of the graph.
+        flat = buffer.detach()
+        if flat.is_complex():
+            flat = as_real(flat).view(-1)
+        wire_dtype = self.config.wire_dtype(flat.dtype)
+        key = BucketKey(bucket.index(), flat.numel(), flat.dtype, wire_dtype, flat.device)
+        with self._lock:
+            ours = self.buckets.find(key, flat.data_ptr())
+        if ours is None:
+            parameters = bucket.parameters()
+            # Per bucket, not once per state: which calls agree must not depend on how ranks share states among modules.
+            if not self.buckets.knows(key, parameters):
+                self._agree(bucket, communicator)
+            communicator.check_wire(wire_dtype, flat.device)
+            layout = flat_layout(flat.numel())
+            split = exchange.divisor_split(wire_dtype, {flat.dtype}, communicator.size)
+            with self._lock:
+                ours = self.buckets.check_out(
+                    key,
+                    flat.data_ptr(),
+                    parameters,
+                    lambda: Bucket(layout, [flat.dtype], wire_dtype, flat.device, _describe(bucket), split=split),
+                )
+        if ours.uses <= _RELAY_STEPS:
+            # DDP may have put other parameters into a bucket of the same index, size and address.
+            ours.label = _describe(bucket)
+        ours.uses += 1
+        return ours, flat
+
+    def _start(
+        self,
+        bucket: GradBucket,
+        communicator: Communicator,
+        prepared: tuple[Bucket, torch.Tensor] | None,
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Starts one bucket's reduction. An error here may be this rank's alone."""
+        buffer = bucket.buffer()
+        rows = None
+        if self.observed.wanted:
+            ours, shown = prepared or (None, buffer)
+            rows = self.observed.show(bucket.index(), bucket.parameters(), shown, ours)
+        if prepared is None and buffer.layout is torch.strided:
+            return _done(buffer)
+        with self._lock:
+            self._buckets_this_step += 1
+        if prepared is None:
+            future = self._start_sparse(bucket, communicator, rows)
+        else:
+            future = self._start_dense(bucket, communicator, *prepared, rows)
+        self.errors.add_future(future)
+        with self._lock:
+            self._counts["collectives"] += 1
+        return future
+
+    def _start_dense(
+        self,
+        bucket: GradBucket,
+        communicator: Communicator,
+        ours: Bucket,
+        flat: torch.Tensor,
+        rows: BucketPartials | None,
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Packs the bucket and starts its all-reduce; statistics go into `rows`."""
+        trace = self.trace
+        allocations = ours.allocations
+        report_after_s = stall_report_after_s(self.config.stall_report_s, communicator, flat.device)
+        in_place = ours.wire_dtype is flat.dtype
+        gradients, sources = [flat], None
+        if rows is not None and in_place and self.observed.checks:
+            rows.measure_source(flat)
+        if rows is not None and not in_place:
+            assert rows.chunks is not None
+            ours.chunks, sources = rows.chunks, rows.source
+            gradients = [flat] * len(rows)
+        in_flight = exchange.start(
+            ours,
+            gradients,
+            communicator,
+            divisor=communicator.size / ours.split,
+            in_place=in_place,
+            vouched=True,
+            partials=sources,
+        )
+        if trace is not None:
+            trace.launched(bucket.index(), in_flight.pending, in_flight.issued_ns, communicator)
+        scale = None if ours.split == 1.0 else exchange.scalar(1.0 / ours.split, ours.compute_dtype, ours.device)
+        finish = Finish(
+            self.errors, self._monitor, report_after_s, in_flight, bucket.buffer(), trace, bucket.index(), scale, rows
+        )
+        future = in_flight.pending.future().then(finish)
+        _wait_on_local_group(in_flight.pending, communicator)
+        with self._lock:
+            self._counts["wire_bytes"] += ours.wire_bytes
+            self._counts["wire_allocations"] += ours.allocations - allocations
+            if ours.uses == 1:
+                self._path = dispatch.path_for(flat.device, (ours.wire_dtype,), (flat.dtype,))
+        return future
+
+    def _start_sparse(
+        self, bucket: GradBucket, communicator: Communicator, rows: BucketPartials | None
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Divides and all-reduces as torch does: there is nothing to flatten or cast in a sparse tensor."""
+        if rows is not None and self.observed.checks:
+            rows.measure_sparse_source(bucket.buffer())
+        finish = FinishSparse(self.errors, _describe(bucket), communicator.rank, rows)
+        pending = communicator.all_reduce_sparse(bucket.buffer().div_(communicator.size))
+        future = pending.future().then(finish)
+        _wait_on_local_group(pending, communicator)
+        return future
+
+    def _agree(self, bucket: GradBucket, communicator: Communicator) -> None:
+        """Compares the options, and this bucket's size and dtype, across ranks."""
+        buffer = bucket.buffer()
+        seen = {f"bucket {bucket.index()}": f"{buffer.numel()} elements of {buffer.dtype}"}
+        if self.config.grad_stats:
+            seen["arithmetic of grad_stats"] = dispatch.arithmetic(buffer.device)
+        try:
+            agree(communicator, "options of fused_hook", {**self.config.to_dict(), **seen}, buffer.device)
+        except AgreementError:
+            raise
+        except RuntimeError as error:
+            what = f"comparing options before the first all-reduce of {_describe(bucket)} failed"
+            raise collective_failed(what, communicator, error) from error
+        self._agreed = True
+
+    def _end_step(self, step: ShownStep | None) -> None:
+        """Called with the last bucket: schedules errors to be raised at the end of backward.
+
+        `step` is None if the step failed, or if no statistics are collected.
+        """
+        if self.trace is not None:
+            self.trace.last_shown()
+        with self._lock:
+            self._counts["buckets"], self._buckets_this_step = self._buckets_this_step, 0
+            self._steps += 1
+        if step is None:
+            self.observed.drop_step()
+            self.errors.raise_at_the_end_of_backward(self._communicator)
+        else:
+            end_step = functools.partial(self.observed.end_step, step, self._steps)
+            self.errors.raise_at_the_end_of_backward(self._communicator, end_step)
+
+
+def _wait_on_local_group(pending: Pending, communicator: Communicator) -> None:
+    """Waits for ranks that are threads. DDP waits for the future, which would never fail on a timeout."""
+    if isinstance(communicator, LocalCommunicator):
+        with contextlib.suppress(CollectiveError):
+            wait_for(pending, "the all-reduce", communicator)
+
+
+def _describe(bucket: GradBucket) -> str:
+    shapes = [str(tuple(parameter.shape)) for parameter in bucket.parameters()]
+    shown = ", ".join(shapes[:4]) + (f", ... {len(shapes) - 4} more" if len(shapes) > 4 else "")
+    return f"bucket {bucket.index()} ({len(shapes)} parameters of shapes {shown})"
+
+
+def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    future.set_result(buffer)
+    return future

@@ -1,0 +1,197 @@
+"""TorchReducer: what torch's DistributedDataParallel calls as its C++ Reducer, on top of a Reducer of this package.
+
+Names, arguments and the order of calls are those of torch's private interface; docs/design.md says what calls which.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._compile import _disable_dynamo  # unlike torch.compiler.disable it imports torch._dynamo at the first call
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from ..buckets.grad_bucket import GradBucket
+from ..comm.local.process_group import communicator_of
+from ..reducer.reducer import Reducer
+from .logging_data import Logger
+
+
+class TorchReducer:
+    """The methods of torch's C++ Reducer that DDP and torch.distributed call, on top of a Reducer of this package.
+
+    Args:
+        reducer: does the work.
+        ddp: the wrapper; referenced weakly.
+        logger: has errors logged before they are raised.
+    """
+
+    def __init__(self, reducer: Reducer, ddp: TorchDDP, logger: Logger) -> None:
+        self.reducer = reducer
+        self.outputs: object = None
+        self._ddp = weakref.ref(ddp)
+        self._joined = False
+        self._logger = logger
+        reducer.cycle.on_error = logger.set_error_and_log
+
+    # A step
+
+    @_disable_dynamo
+    def prepare_for_forward(self) -> None:
+        """Called by torch before a synchronised forward."""
+        try:
+            self.reducer.cycle.begin_forward()
+        except Exception as error:
+            self._log(error)
+            raise
+
+    @_disable_dynamo
+    def _rebuild_buckets(self) -> bool:
+        # Called in every forward with gradients, and on a rank that has joined: collectives keep their order here.
+        ddp = self._ddp()
+        if ddp is not None and not ddp.require_backward_grad_sync:
+            self.reducer.expect_local_backward()
+        try:
+            if not self.reducer.cycle.in_forward():
+                self.reducer.cycle.check_finalized()
+            self.reducer.agree()
+            return self.reducer.rebuild()
+        except Exception as error:
+            self._log(error)
+            raise
+
+    @_disable_dynamo
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        """Called by torch after a synchronised forward, with outputs for find_unused_parameters only."""
+        found, self.outputs = self.outputs, None
+        try:
+            self.reducer.prepare_for_backward(outputs if found is None else found)
+        except Exception as error:
+            self._log(error)
+            raise
+
+    @_disable_dynamo
+    def _delay_all_reduce(self) -> None:
+        self.reducer.cycle.end_first_static_step()
+
+    def _autograd_hook(self, index: int) -> None:
+        self.reducer.cycle.on_gradient(index)
+
+    def _check_reducer_finalized(self) -> None:
+        try:
+            self.reducer.check_finalized()
+        except Exception as error:
+            self._log(error)
+            raise
+
+    def get_backward_stats(self) -> list[int]:
+        """Time in ns from the end of forward until each parameter's gradient was ready, on the host's clock."""
+        return self.reducer.get_backward_stats()
+
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        self.reducer.pipeline.wait_at_end(futures)
+
+    # Join
+
+    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
+        if not use_static_world_size:
+            self.reducer.pipeline.divide_by_ranks_counted(work)
+
+    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
+        self._joined = True
+        self.reducer.rebuild()
+        return self.reducer.shadows.begin_step()
+
+    def _run_comm_hook(self, bucket: GradBucket) -> JoinedWork:
+        return JoinedWork(self.reducer.shadows.run(bucket))
+
+    def _push_all_rebuilt_params(self) -> None:
+        self._joined = False
+        self.reducer.shadows.end_step()
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        return self.reducer.shadows.used_map(joined=self._joined)
+
+    # Settings
+
+    def _set_static_graph(self) -> None:
+        try:
+            self.reducer.set_static_graph()
+        except Exception as error:
+            self._log(error)
+            raise
+
+    def _ddp_graph_static(self) -> bool:
+        return self.reducer.cycle.unused_always_same
+
+    def _set_optimizer_in_backward(self) -> None:
+        self.reducer.leave_gradients_to_hook()
+
+    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
+        """Allows gradients of `dtype` in fp32 buckets: mixed precision registers a comm hook that casts those."""
+        self.reducer.allow_other_dtypes()
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        ddp = self._ddp()
+        assert ddp is not None
+        work = dist.all_reduce(bucket.buffer(), group=ddp.process_group, async_op=True)
+        assert work is not None
+        future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
+        return future.then(_first)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        self._logger.sample_rate = sample_rate
+
+    def _set_sparse_metadata(self, metadata: Mapping[str, torch.Tensor]) -> None:
+        raise NotImplementedError(
+            "fusedreduce sums sparse gradients as torch.distributed does; a fixed set of indices is not supported"
+        )
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.remove_hooks()
+
+    def _reset_state(self) -> None:
+        # The caller sets a new process group next. The old one may have failed, so nothing is compared over it.
+        self.reducer.give_up_step()
+
+    def _update_process_group(self, group: dist.ProcessGroup) -> None:
+        self.reducer.set_communicator(communicator_of(group))
+
+    def _log(self, error: Exception) -> None:
+        self._logger.set_error_and_log(str(error))
+
+
+class JoinedWork:
+    """Work handle of one bucket's shadow collective, for torch's join.
+
+    Args:
+        complete: waits for the collective.
+    """
+
+    def __init__(self, complete: Callable[[], None]) -> None:
+        self._complete = complete
+
+    def wait(self) -> None:
+        """Blocks until the collective is done.
+
+        Raises:
+            CollectiveError: it failed.
+        """
+        self._complete()
+
+
+class LocalJoin(Join):
+    """torch's Join for one wrapper over a LocalGroup, whose ranks torch.distributed does not know."""
+
+    def _extract_dist_info(self) -> None:
+        (ddp,) = self._joinables
+        self._process_group, self._device = ddp.join_process_group, ddp.join_device
+        self._rank = self._process_group.rank()
+
+
+def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    return future.value()[0]
