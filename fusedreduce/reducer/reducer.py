@@ -36,6 +36,7 @@ from ..errors import FusedReduceError
 from . import optimizer_hooks, validation
 from .base import ReducerBase
 from .modes import asynchronous
+from .modes.mode import FlushRequest
 from .plans import Forecast
 
 
@@ -298,7 +299,7 @@ class Reducer(ReducerBase):
         step = optimizer_hooks.flush_step(optimizers, step, scaled=scaled, both=not mode.together)
         with self.cycle.lock:
             self._check_agreed()
-            return mode.flush(self.pipeline, step, optimizers, buffers, self.cycle.fail)
+            return mode.flush(self.pipeline, FlushRequest(step, optimizers, buffers, self.cycle.fail))
 
     def pending(self) -> str:
         """What `flush` would apply, in words; empty: nothing is outstanding."""
@@ -338,7 +339,13 @@ class Reducer(ReducerBase):
         """
         with self.cycle.lock:
             self._check_agreed()
-            self.pipeline.rounds = self.pipeline.mode.load_state_dict(self.pipeline, state)
+            if pending := self.pending():
+                raise FusedReduceError(f"{pending}: call flush(), or reset(), before load_state_dict()")
+            try:
+                if state:  # that of the synchronous mode holds nothing
+                    self.pipeline.mode.load_state_dict(self.pipeline, state)
+            except (AttributeError, KeyError, TypeError) as error:
+                raise ValueError(f"a damaged state of steps in flight: {type(error).__name__}: {error}") from error
 
     # Comm hooks
 

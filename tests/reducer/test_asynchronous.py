@@ -178,7 +178,7 @@ def play(stage: Stage, ranks: list[Rank], script: Script, seed: int, integer_of:
         elif what == "show":
             stage.show(rest[0], rest[1])
         elif what == "state":
-            for one in stage.together(lambda number: ranks[number].contributions.state()):
+            for one in stage.together(lambda number: ranks[number].contributions.owed()):
                 assert isinstance(one, dict), one
         else:
             before = [one.contributions.landed for one in ranks]
@@ -290,7 +290,7 @@ def test_what_was_owed_over_a_checkpoint_is_not_contributed_again() -> None:
     ranks = build(stage, 1)
     for rank, value in zip(ranks, (3.0, 5.0), strict=True):
         full(rank, value)
-    stage.together(lambda number: ranks[number].contributions.state())
+    stage.together(lambda number: ranks[number].contributions.owed())
     for rank, value in zip(ranks, (1.0, 7.0), strict=True):
         full(rank, value)
         for parameter in rank.parameters:
@@ -520,10 +520,10 @@ def test_buffers_are_made_once_and_only_as_many_as_may_be_under_way() -> None:
 # State
 
 
-def restored(stage: Stage, state: dict[str, Any], **options: Any) -> Rank:
-    rank = build_one(stage, state["rank"], 1, **options)
-    rank.contributions.load_state(state)
-    return rank
+def restored(stage: Stage, rank: int, owed: dict[int, torch.Tensor], **options: Any) -> Rank:
+    made = build_one(stage, rank, 1, **options)
+    made.contributions.owe(owed)
+    return made
 
 
 def test_what_is_owed_can_be_kept_and_given_under_another_plan() -> None:
@@ -532,44 +532,16 @@ def test_what_is_owed_can_be_kept_and_given_under_another_plan() -> None:
     generator = torch.Generator().manual_seed(4)
     for number in (0, 1, 0, 0, 0):
         step(ranks[number], generator, [0, 1, 2, 5, 6])
-    states = stage.together(lambda number: ranks[number].contributions.state())
-    assert all(set(one["owed"]) == {NAMES[number] for number in (0, 1, 2, 5, 6)} for one in states)
+    states = stage.together(lambda number: ranks[number].contributions.owed())
+    assert all(set(one) == {0, 1, 2, 5, 6} for one in states)
     later = Stage(2)
-    copies = [restored(later, one, plan=((6,), (5,), (2, 1), (0, 3, 4))) for one in states]
+    copies = [restored(later, rank, one, plan=((6,), (5,), (2, 1), (0, 3, 4))) for rank, one in enumerate(states)]
     for rank, copy in zip(ranks, copies, strict=True):
         for one in (rank, copy):
             full(one, 1.0)
         for mine, theirs in zip(rank.parameters, copy.parameters, strict=True):
             assert mine.grad is not None and theirs.grad is not None and torch.equal(mine.grad, theirs.grad)
         assert rank.parameters[0].grad is not None and rank.parameters[0].grad.unique().numel() > 1
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"rank": 1}, "of rank 1, here it is 0"),
-        ({"ranks": 3}, "of ranks 3, here it is 2"),
-        ({"mode": "bounded"}, "of mode 'bounded'"),
-        ({"owed": {"other": torch.zeros(3)}}, "other, which no parameter"),
-        ({"owed": {"weight0": torch.zeros(5)}}, r"\(5,\) for weight0"),
-    ],
-)
-def test_a_state_that_is_not_this_ranks_is_refused(change: dict[str, object], text: str) -> None:
-    stage = Stage(2)
-    ranks = build(stage, 1)
-    states = stage.together(lambda number: ranks[number].contributions.state())
-    with pytest.raises(ValueError, match=text):
-        ranks[0].contributions.load_state({**states[0], **change})
-    assert ranks[0].contributions.empty
-
-
-def test_no_state_is_loaded_over_what_is_under_way() -> None:
-    stage = Stage(2)
-    ranks = build(stage, 1)
-    states = stage.together(lambda number: ranks[number].contributions.state())
-    full(ranks[0], 1.0)
-    with pytest.raises(FusedReduceError, match="flush"):
-        ranks[0].contributions.load_state(states[0])
 
 
 # Failures

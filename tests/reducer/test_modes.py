@@ -815,24 +815,37 @@ def test_a_checkpoint_of_something_else_is_refused_and_nothing_is_loaded() -> No
     shaped = copy.deepcopy(state)
     shaped["steps"][0]["averages"]["parameter 0"] = torch.zeros(4)
     for bad, text in (
-        ({**state, "world_size": 4}, "of 4 ranks, there are 3 now"),
+        ({**state, "world_size": 4}, "of world_size 4, here it is 3"),
         ({**state, "version": 9}, "version 9"),
-        ({"version": 1, "world_size": 3}, "damaged.*steps"),
+        ({**state, "mode": "asynchronous"}, "of mode 'asynchronous', here it is 'staleness'"),
+        ({name: state[name] for name in ("version", "mode", "world_size")}, "damaged.*steps"),
+        ({name: state[name] for name in ("version", "mode", "world_size", "steps")}, "damaged.*rounds"),
         ({**state, "steps": [{**state["steps"][0], "averages": None}]}, "damaged"),
-        (missing, "nothing of parameter 1"),
-        (foreign, "other not among"),
+        (missing, "only one of them has parameter 1"),
+        (foreign, "only one of them has other"),
         (shaped, r"parameter 0 is \(4,\)"),
     ):
         reducer = Reducer(_parameters(), Loopback(), _stale(2))
         with pytest.raises(ValueError, match=text):
             reducer.load_state_dict(bad)
-        assert reducer.stats()["steps_under_way"] == 0
+        assert reducer.stats()["steps_under_way"] == 0 and reducer.pipeline.rounds == 0
     for mode in (Synchronous(), BoundedStaleness(1)):
         with pytest.raises(ValueError, match="sync_mode allows"):
             Reducer(_parameters(), Loopback(), ReduceConfig(sync_mode=mode)).load_state_dict(state)
     reducer, _ = _with_steps()
-    with pytest.raises(FusedReduceError, match="steps are in flight"):
-        reducer.load_state_dict(state)
+    for one in (state, {}):
+        with pytest.raises(FusedReduceError, match="steps are in flight"):
+            reducer.load_state_dict(one)
+
+
+def test_a_synchronous_reducer_goes_on_from_a_checkpoint_without_steps_in_flight() -> None:
+    flushed, _ = _with_steps()
+    flushed.flush()
+    state = flushed.state_dict()
+    assert state["steps"] == []
+    reducer = Reducer(_parameters(), Loopback(), ReduceConfig())
+    reducer.load_state_dict(state)
+    assert reducer.pipeline.rounds == state["rounds"] == 4
 
 
 def test_what_was_told_and_scaled_goes_with_a_checkpoint() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import random
 import time
 from collections.abc import Collection
@@ -23,6 +24,7 @@ from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, SyncMode
 from fusedreduce.errors import AgreementError, CollectiveError, FusedReduceError
 from fusedreduce.kernels import dispatch
+from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.reducer.modes.asynchronous import AsynchronousMode
 from fusedreduce.reducer.modes.gradient_stash import GradientStash
 from fusedreduce.reducer.modes.mode import DelayedAverages
@@ -398,6 +400,55 @@ def test_a_large_gradient_is_not_packed_ahead(monkeypatch: pytest.MonkeyPatch) -
             rest: torch.Tensor | None = parameter.grad
             assert given + (0.0 if rest is None else rest[0, 0].item()) == sum(0.5 + number for number in range(6))
             assert reducer.pipeline.buckets.wire_allocations() == 0, "contributions have wires of their own"
+
+    with LocalGroup(2, timeout_s=5.0) as group:
+        group.run(case)
+
+
+def test_a_checkpoint_gives_a_rank_what_it_is_owed_and_one_of_something_else_is_refused() -> None:
+    template = model()
+
+    def case(communicator: Communicator) -> None:
+        def made(**options: Any) -> tuple[nn.Module, Reducer]:
+            module = copy.deepcopy(template)
+            reducer = Reducer(module.parameters(), communicator, config(), names=names, **options)
+            return module, reducer
+
+        names = [name for name, _ in template.named_parameters()]
+        module, reducer = made()
+        other, second = made(caps=BucketCaps(first_bytes=30, cap_bytes=30))
+        for _ in range(1 + communicator.rank):  # so both are owed the average of one rank's second step
+            loss = loss_of(module, torch.Generator().manual_seed(communicator.rank))
+            reducer.prepare_for_backward(loss)
+            loss.backward()
+            module.zero_grad()
+        state = reducer.state_dict()
+        assert state["rank"] == communicator.rank and list(state["owed"]) == names
+        with pytest.raises(FusedReduceError, match=r"outstanding: call flush\(\)"):
+            reducer.load_state_dict(state)
+        wrong = state["owed"]
+        for change, text in (
+            ({"rank": 1 - communicator.rank}, f"of rank {1 - communicator.rank}, here it is {communicator.rank}"),
+            ({"world_size": 3}, "of world_size 3, here it is 2"),
+            ({"mode": "staleness"}, "of mode 'staleness'"),
+            ({"version": 9}, "of version 9"),
+            ({"owed": None}, "damaged"),
+            ({"owed": {**wrong, "other": None}}, "only one of them has other"),
+            ({"owed": {name: wrong[name] for name in names[1:]}}, f"only one of them has {names[0]}"),
+            ({"owed": {**wrong, names[1]: torch.zeros(5)}}, rf"{names[1]} is \(5,\)"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                second.load_state_dict({**state, **change})
+            assert not second.pending()
+        kept = io.BytesIO()
+        torch.save(state, kept)
+        kept.seek(0)
+        second.load_state_dict(torch.load(kept, weights_only=True))
+        for one in (reducer, second):
+            one.flush()
+            one.close()
+        for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
+            assert mine.grad is not None and theirs.grad is not None and torch.equal(mine.grad, theirs.grad)
 
     with LocalGroup(2, timeout_s=5.0) as group:
         group.run(case)

@@ -374,15 +374,12 @@ class Engine:
             ValueError: it is damaged, or belongs to another model, number of devices or mode.
         """
         self._check_no_stash("load_reduce_state_dict()")
-        scales = state.get("loss_scales", [])
-        known = isinstance(scales, list) and all(one is None or isinstance(one, float) and one > 0 for one in scales)
-        if not known:
-            raise ValueError(f"damaged state of a DataParallel: loss_scales are {scales!r}, expected positive numbers")
+        device, scales = self._devices[0], state.get("loss_scales", ())
+        found = [None if one is None else _loss_scale(float(one), device) for one in scales]
         self.peers.load_state(state)
         self._set_delayed()
         if self.real is not None:
-            device = self._devices[0]
-            self.real.late.scales.extend(None if one is None else _loss_scale(one, device) for one in scales)
+            self.real.late.scales.extend(found)
 
     def release(self) -> None:
         """Closes the reducers and their group."""

@@ -23,7 +23,6 @@ T = TypeVar("T")
 
 # Without a network large buckets gain nothing; small ones stay in the cache from pack to unpack.
 _CAPS = BucketCaps(first_bytes=MIB, cap_bytes=4 * MIB)
-_VERSION = 1
 
 
 class Peers:
@@ -138,7 +137,7 @@ class Peers:
         states = self.each(lambda _, reducer: reducer.state_dict())
         # With BoundedStaleness averages are the same on all replicas.
         kept = states if self.asynchronous else states[:1]
-        return {"version": _VERSION, "devices": len(self._devices), "replicas": kept}
+        return {"replicas": kept}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Resumes from a checkpoint of steps in flight.
@@ -146,25 +145,15 @@ class Peers:
         Raises:
             ValueError: it is damaged, or belongs to another model, number of devices or mode.
         """
-        if not state:
-            return
-        try:
-            version, devices, kept = state["version"], state["devices"], list(state["replicas"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"damaged state of a DataParallel: {type(error).__name__}: {error}") from error
-        if version != _VERSION:
-            raise ValueError(f"not a state of a DataParallel: version {version!r}, expected {_VERSION}")
-        if devices != len(self._devices):
+        kept = state.get("replicas", ())
+        if state and (self.synchronous or not kept):
             raise ValueError(
-                f"the state was saved with {devices} devices, there are {len(self._devices)} now: steps in flight "
-                "cannot be divided anew. Call flush() before saving, if the number of devices may change"
+                f"the state holds what is in flight of {len(kept)} replicas, and this mode is {self.config.sync_mode}: "
+                "load it in the mode that it was saved in, or call flush() before saving"
             )
-        if self.synchronous or len(kept) != (devices if self.asynchronous else 1):
-            raise ValueError(
-                f"the state was saved in another mode than {self.config.sync_mode}: load it in that mode, or call "
-                "flush() before saving"
-            )
-        self.each(lambda replica, reducer: reducer.load_state_dict(kept[replica if self.asynchronous else 0]))
+        # In this thread: a replica's thread that raises would give up the group's collectives.
+        for replica, reducer in enumerate(self._reducers):
+            reducer.load_state_dict(kept[replica % len(kept)] if kept else {})
 
     # Lifecycle
 

@@ -18,4 +18,4 @@ def make_mode(maker: BucketMaker, stash: GradientStash, late: DelayedAverages) -
         return SynchronousMode()
     if isinstance(mode, Asynchronous):
         return AsynchronousMode(maker, mode.max_in_flight, stash, late)
-    return BoundedStalenessMode(staleness(mode), maker.parameters, stash, late)
+    return BoundedStalenessMode(staleness(mode), stash, late)

@@ -13,11 +13,10 @@ and no average is applied in it, because it would be lost: it is applied in the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from ...buckets.bucket_set import BucketMaker, BucketSet
 from ...buckets.reduction import Members, Reduction
@@ -26,12 +25,13 @@ from ...comm.protocol import Communicator
 from ...comm.waiting import collective_failed
 from ...config import Asynchronous, FlushReport, ReduceConfig
 from ...errors import AgreementError, CollectiveError
+from . import checkpoint
 from .asynchronous_bucket import AsynchronousBucket
 from .average_parameters import equalize
 from .bounded_staleness import NO_SYNC_WAITS, DelayedMode
 from .contributions import Contributions
 from .gradient_stash import GradientStash
-from .mode import DelayedAverages, Ended, Steps
+from .mode import DelayedAverages, Ended, FlushRequest, Steps
 
 
 class AsynchronousMode(DelayedMode):
@@ -131,14 +131,7 @@ class AsynchronousMode(DelayedMode):
         settled = self._contributions is None or self._contributions.settled
         return "" if settled else "averages of steps since the last flush() are outstanding"
 
-    def flush(
-        self,
-        steps: Steps,
-        step: Callable[[], None] | None,
-        optimizers: Sequence[Optimizer],
-        buffers: Sequence[torch.Tensor],
-        failed: Callable[[BaseException], None],
-    ) -> FlushReport:
+    def flush(self, steps: Steps, asked: FlushRequest) -> FlushReport:
         """Applies all averages at once; then parameters, optimizers' states and buffers become the same everywhere."""
         maker, contributions = steps.maker, self._opened()
         stopped: Exception | None = None
@@ -151,14 +144,16 @@ class AsynchronousMode(DelayedMode):
             finally:
                 self._stash.put_back()
             try:
-                if step is not None and any_gradient(maker.parameters):
-                    step()
+                if asked.step is not None and any_gradient(maker.parameters):
+                    asked.step()
             except Exception as error:
                 stopped = error
             problem = "" if stopped is None else f"its step raised {type(stopped).__name__}: {stopped}"
-            drift = equalize(maker.parameters, maker.names, optimizers, buffers, maker.communicator, problem)
+            drift = equalize(
+                maker.parameters, maker.names, asked.optimizers, asked.buffers, maker.communicator, problem
+            )
         except CollectiveError as error:
-            failed(error)
+            asked.failed(error)
             raise
         except AgreementError:
             if stopped is not None:
@@ -168,15 +163,20 @@ class AsynchronousMode(DelayedMode):
         return FlushReport(landed, drift.largest, drift.relative)
 
     def state_dict(self, steps: Steps) -> dict[str, Any]:
-        """`Contributions.state`."""
-        return self._opened().state()
+        """This rank's outstanding correction; see `Contributions.owed`."""
+        owed = self._opened().owed()
+        return {**self._header(), "owed": {name: owed.get(number) for number, name in enumerate(self._maker.names)}}
 
-    def load_state_dict(self, steps: Steps, state: Mapping[str, Any]) -> int:
-        """`Contributions.load_state`."""
-        self._opened().load_state(state)
-        return steps.rounds
+    def load_state_dict(self, steps: Steps, state: Mapping[str, Any]) -> None:
+        """See `Mode`."""
+        checkpoint.check(state, self._header())
+        owed = checkpoint.in_order(state["owed"], self._maker)
+        self._opened().owe({number: one for number, one in enumerate(owed) if one is not None})
 
     # Within
+
+    def _header(self) -> dict[str, Any]:
+        return checkpoint.header(self._maker, "asynchronous", rank=self._maker.communicator.rank)
 
     def _opened(self) -> Contributions:
         assert self._contributions is not None, "open() has not been called"

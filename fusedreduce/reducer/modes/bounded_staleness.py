@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from ...buckets.bucket_set import BucketSet
 from ...buckets.reduction import Reduction
 from ...comm.protocol import Communicator
 from ...config import FlushReport
 from ...errors import FusedReduceError
-from . import staleness_state
+from . import steps_in_flight
 from .gradient_stash import GradientStash
-from .mode import DelayedAverages, Ended, Steps
-from .steps_in_flight import StepInFlight, StepsInFlight
+from .mode import DelayedAverages, Ended, FlushRequest, Steps
+from .steps_in_flight import StepInFlight
 
 NO_SYNC_WAITS = (
     "gradients of backwards under no_sync() are not reduced yet: first run the synchronised backward that they belong "
@@ -62,18 +62,15 @@ class BoundedStalenessMode(DelayedMode):
 
     Args:
         staleness: by how many steps averages come later than their own step; at least 1.
-        parameters: all parameters of the reducer.
         stash, late: see `DelayedMode`.
     """
 
     together = True
 
-    def __init__(
-        self, staleness: int, parameters: Sequence[torch.Tensor], stash: GradientStash, late: DelayedAverages
-    ) -> None:
+    def __init__(self, staleness: int, stash: GradientStash, late: DelayedAverages) -> None:
         super().__init__(stash, late)
         self._staleness = staleness
-        self._in_flight = StepsInFlight(parameters)
+        self._in_flight: deque[StepInFlight] = deque()  # oldest first
 
     # Between steps
 
@@ -93,7 +90,8 @@ class BoundedStalenessMode(DelayedMode):
 
     def release(self) -> None:
         """See `Mode`."""
-        self._late.given_up += self._in_flight.drop_steps()
+        self._late.given_up += len(self._in_flight)
+        self._in_flight.clear()
 
     def stats(self) -> dict[str, int | str]:
         """See `Mode`."""
@@ -104,7 +102,7 @@ class BoundedStalenessMode(DelayedMode):
     def end_step(self, steps: Steps, launched: Sequence[Reduction]) -> Ended:
         """Leaves the step in flight, and applies the oldest one if more than `staleness` are."""
         detachable = steps.buckets.detachable()
-        self._in_flight.add(
+        self._in_flight.append(
             StepInFlight(
                 number=steps.rounds + 1,
                 flights=[(one, one.detach_flight()) for one in detachable],
@@ -117,7 +115,8 @@ class BoundedStalenessMode(DelayedMode):
         if len(self._in_flight) > self._staleness:
             ended = self._apply_oldest(steps)
         else:
-            self._in_flight.clear_gradients()
+            for parameter in steps.maker.parameters:
+                parameter.grad = None
             ended = Ended(None)
         for one in detachable:
             one.rotate_wire()
@@ -127,71 +126,55 @@ class BoundedStalenessMode(DelayedMode):
 
     def pending(self) -> str:
         """See `Mode`."""
-        return f"{len(self._in_flight)} steps are in flight" if len(self._in_flight) else ""
+        return f"{len(self._in_flight)} steps are in flight" if self._in_flight else ""
 
-    def flush(
-        self,
-        steps: Steps,
-        step: Callable[[], None] | None,
-        optimizers: Sequence[Optimizer],
-        buffers: Sequence[torch.Tensor],
-        failed: Callable[[BaseException], None],
-    ) -> FlushReport:
+    def flush(self, steps: Steps, asked: FlushRequest) -> FlushReport:
         """Applies every step in flight, in order; `step` follows each."""
         if self._stash.local():
             raise FusedReduceError(f"flush() while {NO_SYNC_WAITS}")
         landed = 0
-        while len(self._in_flight):
+        while self._in_flight:
             self._stash.stash_unused()
             try:
                 with torch.no_grad():
                     ended = self._apply_oldest(steps)
                     steps.end_statistics(ended)
             except BaseException as error:
-                failed(error)
+                asked.failed(error)
                 raise
             self._stash.put_back()
             self._late.ended(ended)
             self._late.flushed += 1
             landed += 1
             steps.observed.check()
-            if step is not None:
-                step()
+            if asked.step is not None:
+                asked.step()
         return FlushReport(steps=landed)
 
     def state_dict(self, steps: Steps) -> dict[str, Any]:
-        """The averages of the steps in flight; waits for them."""
-        maker = steps.maker
+        """The averages of the steps in flight; waits for them. `.grad` stays as it is."""
+        parameters = steps.maker.parameters
+        before = [parameter.grad for parameter in parameters]
+        try:
+            with torch.no_grad():
+                for step in self._in_flight:
+                    step.keep_averages(steps)
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+        for one in steps.buckets.detachable():
+            one.rotate_wire()
+        return steps_in_flight.state_of(self._in_flight, steps)
 
-        def averaged(step: StepInFlight) -> Any:
-            for parameter in maker.parameters:
-                parameter.grad = None
-            if step.non_finite is not None:
-                steps.observed.complete(step.non_finite)
-            self._in_flight.write(step, steps.write)
-            return staleness_state.flights(maker.parameters, maker.names, [one.grad for one in maker.parameters])
-
-        with torch.no_grad():
-            self._in_flight.keep_averages(averaged)
-            for one in steps.buckets.detachable():
-                one.rotate_wire()
-        size = maker.communicator.size
-        return staleness_state.dump(self._in_flight, maker.names, world_size=size, rounds=steps.rounds)
-
-    def load_state_dict(self, steps: Steps, state: Mapping[str, Any]) -> int:
+    def load_state_dict(self, steps: Steps, state: Mapping[str, Any]) -> None:
         """See `Mode`."""
-        if len(self._in_flight):
-            raise FusedReduceError("steps are in flight: call flush(), or reset(), before load_state_dict()")
-        if not state:
-            return steps.rounds
-        loaded, rounds = staleness_state.load(steps.maker, state, most=self._staleness)
-        for step in loaded:
-            self._in_flight.add(step)
-        return rounds
+        self._in_flight.extend(steps_in_flight.load(state, steps, most=self._staleness))
 
     # Within
 
     def _apply_oldest(self, steps: Steps) -> Ended:
         steps.observed.begin_stale_write()
-        step = self._in_flight.apply_oldest(steps.write, steps.observed.complete)
+        step = self._in_flight[0]
+        step.apply(steps)
+        self._in_flight.popleft()
         return Ended(step.number, elsewhere=step.buckets is not steps.buckets, scale=step.unscaling.scale)

@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -35,8 +34,6 @@ from ...buckets.tensors import as_real
 from ...comm.protocol import Communicator
 from ...errors import CollectiveError, FusedReduceError
 from .asynchronous_bucket import AsynchronousBucket, Strip
-
-_STATE_VERSION = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,69 +166,32 @@ class Contributions:
             self._subtract_owed()
         return Drained(landed, gives)
 
-    def state(self) -> dict[str, Any]:
-        """This rank's outstanding correction, for a checkpoint, once all is averaged. Every rank calls it.
+    def owed(self) -> dict[int, torch.Tensor]:
+        """This rank's outstanding correction by number of the parameter, once all is averaged. Every rank calls it.
 
-        The correction is still applied with the next step, here as well as where the state is loaded.
+        The correction is still applied with the next step, here as well as where it is given to `owe`.
 
         Raises:
             FusedReduceError, CollectiveError: as `drain`.
         """
         self._average_all()
-        owed = {}
-        for ledger, strip in zip(self.ledgers, self._owed or (), strict=False):
-            for slot, (number, name) in enumerate(zip(ledger.members.numbers, ledger.members.names, strict=True)):
-                if number in self._owed_to:
-                    owed[name] = ledger.correction(strip, slot)
         return {
-            "version": _STATE_VERSION,
-            "mode": "asynchronous",
-            "rank": self._communicator.rank,
-            "ranks": self._communicator.size,
-            "owed": owed,
+            number: ledger.correction(strip, slot)
+            for ledger, strip in zip(self.ledgers, self._owed or (), strict=False)
+            for slot, number in enumerate(ledger.members.numbers)
+            if number in self._owed_to
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state` returned on the same rank of as many ranks, whatever the buckets were.
-
-        Args:
-            state: from `state`.
-
-        Raises:
-            ValueError: it is of another rank, number of ranks, or other parameters; nothing has been changed.
-            FusedReduceError: contributions are in flight here.
-        """
-        if not self.empty:
-            raise FusedReduceError("contributions are in flight: call flush() before load_state_dict()")
-        here = {"version": _STATE_VERSION, "mode": "asynchronous"}
-        here |= {"rank": self._communicator.rank, "ranks": self._communicator.size}
-        for key, expected in here.items():
-            if state.get(key) != expected:
-                raise ValueError(
-                    f"this state is of {key} {state.get(key)!r}, here it is {expected!r}: what a rank is owed, only "
-                    "that rank can be given. Call flush() before a checkpoint that others are to load"
-                )
-        given = dict(state["owed"])
-        for ledger in self.ledgers:
-            for name, parameter in zip(ledger.members.names, ledger.members.parameters, strict=True):
-                one = given.pop(name, None)
-                if one is not None and tuple(one.shape) != tuple(parameter.shape):
-                    raise ValueError(
-                        f"the state holds {tuple(one.shape)} for {name}, here it is {tuple(parameter.shape)}"
-                    )
-        if given:
-            raise ValueError(f"the state holds {', '.join(sorted(given)[:8])}, which no parameter here is called")
-        if not state["owed"]:
+    def owe(self, owed: Mapping[int, torch.Tensor]) -> None:
+        """Restores what `owed` returned, whatever the buckets were; nothing else is outstanding."""
+        if not owed:
             return
-        with torch.no_grad():
-            self._owed = self._zeros()
+        with self._working():
+            self._owed, self._owed_to = self._zeros(), set(owed)
             for ledger, strip in zip(self.ledgers, self._owed, strict=True):
-                slots = zip(ledger.members.numbers, ledger.members.names, strip.views, strict=True)
-                for number, name, view in slots:
-                    one = state["owed"].get(name)
-                    if one is not None:
-                        view.copy_(as_real(one)).neg_()
-                        self._owed_to.add(number)
+                for number, view in zip(ledger.members.numbers, strip.views, strict=True):
+                    if number in owed:
+                        view.copy_(as_real(owed[number])).neg_()
 
     def drop(self) -> None:
         """Drops everything. New ledgers must follow: collectives may still write into the wires of these."""

@@ -57,6 +57,23 @@ class DelayedAverages:
         self.withheld, self.landed_scale = ended.number is None, ended.scale
 
 
+@dataclass(frozen=True)
+class FlushRequest:
+    """What `flush` is to do.
+
+    Args:
+        step: called after each application of averages; None: nothing is.
+        optimizers: whose states become the same on all ranks, unless `Mode.together`.
+        buffers: become rank 0's, unless `Mode.together`.
+        failed: called with an error that `step` has not raised.
+    """
+
+    step: Callable[[], None] | None
+    optimizers: Sequence[Optimizer]
+    buffers: Sequence[torch.Tensor]
+    failed: Callable[[BaseException], None]
+
+
 class Steps(Protocol):
     """The pipeline, as a mode sees it."""
 
@@ -160,37 +177,19 @@ class Mode(Protocol):
         """What has not been applied, in words; empty: nothing."""
         ...
 
-    def flush(
-        self,
-        steps: Steps,
-        step: Callable[[], None] | None,
-        optimizers: Sequence[Optimizer],
-        buffers: Sequence[torch.Tensor],
-        failed: Callable[[BaseException], None],
-    ) -> FlushReport:
-        """Applies all averages that are outstanding.
-
-        Args:
-            steps: the pipeline.
-            step: called after each application of averages; None: nothing is.
-            optimizers: whose states become the same on all ranks, unless `together`.
-            buffers: become rank 0's, unless `together`.
-            failed: called with an error that `step` has not raised.
-        """
+    def flush(self, steps: Steps, asked: FlushRequest) -> FlushReport:
+        """Applies all averages that are outstanding."""
         ...
 
     def state_dict(self, steps: Steps) -> dict[str, Any]:
         """What is outstanding, for a checkpoint: plain values, tensors by parameter name. Waits for it."""
         ...
 
-    def load_state_dict(self, steps: Steps, state: Mapping[str, Any]) -> int:
-        """Restores what `state_dict` returned.
-
-        Returns:
-            The number of rounds (see `Pipeline`) to go on from.
+    def load_state_dict(self, steps: Steps, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned; called when nothing is `pending`.
 
         Raises:
-            ValueError: `state` is damaged, or of another model, number of ranks or mode.
-            FusedReduceError: steps are in flight here.
+            ValueError: `state` is of another model, number of ranks or mode; nothing has been changed.
+            AttributeError, KeyError, TypeError: it is damaged; as before.
         """
         ...

@@ -4,39 +4,30 @@
     end of step t, t >= k    step t - k is applied: its sums are unpacked into the gradients that step t has just packed
 
 A step in flight keeps all that belongs to it: a wire per bucket, its loss scale, the used parameters, the exchange of
-non-finite gradients. So plans and loss scales may change meanwhile.
+non-finite gradients. So plans and loss scales may change meanwhile. A checkpoint keeps averages in place of wires: they
+are unscaled, in the gradients' dtype, so to copy them gives the bits that unpacking would have given.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ...buckets.bucket_set import BucketSet
-from ...buckets.loss_scale import Unscaling
+from ...buckets.bucket_set import BucketMaker, BucketSet
+from ...buckets.dense import DenseReduction
+from ...buckets.loss_scale import LossScale, Unscaling
 from ...buckets.reduction import Members
+from ...buckets.sparse import SparseReduction
 from ...buckets.stats.non_finite import Started
 from ..unused_parameters import UsedSum
+from . import checkpoint
+from .mode import Steps
 
-
-class Applies(Protocol):
-    """A reduction that can apply a sum of an earlier step."""
-
-    members: Members
-
-    def apply(self, flight: Any, unused: frozenset[int], unscaling: Unscaling) -> None:
-        """Waits for a sum and writes it into the gradients that exist by now.
-
-        Args:
-            flight: what `detach_flight` has returned.
-            unused: numbers of the parameters that no rank has used.
-            unscaling: removes the loss scale of that step.
-        """
-        ...
+_MODE = "staleness"  # Synchronous is a staleness of 0
 
 
 @dataclass(eq=False)
@@ -45,102 +36,87 @@ class StepInFlight:
 
     Args:
         number: of the step, from 1.
-        flights: (reduction, what its `detach_flight` has returned), in launch order.
         unscaling: removes its loss scale.
-        used: the sum of its used map; None: every parameter counts as used.
         non_finite: its exchange of non-finite gradients; None: there is none.
-        buckets: the set that it was launched in; None: its averages are known, as tensors.
+        flights: (reduction, what its `detach_flight` has returned), in launch order.
+        used: the sum of its used map; None: every parameter counts as used.
+        buckets: the set that it was launched in.
+        averages: of all parameters, None where no rank has used one, in place of the three before it (a checkpoint).
     """
 
     number: int
-    flights: Sequence[tuple[Applies, Any]]
     unscaling: Unscaling
-    used: UsedSum | None
     non_finite: Started | None
-    buckets: BucketSet | None
+    flights: Sequence[tuple[DenseReduction | SparseReduction, Any]] = ()
+    used: UsedSum | None = None
+    buckets: BucketSet | None = None
+    averages: Sequence[torch.Tensor | None] | None = None
 
-
-class StepsInFlight:
-    """The steps in flight of one reducer, oldest first.
-
-    Args:
-        parameters: all parameters of the reducer.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = parameters
-        self._steps: deque[StepInFlight] = deque()
-
-    def __len__(self) -> int:
-        """The number of steps in flight."""
-        return len(self._steps)
-
-    def __iter__(self) -> Any:
-        """Iterates from the oldest step on."""
-        return iter(self._steps)
-
-    def add(self, step: StepInFlight) -> None:
-        """Adds the latest step."""
-        self._steps.append(step)
-
-    def clear_gradients(self) -> None:
-        """Sets every gradient to None, because no step was applied at the end of the latest."""
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def apply_oldest(
-        self, write: Callable[[Members, Callable[[], None]], None], complete: Callable[[Started], None]
-    ) -> StepInFlight:
-        """Makes the oldest step's averages the gradients; None where no rank has used a parameter.
-
-        Args:
-            write: calls what writes a bucket's gradients, on the stream for that.
-            complete: waits for a step's exchange of non-finite gradients.
-
-        Returns:
-            The step, which is no longer in flight.
-        """
-        step = self._steps[0]
-        self.write(step, write)
-        if step.used is not None:
-            step.used.complete()
-        if step.non_finite is not None:
-            complete(step.non_finite)
-        self._steps.popleft()
-        return step
-
-    def write(self, step: StepInFlight, write: Callable[[Members, Callable[[], None]], None]) -> None:
-        """Makes a step's averages the gradients; see `apply_oldest`."""
-        for reduction, flight in step.flights:
-            unused = unused_of(reduction.members, step.used)
+    def apply(self, steps: Steps) -> None:
+        """Waits for the averages and makes them the gradients; None where no rank has used a parameter."""
+        parameters = steps.maker.parameters
+        for parameter, average in zip(parameters, self.averages or (), strict=False):
+            parameter.grad = None if average is None else average.to(parameter, copy=True)
+        for reduction, flight in self.flights:
+            unused = unused_of(reduction.members, self.used)
             for number in unused:
-                self._parameters[number].grad = None
+                parameters[number].grad = None
+            steps.write(reduction.members, functools.partial(reduction.apply, flight, unused, self.unscaling))
+        if self.used is not None:
+            self.used.complete()
+        if self.non_finite is not None:
+            steps.observed.complete(self.non_finite)
 
-            def into(reduction: Applies = reduction, flight: Any = flight, unused: frozenset[int] = unused) -> None:
-                reduction.apply(flight, unused, step.unscaling)
+    def keep_averages(self, steps: Steps) -> None:
+        """Waits for the averages and keeps them as tensors. `.grad` is overwritten."""
+        for parameter in steps.maker.parameters:
+            parameter.grad = None
+        self.apply(steps)
+        self.averages = [parameter.grad for parameter in steps.maker.parameters]
+        self.flights, self.used, self.buckets = (), None, None
 
-            write(reduction.members, into)
+    def state(self, names: Sequence[str]) -> dict[str, Any]:
+        """Its part of a checkpoint, after `keep_averages`."""
+        scale = self.unscaling.scale
+        return {
+            "step": self.number,
+            "loss_scale": None if scale is None else float(scale.scale.item()),
+            "told": None if self.non_finite is None else self.non_finite[1].tolist(),
+            "averages": dict(zip(names, self.averages or (), strict=True)),
+        }
 
-    def keep_averages(self, averaged: Callable[[StepInFlight], Sequence[tuple[Applies, Any]]]) -> None:
-        """Waits for all steps and keeps their averages as tensors; `.grad` stays as it is.
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], maker: BucketMaker) -> StepInFlight:
+        """Makes the step of `state`, which is not changed, neither now nor later."""
+        device, scale, non_finite = maker.parameters[0].device, None, None
+        if state["loss_scale"] is not None:
+            scale = LossScale.of(torch.tensor([state["loss_scale"]], dtype=torch.float32, device=device))
+        if maker.config.check_finite != "off":
+            done: Any = torch.futures.Future()
+            done.set_result(None)
+            rows = state["told"] or [[-1, -1]] * maker.communicator.size
+            non_finite = done, torch.tensor(rows, dtype=torch.int64, device=device)
+        averages = checkpoint.in_order(state["averages"], maker)
+        return cls(int(state["step"]), Unscaling(scale), non_finite, averages=averages)
 
-        Args:
-            averaged: makes a step's averages the gradients, and returns what replaces its flights.
-        """
-        before = [parameter.grad for parameter in self._parameters]
-        try:
-            for step in self._steps:
-                if step.buckets is not None:
-                    step.flights, step.used, step.buckets = averaged(step), None, None
-        finally:
-            for parameter, gradient in zip(self._parameters, before, strict=True):
-                parameter.grad = gradient
 
-    def drop_steps(self) -> int:
-        """Drops all steps: none is applied. Returns how many there were."""
-        dropped = len(self._steps)
-        self._steps.clear()
-        return dropped
+def state_of(in_flight: Sequence[StepInFlight], steps: Steps) -> dict[str, Any]:
+    """The checkpoint of steps whose averages are kept."""
+    header, names = checkpoint.header(steps.maker, _MODE), steps.maker.names
+    return {**header, "rounds": steps.rounds, "steps": [step.state(names) for step in in_flight]}
+
+
+def load(state: Mapping[str, Any], steps: Steps, *, most: int) -> list[StepInFlight]:
+    """Makes the steps of `state`, at most `most`, and goes on with its number of rounds."""
+    checkpoint.check(state, checkpoint.header(steps.maker, _MODE))
+    if len(state["steps"]) > most:
+        raise ValueError(
+            f"the state holds {len(state['steps'])} steps in flight, but sync_mode allows {most} now: use the mode "
+            "that it was saved in, or call flush() before saving"
+        )
+    loaded = [StepInFlight.of_state(one, steps.maker) for one in state["steps"]]
+    steps.rounds = int(state["rounds"])
+    return loaded
 
 
 def unused_of(members: Members, used: UsedSum | None) -> frozenset[int]:

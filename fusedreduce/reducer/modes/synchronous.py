@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
-from torch.optim import Optimizer
 
 from ...buckets.bucket_set import BucketSet
 from ...buckets.reduction import Reduction
 from ...comm.protocol import Communicator
 from ...config import FlushReport
-from . import staleness_state
-from .mode import Ended, Steps
+from . import steps_in_flight
+from .mode import Ended, FlushRequest, Steps
 
 
 class SynchronousMode:
@@ -58,14 +55,7 @@ class SynchronousMode:
         """Nothing is ever outstanding."""
         return ""
 
-    def flush(
-        self,
-        steps: Steps,
-        step: Callable[[], None] | None,
-        optimizers: Sequence[Optimizer],
-        buffers: Sequence[torch.Tensor],
-        failed: Callable[[BaseException], None],
-    ) -> FlushReport:
+    def flush(self, steps: Steps, asked: FlushRequest) -> FlushReport:
         """Applies nothing."""
         return FlushReport()
 
@@ -73,6 +63,6 @@ class SynchronousMode:
         """Returns nothing."""
         return {}
 
-    def load_state_dict(self, steps: Steps, state: Mapping[str, Any]) -> int:
+    def load_state_dict(self, steps: Steps, state: Mapping[str, Any]) -> None:
         """Takes a checkpoint without steps in flight; see `Mode`."""
-        return staleness_state.load(steps.maker, state, most=0)[1] if state else steps.rounds
+        steps_in_flight.load(state, steps, most=0)

@@ -1,0 +1,50 @@
+"""Checkpoints: what is in flight, as numbers and plain tensors by parameter name. So they load under any plan.
+
+{"version": 2, "mode": "staleness", "world_size": 2, "rounds": 7, "steps": [
+    {"step": 6, "loss_scale": 1024.0, "told": [[-1, -1], ...], "averages": {"weight": tensor, "bias": None}}, ...]}
+
+{"version": 2, "mode": "asynchronous", "world_size": 2, "rank": 0, "owed": {"weight": tensor, "bias": None}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...buckets.bucket_set import BucketMaker
+
+_VERSION = 2
+
+
+def header(maker: BucketMaker, mode: str, **more: int) -> dict[str, Any]:
+    """What a checkpoint must have in common with the reducer that loads it."""
+    return {"version": _VERSION, "mode": mode, "world_size": maker.communicator.size, **more}
+
+
+def check(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raises ValueError where `state` differs from `here`, the `header` of now."""
+    for key, expected in here.items():
+        if state.get(key) != expected:
+            raise ValueError(
+                f"this state is of {key} {state.get(key)!r}, here it is {expected!r}: what it holds is not due here. "
+                "Call flush() before saving where that may change"
+            )
+
+
+def in_order(tensors: Mapping[str, torch.Tensor | None], maker: BucketMaker) -> list[torch.Tensor | None]:
+    """The tensors by number of the parameter, on its device; raises ValueError where they are of another model."""
+    foreign = sorted(set(tensors) ^ set(maker.names))
+    if foreign:
+        raise ValueError(f"this state is of another model: only one of them has {', '.join(foreign[:8])}")
+    found: list[torch.Tensor | None] = []
+    for name, parameter in zip(maker.names, maker.parameters, strict=True):
+        one = tensors[name]
+        found.append(None if one is None else one.detach().to(parameter.device))
+        if one is not None and (one.shape, one.is_complex()) != (parameter.shape, parameter.is_complex()):
+            raise ValueError(
+                f"this state is of another model: {name} is {tuple(one.shape)}, {one.dtype} there and "
+                f"{tuple(parameter.shape)}, {parameter.dtype} here"
+            )
+    return found
