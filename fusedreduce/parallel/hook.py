@@ -78,6 +78,9 @@ class FusedHookState:
         config = ReduceConfig(
             wire=wire, stall_report_s=stall_report_s, grad_stats=grad_stats, check_finite=check_finite
         )
+        self._begin(process_group, config)
+
+    def _begin(self, process_group: dist.ProcessGroup | None, config: ReduceConfig) -> None:
         self.process_group = process_group
         self._reduction = HookReduction(config)
 
@@ -213,16 +216,6 @@ class FusedHookState:
         copied = FusedHookState.__new__(FusedHookState)
         copied._begin(self.process_group, self.config)
         return copied
-
-    def _begin(self, process_group: dist.ProcessGroup | None, config: ReduceConfig) -> None:
-        FusedHookState.__init__(
-            self,
-            process_group,
-            config.wire,
-            stall_report_s=config.stall_report_s,
-            grad_stats=config.grad_stats,
-            check_finite=config.check_finite,
-        )
 
 
 def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
