@@ -65,6 +65,7 @@ class Step:
         self._unused = unused
         self.pending = [*sizes, 1]
         self.ready = bytearray(len(names))
+        self._left = len(names)  # parameters that are not ready
         self.skipped: frozenset[int] = frozenset()
         self.order: list[int] = []
         self.next_bucket = 0
@@ -95,6 +96,7 @@ class Step:
                 self.ready[one] = 1
                 self.pending[self._bucket_of[one]] -= 1
                 self.arrived_ns[one] = now_ns
+            self._left -= len(unused)
         if self._remaining is not None:
             self._remaining[index] -= 1
             if self._remaining[index] < 0:
@@ -105,6 +107,7 @@ class Step:
             raise FusedReduceError(self._twice(index))
         self.ready[index] = 1
         self.pending[self._bucket_of[index]] -= 1
+        self._left -= 1
         self.arrived_ns[index] = now_ns
         self.order.append(index)
 
@@ -123,7 +126,7 @@ class Step:
 
     def all_ready(self) -> bool:
         """Whether every parameter is ready."""
-        return not any(self.pending[:-1])
+        return self._left == 0
 
     def begin_without_gradients(self) -> bool:
         """Makes every parameter ready, if all are unused and no backward has begun; returns whether it did."""
@@ -137,6 +140,7 @@ class Step:
     def make_all_ready(self) -> None:
         """Makes every bucket ready, at the end of a static graph's first step."""
         self.pending = [0] * len(self.launched_ns) + [1]
+        self._left = 0
 
     def missing(self) -> list[int]:
         """Parameters that are not ready, ascending."""
