@@ -64,10 +64,10 @@ def pack(
     elif partials is None and gradients[0] is wire and wire.dtype is chunks.compute_dtype:
         divide(wire, divisor, wire)
         return
-    elif partials is None and reference_quick.serves(chunks, wire):
+    elif partials is None and (kept := reference_quick.kept_for(chunks, pointers, wire)) is not None:
         left = runs(chunks) if not done else [run for run in runs(chunks) if run.slots.start not in done]
         gradients = gradients[left[0].slots.start :] if left and left[0].slots.start else gradients
-        reference_quick.pack(gradients, left, chunks, pointers, wire, divisor)
+        reference_quick.pack(gradients, left, kept, wire, divisor)
         return
     sources = None if partials is None else Sources(chunks, wire, partials)
     for run in runs(chunks):
@@ -128,8 +128,8 @@ def pack_run(
     """Packs the gradients of one run, and zeros the run's padding."""
     if run.end == run.begin:
         return
-    if vouched and reference_quick.serves(chunks, wire):
-        reference_quick.pack(gradients, [run], chunks, pointers, wire, divisor)
+    if vouched and (kept := reference_quick.kept_for(chunks, pointers, wire)) is not None:
+        reference_quick.pack(gradients, [run], kept, wire, divisor)
     elif len(run.slots) > 1:
         block = gathered(memories(gradients, run, chunks), chunks, run, chunks.compute_dtype, wire.device)
         _convert(block, wire[run.begin : run.end], *_division(divisor, chunks.compute_dtype, wire.device))
@@ -164,8 +164,8 @@ def unpack(
         check_transfer(gradients, chunks, pointers, wire, scale, partials)
     # On CPU reading the scale is free, and a plain copy is one pass instead of two.
     unscaled = scale.device.type == "cpu" and scale.item() == 1.0
-    if partials is None and vouched and reference_quick.serves(chunks, wire):
-        reference_quick.unpack(gradients, runs(chunks), chunks, pointers, wire, scale.item())
+    if partials is None and vouched and (kept := reference_quick.kept_for(chunks, pointers, wire)) is not None:
+        reference_quick.unpack(gradients, runs(chunks), kept, wire, scale.item())
         return
     measured = None if partials is None else Measured(chunks, partials)
     factor = None if unscaled else scale

@@ -33,25 +33,28 @@ _LONG_GAP_NUMEL = 64
 Change: TypeAlias = tuple[Callable[..., torch.Tensor], float] | None
 
 
-def serves(chunks: ChunkTable, wire: torch.Tensor) -> bool:
-    """Whether these forms apply: on CPU, with known shapes, and without rounding from fp64."""
-    return chunks.shapes is not None and wire.device.type == "cpu" and (not chunks.fp64 or wire.dtype is torch.float64)
+def kept_for(chunks: ChunkTable, pointers: PointerTable, wire: torch.Tensor) -> Kept | None:
+    """What is kept for the buckets' quick forms; None where they do not apply.
+
+    They apply on CPU, with known shapes, and without rounding from fp64.
+    """
+    kept: Kept | None = pointers.kept
+    if kept is not None and kept.chunks is chunks and kept.wire is wire:
+        return kept
+    if chunks.shapes is None or wire.device.type != "cpu" or (chunks.fp64 and wire.dtype is not torch.float64):
+        return None
+    kept = pointers.kept = Kept(chunks, wire, pointers.views(chunks, wire))
+    return kept
 
 
 def pack(
-    gradients: Sequence[torch.Tensor | None],
-    runs: Sequence[Run],
-    chunks: ChunkTable,
-    pointers: PointerTable,
-    wire: torch.Tensor,
-    divisor: float,
+    gradients: Sequence[torch.Tensor | None], runs: Sequence[Run], kept: Kept, wire: torch.Tensor, divisor: float
 ) -> None:
     """Packs some runs of a layout, and zeros their padding.
 
     `gradients` begin with the first run's first slot; those of slots in no run are ignored.
     """
-    kept, views = _kept(pointers, chunks), pointers.views(chunks, wire)
-    change = _change(divisor, kept.compute)
+    views, change = kept.views, _change(divisor, kept.compute)
     native = kept.chunks.kinds == {wire.dtype}
     base = runs[0].slots.start if runs else 0
     for run in runs:
@@ -78,16 +81,10 @@ def pack_flat(source: torch.Tensor, destination: torch.Tensor, divisor: float, c
 
 
 def unpack(
-    gradients: Sequence[torch.Tensor | None],
-    runs: Sequence[Run],
-    chunks: ChunkTable,
-    pointers: PointerTable,
-    wire: torch.Tensor,
-    scale: float,
+    gradients: Sequence[torch.Tensor | None], runs: Sequence[Run], kept: Kept, wire: torch.Tensor, scale: float
 ) -> None:
     """gradient = round_once(wire * scale), without statistics; small gradients may have any strides."""
-    kept, change = _kept(pointers, chunks), None if scale == 1.0 else (torch.mul, scale)
-    views = pointers.views(chunks, wire)
+    views, change = kept.views, None if scale == 1.0 else (torch.mul, scale)
     if change is None and (wire.dtype is kept.compute or kept.chunks.kinds <= {kept.compute, wire.dtype}):
         copy_all(gradients, views)
         return
@@ -109,16 +106,24 @@ def _change(divisor: float, compute: torch.dtype) -> Change:
     return None if scalar == 1.0 else (torch.mul if exact else torch.div, scalar)
 
 
-class _Kept:
-    """What is cached for one pointer table: memory, views of it, positions of padding."""
+class Kept:
+    """What is cached for one pointer table and wire: memory, views of it, positions of padding.
 
-    def __init__(self, chunks: ChunkTable) -> None:
+    Args:
+        chunks: the layout's table.
+        wire: the wire buffer.
+        views: its slots, with the gradients' shapes.
+    """
+
+    def __init__(self, chunks: ChunkTable, wire: torch.Tensor, views: list[torch.Tensor]) -> None:
         self.chunks = chunks
+        self.wire = wire
+        self.views = views
         self.compute = chunks.compute_dtype
         self._blocks: dict[torch.dtype, torch.Tensor] = {}
         self._staged: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._temporaries: dict[int, torch.Tensor] = {}
-        self._joined: dict[int, tuple[tuple[int, ...], int] | None] = {}
+        self._joined: dict[int, tuple[tuple[int, ...], int, torch.dtype] | None] = {}
         self._gaps: dict[int, tuple[Sequence[Run], torch.Tensor | None, list[tuple[int, int]]]] = {}
 
     def gathering(self, run: Run) -> torch.dtype:
@@ -142,11 +147,12 @@ class _Kept:
             self._temporaries[slot] = known
         return known
 
-    def joined(self, run: Run) -> tuple[tuple[int, ...], int] | None:
-        """If torch.cat can write a whole run: the gradients' shape without the first dimension, and their elements."""
+    def joined(self, run: Run) -> tuple[tuple[int, ...], int, torch.dtype] | None:
+        """If torch.cat can write a whole run: the gradients' shape without the first dimension, elements, and dtype."""
         first = run.slots.start
         if first not in self._joined:
-            self._joined[first] = _joined(self.chunks, run)
+            joined = _joined(self.chunks, run)
+            self._joined[first] = None if joined is None else (*joined, self.gathering(run))
         return self._joined[first]
 
     def zero_gaps(self, wire: torch.Tensor, runs: Sequence[Run]) -> None:
@@ -174,13 +180,6 @@ class _Kept:
     def _view(self, block: torch.Tensor, slot: int, offset: int) -> torch.Tensor:
         assert self.chunks.shapes is not None
         return block.as_strided(*self.chunks.shapes[slot], offset)
-
-
-def _kept(pointers: PointerTable, chunks: ChunkTable) -> _Kept:
-    kept: _Kept | None = pointers.kept
-    if kept is None or kept.chunks is not chunks:
-        kept = pointers.kept = _Kept(chunks)
-    return kept
 
 
 def _joined(chunks: ChunkTable, run: Run) -> tuple[tuple[int, ...], int] | None:
@@ -214,13 +213,13 @@ def _gaps(chunks: ChunkTable, runs: Sequence[Run]) -> tuple[torch.Tensor | None,
 
 
 def _pack_concatenated(
-    gradients: Sequence[torch.Tensor | None], run: Run, kept: _Kept, wire: torch.Tensor, change: Change
+    gradients: Sequence[torch.Tensor | None], run: Run, kept: Kept, wire: torch.Tensor, change: Change
 ) -> bool:
     """Concatenates a run's gradients, then converts; False if that is impossible, and nothing is written then."""
-    joined, gathering = kept.joined(run), kept.gathering(run)
+    joined = kept.joined(run)
     if joined is None:
         return False
-    rows, numel = joined
+    rows, numel, gathering = joined
     part = wire[run.begin : run.begin + numel]
     block = part if gathering is wire.dtype else scratch(gathering, wire.device, numel)
     try:
@@ -235,7 +234,7 @@ def _pack_copied(
     gradients: Sequence[torch.Tensor | None],
     views: Sequence[torch.Tensor],
     run: Run,
-    kept: _Kept,
+    kept: Kept,
     wire: torch.Tensor,
     change: Change,
 ) -> None:
@@ -252,7 +251,7 @@ def _pack_copied(
         torch._foreach_zero_([view for view, gradient in zip(views, gradients, strict=True) if gradient is None])
 
 
-def _convert(source: torch.Tensor, destination: torch.Tensor, kept: _Kept, slot: int, change: Change) -> None:
+def _convert(source: torch.Tensor, destination: torch.Tensor, kept: Kept, slot: int, change: Change) -> None:
     """destination = round_once(change(source)), of one shape; larger ones than a block have one layout too."""
     numel = kept.chunks.numels[slot]
     if source.dtype is destination.dtype or (change is None and kept.compute in (source.dtype, destination.dtype)):

@@ -474,5 +474,7 @@ def test_runs_that_grow_share_one_block_of_memory() -> None:
         assert torch.equal(wire, torch.ones_like(wire))
         reference.unpack(gradients, chunks, pointers, wire, by, vouched=True)
         assert all(bool((gradient == 3.0).all()) for gradient in gradients)
-    staged = [block for block, _ in reference_quick._kept(pointers, chunks)._staged.values()]
+    kept = reference_quick.kept_for(chunks, pointers, wire)
+    assert kept is not None
+    staged = [block for block, _ in kept._staged.values()]
     assert len(staged) > 1 and len({block.untyped_storage().data_ptr() for block in staged}) <= 2  # bf16 and fp32
