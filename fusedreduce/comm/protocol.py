@@ -32,6 +32,8 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Blocks until the tensor holds the result; on CUDA only orders the current stream behind it.
 
+        May be called several times, and on some ranks only, so it must not issue another collective.
+
         Raises:
             RuntimeError: a rank died, left, or did not answer within the group's timeout.
         """
