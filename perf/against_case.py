@@ -84,11 +84,13 @@ def hook(model: nn.Module) -> Step:
     return step
 
 
-LARGE, SMALL, MIDDLE = (200, 50_000), (2000, 8), (256, 256)
+LARGE, EVEN, SMALL, MIDDLE = (200, 50_000), (1000, 1000), (2000, 8), (256, 256)
 CASES: dict[str, tuple[tuple[int, int], Build]] = {
     "200x50000 native": (LARGE, wrapper()),
     "200x50000 native, views": (LARGE, wrapper(options=VIEWS)),
     "200x50000 bf16": (LARGE, wrapper(wire="bf16")),
+    "1000x1000 native, views": (EVEN, wrapper(options=VIEWS)),
+    "1000x1000 bf16": (EVEN, wrapper(wire="bf16")),
     "2000x8 native, views": (SMALL, wrapper(options=VIEWS)),
     "2000x8 bf16": (SMALL, wrapper(wire="bf16")),
     "2000x8 bf16, clipped": (SMALL, wrapper(wire="bf16", clip=True)),
