@@ -37,7 +37,7 @@ class Bucket:
         label: for messages, logs and profiler ranges.
         shapes: size and strides of each slot's gradient, where they are always the same.
         chunks: the layout's chunk table; None: it is built.
-        split: power of two by which the wire holds more than the result (see `exchange.divisor_split`).
+        split: wire / result, a power of two (see `exchange.divisor_split`).
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class DenseReduction(WritesPartials):
         communicator: the ranks to average over.
         wire_dtype: what travels.
         as_views: gradients become views of the wire buffer, which has their dtype.
-        split: power of two by which the wire holds more than the mean (see `exchange.divisor_split`).
+        split: wire / result, a power of two (see `exchange.divisor_split`).
     """
 
     def __init__(

@@ -163,7 +163,7 @@ def finish(
 
 
 def fp16_split(ranks: int, op: Op = "mean") -> float:
-    """The power of two by which an fp16 wire holds more than the result; of a mean about the root of the ranks' number.
+    """What an fp16 wire holds, divided by the result: a power of two; of a mean about the root of the ranks' number.
 
     To divide by the full number of ranks before the sum flushes small values to zero; not to divide before it lets
     large ones overflow; and a power of two costs no rounding. Example, 8 ranks: 4, so gradients are divided by 2 before
@@ -186,7 +186,7 @@ def fp16_split(ranks: int, op: Op = "mean") -> float:
 
 
 def divisor_split(wire: torch.dtype, gradients: Collection[torch.dtype], ranks: int, op: Op = "mean") -> float:
-    """The power of two by which a bucket's wire holds more than the result; unpack takes it off.
+    """What a bucket's wire holds, divided by the result: a power of two, which unpack takes off.
 
     Args:
         wire: dtype of the wire.

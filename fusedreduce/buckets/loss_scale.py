@@ -47,7 +47,7 @@ class LossScale:
 
 
 class Unscaling:
-    """The factors by which unpack removes one step's loss scale.
+    """The factors by which unpack removes one step's loss scale, and at the same time each bucket's split.
 
     Args:
         scale: the step's loss scale; None: its gradients are not scaled.

@@ -104,7 +104,7 @@ class Reduction(Protocol):
 
         Args:
             unused: numbers of parameters that no rank has used: their gradients are left as they are.
-            unscaling: removes the loss scale on the way.
+            unscaling: removes the loss scale and the bucket's split on the way.
 
         Raises:
             CollectiveError: a peer died, left, or did not answer.

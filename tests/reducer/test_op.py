@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.leaf_steps import Wire, clear, step
+from support.leaf_steps import SCALER, Wire, clear, loss_scale, step
 from support.loopback import Loopback, ThreadWorld, constant
 
 from fusedreduce import AgreementError, BucketCaps, ReduceConfig, Reducer
@@ -72,6 +72,28 @@ def test_every_rank_gets_the_sum_over_each_ranks_divisor(wire: Wire, ranks: int,
                 local = [_gradients(10 * number + rank)[index] for rank in range(ranks)]
                 expected = _reduced(local, divisors, wire, split)
                 assert torch.equal(gradient, expected), (number, index)
+
+
+@pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_a_loss_scale_is_removed_once_and_the_split_of_an_fp16_wire_too(wire: Wire, ranks: int, op: Any) -> None:
+    """8 ranks: a mean's split is 4 then, a sum's an eighth; of a scaled step one factor removes both."""
+    scale, split = 2.0**10, fp16_split(ranks, op) if wire == "fp16" else 1.0
+    divisors = [float(ranks) if op == "mean" else 1.0] * ranks
+
+    def case(communicator: Communicator) -> list[torch.Tensor | None]:
+        parameters = _parameters()
+        reducer = Reducer(parameters, communicator, ReduceConfig(wire=wire, op=op), caps=CAPS)
+        reducer.observed.units.attach(SCALER)
+        step(reducer, _gradients(communicator.rank), scale=loss_scale(scale))
+        return [one.grad for one in parameters]
+
+    for held in ThreadWorld(ranks).run(case):
+        assert not isinstance(held, BaseException), held
+        for index, gradient in enumerate(held):
+            local = [_gradients(rank)[index] * scale for rank in range(ranks)]
+            assert torch.equal(gradient, _reduced(local, divisors, wire, split) / scale), index
 
 
 def test_weights_give_the_mean_over_all_samples() -> None:

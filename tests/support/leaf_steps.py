@@ -77,7 +77,7 @@ def backward(reducer: Reducer, loss: torch.Tensor, scale: LossScale | None = Non
 
 
 def scaled(reducer: Reducer, loss: torch.Tensor, scale: LossScale) -> torch.Tensor:
-    """`loss` times `scale`, whose backward tells the reducer."""
+    """`loss` times `scale`, whose backward tells the reducer, which unscales nothing unless a scaler is attached."""
     product = loss * scale.scale.double().reshape(())
     function = product.grad_fn
     assert function is not None
