@@ -359,10 +359,12 @@ class Reducer(ReducerBase):
 
         Raises:
             RuntimeError: a hook is registered already.
+            FusedReduceError: the reducer is closed.
             ValueError: the wire is not "native", op is not "mean", or the sync mode is not Synchronous: the hook would
                 take their place.
         """
         with self.cycle.lock:
+            self.refuse_closed()
             self.cycle.complete_outside()
             maker = self.pipeline.maker
             if self.has_comm_hook:
@@ -434,9 +436,10 @@ class Reducer(ReducerBase):
             The context manager; it writes the file when it is left.
 
         Raises:
-            FusedReduceError: a trace is being recorded already.
+            FusedReduceError: a trace is being recorded already, or the reducer is closed.
             ValueError: the sync mode is not Synchronous: steps do not end with their own backward.
         """
+        self.refuse_closed()
         validation.check_mode(self.config.sync_mode, {"a trace": True})
         return self._recording.record(folder, limit)
 
