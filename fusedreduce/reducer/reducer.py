@@ -20,6 +20,7 @@ buckets of limited size, in reverse order of registration, from the start.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -225,11 +226,11 @@ class Reducer(ReducerBase):
             FusedReduceError, CollectiveError: as `finalize`, where a step is launched and not finished.
         """
         self.cycle.complete_outside()
-        for reduction in self.pipeline.buckets.reductions:
-            if not reduction.zero_views():
-                for parameter in reduction.members.parameters:
-                    if parameter.grad is not None:
-                        parameter.grad.detach_().zero_()
+        reductions = self.pipeline.buckets.reductions
+        groups = [one.members.parameters for one in reductions if not one.zero_views()]
+        for parameter in itertools.chain(*groups) if reductions else self.parameters:  # closed: there are no buckets
+            if parameter.grad is not None:
+                parameter.grad.detach_().zero_()
 
     # Steps that end later than with their own backward
 
