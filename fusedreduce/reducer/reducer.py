@@ -39,6 +39,7 @@ from .base import ReducerBase
 from .modes import asynchronous
 from .modes.mode import FlushRequest
 from .plans import Forecast
+from .step_cycle import ReducerState
 
 
 class Reducer(ReducerBase):
@@ -242,10 +243,15 @@ class Reducer(ReducerBase):
 
         Raises:
             ValueError: not a mode, or an option in use excludes it.
-            FusedReduceError: steps are in flight, or one is not finished.
+            FusedReduceError: steps are in flight, or one is armed or not finished.
         """
         with self.cycle.lock:
             self.check_finalized()
+            if self.state is ReducerState.ARMED:
+                raise FusedReduceError(
+                    "a step is armed, and would end in another mode than it began in: call set_sync_mode() after its "
+                    "backward, or after reset() on every rank"
+                )
             config = dataclasses.replace(self.config, sync_mode=mode)
             asynchronous.check(config, self.names, self.sparse)
             present = {
