@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import state_cases
 from support.ranks import RankPool
-from support.state_cases import CALLS, RANKS, Outcome, Rank, drive, in_turn
+from support.state_cases import (
+    CALLS,
+    CHANGED,
+    RANKS,
+    SHAPES,
+    Outcome,
+    Rank,
+    bring,
+    check,
+    drive,
+    fail,
+    gradient_value,
+    in_turn,
+)
 
 from fusedreduce import FusedReduceError
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
@@ -35,9 +54,9 @@ def _refused(state: ReducerState, match: str, does: str, error: type[Exception] 
 
 # What most calls do with a reducer that cannot go on.
 _UNUSABLE = {
-    FAILED: _refused(FAILED, _UNFINISHED, "says reset"),
-    LOST: _refused(LOST, _NO_GROUP, "says set_communicator"),
-    CLOSED: _refused(CLOSED, _CLOSED, "says closed"),
+    FAILED: _refused(FAILED, _UNFINISHED, "raises: reset"),
+    LOST: _refused(LOST, _NO_GROUP, "raises: set_communicator"),
+    CLOSED: _refused(CLOSED, _CLOSED, "raises: closed"),
 }
 # What looks at a finished step, and changes nothing else.
 _CHECK = {
@@ -60,7 +79,7 @@ ROWS: Mapping[str, Mapping[ReducerState, Outcome]] = {
     "loss.backward": {
         IDLE: _fine(IDLE, "local"),
         ARMED: _fine(IDLE, "averages"),  # or LAUNCHED, where nothing may be waited for in backward
-        LAUNCHED: _fine(LAUNCHED, "changes what is in flight: the end raises"),
+        LAUNCHED: _fine(LAUNCHED, "local, so the end raises"),
         FAILED: _fine(FAILED, "local"),
         LOST: _fine(LOST, "local"),
         CLOSED: _fine(CLOSED, "local"),
@@ -86,7 +105,7 @@ ROWS: Mapping[str, Mapping[ReducerState, Outcome]] = {
     "load_state_dict": {**_CHECK},
     "set_sync_mode": {
         IDLE: _fine(IDLE, "switches"),
-        ARMED: _refused(ARMED, r"a step is armed.*after its backward, or after reset\(\)", "says backward"),
+        ARMED: _refused(ARMED, r"a step is armed.*after its backward, or after reset\(\)", "raises: armed"),
         LAUNCHED: _fine(IDLE, "completes the step, switches"),
         **_UNUSABLE,
     },
@@ -100,13 +119,13 @@ ROWS: Mapping[str, Mapping[ReducerState, Outcome]] = {
     },
     "set_static_graph": {
         **{
-            state: _refused(state, _TOO_LATE, "says too late", RuntimeError)
+            state: _refused(state, _TOO_LATE, "raises: too late", RuntimeError)
             for state in (IDLE, ARMED, LAUNCHED, FAILED, LOST)
         },
         CLOSED: _UNUSABLE[CLOSED],
     },
     "record_trace": {
-        **{state: _fine(state, "records from the next step") for state in (IDLE, ARMED, LAUNCHED, FAILED, LOST)},
+        **{state: _fine(state, "records") for state in (IDLE, ARMED, LAUNCHED, FAILED, LOST)},
         CLOSED: _UNUSABLE[CLOSED],
     },
     "reset": {
@@ -210,3 +229,158 @@ def test_calls_of_ranks_that_one_thread_drives(call: str, state: ReducerState) -
 @pytest.mark.parametrize("state", [IDLE, ARMED, FAILED, LOST, CLOSED])
 def test_calls_of_ranks_that_are_processes(state: ReducerState, two: RankPool) -> None:
     two.run(state_cases.over_gloo, state, [(call, row[state]) for call, row in ROWS.items()], 1)
+
+
+NEXT = {
+    IDLE: "prepare_for_backward",
+    ARMED: "loss.backward",
+    LAUNCHED: "finalize",
+    FAILED: "reset",
+    LOST: "set_communicator",
+}
+
+
+class Calls(RuleBasedStateMachine):
+    """Random calls, the same on both ranks; TABLE says what each does, and a model what the gradients are then.
+
+    Gradient i is `own[rank] + i * times`: what the rank has accumulated, until a step makes it the mean.
+    """
+
+    @initialize(state=st.sampled_from(ReducerState), steps=st.integers(0, 1), waits=st.booleans(), unused=st.booleans())
+    def begin(self, state: ReducerState, steps: int, waits: bool, unused: bool) -> None:
+        self.group = LocalGroup(RANKS, timeout_s=TIMEOUT_S)
+        self.pool = ThreadPoolExecutor(RANKS)
+        self.waits = waits and state is not LAUNCHED
+        options = {"find_unused_parameters": unused}
+        self.ranks = [Rank(one, _connect(self.group, one, waits=self.waits), options) for one in range(RANKS)]
+        self.is_new()
+        self.each(lambda rank: [*bring(rank, state, steps)])
+        self.state, self.steps = state, steps
+        if state is LAUNCHED:
+            self.accumulate()
+        else:
+            self.drop_gradients()
+
+    def is_new(self) -> None:
+        self.state, self.steps = IDLE, 0
+        self.own: list[float] | None = None  # None: there are no gradients
+        self.times = 0.0
+        self.hooked = self.static = self.changed = False
+
+    def each(self, call: Callable[[Rank], object]) -> None:
+        """On both ranks at once."""
+        for one in [self.pool.submit(call, rank) for rank in self.ranks]:
+            one.result()
+
+    def predict(self, call: str) -> Outcome:
+        state, table = self.state, TABLE if self.waits else TABLE | DEFERRED  # type: ignore[operator]
+        outcome: Outcome = table[call, state]
+        completes = "completes the step" in outcome.does
+        if completes and self.changed:
+            return _refused(FAILED, CHANGED, "")
+        if call == "register_comm_hook" and self.hooked and state is not CLOSED:
+            return _refused(IDLE if completes else state, "can only be called once", outcome.does, RuntimeError)
+        if call == "set_static_graph" and state is not CLOSED:
+            if self.static:
+                return _fine(state, "")
+            return outcome if self.steps else FIRST.get((call, state), outcome)
+        return outcome
+
+    @rule(call=st.sampled_from(sorted(CALLS)))
+    def makes(self, call: str) -> None:
+        before, wanted = self.state, self.predict(call)
+        self.each(lambda rank: check(rank, call, before, wanted))
+        self.state = wanted.after
+        if wanted.error is None or wanted.after is not before:
+            self.follow(call, before, wanted)
+
+    @rule(times=st.integers(1, 3))
+    def goes_on(self, times: int) -> None:
+        """As a training loop does, and as the errors say."""
+        for _ in range(times):
+            if self.state is CLOSED:
+                self.each(Rank.build)
+                self.is_new()
+            else:
+                self.makes(NEXT[self.state])
+
+    def follow(self, call: str, before: ReducerState, outcome: Outcome) -> None:
+        """What has become of the gradients."""
+        if "completes the step" in outcome.does:
+            self.complete()
+        if call == "zero_grad" and self.own is not None:
+            self.own, self.times = [0.0] * RANKS, 0.0
+        if call in ("loss.backward", "backward under no_sync") and outcome.error is None:
+            self.accumulate()
+            self.changed = before is LAUNCHED and outcome.after is LAUNCHED
+            if outcome.does == "averages":
+                self.complete()
+        self.changed = self.changed and self.state is LAUNCHED
+        self.hooked = self.hooked or (call == "register_comm_hook" and outcome.error is None)
+        self.static = self.static or (call == "set_static_graph" and outcome.error is None)
+
+    def accumulate(self) -> None:
+        added = [gradient_value(rank.number, rank.value) for rank in self.ranks]
+        self.own = [have + new for have, new in zip(self.own or [0.0] * RANKS, added, strict=True)]
+        self.times += 1
+
+    def complete(self) -> None:
+        assert self.own is not None
+        self.own = [sum(self.own) / RANKS] * RANKS
+        self.steps += 1
+
+    @precondition(lambda self: self.state is IDLE and self.steps > 1)
+    @rule(lost=st.booleans())
+    def fails(self, lost: bool) -> None:
+        error = RuntimeError("Connection closed by peer") if lost and not self.hooked else MemoryError("out of memory")
+        self.each(lambda rank: [*fail(rank, error)])
+        self.state = FAILED
+        self.drop_gradients()
+        if isinstance(error, RuntimeError):
+            self.each(lambda rank: check(rank, "reset", FAILED, TABLE["reset", LOST]))
+            self.state = LOST
+
+    @precondition(lambda self: self.state is not LAUNCHED)  # whose end looks at them
+    @rule()
+    def drop_gradients(self) -> None:
+        self.each(state_cases.drop_gradients)
+        self.own, self.times = None, 0.0
+
+    @invariant()
+    def gradients_are_right(self) -> None:
+        for number, rank in enumerate(self.ranks):
+            assert rank.state is self.state and rank.reducer.steps == self.steps
+            for index, (parameter, shape) in enumerate(zip(rank.parameters, SHAPES, strict=True)):
+                if self.own is None:
+                    assert parameter.grad is None
+                else:
+                    wanted = torch.full(shape, self.own[number] + index * self.times)
+                    assert parameter.grad is not None and torch.equal(parameter.grad, wanted), (parameter.grad, wanted)
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            self.each(lambda rank: rank.reducer.close())
+            self.pool.shutdown()
+            self.group.close()
+
+
+TestCalls = Calls.TestCase
+TestCalls.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
+
+
+def rendered() -> list[str]:
+    """The rows of the table in docs/design.md."""
+    rows = ["| call | " + " | ".join(state.name for state in ReducerState) + " |", "|---" * 7 + "|"]
+    for call, row in ROWS.items():
+        cells = []
+        for state in ReducerState:
+            outcome = row[state]
+            cells.append(outcome.does + (f" → {outcome.after.name}" if outcome.after is not state else ""))
+        rows.append(f"| `{call}` | " + " | ".join(cells) + " |")
+    return rows
+
+
+def test_the_table_is_that_of_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+    section = text.partition("\n## States\n")[2].partition("\n## ")[0]
+    assert [row for row in section.splitlines() if row.startswith("|")] == rendered(), "\n".join(rendered())

@@ -24,7 +24,7 @@ from support.leaf_steps import given
 RANKS = 2
 SHAPES = ((3,), (5, 7), (1,), (40,))
 _TIMEOUT = datetime.timedelta(seconds=20)
-_CHANGED = "was written to after it had been packed"
+CHANGED = "was written to after it had been packed"
 CAPS = BucketCaps(first_bytes=64, cap_bytes=150)  # several buckets
 
 
@@ -174,7 +174,7 @@ def check_averages(rank: Rank) -> None:
         assert parameter.grad is not None and torch.equal(parameter.grad, wanted), (index, parameter.grad, wanted)
 
 
-def _fail(rank: Rank, error: Exception) -> Iterator[None]:
+def fail(rank: Rank, error: Exception) -> Iterator[None]:
     """A step whose second bucket, or only one, cannot be started, on every rank."""
     communicator: Any = rank.reducer.communicator
     issue, issued = communicator.all_reduce, 0
@@ -211,9 +211,9 @@ def bring(rank: Rank, state: ReducerState, steps: int) -> Iterator[None]:
     if state is ReducerState.LAUNCHED:
         _backward(rank)
     elif state is ReducerState.FAILED:
-        yield from _fail(rank, MemoryError("out of memory"))
+        yield from fail(rank, MemoryError("out of memory"))
     elif state is ReducerState.LOST:
-        yield from _fail(rank, RuntimeError("Connection closed by peer"))
+        yield from fail(rank, RuntimeError("Connection closed by peer"))
         try:
             rank.reducer.reset()
         except RuntimeError:
@@ -256,7 +256,7 @@ def recover(rank: Rank, *, alone: bool) -> Iterator[None]:
             rank.reducer.finalize()
         except RuntimeError as error:
             text = str(error)
-        assert not text or _CHANGED in text, text
+        assert not text or CHANGED in text, text
         yield
     if rank.state is ReducerState.FAILED and not alone:
         rank.reducer.reset()
