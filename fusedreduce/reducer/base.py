@@ -23,7 +23,7 @@ from .modes import asynchronous
 from .pipeline import Pipeline
 from .plans import Plans
 from .recording import Recording
-from .step_cycle import ReducerState, StepCycle
+from .step_cycle import CLOSED_TEXT, ReducerState, StepCycle
 from .unused_parameters import UsedMap
 
 
@@ -264,6 +264,7 @@ class ReducerBase:
             FusedReduceError: the reducer is closed.
         """
         with self.cycle.lock:
+            self.refuse_closed()
             self.communicator = communicator
             self.pipeline.set_communicator(communicator)
             self.cycle.follow_communicator()
@@ -279,7 +280,9 @@ class ReducerBase:
 
         Raises:
             RuntimeError: a backward has been reduced, or one is armed.
+            FusedReduceError: the reducer is closed.
         """
+        self.refuse_closed()
         if self.static_graph:
             return
         if self.steps or self.state in (ReducerState.ARMED, ReducerState.LAUNCHED):
@@ -303,6 +306,11 @@ class ReducerBase:
             self.remove_hooks()
             self.pipeline.release_buckets()
             validation.leave(self.cycle, self.parameters)
+
+    def refuse_closed(self) -> None:
+        """Raises FusedReduceError if the reducer is closed."""
+        if self.state is ReducerState.CLOSED:
+            raise FusedReduceError(CLOSED_TEXT)
 
     def remove_hooks(self) -> None:
         """Removes the hooks from the parameters: nothing is reduced any more."""

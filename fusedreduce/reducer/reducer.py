@@ -20,6 +20,7 @@ buckets of limited size, in reverse order of registration, from the start.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -38,6 +39,7 @@ from .base import ReducerBase
 from .modes import asynchronous
 from .modes.mode import FlushRequest
 from .plans import Forecast
+from .step_cycle import ReducerState
 
 
 class Reducer(ReducerBase):
@@ -225,11 +227,11 @@ class Reducer(ReducerBase):
             FusedReduceError, CollectiveError: as `finalize`, where a step is launched and not finished.
         """
         self.cycle.complete_outside()
-        for reduction in self.pipeline.buckets.reductions:
-            if not reduction.zero_views():
-                for parameter in reduction.members.parameters:
-                    if parameter.grad is not None:
-                        parameter.grad.detach_().zero_()
+        reductions = self.pipeline.buckets.reductions
+        groups = [one.members.parameters for one in reductions if not one.zero_views()]
+        for parameter in itertools.chain(*groups) if reductions else self.parameters:  # closed: there are no buckets
+            if parameter.grad is not None:
+                parameter.grad.detach_().zero_()
 
     # Steps that end later than with their own backward
 
@@ -241,10 +243,15 @@ class Reducer(ReducerBase):
 
         Raises:
             ValueError: not a mode, or an option in use excludes it.
-            FusedReduceError: steps are in flight, or one is not finished.
+            FusedReduceError: steps are in flight, or one is armed or not finished.
         """
         with self.cycle.lock:
             self.check_finalized()
+            if self.state is ReducerState.ARMED:
+                raise FusedReduceError(
+                    "a step is armed, and would end in another mode than it began in: call set_sync_mode() after its "
+                    "backward, or after reset() on every rank"
+                )
             config = dataclasses.replace(self.config, sync_mode=mode)
             asynchronous.check(config, self.names, self.sparse)
             present = {
@@ -359,10 +366,12 @@ class Reducer(ReducerBase):
 
         Raises:
             RuntimeError: a hook is registered already.
+            FusedReduceError: the reducer is closed.
             ValueError: the wire is not "native", op is not "mean", or the sync mode is not Synchronous: the hook would
                 take their place.
         """
         with self.cycle.lock:
+            self.refuse_closed()
             self.cycle.complete_outside()
             maker = self.pipeline.maker
             if self.has_comm_hook:
@@ -434,9 +443,10 @@ class Reducer(ReducerBase):
             The context manager; it writes the file when it is left.
 
         Raises:
-            FusedReduceError: a trace is being recorded already.
+            FusedReduceError: a trace is being recorded already, or the reducer is closed.
             ValueError: the sync mode is not Synchronous: steps do not end with their own backward.
         """
+        self.refuse_closed()
         validation.check_mode(self.config.sync_mode, {"a trace": True})
         return self._recording.record(folder, limit)
 

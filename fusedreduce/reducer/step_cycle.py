@@ -43,7 +43,7 @@ from .unused_parameters import tensors_in, unreachable
 
 _logger = logging.getLogger(__name__)
 
-_CLOSED = "this reducer is closed: build another one to reduce gradients again"
+CLOSED_TEXT = "this reducer is closed: build another one to reduce gradients again"
 
 
 class ReducerState(enum.Enum):
@@ -153,7 +153,7 @@ class StepCycle:
             FusedReduceError: the reducer is closed.
         """
         if self.state is ReducerState.CLOSED:
-            raise FusedReduceError(_CLOSED)
+            raise FusedReduceError(CLOSED_TEXT)
         self.state = ReducerState.IDLE
         self._forward_ns = MISSING_NS
         self.failures.clear_failure()
@@ -173,7 +173,7 @@ class StepCycle:
         if self.state is ReducerState.LAUNCHED:
             self.complete_outside()
         if self.state is ReducerState.CLOSED:
-            raise FusedReduceError(_CLOSED)
+            raise FusedReduceError(CLOSED_TEXT)
         if self.state is ReducerState.LOST or communicator.lost:
             raise lost_error(communicator, communicator.lost)
         # A backward whose queued callback never ran has raised, maybe before any parameter's hook was called.
