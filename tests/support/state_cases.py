@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fusedreduce import BucketCaps, Reducer, Synchronous
+from fusedreduce import BucketCaps, CollectiveError, Reducer, Synchronous
 from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.reducer.step_cycle import ReducerState
@@ -149,6 +149,10 @@ CALLS: dict[str, Callable[[Rank], object]] = {
     "set_communicator": lambda rank: rank.reducer.set_communicator(rank.connect()),
     "close": lambda rank: rank.reducer.close(),
 }
+
+
+# After these the next forward compares the ranks, which one thread that drives them all cannot.
+AGREES_ANEW = ("set_sync_mode", "set_communicator", "reset")
 
 
 # Drives
@@ -289,7 +293,7 @@ def recover(rank: Rank, *, alone: bool) -> Iterator[None]:
         rank.reducer.reset()
     elif rank.state is ReducerState.LOST and not alone:
         rank.reducer.set_communicator(rank.connect())
-    elif rank.state in (ReducerState.CLOSED, ReducerState.FAILED, ReducerState.LOST) or alone:
+    elif rank.state in (ReducerState.CLOSED, ReducerState.FAILED, ReducerState.LOST):
         rank.reducer.close()
         rank.build()
     yield
@@ -317,6 +321,11 @@ def drive(
         else:
             check_averages(rank, forwards)
     yield
+    if alone and wanted.error is None and call in AGREES_ANEW and wanted.after is not ReducerState.CLOSED:
+        error, _ = outcome_of(rank, "prepare_for_backward")
+        assert isinstance(error, CollectiveError) and "comparing model and settings" in str(error), error
+        yield
+        rank.reducer.close()
     yield from recover(rank, alone=alone)
     rank.reducer.close()
 
