@@ -250,6 +250,7 @@ def test_calls_of_ranks_that_are_processes(state: ReducerState, two: RankPool) -
     two.run(state_cases.over_gloo, state, [(call, row[state]) for call, row in ROWS.items()], 1)
 
 
+OPTIONS = ("find_unused_parameters", "static_graph", "exclusive")  # the last is the default
 NEXT = {
     IDLE: "prepare_for_backward",
     ARMED: "loss.backward",
@@ -265,13 +266,18 @@ class Calls(RuleBasedStateMachine):
     Gradient i is `own[rank] + i * times`: what the rank has accumulated, until a step makes it the mean.
     """
 
-    @initialize(state=st.sampled_from(ReducerState), steps=st.integers(0, 1), waits=st.booleans(), unused=st.booleans())
-    def begin(self, state: ReducerState, steps: int, waits: bool, unused: bool) -> None:
+    @initialize(
+        state=st.sampled_from(ReducerState),
+        steps=st.integers(0, 1),
+        waits=st.booleans(),
+        option=st.sampled_from(OPTIONS),
+    )
+    def begin(self, state: ReducerState, steps: int, waits: bool, option: str) -> None:
         self.group = LocalGroup(RANKS, timeout_s=TIMEOUT_S)
         self.pool = ThreadPoolExecutor(RANKS)
         self.waits = waits and state is not LAUNCHED
-        options = {"find_unused_parameters": unused}
-        self.ranks = [Rank(one, _connect(self.group, one, waits=self.waits), options) for one in range(RANKS)]
+        self.option = option
+        self.ranks = [Rank(one, _connect(self.group, one, waits=self.waits), {option: True}) for one in range(RANKS)]
         self.is_new()
         self.each(lambda rank: [*bring(rank, state, steps)])
         self.state, self.steps = state, steps
@@ -284,7 +290,8 @@ class Calls(RuleBasedStateMachine):
         self.state, self.steps = IDLE, 0
         self.own: list[float] | None = None  # None: there are no gradients
         self.times = 0.0
-        self.hooked = self.static = self.changed = False
+        self.hooked = self.changed = False
+        self.static = self.option == "static_graph"
 
     def each(self, call: Callable[[Rank], object]) -> None:
         """On both ranks at once."""
