@@ -334,7 +334,7 @@ class Calls(RuleBasedStateMachine):
         """What has become of the gradients."""
         if "completes the step" in outcome.does:
             self.complete()
-        if call == "zero_grad" and self.own is not None:
+        if call == "zero_grad" and outcome.error is None and self.own is not None:
             self.own, self.times = [0.0] * RANKS, 0.0
         if call in ("loss.backward", "backward under no_sync") and outcome.error is None:
             self.accumulate()

@@ -313,13 +313,15 @@ def drive(
 ) -> Iterator[None]:
     """Brings a reducer into a state, makes the call, checks what it does, and that steps can follow."""
     yield from bring_broken(rank) if broken else bring(rank, before, steps)
-    forwards, had = rank.value, rank.parameters[0].grad
+    forwards = rank.value
+    if call == "zero_grad" and before is not ReducerState.LAUNCHED:
+        for parameter in rank.parameters:
+            parameter.grad = torch.ones_like(parameter)
     check(rank, call, before, wanted)
-    if wanted.error is None and call != "backward under no_sync" and "completes the step" in wanted.does:
-        if call == "zero_grad":
-            assert had is not None and not any(one.grad is None or one.grad.any() for one in rank.parameters)
-        else:
-            check_averages(rank, forwards)
+    if call == "zero_grad":
+        assert not any(one.grad is None or one.grad.any() for one in rank.parameters)
+    elif call != "backward under no_sync" and "completes the step" in wanted.does:
+        check_averages(rank, forwards)
     yield
     if alone and wanted.error is None and call in AGREES_ANEW and wanted.after is not ReducerState.CLOSED:
         error, _ = outcome_of(rank, "prepare_for_backward")
