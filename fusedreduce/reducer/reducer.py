@@ -366,13 +366,12 @@ class Reducer(ReducerBase):
 
         Raises:
             RuntimeError: a hook is registered already.
-            FusedReduceError: the reducer is closed.
+            FusedReduceError: the last step is not finished, or has failed; or the reducer is closed.
             ValueError: the wire is not "native", op is not "mean", or the sync mode is not Synchronous: the hook would
                 take their place.
         """
         with self.cycle.lock:
-            self.refuse_closed()
-            self.cycle.complete_outside()
+            self.check_finalized()
             maker = self.pipeline.maker
             if self.has_comm_hook:
                 raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")

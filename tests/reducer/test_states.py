@@ -113,9 +113,7 @@ ROWS: Mapping[str, Mapping[ReducerState, Outcome]] = {
         IDLE: _fine(IDLE, "registers"),
         ARMED: _fine(ARMED, "registers"),
         LAUNCHED: _fine(IDLE, "completes the step, registers"),
-        FAILED: _fine(FAILED, "registers"),
-        LOST: _fine(LOST, "registers"),
-        CLOSED: _UNUSABLE[CLOSED],
+        **_UNUSABLE,
     },
     "set_static_graph": {
         **{
@@ -157,6 +155,11 @@ TABLE: Mapping[tuple[str, ReducerState], Outcome] = {
 FIRST: Mapping[tuple[str, ReducerState], Outcome] = {
     ("set_static_graph", state): _fine(state, "") for state in (IDLE, FAILED, LOST)
 }
+# Armed, after a backward that has raised: what changes nothing and what abandons the step is as in TABLE.
+BROKEN: Mapping[str, Outcome] = {
+    "loss.backward": _refused(FAILED, "ready only once", ""),
+    **{call: _refused(ARMED, _UNFINISHED, "") for call, row in ROWS.items() if row[FAILED] is _UNUSABLE[FAILED]},
+}
 # Where one thread drives all ranks, what waits for the others cannot end, and says so at once.
 _NOBODY = "cannot arrive: the thread that waits drives them too"
 ALONE: Mapping[tuple[str, ReducerState], Outcome] = {
@@ -194,12 +197,22 @@ def _connect(group: LocalGroup, number: int, *, waits: bool = True) -> Callable[
     return connect
 
 
-def _with_threads(call: str, state: ReducerState, outcome: Outcome, steps: int, *, waits: bool) -> None:
+def _with_threads(
+    call: str,
+    state: ReducerState,
+    outcome: Outcome,
+    steps: int,
+    *,
+    waits: bool,
+    views: bool = False,
+    broken: bool = False,
+) -> None:
     group = LocalGroup(RANKS, timeout_s=TIMEOUT_S)
 
     def case(communicator: LocalCommunicator) -> None:
         number = communicator.rank
-        for _ in drive(Rank(number, _connect(group, number, waits=waits)), call, state, outcome, steps):
+        rank = Rank(number, _connect(group, number, waits=waits), {"gradient_as_bucket_view": views})
+        for _ in drive(rank, call, state, outcome, steps, broken=broken):
             pass
 
     with group:
@@ -211,9 +224,15 @@ def _with_threads(call: str, state: ReducerState, outcome: Outcome, steps: int, 
 def test_calls_of_ranks_that_have_a_thread_each(call: str, state: ReducerState) -> None:
     pair = call, state
     if state is not LAUNCHED:
-        _with_threads(call, state, TABLE[pair], 1, waits=True)
+        _with_threads(call, state, TABLE[pair], 1, waits=True, views=True)
     _with_threads(call, state, (TABLE | DEFERRED)[pair], 1, waits=False)  # type: ignore[operator]
     _with_threads(call, state, (TABLE | DEFERRED | FIRST)[pair], 0, waits=False)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("call", ROWS)
+def test_calls_after_a_backward_that_has_raised(call: str, waits: bool) -> None:
+    _with_threads(call, ARMED, BROKEN.get(call, TABLE[call, ARMED]), 1, waits=waits, broken=True)
 
 
 @pytest.mark.parametrize("state", ReducerState)
@@ -231,6 +250,7 @@ def test_calls_of_ranks_that_are_processes(state: ReducerState, two: RankPool) -
     two.run(state_cases.over_gloo, state, [(call, row[state]) for call, row in ROWS.items()], 1)
 
 
+OPTIONS = ("find_unused_parameters", "static_graph", "exclusive")  # the last is the default
 NEXT = {
     IDLE: "prepare_for_backward",
     ARMED: "loss.backward",
@@ -246,13 +266,18 @@ class Calls(RuleBasedStateMachine):
     Gradient i is `own[rank] + i * times`: what the rank has accumulated, until a step makes it the mean.
     """
 
-    @initialize(state=st.sampled_from(ReducerState), steps=st.integers(0, 1), waits=st.booleans(), unused=st.booleans())
-    def begin(self, state: ReducerState, steps: int, waits: bool, unused: bool) -> None:
+    @initialize(
+        state=st.sampled_from(ReducerState),
+        steps=st.integers(0, 1),
+        waits=st.booleans(),
+        option=st.sampled_from(OPTIONS),
+    )
+    def begin(self, state: ReducerState, steps: int, waits: bool, option: str) -> None:
         self.group = LocalGroup(RANKS, timeout_s=TIMEOUT_S)
         self.pool = ThreadPoolExecutor(RANKS)
         self.waits = waits and state is not LAUNCHED
-        options = {"find_unused_parameters": unused}
-        self.ranks = [Rank(one, _connect(self.group, one, waits=self.waits), options) for one in range(RANKS)]
+        self.option = option
+        self.ranks = [Rank(one, _connect(self.group, one, waits=self.waits), {option: True}) for one in range(RANKS)]
         self.is_new()
         self.each(lambda rank: [*bring(rank, state, steps)])
         self.state, self.steps = state, steps
@@ -265,7 +290,8 @@ class Calls(RuleBasedStateMachine):
         self.state, self.steps = IDLE, 0
         self.own: list[float] | None = None  # None: there are no gradients
         self.times = 0.0
-        self.hooked = self.static = self.changed = False
+        self.hooked = self.changed = False
+        self.static = self.option == "static_graph"
 
     def each(self, call: Callable[[Rank], object]) -> None:
         """On both ranks at once."""
@@ -278,7 +304,7 @@ class Calls(RuleBasedStateMachine):
         completes = "completes the step" in outcome.does
         if completes and self.changed:
             return _refused(FAILED, CHANGED, "")
-        if call == "register_comm_hook" and self.hooked and state is not CLOSED:
+        if call == "register_comm_hook" and self.hooked and outcome.error is None:
             return _refused(IDLE if completes else state, "can only be called once", outcome.does, RuntimeError)
         if call == "set_static_graph" and state is not CLOSED:
             if self.static:
@@ -308,7 +334,7 @@ class Calls(RuleBasedStateMachine):
         """What has become of the gradients."""
         if "completes the step" in outcome.does:
             self.complete()
-        if call == "zero_grad" and self.own is not None:
+        if call == "zero_grad" and outcome.error is None and self.own is not None:
             self.own, self.times = [0.0] * RANKS, 0.0
         if call in ("loss.backward", "backward under no_sync") and outcome.error is None:
             self.accumulate()

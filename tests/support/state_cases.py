@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fusedreduce import BucketCaps, Reducer, Synchronous
+from fusedreduce import BucketCaps, CollectiveError, Reducer, Synchronous
 from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.reducer.step_cycle import ReducerState
@@ -151,6 +151,10 @@ CALLS: dict[str, Callable[[Rank], object]] = {
 }
 
 
+# After these the next forward compares the ranks, which one thread that drives them all cannot.
+AGREES_ANEW = ("set_sync_mode", "set_communicator", "reset")
+
+
 # Drives
 
 
@@ -166,9 +170,10 @@ def step(rank: Rank) -> Iterator[None]:
     check_averages(rank)
 
 
-def check_averages(rank: Rank) -> None:
-    """The gradients are the means of the latest forward's."""
-    mean = sum(gradient_value(number, rank.value) for number in range(RANKS)) / RANKS
+def check_averages(rank: Rank, forward: int | None = None) -> None:
+    """The gradients are the means of a forward's, or of the latest."""
+    forward = rank.value if forward is None else forward
+    mean = sum(gradient_value(number, forward) for number in range(RANKS)) / RANKS
     for index, parameter in enumerate(rank.parameters):
         wanted = torch.full(SHAPES[index], mean + index)
         assert parameter.grad is not None and torch.equal(parameter.grad, wanted), (index, parameter.grad, wanted)
@@ -226,6 +231,24 @@ def bring(rank: Rank, state: ReducerState, steps: int) -> Iterator[None]:
     yield
 
 
+def bring_broken(rank: Rank) -> Iterator[None]:
+    """Leaves the reducer armed, after a backward in which a hook of the user's has raised."""
+    yield from bring(rank, ReducerState.ARMED, 1)
+
+    def boom(_: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    handle = rank.parameters[1].register_hook(boom)
+    try:
+        _backward(rank)
+    except ZeroDivisionError:
+        pass
+    else:
+        raise AssertionError("the hook was not called")
+    handle.remove()
+    yield
+
+
 def outcome_of(rank: Rank, call: str) -> tuple[Exception | None, ReducerState]:
     """What a call raises, and the state that it leaves."""
     error: Exception | None = None
@@ -248,6 +271,14 @@ def check(rank: Rank, call: str, before: ReducerState, wanted: Outcome) -> None:
     assert after is wanted.after, f"{what} leaves {after}, not {wanted.after}"
 
 
+def _wants_reset(rank: Rank) -> bool:
+    try:
+        rank.reducer.check_finalized()
+    except RuntimeError as error:
+        return "call reset() on every rank" in str(error)
+    return False
+
+
 def recover(rank: Rank, *, alone: bool) -> Iterator[None]:
     """What the errors say, until a step is right; `alone`: one thread drives all ranks, and nothing may be compared."""
     if rank.state is ReducerState.LAUNCHED:
@@ -258,11 +289,11 @@ def recover(rank: Rank, *, alone: bool) -> Iterator[None]:
             text = str(error)
         assert not text or CHANGED in text, text
         yield
-    if rank.state is ReducerState.FAILED and not alone:
+    if _wants_reset(rank) and not alone:
         rank.reducer.reset()
     elif rank.state is ReducerState.LOST and not alone:
         rank.reducer.set_communicator(rank.connect())
-    elif rank.state in (ReducerState.CLOSED, ReducerState.FAILED, ReducerState.LOST) or alone:
+    elif rank.state in (ReducerState.CLOSED, ReducerState.FAILED, ReducerState.LOST):
         rank.reducer.close()
         rank.build()
     yield
@@ -271,12 +302,32 @@ def recover(rank: Rank, *, alone: bool) -> Iterator[None]:
 
 
 def drive(
-    rank: Rank, call: str, before: ReducerState, wanted: Outcome, steps: int = 1, *, alone: bool = False
+    rank: Rank,
+    call: str,
+    before: ReducerState,
+    wanted: Outcome,
+    steps: int = 1,
+    *,
+    alone: bool = False,
+    broken: bool = False,
 ) -> Iterator[None]:
     """Brings a reducer into a state, makes the call, checks what it does, and that steps can follow."""
-    yield from bring(rank, before, steps)
+    yield from bring_broken(rank) if broken else bring(rank, before, steps)
+    forwards = rank.value
+    if call == "zero_grad" and before is not ReducerState.LAUNCHED:
+        for parameter in rank.parameters:
+            parameter.grad = torch.ones_like(parameter)
     check(rank, call, before, wanted)
+    if call == "zero_grad":
+        assert not any(one.grad is None or one.grad.any() for one in rank.parameters)
+    elif call != "backward under no_sync" and "completes the step" in wanted.does:
+        check_averages(rank, forwards)
     yield
+    if alone and wanted.error is None and call in AGREES_ANEW and wanted.after is not ReducerState.CLOSED:
+        error, _ = outcome_of(rank, "prepare_for_backward")
+        assert isinstance(error, CollectiveError) and "comparing model and settings" in str(error), error
+        yield
+        rank.reducer.close()
     yield from recover(rank, alone=alone)
     rank.reducer.close()
 
