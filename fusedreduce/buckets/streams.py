@@ -57,8 +57,9 @@ class Streams:
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self._packed: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
         # Two for each bucket, by turns: that of its last step may be queried until the next one's takes its place. To
-        # record an event again is safe, because a stream waits for what was recorded when it was told to.
-        self._events: defaultdict[int, Iterator[torch.cuda.Event]] = defaultdict(
+        # record an event again is safe, because a stream waits for what was recorded when it was told to. By device
+        # too: a step in flight is written in the buckets of its own plan, and an event stays on one device.
+        self._events: defaultdict[tuple[int, torch.device], Iterator[torch.cuda.Event]] = defaultdict(
             lambda: itertools.cycle((torch.cuda.Event(), torch.cuda.Event()))
         )
 
@@ -104,7 +105,7 @@ class Streams:
         """
         if device not in self._side:
             self._side[device] = torch.cuda.Stream(device)
-        side, current, event = self._side[device], torch.cuda.current_stream(device), next(self._events[bucket])
+        side, current, event = self._side[device], torch.cuda.current_stream(device), next(self._events[bucket, device])
         try:
             event.record(current)  # a user's hook may have enqueued a kernel that still reads a gradient
             side.wait_event(event)

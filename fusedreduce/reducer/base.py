@@ -207,7 +207,7 @@ class ReducerBase:
             before = self.pipeline.buckets.plan
             plan, issued = self._plans.next(before)
             self.pipeline.issued += issued
-            # Also where the order gives the same buckets, because hooks and streams are still those of a first step.
+            # Also where the order gives the same buckets, because streams are still those of a first step.
             new = issued > 0 or plan is not before and plan != before
             if new:
                 self._build_buckets(plan)

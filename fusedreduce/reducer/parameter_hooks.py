@@ -36,7 +36,7 @@ class ParameterHooks:
     ) -> None:
         self._parameters = parameters
         self._dtypes: list[torch.dtype] | None = [parameter.dtype for parameter in parameters]
-        self._on_cuda = [parameter.is_cuda for parameter in parameters]
+        self._devices = [parameter.get_device() for parameter in parameters]  # -1: CPU
         self.nodes: list[Node] = [_accumulator(parameter) for parameter in parameters]
         alive = weakref.ref(owner)
         handles = [node.register_hook(_hook(alive, index, on_gradient)) for index, node in enumerate(self.nodes)]
@@ -59,11 +59,11 @@ class ParameterHooks:
         dtypes = self._dtypes
         if dtypes is None:
             return
-        now, on_cuda = list(map(_dtype, self._parameters)), list(map(_is_cuda, self._parameters))
-        if now != dtypes or on_cuda != self._on_cuda:
-            kinds = zip(now, dtypes, on_cuda, self._on_cuda, strict=True)
+        now, devices = list(map(_dtype, self._parameters)), list(map(torch.Tensor.get_device, self._parameters))
+        if now != dtypes or devices != self._devices:
+            kinds = zip(now, dtypes, devices, self._devices, strict=True)
             index = next(i for i, (a, b, c, d) in enumerate(kinds) if a != b or c != d)
-            where = "cuda" if self._on_cuda[index] else "cpu"
+            where = "cpu" if self._devices[index] < 0 else f"device {self._devices[index]}"
             raise FusedReduceError(
                 f"{names[index]} was {dtypes[index]} on {where} when the model was wrapped, and is {now[index]} on "
                 f"{self._parameters[index].device} now: its gradients would not be reduced. Convert and move the model "
@@ -99,4 +99,3 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 
 
 _dtype = operator.attrgetter("dtype")
-_is_cuda = operator.attrgetter("is_cuda")

@@ -6,7 +6,7 @@
                   for non-finite gradients; then the sums of sparse gradients whose kind no rank knew before
     per bucket    finish, in the same order: check that no gradient has changed since, wait, unpack
 
-reducer.py decides when a step begins, readiness.py when a bucket is ready, and the sync mode (modes/) how a step ends.
+step_cycle.py decides when a step begins and when buckets are launched, and the sync mode (modes/) how a step ends.
 A rank without inputs issues the same collectives with zeros (join.py). Called under the reducer's lock.
 """
 

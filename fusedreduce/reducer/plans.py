@@ -160,7 +160,7 @@ class Plans:
             self._order = (*order, *(index for index in range(len(self.kinds)) if index not in seen))
 
     def profiles(self) -> bool:
-        """Whether the step that begins is profiled, for which every parameter must be hooked."""
+        """Whether the step that begins is profiled."""
         return self.measured and self.scheduler.profiles()
 
     def next(self, plan: Plan) -> tuple[Plan, int]:

@@ -129,7 +129,7 @@ class Reducer(ReducerBase):
         with cycle.lock:
             if not cycle.in_forward():  # else `prepare_for_forward` has done so
                 cycle.check_finalized()
-                cycle.hooks.check_nodes(self.names)
+            cycle.hooks.check_nodes(self.names)  # forward may have converted them
             if not self._sync:
                 cycle.disarm(outputs)
                 return

@@ -62,7 +62,7 @@ class Scheduler:
         self._schedule.arrival = tuple(order)
 
     def profiles(self) -> bool:
-        """Whether the step that begins is profiled, for which every parameter must be hooked."""
+        """Whether the step that begins is profiled."""
         return self._schedule.profiles()
 
     def open_round(self, looked: StepProfile | None) -> int:

@@ -195,11 +195,7 @@ class StepCycle:
     # A step
 
     def begin_forward(self) -> None:
-        """Called before a forward.
-
-        Raises:
-            FusedReduceError: as `check_finalized`; or a parameter has changed its dtype or device.
-        """
+        """Called before a forward; raises as `check_finalized`, or where a parameter has another dtype or device."""
         with self.lock:
             self.check_finalized()
             self.hooks.check_nodes(self._names)
@@ -208,7 +204,7 @@ class StepCycle:
 
     def in_forward(self) -> bool:
         """Whether `begin_forward` was called since a step was last armed, ended, failed or given up."""
-        return self._forward_ns != MISSING_NS and self.state is ReducerState.IDLE
+        return self._forward_ns != MISSING_NS and self.state is ReducerState.IDLE and not self._communicator.lost
 
     def disarm(self, outputs: object) -> None:
         """Called after a forward whose backward is not reduced (no_sync); `outputs` as for `arm`."""
@@ -235,6 +231,7 @@ class StepCycle:
             ValueError: static_graph without `outputs` in the first step.
         """
         pipeline = self._pipeline
+        forward_ns, self._forward_ns = self._forward_ns, MISSING_NS
         self.local_backward_expected = False
         self._observed.units.arm()
         self._observed.begin_forward(pipeline.buckets.reductions)
@@ -245,8 +242,7 @@ class StepCycle:
         if not self._backward_hooks.watch(tensors):
             pipeline.mode.hold_gradients()
         profiled = self._plans.profiles() or self._recording.wants_step()
-        pipeline.arm(profiled=profiled, watch=self.waits_in_backward, forward_ns=self._forward_ns, divisor=divisor)
-        self._forward_ns = MISSING_NS
+        pipeline.arm(profiled=profiled, watch=self.waits_in_backward, forward_ns=forward_ns, divisor=divisor)
         self.state = ReducerState.ARMED
         pipeline.times.backward_start = time.time_ns()
 
@@ -261,6 +257,8 @@ class StepCycle:
                 self._local_gradient(index)
             return
         with self.lock:
+            if self.state is not ReducerState.ARMED:
+                return  # another device's thread has raised, and maybe reset() was called
             now_ns = time.perf_counter_ns()
             step, pipeline = self.step, self._pipeline
             buckets = pipeline.buckets
@@ -295,11 +293,7 @@ class StepCycle:
                     self.end_backward(step)
 
     def end_without_backward(self) -> None:
-        """Takes part in the armed step without gradients of this rank, whose outputs depend on no parameter.
-
-        Raises:
-            FusedReduceError: no step is armed, its backward has begun, or a gradient is expected on this rank.
-        """
+        """See `Reducer.end_without_backward`."""
         with self.lock:
             if self.state is not ReducerState.ARMED or not self.step.begin_without_gradients():
                 raise FusedReduceError(
@@ -390,6 +384,8 @@ class StepCycle:
         refuse_capture(self._device, self._communicator.rank)
         refuse_compiled_autograd(self._communicator.rank)
         with self.lock:
+            if self.state is not ReducerState.ARMED:
+                return
             self._pipeline.mode.hold_gradients()
             step = self.step
             if step.from_outputs and step.task == torch._C._current_graph_task_id():
@@ -428,7 +424,7 @@ class StepCycle:
         """Shows the observers what has become ready with the gradient that came at `now_ns`."""
         step, bucket_of = self.step, self._pipeline.buckets.bucket_of
         ready = [index] if step.ready[index] else []
-        if step.order == ready:
+        if step.order and step.order == ready:
             ready = [*sorted(step.skipped), *ready]
         for one in self._pipeline.observers:
             one.enter(now_ns)

@@ -115,6 +115,16 @@ def test_a_buckets_event_says_that_it_is_written_until_its_next_step_is(current:
     assert second.stream is first.stream  # type: ignore[attr-defined]
 
 
+def test_an_event_stays_on_the_device_of_its_first_record(current: list[FakeStream]) -> None:
+    """A step in flight is written in the buckets of its own plan: one of the same index may be on another device."""
+    streams, other = Streams([0], DEVICE), torch.device("cuda", 1)
+    seen = []
+    for device in (DEVICE, other, DEVICE, other):
+        with streams.beside(0, device) as event:
+            seen.append(event)
+    assert not {id(one) for one in seen[::2]} & {id(one) for one in seen[1::2]}
+
+
 def test_nothing_happens_on_a_cpu() -> None:
     streams = Streams([0], torch.device("cpu"))
     streams.wait_for_gradients(0, torch.device("cpu"))

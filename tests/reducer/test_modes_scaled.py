@@ -186,3 +186,30 @@ def test_a_step_of_flush_is_told_of_its_own_landing() -> None:
 
     assert loop.reducer.flush(step=one_step).steps == 2
     assert scales == [1024.0, 512.0, 512.0] and loop.steps == 0
+
+
+def test_a_checkpoint_between_backward_and_step_leaves_the_verdict_on_the_gradients() -> None:
+    """It unpacks the steps in flight, whose statistics are not those of what `.grad` holds."""
+    verdicts = []
+    for checkpoint in (False, True):
+        loop = Loop(1)
+        for number in range(5):
+            loop.backward(math.inf if number == 3 else 1.0)
+            if number == 4 and checkpoint:  # `.grad` holds the averages of step 3
+                loop.reducer.state_dict()
+            loop.finish()
+        verdicts.append((loop.steps, loop.scaler.get_scale(), loop.weight()))
+    assert verdicts[0] == verdicts[1] and all(map(math.isfinite, verdicts[1][2]))
+
+
+def test_a_norm_after_a_checkpoint_is_of_the_gradients_that_are_there() -> None:
+    parameter = torch.zeros(4, requires_grad=True)
+    config = ReduceConfig(sync_mode=BoundedStaleness(1), grad_stats=True)
+    reducer = Reducer([parameter], Loopback([lambda mine: mine.clone()]), config)
+    for number in range(4):
+        parameter.grad = None
+        loss = (parameter * 10.0**number).sum()
+        reducer.prepare_for_backward(loss)
+        loss.backward()
+    reducer.state_dict()
+    assert reducer.observed.grad_norm().item() == 200.0, "of step 2, in four elements"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -372,3 +373,37 @@ def test_what_is_written_to_a_large_gradient_between_its_packing_and_its_buckets
     reducer.prepare_for_backward(loss)
     with pytest.raises(FusedReduceError, match="parameter 0 .* was written to after it had been packed"):
         loss.backward()
+
+
+def test_a_hook_that_waited_while_the_step_was_given_up_does_nothing() -> None:
+    """Autograd has a thread per device: one raises, its caller calls reset(), and another one is still at the lock."""
+    (parameter,), communicator = leaves(1), Loopback()
+    reducer = trained([parameter], communicator)
+    reducer.prepare_for_backward(parameter.sum())
+    parameter.grad = torch.ones(4)
+    before = communicator.count("all_reduce")
+    with reducer.cycle.lock:
+        late = threading.Thread(target=reducer.cycle.on_gradient, args=(0,))
+        late.start()
+        late.join(0.2)
+        reducer.give_up_step()
+    late.join(10)
+    assert not late.is_alive() and communicator.count("all_reduce") == before
+    assert reducer.state is ReducerState.IDLE and not reducer.cycle.step.begun
+
+
+def test_a_model_that_converts_itself_within_forward_is_refused_before_backward(alone: None) -> None:
+    class Converts(nn.Linear):
+        steps = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.steps += 1
+            if self.steps == 4:
+                self.double()
+            return super().forward(x.to(self.weight.dtype))
+
+    ddp = fusedreduce.DistributedDataParallel(Converts(3, 2))
+    for _ in range(3):
+        ddp(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(FusedReduceError, match="was torch.float32 on cpu when the model was wrapped"):
+        ddp(torch.ones(2, 3))

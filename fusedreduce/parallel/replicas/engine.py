@@ -375,6 +375,8 @@ class Engine:
         """
         self._check_no_stash("load_reduce_state_dict()")
         device, scales = self._devices[0], state.get("loss_scales", ())
+        if not all(one is None or float(one) > 0 for one in scales):
+            raise ValueError(f"damaged state of a DataParallel: loss scales {scales}, expected positive numbers")
         found = [None if one is None else _loss_scale(float(one), device) for one in scales]
         self.peers.load_state(state)
         self._set_delayed()

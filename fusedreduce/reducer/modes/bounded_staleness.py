@@ -155,6 +155,8 @@ class BoundedStalenessMode(DelayedMode):
         """The averages of the steps in flight; waits for them. `.grad` stays as it is."""
         parameters = steps.maker.parameters
         before = [parameter.grad for parameter in parameters]
+        if self._in_flight:
+            steps.observed.begin_stale_write()  # their statistics take the place of those of what `.grad` holds
         try:
             with torch.no_grad():
                 for step in self._in_flight:

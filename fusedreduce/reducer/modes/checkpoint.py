@@ -25,6 +25,8 @@ def header(maker: BucketMaker, mode: str, **more: int) -> dict[str, Any]:
 
 def check(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raises ValueError where `state` differs from `here`, the `header` of now."""
+    if state.get("version") != _VERSION:
+        raise ValueError(f"this state is of version {state.get('version')!r}, this release reads {_VERSION} only")
     for key, expected in here.items():
         if state.get(key) != expected:
             raise ValueError(
