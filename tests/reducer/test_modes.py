@@ -867,3 +867,21 @@ def test_what_was_told_and_scaled_goes_with_a_checkpoint() -> None:
     (report,) = other.observed.finite_check().reports
     assert report.step == 2 and report.reduced == ("weight",) and report.culprits[0].index == 1
     assert other.late.landed_scale is not None and other.late.landed_scale.scale.item() == 2.0
+
+
+@pytest.mark.parametrize("mode", [BoundedStaleness(2), Asynchronous()])
+def test_an_autograd_grad_is_no_step_while_grad_holds_an_average(mode: Any) -> None:
+    """The average, put back at the end of it, was taken for a gradient that it had made, and was reduced again."""
+    parameters, communicator = [torch.zeros(3, requires_grad=True)], Loopback()
+    reducer = Reducer(parameters, communicator, ReduceConfig(sync_mode=mode))
+    for value in (1.0, 2.0, 3.0):
+        step(reducer, [torch.full((3,), value)])
+    assert reducer._readiness.sentinels, "every parameter is hooked still"
+    before = parameters[0].grad
+    assert before is not None
+    had, calls = before.clone(), len(communicator.calls)
+    loss = loss_of(parameters, [torch.ones(3)])
+    reducer.prepare_for_backward(loss)
+    torch.autograd.grad(loss, parameters)
+    assert reducer.steps == 3 and len(communicator.calls) == calls and reducer.state is ReducerState.ARMED
+    assert parameters[0].grad is not None and torch.equal(parameters[0].grad, had)
