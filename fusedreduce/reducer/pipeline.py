@@ -172,7 +172,7 @@ class Pipeline:
         self._enter_mode()
         self.mode.set_buckets(self.buckets)
         self._follow_settings()
-        self.late.withheld = False
+        self.late.withheld = self._stash.stepped = False
         if before.delays and not self.mode.delays:
             self._stash.put_back()
         elif self.mode.delays and not before.delays and local:

@@ -885,3 +885,36 @@ def test_an_autograd_grad_is_no_step_while_grad_holds_an_average(mode: Any) -> N
     torch.autograd.grad(loss, parameters)
     assert reducer.steps == 3 and len(communicator.calls) == calls and reducer.state is ReducerState.ARMED
     assert parameters[0].grad is not None and torch.equal(parameters[0].grad, had)
+
+
+@pytest.mark.parametrize("between", ["no_sync", "autograd.grad", "a step that applies nothing"])
+def test_flush_applies_nothing_twice_whatever_came_after_the_optimizers_step(between: str) -> None:
+    """No zero_grad: `.grad` still holds the averages that the optimizer has stepped with, and flush must drop them."""
+    parameters, communicator = [torch.zeros(3, requires_grad=True)], Loopback()
+    reducer = Reducer(parameters, communicator, ReduceConfig(sync_mode=BoundedStaleness(2)))
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    for value in (1.0, 2.0, 3.0):
+        step(reducer, [torch.full((3,), value)])
+    optimizer.step()
+    expected = -communicator.mean(torch.full((3,), 1.0))
+    assert torch.equal(parameters[0], expected)
+    if between == "no_sync":
+        with reducer.no_sync():
+            pass
+    elif between == "autograd.grad":
+        loss = loss_of(parameters, [torch.ones(3)])
+        reducer.prepare_for_backward(loss)
+        torch.autograd.grad(loss, parameters)
+    else:
+        reducer.flush(optimizer)
+        for value in (2.0, 3.0):
+            expected -= communicator.mean(torch.full((3,), value))
+        parameters[0].grad = torch.ones(3)
+        optimizer.step()
+        expected -= 1
+        for value in (2.0, 3.0):
+            step(reducer, [torch.full((3,), value)])
+    reducer.flush(optimizer)
+    for value in (2.0, 3.0):
+        expected -= communicator.mean(torch.full((3,), value))
+    assert torch.equal(parameters[0], expected)

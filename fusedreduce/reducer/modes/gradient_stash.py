@@ -71,8 +71,9 @@ class GradientStash:
 
     def put_back(self) -> None:
         """Adds the stash to `.grad`, after a step has ended or an earlier one was applied."""
-        stashed, self._stashed, self._begun, self.stepped = self._stashed, None, False, False
-        self._made = False
+        stashed, self._stashed, self._begun, self._made = self._stashed, None, False, False
+        if stashed is None or any_gradient(self._parameters):
+            self.stepped = False  # else `.grad` becomes again what it was
         for parameter, kept in zip(self._parameters, stashed or (), strict=False):
             average = parameter.grad
             if kept is None:
@@ -86,7 +87,7 @@ class GradientStash:
 
     def drop(self) -> None:
         """Drops the stash of a step that was abandoned."""
-        self._stashed, self._begun, self._made = None, False, False
+        self._stashed, self._begun, self._made, self.stepped = None, False, False, False
 
     def local(self) -> bool:
         """Whether `.grad` holds gradients of local backwards since a step has ended."""
