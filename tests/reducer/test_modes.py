@@ -876,7 +876,6 @@ def test_an_autograd_grad_is_no_step_while_grad_holds_an_average(mode: Any) -> N
     reducer = Reducer(parameters, communicator, ReduceConfig(sync_mode=mode))
     for value in (1.0, 2.0, 3.0):
         step(reducer, [torch.full((3,), value)])
-    assert reducer._readiness.sentinels, "every parameter is hooked still"
     before = parameters[0].grad
     assert before is not None
     had, calls = before.clone(), len(communicator.calls)

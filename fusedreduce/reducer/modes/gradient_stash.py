@@ -53,9 +53,7 @@ class GradientStash:
                 for parameter in self._parameters:
                     parameter.grad = None
         if in_backward():
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            # After the reducer's own callback, which would take what is put back for gradients of this backward.
-            queue(lambda: queue(self._undo_if_empty))
+            torch.autograd.Variable._execution_engine.queue_callback(self._undo_if_empty)
 
     def keep(self) -> None:
         """Takes what `.grad` holds now for gradients of this step's backwards, so that it is not stashed."""
