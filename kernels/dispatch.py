@@ -106,7 +106,6 @@ def pack(
     partials: SourcePartials | None = None,
     *,
     vouched: bool = False,
-    done: Collection[int] = (),
 ) -> None:
     """Flattens, divides and casts `gradients` into `wire`.
 
@@ -118,39 +117,18 @@ def pack(
         divisor: what to divide by, rounded to fp32 (fp64 for fp64 gradients).
         partials: filled in the same launch; None: no statistics.
         vouched: skip the checks of arguments; the caller has made them.
-        done: first slots of the groups that `pack_early` has packed already.
 
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `path_for`.
     """
     path = path_for(wire.device, (wire.dtype,), chunks.kinds)
-    options: dict[str, Any] = {"vouched": vouched}
-    if path == "torch":
-        options["done"] = done
     function = reference.pack if path == "torch" else _triton().pack.pack
-    _call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials, **options)
+    _call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials, vouched=vouched)
 
 
-def early_groups(chunks: ChunkTable, wire_dtype: torch.dtype, device: torch.device) -> list[range]:
-    """Groups of slots to pack as soon as all of their gradients are ready: on CPU, while they are in the cache.
-
-    Args:
-        chunks: the layout's table.
-        wire_dtype: of the wire buffer.
-        device: of the gradients.
-
-    Returns:
-        Ranges of slots, ascending, which cover all; a large slot is a group of its own. Empty on GPUs, where a launch
-        per group would cost more.
-    """
-    if device.type != "cpu" or path_for(device, (wire_dtype,), chunks.kinds) != "torch":
-        return []
-    return [run.slots for run in reference.runs(chunks)]
-
-
-def copies_small(chunks: ChunkTable, wire_dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether gradients that are passed with vouched=True, in groups of several slots, may have any strides.
+def walked_slots(chunks: ChunkTable, wire_dtype: torch.dtype, device: torch.device) -> Sequence[int]:
+    """Slots whose gradients must lie in memory as the slots say, in calls of `pack` with vouched=True.
 
     Args:
         chunks: the layout's table.
@@ -158,43 +136,13 @@ def copies_small(chunks: ChunkTable, wire_dtype: torch.dtype, device: torch.devi
         device: of the gradients.
 
     Returns:
-        True on the torch path on CPU, if it copies through views.
+        Their numbers, ascending. All, but on CPU, where torch copies small gradients through views whatever their
+        strides, if gradients and wire have the compute dtype.
     """
     on_cpu = device.type == "cpu" and path_for(device, (wire_dtype,), chunks.kinds) == "torch"
-    return on_cpu and reference.uses_views(chunks, wire_dtype)
-
-
-def pack_early(
-    gradients: Sequence[torch.Tensor],
-    group: int,
-    chunks: ChunkTable,
-    pointers: PointerTable,
-    wire: torch.Tensor,
-    divisor: float,
-) -> None:
-    """Packs one of `early_groups`, without `pack`'s checks; its first slot has to be in the `done` of a later `pack`.
-
-    Args:
-        gradients: those of the group.
-        group: index in `early_groups`.
-        chunks: the layout's table.
-        pointers: this bucket's address table.
-        wire: output [chunks.wire_numel].
-        divisor: as for `pack`.
-    """
-    run = reference.runs(chunks)[group]
-    _call("pack", "torch", reference.pack_run, gradients, run, chunks, pointers, wire, divisor, vouched=True)
-
-
-def divide(gradient: torch.Tensor, divisor: float, out: torch.Tensor) -> None:
-    """Packs one gradient of fp32 or fp64 on a wire of its own dtype, as `pack_early` does.
-
-    Args:
-        gradient: to divide.
-        divisor: by which.
-        out: its slot of the wire, with the gradient's shape.
-    """
-    _call("pack", "torch", reference.divide, gradient, divisor, out)
+    if on_cpu and reference.uses_views(chunks, wire_dtype):
+        return [run.slots.start for run in reference.runs(chunks) if len(run.slots) == 1]
+    return range(len(chunks))
 
 
 def unpack(

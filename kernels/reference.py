@@ -11,7 +11,7 @@ quicker forms of `reference_quick`, with the same result, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -53,27 +53,22 @@ def pack(
     partials: SourcePartials | None = None,
     *,
     vouched: bool = False,
-    done: Collection[int] = (),
 ) -> None:
-    """Flattens, divides and casts `gradients` into `wire`; arguments as for `kernels.dispatch.pack`.
-
-    `done` holds the first slots of the runs that `pack_run` has packed already.
-    """
+    """Flattens, divides and casts `gradients` into `wire`; arguments as for `kernels.dispatch.pack`."""
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, None, partials)
     elif partials is None and gradients[0] is wire and wire.dtype is chunks.compute_dtype:
-        divide(wire, divisor, wire)
+        if divisor != 1.0:
+            operation, operand = _division(divisor, wire.dtype, wire.device)
+            operation(wire, operand, out=wire)
         return
     elif partials is None and (kept := reference_quick.kept_for(chunks, pointers, wire)) is not None:
-        left = runs(chunks) if not done else [run for run in runs(chunks) if run.slots.start not in done]
-        gradients = gradients[left[0].slots.start :] if left and left[0].slots.start else gradients
-        reference_quick.pack(gradients, left, kept, wire, divisor)
+        reference_quick.pack(gradients, runs(chunks), kept, wire, divisor)
         return
     sources = None if partials is None else Sources(chunks, wire, partials)
     for run in runs(chunks):
         members = members_of(gradients, run)
-        if run.slots.start not in done:
-            pack_run(members, run, chunks, pointers, wire, divisor, vouched=vouched)
+        _pack_run(members, run, chunks, pointers, wire, divisor, vouched=vouched)
         if sources is not None:
             _look_at_sources(members, run, chunks, wire, sources)
     if sources is not None:
@@ -115,7 +110,7 @@ def uses_views(chunks: ChunkTable, wire_dtype: torch.dtype) -> bool:
     return chunks.shapes is not None and {*chunks.dtypes, wire_dtype} == {chunks.compute_dtype}
 
 
-def pack_run(
+def _pack_run(
     gradients: Sequence[torch.Tensor | None],
     run: Run,
     chunks: ChunkTable,
@@ -387,12 +382,3 @@ def _convert(source: torch.Tensor, destination: torch.Tensor, operation: Operati
         # The source is converted first: with a 0-dim operand torch computes in the source's dtype.
         operation(part if part.dtype == compute else part.to(compute), operand, out=result)
         store_rounded(out, result)
-
-
-def divide(source: torch.Tensor, divisor: float, out: torch.Tensor) -> None:
-    """out = source / divisor, all of the compute dtype and of one shape."""
-    if divisor != 1.0:
-        operation, operand = _division(divisor, out.dtype, out.device)
-        operation(source, operand, out=out)
-    elif out is not source:
-        out.copy_(source)

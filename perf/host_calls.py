@@ -25,7 +25,6 @@ STAGES: tuple[tuple[str, str, str], ...] = (
     ("comm hook", "fusedreduce", "fused_hook"),
     ("launch", "fusedreduce.reducer.pipeline", "Pipeline.launch"),
     ("pack", "fusedreduce.buckets.exchange", "start"),
-    ("pack", "fusedreduce.buckets.exchange", "start_early"),
     ("issue the collective", "fusedreduce.comm.process_group", "ProcessGroupCommunicator.all_reduce"),
     ("backward ends", "fusedreduce.reducer.step_cycle", "StepCycle.end_backward"),
     ("wait", "fusedreduce.comm.process_group", "_Work.wait"),

@@ -90,12 +90,6 @@ class BucketSet:
             names = tuple(maker.names[number] for number in numbers)
             self.reductions.append(maker.reduction(Members(index, numbers, parameters, names, index == len(plan) - 1)))
         self.streams = Streams(self.bucket_of, maker.parameters[0].device)
-        # Large gradients, each a group of its own, which is packed as soon as the gradient is ready: number -> group.
-        self.large = {
-            reduction.members.numbers[reduction.groups[group].start]: group
-            for reduction in self.reductions
-            for group in reduction.early
-        }
 
     def __len__(self) -> int:
         """The number of buckets."""

@@ -17,13 +17,13 @@ from ..kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
 from .grad_bucket import GradBucket
 from .gradient_views import GradientViews
 from .loss_scale import Unscaling
-from .reduction import Members, PackedAtLaunch, StartedCollective, check_unchanged, row_spans
+from .reduction import Members, StartedCollective, WritesPartials, check_unchanged, row_spans
 from .tensors import as_real, dense_shape, like_parameter, real_dtype, real_numel, versions_of
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
-class CommHookReduction(PackedAtLaunch):
+class CommHookReduction(WritesPartials):
     """A dense bucket that a comm hook reduces: one dtype, no padding, gradients not yet divided.
 
     Args:

@@ -28,12 +28,6 @@ from .reduction import (
 )
 from .tensors import as_real, dense_shape, like_parameter, none_missing, real_dtype, real_numel, versions_of
 
-# A gradient of at least so many elements is packed on its own as soon as it is ready, while it is in the cache, which
-# costs some 5 us more. To pack several smaller ones together that way gains nothing (200 x 50,000).
-# With views the threshold is lower, because the memory that the gradient was made in is free then for the next one.
-_EARLY_NUMEL = 262144
-_EARLY_VIEW_NUMEL = 16384
-
 
 class DenseReduction(WritesPartials):
     """A dense bucket on our own wire.
@@ -82,64 +76,23 @@ class DenseReduction(WritesPartials):
         self._versions: list[int] = []
         self._complete = False  # every parameter had a gradient when the bucket was launched
         self._staged: dict[int, torch.Tensor] = {}
-        self.groups: Sequence[range] = dispatch.early_groups(self.bucket.chunks, wire_dtype, members.device)
-        worth = _EARLY_VIEW_NUMEL if as_views else _EARLY_NUMEL
-        self.early: Collection[int] = frozenset(
-            group for group, slots in enumerate(self.groups) if len(slots) == 1 and numels[slots.start] >= worth
-        )
-        # By group that was packed early: its gradients, and their versions at that time.
-        self._packed_early: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
         # On CPU torch copies small gradients into views of their slots, whatever their strides; kernels walk memory.
         self._real = not any(dtype.is_complex for dtype in self._dtypes)
-        self._copies_small_ones = self._real and dispatch.copies_small(self.bucket.chunks, wire_dtype, members.device)
-
-    def pack_early(self, group: int, divisor: float) -> None:
-        """Packs a group while it is in the cache, if all its gradients are there; views replace them at once."""
-        divisor /= self.bucket.split
-        slots = self.groups[group]
-        if self._copies_small_ones and len(slots) == 1:
-            self._pack_one_early(group, slots.start, divisor)
-            return
-        parameters = self.members.parameters[slots.start : slots.stop]
-        gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
-        if len(gradients) < len(slots) or not all(map(self._fits, slots, gradients)):
-            return
-        exchange.start_early(self.bucket, group, [as_real(one) for one in gradients], divisor)
-        if self._as_views:
-            views = self._made_views()
-            for slot, parameter in zip(slots, parameters, strict=True):
-                if not views.hold(slot, parameter.grad):
-                    parameter.grad = views.restored(slot)
-            gradients = views.tensors[slots.start : slots.stop]
-        self._packed_early[group] = gradients, list(map(_version, gradients))
-
-    def _pack_one_early(self, group: int, slot: int, divisor: float) -> None:
-        parameter = self.members.parameters[slot]
-        gradient = parameter.grad
-        if gradient is None or not self._fits(slot, gradient):
-            return  # `launch` packs it
-        views = self._made_views()
-        dispatch.divide(gradient, divisor, views.restored(slot))
-        if self._as_views and gradient is not views.tensors[slot]:
-            gradient = parameter.grad = views.tensors[slot]
-        self._packed_early[group] = [gradient], [gradient._version]
+        self._walked: Sequence[int] = range(len(numels))
+        if self._real:
+            self._walked = dispatch.walked_slots(self.bucket.chunks, wire_dtype, members.device)
+        self._copies_small_ones = len(self._walked) < len(numels)
 
     def launch(self, divisor: float) -> StartedCollective:
         """Packs the gradients and starts the all-reduce; keeps which tensors these were, and at which versions."""
         divisor /= self.bucket.split
         self._staged = {}  # those of the last step: on CUDA a side stream may have read them until now
-        taken, self._packed_early = self._packed_early, {}
         gradients: list[torch.Tensor | None] = list(map(_grad, self.members.parameters))
-        for group, (early, _) in taken.items():
-            gradients[self.groups[group].start : self.groups[group].stop] = early
         self._complete = none_missing(gradients)
-        if not taken and self._views is not None and self._views.hold_all(gradients):
+        if self._views is not None and self._views.hold_all(gradients):
             self._in_flight = self._start_in_place(divisor)
         else:
-            # None: all are packed. Statistics are pack's, so with them it is called all the same.
-            everything = taken and len(taken) == len(self.groups) and self.source is None
-            done = None if everything else {self.groups[group].start for group in taken} if taken else ()
-            packed = self._checked(gradients, taken)
+            packed = self._checked(gradients)
             try:
                 self._in_flight = exchange.start(
                     self.bucket,
@@ -147,7 +100,6 @@ class DenseReduction(WritesPartials):
                     self._communicator,
                     divisor=divisor,
                     vouched=True,
-                    done=done,
                     partials=self.source,
                 )
             except RuntimeError:
@@ -157,8 +109,6 @@ class DenseReduction(WritesPartials):
                 raise
         self._packed = gradients
         self._versions = list(map(_version, gradients)) if self._complete else versions_of(gradients)
-        for group, (_, then) in taken.items():
-            self._versions[self.groups[group].start : self.groups[group].stop] = then
         return StartedCollective(self._in_flight.pending, self._in_flight.issued_ns)
 
     @property
@@ -324,12 +274,8 @@ class DenseReduction(WritesPartials):
             and not any(map(torch.Tensor.is_neg, gradients))  # type: ignore[arg-type]
         )
 
-    def _checked(self, gradients: Sequence[torch.Tensor | None], taken: Collection[int]) -> list[torch.Tensor | None]:
+    def _checked(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients as pack reads them: with the strides of their slots, real, of the slot's dtype.
-
-        Args:
-            gradients: per slot, None where missing.
-            taken: groups that were packed early.
 
         Raises:
             TypeError: a gradient is sparse, or of another dtype than its slot.
@@ -339,13 +285,9 @@ class DenseReduction(WritesPartials):
             return fitted
         if self._copies_small_ones and {g.dtype for g in fitted if g is not None} - {self.bucket.wire_dtype}:
             return [None if one is None else self._fitted(slot, one) for slot, one in enumerate(fitted)]  # raises
-        for group, slots in enumerate(self.groups or [range(len(fitted))]):
-            if self._copies_small_ones and len(slots) > 1:
-                continue
-            for slot in slots:
-                gradient = fitted[slot]
-                if gradient is not None:
-                    fitted[slot] = as_real(gradient) if group in taken else self._fitted(slot, gradient)
+        for slot in self._walked:
+            if (gradient := fitted[slot]) is not None:
+                fitted[slot] = self._fitted(slot, gradient)
         return fitted
 
     def _fitted(self, slot: int, gradient: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,6 @@ def start(
     divisor: float | None = None,
     in_place: bool = False,
     vouched: bool = False,
-    done: Collection[int] | None = (),
     partials: SourcePartials | None = None,
 ) -> InFlight:
     """Packs `gradients` and starts their all-reduce.
@@ -86,7 +85,6 @@ def start(
         divisor: what to divide by; None: the number of ranks.
         in_place: the one gradient is flat and has the wire's dtype: it is the wire.
         vouched: the caller guarantees the gradients' sizes, dtypes and memory layout.
-        done: first slots of the groups that `start_early` has packed; None: all of them.
         partials: where statistics of the packed gradients go; None: nowhere.
 
     Returns:
@@ -99,9 +97,8 @@ def start(
     assert bucket.state in (BucketState.IDLE, BucketState.TAKEN), f"{bucket.label} is {bucket.state.value}"
     with _range("pack", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
         wire = _own_wire(gradients) if in_place else bucket.wire()
-        if done is not None:
-            by = divisor or communicator.size
-            dispatch.pack(gradients, bucket.chunks, bucket.pointers, wire, by, partials, vouched=vouched, done=done)
+        by = divisor or communicator.size
+        dispatch.pack(gradients, bucket.chunks, bucket.pointers, wire, by, partials, vouched=vouched)
     bucket.state = BucketState.LAUNCHED
     issued_ns = time.perf_counter_ns()
     try:
@@ -113,18 +110,6 @@ def start(
         what = f"the all-reduce of {bucket.label} could not be started (its gradients are {state})"
         raise collective_failed(what, communicator, error) from error
     return InFlight(bucket, tuple(gradients), wire, pending, communicator.rank, in_place, issued_ns)
-
-
-def start_early(bucket: Bucket, group: int, gradients: Sequence[torch.Tensor], divisor: float) -> None:
-    """Packs one of `dispatch.early_groups` ahead of `start`; nothing is checked.
-
-    Args:
-        bucket: the bucket.
-        group: index of the group.
-        gradients: all of the group's, real.
-        divisor: what to divide by.
-    """
-    dispatch.pack_early(gradients, group, bucket.chunks, bucket.pointers, bucket.wire(), divisor)
 
 
 def finish(

@@ -64,21 +64,9 @@ class StartedCollective(NamedTuple):
 
 
 class Reduction(Protocol):
-    """One bucket's reduction, as the reducer drives it: pack_early*, launch, check_unchanged, finish."""
+    """One bucket's reduction, as the reducer drives it: launch, check_unchanged, finish."""
 
     members: Members
-
-    groups: Sequence[range]  # slots that can be packed together ahead of `launch`: they cover all slots, or none
-    early: Collection[int]  # indices of the groups for which that pays
-
-    def pack_early(self, group: int, divisor: float) -> None:
-        """Packs a group's gradients ahead of `launch`, if all of them are there.
-
-        Args:
-            group: index of the group.
-            divisor: what gradients are divided by.
-        """
-        ...
 
     def launch(self, divisor: float) -> StartedCollective:
         """Takes the gradients as they are now and starts their reduction.
@@ -174,16 +162,6 @@ class WritesPartials:
             self.result.sums.zero_()
             self.result.peaks.zero_()
             self.result.first_non_finite.fill_(-1)
-
-
-class PackedAtLaunch(WritesPartials):
-    """A reduction that packs nothing ahead of `launch`."""
-
-    groups: Sequence[range] = ()
-    early: Collection[int] = ()
-
-    def pack_early(self, group: int, divisor: float) -> None:
-        """Is never called, because there are no groups."""
 
 
 def row_spans(chunks: ChunkTable) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from .comm_hook import CommHook, call_hook, reduced_value
 from .grad_bucket import GradBucket
 from .gradient_table import summary
 from .loss_scale import Unscaling
-from .reduction import Members, PackedAtLaunch, StartedCollective, check_unchanged
+from .reduction import Members, StartedCollective, WritesPartials, check_unchanged
 from .sparse_kinds import KindsOfStep, SparseKinds, kind_of
 from .tensors import as_real, real_dtype, versions_of, writable_values
 
@@ -35,7 +35,7 @@ class SparseFlight:
     kinds: KindsOfStep
 
 
-class SparseReduction(PackedAtLaunch):
+class SparseReduction(WritesPartials):
     """One parameter whose gradient is a sparse COO tensor, which torch's collective sums.
 
     Args:

@@ -29,7 +29,7 @@ from ..config import Asynchronous, FlushReport, ReduceConfig, SyncMode
 from ..planning.bucketing import BucketCaps
 from ..reducer import validation
 from ..reducer.reducer import Reducer
-from ..reducer.step_cycle import ReducerState
+from ..reducer.state import ReducerState
 from .ddp_arguments import Arguments, features_in_use
 from .ddp_reports import ReducerReports
 from .logging_data import Logger

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..config import ReduceConfig
 from ..reducer import validation
-from ..reducer.step_cycle import ReducerState
+from ..reducer.state import ReducerState
 from . import ddp
 from .ddp_arguments import Arguments
 

@@ -15,7 +15,7 @@ from ..config import ReduceConfig
 from ..errors import CollectiveError, FusedReduceError, shortened
 from ..planning.bucketing import BucketCaps
 from ..reducer.reducer import Reducer
-from ..reducer.step_cycle import ReducerState
+from ..reducer.state import ReducerState
 from ..reducer.unused_parameters import tensors_in
 from .sync_epochs import NAMES_SHOWN, DeviceState, Epochs
 

@@ -28,7 +28,6 @@ Source: the model without packing and cap is that of Shi, Chu and Li, "MG-WFBP: 
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -47,23 +46,18 @@ def earliest(group: BucketGroup) -> list[int]:
     """
     terms = Terms.of(group)
     if terms.pack_fixed <= terms.wire_fixed:
-        return minimise(terms)
-    return [*(len(group) - cut for cut in reversed(minimise(terms.backwards())) if cut), 0]
+        return _minimise(terms)
+    return [*(len(group) - cut for cut in reversed(_minimise(terms.backwards())) if cut), 0]
 
 
-def minimise(terms: Terms, most_steps: float = math.inf) -> list[int]:
-    """Finds the cuts that end first, and of those the fewest.
-
-    Args:
-        terms: to be minimised.
-        most_steps: after which the best cuts so far are taken. (A count and not a time, so that all ranks stop alike.)
-    """
+def _minimise(terms: Terms) -> list[int]:
+    """Finds the cuts that end first, and of those the fewest."""
     starts = filled(terms.lowest)
     best = terms.end(starts), len(starts)
     low = terms.lowest_target()
     # Intervals of targets not tried yet: the earliest end and the fewest buckets possible, the first and last target.
     intervals = [(low + (len(starts) + 1) * terms.pack_fixed, len(starts), low, best[0])]
-    while intervals and terms.steps < most_steps:
+    while intervals:
         end, fewest, first, last = heappop(intervals)
         if (end, fewest) >= best:
             break
@@ -94,7 +88,6 @@ class Terms:
         lowest: for a bucket that ends here, the lowest start that the cap allows.
         pack_fixed: to pack a bucket.
         wire_fixed: to reduce a bucket.
-        steps: taken so far.
     """
 
     late: list[int]
@@ -102,7 +95,6 @@ class Terms:
     lowest: list[int]
     pack_fixed: int
     wire_fixed: int
-    steps: int = 0
 
     @classmethod
     def of(cls, group: BucketGroup) -> Terms:
@@ -166,5 +158,4 @@ class Terms:
                 break
             starts.append(start)
             end = start
-        self.steps += len(starts) + 1
         return (None if end else starts), rise

@@ -2,7 +2,7 @@
 
 Pure: the same numbers give the same plan on every rank. Buckets are launched in the order in which they become ready,
 and within a group a bucket is a run of parameters in that order. `timeline.py` is the model, `cuts.py` the exact search
-for one group, `several_groups.py` and `exact.py` the searches for several.
+for one group, and with several (`several_groups.py`) the best of a few ways to apply it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .cuts import earliest
-from .exact import better
 from .plan import Plan
-from .several_groups import cut_in_turn, groups_of, plan_of, score_of
+from .several_groups import groups_of, plan_of, score_of, ways_to_cut
 from .timeline import MISSING_NS, Problem, Timeline, ready_order, timeline
 
 __all__ = ["MISSING_NS", "Problem", "Timeline", "choose", "optimum", "ready_order", "timeline"]
@@ -26,16 +25,15 @@ def optimum(problem: Problem) -> Plan:
 
     Returns:
         Buckets in launch order, their members in ready order; none exceeds the cap, unless a single parameter does.
-        With one group and no parameter that stays alone it is optimal in the model. With several it is optimal where
-        they are small, and otherwise never later than with each group filled up to the cap.
+        With one group and no parameter that stays alone it is optimal in the model. With several it is never later
+        than with each group filled up to the cap, or cut as if it were alone.
     """
     groups = groups_of(problem)
     if not groups:
         return ()
     if len(groups) == 1:
         return plan_of(groups, [earliest(groups[0])])
-    cuts = cut_in_turn(problem, groups)
-    return plan_of(groups, better(groups, score_of(groups, cuts)) or cuts)
+    return plan_of(groups, min(ways_to_cut(problem, groups), key=lambda cuts: score_of(groups, cuts)))
 
 
 def choose(problem: Problem, candidates: Mapping[str, Plan]) -> tuple[str, Plan]:

@@ -135,6 +135,21 @@ class Decision:
         return plan_hash(self.plan)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Due:
+    """What a round is for.
+
+    Args:
+        place: its place among those that are profiled for a report, of which the last is 2; None: it is not profiled.
+        reports: it ends with the reduction of all ranks' numbers.
+        confirms: it ends with the comparison of the plans that ranks have decided on, if they have.
+    """
+
+    place: int | None
+    reports: bool
+    confirms: bool
+
+
 @dataclass
 class Schedule:
     """The rounds of a reducer, and what its ranks have agreed on so far.
@@ -154,24 +169,17 @@ class Schedule:
     costs: Costs | None = None
     _rounds: deque[_Round] = field(default_factory=lambda: deque(maxlen=_ROUNDS_KEPT))
 
-    def place(self) -> int | None:
-        """This round's place among those that are profiled for a report, of which the last is 2; None: not profiled."""
-        report = self._next_report()
+    def due(self) -> Due:
+        """What this round is for."""
+        done = self.costs is not None and self._keeps_plan()
+        report = None if done else self._next_report(self.round)
         ahead = report - self.round if report is not None else 0
         window = _WINDOW if report == REPORTS[0] else PROFILED_AGAIN
-        return _WINDOW - ahead if 0 < ahead <= window else None
-
-    def profiles(self) -> bool:
-        """Whether this round is profiled."""
-        return self.place() is not None
-
-    def reports(self) -> bool:
-        """Whether this round ends with the reduction of all ranks' numbers."""
-        return self.round == self._next_report()
-
-    def confirms(self) -> bool:
-        """Whether this round ends with the comparison of the plans that ranks decided on."""
-        return Schedule(self.model, self.replan_every, self.round - 1).reports()
+        return Due(
+            place=_WINDOW - ahead if 0 < ahead <= window else None,
+            reports=report == self.round,
+            confirms=self._next_report(self.round - 1) == self.round - 1,
+        )
 
     def numbers(
         self, ready_ns: Sequence[int], steps: Mapping[int, StepTimes], buckets: int, *, frozen: bool = False
@@ -245,14 +253,12 @@ class Schedule:
         model = self.model
         return static_plan(model.kinds, model.caps, model.cap_policy, self.arrival or ready_order(ready_ns))
 
-    def _next_report(self) -> int | None:
-        """The number of this round if it reports, else of the next that does; None: there are no more reports."""
-        if self.costs is not None and self._keeps_plan():
-            return None
-        since = self.round - REPORTS[-1]
+    def _next_report(self, number: int) -> int | None:
+        """`number` if that round reports, else the next that does; None: there are no more reports."""
+        since = number - REPORTS[-1]
         if since <= 0:
-            return next(one for one in REPORTS if one >= self.round)
-        return self.round + -since % self.replan_every if self.replan_every else None
+            return next(one for one in REPORTS if one >= number)
+        return number + -since % self.replan_every if self.replan_every else None
 
     def _keeps_plan(self) -> bool:
         """Whether so few bytes are reduced that no measurement changes the plan."""

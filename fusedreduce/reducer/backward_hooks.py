@@ -43,19 +43,12 @@ class BackwardHooks:
         """
         for handle in self._watched:
             handle.remove()
-        self._watched = []
-        for function in dict.fromkeys(map(_grad_fn, outputs)):
-            if function is not None:
-                self._watched.append(function.register_prehook(self._begin))
+        self._watched = _register(self._begin, outputs)
         return bool(self._watched)
 
     def watch_also(self, outputs: Sequence[torch.Tensor], on_begin: Callable[[Any], None]) -> bool:
         """Calls on_begin(owner), in addition, when a backward begins at one of `outputs`; returns whether one can."""
-        functions = {output.grad_fn for output in outputs if output.grad_fn is not None}
-        begin = self._prehook(on_begin)
-        for function in functions:
-            function.register_prehook(begin)
-        return bool(functions)
+        return bool(_register(self._prehook(on_begin), outputs))
 
     def _prehook(self, on_begin: Callable[[Any], None]) -> Callable[[object], None]:
         alive = self._owner
@@ -81,6 +74,11 @@ class BackwardHooks:
                 on_end(owner, step)
 
             torch.autograd.Variable._execution_engine.queue_callback(end)
+
+
+def _register(prehook: Callable[[object], None], outputs: Sequence[torch.Tensor]) -> list[RemovableHandle]:
+    functions = dict.fromkeys(map(_grad_fn, outputs))
+    return [function.register_prehook(prehook) for function in functions if function is not None]
 
 
 _grad_fn = operator.attrgetter("grad_fn")

@@ -23,7 +23,8 @@ from .modes import asynchronous
 from .pipeline import Pipeline
 from .plans import Plans
 from .recording import Recording
-from .step_cycle import CLOSED_TEXT, ReducerState, StepCycle
+from .state import ReducerState
+from .step_cycle import StepCycle
 from .unused_parameters import UsedMap
 
 
@@ -208,7 +209,7 @@ class ReducerBase:
             plan, issued = self._plans.next(before)
             self.pipeline.issued += issued
             # Also where the order gives the same buckets, because streams are still those of a first step.
-            new = issued > 0 or plan is not before and plan != before
+            new = issued > 0 or plan != before
             if new:
                 self._build_buckets(plan)
             return new
@@ -264,7 +265,7 @@ class ReducerBase:
             FusedReduceError: the reducer is closed.
         """
         with self.cycle.lock:
-            self.refuse_closed()
+            self.cycle.refuse_closed()
             self.communicator = communicator
             self.pipeline.set_communicator(communicator)
             self.cycle.follow_communicator()
@@ -282,7 +283,7 @@ class ReducerBase:
             RuntimeError: a backward has been reduced, or one is armed.
             FusedReduceError: the reducer is closed.
         """
-        self.refuse_closed()
+        self.cycle.refuse_closed()
         if self.static_graph:
             return
         if self.steps or self.state in (ReducerState.ARMED, ReducerState.LAUNCHED):
@@ -298,19 +299,21 @@ class ReducerBase:
     def close(self) -> None:
         """Removes the hooks and releases the wire buffers. May be called twice.
 
-        Gradients that are views keep their buffer alive.
+        Gradients that are views keep their buffer alive. A step in flight is abandoned, with a warning.
         """
         with self.cycle.lock:
+            abandons = self.state is ReducerState.LAUNCHED
             self.cycle.state = ReducerState.CLOSED
             optimizer_hooks.leave(self)
             self.remove_hooks()
             self.pipeline.release_buckets()
             validation.leave(self.cycle, self.parameters)
-
-    def refuse_closed(self) -> None:
-        """Raises FusedReduceError if the reducer is closed."""
-        if self.state is ReducerState.CLOSED:
-            raise FusedReduceError(CLOSED_TEXT)
+        if abandons:
+            warnings.warn(
+                f"rank {self.communicator.rank}: close() abandons a step that is in flight, and its gradients are no "
+                "averages: call finalize() after the backward, then close()",
+                stacklevel=2,
+            )
 
     def remove_hooks(self) -> None:
         """Removes the hooks from the parameters: nothing is reduced any more."""

@@ -82,7 +82,6 @@ class Pipeline:
         observers: of the current step, none unless it is profiled. They change, raise and issue nothing.
         collectives: those that follow the last bucket of a step, in this order on every rank; only those that may be
             due. The used map is first: in its sum torch's join takes part, ahead of the others.
-        profile: the observer of a profiled step; None: the step is not profiled.
         mode: the sync mode in use.
         overlaps: buckets are launched during backward.
         late: which averages the gradients are.
@@ -109,7 +108,6 @@ class Pipeline:
         self._recording = recording
         self._skip_unused_buckets = skip_unused_buckets
         self.observers: tuple[StepProfile, ...] = ()
-        self.profile: StepProfile | None = None
         devices = {parameter.device for parameter in maker.parameters}
         self._device = devices.pop() if len(devices) == 1 else None
         self._monitor = StallMonitor()
@@ -128,6 +126,11 @@ class Pipeline:
         self._enter_mode()
         self.build_buckets(plans.first())
 
+    @property
+    def profile(self) -> StepProfile | None:
+        """The observer of a profiled step; None: the step is not profiled."""
+        return self.observers[0] if self.observers else None
+
     # Between steps
 
     def build_buckets(self, plan: Plan) -> None:
@@ -138,7 +141,7 @@ class Pipeline:
         self._plans.in_use = plan
         self.observed.collect_from(self.buckets.reductions)
         self.mode.set_buckets(self.buckets)
-        self.observers, self.profile = (), None
+        self.observers = ()
         self._follow_settings()
 
     def check_wires(self) -> None:
@@ -225,31 +228,16 @@ class Pipeline:
             forward_ns: time.perf_counter_ns() when forward began.
             divisor: this rank's own for this step; None: the ranks that were counted, else the configured one.
         """
-        self.observers, self.profile = (), None
+        self.observers = ()
         if profiled:
             wait = self._wait_to_time if watch else None
             count = len(self.maker.parameters)
-            self.profile = StepProfile(count, len(self.buckets), self._device, wait, forward_ns=forward_ns)
-            self.observers = (self.profile,)
+            self.observers = (StepProfile(count, len(self.buckets), self._device, wait, forward_ns=forward_ns),)
         counted = None if self._count_ranks is None else self._counted_ranks()
         self._divisor = divisor or counted or self.maker.config.divisor(self.maker.communicator.size)
         # The kept gradient of a parameter that no rank has used is a view, so it is reduced all the same. torch leaves
         # its mean there; by another divisor, or as a sum, it would change each step, so it is copied and restored.
         self._keeps_unused = self.maker.as_views and (divisor is not None or self.maker.config.op == "sum")
-
-    def pack_early(self, step: Step, bucket: int, group: int) -> None:
-        """Packs a group of a bucket ahead of its launch; on CPU."""
-        # If the bucket is in flight already, the late gradient is found by `check_unchanged`.
-        if bucket < step.next_bucket or not self.mode.together:
-            return
-        began_ns = time.perf_counter_ns()
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self.buckets.reductions[bucket].pack_early(group, self._divisor)
-        else:  # as a backward without create_graph=True runs; the context costs 2 us, for every large gradient
-            self.buckets.reductions[bucket].pack_early(group, self._divisor)
-        for one in self.observers:
-            one.packed_part(bucket, began_ns)
 
     def launch(self, step: Step) -> None:
         """Launches every bucket that is next and ready, and after the last one the step's other collectives.
@@ -342,7 +330,7 @@ class Pipeline:
                 wait_for(future, "a future that the end of backward waits for", self.maker.communicator)
         self.times.comm_end = time.time_ns()
         # Before anything else may raise, which would leave this rank's number of rounds behind that of its peers.
-        looked, self.profile, self.observers = self.profile, None, ()
+        looked, self.observers = self.profile, ()
         self.close_round(looked)
         return ended
 

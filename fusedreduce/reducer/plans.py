@@ -161,7 +161,7 @@ class Plans:
 
     def profiles(self) -> bool:
         """Whether the step that begins is profiled."""
-        return self.measured and self.scheduler.profiles()
+        return self.measured and self.scheduler.due.place is not None
 
     def next(self, plan: Plan) -> tuple[Plan, int]:
         """Decides, between two steps, which plan is used from now on.

@@ -1,6 +1,4 @@
-"""Reducer: averages gradients during backward, bucket by bucket: what its users call.
-
-It knows nothing of DistributedDataParallel.
+"""Reducer: averages gradients during backward, bucket by bucket: what its users call. It knows nothing of DDP.
 
     reducer = Reducer(model.parameters(), communicator, ReduceConfig(wire="bf16"))
     for batch in data:
@@ -39,7 +37,7 @@ from .base import ReducerBase
 from .modes import asynchronous
 from .modes.mode import FlushRequest
 from .plans import Forecast
-from .step_cycle import ReducerState
+from .state import ReducerState
 
 
 class Reducer(ReducerBase):
@@ -78,7 +76,7 @@ class Reducer(ReducerBase):
     @property
     def last_order(self) -> tuple[int, ...]:
         """Parameter numbers in the order in which they became ready in the latest step that has reduced any."""
-        return self.cycle.last_order
+        return self.cycle.ordered.ready_order()
 
     @property
     def last_unused(self) -> tuple[int, ...]:
@@ -395,7 +393,9 @@ class Reducer(ReducerBase):
 
         Raises:
             ValueError: the sync mode is not Synchronous.
+            FusedReduceError: the last step is not finished, or has failed; or the reducer is closed.
         """
+        self.check_finalized()
         validation.check_mode(self.config.sync_mode, {"an optimizer in backward": True})
         self.steps_in_backward = True
         self.pipeline.maker = dataclasses.replace(self.pipeline.maker, keeps_gradients=True)
@@ -413,7 +413,7 @@ class Reducer(ReducerBase):
         Returns:
             Per parameter, ns on the host clock from the end of forward. For times of every step see `bucket_times`.
         """
-        return self.cycle.backward_stats()
+        return self.cycle.ordered.ready_times()
 
     def bucket_times(self) -> list[tuple[int, int]]:
         """When each bucket of the latest step was ready and when it was launched.
@@ -445,7 +445,7 @@ class Reducer(ReducerBase):
             FusedReduceError: a trace is being recorded already, or the reducer is closed.
             ValueError: the sync mode is not Synchronous: steps do not end with their own backward.
         """
-        self.refuse_closed()
+        self.cycle.refuse_closed()
         validation.check_mode(self.config.sync_mode, {"a trace": True})
         return self._recording.record(folder, limit)
 

@@ -35,6 +35,7 @@ class Scheduler:
 
     Attributes:
         readiness: when this rank's gradients were ready in profiled steps.
+        due: what the current round is for.
         changes: plans that were adopted.
     """
 
@@ -43,6 +44,7 @@ class Scheduler:
         self._communicator = communicator
         self._device = device
         self._schedule = Schedule(model, replan_every)
+        self.due = self._schedule.due()
         self._looked: dict[int, StepProfile] = {}
         self._numbers: list[int] | None = None
         self._pending: list[Pending] = []
@@ -61,10 +63,6 @@ class Scheduler:
         """Notes rank 0's order of readiness in the first step, which every rank has received."""
         self._schedule.arrival = tuple(order)
 
-    def profiles(self) -> bool:
-        """Whether the step that begins is profiled."""
-        return self._schedule.profiles()
-
     def open_round(self, looked: StepProfile | None) -> int:
         """Called before the first bucket: in a profiled step issues a small collective, to measure its latency.
 
@@ -74,7 +72,7 @@ class Scheduler:
         Returns:
             How many collectives this issued.
         """
-        if not self._schedule.profiles():
+        if self.due.place is None:
             return 0
         tensor = torch.zeros(PROBE_BYTES // 8, dtype=torch.int64, device=self._device)
         if looked is not None:
@@ -97,11 +95,11 @@ class Scheduler:
         Returns:
             How many collectives this issued.
         """
-        if self._schedule.reports():
+        if self.due.reports:
             numbers, self._numbers = self._numbers or self._mine(plan), None
             self._reduced = self._start(numbers)
             return 1
-        if self._schedule.confirms() and self._decision is not None:
+        if self.due.confirms and self._decision is not None:
             self._compared = self._start([self._decision.hash, -self._decision.hash, int(_frozen())])
             return 1
         return 0
@@ -121,10 +119,10 @@ class Scheduler:
         Args:
             looked: its profile; None: it was not profiled.
         """
-        place = self._schedule.place()
-        if looked is not None and place is not None:
-            self._looked[place] = looked
+        if looked is not None and self.due.place is not None:
+            self._looked[self.due.place] = looked
         self._schedule.round += 1
+        self.due = self._schedule.due()
 
     def decide(self, plan: Plan) -> Plan:
         """Reads, before a step, the results of the last one's collectives.
@@ -141,6 +139,7 @@ class Scheduler:
         if self._reduced is not None:
             reduced, self._reduced = self._reduced, None
             self._decision = self._schedule.decide(self._read(reduced), plan)
+            self.due = self._schedule.due()
         elif self._compared is not None:
             compared, self._compared = self._compared, None
             most, least, frozen = self._read(compared)
@@ -158,7 +157,7 @@ class Scheduler:
                 _logger.info("new plan %016x, %d buckets: %s", decision.hash, len(decision.plan), decision.why)
                 return decision.plan
             _logger.debug("plan %016x stays: %s", decision.hash, decision.why)
-        elif self._schedule.reports() and self._numbers is None:
+        elif self.due.reports and self._numbers is None:
             # Here and not at the end of the last profiled step, because on CUDA this waits for that step.
             self._numbers = self._mine(plan)
         return plan
@@ -167,6 +166,7 @@ class Scheduler:
         """Forgets everything, because ranks may know different things; every rank does so at the same place."""
         self.readiness = Readiness(len(self._schedule.model.kinds))
         self._schedule = Schedule(self._schedule.model, self._schedule.replan_every, arrival=self._schedule.arrival)
+        self.due = self._schedule.due()
         self._looked, self._numbers, self._pending = {}, None, []
         self._reduced = self._compared = self._decision = None
 

@@ -65,7 +65,6 @@ class Step:
         self._unused = unused
         self.pending = [*sizes, 1]
         self.ready = bytearray(len(names))
-        self._left = len(names)  # parameters that are not ready
         self.skipped: frozenset[int] = frozenset()
         self.order: list[int] = []
         self.next_bucket = 0
@@ -78,38 +77,43 @@ class Step:
         self.arrived_ns = [0] * len(names)
         self.launched_ns = [0] * len(sizes)
 
-    def mark_ready(self, index: int, now_ns: int) -> None:
+    def mark_ready(self, index: int, now_ns: int) -> bool:
         """Notes that a gradient was accumulated. With the first one the unused parameters become ready as well.
 
         Args:
             index: number of the parameter.
             now_ns: time.perf_counter_ns().
 
+        Returns:
+            Whether a bucket may have become ready with it.
+
         Raises:
             FusedReduceError: the parameter was ready already, or a static graph has changed.
         """
         self.begun = True
-        if self._unused:
+        first = bool(self._unused)
+        if first:
             unused, self._unused = self._unused, ()
             self.skipped = frozenset(unused)
             for one in unused:
                 self.ready[one] = 1
                 self.pending[self._bucket_of[one]] -= 1
                 self.arrived_ns[one] = now_ns
-            self._left -= len(unused)
         if self._remaining is not None:
             self._remaining[index] -= 1
             if self._remaining[index] < 0:
                 raise FusedReduceError(self._changed(index))
             if self._remaining[index] > 0:
-                return
+                return first
         if self.ready[index]:
             raise FusedReduceError(self._twice(index))
         self.ready[index] = 1
-        self.pending[self._bucket_of[index]] -= 1
-        self._left -= 1
+        bucket = self._bucket_of[index]
+        left = self.pending[bucket] - 1
+        self.pending[bucket] = left
         self.arrived_ns[index] = now_ns
         self.order.append(index)
+        return first or not left
 
     def count(self, index: int) -> None:
         """Notes a gradient of a static graph's first step, in which no parameter is ready before the end."""
@@ -120,13 +124,9 @@ class Step:
         """Whether a parameter is ready."""
         return bool(self.ready[index]) or self.pending[self._bucket_of[index]] == 0
 
-    def all_launched(self) -> bool:
-        """Whether every bucket has been launched or skipped."""
-        return self.next_bucket == len(self.launched_ns)
-
     def all_ready(self) -> bool:
         """Whether every parameter is ready."""
-        return self._left == 0
+        return sum(self.pending) == 1
 
     def begin_without_gradients(self) -> bool:
         """Makes every parameter ready, if all are unused and no backward has begun; returns whether it did."""
@@ -140,11 +140,19 @@ class Step:
     def make_all_ready(self) -> None:
         """Makes every bucket ready, at the end of a static graph's first step."""
         self.pending = [0] * len(self.launched_ns) + [1]
-        self._left = 0
 
     def missing(self) -> list[int]:
         """Parameters that are not ready, ascending."""
         return [index for index in range(len(self.ready)) if not self.is_ready(index)]
+
+    def ready_order(self) -> tuple[int, ...]:
+        """Parameters in the order in which they became ready."""
+        # A static graph's first step has an entry per gradient, of which the last is when it was final.
+        return tuple(reversed(dict.fromkeys(reversed(self.order))))
+
+    def ready_times(self) -> list[int]:
+        """Per parameter when its gradient was ready, ns since forward had ended; 0: it had none."""
+        return [one - self.armed_ns if one else 0 for one in self.arrived_ns]
 
     def bucket_times(self) -> list[tuple[int, int]]:
         """Per bucket when its last gradient was ready, and when it was launched; ns since backward began, or -1."""

@@ -14,7 +14,6 @@ calling thread completes it: in `Reducer.finalize`, or before it next reads a gr
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import threading
@@ -38,23 +37,11 @@ from .parameter_hooks import ParameterHooks
 from .pipeline import Pipeline
 from .plans import Plans
 from .recording import Recording
+from .state import ARMED, CLOSED, FAILED, IDLE, LAUNCHED, LOST
 from .step import Step, unfinished_text
 from .unused_parameters import tensors_in, unreachable
 
 _logger = logging.getLogger(__name__)
-
-CLOSED_TEXT = "this reducer is closed: build another one to reduce gradients again"
-
-
-class ReducerState(enum.Enum):
-    """The lifecycle of a reducer."""
-
-    IDLE = "idle"  # no synchronised backward is expected, or the last one is done: gradients stay local
-    ARMED = "armed"  # the next backward is reduced
-    LAUNCHED = "launched"  # all buckets are in flight; finalize() completes the step
-    FAILED = "failed"  # a hook, kernel or collective raised: reset() is needed
-    LOST = "lost"  # reset, but the group of ranks cannot be used any more: set_communicator() is needed
-    CLOSED = "closed"  # closed for good
 
 
 class StepCycle:
@@ -71,8 +58,10 @@ class StepCycle:
 
     Attributes:
         state: see ReducerState.
-        lock: is held while the cycle changes: autograd has a thread per device.
+        lock: is held while the cycle changes, since autograd has a thread per device. (Only `Step.mark_ready` is called
+            without it, where there is one device.)
         step: the current step, or the last one.
+        ordered: the latest step that has reduced any gradient.
         steps: synchronised steps since the reducer was built.
         buckets_reduced: buckets that the latest step has reduced.
         last_unused: parameter numbers that the latest step has found unused.
@@ -106,7 +95,7 @@ class StepCycle:
         self._parameters, self._names = maker.parameters, maker.names
         self._devices = [parameter.device for parameter in self._parameters]
         self._device = self._devices[0]
-        self.state = ReducerState.IDLE
+        self.state = IDLE
         self.lock = threading.RLock()
         self.steps = 0
         self.buckets_reduced = 0
@@ -123,11 +112,13 @@ class StepCycle:
         self._counted = [0] * len(self._parameters)
         self._forward_ns = MISSING_NS
         self._warned_of_second = False
+        self._several_devices = len(set(self._devices)) > 1  # autograd has a thread for each
+        self._attentive = True  # a gradient of this step needs more than to be marked ready
         self.hooks = ParameterHooks(self, self._parameters, StepCycle.on_gradient)
         self._backward_hooks = BackwardHooks(self, StepCycle._backward_begins, StepCycle.end_backward)
         self.follow_communicator()
         self.begin_step()
-        self._ordered = self.step
+        self.ordered = self.step
 
     # Between steps
 
@@ -136,15 +127,18 @@ class StepCycle:
         self._communicator: Communicator = self._pipeline.maker.communicator
         self.waits_in_backward = all(map(self._communicator.waits_in_backward, set(self._devices)))
 
-    def begin_step(self, unused: Sequence[int] = ()) -> None:
-        """Begins with no gradient ready, in the pipeline's buckets.
-
-        Args:
-            unused: parameters that get no gradient.
-        """
-        buckets = self._pipeline.buckets
+    def begin_step(self) -> None:
+        """Begins with no gradient ready, in the pipeline's buckets. Parameters that were found unused will get none."""
+        pipeline, buckets = self._pipeline, self._pipeline.buckets
         fires = self._fires if self.static_graph else None
-        self.step = Step(buckets.sizes, buckets.bucket_of, self._names, fires=fires, unused=unused)
+        self.step = Step(buckets.sizes, buckets.bucket_of, self._names, fires=fires, unused=self.unused_now)
+        self._attentive = bool(
+            self.static_graph
+            or self._find_unused
+            or self._several_devices
+            or pipeline.observers
+            or buckets.streams.unrecorded
+        )
 
     def give_up(self) -> None:
         """Forgets a step that was abandoned. New buckets must follow.
@@ -152,13 +146,18 @@ class StepCycle:
         Raises:
             FusedReduceError: the reducer is closed.
         """
-        if self.state is ReducerState.CLOSED:
-            raise FusedReduceError(CLOSED_TEXT)
-        self.state = ReducerState.IDLE
+        self.refuse_closed()
+        self.state = IDLE
+        self.unused_now = ()
         self._forward_ns = MISSING_NS
         self.failures.clear_failure()
         self._counted = [0] * len(self._parameters)
         self._fires = None
+
+    def refuse_closed(self) -> None:
+        """Raises FusedReduceError if the reducer is closed."""
+        if self.state is CLOSED:
+            raise FusedReduceError("this reducer is closed: build another one to reduce gradients again")
 
     def check_finalized(self) -> None:
         """Checks that the last synchronised backward was reduced to its end. A launched step is completed first.
@@ -170,16 +169,15 @@ class StepCycle:
         """
         communicator = self._communicator
         refuse_capture(self._device, communicator.rank)
-        if self.state is ReducerState.LAUNCHED:
+        if self.state is LAUNCHED:
             self.complete_outside()
-        if self.state is ReducerState.CLOSED:
-            raise FusedReduceError(CLOSED_TEXT)
-        if self.state is ReducerState.LOST or communicator.lost:
+        self.refuse_closed()
+        if self.state is LOST or communicator.lost:
             raise lost_error(communicator, communicator.lost)
         # A backward whose queued callback never ran has raised, maybe before any parameter's hook was called.
         step = self.step
         broken = step.callbacks > 0 and not in_backward()
-        if self.state is ReducerState.FAILED or (self.state is ReducerState.ARMED and (step.begun or broken)):
+        if self.state is FAILED or (self.state is ARMED and (step.begun or broken)):
             counting = self.counting()
             text = unfinished_text(
                 [index for index in step.missing() if not (counting and self._counted[index])],
@@ -204,14 +202,14 @@ class StepCycle:
 
     def in_forward(self) -> bool:
         """Whether `begin_forward` was called since a step was last armed, ended, failed or given up."""
-        return self._forward_ns != MISSING_NS and self.state is ReducerState.IDLE and not self._communicator.lost
+        return self._forward_ns != MISSING_NS and self.state is IDLE and not self._communicator.lost
 
     def disarm(self, outputs: object) -> None:
         """Called after a forward whose backward is not reduced (no_sync); `outputs` as for `arm`."""
         self.local_backward_expected = True
         self._forward_ns = MISSING_NS
         self._observed.units.arm()
-        self.state = ReducerState.IDLE
+        self.state = IDLE
         self.watch_local_forward(outputs)
 
     def watch_local_forward(self, outputs: object) -> None:
@@ -236,14 +234,13 @@ class StepCycle:
         self._observed.units.arm()
         self._observed.begin_forward(pipeline.buckets.reductions)
         tensors = tensors_in(outputs)
-        unused = self._unused(tensors) if self.static_graph or self._find_unused else []
-        self.unused_now = tuple(unused)
-        self.begin_step(unused)
+        self.unused_now = tuple(self._unused(tensors)) if self.static_graph or self._find_unused else ()
         if not self._backward_hooks.watch(tensors):
             pipeline.mode.hold_gradients()
         profiled = self._plans.profiles() or self._recording.wants_step()
         pipeline.arm(profiled=profiled, watch=self.waits_in_backward, forward_ns=forward_ns, divisor=divisor)
-        self.state = ReducerState.ARMED
+        self.begin_step()
+        self.state = ARMED
         pipeline.times.backward_start = time.time_ns()
 
     def on_gradient(self, index: int) -> None:
@@ -252,50 +249,22 @@ class StepCycle:
         Args:
             index: number of the parameter.
         """
-        if self.state is not ReducerState.ARMED:
-            if self.state is not ReducerState.LAUNCHED:  # else it has changed what is in flight: `finish_step` raises
+        if self.state is not ARMED:
+            if self.state is not LAUNCHED:  # else it has changed what is in flight: `finish_step` raises
                 self._local_gradient(index)
             return
-        with self.lock:
-            if self.state is not ReducerState.ARMED:
-                return  # another device's thread has raised, and maybe reset() was called
-            now_ns = time.perf_counter_ns()
-            step, pipeline = self.step, self._pipeline
-            buckets = pipeline.buckets
-            try:
-                if self._observed.units.attached:
-                    self._observed.units.note_backward()
-                if index in buckets.streams.unrecorded:
-                    buckets.streams.record(index, self._devices[index])
-                if self.static_graph or self._find_unused:
-                    if self._parameters[index].grad is not None:
-                        pipeline.used.mark(index)
-                    if self.counting():
-                        self._counted[index] += 1
-                        step.count(index)
-                        return
-                step.mark_ready(index, now_ns)
-                if pipeline.observers:
-                    self._show_ready(index, now_ns)
-                if index in buckets.large and step.ready[index]:
-                    pipeline.pack_early(step, buckets.bucket_of[index], buckets.large[index])
-                if pipeline.overlaps and not step.pending[step.next_bucket]:
-                    pipeline.launch(step)
-            except BaseException as error:
-                self._note_failure(error)
-                raise
-            for one in pipeline.observers:
-                one.leave()
-            if step.callbacks == 0 and step.all_ready():
-                if in_backward():
-                    self._backward_hooks.queue_end(step)
-                else:
-                    self.end_backward(step)
+        step = self.step
+        if self._attentive or self._observed.units.attached or step.ready[index]:
+            self._attend(index)
+        elif step.mark_ready(index, time.perf_counter_ns()):
+            with self._noting_failures():
+                if self.state is ARMED and self.step is step:  # else another thread has called reset() or close()
+                    self._advance()
 
     def end_without_backward(self) -> None:
         """See `Reducer.end_without_backward`."""
         with self.lock:
-            if self.state is not ReducerState.ARMED or not self.step.begin_without_gradients():
+            if self.state is not ARMED or not self.step.begin_without_gradients():
                 raise FusedReduceError(
                     f"rank {self._communicator.rank}: end_without_backward() needs an armed step, "
                     "find_unused_parameters=True and outputs that depend on no parameter; here a gradient is expected, "
@@ -307,14 +276,14 @@ class StepCycle:
     def end_first_static_step(self) -> None:
         """Ends a static graph's first step. A wrapper calls it; without one the hook on the outputs does."""
         with self.lock:
-            if self.state is ReducerState.ARMED and self.counting() and self.step.begun:
+            if self.state is ARMED and self.counting() and self.step.begun:
                 self.end_backward(self.step)
 
     def end_backward(self, step: Step) -> None:
         """Called when a backward of `step` has ended: ends the step, unless gradients are still to come."""
         pipeline = self._pipeline
         with self._noting_failures():
-            if self.state is not ReducerState.ARMED or self.step is not step or not step.begun:
+            if self.state is not ARMED or self.step is not step or not step.begun:
                 return
             if self.static_graph and self.counting():
                 self._fires = list(self._counted)
@@ -328,7 +297,7 @@ class StepCycle:
             if self.waits_in_backward or not pipeline.mode.together:
                 self._finish(step)
             else:
-                self.state = ReducerState.LAUNCHED
+                self.state = LAUNCHED
 
     def complete_outside(self) -> None:
         """Completes a launched step, for callers that may run within a backward or a capture, where nothing may wait.
@@ -338,7 +307,7 @@ class StepCycle:
             CollectiveError: a peer died, left, or did not answer.
             NonFiniteGradientError: see ReduceConfig.check_finite.
         """
-        if self.state is not ReducerState.LAUNCHED:
+        if self.state is not LAUNCHED:
             return
         refuse_capture(self._device, self._communicator.rank)
         if in_backward():
@@ -347,44 +316,32 @@ class StepCycle:
                 "backward, where nothing may wait for a peer. Call finalize() after each backward()"
             )
         with self._noting_failures():
-            if self.state is ReducerState.LAUNCHED:
+            if self.state is LAUNCHED:
                 self._finish(self.step)
 
     def launch_late(self) -> None:
         """See `Reducer.launch_late`."""
         with self._noting_failures():
-            if self.state is ReducerState.LAUNCHED:
+            if self.state is LAUNCHED:
                 self._pipeline.launch_late()
 
     def fail(self, error: BaseException) -> None:
         """Makes the reducer FAILED: `reset` is needed."""
-        self.state = ReducerState.FAILED
-        self._forward_ns = MISSING_NS
+        self.state = FAILED
         self.failures.note(error, self._communicator)
         if self.on_error is not None:
             self.on_error(str(error))
-
-    @property
-    def last_order(self) -> tuple[int, ...]:
-        """Parameter numbers in the order in which they became ready in the latest step that has reduced any."""
-        # A static graph's first step has an entry per gradient, of which the last is when it was final.
-        return tuple(reversed(dict.fromkeys(reversed(self._ordered.order))))
-
-    def backward_stats(self) -> list[int]:
-        """Per parameter when its gradient was ready in that step, ns since forward had ended; 0: it had none."""
-        step = self._ordered
-        return [one - step.armed_ns if one else 0 for one in step.arrived_ns]
 
     # Within
 
     def _backward_begins(self) -> None:
         """Called when a backward has reached an output of forward: queues the callback that ends the step."""
-        if self.state is not ReducerState.ARMED:
+        if self.state is not ARMED:
             return
         refuse_capture(self._device, self._communicator.rank)
         refuse_compiled_autograd(self._communicator.rank)
         with self.lock:
-            if self.state is not ReducerState.ARMED:
+            if self.state is not ARMED:
                 return
             self._pipeline.mode.hold_gradients()
             step = self.step
@@ -413,8 +370,49 @@ class StepCycle:
                 raise
 
     def _note_failure(self, error: BaseException) -> None:
-        if self.state in (ReducerState.ARMED, ReducerState.LAUNCHED):
+        if self.state in (ARMED, LAUNCHED):
             self.fail(error)
+
+    def _attend(self, index: int) -> None:
+        """`on_gradient` where more is to be done than to mark a gradient ready, or threads run beside each other."""
+        with self.lock:
+            if self.state is not ARMED:
+                return  # another device's thread has raised, and maybe reset() was called
+            now_ns = time.perf_counter_ns()
+            step, pipeline = self.step, self._pipeline
+            buckets = pipeline.buckets
+            try:
+                self._observed.units.note_backward()
+                if index in buckets.streams.unrecorded:
+                    buckets.streams.record(index, self._devices[index])
+                if self.static_graph or self._find_unused:
+                    if self._parameters[index].grad is not None:
+                        pipeline.used.mark(index)
+                    if self.counting():
+                        self._counted[index] += 1
+                        step.count(index)
+                        return
+                may_launch = step.mark_ready(index, now_ns)
+                if pipeline.observers:
+                    self._show_ready(index, now_ns)
+                if may_launch:
+                    self._advance()
+            except BaseException as error:
+                self._note_failure(error)  # still under the lock: no other thread may launch the bucket behind this one
+                raise
+            for one in pipeline.observers:
+                one.leave()
+
+    def _advance(self) -> None:
+        """Launches what may be launched now, and ends the step where nothing else does, when a bucket is ready."""
+        step = self.step
+        if self._pipeline.overlaps and not step.pending[step.next_bucket]:
+            self._pipeline.launch(step)
+        if step.callbacks == 0 and step.all_ready():
+            if in_backward():
+                self._backward_hooks.queue_end(step)
+            else:
+                self.end_backward(step)
 
     def counting(self) -> bool:
         """Whether this is a static graph's first step: gradients are counted, and none is final before its end."""
@@ -443,13 +441,13 @@ class StepCycle:
         self.steps += 1
         self.buckets_reduced = step.launched
         if step.order:
-            self._ordered = step
+            self.ordered = step
         self.last_unused = tuple(sorted(step.skipped))
         if self._plans.wants_order:
-            self._plans.note_order(self.last_order)
+            self._plans.note_order(self.ordered.ready_order())
         pipeline.end_step(ended)
         pipeline.mode.restore_gradients()
-        self.state = ReducerState.IDLE
+        self.state = IDLE
         if in_backward():
             # After the callbacks of other reducers: if one raises, the engine runs no later ones.
             torch.autograd.Variable._execution_engine.queue_callback(self._observed.check)
@@ -460,7 +458,7 @@ class StepCycle:
         """Notes a gradient that is not reduced now: with no_sync the next step will, after a step nothing does."""
         if self._find_unused and self._parameters[index].grad is not None:
             self._pipeline.used.mark(index)
-        if self.state is not ReducerState.IDLE:
+        if self.state is not IDLE:
             return
         self._observed.added_here()
         if self.steps and not self.local_backward_expected and not self._warned_of_second:

@@ -37,7 +37,7 @@ class StepProfile:
     Attributes:
         marks: per bucket, host clock; time 0 is `backward_began`, or this call.
         ready_ns: per parameter since time 0, without our own packing; MISSING_NS: it had no gradient.
-        packing_ns: per bucket, host time spent on packing parts of it ahead, and on issuing its collective.
+        packing_ns: per bucket, host time spent on issuing its collective.
         device: timing events; None on CPU.
         probe_ns: when the probe, a small collective, was issued, and when it ended.
     """
@@ -94,15 +94,6 @@ class StepProfile:
         self.ready_ns[index] = max(self._entered_ns - self.marks.began_ns - self._own_ns, 0)
         if self.device is not None:
             self.device.mark(index)
-
-    def packed_part(self, bucket: int, began_ns: int) -> None:
-        """A part of a bucket has been packed ahead of its launch.
-
-        Args:
-            bucket: which.
-            began_ns: when that began, time.perf_counter_ns().
-        """
-        self.packing_ns[bucket] += time.perf_counter_ns() - began_ns
 
     def bucket_ready(self, bucket: int) -> None:
         """A bucket's last gradient is ready."""

@@ -29,14 +29,13 @@ from support.leaf_steps import (
 from support.loopback import Call, Loopback, LoopbackPending, ThreadWorld
 
 from fusedreduce import BucketCaps, CollectiveError, FusedReduceError, ReduceConfig, Reducer
-from fusedreduce.buckets import dense
 from fusedreduce.buckets.stats import partial_stats
 from fusedreduce.buckets.stats.non_finite import Culprit, FiniteCheck, Named, NonFiniteReport
 from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.errors import NonFiniteGradientError
 from fusedreduce.kernels import dispatch, reference
 from fusedreduce.kernels.table import Totals
-from fusedreduce.reducer.step_cycle import ReducerState
+from fusedreduce.reducer.state import ReducerState
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=400)
 BAD = (math.nan, math.inf, -math.inf)
@@ -45,10 +44,9 @@ NUMELS = (3, 35, 1, 40, 24, 7, 60)
 
 @pytest.fixture(autouse=True)
 def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the kernels could be interpreted. 20,000 elements are packed early there, whatever the wire."""
+    """Also where the kernels could be interpreted."""
     torch.manual_seed(0)
     monkeypatch.setattr(dispatch, "_triton", lambda: None)
-    monkeypatch.setattr(dense, "_EARLY_NUMEL", reference.LARGE_NUMEL)
 
 
 def _leaves(numels: tuple[int, ...] = NUMELS, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -33,7 +33,6 @@ from support.leaf_steps import (
 from support.loopback import PEERS, Loopback, ThreadRank, ThreadWorld
 
 from fusedreduce import BucketCaps, ReduceConfig, Reducer
-from fusedreduce.buckets import dense as packed
 from fusedreduce.buckets.gradient_table import GradientTable
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import POLICIES, Policy
@@ -49,10 +48,9 @@ Make = Callable[[], list[torch.Tensor | None]]
 
 @pytest.fixture(autouse=True)
 def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the kernels could be interpreted. 20,000 elements are packed early there, whatever the wire."""
+    """Also where the kernels could be interpreted."""
     torch.manual_seed(0)
     monkeypatch.setattr(dispatch, "_triton", lambda: None)
-    monkeypatch.setattr(packed, "_EARLY_NUMEL", reference.LARGE_NUMEL)
 
 
 def _half(mine: torch.Tensor) -> torch.Tensor:

@@ -29,15 +29,15 @@ from support.leaf_steps import (
     step,
     with_hooks,
 )
-from support.loopback import Loopback, ThreadWorld
+from support.loopback import Loopback, ThreadWorld, constant
 from torch.utils.checkpoint import checkpoint
 
 from fusedreduce import BucketCaps, FusedReduceError, ReduceConfig, Reducer
-from fusedreduce.buckets import dense
 from fusedreduce.buckets.loss_scale import LossScale
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.kernels import dispatch, reference
-from fusedreduce.reducer.step_cycle import ReducerState
+from fusedreduce.kernels import dispatch
+from fusedreduce.optim.grad_scaler import FusedGradScaler
+from fusedreduce.reducer.state import ReducerState
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=400)
 NUMELS = (3, 35, 1, 40, 24, 7, 60)
@@ -46,10 +46,9 @@ SCALE = 2.0**10
 
 @pytest.fixture(autouse=True)
 def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the kernels could be interpreted. 20,000 elements are packed early there, whatever the wire."""
+    """Also where the kernels could be interpreted."""
     torch.manual_seed(0)
     monkeypatch.setattr(dispatch, "_triton", lambda: None)
-    monkeypatch.setattr(dense, "_EARLY_NUMEL", reference.LARGE_NUMEL)
 
 
 def _half(mine: torch.Tensor) -> torch.Tensor:
@@ -773,3 +772,21 @@ def test_an_unscaled_local_backward_is_found_by_the_next_scaled_one() -> None:
         parameters[0].sum().backward()
     with pytest.raises(FusedReduceError, match="added scaled gradients to unscaled ones"):
         synchronised()
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_scaler_that_is_made_between_forward_and_backward(views: bool) -> None:
+    """Also where no output is known, so that only the parameters' hooks see the backward."""
+    leaves = _leaves((3, 2))
+    reducer = Reducer(leaves, Loopback([constant(0.0)]), gradient_as_bucket_view=views)
+    for number in range(3):
+        for leaf in leaves:
+            leaf.grad = None
+        loss = torch.stack([2.0 * leaf.sum() for leaf in leaves]).sum()
+        reducer.prepare_for_backward()
+        if number == 1:
+            scaler = FusedGradScaler(reducer, device="cpu", init_scale=1024.0)
+        (scaler.scale(loss) if number else loss).backward()
+        reducer.finalize()
+        for leaf in leaves:
+            assert leaf.grad is not None and leaf.grad.eq(1.0).all(), number

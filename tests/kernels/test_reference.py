@@ -254,9 +254,7 @@ def _with_small_runs(case: Case, large: int, block: int, check: Callable[[], Non
 
 @given(cases(divisors()), st.sampled_from([1, 8, 100, 10**6]), st.sampled_from([16, 200, 10**6]), st.booleans())
 @settings(max_examples=150)
-def test_runs_of_any_length_and_slots_packed_ahead_give_the_same_wire(
-    case: Case, large: int, block: int, vouched: bool
-) -> None:
+def test_runs_of_any_length_give_the_same_wire(case: Case, large: int, block: int, vouched: bool) -> None:
     shapes = [_shaped(numel, 0) for numel in case.numels]
     guarded = _gradients(case)
     gradients = _as_shaped(guarded, shapes)
@@ -264,21 +262,7 @@ def test_runs_of_any_length_and_slots_packed_ahead_give_the_same_wire(
     def check() -> None:
         chunks = _table(case, shapes)
         wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
-        # Every second run: in another order than theirs, and not again afterwards.
-        runs = reference.runs(chunks)[::2]
-        before = wire.inner.clone()
-        pointers = PointerTable()
-        for run in reversed(runs):
-            own = gradients[run.slots.start : run.slots.stop]
-            reference.pack_run(own, run, chunks, pointers, wire.inner, case.scalar, vouched=vouched)
-        covered = torch.zeros(chunks.wire_numel, dtype=torch.bool)
-        for run in runs:
-            covered[run.begin : run.end] = True
-        assert_same(wire.inner[~covered], before[~covered])
-        done = frozenset(run.slots.start for run in runs)
-        ahead = {slot for run in runs for slot in run.slots}
-        later = [None if slot in ahead else gradient for slot, gradient in enumerate(gradients)]
-        reference.pack(later, chunks, PointerTable(), wire.inner, case.scalar, vouched=vouched, done=done)
+        reference.pack(gradients, chunks, PointerTable(), wire.inner, case.scalar, vouched=vouched)
         wire.assert_edges_untouched()
         assert_same(wire.inner, _packed_slot_by_slot(case, guarded))
 

@@ -37,13 +37,9 @@ def _values(case: Case) -> list[torch.Tensor | None]:
     return values
 
 
-@given(
-    cases(DIVISORS), st.booleans(), st.sampled_from([1, 100, 10**6]), st.sampled_from([16, 200, 10**6]), st.booleans()
-)
+@given(cases(DIVISORS), st.booleans(), st.sampled_from([1, 100, 10**6]), st.sampled_from([16, 200, 10**6]))
 @settings(max_examples=150)
-def test_torch_path_finds_what_is_wrong_with_sources(
-    case: Case, vouched: bool, large: int, block: int, early: bool
-) -> None:
+def test_torch_path_finds_what_is_wrong_with_sources(case: Case, vouched: bool, large: int, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "LARGE_NUMEL", large)
         patch.setattr(reference, "BLOCK_NUMEL", block)
@@ -55,12 +51,7 @@ def test_torch_path_finds_what_is_wrong_with_sources(
         )
         wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
         pointers, partials = PointerTable(), new_source_partials(chunks.data_rows, CPU)
-        done = [run for run in reference.runs(chunks) if early]
-        for run in done:
-            own = gradients[run.slots.start : run.slots.stop]
-            reference.pack_run(own, run, chunks, pointers, wire.inner, case.scalar, vouched=vouched)
-        firsts = frozenset(run.slots.start for run in done)
-        reference.pack(gradients, chunks, pointers, wire.inner, case.scalar, partials, vouched=vouched, done=firsts)
+        reference.pack(gradients, chunks, pointers, wire.inner, case.scalar, partials, vouched=vouched)
         wire.assert_edges_untouched()
         assert_source_partials(partials, expected_source_partials(gradients, wire.inner, chunks))
 

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from fusedreduce.planning import exact, several_groups
-from fusedreduce.planning.beside_groups import TermsBeside, earliest_beside
-from fusedreduce.planning.bucket_group import BucketGroup, Job
+from fusedreduce.planning import several_groups
+from fusedreduce.planning.bucket_group import BucketGroup
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear
 from fusedreduce.planning.cuts import Terms, earliest
 from fusedreduce.planning.plan import Plan
@@ -173,19 +172,6 @@ def test_one_group_is_as_good_as_brute_force_with_no_more_buckets(problem: Probl
     assert _score(problem, plan) == _brute_of_one(problem)
 
 
-@given(problems(8, groups=3))
-@settings(max_examples=300)
-# Where cutting group after group ends a nanosecond later.
-@example(_grouped([0, 1, 4, 9], [4, 2, 4, 1], "1001", (3, 3 * FS_PER_NS), Linear(fixed_ns=2, fs_per_byte=FS_PER_NS)))
-@example(
-    _grouped([0, 1, 1, 1, 6, 9], [0, 3, 0, 2, 2, 2], "111001", (2, 2 * FS_PER_NS), Linear(fixed_ns=2, fs_per_byte=0))
-)
-def test_several_groups_are_as_good_as_brute_force_where_they_are_small(problem: Problem) -> None:
-    plan = optimum(problem)
-    _check(problem, plan)
-    assert _score(problem, plan) == _brute(problem)
-
-
 @st.composite
 def long_problems(draw: st.DrawFn, most: int, pack: st.SearchStrategy[Linear]) -> Problem:
     """Backward and wire of like length, where cutting matters most."""
@@ -248,14 +234,10 @@ def _filled(problem: Problem, *, last_first: bool) -> Plan:
     return _launched(problem, buckets)
 
 
-@given(problems(30, groups=3), st.sampled_from([0, 1, 100, 400_000]))
+@given(problems(30, groups=3))
 @settings(max_examples=200)
-def test_several_groups_are_never_worse_than_each_cut_at_the_cap_or_by_itself(problem: Problem, steps: int) -> None:
-    """Without the search through all ways to cut, and however early the turns end."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "MOST_PARTIALS", 0)
-        patch.setattr(several_groups, "TURN_STEPS", steps)
-        plan = optimum(problem)
+def test_several_groups_are_never_worse_than_each_cut_at_the_cap_or_by_itself(problem: Problem) -> None:
+    plan = optimum(problem)
     _check(problem, plan)
     lanes = several_groups.groups_of(problem)
     rivals = [_filled(problem, last_first=flag) for flag in (False, True)]
@@ -267,80 +249,10 @@ def test_several_groups_are_never_worse_than_each_cut_at_the_cap_or_by_itself(pr
 @settings(max_examples=100)
 def test_every_start_of_the_search_is_a_plan(problem: Problem) -> None:
     lanes = several_groups.groups_of(problem)
-    for cuts in several_groups.first_cuts(problem, lanes):
+    for cuts in several_groups.ways_to_cut(problem, lanes):
         plan = several_groups.plan_of(lanes, cuts)
         _check(problem, plan)
         assert several_groups.score_of(lanes, cuts) == _score(problem, plan)
-
-
-@given(problems(20, groups=3, least=1), st.integers(0, 300))
-@settings(max_examples=100)
-def test_turns_end_when_their_steps_are_used_up(problem: Problem, most: int) -> None:
-    used: list[int] = []
-
-    def counted(lane: BucketGroup, jobs: Sequence[Job], most_steps: int) -> tuple[list[int], int]:
-        assert most_steps == most - sum(used) > 0
-        starts, steps = earliest_beside(lane, jobs, most_steps)
-        used.append(steps)
-        return starts, steps
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(several_groups, "TURN_STEPS", most)
-        patch.setattr(several_groups, "earliest_beside", counted)
-        several_groups.cut_in_turn(problem, several_groups.groups_of(problem))
-
-
-ANYTHING: Score = (10**40, 10**6)
-
-
-@given(problems(8, groups=3, least=1))
-@settings(max_examples=300)
-@example(_problem([1, 6, 8], [3, 3, 3], (0, 3 * FS_PER_NS)))
-def test_the_search_through_all_ways_is_brute_force(problem: Problem) -> None:
-    lanes = several_groups.groups_of(problem)
-    found = exact.better(lanes, ANYTHING)
-    assert found is not None
-    _check(problem, several_groups.plan_of(lanes, found))
-    best = _brute(problem)
-    assert several_groups.score_of(lanes, found) == best
-    assert exact.better(lanes, best) is None
-    assert exact.better(lanes, (best[0], best[1] + 1)) is not None
-
-
-def test_the_search_through_all_ways_gives_up_where_they_are_many() -> None:
-    problem = _problem(range(0, 1200, 100), [100] * 12, (10, FS_PER_NS))
-    problem = dataclasses.replace(problem, groups=(0, 1) * 6)
-    lanes = several_groups.groups_of(problem)
-    assert exact.better(lanes, ANYTHING) is not None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "MOST_PARTIALS", 24)
-        assert exact.better(lanes, ANYTHING) is None, "on the way"
-        patch.setattr(exact, "MOST_PARTIALS", 23)
-        assert exact.better(lanes, ANYTHING) is None, "at once: each parameter of each lane is looked at"
-
-
-@st.composite
-def lanes_and_jobs(draw: st.DrawFn, pack: st.SearchStrategy[Linear]) -> Problem:
-    """One lane, the group "own"; all other parameters are buckets of their own, between its parameters."""
-    problem = draw(problems(11, pack=pack, least=2))
-    groups = draw(st.lists(st.sampled_from(["own", "other"]), min_size=len(problem.order), max_size=len(problem.order)))
-    groups[draw(st.integers(0, len(groups) - 1))] = "own"
-    return dataclasses.replace(problem, groups=tuple(groups))
-
-
-def _lane_and_jobs(problem: Problem) -> tuple[BucketGroup, list[Job]]:
-    own = [place for place, number in enumerate(problem.order) if problem.groups[number] == "own"]
-    others = [BucketGroup(problem, [place]) for place in range(len(problem.order)) if place not in own]
-    return BucketGroup(problem, own), [job for lane in others for job in lane.jobs([0])]
-
-
-def _beside(lane: BucketGroup, jobs: list[Job], starts: Sequence[int]) -> Score:
-    packs = done = 0
-    everything = sorted([*jobs, *lane.jobs(starts)])
-    for job in everything:
-        packs += job.pack
-        done = max(done, job.ready + packs) + job.wire
-    return done, len(everything)
 
 
 def _starts(problem: Problem, lane: BucketGroup) -> Iterator[list[int]]:
@@ -349,41 +261,15 @@ def _starts(problem: Problem, lane: BucketGroup) -> Iterator[list[int]]:
         yield [0, *ends[:-1]][::-1]
 
 
-@given(lanes_and_jobs(free))
-@settings(max_examples=200)
-def test_a_lane_among_fixed_buckets_is_cut_as_well_as_can_be_where_packing_is_free(
-    problem: Problem,
-) -> None:
-    lane, jobs = _lane_and_jobs(problem)
-    starts, _ = earliest_beside(lane, jobs, 10**6)
-    assert _beside(lane, jobs, starts) == min(_beside(lane, jobs, other) for other in _starts(problem, lane))
-
-
-@given(lanes_and_jobs(lines))
-@settings(max_examples=200)
-def test_a_lane_among_fixed_buckets_is_never_worse_than_filled(problem: Problem) -> None:
-    lane, jobs = _lane_and_jobs(problem)
-    starts, _ = earliest_beside(lane, jobs, 10**6)
-    assert starts in list(_starts(problem, lane))
-    assert _beside(lane, jobs, starts) <= _beside(lane, jobs, lane.filled())
-
-
-@given(lanes_and_jobs(lines), st.integers(0, 400))
+@given(problems(11, least=1), st.integers(0, 400))
 @settings(max_examples=300)
-# A bucket that has to start behind a job; one whose packing, slower than the wire, holds up the job in its midst.
-@example(_grouped([6, 6, 7], [2, 1, 1], ["own", "other", "own"], (4, 2 * FS_PER_NS)), 8)
-@example(
-    _grouped(
-        [4, 6, 7], [1, 3, 0], ["own", "other", "own"], (2, FS_PER_NS), Linear(fixed_ns=1, fs_per_byte=4 * FS_PER_NS)
-    ),
-    2,
-)
-def test_what_a_walk_among_fixed_buckets_finds_is_true(problem: Problem, at: int) -> None:
-    lane, jobs = _lane_and_jobs(problem)
-    terms = TermsBeside(lane, jobs)
+def test_what_a_walk_finds_is_true(problem: Problem, at: int) -> None:
+    lane = BucketGroup(problem, range(len(problem.order)))
+    terms = Terms.of(lane)
+    assume(terms.pack_fixed <= terms.wire_fixed)
     low = terms.lowest_target()
     for starts in itertools.islice(_starts(problem, lane), 64):
-        end = _beside(lane, jobs, starts)[0]
+        end = several_groups.score_of([lane], [starts])[0]
         assert terms.end(starts) == end
         assert low <= end - (len(starts) + 1) * terms.pack_fixed
     found, rise = terms.walk(low + at * FS_PER_NS)
@@ -401,7 +287,7 @@ def test_a_lane_read_backwards_ends_at_the_same_time(problem: Problem) -> None:
     terms, count = Terms.of(lane), len(lane)
     for starts in itertools.islice(_starts(problem, lane), 64):
         mirrored = [*(count - cut for cut in reversed(starts) if cut), 0]
-        assert terms.end(starts) == terms.backwards().end(mirrored) == _beside(lane, [], starts)[0]
+        assert terms.end(starts) == terms.backwards().end(mirrored) == several_groups.score_of([lane], [starts])[0]
 
 
 @given(problems(12, groups=2, least=1), st.data())

@@ -76,9 +76,9 @@ def three(step: StepTimes) -> dict[int, StepTimes]:
 def test_rounds(every: int, profiled: set[int], reports: set[int]) -> None:
     upto = max(reports, default=52) + 2
     rounds = [Schedule(model(), every, number) for number in range(upto)]
-    assert {one.round for one in rounds if one.profiles()} == {8, 9, 10, 17, 18, 25, 26} | profiled
-    assert {one.round for one in rounds if one.reports()} == {11, 19, 27} | reports
-    assert {one.round - 1 for one in rounds if one.confirms()} == {11, 19, 27} | reports
+    assert {one.round for one in rounds if one.due().place is not None} == {8, 9, 10, 17, 18, 25, 26} | profiled
+    assert {one.round for one in rounds if one.due().reports} == {11, 19, 27} | reports
+    assert {one.round - 1 for one in rounds if one.due().confirms} == {11, 19, 27} | reports
 
 
 def test_latency_is_at_most_what_next_to_nothing_takes() -> None:
@@ -180,7 +180,7 @@ def test_planned_keeps_its_plan_where_all_that_travels_is_less_than_buckets_cost
     assert decision.plan == (((0,), (1,)) if moves else ((0, 1),))
     assert decision.costs is not None
     schedule.round = 18
-    assert schedule.profiles() == moves, "what nothing follows from is not measured again"
+    assert (schedule.due().place is not None) == moves, "what nothing follows from is not measured again"
     assert moves or decision.why.startswith("kept: fewer bytes in all than a bucket costs")
 
 
@@ -371,13 +371,13 @@ class Ranks(RuleBasedStateMachine):
         while step.pending[step.next_bucket] == 0:
             self.launched[rank].append(("bucket", self.plans[rank][step.next_bucket]))
             step.next_bucket += 1
-        if step.all_launched():
+        if step.next_bucket == len(step.launched_ns):
             self._issue(rank)
 
     def _issue(self, rank: int) -> None:
         """The end of backward: what the schedule wants said."""
         schedule = self.schedules[rank]
-        place = schedule.place()
+        place = schedule.due().place
         if place is not None:
             some = (self.random.randrange(10**6) for _ in range(10**6))
             rows = [
@@ -385,12 +385,12 @@ class Ranks(RuleBasedStateMachine):
                 for _ in self.plans[rank]
             ]
             self.looked[rank][place] = StepTimes(rows, self.random.randrange(100), 100)
-        if schedule.reports():
+        if schedule.due().reports:
             ready = [self.random.choice([MISSING_NS, 0, self.random.randrange(10**6)]) for _ in range(PARAMETERS)]
             numbers = schedule.numbers(ready, self.looked[rank], len(self.plans[rank]))
             self.looked[rank] = {}
             self.launched[rank].append(("numbers", tuple(numbers)))
-        elif schedule.confirms():
+        elif schedule.due().confirms:
             decision = self.decisions[rank]
             self.launched[rank].append(("hash", decision.hash))  # type: ignore[attr-defined]
 
@@ -400,14 +400,14 @@ class Ranks(RuleBasedStateMachine):
         ranks = [rank for rank in range(self.WORLD) if self._may_end(rank)]
         rank = ranks[pick % len(ranks)]
         schedule = self.schedules[rank]
-        if schedule.reports():
+        if schedule.due().reports:
             place = len(self.launched[rank]) - 1
             sent = [self.launched[one][place] for one in range(self.WORLD)]
             assert {kind for kind, _ in sent} == {"numbers"}
             values: list[tuple[int, ...]] = [numbers for _, numbers in sent]  # type: ignore[misc]
             reduced = [max(column) for column in zip(*values, strict=True)]
             self.decisions[rank] = schedule.decide(reduced, self.plans[rank])
-        elif schedule.confirms():
+        elif schedule.due().confirms:
             self.plans[rank] = self.decisions[rank].plan  # type: ignore[attr-defined]
         schedule.round += 1
         self.ended[rank] += 1

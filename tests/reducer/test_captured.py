@@ -29,7 +29,7 @@ from fusedreduce import (
 )
 from fusedreduce.config import SyncMode
 from fusedreduce.kernels import dispatch
-from fusedreduce.reducer.step_cycle import ReducerState
+from fusedreduce.reducer.state import ReducerState
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=400)
 MODES = (Synchronous(), BoundedStaleness(1), Asynchronous())

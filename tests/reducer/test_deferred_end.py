@@ -31,7 +31,7 @@ from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
 from fusedreduce.kernels import dispatch
 from fusedreduce.reducer import optimizer_hooks
-from fusedreduce.reducer.step_cycle import ReducerState
+from fusedreduce.reducer.state import ReducerState
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=150)
 SHAPES = ((3,), (5, 7), (1,), (40,))
@@ -349,6 +349,7 @@ def test_gradients_are_not_completed_within_another_backward() -> None:
     assert _mean_of(reducer, communicator)
 
 
+@pytest.mark.filterwarnings("ignore:rank 0. close.. abandons a step:UserWarning")
 @pytest.mark.parametrize("how", ["reset", "close", "communicator", "dropped"])
 def test_a_launched_step_can_be_given_up(how: str) -> None:
     reducer, communicator = _launched()
@@ -428,6 +429,7 @@ def _refuse(*_: object) -> None:
     raise RuntimeError("Connection refused by peer")
 
 
+@pytest.mark.filterwarnings("ignore:rank 0. close.. abandons a step:UserWarning")
 def test_nobody_looks_at_optimizers_when_no_reducer_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # Reducers of other tests may be alive.
     monkeypatch.setattr(optimizer_hooks, "_listeners", weakref.WeakKeyDictionary())

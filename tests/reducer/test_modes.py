@@ -24,7 +24,7 @@ from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
 from fusedreduce.config import Asynchronous, BoundedStaleness, FlushReport, Synchronous
 from fusedreduce.kernels import dispatch
 from fusedreduce.planning.plan_file import plan_hash
-from fusedreduce.reducer.step_cycle import ReducerState
+from fusedreduce.reducer.state import ReducerState
 
 CAPS = BucketCaps(first_bytes=64, cap_bytes=150)
 SHAPES = ((3,), (5, 7), (1,), (0,), (40,), (8, 3))
@@ -277,7 +277,7 @@ def test_wires_are_k_plus_one_per_bucket(k: int, wire: Any) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_a_large_gradient_is_packed_early_into_the_wire_of_its_own_step(k: int) -> None:
+def test_a_large_gradient_is_packed_into_the_wire_of_its_own_step(k: int) -> None:
     def case(communicator: Communicator) -> None:
         weight = torch.zeros(600, 600, requires_grad=True)
         reducer = Reducer([weight], communicator, _stale(k))

@@ -122,7 +122,7 @@ def test_a_divisor_holds_for_one_step() -> None:
         clear(parameters)
 
 
-def test_gradients_packed_ahead_of_their_bucket_have_it_too() -> None:
+def test_large_gradients_have_it_too() -> None:
     large = [torch.zeros(300_000, requires_grad=True), torch.zeros(300_001, requires_grad=True)]
     reducer = Reducer(large, Loopback([constant(0.0)]), ReduceConfig(op="sum"))
     for number, divisor in enumerate((None, 4.0, None, 4.0, None)):
@@ -134,8 +134,7 @@ def test_gradients_packed_ahead_of_their_bucket_have_it_too() -> None:
 
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_what_is_packed_ahead_is_divided_once_where_by_products_are_wanted(op: Any, views: bool) -> None:
-    """Pack then goes over the whole bucket, also where gradients are views that hold the quotients already."""
+def test_large_gradients_are_divided_once_where_by_products_are_wanted(op: Any, views: bool) -> None:
     parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 300_000)]
     reducer = Reducer(
         parameters,

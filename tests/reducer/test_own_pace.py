@@ -28,7 +28,7 @@ from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.reducer.modes.asynchronous import AsynchronousMode
 from fusedreduce.reducer.modes.gradient_stash import GradientStash
 from fusedreduce.reducer.modes.mode import DelayedAverages
-from fusedreduce.reducer.step_cycle import ReducerState
+from fusedreduce.reducer.state import ReducerState
 
 
 def model() -> nn.Module:
@@ -383,7 +383,7 @@ def test_reset_leaves_what_was_contributed() -> None:
         assert group.run(case) == [15.0, 15.0]
 
 
-def test_a_large_gradient_is_not_packed_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contributions_have_wires_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_triton", lambda: None)  # as elsewhere on CPU
 
     def case(communicator: Communicator) -> None:
@@ -399,7 +399,7 @@ def test_a_large_gradient_is_not_packed_ahead(monkeypatch: pytest.MonkeyPatch) -
             reducer.flush()
             rest: torch.Tensor | None = parameter.grad
             assert given + (0.0 if rest is None else rest[0, 0].item()) == sum(0.5 + number for number in range(6))
-            assert reducer.pipeline.buckets.wire_allocations() == 0, "contributions have wires of their own"
+            assert reducer.pipeline.buckets.wire_allocations() == 0
 
     with LocalGroup(2, timeout_s=5.0) as group:
         group.run(case)

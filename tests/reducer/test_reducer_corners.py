@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.loopback import Loopback, ThreadWorld
+from support.loopback import Loopback, ThreadWorld, constant
 from torch import nn
 
 import fusedreduce
@@ -22,7 +23,8 @@ from fusedreduce.errors import FusedReduceError
 from fusedreduce.kernels import dispatch
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.reducer.reducer import Reducer
-from fusedreduce.reducer.step_cycle import ReducerState, StepCycle
+from fusedreduce.reducer.state import ReducerState
+from fusedreduce.reducer.step_cycle import StepCycle
 
 
 @pytest.fixture(autouse=True)
@@ -349,47 +351,94 @@ def test_a_forward_under_torch_func(alone: None) -> None:
         assert torch.equal(ddp.module[1].bias.grad, torch.full((1,), 2.0))
 
 
-@pytest.mark.parametrize("numel", [20_000, 300_000])
-@pytest.mark.parametrize("steps", [1, 6])
-def test_what_is_written_to_a_large_gradient_between_its_packing_and_its_buckets_launch(steps: int, numel: int) -> None:
+@pytest.mark.parametrize("views", [False, True])
+def test_what_is_added_to_a_gradient_before_its_buckets_launch_is_reduced_with_it(views: bool) -> None:
     def write() -> None:
-        if begun:
-            assert large.grad is not None
-            large.grad.add_(1.0)
+        assert large.grad is not None
+        large.grad.add_(1.0)
 
-    large, small = parameters = [torch.randn(numel, requires_grad=True), torch.randn(1, requires_grad=True)]
-    begun: list[bool] = []
-    reducer = Reducer(parameters, Loopback(), gradient_as_bucket_view=numel == 20_000)
-    for _ in range(steps):
+    large, small = parameters = [torch.randn(20_000, requires_grad=True), torch.randn(1, requires_grad=True)]
+    reducer = Reducer(parameters, Loopback([constant(0.0)]), gradient_as_bucket_view=views)
+    for _ in range(6):
         for parameter in parameters:
             parameter.grad = None
         loss = (large * spied(small * 1, write)).sum()
         reducer.prepare_for_backward(loss)
         loss.backward()
-    begun.append(True)
-    for parameter in parameters:
-        parameter.grad = None
-    loss = (large * spied(small * 1, write)).sum()
-    reducer.prepare_for_backward(loss)
-    with pytest.raises(FusedReduceError, match="parameter 0 .* was written to after it had been packed"):
-        loss.backward()
+        assert large.grad is not None and torch.equal(large.grad, (small.detach() + 1.0).expand(20_000) / 2)
 
 
-def test_a_hook_that_waited_while_the_step_was_given_up_does_nothing() -> None:
+@pytest.mark.parametrize("ends", ["give_up_step", "close"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_hook_that_waited_while_the_step_was_given_up_does_nothing(devices: int, ends: str) -> None:
     """Autograd has a thread per device: one raises, its caller calls reset(), and another one is still at the lock."""
     (parameter,), communicator = leaves(1), Loopback()
     reducer = trained([parameter], communicator)
+    reducer.cycle._several_devices = devices > 1
     reducer.prepare_for_backward(parameter.sum())
     parameter.grad = torch.ones(4)
     before = communicator.count("all_reduce")
+    raised: list[BaseException] = []
+
+    def hook() -> None:
+        try:
+            reducer.cycle.on_gradient(0)
+        except BaseException as error:
+            raised.append(error)
+
     with reducer.cycle.lock:
-        late = threading.Thread(target=reducer.cycle.on_gradient, args=(0,))
+        late = threading.Thread(target=hook)
         late.start()
         late.join(0.2)
-        reducer.give_up_step()
+        getattr(reducer, ends)()
     late.join(10)
-    assert not late.is_alive() and communicator.count("all_reduce") == before
-    assert reducer.state is ReducerState.IDLE and not reducer.cycle.step.begun
+    assert not late.is_alive() and not raised and communicator.count("all_reduce") == before
+    if ends == "give_up_step":
+        assert reducer.state is ReducerState.IDLE and not reducer.cycle.step.begun
+
+
+class _Generous:
+    """A lock that lets those who wait for it have it before the next line runs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        time.sleep(0.1)
+
+
+def test_a_hook_that_waited_while_another_one_failed_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the bucket behind the failed one would be launched, on this rank alone."""
+    parameters, communicator = leaves(2), Loopback()
+    reducer = Reducer(parameters, communicator, caps=BucketCaps(first_bytes=4, cap_bytes=4))
+    for _ in range(3):
+        reducer.prepare_for_backward(loss := sum(one.sum() for one in parameters))
+        loss.backward()  # type: ignore[union-attr]
+    assert len(reducer.plan) == 2
+    reducer.cycle._several_devices = True
+    reducer.cycle.lock = _Generous()  # type: ignore[assignment]
+    reducer.prepare_for_backward(sum(one.sum() for one in parameters))
+    before = communicator.count("all_reduce")
+    waiting = threading.Thread(target=reducer.cycle.on_gradient, args=(reducer.plan[1][0],))
+
+    def out_of_memory(*_: object, **__: object) -> None:
+        waiting.start()
+        waiting.join(0.2)  # it is at the lock
+        raise MemoryError
+
+    monkeypatch.setattr(dispatch, "pack", out_of_memory)
+    monkeypatch.setattr(dispatch, "measure", out_of_memory)
+    for one in parameters:
+        one.grad = torch.ones(4)
+    with pytest.raises(MemoryError), torch.no_grad():
+        reducer.cycle.on_gradient(reducer.plan[0][0])
+    waiting.join(10)
+    assert not waiting.is_alive() and reducer.state is ReducerState.FAILED
+    assert communicator.count("all_reduce") == before
 
 
 def test_a_model_that_converts_itself_within_forward_is_refused_before_backward(alone: None) -> None:

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import state_cases
+from support.leaf_steps import given
 from support.ranks import RankPool
 from support.state_cases import (
     CALLS,
@@ -23,6 +24,7 @@ from support.state_cases import (
     Rank,
     bring,
     check,
+    check_averages,
     drive,
     fail,
     gradient_value,
@@ -33,7 +35,7 @@ from fusedreduce import FusedReduceError
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import dispatch
-from fusedreduce.reducer.step_cycle import ReducerState
+from fusedreduce.reducer.state import ReducerState
 
 IDLE, ARMED, LAUNCHED = ReducerState.IDLE, ReducerState.ARMED, ReducerState.LAUNCHED
 FAILED, LOST, CLOSED = ReducerState.FAILED, ReducerState.LOST, ReducerState.CLOSED
@@ -143,7 +145,8 @@ ROWS: Mapping[str, Mapping[ReducerState, Outcome]] = {
         CLOSED: _UNUSABLE[CLOSED],
     },
     "close": {
-        **{state: _fine(CLOSED, "abandons the step, closes") for state in (ARMED, LAUNCHED)},
+        ARMED: _fine(CLOSED, "abandons the step, closes"),
+        LAUNCHED: _fine(CLOSED, "warns, abandons the step, closes"),
         **{state: _fine(CLOSED, "closes") for state in (IDLE, FAILED, LOST)},
         CLOSED: _fine(CLOSED, "nothing"),
     },
@@ -174,7 +177,10 @@ def _torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:rank .* got a gradient after this step's gradients:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:rank .* got a gradient after this step's gradients:UserWarning"),
+    pytest.mark.filterwarnings("ignore:rank .* abandons a step that is in flight:UserWarning"),
+]
 
 
 def test_the_table_is_complete() -> None:
@@ -248,6 +254,67 @@ def test_calls_of_ranks_that_one_thread_drives(call: str, state: ReducerState) -
 @pytest.mark.parametrize("state", [IDLE, ARMED, FAILED, LOST, CLOSED])
 def test_calls_of_ranks_that_are_processes(state: ReducerState, two: RankPool) -> None:
     two.run(state_cases.over_gloo, state, [(call, row[state]) for call, row in ROWS.items()], 1)
+
+
+def _with_an_unused_parameter(rank: Rank) -> None:
+    """Arms a step in which the last parameter is unused."""
+    rank.loss = given(rank.parameters[:-1], [torch.full(shape, float(rank.number)) for shape in SHAPES[:-1]])
+    rank.reducer.prepare_for_backward(rank.loss)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_comm_hook_of_an_armed_step_with_an_unused_parameter(writes: bool, waits: bool) -> None:
+    """The new buckets still know that it gets no gradient."""
+    with LocalGroup(RANKS, timeout_s=TIMEOUT_S) as group:
+
+        def case(communicator: LocalCommunicator) -> None:
+            connect = _connect(group, communicator.rank, waits=waits)
+            rank = Rank(communicator.rank, connect, {"find_unused_parameters": True})
+            _with_an_unused_parameter(rank)
+            CALLS["register_comm_hook"](rank)
+            if writes:
+                rank.reducer.leave_gradients_to_hook()
+            assert rank.loss is not None
+            rank.loss.backward()
+            rank.reducer.finalize()
+            assert rank.state is IDLE and rank.reducer.last_unused == (len(SHAPES) - 1,)
+            wanted = rank.number if writes else sum(range(RANKS)) / RANKS
+            for parameter in rank.parameters[:-1]:
+                assert parameter.grad is not None and (parameter.grad == wanted).all()
+
+        group.run(case)
+
+
+@pytest.mark.parametrize("state", [LAUNCHED, FAILED, CLOSED])
+def test_gradients_are_left_to_a_hook_only_between_steps(state: ReducerState) -> None:
+    with LocalGroup(RANKS, timeout_s=TIMEOUT_S) as group:
+
+        def case(communicator: LocalCommunicator) -> None:
+            rank = Rank(communicator.rank, _connect(group, communicator.rank, waits=False))
+            for _ in bring(rank, state, 1):
+                pass
+            if state is LAUNCHED:
+                rank.reducer.leave_gradients_to_hook()
+                check_averages(rank)
+            else:
+                with pytest.raises(FusedReduceError, match=_UNUSABLE[state].match):
+                    rank.reducer.leave_gradients_to_hook()
+
+        group.run(case)
+
+
+def test_a_reducer_that_is_closed_with_a_step_in_flight_warns() -> None:
+    with LocalGroup(RANKS, timeout_s=TIMEOUT_S) as group:
+
+        def case(communicator: LocalCommunicator) -> None:
+            rank = Rank(communicator.rank, _connect(group, communicator.rank, waits=False))
+            for _ in bring(rank, LAUNCHED, 1):
+                pass
+            rank.reducer.close()
+
+        with pytest.warns(UserWarning, match=r"close\(\) abandons a step .* call finalize\(\)"):
+            group.run(case)
 
 
 OPTIONS = ("find_unused_parameters", "static_graph", "exclusive")  # the last is the default

@@ -69,7 +69,9 @@ def test_buckets_are_launched_in_plan_order_and_each_once(
     ready: set[int] = set()
     left = {index: arrivals.count(index) for index in arrivals}
     for index in arrivals:
-        step.mark_ready(index, 1000 + len(step.order))
+        before = list(step.pending)
+        may_launch = step.mark_ready(index, 1000 + len(step.order))
+        assert may_launch or [one == 0 for one in before] == [one == 0 for one in step.pending], "what is ready is told"
         left[index] -= 1
         ready.update(index for index in left if left[index] == 0)
         ready.update(unused)
@@ -82,7 +84,7 @@ def test_buckets_are_launched_in_plan_order_and_each_once(
         assert [bool(one) for one in step.arrived_ns] == [one in ready for one in range(len(step.ready))]
         assert launched == list(range(whole.index(False) if False in whole else len(plan)))
     assert launched == list(range(len(plan))), "no bucket is left waiting"
-    assert step.all_launched() and step.all_ready() and step.missing() == []
+    assert step.next_bucket == len(step.launched_ns) and step.all_ready() and step.missing() == []
     assert sorted(step.order) == sorted(left), "the unused are not in the order of readiness"
 
 

@@ -136,7 +136,6 @@ def stand_in_streams() -> Iterator[None]:
         patch.setattr(torch.Tensor, "view_as", view_as)
         patch.setattr(parameter_hooks, "_accumulator", accumulator)
         patch.setattr(dispatch, "pack", pack)
-        patch.setattr(dispatch, "early_groups", lambda *_: [])  # those are for CPUs
         patch.setattr(bucket_set, "Streams", lambda buckets, _device: streams.Streams(buckets, CUDA))
         yield
 

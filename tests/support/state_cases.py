@@ -18,7 +18,7 @@ import torch
 from fusedreduce import BucketCaps, CollectiveError, Reducer, Synchronous
 from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.reducer.step_cycle import ReducerState
+from fusedreduce.reducer.state import ReducerState
 from support.leaf_steps import given
 
 RANKS = 2

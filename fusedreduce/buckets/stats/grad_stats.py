@@ -284,7 +284,7 @@ class GradStats:
         if self._collected:
             self._by_products.end_step(left)
         issued = 0
-        if self._config.grad_stats and self._shares():
+        if self._shares():
             totals = self._by_products.totals()
             numbers = torch.cat([totals.parameter_sums, totals.total[:1]])
             self._share(numbers)
@@ -329,7 +329,7 @@ class GradStats:
         issued = 0
         device = self._parameters[0].device
         self._finite.complete()
-        if self._config.grad_stats and self._shares():
+        if self._shares():
             self._share(torch.zeros(len(self._parameters) + 1, dtype=torch.float64, device=device))
             issued += 1
         if self._checks:
@@ -375,7 +375,7 @@ class GradStats:
         return [None if one is None else weakref.ref(one) for one in gradients], versions_of(gradients)
 
     def _shares(self) -> bool:
-        return not self.alike and not self.alone
+        return self._config.grad_stats and not self.alike and not self.alone
 
     def _share(self, numbers: torch.Tensor) -> None:
         """Replaces `numbers`, fp64 and not negative, by all ranks' largest; as bits, which have the same order."""

@@ -170,7 +170,7 @@ class AsynchronousMode(DelayedMode):
     def load_state_dict(self, steps: Steps, state: Mapping[str, Any]) -> None:
         """See `Mode`."""
         checkpoint.check(state, self._header())
-        owed = checkpoint.in_order(state["owed"], self._maker)
+        owed = checkpoint.in_order(state["owed"], self._maker, own_dtype=False)
         self._opened().owe({number: one for number, one in enumerate(owed) if one is not None})
 
     # Within

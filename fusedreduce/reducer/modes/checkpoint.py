@@ -35,18 +35,33 @@ def check(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
             )
 
 
-def in_order(tensors: Mapping[str, torch.Tensor | None], maker: BucketMaker) -> list[torch.Tensor | None]:
-    """The tensors by number of the parameter, on its device; raises ValueError where they are of another model."""
+def in_order(
+    tensors: Mapping[str, torch.Tensor | None], maker: BucketMaker, *, own_dtype: bool
+) -> list[torch.Tensor | None]:
+    """The tensors by number of the parameter, on its device.
+
+    Args:
+        tensors: by name of the parameter.
+        maker: has the parameters.
+        own_dtype: each has its parameter's dtype; else it is complex where that is.
+
+    Raises:
+        ValueError: they are of another model.
+    """
     foreign = sorted(set(tensors) ^ set(maker.names))
     if foreign:
         raise ValueError(f"this state is of another model: only one of them has {', '.join(foreign[:8])}")
     found: list[torch.Tensor | None] = []
     for name, parameter in zip(maker.names, maker.parameters, strict=True):
         one = tensors[name]
-        found.append(None if one is None else one.detach().to(parameter.device))
-        if one is not None and (one.shape, one.is_complex()) != (parameter.shape, parameter.is_complex()):
+        if one is None:
+            found.append(None)
+            continue
+        same = one.dtype is parameter.dtype if own_dtype else one.is_complex() == parameter.is_complex()
+        if not same or one.shape != parameter.shape:
             raise ValueError(
                 f"this state is of another model: {name} is {tuple(one.shape)}, {one.dtype} there and "
                 f"{tuple(parameter.shape)}, {parameter.dtype} here"
             )
+        found.append(one.detach().to(parameter.device))
     return found

@@ -96,12 +96,7 @@ class StepInFlight:
             done.set_result(None)
             rows = state["told"] or [[-1, -1]] * maker.communicator.size
             non_finite = done, torch.tensor(rows, dtype=torch.int64, device=device)
-        averages = checkpoint.in_order(state["averages"], maker)
-        for name, one, parameter in zip(maker.names, averages, maker.parameters, strict=True):
-            if one is not None and one.dtype is not parameter.dtype:
-                raise ValueError(
-                    f"this state is of another model: {name} is {one.dtype} there and {parameter.dtype} here"
-                )
+        averages = checkpoint.in_order(state["averages"], maker, own_dtype=True)
         return cls(int(state["step"]), Unscaling(scale), non_finite, averages=averages)
 
 
