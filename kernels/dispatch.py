@@ -1,7 +1,7 @@
-"""Dispatch: runs the Triton kernels or their torch reference, by device.
+"""Dispatch: runs the Triton kernels or torch operators, by device.
 
     CUDA (or ROCm) tensors                     triton       the compiled kernels
-    CPU tensors                                torch        reference.py
+    CPU tensors                                torch        cpu.py
     CPU tensors under TRITON_INTERPRET=1       interpreter  the kernels, in Triton's interpreter (slow: for tests)
 
 The interpreter rounds fp32 -> bf16 by truncation, so a function that writes bf16 there takes the torch path: dispatch
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from . import reference, reference_combine, reference_stats
+from . import cpu, cpu_stats
 from .parts import Part
 from .support import unsupported
 from .table import ChunkTable, Partials, PointerTable, SourcePartials, SourceTotals, Spans, Totals
@@ -123,26 +123,8 @@ def pack(
         UnsupportedPairError: see `path_for`.
     """
     path = path_for(wire.device, (wire.dtype,), chunks.kinds)
-    function = reference.pack if path == "torch" else _triton().pack.pack
+    function = cpu.pack if path == "torch" else _triton().pack.pack
     _call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials, vouched=vouched)
-
-
-def walked_slots(chunks: ChunkTable, wire_dtype: torch.dtype, device: torch.device) -> Sequence[int]:
-    """Slots whose gradients must lie in memory as the slots say, in calls of `pack` with vouched=True.
-
-    Args:
-        chunks: the layout's table.
-        wire_dtype: of the wire buffer.
-        device: of the gradients.
-
-    Returns:
-        Their numbers, ascending. All, but on CPU, where torch copies small gradients through views whatever their
-        strides, if gradients and wire have the compute dtype.
-    """
-    on_cpu = device.type == "cpu" and path_for(device, (wire_dtype,), chunks.kinds) == "torch"
-    if on_cpu and reference.uses_views(chunks, wire_dtype):
-        return [run.slots.start for run in reference.runs(chunks) if len(run.slots) == 1]
-    return range(len(chunks))
 
 
 def unpack(
@@ -171,7 +153,7 @@ def unpack(
         UnsupportedPairError: see `path_for`.
     """
     path = path_for(wire.device, chunks.kinds, (wire.dtype,))
-    function = reference.unpack if path == "torch" else _triton().unpack.unpack
+    function = cpu.unpack if path == "torch" else _triton().unpack.unpack
     _call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials, vouched=vouched)
 
 
@@ -198,7 +180,7 @@ def measure(
     """
     # dtypes as written, not read: the interpreter reads some numbers of bf16 wrongly too.
     path = path_for(partials.sums.device, chunks.kinds)
-    function = reference.measure if path == "torch" else _triton().measure.measure
+    function = cpu.measure if path == "torch" else _triton().measure.measure
     _call("measure", path, function, gradients, chunks, pointers, partials, vouched=vouched)
 
 
@@ -226,7 +208,7 @@ def scale(
         UnsupportedPairError: see `path_for`.
     """
     path = path_for(factor.device, chunks.kinds)
-    function = reference.scale if path == "torch" else _triton().scale.scale
+    function = cpu.scale if path == "torch" else _triton().scale.scale
     _call("scale", path, function, gradients, chunks, pointers, factor, partials, vouched=vouched)
 
 
@@ -267,7 +249,7 @@ def combine(
     if one_device and path_for(first.device, (first.dtype,)) == "triton" and _triton().combine.serves(parts):
         _call("combine", "triton", _triton().combine.combine, tensors, outputs, parts, scale, tables)
     else:
-        _call("combine", "torch", reference_combine.combine, tensors, outputs, parts, scale)
+        _call("combine", "torch", cpu.combine, tensors, outputs, parts, scale)
 
 
 def reduce_partials(partials: Partials, spans: Spans) -> Totals:
@@ -281,7 +263,7 @@ def reduce_partials(partials: Partials, spans: Spans) -> Totals:
         Totals, parameters in the order of `spans`.
     """
     path = path_for(partials.sums.device, ())
-    function = reference_stats.reduce_partials if path == "torch" else _triton().stats.reduce_partials
+    function = cpu_stats.reduce_partials if path == "torch" else _triton().stats.reduce_partials
     totals: Totals = _call("reduce_partials", path, function, partials, spans)
     return totals
 
@@ -297,7 +279,7 @@ def reduce_source_partials(partials: SourcePartials, spans: Spans) -> SourceTota
         SourceTotals, parameters in the order of `spans`.
     """
     path = path_for(partials.flushed.device, ())
-    function = reference_stats.reduce_source_partials if path == "torch" else _triton().stats.reduce_source_partials
+    function = cpu_stats.reduce_source_partials if path == "torch" else _triton().stats.reduce_source_partials
     totals: SourceTotals = _call("reduce_source_partials", path, function, partials, spans)
     return totals
 

@@ -1,51 +1,30 @@
-"""Reference: the kernels' functions in torch, the definition of correct and the path on CPU.
+"""Reference: the definition of correct, in loops over the rows of a ChunkTable.
 
-    pack:    wire[offset + i]  = round_to_wire(gradient[i] / divisor)
-    unpack:  gradient[i]       = round_to_gradient(wire[offset + i] * scale)
-    scale:   gradient[i]       = round_to_gradient(gradient[i] * factor)
+    pack:    wire[offset + i]  = round_once(gradient[i] / divisor)
+    unpack:  gradient[i]       = round_once(wire[offset + i] * scale)
+    scale:   gradient[i]       = round_once(gradient[i] * factor)
+    combine: output[i]         = round_once((tensor_0[i] + tensor_1[i] + ...) * scale), in the order of the parts
 
-The compute dtype is fp32 (fp64 for fp64): one correctly rounded division or product, then one rounding to the
-destination's dtype. Signatures are the launchers'. It works on any device; on CPU, calls with vouched=True take the
-quicker forms of `reference_quick`, with the same result, bit for bit.
+The compute dtype is fp32 (fp64 for fp64): correctly rounded operations, then one rounding to the destination's dtype.
+Signatures are those of the kernels' launchers. The kernels and `cpu` are tested against these functions, which run on
+any device; nothing here is for speed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
-from typing import TypeAlias
-from weakref import WeakKeyDictionary
+from collections.abc import Sequence
 
 import torch
 
-from . import reference_quick
-from .checks import check_transfer, check_walk
-from .division import division
-from .reference_gather import (
-    Run,
-    as_laid_out,
-    copy_all,
-    gathered,
-    members_of,
-    memories,
-    memory_of,
-    missing_slots,
-    numbered,
-    slot_of,
-    slots_of,
-)
-from .reference_stats import Measured, Sources, scratch
-from .table import ChunkTable, Partials, PointerTable, SourcePartials
+from .checks import check_combine, check_transfer, check_walk
+from .parts import Part
+from .table import ChunkTable, Partials, PointerTable, SourcePartials, SourceTotals, Spans, Totals, may_flush
 
-# Largest number of elements of a run, which has a fixed cost of 30 us. 1,000 gradients of 1,000: 0.41 ms bf16 -> bf16
-# in one run, 0.75 ms in eight; `reference_quick` converts in smaller blocks, which stay in the cache.
-BLOCK_NUMEL = 524288
-# Slots of at least so many elements are converted one by one; for smaller ones the fixed cost of operators (about 5 us
-# in all) shows.
-LARGE_NUMEL = 16384
+Gradients = Sequence[torch.Tensor | None]
 
 
 def pack(
-    gradients: Sequence[torch.Tensor | None],
+    gradients: Gradients,
     chunks: ChunkTable,
     pointers: PointerTable,
     wire: torch.Tensor,
@@ -57,95 +36,20 @@ def pack(
     """Flattens, divides and casts `gradients` into `wire`; arguments as for `kernels.dispatch.pack`."""
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, None, partials)
-    elif partials is None and gradients[0] is wire and wire.dtype is chunks.compute_dtype:
-        if divisor != 1.0:
-            operation, operand = _division(divisor, wire.dtype, wire.device)
-            operation(wire, operand, out=wire)
-        return
-    elif partials is None and (kept := reference_quick.kept_for(chunks, pointers, wire)) is not None:
-        reference_quick.pack(gradients, runs(chunks), kept, wire, divisor)
-        return
-    sources = None if partials is None else Sources(chunks, wire, partials)
-    for run in runs(chunks):
-        members = members_of(gradients, run)
-        _pack_run(members, run, chunks, pointers, wire, divisor, vouched=vouched)
-        if sources is not None:
-            _look_at_sources(members, run, chunks, wire, sources)
-    if sources is not None:
-        sources.write_partials()
-
-
-def _look_at_sources(
-    gradients: Sequence[torch.Tensor | None], run: Run, chunks: ChunkTable, wire: torch.Tensor, sources: Sources
-) -> None:
-    """Statistics of a run that has been packed: from the wire, and only if that looks suspicious from the gradients."""
-    missing = missing_slots(gradients, run)
-    if len(missing) == len(run.slots):
-        return
-    begin, end, zeros = chunks.offsets[run.slots.start], run.end, 0
-    if len(run.slots) > 1:
-        begin = run.begin
-        zeros = end - begin - sum(chunks.numels[run.slots.start : run.slots.stop])
-        zeros += sum(chunks.numels[slot] for slot in missing)
-    else:
-        end = begin + chunks.numels[run.slots.start]
-    suspicion = sources.look(run.dtypes, begin, end, zeros)
-    if any(suspicion):
-        if len(run.slots) > 1:
-            laid_out = [as_laid_out(gradient, chunks, slot) for slot, gradient in numbered(gradients, run)]
-            flat = gathered(laid_out, chunks, run, chunks.compute_dtype)
+    by = torch.tensor(divisor, dtype=chunks.compute_dtype, device=wire.device)
+    for row, (slot, begin, end, offset, _) in enumerate(chunks.rows.tolist()):
+        packed = wire[offset : offset + end - begin]
+        source = _elements(gradients, slot, begin, end)
+        if source is None:
+            packed.zero_()
         else:
-            (gradient,) = gradients
-            assert gradient is not None
-            flat = memory_of(gradient, chunks, run.slots.start)
-        sources.search(begin, flat, suspicion)
-
-
-def uses_views(chunks: ChunkTable, wire_dtype: torch.dtype) -> bool:
-    """Whether small gradients may have any strides, or be lazily negated, in calls with vouched=True.
-
-    They may if gradients and wire have the compute dtype: torch loses the sign of a lazily negated fp32 tensor when it
-    copies it to fp16.
-    """
-    return chunks.shapes is not None and {*chunks.dtypes, wire_dtype} == {chunks.compute_dtype}
-
-
-def _pack_run(
-    gradients: Sequence[torch.Tensor | None],
-    run: Run,
-    chunks: ChunkTable,
-    pointers: PointerTable,
-    wire: torch.Tensor,
-    divisor: float,
-    *,
-    vouched: bool,
-) -> None:
-    """Packs the gradients of one run, and zeros the run's padding."""
-    if run.end == run.begin:
-        return
-    if vouched and (kept := reference_quick.kept_for(chunks, pointers, wire)) is not None:
-        reference_quick.pack(gradients, [run], kept, wire, divisor)
-    elif len(run.slots) > 1:
-        block = gathered(memories(gradients, run, chunks), chunks, run, chunks.compute_dtype, wire.device)
-        _convert(block, wire[run.begin : run.end], *_division(divisor, chunks.compute_dtype, wire.device))
-    else:
-        slot, (gradient,) = run.slots.start, gradients
-        begin, end = chunks.offsets[slot], chunks.offsets[slot] + chunks.numels[slot]
-        if gradient is None:
-            wire[begin:end].zero_()
-        elif not run.small and wire.device.type == "cpu" and not chunks.fp64:  # a comm hook's flat buffer
-            source = memory_of(gradient, chunks, slot)
-            reference_quick.pack_flat(source, wire[begin:end], divisor, chunks.compute_dtype)
-        else:
-            source = memory_of(gradient, chunks, slot)
-            _convert(source, wire[begin:end], *_division(divisor, chunks.compute_dtype, wire.device))
-        if run.padded:
-            wire[run.begin : begin].zero_()
-            wire[end : run.end].zero_()
+            store_rounded(packed, source.to(chunks.compute_dtype) / by)
+        if partials is not None and row < chunks.data_rows:
+            write_source_row(partials, row, begin, source, packed)
 
 
 def unpack(
-    gradients: Sequence[torch.Tensor | None],
+    gradients: Gradients,
     chunks: ChunkTable,
     pointers: PointerTable,
     wire: torch.Tensor,
@@ -157,122 +61,26 @@ def unpack(
     """Unflattens, scales and casts `wire` into `gradients`; arguments as for `kernels.dispatch.unpack`."""
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, scale, partials)
-    # On CPU reading the scale is free, and a plain copy is one pass instead of two.
-    unscaled = scale.device.type == "cpu" and scale.item() == 1.0
-    if partials is None and vouched and (kept := reference_quick.kept_for(chunks, pointers, wire)) is not None:
-        reference_quick.unpack(gradients, runs(chunks), kept, wire, scale.item())
-        return
-    measured = None if partials is None else Measured(chunks, partials)
-    factor = None if unscaled else scale
-    for run in runs(chunks):
-        members = members_of(gradients, run)
-        if len(run.slots) > 1:
-            views = None
-            if vouched and unscaled and chunks.shapes is not None:
-                views = pointers.views(chunks, wire)[run.slots.start : run.slots.stop]
-            _deliver(members, run, chunks, wire[run.begin : run.end], factor, measured, views)
-        elif members[0] is not None:
-            source = slot_of(wire, chunks, run.slots.start)
-            _deliver_slot(members[0], run.slots.start, chunks, source, factor, measured)
-    if measured is not None:
-        measured.write_partials()
-
-
-def _deliver_slot(
-    gradient: torch.Tensor,
-    slot: int,
-    chunks: ChunkTable,
-    source: torch.Tensor,
-    factor: torch.Tensor | None,
-    measured: Measured | None,
-) -> None:
-    """gradient = round_once(source * factor), and its statistics, block by block."""
-    memory = memory_of(gradient, chunks, slot)
-    step = max(1, memory.numel()) if measured is None else measured.block_numel
-    for begin in range(0, memory.numel(), step):
-        part, into = source[begin : begin + step], memory[begin : begin + step]
-        if factor is not None:
-            _convert(part, into, torch.mul, factor)
-        elif part.data_ptr() != into.data_ptr():
-            store_rounded(into, part)
-        if measured is not None:
-            measured.rows(slot, begin, into)
-
-
-def _deliver(
-    gradients: Sequence[torch.Tensor | None],
-    run: Run,
-    chunks: ChunkTable,
-    source: torch.Tensor,
-    factor: torch.Tensor | None,
-    measured: Measured | None,
-    views: Sequence[torch.Tensor] | None = None,
-) -> None:
-    """As `_deliver_slot`, for a run of small slots: `source` is laid out as the wire, `views` are its slots with the
-    gradients' shapes."""
-    missing = missing_slots(gradients, run)
-    if len(missing) == len(run.slots):
-        return
-    compute = chunks.compute_dtype
-    if len(run.dtypes) == 1:
-        (dtype,) = run.dtypes
-        # Rounded before any gradient is written: one may be its own source.
-        block = source
-        if factor is not None:
-            block = round_once(source.to(compute) * factor, dtype)
-        elif source.dtype != dtype:
-            block = round_once(source, dtype)
-        if views is None:
-            views = slots_of(block, run, chunks)
-            gradients = memories(gradients, run, chunks)
-        copy_all(gradients, views)
-    else:
-        for slot, gradient in numbered(gradients, run):
-            if gradient is not None:
-                begin = chunks.offsets[slot] - run.begin
-                _deliver_slot(gradient, slot, chunks, source[begin : begin + chunks.numels[slot]], factor, None)
-        if measured is not None:
-            block = gathered(memories(gradients, run, chunks), chunks, run, compute)
-    if measured is not None:
-        measured.run(run.slots, block, begin=run.begin, missing=missing)
+    for row, (slot, begin, end, offset, _) in enumerate(chunks.rows[: chunks.data_rows].tolist()):
+        destination = _elements(gradients, slot, begin, end)
+        if destination is not None:
+            store_rounded(destination, wire[offset : offset + end - begin].to(chunks.compute_dtype) * scale)
+        if partials is not None:
+            _write_row(partials, row, begin, destination)
 
 
 def measure(
-    gradients: Sequence[torch.Tensor | None],
-    chunks: ChunkTable,
-    pointers: PointerTable,
-    partials: Partials,
-    *,
-    vouched: bool = False,
+    gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, partials: Partials, *, vouched: bool = False
 ) -> None:
     """Fills `partials` with statistics of gradients as they are; arguments as for `kernels.dispatch.measure`."""
     if not vouched:
         check_walk(gradients, chunks, pointers, None, partials)
-    measured = Measured(chunks, partials)
-    for run in runs(chunks):
-        _measure_run(gradients[run.slots.start : run.slots.stop], run, chunks, measured)
-    measured.write_partials()
-
-
-def _measure_run(gradients: Sequence[torch.Tensor | None], run: Run, chunks: ChunkTable, measured: Measured) -> None:
-    missing = missing_slots(gradients, run)
-    if len(missing) == len(run.slots):
-        return
-    if len(run.slots) == 1:
-        (gradient,) = gradients
-        assert gradient is not None
-        memory, step = memory_of(gradient, chunks, run.slots.start), measured.block_numel
-        for begin in range(0, memory.numel(), step):
-            measured.rows(run.slots.start, begin, memory[begin : begin + step])
-        return
-    present = [gradient for gradient in gradients if gradient is not None]
-    if chunks.shared or not all(map(torch.Tensor.is_contiguous, present)):
-        present = [memory for memory in memories(gradients, run, chunks) if memory is not None]
-    measured.run(run.slots, torch._utils._flatten_dense_tensors(present), begin=None, missing=missing)
+    for row, (slot, begin, end, _, _) in enumerate(chunks.rows[: chunks.data_rows].tolist()):
+        _write_row(partials, row, begin, _elements(gradients, slot, begin, end))
 
 
 def scale(
-    gradients: Sequence[torch.Tensor | None],
+    gradients: Gradients,
     chunks: ChunkTable,
     pointers: PointerTable,
     factor: torch.Tensor,
@@ -283,24 +91,98 @@ def scale(
     """Multiplies gradients by `factor`, in place; arguments as for `kernels.dispatch.scale`."""
     if not vouched:
         check_walk(gradients, chunks, pointers, factor, partials)
-    measured = None if partials is None else Measured(chunks, partials)
-    for run in runs(chunks):
-        members = members_of(gradients, run)
-        if len(run.slots) > 1:
-            if run.dtypes == {factor.dtype} and not chunks.shared:
-                present = [gradient.detach() for gradient in members if gradient is not None]
-                if present:
-                    torch._foreach_mul_(present, factor.reshape(()))
-            else:
-                block = gathered(memories(members, run, chunks), chunks, run, factor.dtype)
-                _deliver(members, run, chunks, block, factor, None)
-            if measured is not None:
-                _measure_run(members, run, chunks, measured)
-        elif members[0] is not None:
-            memory = memory_of(members[0], chunks, run.slots.start)
-            _deliver_slot(members[0], run.slots.start, chunks, memory, factor, measured)
-    if measured is not None:
-        measured.write_partials()
+    for row, (slot, begin, end, _, _) in enumerate(chunks.rows[: chunks.data_rows].tolist()):
+        values = _elements(gradients, slot, begin, end)
+        if values is not None:
+            store_rounded(values, values.to(chunks.compute_dtype) * factor)
+        if partials is not None:
+            _write_row(partials, row, begin, values)
+
+
+def combine(
+    tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], parts: Sequence[Part], scale: float = 1.0
+) -> None:
+    """Adds `tensors` up and writes the sum, times `scale`, into each of `outputs`; also across CUDA devices.
+
+    Arguments as for `kernels.dispatch.combine`. A partial sum is copied to the device of the tensor that it is added
+    to; the current streams order these copies.
+    """
+    check_combine(tensors, outputs, parts)
+    compute = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
+    for part in parts:
+        terms = [one.view(-1)[part.begin : part.end] for one in tensors]
+        sums: dict[int, torch.Tensor] = {}  # of the tensors that something has been added to
+        for into, source in part.adds:
+            other = sums.pop(source, terms[source]).to(terms[into].device, non_blocking=True)
+            own = sums[into] if into in sums else terms[into].to(compute, copy=True)
+            sums[into] = own.add_(other)
+        total = sums.get(part.owner, terms[part.owner]).to(compute) * scale
+        rounded = total.to(tensors[0].dtype)
+        for output in outputs:
+            output.view(-1)[part.begin : part.end].copy_(rounded, non_blocking=True)
+
+
+def reduce_partials(partials: Partials, spans: Spans) -> Totals:
+    """Adds partials up per parameter and in total; arguments as for `kernels.dispatch.reduce_partials`."""
+    device, pairs = partials.sums.device, spans[1:].view(-1, 2).tolist()
+    sums = torch.zeros(len(pairs), dtype=torch.float64, device=device)
+    peaks, first = torch.zeros_like(sums), torch.full((len(pairs),), -1, device=device)
+    for parameter, (begin, end) in enumerate(pairs):
+        if begin < end:
+            sums[parameter] = partials.sums[begin:end].sum()
+            peaks[parameter] = partials.peaks[begin:end].amax()
+            first[parameter] = _lowest(partials.first_non_finite[begin:end])
+    peak = peaks.amax() if pairs else sums.sum()
+    return Totals(sums, peaks, first, torch.stack([sums.sum(), peak, (first >= 0).sum().double()]))
+
+
+def reduce_source_partials(partials: SourcePartials, spans: Spans) -> SourceTotals:
+    """Reduces partials of pack per parameter; arguments as for `kernels.dispatch.reduce_source_partials`."""
+    device, pairs = partials.flushed.device, spans[1:].view(-1, 2).tolist()
+    first, flushed = torch.full((len(pairs),), -1, device=device), torch.zeros(len(pairs), dtype=torch.int64)
+    flushed = flushed.to(device)
+    for parameter, (begin, end) in enumerate(pairs):
+        first[parameter] = _lowest(partials.first_non_finite[begin:end])
+        flushed[parameter] = partials.flushed[begin:end].sum()
+    bad = [[parameter, index] for parameter, index in enumerate(first.tolist()) if index >= 0]
+    return SourceTotals(first, flushed, torch.tensor(bad[0] if bad else [-1, -1], device=device))
+
+
+def memory_of(gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Elements [begin, end) of a dense tensor, flat, in the order of memory."""
+    return gradient.detach().as_strided((end - begin,), (1,), gradient.storage_offset() + begin)
+
+
+def _elements(gradients: Gradients, slot: int, begin: int, end: int) -> torch.Tensor | None:
+    """`memory_of` a slot; None for a missing gradient, and for padding, whose number is that of no slot."""
+    gradient = gradients[slot] if slot < len(gradients) else None
+    return None if gradient is None else memory_of(gradient, begin, end)
+
+
+def write_source_row(
+    partials: SourcePartials, row: int, begin: int, source: torch.Tensor | None, packed: torch.Tensor
+) -> None:
+    """Writes one row of pack's statistics: of `source`, elements [begin, ...) of a gradient, that became `packed`."""
+    partials.first_non_finite[row] = -1 if source is None else _first_non_finite(source, begin)
+    counts = source is not None and may_flush(source.dtype, packed.dtype)
+    partials.flushed[row] = ((source != 0) & (packed == 0)).sum() if counts else 0
+
+
+def _write_row(partials: Partials, row: int, begin: int, values: torch.Tensor | None) -> None:
+    wide = torch.zeros(1, device=partials.sums.device) if values is None else values
+    partials.sums[row] = wide.double().square().sum()
+    partials.peaks[row] = wide.abs().amax()
+    partials.first_non_finite[row] = -1 if values is None else _first_non_finite(values, begin)
+
+
+def _first_non_finite(values: torch.Tensor, begin: int) -> torch.Tensor:
+    bad = ~values.isfinite()
+    return torch.where(bad.any(), begin + bad.int().argmax(), -1)
+
+
+def _lowest(first: torch.Tensor) -> torch.Tensor:
+    known = first[first >= 0]
+    return known.amin() if len(known) else first.new_tensor(-1)
 
 
 def round_once(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -329,56 +211,3 @@ def _round_to_odd(values: torch.Tensor) -> torch.Tensor:
     lost = (back != values) & (values == values) & ((bits & 1) == 0)
     toward = torch.where(values.abs() > back.abs(), 1, -1).to(torch.int32)
     return torch.where(lost, bits + toward, bits).view(torch.float32)
-
-
-_known_runs: MutableMapping[ChunkTable, tuple[Run, ...]] = WeakKeyDictionary()
-
-
-def runs(chunks: ChunkTable) -> tuple[Run, ...]:
-    """Divides a layout into runs: of small slots, up to BLOCK_NUMEL elements of wire, or of one large slot."""
-    known = _known_runs.get(chunks)
-    if known is not None:
-        return known
-    found: list[Run] = []
-    first = 0
-    for slot in range(len(chunks)):
-        following = slot + 1
-        end = chunks.offsets[following] if following < len(chunks) else chunks.wire_numel
-        begin = chunks.offsets[first] if first else 0
-        ends_here = following == len(chunks) or max(chunks.numels[slot], chunks.numels[following]) >= LARGE_NUMEL
-        if ends_here or chunks.offsets[following] + chunks.numels[following] - begin > BLOCK_NUMEL:
-            padded = sum(chunks.numels[first:following]) < end - begin
-            small = max(chunks.numels[first:following]) < LARGE_NUMEL
-            dtypes = frozenset(chunks.dtypes[first:following])
-            found.append(Run(range(first, following), begin, end, padded, small, dtypes))
-            first = following
-    return _known_runs.setdefault(chunks, tuple(found))
-
-
-Operation: TypeAlias = Callable[..., torch.Tensor]
-
-
-def _division(divisor: float, compute: torch.dtype, device: torch.device) -> tuple[Operation, torch.Tensor]:
-    """The operation that divides, and its second operand."""
-    scalar, exact = division(divisor, compute)
-    # A tensor, since on CUDA torch divides by a Python number by multiplying with its reciprocal; and filled there,
-    # since the host would wait for an upload.
-    return torch.mul if exact else torch.div, torch.full((), scalar, dtype=compute, device=device)
-
-
-def _convert(source: torch.Tensor, destination: torch.Tensor, operation: Operation, scalar: torch.Tensor) -> None:
-    """destination = round_once(operation(source, scalar)) for flat tensors of one size."""
-    compute, operand = scalar.dtype, scalar.reshape(())
-    if source.dtype == compute and destination.dtype == compute:
-        operation(source, operand, out=destination)
-        return
-    if source.numel() <= BLOCK_NUMEL:
-        result = scratch(compute, source.device, source.numel())
-        operation(source if source.dtype == compute else source.to(compute), operand, out=result)
-        store_rounded(destination, result)
-        return
-    for part, out in zip(source.split(BLOCK_NUMEL), destination.split(BLOCK_NUMEL), strict=True):
-        result = scratch(compute, source.device, part.numel())
-        # The source is converted first: with a 0-dim operand torch computes in the source's dtype.
-        operation(part if part.dtype == compute else part.to(compute), operand, out=result)
-        store_rounded(out, result)

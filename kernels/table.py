@@ -306,9 +306,8 @@ class PointerTable:
         self._generations: list[_Upload] = []  # least recently used first
         self._captured: list[_Upload] = []
         self._current: _Upload | None = None
-        self._views: tuple[tuple[int, torch.dtype, ChunkTable], list[torch.Tensor]] | None = None
         self.uploads = 0
-        self.kept: Any = None  # what the torch path keeps with these gradients
+        self.kept: Any = None  # what `cpu` keeps with these gradients
 
     def holds(
         self, gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, wire: torch.Tensor | None = None
@@ -341,24 +340,6 @@ class PointerTable:
             self._checked, self._chunks, self._wire = _identities(gradients), chunks, None
         if wire is not None:
             self._wire = (wire.data_ptr(), wire.dtype)
-
-    def views(self, chunks: ChunkTable, wire: torch.Tensor) -> list[torch.Tensor]:
-        """The slots of a wire, as views with their gradients' shapes; made once per wire (1 us each), which they keep.
-
-        Args:
-            chunks: the layout's table, with shapes.
-            wire: [chunks.wire_numel].
-
-        Returns:
-            P views.
-        """
-        assert chunks.shapes is not None
-        key = (wire.data_ptr(), wire.dtype, chunks)
-        if self._views is None or self._views[0] != key:
-            slots = zip(chunks.shapes, chunks.offsets, strict=True)
-            base = wire.storage_offset()
-            self._views = key, [wire.as_strided(size, stride, base + offset) for (size, stride), offset in slots]
-        return self._views[1]
 
     def upload(self, gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
         """The gradients' addresses on the device, uploaded if they are not there.

@@ -28,8 +28,8 @@ from bench_kernels import REHEARSED, REHEARSED_CAP_BYTES, ratio
 from records import BenchError
 from workload import Bucket, Pair, Workload
 
+from fusedreduce.kernels import cpu, cpu_stats, stats
 from fusedreduce.kernels import pack as pack_file
-from fusedreduce.kernels import reference, reference_stats, stats
 from fusedreduce.kernels import unpack as unpack_file
 from fusedreduce.kernels.table import CHUNK_NUMEL, ChunkTable, Partials, Totals, new_partials
 from fusedreduce.kernels.variants import Tuning, Variant, tuning_for
@@ -269,9 +269,9 @@ def _call(
     for bucket, chunks in zip(buckets, tables, strict=True):
         both = bucket.gradients, chunks, bucket.pointers, bucket.wire
         if work.device.type != "cuda" and direction == "pack":
-            reference.pack(*both, work.divisor, vouched=True)
+            cpu.pack(*both, work.divisor, vouched=True)
         elif work.device.type != "cuda":
-            reference.unpack(*both, work.one, vouched=True)
+            cpu.unpack(*both, work.one, vouched=True)
         elif direction == "pack":
             pack_file.pack(*both, work.divisor, vouched=True, tuning=tuning)
         else:
@@ -326,7 +326,7 @@ def _second_stage_row(model: str, device: torch.device, rounds: int) -> dict[str
     for values in (partials.sums, partials.peaks):
         values.copy_(torch.rand(ends[-1], dtype=torch.float64, generator=generator))
     partials.first_non_finite.fill_(-1)
-    expected = reference_stats.reduce_partials(partials, spans)
+    expected = cpu_stats.reduce_partials(partials, spans)
     calls: dict[str, list[timing.Call]] = {}
     checks = {}
     for lanes, warps in SECOND_STAGES:
@@ -353,7 +353,7 @@ _FIELDS = dataclasses.fields(Totals)
 def _bring_together(kernels: tuple[Variant, Variant], partials: Partials, spans: torch.Tensor, into: Totals) -> None:
     each = into.parameter_sums, into.parameter_peaks, into.first_non_finite
     if spans.device.type != "cuda":
-        found = reference_stats.reduce_partials(partials, spans)
+        found = cpu_stats.reduce_partials(partials, spans)
         for field in _FIELDS:
             getattr(into, field.name).copy_(getattr(found, field.name))
         return

@@ -20,7 +20,7 @@ from exact_cases import Bucket, Guarded, buckets, differing, same
 from records import BenchError
 from stage import GIB, Skipped, Stage, entry, free_bytes, need_memory, run_parts, synchronize
 
-from fusedreduce.kernels import dispatch, reference, reference_stats, variants
+from fusedreduce.kernels import cpu_stats, dispatch, reference, variants
 from fusedreduce.kernels.table import ChunkTable, PointerTable, may_flush
 
 SEED = 6
@@ -100,7 +100,7 @@ def check_bucket(bucket: Bucket, device: torch.device) -> None:
     scalar = torch.tensor([bucket.scalar], dtype=bucket.compute, device=device)
     gradients = [_shifted(bucket, slot, device) for slot in range(len(bucket.numels))]
     wires, sources = [], []
-    for path, stats in ((dispatch, dispatch), (reference, reference_stats)):
+    for path, stats in ((dispatch, dispatch), (reference, cpu_stats)):
         wire = Guarded(chunks.wire_numel, bucket.wire, device)
         source = chunks.new_source_partials(device)
         path.pack(gradients, chunks, PointerTable(), wire.inner, bucket.scalar, source)
@@ -112,7 +112,7 @@ def check_bucket(bucket: Bucket, device: torch.device) -> None:
         _equal(f"{label}, pack's {field.name}", getattr(sources[0], field.name), getattr(sources[1], field.name))
 
     results, backs = [], []
-    for path, stats in ((dispatch, dispatch), (reference, reference_stats)):
+    for path, stats in ((dispatch, dispatch), (reference, cpu_stats)):
         places = [
             None if gradient is None else Guarded(gradient.numel(), gradient.dtype, device, bucket.shifts[slot])
             for slot, gradient in enumerate(gradients)

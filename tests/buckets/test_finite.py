@@ -33,7 +33,7 @@ from fusedreduce.buckets.stats import partial_stats
 from fusedreduce.buckets.stats.non_finite import Culprit, FiniteCheck, Named, NonFiniteReport
 from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.errors import NonFiniteGradientError
-from fusedreduce.kernels import dispatch, reference
+from fusedreduce.kernels import dispatch, runs
 from fusedreduce.kernels.table import Totals
 from fusedreduce.reducer.state import ReducerState
 
@@ -266,7 +266,7 @@ def test_the_index_is_counted_as_the_gradient_lies_in_memory_also_in_a_large_one
         torch.zeros(4, 3, 5, 5).to(memory_format=torch.channels_last).requires_grad_(),
         torch.zeros(140_001, requires_grad=True),
     ]
-    assert parameters[1].numel() > reference.LARGE_NUMEL
+    assert parameters[1].numel() > runs.LARGE_NUMEL
     for wire, views in TRAVELS:
         communicator = Loopback((torch.clone,))
         communicator.gathered = lambda rank, mine: torch.full_like(mine, -1)

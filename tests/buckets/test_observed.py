@@ -36,7 +36,7 @@ from fusedreduce import BucketCaps, ReduceConfig, Reducer
 from fusedreduce.buckets.gradient_table import GradientTable
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import POLICIES, Policy
-from fusedreduce.kernels import dispatch, reference
+from fusedreduce.kernels import dispatch, runs
 from fusedreduce.kernels.table import CHUNK_NUMEL, Totals
 from fusedreduce.reducer import plans
 
@@ -61,7 +61,7 @@ def _half(mine: torch.Tensor) -> torch.Tensor:
 def _zoo() -> list[torch.Tensor]:
     """Every kind of dense parameter."""
     made: list[tuple[torch.dtype, tuple[tuple[int, ...], ...]]] = [
-        (torch.float32, ((3,), (5, 7), (), (0,), (40,), (2, 0), (8, 3), (reference.LARGE_NUMEL + 5,))),
+        (torch.float32, ((3,), (5, 7), (), (0,), (40,), (2, 0), (8, 3), (runs.LARGE_NUMEL + 5,))),
         (torch.bfloat16, ((9,), (60,))),
         (torch.float16, ((33,), (4,))),
         (torch.float64, ((6, 5), (2,))),

@@ -17,7 +17,7 @@ from support.on_device import no_wait, own_stream, paths, pick, stopwatch, synch
 from torch import nn
 
 import fusedreduce
-from fusedreduce.kernels import dispatch, reference, reference_stats
+from fusedreduce.kernels import cpu_stats, dispatch, reference
 from fusedreduce.kernels.table import ChunkTable, PointerTable, SourceTotals, Totals
 from fusedreduce.trace.reader import read
 
@@ -53,7 +53,7 @@ def equals_the_reference(case: Case, device: torch.device) -> None:
     wires, backs = [], []
     sources: list[SourceTotals] = []
     results: list[Totals] = []
-    for path, stats in ((dispatch, dispatch), (reference, reference_stats)):
+    for path, stats in ((dispatch, dispatch), (reference, cpu_stats)):
         wire = poison(chunks.wire_numel, case.wire).to(device)
         source, result = chunks.new_source_partials(device), chunks.new_partials(device)
         path.pack(gradients, chunks, PointerTable(), wire, case.scalar, source)

@@ -12,7 +12,7 @@ from support.on_device import pick
 
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
-from fusedreduce.kernels import combine, dispatch, reference_combine
+from fusedreduce.kernels import combine, dispatch, reference
 from fusedreduce.kernels.parts import Part
 
 CUDA = torch.device("cuda", 0)
@@ -58,7 +58,7 @@ def has_the_references_bits(
     with kernels(device), dispatch.count_launches() as counted:
         dispatch.combine(tensors, tensors, parts, 0.5)
     assert [(one.path, one.launches) for one in counted] == [("triton", 1)]
-    reference_combine.combine(on_cpu, on_cpu, parts, 0.5)
+    reference.combine(on_cpu, on_cpu, parts, 0.5)
     for rank, (room, one) in enumerate(zip(rooms, tensors, strict=True)):
         assert torch.equal(bits(one), bits(on_cpu[rank]))
         assert not room[: rank * shift].any() and not room[rank * shift + numel :].any(), "written beside it"
@@ -83,7 +83,7 @@ def test_eight_peers_on_one_device_end_with_the_same_bytes(device: torch.device,
     for dtype in DTYPES:
         for numel in numels:
             held = [drawn(rank, numel, dtype) for rank in range(PEERS)]
-            reference_combine.combine(held, held, strategy.parts(PEERS, numel))
+            reference.combine(held, held, strategy.parts(PEERS, numel))
             for one in results:
                 assert torch.equal(one[place], bits(held[0]))
             place += 1
@@ -220,6 +220,6 @@ def test_peers_on_several_devices_end_with_the_same_bytes(strategy: Strategy) ->
 
     results = LocalGroup(PEERS, strategy=strategy, timeout_s=60).run(case)
     held = [drawn(rank, 100_003, torch.bfloat16) for rank in range(PEERS)]
-    reference_combine.combine(held, held, strategy.parts(PEERS, 100_003))
+    reference.combine(held, held, strategy.parts(PEERS, 100_003))
     for one in results:
         assert torch.equal(one, bits(held[0]))

@@ -1,4 +1,4 @@
-"""combine: the reference against additions written out, the kernel in Triton's interpreter against the reference."""
+"""combine: the torch paths against additions written out, and the kernel in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.buckets import Guarded, assert_same, poison
 from support.interpreter_defects import store_as_interpreted
 
 from fusedreduce.comm.local.strategies import Centralized, Ring, Strategy, Tree
-from fusedreduce.kernels import dispatch, reference_combine
+from fusedreduce.kernels import cpu, dispatch, reference
 from fusedreduce.kernels.combine import CombineTables, combine, serves
 from fusedreduce.kernels.parts import ADD, FOLD, PUSH, Part, depth, steps
 from fusedreduce.kernels.variants import Tuning
@@ -90,15 +90,13 @@ def written_out(tensors: list[torch.Tensor], parts: tuple[Part, ...], scale: flo
 
 @given(sums(), st.sampled_from((7, 64, 131072)))
 @settings(max_examples=200)
-def test_the_reference_adds_as_the_parts_say(case: Sum, block_numel: int) -> None:
+def test_blocks_add_as_the_parts_say(case: Sum, block_numel: int) -> None:
     tensors = case.tensors()
     wanted = written_out([one.inner.clone() for one in tensors], case.parts, case.scale)
     outputs = case.outputs(tensors)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference_combine, "BLOCK_NUMEL", block_numel)
-        reference_combine.combine(
-            [one.inner for one in tensors], [one.inner for one in outputs], case.parts, case.scale
-        )
+        patch.setattr(cpu, "COMBINE_NUMEL", block_numel)
+        cpu.combine([one.inner for one in tensors], [one.inner for one in outputs], case.parts, case.scale)
     for one in outputs:
         assert_same(one.inner, wanted)
     for one in (*tensors, *outputs):
@@ -110,11 +108,10 @@ def test_the_reference_adds_as_the_parts_say(case: Sum, block_numel: int) -> Non
 
 @given(sums())
 @settings(max_examples=100)
-def test_between_devices_the_same_bits_come_out(case: Sum) -> None:
+def test_the_reference_adds_as_the_parts_say(case: Sum) -> None:
     tensors = [one.inner for one in case.tensors()]
     wanted = written_out([one.clone() for one in tensors], case.parts, case.scale)
-    for part in case.parts:
-        reference_combine._combine_along(tensors, tensors, part, case.scale)
+    reference.combine(tensors, tensors, case.parts, case.scale)
     for one in tensors:
         assert_same(one, wanted)
 
@@ -231,7 +228,7 @@ def test_arguments_that_do_not_fit_together_are_refused() -> None:
         ([], (), ValueError, "at least one tensor"),
     ]
     for tensors, given_parts, kind, message in wrong:
-        for function in (combine, reference_combine.combine):
+        for function in (combine, cpu.combine, reference.combine):
             with pytest.raises(kind, match=message):
                 function(tensors, tensors, given_parts)
     assert one.eq(1).all() and two.eq(1).all()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 
-from fusedreduce.kernels import combine, dispatch, reference_combine
+from fusedreduce.kernels import combine, cpu, dispatch
 from fusedreduce.kernels.parts import Part
 from fusedreduce.kernels.table import ChunkTable, PointerTable
 
@@ -162,7 +162,7 @@ def test_what_is_written_has_a_new_version_and_what_is_read_has_not(path: str, m
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
-@pytest.mark.parametrize("function", [combine.combine, reference_combine.combine], ids=["interpreter", "torch"])
+@pytest.mark.parametrize("function", [combine.combine, cpu.combine], ids=["interpreter", "torch"])
 def test_outputs_of_combine_have_a_new_version(function: Callable[..., None]) -> None:
     read, written = torch.ones(4), torch.ones(4)
     function([read, written], [written], (Part(0, 4, ((0, 1),), 0),))

@@ -14,13 +14,17 @@ from hypothesis import strategies as st
 from support.buckets import FLOATS, Case, Guarded, assert_same, cases, poison
 from support.by_products import CPU, assert_source_partials, expected_source_partials
 
+from fusedreduce.kernels import cpu, reference, runs
 from fusedreduce.kernels import pack as pack_file
-from fusedreduce.kernels import reference
 from fusedreduce.kernels.table import ChunkTable, PointerTable, Shape, new_source_partials
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
-PACKS = [pytest.param(reference.pack, id="torch"), pytest.param(pack_file.pack, id="kernel", marks=interpreted)]
+PACKS = [
+    pytest.param(reference.pack, id="reference"),
+    pytest.param(cpu.pack, id="cpu"),
+    pytest.param(pack_file.pack, id="kernel", marks=interpreted),
+]
 # Large ones flush; test_kernels.py compares the kernel with the reference at more.
 DIVISORS = (1.0, 3.0, 1024.0, 2.0**100)
 
@@ -41,8 +45,8 @@ def _values(case: Case) -> list[torch.Tensor | None]:
 @settings(max_examples=150)
 def test_torch_path_finds_what_is_wrong_with_sources(case: Case, vouched: bool, large: int, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "LARGE_NUMEL", large)
-        patch.setattr(reference, "BLOCK_NUMEL", block)
+        patch.setattr(runs, "LARGE_NUMEL", large)
+        patch.setattr(runs, "RUN_NUMEL", block)
         gradients = _values(case)
         plain = case.table()
         shapes: list[Shape] = [((numel,), (1,)) for numel in case.numels]
@@ -51,7 +55,7 @@ def test_torch_path_finds_what_is_wrong_with_sources(case: Case, vouched: bool, 
         )
         wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
         pointers, partials = PointerTable(), new_source_partials(chunks.data_rows, CPU)
-        reference.pack(gradients, chunks, pointers, wire.inner, case.scalar, partials, vouched=vouched)
+        cpu.pack(gradients, chunks, pointers, wire.inner, case.scalar, partials, vouched=vouched)
         wire.assert_edges_untouched()
         assert_source_partials(partials, expected_source_partials(gradients, wire.inner, chunks))
 
@@ -65,7 +69,7 @@ def test_the_kernel_finds_what_is_wrong_with_sources(case: Case) -> None:
     wire, partials = poison(chunks.wire_numel, case.wire), new_source_partials(chunks.data_rows, CPU)
     pack_file.pack(gradients, chunks, PointerTable(), wire, case.scalar, partials)
     if case.wire is torch.bfloat16:  # the interpreter cuts it off; what is lost is decided before
-        reference.pack(gradients, chunks, PointerTable(), wire, case.scalar)
+        cpu.pack(gradients, chunks, PointerTable(), wire, case.scalar)
     assert_source_partials(partials, expected_source_partials(gradients, wire, chunks))
 
 
@@ -78,7 +82,7 @@ def test_a_source_is_never_missed_and_never_blamed_falsely(
     if dtype is torch.float64 and wire_dtype is torch.float32:
         wire_dtype = torch.float64
     generator = torch.Generator().manual_seed(seed)
-    numels = torch.randint(0, 900, (5,), generator=generator).tolist() + [reference.LARGE_NUMEL + seed % 900]
+    numels = torch.randint(0, 900, (5,), generator=generator).tolist() + [runs.LARGE_NUMEL + seed % 900]
     gradients = [(torch.randn(numel, generator=generator) * 10.0 ** (seed % 9 - 4)).to(dtype) for numel in numels]
     for one in gradients:
         one[: seed % 7] = torch.finfo(dtype).max
@@ -92,7 +96,7 @@ def test_a_source_is_never_missed_and_never_blamed_falsely(
     shapes: list[Shape] = [((numel,), (1,)) for numel in numels]
     chunks = ChunkTable(numels, offsets, [dtype] * 6, sum(numels), shapes=shapes, chunk_numel=(700, 8192)[seed % 2])
     wire, partials = torch.empty(sum(numels), dtype=wire_dtype), new_source_partials(chunks.data_rows, CPU)
-    reference.pack(gradients, chunks, PointerTable(), wire, 3.0, partials, vouched=vouched)
+    cpu.pack(gradients, chunks, PointerTable(), wire, 3.0, partials, vouched=vouched)
     for slot, wanted in enumerate(expected):
         found = partials.first_non_finite[chunks.first_rows[slot] : chunks.first_rows[slot + 1]]
         assert min((int(one) for one in found if one >= 0), default=-1) == wanted
@@ -129,7 +133,7 @@ def test_flushed_numbers_of_bf16() -> None:
     gradient = torch.tensor([2.0**-134, 2.0**-133, 2.0**-149, 0.0, 3 * 2.0**-134])
     chunks = ChunkTable([5], [0], [torch.float32], 5)
     wire, partials = torch.empty(5, dtype=torch.bfloat16), new_source_partials(1, CPU)
-    reference.pack([gradient], chunks, PointerTable(), wire, 1.0, partials)
+    cpu.pack([gradient], chunks, PointerTable(), wire, 1.0, partials)
     assert (wire == 0).tolist() == [True, False, True, True, False] and partials.flushed.tolist() == [2]
 
 
@@ -146,8 +150,8 @@ def test_the_kernel_counts_what_bf16_flushes_by_the_limit_that_holds_on_a_gpu() 
 @pytest.mark.parametrize("vouched", [False, True])
 def test_packed_in_place(pack: Any, vouched: bool) -> None:
     """The wire is the gradients: their first non-finite value is found in what was divided."""
-    numels, offsets = (300, 40, reference.LARGE_NUMEL), (0, 300, 340)
-    wire = torch.randn(340 + reference.LARGE_NUMEL) * 3e38
+    numels, offsets = (300, 40, runs.LARGE_NUMEL), (0, 300, 340)
+    wire = torch.randn(340 + runs.LARGE_NUMEL) * 3e38
     wire[wire.isinf()] = 1.0
     wire[offsets[0] + 17], wire[offsets[2] + 9001] = float("nan"), float("inf")
     gradients: Sequence[torch.Tensor | None] = wire.split(numels)
@@ -157,20 +161,6 @@ def test_packed_in_place(pack: Any, vouched: bool) -> None:
     pack(gradients, chunks, PointerTable(), wire, 3.0, partials, vouched=vouched)
     assert_same(wire, expected)
     assert partials.first_non_finite.tolist() == [17, -1, -1, 9001] and partials.flushed.tolist() == [0] * 4
-
-
-def test_small_gradients_of_other_strides_are_searched_in_the_order_of_their_slots() -> None:
-    """What a reducer vouches for may be strided otherwise than its parameter: the index is the parameter's."""
-    gradient = torch.arange(12.0).view(3, 4)
-    gradient[2, 1] = float("nan")
-    shapes: list[Shape] = [((3, 4), (4, 1)), ((5,), (1,))]
-    chunks = ChunkTable([12, 5], [0, 12], [torch.float32] * 2, 20, shapes=shapes)
-    partials = new_source_partials(2, CPU)
-    gapped = torch.ones(10)[::2]
-    for strided in (gradient, gradient.t().contiguous().t()):
-        wire, gradients = torch.empty(20), [strided, gapped]
-        reference.pack(gradients, chunks, PointerTable(), wire, 1.0, partials, vouched=True)
-        assert partials.first_non_finite.tolist() == [9, -1]
 
 
 @pytest.mark.parametrize("pack", PACKS)

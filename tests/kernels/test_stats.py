@@ -12,12 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.by_products import CPU, assert_totals
 
-from fusedreduce.kernels import dispatch, reference_stats, stats
+from fusedreduce.kernels import cpu_stats, dispatch, reference, stats
 from fusedreduce.kernels.table import ChunkTable, Partials, SourcePartials, Totals
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
-MODULES = [pytest.param(reference_stats, id="torch"), pytest.param(stats, id="kernel", marks=interpreted)]
+MODULES = [
+    pytest.param(reference, id="reference"),
+    pytest.param(cpu_stats, id="cpu"),
+    pytest.param(stats, id="kernel", marks=interpreted),
+]
 
 
 def _spans(pairs: list[tuple[int, int]]) -> torch.Tensor:
@@ -62,7 +66,7 @@ def _expected(partials: Partials, pairs: list[tuple[int, int]]) -> Totals:
 @given(tables())
 @settings(max_examples=150)
 def test_torch_path_brings_partials_together(table: tuple[Partials, SourcePartials, list[tuple[int, int]]]) -> None:
-    _check(reference_stats, *table)
+    _check(cpu_stats, *table)
 
 
 @interpreted

@@ -16,8 +16,8 @@ from support.buckets import FLOATS, Case, Guarded, assert_same, cases, poison
 from support.by_products import CPU, SUM_RTOL, assert_partials, expected_partials
 from support.interpreter_defects import store_as_interpreted
 
+from fusedreduce.kernels import cpu, reference, runs
 from fusedreduce.kernels import measure as measure_file
-from fusedreduce.kernels import reference, reference_stats
 from fusedreduce.kernels import scale as scale_file
 from fusedreduce.kernels import unpack as unpack_file
 from fusedreduce.kernels.table import ChunkTable, PointerTable, Shape, new_partials
@@ -29,15 +29,15 @@ SCALES = (1.0, 0.5, 3.0)
 NAN, INFINITY = float("nan"), float("inf")
 Gradients = list[torch.Tensor | None]
 MEASURES = [
-    pytest.param(reference.measure, id="torch"),
+    pytest.param(cpu.measure, id="torch"),
     pytest.param(measure_file.measure, id="kernel", marks=interpreted),
 ]
 UNPACKS = [
-    pytest.param(reference.unpack, id="torch"),
+    pytest.param(cpu.unpack, id="torch"),
     pytest.param(unpack_file.unpack, id="kernel", marks=interpreted),
 ]
 SCALINGS = [
-    pytest.param(reference.scale, id="torch"),
+    pytest.param(cpu.scale, id="torch"),
     pytest.param(scale_file.scale, id="kernel", marks=interpreted),
 ]
 
@@ -70,8 +70,8 @@ def _scaled(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 @settings(max_examples=100)
 def test_torch_path_sums_what_it_stores(case: Case, vouched: bool, large: int, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "LARGE_NUMEL", large)
-        patch.setattr(reference, "BLOCK_NUMEL", block)
+        patch.setattr(runs, "LARGE_NUMEL", large)
+        patch.setattr(runs, "RUN_NUMEL", block)
         _, gradients = _gradients(case)
         shaped, shapes = _shaped(gradients)
         plain = case.table()
@@ -86,18 +86,18 @@ def test_torch_path_sums_what_it_stores(case: Case, vouched: bool, large: int, b
         pointers, partials = PointerTable(), new_partials(chunks.data_rows, CPU)
         factor = torch.tensor([case.scalar], dtype=case.compute)
 
-        reference.measure(shaped, chunks, pointers, partials, vouched=vouched)
+        cpu.measure(shaped, chunks, pointers, partials, vouched=vouched)
         assert_partials(partials, expected_partials(gradients, chunks))
 
         wanted = [None if one is None else _scaled(one, factor) for one in gradients]
-        reference.scale(shaped, chunks, pointers, factor, partials, vouched=vouched)
+        cpu.scale(shaped, chunks, pointers, factor, partials, vouched=vouched)
         _assert_all_same(gradients, wanted)
         assert_partials(partials, expected_partials(gradients, chunks))
 
         wire = torch.full((chunks.wire_numel,), float("nan"), dtype=case.wire)  # between the slots too
         for slot, numel in enumerate(case.numels):
             wire[chunks.offsets[slot] :][:numel] = reference.round_once(case.values(slot), case.wire)
-        reference.unpack(shaped, chunks, pointers, wire, factor, partials, vouched=vouched)
+        cpu.unpack(shaped, chunks, pointers, wire, factor, partials, vouched=vouched)
         for slot, one in enumerate(gradients):
             if one is not None:
                 part = wire[chunks.offsets[slot] :][: one.numel()].to(case.compute)
@@ -144,7 +144,7 @@ def test_kernels_sum_what_they_store(case: Case) -> None:
 @pytest.mark.parametrize("value", [0.0, 1e-25, 1e-30, 1e-42, 3e25, 2e-19, 1e18, 1e38, 65504.0, -1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_outside_the_range_of_fp32_are_right(measure: Any, value: float, dtype: torch.dtype) -> None:
-    if dtype is torch.bfloat16 and 0 < abs(value) < 1e-37 and measure is not reference.measure:
+    if dtype is torch.bfloat16 and 0 < abs(value) < 1e-37 and measure is not cpu.measure:
         pytest.skip("the interpreter reads subnormals of bf16 wrongly")
     numel = 3 * 8192 + 700
     gradient = torch.full((numel,), value).to(dtype)
@@ -229,7 +229,7 @@ def _dropping_nan(min_max: Callable[..., Any]) -> Callable[..., Any]:
 def test_the_first_non_finite_is_never_missed_and_never_false(dtype: torch.dtype, seed: int, chunk: int) -> None:
     """On the torch path; half of the examples are finite, and their sums may overflow."""
     generator = torch.Generator().manual_seed(seed)
-    numels = torch.randint(0, 3000, (5,), generator=generator).tolist() + [reference.LARGE_NUMEL + seed % 9000]
+    numels = torch.randint(0, 3000, (5,), generator=generator).tolist() + [runs.LARGE_NUMEL + seed % 9000]
     high = torch.finfo(dtype).max
     gradients = [(torch.randn(numel, generator=generator) * 10.0 ** (seed % 9 - 4)).to(dtype) for numel in numels]
     for one in gradients:
@@ -242,7 +242,7 @@ def test_the_first_non_finite_is_never_missed_and_never_false(dtype: torch.dtype
             expected[slot] = index if expected[slot] < 0 else min(index, expected[slot])
     chunks = ChunkTable(numels, np.cumsum([0, *numels[:-1]]).tolist(), [dtype] * 6, sum(numels), chunk_numel=chunk)
     partials = new_partials(chunks.data_rows, CPU)
-    reference.measure(gradients, chunks, PointerTable(), partials, vouched=True)
+    cpu.measure(gradients, chunks, PointerTable(), partials, vouched=True)
     for slot, wanted in enumerate(expected):
         found = partials.first_non_finite[chunks.first_rows[slot] : chunks.first_rows[slot + 1]]
         assert min((int(one) for one in found if one >= 0), default=-1) == wanted
@@ -254,7 +254,7 @@ def test_the_first_non_finite_is_never_missed_and_never_false(dtype: torch.dtype
 @pytest.mark.parametrize("vouched", [False, True])
 def test_unpack_in_place(unpack: Any, dtype: torch.dtype, factor: float, vouched: bool) -> None:
     """Gradients that are views of their own slots of the wire, and one that is not."""
-    numels, offsets = (300, 5, 0, 2 * reference.LARGE_NUMEL, 77), (0, 304, 312, 312, 312 + 2 * reference.LARGE_NUMEL)
+    numels, offsets = (300, 5, 0, 2 * runs.LARGE_NUMEL, 77), (0, 304, 312, 312, 312 + 2 * runs.LARGE_NUMEL)
     wire = Guarded.of(torch.randn(offsets[-1] + 80).to(dtype))
     before = wire.inner.clone()
     gradients: Gradients = [wire.inner[at : at + n] for at, n in zip(offsets, numels, strict=True)]
@@ -318,8 +318,8 @@ def test_the_number_of_threads_does_not_change_a_bit(dtype: torch.dtype) -> None
         for number in (1, 2, 4, 3):
             torch.set_num_threads(number)
             for run in (
-                lambda into: reference.measure(gradients, chunks, PointerTable(), into, vouched=True),
-                lambda into: reference.unpack(
+                lambda into: cpu.measure(gradients, chunks, PointerTable(), into, vouched=True),
+                lambda into: cpu.unpack(
                     list(map(torch.empty_like, gradients)), chunks, PointerTable(), wire, factor, into, vouched=True
                 ),
             ):
@@ -340,7 +340,7 @@ def test_threads_have_scratch_memory_of_their_own() -> None:
     held: list[torch.Tensor] = []
 
     def use() -> None:
-        held.append(reference_stats.scratch(torch.float32, CPU, 100))
+        held.append(runs.scratch(torch.float32, 100))
 
     threads = [threading.Thread(target=use) for _ in range(2)]
     use()
@@ -348,7 +348,7 @@ def test_threads_have_scratch_memory_of_their_own() -> None:
         thread.start()
         thread.join()
     assert len({one.untyped_storage().data_ptr() for one in held}) == 3
-    again = reference_stats.scratch(torch.float32, CPU, 50)
+    again = runs.scratch(torch.float32, 50)
     assert again.data_ptr() == held[0].data_ptr(), "and none is allocated anew"
 
 
@@ -369,7 +369,7 @@ def test_sums_are_within_their_bound_in_the_worst_case() -> None:
         gradient[::512] = 1.0
         chunks = ChunkTable([4 * 8192], [0], [torch.float32], 4 * 8192)
         partials = new_partials(4, CPU)
-        reference.measure([gradient], chunks, PointerTable(), partials)
+        cpu.measure([gradient], chunks, PointerTable(), partials)
         torch.testing.assert_close(
             partials.sums, expected_partials_fast([gradient], chunks).sums, rtol=SUM_RTOL, atol=0
         )

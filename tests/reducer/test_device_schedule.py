@@ -104,7 +104,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     calls = itertools.count(1)
     monkeypatch.setattr(time, "perf_counter_ns", lambda: HOST_CALL_NS * next(calls))
     monkeypatch.setattr(bucket_set, "Streams", lambda buckets, _: Streams(buckets, DEVICE))
-    monkeypatch.setattr(dispatch, "walked_slots", lambda chunks, *_: range(len(chunks)))
     return FakeGpu(monkeypatch)
 
 

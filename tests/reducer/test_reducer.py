@@ -25,7 +25,7 @@ from fusedreduce import AgreementError, BucketCaps, CollectiveError, FusedReduce
 from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.comm.agreement import agree_on_parameters
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.kernels import dispatch, reference
+from fusedreduce.kernels import dispatch, runs
 from fusedreduce.planning.schedule import FIRST_PROFILED
 from fusedreduce.reducer.state import ReducerState
 from fusedreduce.reducer.step_cycle import StepCycle
@@ -33,7 +33,7 @@ from fusedreduce.reducer.step_cycle import StepCycle
 Wire = Literal["native", "bf16", "fp16"]
 WIRE_DTYPES: dict[Wire, torch.dtype | None] = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL = ((3,), (5, 7), (1,), (0,), (40,), (2, 0), (8, 3))
-LARGE = reference.LARGE_NUMEL + 5
+LARGE = runs.LARGE_NUMEL + 5
 # Four buckets or so of SMALL in fp32.
 CAPS = BucketCaps(first_bytes=64, cap_bytes=150)
 

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fusedreduce.buckets import exchange
 from fusedreduce.buckets import gradient_table as gradients
 from fusedreduce.comm.process_group import _ALL_GATHER, ProcessGroupCommunicator
-from fusedreduce.kernels import dispatch, measure, pack, reference, reference_stats, scale, stats, unpack, variants
+from fusedreduce.kernels import cpu_stats, dispatch, measure, pack, reference, scale, stats, unpack, variants
 from fusedreduce.kernels.table import PointerTable
 from fusedreduce.reducer import parameter_hooks
 from support.fake_backward import Backward
@@ -242,7 +242,7 @@ class FakeCuda(FakeMemory):
         self._patch.setattr(variants, "interpreted", lambda: False)
         for module, same, names in (
             *((module, reference, (module.__name__.rpartition(".")[2],)) for module in (pack, unpack, measure, scale)),
-            (stats, reference_stats, ("reduce_partials", "reduce_source_partials")),
+            (stats, cpu_stats, ("reduce_partials", "reduce_source_partials")),
         ):
             for name in names:
                 self._patch.setattr(module, name, self._launcher(getattr(module, name), getattr(same, name)))

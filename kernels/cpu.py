@@ -1,0 +1,344 @@
+"""The torch path on CPU: what `reference` defines, in few operators; the same bits, and sums within their bound.
+
+    one dtype on both sides   one pass: torch divides bf16 and fp16 by a number in fp32 and rounds once, as required
+    two dtypes                blocks that stay in the cache: gathered, computed on in fp32, rounded to their destination
+    small gradients           torch.cat where their shapes let it write a whole run at once (0.1 us each), else
+                              _foreach_copy_ from or to cached views (0.3 us each)
+
+A call of an operator costs 1 us, as does making a view: views are made once per pointer table. What is rare is left to
+`reference`: vouched=False, a layout without shapes, an fp64 gradient on a 16-bit wire, another device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from . import reference
+from .checks import check_combine, check_transfer, check_walk
+from .cpu_stats import find_faults, measure_gradients
+from .division import division
+from .parts import ADD, FOLD, PUSH, Part, Step, steps
+from .reference import Gradients
+from .runs import BLOCK_NUMEL, Run, runs, scratch
+from .table import ChunkTable, Partials, PointerTable, SourcePartials
+
+# Elements of a block of combine, 512 KiB of fp32: two tensors of 25 MiB in 3.4 ms, in a quarter of it 5 ms (each costs
+# 10 us), in one piece 4.0 ms.
+COMBINE_NUMEL = 131072
+# Padding of at least so many elements is zeroed as a range; shorter gaps all at once, by their indices.
+_LONG_GAP_NUMEL = 64
+# torch.mul or torch.div and its second operand; None: nothing to do.
+Change: TypeAlias = tuple[Callable[..., torch.Tensor], float] | None
+
+
+def pack(
+    gradients: Gradients,
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    wire: torch.Tensor,
+    divisor: float,
+    partials: SourcePartials | None = None,
+    *,
+    vouched: bool = False,
+) -> None:
+    """Flattens, divides and casts `gradients` into `wire`; arguments as for `kernels.dispatch.pack`."""
+    if not vouched:
+        check_transfer(gradients, chunks, pointers, wire, None, partials)
+    slots = _slots_of(chunks, pointers, wire) if vouched else None
+    if slots is None:
+        reference.pack(gradients, chunks, pointers, wire, divisor, partials, vouched=True)
+        return
+    scalar, exact = division(divisor, chunks.compute_dtype)  # a product is twice as fast in the cache
+    slots.pack(gradients, None if scalar == 1.0 else (torch.mul if exact else torch.div, scalar))
+    if partials is not None:
+        find_faults(gradients, chunks, wire, partials)
+
+
+def unpack(
+    gradients: Gradients,
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    wire: torch.Tensor,
+    scale: torch.Tensor,
+    partials: Partials | None = None,
+    *,
+    vouched: bool = False,
+) -> None:
+    """Unflattens, scales and casts `wire` into `gradients`; arguments as for `kernels.dispatch.unpack`."""
+    if not vouched:
+        check_transfer(gradients, chunks, pointers, wire, scale, partials)
+    slots = _slots_of(chunks, pointers, wire) if vouched else None
+    if slots is None:
+        reference.unpack(gradients, chunks, pointers, wire, scale, partials, vouched=True)
+        return
+    factor = scale.item()
+    slots.unpack(gradients, None if factor == 1.0 else (torch.mul, factor))
+    if partials is not None:
+        measure_gradients(gradients, chunks, partials)
+
+
+def measure(
+    gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, partials: Partials, *, vouched: bool = False
+) -> None:
+    """Fills `partials` with statistics of gradients as they are; arguments as for `kernels.dispatch.measure`."""
+    if not vouched:
+        check_walk(gradients, chunks, pointers, None, partials)
+    if partials.sums.device.type == "cpu":
+        measure_gradients(gradients, chunks, partials)
+    else:
+        reference.measure(gradients, chunks, pointers, partials, vouched=True)
+
+
+def scale(
+    gradients: Gradients,
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    factor: torch.Tensor,
+    partials: Partials | None = None,
+    *,
+    vouched: bool = False,
+) -> None:
+    """Multiplies gradients by `factor`, in place; arguments as for `kernels.dispatch.scale`."""
+    if not vouched:
+        check_walk(gradients, chunks, pointers, factor, partials)
+    if factor.device.type != "cpu" or chunks.shared:
+        reference.scale(gradients, chunks, pointers, factor, partials, vouched=True)
+        return
+    present = [gradient.detach() for gradient in gradients if gradient is not None]
+    if present:
+        torch._foreach_mul_(present, factor.reshape(()))  # a Python float would be rounded to 16 bits first
+    if partials is not None:
+        measure_gradients(gradients, chunks, partials)
+
+
+def combine(
+    tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], parts: Sequence[Part], scale: float = 1.0
+) -> None:
+    """Adds `tensors` up and writes the sum, times `scale`, into each of `outputs`, in blocks that stay in the cache.
+
+    Arguments as for `kernels.dispatch.combine`.
+    """
+    if any(one.device.type != "cpu" for one in (*tensors, *outputs)):
+        reference.combine(tensors, outputs, parts, scale)
+        return
+    check_combine(tensors, outputs, parts)
+    flat, written = [one.view(-1) for one in tensors], [one.view(-1) for one in outputs]
+    for part in parts:
+        _combine_part(flat, written, part, scale)
+
+
+class _OneBuffer:
+    """Gradients that lie in one buffer as they do on the wire: a comm hook's, a single one, or the wire itself.
+
+    Args:
+        chunks: the layout's table, without padding.
+        wire: the wire buffer.
+    """
+
+    def __init__(self, chunks: ChunkTable, wire: torch.Tensor) -> None:
+        self.chunks = chunks
+        self.wire = wire
+        self._compute = chunks.compute_dtype
+        self._size = (chunks.wire_numel,)
+
+    def pack(self, gradients: Gradients, change: Change) -> None:
+        """Fills the wire."""
+        if (first := gradients[0]) is None:
+            self.wire.zero_()
+        else:
+            buffer = self.wire if first is self.wire else first.as_strided(self._size, (1,))
+            _convert(buffer, self.wire, self._compute, change)
+
+    def unpack(self, gradients: Gradients, change: Change) -> None:
+        """Writes the buffer."""
+        if (first := gradients[0]) is not None:
+            _convert(self.wire, first.as_strided(self._size, (1,)), self._compute, change)
+
+
+class _Slots:
+    """The slots of one wire, and memory to convert them in.
+
+    Args:
+        chunks: the layout's table, with shapes.
+        wire: the wire buffer.
+    """
+
+    def __init__(self, chunks: ChunkTable, wire: torch.Tensor) -> None:
+        assert chunks.shapes is not None
+        self.chunks = chunks
+        self.wire = wire
+        self._compute = chunks.compute_dtype
+        places = zip(chunks.shapes, chunks.offsets, strict=True)
+        base = wire.storage_offset()
+        self._views = [wire.as_strided(size, strides, base + offset) for (size, strides), offset in places]
+        self._runs = [
+            (run, wire[run.begin : run.end], self._views[run.slots.start : run.slots.stop]) for run in runs(chunks)
+        ]
+        self._staged: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._blocks: dict[torch.dtype, torch.Tensor] = {}
+        alone = len(chunks.gaps) == 1
+        self._long = [wire[lo:hi] for lo, hi in chunks.gaps if alone or hi - lo >= _LONG_GAP_NUMEL]
+        short = [torch.arange(lo, hi) for lo, hi in chunks.gaps if not alone and hi - lo < _LONG_GAP_NUMEL]
+        self._short = torch.cat(short) if short else None
+
+    def pack(self, gradients: Gradients, change: Change) -> None:
+        """Fills the wire, padding included."""
+        for run, part, views in self._runs:
+            if len(run.slots) == 1:
+                gradient = gradients[run.slots.start]
+                if gradient is None:
+                    part.zero_()
+                elif gradient.dtype is part.dtype:
+                    _convert(gradient, views[0], self._compute, change)
+                else:
+                    _convert(gradient.as_strided((run.numel,), (1,)), part, self._compute, change)
+                continue
+            # Into the wire itself, unless that would round before the division.
+            in_wire = change is None or part.dtype in (self._compute, run.dtype)
+            block, into = (part, views) if in_wire else self._stage(run)
+            _gather(run.members(gradients), run, block, into)
+            _convert(block, part, self._compute, change)
+        for gap in self._long:
+            gap.zero_()
+        if self._short is not None:
+            self.wire.index_fill_(0, self._short, 0.0)
+
+    def unpack(self, gradients: Gradients, change: Change) -> None:
+        """Writes the gradients; one may be its own slot."""
+        if change is None:
+            _copy_all(gradients, self._views)
+            return
+        for run, part, _ in self._runs:
+            if len(run.slots) == 1:
+                if (gradient := gradients[run.slots.start]) is not None:
+                    _convert(part, gradient.as_strided((run.numel,), (1,)), self._compute, change)
+            else:
+                block, staged = self._stage(run)
+                _convert(part, block, self._compute, change)
+                _copy_all(run.members(gradients), staged)
+
+    def _stage(self, run: Run) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Memory laid out as a run of the wire, and views of its slots, with the gradients' shapes."""
+        known = self._staged.get(run.begin)
+        if known is None:
+            if run.dtype not in self._blocks:  # one for all runs
+                longest = max(run.end - run.begin for run, _, _ in self._runs if len(run.slots) > 1)
+                self._blocks[run.dtype] = torch.empty(longest, dtype=run.dtype)
+            block = self._blocks[run.dtype][: run.end - run.begin]
+            assert self.chunks.shapes is not None
+            views = [
+                block.as_strided(*self.chunks.shapes[slot], self.chunks.offsets[slot] - run.begin) for slot in run.slots
+            ]
+            known = self._staged[run.begin] = block, views
+        return known
+
+
+def _slots_of(chunks: ChunkTable, pointers: PointerTable, wire: torch.Tensor) -> _Slots | _OneBuffer | None:
+    """What is kept with the pointer table for this layout and wire; None: `reference` serves it."""
+    known: _Slots | _OneBuffer | None = pointers.kept
+    if known is not None and known.chunks is chunks and known.wire is wire:
+        return known
+    if wire.device.type != "cpu" or (chunks.fp64 and wire.dtype is not torch.float64):
+        return None
+    in_order = len(chunks) == 1 or (chunks.shared and chunks.offsets == chunks.begins)
+    if in_order and not chunks.gaps:
+        pointers.kept = _OneBuffer(chunks, wire)
+    elif chunks.shapes is not None:
+        pointers.kept = _Slots(chunks, wire)
+    else:
+        return None
+    return pointers.kept  # type: ignore[no-any-return]
+
+
+def _gather(gradients: Gradients, run: Run, block: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+    """Copies a run's gradients into `block`, by its `views`; zeros for those that are missing."""
+    if run.trailing is not None and block.dtype is run.dtype:
+        try:
+            torch.cat(gradients, out=block.view(-1, *run.trailing) if run.trailing else block)  # type: ignore[arg-type]
+        except (RuntimeError, TypeError):
+            pass  # raised before anything is written: one is None, or a view of the wire
+        else:
+            return
+    if not _copy_all(views, gradients):
+        torch._foreach_zero_([view for view, gradient in zip(views, gradients, strict=True) if gradient is None])
+
+
+def _copy_all(into: Gradients, source: Gradients) -> bool:
+    """Copies tensors into tensors of the same shapes, rounding to their dtypes; False if it skipped pairs with None."""
+    try:  # 0.3 us each; to look for None first would add a quarter of that
+        torch._foreach_copy_(into, source)  # type: ignore[arg-type]
+    except TypeError:  # raised before anything is written
+        pairs = [(a, b) for a, b in zip(into, source, strict=True) if a is not None and b is not None]
+        if pairs:
+            torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
+        return False
+    return True
+
+
+def _convert(source: torch.Tensor, destination: torch.Tensor, compute: torch.dtype, change: Change) -> None:
+    """destination = round_once(change(source)), for tensors of one shape, which may be the same memory.
+
+    Tensors of two dtypes are flat.
+    """
+    if change is None:
+        if source is not destination:
+            destination.copy_(source)
+        return
+    operation, scalar = change
+    if source.dtype is destination.dtype:
+        operation(source, scalar, out=destination)
+        return
+    numel = source.numel()
+    if numel > BLOCK_NUMEL:
+        for part, into in zip(source.split(BLOCK_NUMEL), destination.split(BLOCK_NUMEL), strict=True):
+            _convert(part, into, compute, change)
+        return
+    wide = destination if destination.dtype is compute else scratch(compute, numel)
+    operation(source if source.dtype is compute else wide.copy_(source), scalar, out=wide)
+    if wide is not destination:
+        destination.copy_(wide)
+
+
+def _combine_part(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], part: Part, scale: float) -> None:
+    program = steps(part.adds, part.owner)
+    order = [peer for kind, peer in program if kind != FOLD]
+    wide = tensors[0].dtype in (torch.float32, torch.float64)
+    # If additions need no wider dtype in between (two tensors have one addition), an output can hold the partial sums.
+    plain = scale == 1.0 and len(order) > 1 and (FOLD, 0) not in program and (wide or len(order) == 2)
+    first = _free(tensors, order, outputs) if plain else None
+    ordered = [outputs[first], *outputs[:first], *outputs[first + 1 :]] if first is not None else outputs
+    for begin in range(part.begin, part.end, COMBINE_NUMEL):
+        end = min(begin + COMBINE_NUMEL, part.end)
+        total, *others = (one[begin:end] for one in ordered)
+        if first is not None:
+            torch.add(tensors[order[0]][begin:end], tensors[order[1]][begin:end], out=total)
+            for peer in order[2:]:
+                total.add_(tensors[peer][begin:end])
+        else:
+            total.copy_(_evaluated([one[begin:end] for one in tensors], program, scale))
+        for output in others:
+            output.copy_(total)
+
+
+def _free(tensors: Sequence[torch.Tensor], order: Sequence[int], outputs: Sequence[torch.Tensor]) -> int | None:
+    """The first output that is not among the tensors read after the first two."""
+    later = {tensors[peer].data_ptr() for peer in order[2:]}
+    return next((index for index, one in enumerate(outputs) if one.data_ptr() not in later), None)
+
+
+def _evaluated(blocks: Sequence[torch.Tensor], program: Sequence[Step], scale: float) -> torch.Tensor:
+    compute = torch.float64 if blocks[0].dtype is torch.float64 else torch.float32
+    stack: list[torch.Tensor] = []
+    for kind, peer in program:
+        if kind == PUSH:
+            stack.append(blocks[peer].to(compute, copy=True))
+        elif kind == ADD:
+            stack[-1].add_(blocks[peer])
+        else:
+            top = stack.pop()
+            stack[-1].add_(top)
+    (total,) = stack
+    return total if scale == 1.0 else total.mul_(scale)

@@ -1,0 +1,312 @@
+"""cpu.py bit for bit against the definition, slot by slot: whatever is vouched for, however a layout is divided."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.buckets import FLOATS, Case, Guarded, assert_same, cases, divisors, poison
+
+from fusedreduce.kernels import cpu, reference, runs
+from fusedreduce.kernels.table import ChunkTable, PointerTable, Shape
+
+
+def _shaped(numel: int, seed: int) -> Shape:
+    """Size and strides of a dense tensor of `numel` elements: flat, or transposed where it divides."""
+    if numel and numel % 3 == 0 and seed % 2:
+        return (3, numel // 3), (1, 3)
+    return (numel,), (1,)
+
+
+def _gradients(case: Case) -> list[Guarded | None]:
+    return [
+        None if missing else Guarded.of(case.values(slot), case.shifts[slot])
+        for slot, missing in enumerate(case.missing)
+    ]
+
+
+def _as_shaped(guarded: list[Guarded | None], shapes: list[Shape]) -> list[torch.Tensor | None]:
+    return [
+        None if one is None else one.inner.as_strided(size, strides, one.inner.storage_offset())
+        for one, (size, strides) in zip(guarded, shapes, strict=True)
+    ]
+
+
+def _table(case: Case, shapes: list[Shape] | None) -> ChunkTable:
+    plain = case.table()
+    return ChunkTable(
+        plain.numels, plain.offsets, plain.dtypes, plain.wire_numel, chunk_numel=case.chunk_numel, shapes=shapes
+    )
+
+
+def _packed_slot_by_slot(case: Case, guarded: list[Guarded | None]) -> torch.Tensor:
+    """The definition: every slot alone, zeros everywhere else."""
+    chunks = case.table()
+    wire = torch.zeros(chunks.wire_numel, dtype=case.wire)
+    divisor = torch.tensor(case.scalar, dtype=case.compute)
+    for slot, one in enumerate(guarded):
+        if one is not None:
+            begin = chunks.offsets[slot]
+            quotient = one.inner.to(case.compute) / divisor
+            wire[begin : begin + one.inner.numel()] = reference.round_once(quotient, case.wire)
+    return wire
+
+
+@given(cases(divisors()), st.booleans(), st.booleans(), st.integers(0, 3))
+@settings(max_examples=150)
+def test_pack_is_slot_by_slot_whatever_is_vouched_for(case: Case, vouched: bool, shaped: bool, seed: int) -> None:
+    shapes = [_shaped(numel, seed) for numel in case.numels]
+    guarded = _gradients(case)
+    chunks, pointers = _table(case, shapes if shaped else None), PointerTable()
+    wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
+    for _ in range(2):  # what the first call remembers must not change the second
+        wire.inner.copy_(poison(chunks.wire_numel, case.wire))
+        cpu.pack(_as_shaped(guarded, shapes), chunks, pointers, wire.inner, case.scalar, vouched=vouched)
+        assert_same(wire.inner, _packed_slot_by_slot(case, guarded))
+    wire.assert_edges_untouched()
+
+
+@given(cases((1.0, 0.5, 3.0)), st.booleans(), st.booleans(), st.integers(0, 3))
+@settings(max_examples=150)
+def test_unpack_is_slot_by_slot_whatever_is_vouched_for(case: Case, vouched: bool, shaped: bool, seed: int) -> None:
+    shapes = [_shaped(numel, seed) for numel in case.numels]
+    chunks = _table(case, shapes if shaped else None)
+    wire = torch.full((chunks.wire_numel,), float("nan"), dtype=case.wire)
+    for slot, numel in enumerate(case.numels):
+        wire[chunks.offsets[slot] :][:numel] = reference.round_once(case.values(slot), case.wire)
+    before = wire.clone()
+    guarded = [
+        None if missing else Guarded.of(poison(case.numels[slot], case.dtypes[slot]), case.shifts[slot])
+        for slot, missing in enumerate(case.missing)
+    ]
+    scale = torch.tensor([case.scalar], dtype=case.compute)
+    pointers = PointerTable()
+    for _ in range(2):
+        cpu.unpack(_as_shaped(guarded, shapes), chunks, pointers, wire, scale, vouched=vouched)
+        for slot, one in enumerate(guarded):
+            if one is not None:
+                one.assert_edges_untouched()
+                product = wire[chunks.offsets[slot] :][: one.inner.numel()].to(case.compute) * scale
+                assert_same(one.inner, reference.round_once(product, case.dtypes[slot]))
+    assert_same(wire, before)
+
+
+def _with_small_runs(case: Case, large: int, block: int, check: Callable[[], None]) -> None:
+    """Runs `check` with blocks so small that these few elements make many runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "LARGE_NUMEL", large)
+        patch.setattr(runs, "RUN_NUMEL", block)
+        check()
+
+
+@given(cases(divisors()), st.sampled_from([1, 8, 100, 10**6]), st.sampled_from([16, 200, 10**6]), st.booleans())
+@settings(max_examples=150)
+def test_runs_of_any_length_give_the_same_wire(case: Case, large: int, block: int, vouched: bool) -> None:
+    shapes = [_shaped(numel, 0) for numel in case.numels]
+    guarded = _gradients(case)
+    gradients = _as_shaped(guarded, shapes)
+
+    def check() -> None:
+        chunks = _table(case, shapes)
+        wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
+        cpu.pack(gradients, chunks, PointerTable(), wire.inner, case.scalar, vouched=vouched)
+        wire.assert_edges_untouched()
+        assert_same(wire.inner, _packed_slot_by_slot(case, guarded))
+
+    _with_small_runs(case, large, block, check)
+
+
+@pytest.mark.parametrize("wire_dtype", FLOATS)
+@pytest.mark.parametrize("vouched", [False, True])
+def test_small_slots_before_between_and_after_large_ones(wire_dtype: torch.dtype, vouched: bool) -> None:
+    numels = (3, 0, runs.LARGE_NUMEL, 5, 0, 7, runs.LARGE_NUMEL - 1, 1, runs.RUN_NUMEL + 3, 0, 9)
+    offsets, end = [], 0
+    for slot, numel in enumerate(numels):
+        offsets.append(end + slot % 3)
+        end = offsets[-1] + numel
+    case = Case(
+        numels=numels,
+        gaps=tuple(slot % 3 for slot in range(len(numels))) + (4,),
+        dtypes=tuple(FLOATS[slot % 3] for slot in range(len(numels))),
+        wire=wire_dtype,
+        shifts=tuple(slot % 2 for slot in range(len(numels))),
+        wire_shift=1,
+        missing=tuple(slot in (5, 7) for slot in range(len(numels))),
+        chunk_numel=8192,
+        tile_bytes=4096,
+        scalar=3.0,
+        seed=7,
+        special=True,
+    )
+    for one in (case, dataclasses.replace(case, dtypes=(torch.float32,) * len(numels))):
+        shapes = [_shaped(numel, 1) for numel in numels]
+        guarded = _gradients(one)
+        chunks = _table(one, shapes)
+        assert chunks.offsets == tuple(offsets)
+        for missing in ((), (2,), (8,)):
+            some = [None if slot in missing else gradient for slot, gradient in enumerate(guarded)]
+            wire = Guarded.of(poison(chunks.wire_numel, wire_dtype), 1)
+            cpu.pack(_as_shaped(some, shapes), chunks, PointerTable(), wire.inner, 3.0, vouched=vouched)
+            wire.assert_edges_untouched()
+            assert_same(wire.inner, _packed_slot_by_slot(one, some))
+
+
+def test_views_follow_a_wire_that_has_moved() -> None:
+    shapes: list[Shape] = [((4,), (1,)), ((3,), (1,))]
+    chunks = ChunkTable([4, 3], [0, 4], [torch.float32] * 2, 8, shapes=shapes)
+    pointers = PointerTable()
+    kept = []
+    for value in (2.0, 4.0, 6.0):
+        wire = torch.full((8,), float("nan"))
+        kept.append(wire)
+        gradients = [torch.full((4,), value), torch.full((3,), -value)]
+        cpu.pack(gradients, chunks, pointers, wire, 2.0, vouched=True)
+        assert wire.tolist() == [value / 2] * 4 + [-value / 2] * 3 + [0.0]
+        cpu.unpack(gradients, chunks, pointers, wire.mul_(8), torch.tensor([1.0]), vouched=True)
+        assert gradients[0].tolist() == [value * 4] * 4 and gradients[1].tolist() == [-value * 4] * 3
+    assert kept[0].tolist() == [8.0] * 4 + [-8.0] * 3 + [0.0], "an old wire is not written to"
+
+
+@pytest.mark.parametrize("vouched", [False, True])
+@pytest.mark.parametrize("wire_dtype", FLOATS)
+def test_padding_of_every_length_is_zeros(wire_dtype: torch.dtype, vouched: bool) -> None:
+    """Some of it is zeroed as a range, some by its indices: none is left out between the two."""
+    lengths = [*range(140), 1000]
+    offsets = np.cumsum([length + 2 for length in lengths]) - 2  # slots of two elements, each behind its padding
+    numel = int(offsets[-1]) + 2 + 64
+    shapes: list[Shape] = [((2,), (1,))] * len(lengths)
+    chunks = ChunkTable([2] * len(lengths), offsets.tolist(), [torch.float32] * len(lengths), numel, shapes=shapes)
+    wire = torch.full((numel,), float("nan"), dtype=wire_dtype)
+    gradients = [torch.full((2,), 6.0) for _ in lengths]
+    cpu.pack(gradients, chunks, PointerTable(), wire, 3.0, vouched=vouched)
+    expected = torch.zeros(numel, dtype=wire_dtype)
+    for offset in offsets.tolist():
+        expected[offset : offset + 2] = 2.0
+    assert_same(wire, expected)
+
+
+# The quick forms: what torch.cat lays out, what is converted in blocks, and what torch divides in 16 bits.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0, 7.0, 1000.0, 2.0**60, 2.0**100])
+def test_every_16_bit_number_is_divided_in_fp32_and_rounded_once(dtype: torch.dtype, divisor: float) -> None:
+    """torch's own operator does it, vectorised and not; nothing promises that but this test."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    for gradient in (every, every[1:1000], every[::3].contiguous()):
+        wire = torch.empty_like(gradient)
+        numel = gradient.numel()
+        chunks = ChunkTable([numel], [0], [dtype], numel, shapes=[((numel,), (1,))])
+        cpu.pack([gradient], chunks, PointerTable(), wire, divisor, vouched=True)
+        assert_same(wire, (gradient.float() / torch.tensor(divisor)).to(dtype))
+        cpu.unpack([wire], chunks, PointerTable(), gradient.clone(), torch.tensor([divisor]), vouched=True)
+        assert_same(wire, (gradient.float() * torch.tensor(divisor)).to(dtype))
+        cpu.scale([wire.copy_(gradient)], chunks, PointerTable(), torch.tensor([0.1 * divisor]))
+        assert_same(wire, (gradient.float() * torch.tensor(0.1 * divisor)).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("divisor", [1.0, 2.0, 3.3, 257.0, 301.0, 2049.0, 65537.0])
+def test_in_place_the_divisor_is_not_rounded_to_the_wires_dtype(dtype: torch.dtype, divisor: float) -> None:
+    compute = torch.float64 if dtype is torch.float64 else torch.float32
+    gradient = torch.randn(5000).to(dtype)
+    chunks = ChunkTable([5000], [0], [dtype], 5000, shapes=[((5000,), (1,))])
+    for vouched in (False, True):
+        wire = gradient.clone()
+        by = torch.tensor([divisor], dtype=compute)
+        cpu.pack([wire], chunks, PointerTable(), wire, divisor, vouched=vouched)
+        assert_same(wire, (gradient.to(compute) / by).to(dtype))
+
+
+@st.composite
+def _joinable(draw: st.DrawFn) -> tuple[list[Shape], list[int]]:
+    """Dense shapes that mostly differ in their first dimension only, and the gap before each and after the last."""
+    rows = draw(st.sampled_from([(), (), (3,), (2, 5)]))
+    shapes: list[Shape] = []
+    for _ in range(draw(st.integers(1, 9))):
+        size = (draw(st.integers(0 if not rows else 1, 40)), *rows)
+        if draw(st.integers(0, 7)) == 0:
+            size = draw(st.sampled_from([(), (7,), (2, 2), (1, 3)]))
+        shapes.append((size, torch.empty(size).stride()))
+    gaps = [0] * len(shapes) if draw(st.booleans()) else [draw(st.integers(0, 3)) for _ in shapes]
+    return shapes, [*gaps, draw(st.sampled_from([0, 3, 100]))]
+
+
+@given(
+    _joinable(),
+    st.sampled_from(FLOATS),
+    st.sampled_from(FLOATS),
+    st.sampled_from([1.0, 2.0, 3.0]),
+    st.sampled_from(["fresh", "missing", "own slots"]),
+    st.integers(0, 2**20),
+)
+@settings(max_examples=150)
+def test_small_gradients_of_any_shapes_are_packed_and_unpacked_slot_by_slot(
+    layout: tuple[list[Shape], list[int]], dtype: torch.dtype, wire_dtype: torch.dtype, by: float, kind: str, seed: int
+) -> None:
+    shapes, gaps = layout
+    generator = torch.Generator().manual_seed(seed)
+    numels, offsets, end = [int(np.prod(size)) for size, _ in shapes], [], 0
+    for numel, gap in zip(numels, gaps, strict=False):
+        offsets.append(end + gap)
+        end += gap + numel
+    wire = Guarded.of(poison(end + gaps[-1], wire_dtype), seed % 4)
+    gradients: list[torch.Tensor | None] = []
+    for nth, ((size, strides), offset) in enumerate(zip(shapes, offsets, strict=True)):
+        one = torch.randn(size, generator=generator).to(dtype)
+        if kind == "own slots" and dtype is wire_dtype and nth % 2:
+            one = wire.inner.as_strided(size, strides, wire.inner.storage_offset() + offset).copy_(one)
+        gradients.append(None if kind == "missing" and nth % 3 == 1 else one)
+    expected = torch.zeros(wire.inner.numel(), dtype=wire_dtype)
+    for gradient, offset, numel in zip(gradients, offsets, numels, strict=True):
+        if gradient is not None:
+            expected[offset : offset + numel] = (gradient.float() / torch.tensor(by)).to(wire_dtype).reshape(-1)
+    chunks, pointers = ChunkTable(numels, offsets, [dtype] * len(shapes), end + gaps[-1], shapes=shapes), PointerTable()
+    cpu.pack(gradients, chunks, pointers, wire.inner, by, vouched=True)
+    wire.assert_edges_untouched()
+    assert_same(wire.inner, expected)
+    cpu.unpack(gradients, chunks, pointers, wire.inner, torch.tensor([by]), vouched=True)
+    for gradient, offset, numel in zip(gradients, offsets, numels, strict=True):
+        if gradient is not None:
+            product = expected[offset : offset + numel].float() * torch.tensor(by)
+            assert_same(gradient.reshape(-1), product.to(dtype))
+
+
+@given(st.sampled_from(FLOATS), st.sampled_from(FLOATS), st.sampled_from([1.0, 2.0, 3.0]), st.integers(90, 400))
+@settings(max_examples=60)
+def test_blocks_of_any_number_give_the_same(dtype: torch.dtype, wire_dtype: torch.dtype, by: float, numel: int) -> None:
+    values = torch.randn(numel).to(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "BLOCK_NUMEL", 64)
+        patch.setattr(runs, "LARGE_NUMEL", 80)
+        chunks = ChunkTable([numel, 20], [0, numel], [dtype] * 2, numel + 20, shapes=[((numel,), (1,)), ((20,), (1,))])
+        wire, pointers = poison(numel + 20, wire_dtype), PointerTable()
+        gradients = [values.clone(), values[:20].clone()]
+        for vouched in (True, False):
+            cpu.pack(gradients, chunks, pointers, wire.zero_(), by, vouched=vouched)
+            expected = (torch.cat([values, values[:20]]).float() / torch.tensor(by)).to(wire_dtype)
+            assert_same(wire, expected)
+        cpu.unpack(gradients, chunks, pointers, wire, torch.tensor([by]), vouched=True)
+        assert_same(torch.cat(gradients), (expected.float() * torch.tensor(by)).to(dtype))
+
+
+def test_runs_that_grow_share_one_block_of_memory() -> None:
+    numels = [12_000 + nth // 36 * 90 + nth % 2 for nth in range(10 * 36)]
+    offsets = [0, *np.cumsum(numels).tolist()]
+    # In no shape that torch.cat lays out.
+    shapes: list[Shape] = [((n,), (1,)) if slot % 2 else ((n, 1), (1, 1)) for slot, n in enumerate(numels)]
+    chunks = ChunkTable(numels, offsets[:-1], [torch.float32] * len(numels), offsets[-1], shapes=shapes)
+    gradients = [torch.full(size, 3.0) for size, _ in shapes]
+    wire, pointers, by = torch.empty(offsets[-1], dtype=torch.bfloat16), PointerTable(), torch.tensor([3.0])
+    for _ in range(2):
+        cpu.pack(gradients, chunks, pointers, wire, 3.0, vouched=True)
+        assert torch.equal(wire, torch.ones_like(wire))
+        cpu.unpack(gradients, chunks, pointers, wire, by, vouched=True)
+        assert all(bool((gradient == 3.0).all()) for gradient in gradients)
+    staged = [block for block, _ in pointers.kept._staged.values()]
+    assert len(staged) > 1 and len({block.untyped_storage().data_ptr() for block in staged}) == 1
