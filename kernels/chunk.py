@@ -24,6 +24,11 @@ ROW = tl.constexpr(5)
 PADDING = tl.constexpr(PADDING_CODE)
 DIVIDE = tl.constexpr(0)
 MULTIPLY = tl.constexpr(1)
+# What walk_gradient does with a gradient.
+TO_WIRE = tl.constexpr(0)
+FROM_WIRE = tl.constexpr(1)
+IN_PLACE = tl.constexpr(2)
+READ = tl.constexpr(3)
 # Statistics that convert_chunk collects.
 NOTHING = tl.constexpr(0)
 STORED = tl.constexpr(1)
@@ -236,6 +241,93 @@ def zero_chunk(destination, count, DESTINATION: tl.constexpr, TILE_BYTES: tl.con
     piece = tl.arange(0, LANES)
     index = tl.where(piece < head, piece, piece + middle)
     store_single(pointer + index, tl.zeros((LANES,), DESTINATION), piece < count - middle)
+
+
+@triton.jit
+def load_row(addresses, rows, program):
+    """(gradient's address, begin, count, wire offset, dtype code) of a row of the table."""
+    row = rows + program * ROW
+    address, begin = load_place(addresses, rows, program)
+    count = (tl.load(row + 2) - begin).to(tl.int32)
+    return address, begin, count, tl.load(row + 3), tl.load(row + 4)
+
+
+@triton.jit
+def load_place(addresses, rows, program):
+    """(gradient's address, begin) of a row of the table."""
+    row = rows + program * ROW
+    return tl.load(addresses + tl.load(row)), tl.load(row + 1)
+
+
+@triton.jit
+def walk_gradient(
+    address,
+    begin,
+    place,
+    count,
+    scalar,
+    dtype,
+    WAY: tl.constexpr,
+    WIRE: tl.constexpr,
+    FP64: tl.constexpr,
+    OP: tl.constexpr,
+    WATCH: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+    LANES: tl.constexpr,
+    HINT: tl.constexpr = NO_HINT,
+):
+    """Converts or reads a chunk of a gradient of any dtype, with a branch for each; returns what convert_chunk does.
+
+    `place` is the address of its slot on the wire. Without a gradient (address 0) TO_WIRE writes zeros.
+    """
+    COMPUTE: tl.constexpr = tl.float64 if FP64 else tl.float32
+    sums, edge_sums = no_sums(TILE_BYTES // 16, COMPUTE), no_sums(LANES, tl.float64)
+    marks, edge_marks = no_marks(TILE_BYTES // 16, COMPUTE, WATCH), no_marks(LANES, COMPUTE, WATCH)
+    if address == 0:
+        if WAY == TO_WIRE:
+            zero_chunk(place, count, WIRE, TILE_BYTES, LANES)
+    elif FP64:
+        sums, marks, edge_sums, edge_marks = _walk_as(
+            address + begin * 8, place, count, scalar, tl.float64, WAY, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT
+        )
+    elif dtype == 0:
+        sums, marks, edge_sums, edge_marks = _walk_as(
+            address + begin * 4, place, count, scalar, tl.float32, WAY, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT
+        )
+    elif dtype == 1:
+        sums, marks, edge_sums, edge_marks = _walk_as(
+            address + begin * 2, place, count, scalar, tl.bfloat16, WAY, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT
+        )
+    else:
+        sums, marks, edge_sums, edge_marks = _walk_as(
+            address + begin * 2, place, count, scalar, tl.float16, WAY, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT
+        )
+    return sums, marks, edge_sums, edge_marks
+
+
+@triton.jit
+def _walk_as(
+    gradient,
+    place,
+    count,
+    scalar,
+    GRADIENT: tl.constexpr,
+    WAY: tl.constexpr,
+    WIRE: tl.constexpr,
+    OP: tl.constexpr,
+    WATCH: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+    LANES: tl.constexpr,
+    HINT: tl.constexpr,
+):
+    if WAY == TO_WIRE:
+        return convert_chunk(gradient, place, count, scalar, GRADIENT, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT)
+    elif WAY == FROM_WIRE:
+        return convert_chunk(place, gradient, count, scalar, WIRE, GRADIENT, OP, WATCH, TILE_BYTES, LANES, HINT)
+    elif WAY == IN_PLACE:
+        return convert_chunk(gradient, gradient, count, scalar, GRADIENT, GRADIENT, OP, WATCH, TILE_BYTES, LANES, HINT)
+    else:
+        return measure_chunk(gradient, count, GRADIENT, TILE_BYTES, LANES)
 
 
 @triton.jit

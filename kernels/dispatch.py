@@ -60,12 +60,10 @@ class Launch:
 def _triton() -> Any:
     """The files with Triton kernels, imported when the first launch needs them (0.2 s); None without triton."""
     try:
-        from . import combine, measure, pack, scale, stats, unpack, variants
+        from . import combine, pack, stats, unpack, variants, walk
     except ImportError:  # no triton on this platform: the torch path serves every device
         return None
-    return SimpleNamespace(
-        combine=combine, measure=measure, pack=pack, scale=scale, stats=stats, unpack=unpack, variants=variants
-    )
+    return SimpleNamespace(combine=combine, pack=pack, stats=stats, unpack=unpack, variants=variants, walk=walk)
 
 
 def path_for(device: torch.device, written: Collection[torch.dtype], read: Collection[torch.dtype] = ()) -> Path:
@@ -180,7 +178,7 @@ def measure(
     """
     # dtypes as written, not read: the interpreter reads some numbers of bf16 wrongly too.
     path = path_for(partials.sums.device, chunks.kinds)
-    function = cpu.measure if path == "torch" else _triton().measure.measure
+    function = cpu.measure if path == "torch" else _triton().walk.measure
     _call("measure", path, function, gradients, chunks, pointers, partials, vouched=vouched)
 
 
@@ -208,7 +206,7 @@ def scale(
         UnsupportedPairError: see `path_for`.
     """
     path = path_for(factor.device, chunks.kinds)
-    function = cpu.scale if path == "torch" else _triton().scale.scale
+    function = cpu.scale if path == "torch" else _triton().walk.scale
     _call("scale", path, function, gradients, chunks, pointers, factor, partials, vouched=vouched)
 
 

@@ -25,14 +25,13 @@ from .chunk import (
     MULTIPLY,
     NOTHING,
     PADDING,
-    ROW,
     SOURCES,
+    TO_WIRE,
     careful_gradient,
     chunk_faults,
-    convert_chunk,
-    no_marks,
-    no_sums,
-    zero_chunk,
+    load_place,
+    load_row,
+    walk_gradient,
 )
 from .division import division
 from .table import ChunkTable, PointerTable, SourcePartials
@@ -67,51 +66,26 @@ def _pack_kernel(
     TILE_BYTES: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One program per table row (parameter, begin, end, offset, dtype); a branch per gradient dtype.
+    """One program per table row.
 
     EXACT: gradients are multiplied by `number`, else divided by it. Its type is fixed, so no value of it compiles.
     """
     program = tl.program_id(0).to(tl.int64)
-    row = rows + program * ROW
-    parameter = tl.load(row)
-    begin = tl.load(row + 1)
-    count = (tl.load(row + 2) - begin).to(tl.int32)
-    offset = tl.load(row + 3)
-    dtype = tl.load(row + 4)
-    address = tl.load(addresses + parameter)
+    address, begin, count, offset, dtype = load_row(addresses, rows, program)
     WIRE: tl.constexpr = wire.dtype.element_ty
     WATCH: tl.constexpr = SOURCES if STATS else NOTHING
-    destination = (wire + offset).to(tl.int64)
-
     OP: tl.constexpr = MULTIPLY if EXACT else DIVIDE
     COMPUTE: tl.constexpr = tl.float64 if FP64 else tl.float32
-    scalar = tl.full((), number, COMPUTE)
-    sums, edge_sums = no_sums(TILE_BYTES // 16, COMPUTE), no_sums(LANES, tl.float64)
-    marks, edge_marks = no_marks(TILE_BYTES // 16, COMPUTE, WATCH), no_marks(LANES, COMPUTE, WATCH)
-    if address == 0:
-        zero_chunk(destination, count, WIRE, TILE_BYTES, LANES)
-    elif FP64:
-        sums, marks, edge_sums, edge_marks = convert_chunk(
-            address + begin * 8, destination, count, scalar, tl.float64, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT
-        )
-    elif dtype == 0:
-        sums, marks, edge_sums, edge_marks = convert_chunk(
-            address + begin * 4, destination, count, scalar, tl.float32, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT
-        )
-    elif dtype == 1:
-        sums, marks, edge_sums, edge_marks = convert_chunk(
-            address + begin * 2, destination, count, scalar, tl.bfloat16, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT
-        )
-    else:
-        sums, marks, edge_sums, edge_marks = convert_chunk(
-            address + begin * 2, destination, count, scalar, tl.float16, WIRE, OP, WATCH, TILE_BYTES, LANES, HINT
-        )
+    place, scalar = (wire + offset).to(tl.int64), tl.full((), number, COMPUTE)
+    sums, marks, edge_sums, edge_marks = walk_gradient(
+        address, begin, place, count, scalar, dtype, TO_WIRE, WIRE, FP64, OP, WATCH, TILE_BYTES, LANES, HINT
+    )
     if STATS:
         finite, lost = chunk_faults(sums, marks, edge_sums, edge_marks)
         first = tl.full((), -1, tl.int64)
         if not finite:
             # Read again, rather than kept in registers.
-            address, begin = tl.load(addresses + tl.load(row)), tl.load(row + 1)
+            address, begin = load_place(addresses, rows, program)
             # Packed in place, this reads what was divided: what was finite still is, and what was not still is not.
             squares, first = careful_gradient(address, begin, count, dtype, FP64, LANES)
         has_partials = dtype != PADDING

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch.autograd.graph import increment_version
 
 from .checks import check_transfer
-from .chunk import MULTIPLY, NOTHING, ROW, STORED, convert_chunk, gradient_sums, no_marks, no_sums
+from .chunk import FROM_WIRE, MULTIPLY, NOTHING, STORED, gradient_sums, load_place, load_row, walk_gradient
 from .table import ChunkTable, Partials, PointerTable
 from .variants import (
     GRADIENTS,
@@ -54,43 +54,31 @@ def _unpack_kernel(
     TILE_BYTES: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One program per data row (parameter, begin, end, offset, dtype); a branch per gradient dtype."""
+    """One program per data row."""
     program = tl.program_id(0).to(tl.int64)
-    row = rows + program * ROW
-    parameter = tl.load(row)
-    begin = tl.load(row + 1)
-    count = (tl.load(row + 2) - begin).to(tl.int32)
-    offset = tl.load(row + 3)
-    dtype = tl.load(row + 4)
-    address = tl.load(addresses + parameter)
-    scale = tl.load(scalar)
+    address, begin, count, offset, dtype = load_row(addresses, rows, program)
     WIRE: tl.constexpr = wire.dtype.element_ty
     WATCH: tl.constexpr = STORED if STATS else NOTHING
-    source = (wire + offset).to(tl.int64)
-
-    COMPUTE: tl.constexpr = tl.float64 if FP64 else tl.float32
-    sums, edge_sums = no_sums(TILE_BYTES // 16, COMPUTE), no_sums(LANES, tl.float64)
-    marks, edge_marks = no_marks(TILE_BYTES // 16, COMPUTE, WATCH), no_marks(LANES, COMPUTE, WATCH)
-    if address != 0:
-        if FP64:
-            sums, marks, edge_sums, edge_marks = convert_chunk(
-                source, address + begin * 8, count, scale, WIRE, tl.float64, MULTIPLY, WATCH, TILE_BYTES, LANES, HINT
-            )
-        elif dtype == 0:
-            sums, marks, edge_sums, edge_marks = convert_chunk(
-                source, address + begin * 4, count, scale, WIRE, tl.float32, MULTIPLY, WATCH, TILE_BYTES, LANES, HINT
-            )
-        elif dtype == 1:
-            sums, marks, edge_sums, edge_marks = convert_chunk(
-                source, address + begin * 2, count, scale, WIRE, tl.bfloat16, MULTIPLY, WATCH, TILE_BYTES, LANES, HINT
-            )
-        else:
-            sums, marks, edge_sums, edge_marks = convert_chunk(
-                source, address + begin * 2, count, scale, WIRE, tl.float16, MULTIPLY, WATCH, TILE_BYTES, LANES, HINT
-            )
+    place = (wire + offset).to(tl.int64)
+    sums, marks, edge_sums, edge_marks = walk_gradient(
+        address,
+        begin,
+        place,
+        count,
+        tl.load(scalar),
+        dtype,
+        FROM_WIRE,
+        WIRE,
+        FP64,
+        MULTIPLY,
+        WATCH,
+        TILE_BYTES,
+        LANES,
+        HINT,
+    )
     if STATS:
         # Read again, rather than kept in registers.
-        address, begin = tl.load(addresses + tl.load(row)), tl.load(row + 1)
+        address, begin = load_place(addresses, rows, program)
         total, peak, first = gradient_sums(
             sums, marks, edge_sums, edge_marks, address, begin, count, dtype, FP64, LANES
         )

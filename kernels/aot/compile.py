@@ -42,7 +42,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .. import combine, measure, pack, scale, stats, support, unpack
+from .. import combine, pack, stats, support, unpack, walk
 from ..triton_versions import attributes_of_constexprs
 from ..variants import TRITON_NAMES, WARP_SIZE, Variant, interpreted, tuning_for
 from .disassembly import parse_gcn, parse_sass
@@ -101,7 +101,7 @@ class Report:
 def all_variants(target: Target) -> tuple[Variant, ...]:
     """All variants that can be launched on an architecture."""
     launch = tuning_for(target.key), target.key[0]
-    walks = [variant for module in (pack, unpack, measure, scale, combine) for variant in module.variants(*launch)]
+    walks = [variant for module in (pack, unpack, walk, combine) for variant in module.variants(*launch)]
     return (*walks, *stats.variants())
 
 

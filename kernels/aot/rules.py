@@ -9,7 +9,7 @@ Rules, by the names that a violation carries:
                    a block: one head-or-tail piece, whose loop the compiler may unroll.
     branch         Every dtype branch is there, with vector and narrow accesses on each of its sides, and no other.
     placement      Gradients and wire are touched through those four functions alone; tables and partials by the
-                   kernel itself, outside its loops. (LOOKING_UP: by what walks the tile, in loops over the table too.)
+                   kernel itself, outside its loops, or (tables alone) by LOOKING_UP.
     exchange       No shared memory, barrier or shuffle, but for the reductions and debug_barrier of REDUCERS.
     memory         No atomics, generic addresses or other ways to memory.
     stack          No stack, no spills.
@@ -35,8 +35,8 @@ REDUCERS = ("chunk_sum", "chunk_faults", "careful_sum")
 ZEROING = ("pack",)
 # Kernels whose addresses come from a table in a loop: AMD's compiler makes a block of every such access.
 SPREAD = ("combine",)
-# What walks a tile once for each entry of a table.
-LOOKING_UP = ("combine_tile",)
+# What reads a row of a table, or walks a tile once for each entry of one.
+LOOKING_UP = ("load_row", "load_place", "combine_tile")
 UNROLL_LIMIT = 4
 ITEMSIZES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 

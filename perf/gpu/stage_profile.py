@@ -29,15 +29,13 @@ SECTOR_BYTES, BYTES_PER_ELEMENT = 32, 12
 L2_BOUNDS: Mapping[str, float] = {"one": 1.02, "gpt2": 1.02, "tiny": 1.06}
 DRAM_WITHIN = 0.05
 KERNELS = (
-    *(
-        "_pack_kernel",
-        "_unpack_kernel",
-        "_measure_kernel",
-        "_scale_kernel",
-        "_parameter_totals_kernel",
-        "_total_kernel",
-    ),
-    *("_parameter_sources_kernel", "_first_source_kernel"),
+    "_pack_kernel",
+    "_unpack_kernel",
+    "_walk_kernel",
+    "_parameter_totals_kernel",
+    "_total_kernel",
+    "_parameter_sources_kernel",
+    "_first_source_kernel",
 )
 ERROR_STATUS = 9
 

@@ -21,7 +21,7 @@ import triton
 from records import BenchError, provenance
 from stage import Stage, count_compilations, entry, synchronize
 
-from fusedreduce.kernels import dispatch, measure, pack, scale, stats, unpack, variants
+from fusedreduce.kernels import dispatch, pack, stats, unpack, variants, walk
 from fusedreduce.kernels.aot import compile as aot
 from fusedreduce.kernels.table import ChunkTable, PointerTable
 
@@ -137,7 +137,7 @@ def launch_all(stage: Stage) -> None:
         synchronize(stage.device)
     index = stage.device.index or 0
     kernels: dict[str, dict[str, object]] = {}
-    for module in (pack, unpack, measure, scale, stats):
+    for module in (pack, unpack, walk, stats):
         for name, kernel in vars(module).items():
             if name.endswith("_kernel") and hasattr(kernel, "device_caches"):
                 kernels[name] = _proof(kernel.device_caches[index][0].values())

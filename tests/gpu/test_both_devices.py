@@ -28,7 +28,7 @@ from fusedreduce.cli.variants import variants
 from fusedreduce.comm.local import operations
 from fusedreduce.comm.local.strategies import Ring
 from fusedreduce.config import ReduceConfig
-from fusedreduce.kernels import combine, dispatch, pack, scale
+from fusedreduce.kernels import combine, dispatch, pack, walk
 from fusedreduce.reducer import modes, parameter_hooks
 from fusedreduce.trace.step_profile import StepProfile
 
@@ -190,7 +190,7 @@ PLANTED = {
     ),
     "scale: a gradient is left as it is": Planted(
         test_gpu_observed.test_measure_and_scale_equal_the_reference,
-        given(scale, "scale", lambda gradients, *rest: ([*gradients[:-1], None], *rest)),
+        given(walk, "scale", lambda gradients, *rest: ([*gradients[:-1], None], *rest)),
         {"dtype": torch.float32},
     ),
     "clipping: two second stages": Planted(

@@ -115,7 +115,7 @@ def refused() -> str:
     """What Triton says where a global that a kernel uses has another value."""
     function, given = Bucket(3, MIXED, torch.float16, odd=False).calls(stats=False)["pack"]
     function(*given)
-    with patch.dict(pack._pack_kernel.__globals__, ROW=triton.language.constexpr(6)):
+    with patch.dict(pack._pack_kernel.__globals__, TO_WIRE=triton.language.constexpr(6)):
         try:
             function(*given)
         except RuntimeError as error:
@@ -150,7 +150,7 @@ def test_whatever_triton_asks_at_each_launch_is_asked(observed: Any) -> None:
     assert len(observed["declined"]) == 8 + len(KNOBS_OF_A_LAUNCH)
     for name, runs in observed["declined"].items():
         assert runs == [1, 0], name
-    assert observed["refused"].startswith("Global variable ROW has changed")
+    assert observed["refused"].startswith("Global variable TO_WIRE has changed")
 
 
 if __name__ == "__main__":

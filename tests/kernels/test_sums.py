@@ -17,9 +17,8 @@ from support.by_products import CPU, SUM_RTOL, assert_partials, expected_partial
 from support.interpreter_defects import store_as_interpreted
 
 from fusedreduce.kernels import cpu, reference, runs
-from fusedreduce.kernels import measure as measure_file
-from fusedreduce.kernels import scale as scale_file
 from fusedreduce.kernels import unpack as unpack_file
+from fusedreduce.kernels import walk as walk_file
 from fusedreduce.kernels.table import ChunkTable, PointerTable, Shape, new_partials
 from fusedreduce.kernels.variants import Tuning
 
@@ -30,7 +29,7 @@ NAN, INFINITY = float("nan"), float("inf")
 Gradients = list[torch.Tensor | None]
 MEASURES = [
     pytest.param(cpu.measure, id="torch"),
-    pytest.param(measure_file.measure, id="kernel", marks=interpreted),
+    pytest.param(walk_file.measure, id="kernel", marks=interpreted),
 ]
 UNPACKS = [
     pytest.param(cpu.unpack, id="torch"),
@@ -38,7 +37,7 @@ UNPACKS = [
 ]
 SCALINGS = [
     pytest.param(cpu.scale, id="torch"),
-    pytest.param(scale_file.scale, id="kernel", marks=interpreted),
+    pytest.param(walk_file.scale, id="kernel", marks=interpreted),
 ]
 
 
@@ -118,7 +117,7 @@ def test_kernels_sum_what_they_store(case: Case) -> None:
     chunks, tuning = case.table(), Tuning(case.tile_bytes, 1)
     guarded, gradients = _gradients(case)
     pointers, partials = PointerTable(), new_partials(chunks.data_rows, CPU)
-    measure_file.measure(gradients, chunks, pointers, partials, tuning=tuning)
+    walk_file.measure(gradients, chunks, pointers, partials, tuning=tuning)
     assert_partials(partials, expected_partials(gradients, chunks))
     for one in guarded:
         if one is not None:
@@ -132,7 +131,7 @@ def test_kernels_sum_what_they_store(case: Case) -> None:
         patch.setattr(reference, "store_rounded", store_as_interpreted)
         factor = torch.tensor([case.scalar], dtype=case.compute)
         wanted = [None if one is None else _scaled(one, factor) for one in gradients]
-    scale_file.scale(gradients, chunks, pointers, factor, partials, tuning=tuning)
+    walk_file.scale(gradients, chunks, pointers, factor, partials, tuning=tuning)
     for one in guarded:
         if one is not None:
             one.assert_edges_untouched()
@@ -212,7 +211,7 @@ def test_nan_survives_a_maximum_that_drops_it(dtype: torch.dtype, monkeypatch: p
     gradient[3], gradient[1], gradient[400] = float("nan"), -7.0, float("inf")
     chunks = ChunkTable([500], [0], [dtype], 500, chunk_numel=250)
     partials = new_partials(2, CPU)
-    measure_file.measure([gradient], chunks, PointerTable(), partials, tuning=Tuning(1024, 1))
+    walk_file.measure([gradient], chunks, PointerTable(), partials, tuning=Tuning(1024, 1))
     assert_partials(partials, expected_partials([gradient], chunks))
 
 

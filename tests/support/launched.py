@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from triton.backends.compiler import GPUTarget
 
-from fusedreduce.kernels import measure, pack, scale, unpack, variants
+from fusedreduce.kernels import pack, unpack, variants, walk
 from fusedreduce.kernels import stats as stats_file
 from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
 from support.fake_driver import FakeDriver, activate, at_odd_address
@@ -17,7 +17,7 @@ MIXED = (torch.float32, torch.bfloat16, torch.float16)
 
 def as_on_sm_90() -> FakeDriver:
     """The stand-in driver, active, with CPU tensors taken for those of an sm_90."""
-    for module in (variants, pack, unpack, measure, scale):
+    for module in (variants, pack, unpack, walk):
         module.current_target = lambda device: ("cuda", 90)  # type: ignore[attr-defined]
     return activate(GPUTarget("cuda", 90, 32))
 
@@ -52,10 +52,10 @@ class Bucket:
         calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
             "pack": (pack.pack, (*both, self.wire, divisor, sources)),
             "unpack": (unpack.unpack, (*both, self.wire, self.scalar, partials)),
-            "scale": (scale.scale, (*both, self.scalar, partials)),
+            "scale": (walk.scale, (*both, self.scalar, partials)),
         }
         if stats:
-            calls["measure"] = measure.measure, (*both, self.partials)
+            calls["measure"] = walk.measure, (*both, self.partials)
             calls["reduce"] = stats_file.reduce_partials, (self.partials, self.spans)
             calls["reduce_source"] = stats_file.reduce_source_partials, (self.sources, self.spans)
         return calls

@@ -1,0 +1,168 @@
+"""Gradients as they are, through a table of addresses, in one launch: measured, or multiplied in place.
+
+    measure:  sums[c], peaks[c], first_non_finite[c] of each chunk c
+    scale:    gradient[i] = round_to_gradient(gradient[i] * factor)      one rounding; the same statistics on request
+
+fp32 arithmetic (fp64 for fp64). Shapes: P gradients of any sizes, factor one element. Bytes moved per element: gradient
+itemsize, read once (scale: and written once); plus 40 bytes of table per chunk, and 24 of partials. A missing gradient
+counts as zeros.
+
+Example: gradients [3.0, -4.0] (fp32) in one chunk -> sum 25, peak 4, first non-finite -1. gradients [3.0, -4.0] (bf16),
+factor 0.1 (fp32) -> [0.30078125, -0.400390625], the nearest of bf16.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.graph import increment_version
+
+from .checks import check_walk
+from .chunk import IN_PLACE, MULTIPLY, NOTHING, READ, STORED, gradient_sums, load_row, walk_gradient
+from .table import ChunkTable, Partials, PointerTable
+from .variants import (
+    GRADIENTS,
+    PARTIALS,
+    POINTERS,
+    TABLES,
+    Tuning,
+    Variant,
+    absent,
+    current_target,
+    partials_of,
+    tuning_for,
+    walk_variant,
+)
+
+
+@triton.jit(do_not_specialize=POINTERS)
+def _walk_kernel(
+    addresses,
+    rows,
+    scalar,
+    partial_sums,
+    partial_peaks,
+    first_non_finite,
+    FP64: tl.constexpr,
+    SCALES: tl.constexpr,
+    STATS: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One program per data row."""
+    program = tl.program_id(0).to(tl.int64)
+    address, begin, count, offset, dtype = load_row(addresses, rows, program)
+    WAY: tl.constexpr = IN_PLACE if SCALES else READ
+    WATCH: tl.constexpr = STORED if STATS else NOTHING
+    if SCALES:
+        factor = tl.load(scalar)
+    else:
+        factor = 1.0
+    sums, marks, edge_sums, edge_marks = walk_gradient(
+        address, begin, address, count, factor, dtype, WAY, tl.float32, FP64, MULTIPLY, WATCH, TILE_BYTES, LANES
+    )
+    if STATS:
+        total, peak, first = gradient_sums(
+            sums, marks, edge_sums, edge_marks, address, begin, count, dtype, FP64, LANES
+        )
+        tl.store(partial_sums + program, total)
+        tl.store(partial_peaks + program, peak)
+        tl.store(first_non_finite + program, first)
+
+
+def measure(
+    gradients: Sequence[torch.Tensor | None],
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    partials: Partials,
+    *,
+    vouched: bool = False,
+    tuning: Tuning | None = None,
+) -> None:
+    """Fills `partials` with statistics of `gradients`, in one launch; writes nothing else.
+
+    Args:
+        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None: no
+            gradient, which counts as zeros.
+        chunks: the layout's table, with the size and dtype of each gradient. Its wire offsets are not used.
+        pointers: the address table of these gradients.
+        partials: from `chunks.new_partials`, on the gradients' device.
+        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
+        tuning: launch shape; None: the architecture's.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together; nothing is written then.
+    """
+    if not vouched:
+        check_walk(gradients, chunks, pointers, None, partials)
+    device = partials.sums.device
+    target = current_target(device)
+    variant = walk_variant_of(chunks.fp64, False, True, tuning or tuning_for(target), target[0])
+    addresses = pointers.upload(gradients, device)
+    if chunks.data_rows:
+        variant.launch(chunks.data_rows, (addresses, chunks.on(device), None, *partials_of(partials)))
+        pointers.launched()
+
+
+def scale(
+    gradients: Sequence[torch.Tensor | None],
+    chunks: ChunkTable,
+    pointers: PointerTable,
+    factor: torch.Tensor,
+    partials: Partials | None = None,
+    *,
+    vouched: bool = False,
+    tuning: Tuning | None = None,
+) -> None:
+    """Multiplies `gradients` by `factor`, in place, in one launch.
+
+    Args:
+        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None: no
+            gradient, nothing is done.
+        chunks: the layout's table, with the size and dtype of each gradient. Its wire offsets are not used.
+        pointers: the address table of these gradients.
+        factor: one element on the device, fp32 (fp64 for fp64 gradients).
+        partials: from `chunks.new_partials`, filled in the same launch from the values as stored; None: no statistics.
+        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
+        tuning: launch shape; None: the architecture's.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together; nothing is written then.
+    """
+    if not vouched:
+        check_walk(gradients, chunks, pointers, factor, partials)
+    assert factor.dtype is chunks.compute_dtype  # a kept launch takes its type for granted
+    target = current_target(factor.device)
+    variant = walk_variant_of(chunks.fp64, True, partials is not None, tuning or tuning_for(target), target[0])
+    addresses = pointers.upload(gradients, factor.device)
+    if chunks.data_rows:
+        variant.launch(chunks.data_rows, (addresses, chunks.on(factor.device), factor, *partials_of(partials)))
+        pointers.launched()
+        increment_version([gradient for gradient in gradients if gradient is not None])
+
+
+@functools.cache
+def walk_variant_of(fp64: bool, scales: bool, stats: bool, tuning: Tuning, backend: str) -> Variant:
+    """The compilation of scale or measure for mixed or fp64 gradients, with or without statistics."""
+    scalar = {"scalar": "*fp64" if fp64 else "*fp32"}
+    return walk_variant(
+        "scale" if scales else "measure",
+        _walk_kernel,
+        {**TABLES, **(scalar if scales else absent(scalar)), **(PARTIALS if stats else absent(PARTIALS))},
+        {"FP64": fp64, "SCALES": scales, "STATS": stats},
+        tuning,
+        backend,
+        branches=tuple((gradient, gradient if scales else None) for gradient in GRADIENTS[fp64]),
+        label=f"{'fp64' if fp64 else 'mixed'}{', stats' if scales and stats else ''}",
+    )
+
+
+def variants(tuning: Tuning, backend: str) -> tuple[Variant, ...]:
+    """All variants that this file can launch on one architecture."""
+    measures = [(fp64, False, True) for fp64 in (False, True)]
+    scalings = [(fp64, True, stats) for fp64 in (False, True) for stats in (False, True)]
+    return tuple(walk_variant_of(*kind, tuning, backend) for kind in (*measures, *scalings))
