@@ -186,6 +186,7 @@ class _Slots:
 
     def pack(self, gradients: Gradients, change: Change) -> None:
         """Fills the wire, padding included."""
+        whole = len(self._runs) == 1
         for run, part, views in self._runs:
             if len(run.slots) == 1:
                 gradient = gradients[run.slots.start]
@@ -198,8 +199,8 @@ class _Slots:
                 continue
             # Into the wire itself, unless that would round before the division.
             in_wire = change is None or part.dtype in (self._compute, run.dtype)
-            block, into = (part, views) if in_wire else self._stage(run)
-            _gather(run.members(gradients), run, block, into)
+            block, into = (part, views) if in_wire else self._staged.get(run.begin) or self._stage(run)
+            _gather(gradients if whole else run.members(gradients), run, block, into)
             _convert(block, part, self._compute, change)
         for gap in self._long:
             gap.zero_()
@@ -216,24 +217,22 @@ class _Slots:
                 if (gradient := gradients[run.slots.start]) is not None:
                     _convert(part, gradient.as_strided((run.numel,), (1,)), self._compute, change)
             else:
-                block, staged = self._stage(run)
+                block, staged = self._staged.get(run.begin) or self._stage(run)
                 _convert(part, block, self._compute, change)
                 _copy_all(run.members(gradients), staged)
 
     def _stage(self, run: Run) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Memory laid out as a run of the wire, and views of its slots, with the gradients' shapes."""
-        known = self._staged.get(run.begin)
-        if known is None:
-            if run.dtype not in self._blocks:  # one for all runs
-                longest = max(run.end - run.begin for run, _, _ in self._runs if len(run.slots) > 1)
-                self._blocks[run.dtype] = torch.empty(longest, dtype=run.dtype)
-            block = self._blocks[run.dtype][: run.end - run.begin]
-            assert self.chunks.shapes is not None
-            views = [
-                block.as_strided(*self.chunks.shapes[slot], self.chunks.offsets[slot] - run.begin) for slot in run.slots
-            ]
-            known = self._staged[run.begin] = block, views
-        return known
+        if run.dtype not in self._blocks:  # one for all runs
+            longest = max(run.end - run.begin for run, _, _ in self._runs if len(run.slots) > 1)
+            self._blocks[run.dtype] = torch.empty(longest, dtype=run.dtype)
+        block = self._blocks[run.dtype][: run.end - run.begin]
+        assert self.chunks.shapes is not None
+        views = [
+            block.as_strided(*self.chunks.shapes[slot], self.chunks.offsets[slot] - run.begin) for slot in run.slots
+        ]
+        self._staged[run.begin] = block, views
+        return block, views
 
 
 def _slots_of(chunks: ChunkTable, pointers: PointerTable, wire: torch.Tensor) -> _Slots | _OneBuffer | None:

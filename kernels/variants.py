@@ -81,6 +81,7 @@ INTERPRETER_TUNING = Tuning(tile_bytes=16384, num_warps=4)
 WARP_SIZE: Mapping[str, int] = {"cuda": 32, "hip": 64, "interpreter": 32}
 
 
+@functools.cache  # that is settled when kernels are imported
 def interpreted() -> bool:
     """Whether Triton runs kernels in its interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
     return bool(triton.knobs.runtime.interpret)

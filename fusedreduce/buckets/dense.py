@@ -88,9 +88,10 @@ class DenseReduction(WritesPartials):
         if self._views is not None and self._views.hold_all(gradients):
             self._in_flight = self._start_in_place(divisor)
         else:
+            fit = self._complete and self._real and self._all_fit(gradients)
             self._in_flight = exchange.start(
                 self.bucket,
-                self._fitted_all(gradients),
+                gradients if fit else [self._fitted(slot, gradient) for slot, gradient in enumerate(gradients)],
                 self._communicator,
                 divisor=divisor,
                 vouched=True,
@@ -261,17 +262,14 @@ class DenseReduction(WritesPartials):
             fit and list(map(_dtype, gradients)) == self._dtypes and not any(map(torch.Tensor.is_neg, gradients))  # type: ignore[arg-type]
         )
 
-    def _fitted_all(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """The gradients as pack reads them: with the strides of their slots, real, of the slot's dtype.
+    def _fitted(self, slot: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """A gradient as pack reads it: with the strides of its slot, real, of the slot's dtype.
 
         Raises:
-            TypeError: a gradient is sparse, or of another dtype than its slot.
+            TypeError: it is sparse, or of another dtype than its slot.
         """
-        if self._complete and self._real and self._all_fit(gradients):
-            return gradients
-        return [None if one is None else self._fitted(slot, one) for slot, one in enumerate(gradients)]
-
-    def _fitted(self, slot: int, gradient: torch.Tensor) -> torch.Tensor:
+        if gradient is None:
+            return None
         name = self.members.names[slot]
         if gradient.layout is not torch.strided:
             raise TypeError(

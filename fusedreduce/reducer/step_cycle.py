@@ -257,9 +257,13 @@ class StepCycle:
         if self._attentive or self._observed.units.attached or step.ready[index]:
             self._attend(index)
         elif step.mark_ready(index, time.perf_counter_ns()):
-            with self._noting_failures():
+            with self.lock:
                 if self.state is ARMED and self.step is step:  # else another thread has called reset() or close()
-                    self._advance()
+                    try:
+                        self._advance()
+                    except BaseException as error:
+                        self._note_failure(error)
+                        raise
 
     def end_without_backward(self) -> None:
         """See `Reducer.end_without_backward`."""
