@@ -47,12 +47,18 @@ def pack(
     """Flattens, divides and casts `gradients` into `wire`; arguments as for `kernels.dispatch.pack`."""
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, None, partials)
-    slots = _slots_of(chunks, pointers, wire) if vouched else None
-    if slots is None:
+    if not (vouched and _is_served(chunks, wire)):
         reference.pack(gradients, chunks, pointers, wire, divisor, partials, vouched=True)
         return
     scalar, exact = division(divisor, chunks.compute_dtype)  # a product is twice as fast in the cache
-    slots.pack(gradients, None if scalar == 1.0 else (torch.mul if exact else torch.div, scalar))
+    change = None if scalar == 1.0 else (torch.mul if exact else torch.div, scalar)
+    if not chunks.one_buffer:
+        _slots_of(chunks, pointers, wire).pack(gradients, change)
+    elif (buffer := gradients[0]) is None:
+        wire.zero_()
+    else:
+        flat = wire if buffer is wire else buffer.as_strided(wire.shape, (1,))
+        _convert(flat, wire, chunks.compute_dtype, change)
     if partials is not None:
         find_faults(gradients, chunks, wire, partials)
 
@@ -70,12 +76,15 @@ def unpack(
     """Unflattens, scales and casts `wire` into `gradients`; arguments as for `kernels.dispatch.unpack`."""
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, scale, partials)
-    slots = _slots_of(chunks, pointers, wire) if vouched else None
-    if slots is None:
+    if not (vouched and _is_served(chunks, wire)):
         reference.unpack(gradients, chunks, pointers, wire, scale, partials, vouched=True)
         return
     factor = scale.item()
-    slots.unpack(gradients, None if factor == 1.0 else (torch.mul, factor))
+    change = None if factor == 1.0 else (torch.mul, factor)
+    if not chunks.one_buffer:
+        _slots_of(chunks, pointers, wire).unpack(gradients, change)
+    elif (buffer := gradients[0]) is not None:
+        _convert(wire, buffer.as_strided(wire.shape, (1,)), chunks.compute_dtype, change)
     if partials is not None:
         measure_gradients(gradients, chunks, partials)
 
@@ -130,32 +139,11 @@ def combine(
         _combine_part(flat, written, part, scale)
 
 
-class _OneBuffer:
-    """Gradients that lie in one buffer as they do on the wire: a comm hook's, a single one, or the wire itself.
-
-    Args:
-        chunks: the layout's table, without padding.
-        wire: the wire buffer.
-    """
-
-    def __init__(self, chunks: ChunkTable, wire: torch.Tensor) -> None:
-        self.chunks = chunks
-        self.wire = wire
-        self._compute = chunks.compute_dtype
-        self._size = (chunks.wire_numel,)
-
-    def pack(self, gradients: Gradients, change: Change) -> None:
-        """Fills the wire."""
-        if (first := gradients[0]) is None:
-            self.wire.zero_()
-        else:
-            buffer = self.wire if first is self.wire else first.as_strided(self._size, (1,))
-            _convert(buffer, self.wire, self._compute, change)
-
-    def unpack(self, gradients: Gradients, change: Change) -> None:
-        """Writes the buffer."""
-        if (first := gradients[0]) is not None:
-            _convert(self.wire, first.as_strided(self._size, (1,)), self._compute, change)
+def _is_served(chunks: ChunkTable, wire: torch.Tensor) -> bool:
+    """Whether arguments that are vouched for are not left to `reference`."""
+    if wire.device.type != "cpu" or (chunks.fp64 and wire.dtype is not torch.float64):
+        return False
+    return chunks.one_buffer or chunks.shapes is not None
 
 
 class _Slots:
@@ -235,21 +223,12 @@ class _Slots:
         return block, views
 
 
-def _slots_of(chunks: ChunkTable, pointers: PointerTable, wire: torch.Tensor) -> _Slots | _OneBuffer | None:
-    """What is kept with the pointer table for this layout and wire; None: `reference` serves it."""
-    known: _Slots | _OneBuffer | None = pointers.kept
-    if known is not None and known.chunks is chunks and known.wire is wire:
-        return known
-    if wire.device.type != "cpu" or (chunks.fp64 and wire.dtype is not torch.float64):
-        return None
-    in_order = len(chunks) == 1 or (chunks.shared and chunks.offsets == chunks.begins)
-    if in_order and not chunks.gaps:
-        pointers.kept = _OneBuffer(chunks, wire)
-    elif chunks.shapes is not None:
-        pointers.kept = _Slots(chunks, wire)
-    else:
-        return None
-    return pointers.kept  # type: ignore[no-any-return]
+def _slots_of(chunks: ChunkTable, pointers: PointerTable, wire: torch.Tensor) -> _Slots:
+    """What is kept with the pointer table for this layout and wire."""
+    known: _Slots | None = pointers.kept
+    if known is None or known.chunks is not chunks or known.wire is not wire:
+        known = pointers.kept = _Slots(chunks, wire)
+    return known
 
 
 def _gather(gradients: Gradients, run: Run, block: torch.Tensor, views: Sequence[torch.Tensor]) -> None:

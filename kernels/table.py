@@ -183,6 +183,9 @@ class ChunkTable:
         begin = np.asarray(self.begins, dtype=np.int64)
         gaps = _checked_gaps(numel, offset, begin, wire_numel)
         self.gaps: tuple[tuple[int, int], ...] = tuple((int(lo), int(hi)) for lo, hi in gaps)
+        # All gradients lie in one buffer as they do on the wire: a comm hook's, or there is but one.
+        in_order = len(self.numels) == 1 or (self.shared and self.offsets == self.begins)
+        self.one_buffer = in_order and not self.gaps
         code = np.asarray([DTYPE_CODES[dtype] for dtype in self.dtypes], dtype=np.int64)
         data, counts = _cut(np.arange(len(numel)), begin, numel, offset, code, chunk_numel)
         none = np.full(len(gaps), len(numel))

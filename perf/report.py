@@ -1,4 +1,4 @@
-"""Writes what is measured into docs/performance.md and README.md, from the records in perf/results and nothing else.
+"""Writes what is measured into two pages of docs/ and README.md, from the records in perf/results and nothing else.
 
     python perf/report.py            # tables and pictures
     python perf/report.py --check    # exit status 1 if the pages are not what the records give
@@ -22,7 +22,7 @@ from records import BenchError
 from report_words import Lines, Record
 
 DOCS = records.CHECKOUT / "docs"
-PAGE = DOCS / "performance.md"
+PAGE, TABLES_PAGE = DOCS / "performance.md", DOCS / "measurements.md"
 README = records.CHECKOUT / "README.md"
 # Benchmarks of a table, by the block of the page that it is in.
 BLOCKS = tuple(name.replace("_", "-") for name in report_tables.TABLES)
@@ -170,11 +170,9 @@ def filled(text: str, made: Mapping[str, str], *, needed: Sequence[str] = ()) ->
 def pages(found: Sequence[Record]) -> dict[Path, tuple[str, str]]:
     """What the pages hold, and what they are to hold."""
     made = blocks(found)
-    texts = {PAGE: PAGE.read_text(), README: README.read_text()}
-    return {
-        path: (text, filled(text, made, needed=[*BLOCKS, MISSED, SUMMARY] if path == PAGE else [HEADLINE]))
-        for path, text in texts.items()
-    }
+    needed = {PAGE: [MISSED, SUMMARY], TABLES_PAGE: BLOCKS, README: [HEADLINE]}
+    texts = {path: path.read_text() for path in needed}
+    return {path: (text, filled(text, made, needed=needed[path])) for path, text in texts.items()}
 
 
 def _drawn() -> list[Path]:
@@ -207,7 +205,7 @@ def main() -> int:
         wrong = differences(found)
         if wrong:
             raise BenchError(f"{'; '.join(wrong)}: run perf/report.py")
-        print(f"docs/performance.md and README.md are what {len(found)} records give")
+        print(f"docs/performance.md, docs/measurements.md and README.md are what {len(found)} records give")
         return 0
     for path, (is_, should) in pages(found).items():
         if is_ != should:

@@ -1,4 +1,4 @@
-"""The section "On a network" of docs/performance.md, and the picture docs/link.png, from records of bench_link.py."""
+"""The section "On a network" of docs/measurements.md, and the picture docs/link.png, from records of bench_link.py."""
 
 from __future__ import annotations
 

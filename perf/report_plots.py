@@ -1,4 +1,4 @@
-"""Pictures of docs/performance.md: shares of the copy's rate, costs of synchronising, lines of cost against size.
+"""Pictures of docs/measurements.md: shares of the copy's rate, costs of synchronising, lines of cost against size.
 
 Every picture is of one record and named after it. matplotlib is imported when one is drawn: the page's text needs none.
 """

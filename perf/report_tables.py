@@ -1,4 +1,4 @@
-"""Tables of docs/performance.md: one function per benchmark, from its record to lines of Markdown.
+"""Tables of docs/measurements.md: one function per benchmark, from its record to lines of Markdown.
 
 What is lost is marked: **slower** beside a ratio above 1 to the strongest that it was measured with, **MISSED** beside
 what was demanded and not reached. Keys that are not shown may be anything; one that is shown and missing is a KeyError.

@@ -1,4 +1,4 @@
-"""What the tables of docs/performance.md are made of: cells, marks, numbers."""
+"""What the tables of docs/measurements.md are made of: cells, marks, numbers."""
 
 from __future__ import annotations
 

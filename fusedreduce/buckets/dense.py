@@ -342,7 +342,10 @@ class DenseReduction(WritesPartials):
 
     def _install_views(self, unused: Collection[int]) -> None:
         views = self._made_views()
-        if not views.hold_all(self._packed):
+        if not unused and not views.hold_all(self._packed):
+            for parameter, view in zip(self.members.parameters, views.all_restored(), strict=True):
+                parameter.grad = view
+        elif unused:
             for slot, (number, parameter) in enumerate(zip(self.members.numbers, self.members.parameters, strict=True)):
                 # As torch does also for a gradient that was kept from before and that no rank has used.
                 wanted = number not in unused or self._packed[slot] is not None

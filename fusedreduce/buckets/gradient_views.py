@@ -30,6 +30,12 @@ class GradientViews:
         same = all(map(operator.is_, gradients, self.tensors))
         return same and list(map(torch.Tensor.data_ptr, self.tensors)) == self._addresses
 
+    def all_restored(self) -> Sequence[torch.Tensor]:
+        """`restored` of every slot."""
+        if list(map(torch.Tensor.data_ptr, self.tensors)) != self._addresses:
+            return [self.restored(slot) for slot in range(len(self.tensors))]
+        return self.tensors
+
     def restored(self, slot: int) -> torch.Tensor:
         """The view of this slot; made anew if its data was replaced."""
         if self.tensors[slot].data_ptr() != self._addresses[slot]:

@@ -241,7 +241,7 @@ def test_gradients_with_other_strides_are_reduced_and_counted() -> None:
             _step(reducer, parameters, gradients)
             _all_mean(parameters, gradients, communicator)
             _clear(parameters)
-    assert int(reducer.stats()["restrided"]) >= 5, "the large one; copying a small one costs nothing more on CPU"
+    assert int(reducer.stats()["restrided"]) >= 10, "two of three in each step"
 
 
 def test_a_gradient_that_had_other_strides_once_leaves_nothing_behind() -> None:
