@@ -1,4 +1,4 @@
-"""Checks of arguments, before anything is read or written; shared by the kernels and their torch reference."""
+"""Checks of arguments, before anything is read or written; shared by the kernels and the torch paths."""
 
 from __future__ import annotations
 

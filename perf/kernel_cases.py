@@ -51,7 +51,7 @@ class Cases:
 
 
 def prove_path(device: torch.device) -> None:
-    """Raises BenchError unless a GPU runs compiled kernels, and a CPU the torch reference."""
+    """Raises BenchError unless a GPU runs compiled kernels, and a CPU torch operators."""
     path = dispatch.path_for(device, (torch.float32,))
     wanted = "triton" if device.type == "cuda" else "torch"
     if path != wanted:

@@ -111,7 +111,7 @@ def sweep(
         deadline_s: time.monotonic() at which nothing new is begun, nor what looks as if it would last longer.
         emit: takes a row per list of the second stage, then one per workload and direction.
         rounds: see timing.measure.
-        rehearse: on CPU: two shapes and tiny sizes; the torch reference, which has no launch shape, stands for all.
+        rehearse: on CPU: two shapes and tiny sizes; torch's operators, which have no launch shape, stand for all.
 
     Returns:
         What there was no time for.
