@@ -6,7 +6,7 @@
                               _foreach_copy_ from or to cached views (0.3 us each)
 
 A call of an operator costs 1 us, as does making a view: views are made once per pointer table. What is rare is left to
-`reference`: vouched=False, a layout without shapes, an fp64 gradient on a 16-bit wire, another device.
+`reference`: vouched=False, a layout without shapes, fp64 gradients packed into a 16-bit wire, another device.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def pack(
     """Flattens, divides and casts `gradients` into `wire`; arguments as for `kernels.dispatch.pack`."""
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, None, partials)
-    if not (vouched and _is_served(chunks, wire)):
+    rounds_twice = chunks.fp64 and wire.dtype is not torch.float64  # see reference.store_rounded
+    if not vouched or rounds_twice or not _is_served(gradients, chunks, wire):
         reference.pack(gradients, chunks, pointers, wire, divisor, partials, vouched=True)
         return
     scalar, exact = division(divisor, chunks.compute_dtype)  # a product is twice as fast in the cache
@@ -76,7 +77,7 @@ def unpack(
     """Unflattens, scales and casts `wire` into `gradients`; arguments as for `kernels.dispatch.unpack`."""
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, scale, partials)
-    if not (vouched and _is_served(chunks, wire)):
+    if not (vouched and _is_served(gradients, chunks, wire)):
         reference.unpack(gradients, chunks, pointers, wire, scale, partials, vouched=True)
         return
     factor = scale.item()
@@ -139,11 +140,12 @@ def combine(
         _combine_part(flat, written, part, scale)
 
 
-def _is_served(chunks: ChunkTable, wire: torch.Tensor) -> bool:
+def _is_served(gradients: Gradients, chunks: ChunkTable, wire: torch.Tensor) -> bool:
     """Whether arguments that are vouched for are not left to `reference`."""
-    if wire.device.type != "cpu" or (chunks.fp64 and wire.dtype is not torch.float64):
+    if wire.device.type != "cpu":
         return False
-    return chunks.one_buffer or chunks.shapes is not None
+    # Of a shared buffer either all slots are there, or none.
+    return len(set(map(id, gradients))) == 1 if chunks.one_buffer else chunks.shapes is not None
 
 
 class _Slots:
@@ -169,7 +171,9 @@ class _Slots:
         self._blocks: dict[torch.dtype, torch.Tensor] = {}
         alone = len(chunks.gaps) == 1
         self._long = [wire[lo:hi] for lo, hi in chunks.gaps if alone or hi - lo >= _LONG_GAP_NUMEL]
-        short = [torch.arange(lo, hi) for lo, hi in chunks.gaps if not alone and hi - lo < _LONG_GAP_NUMEL]
+        short = [
+            torch.arange(lo, hi, device="cpu") for lo, hi in chunks.gaps if not alone and hi - lo < _LONG_GAP_NUMEL
+        ]
         self._short = torch.cat(short) if short else None
 
     def pack(self, gradients: Gradients, change: Change) -> None:
@@ -213,7 +217,7 @@ class _Slots:
         """Memory laid out as a run of the wire, and views of its slots, with the gradients' shapes."""
         if run.dtype not in self._blocks:  # one for all runs
             longest = max(run.end - run.begin for run, _, _ in self._runs if len(run.slots) > 1)
-            self._blocks[run.dtype] = torch.empty(longest, dtype=run.dtype)
+            self._blocks[run.dtype] = torch.empty(longest, dtype=run.dtype, device="cpu")
         block = self._blocks[run.dtype][: run.end - run.begin]
         assert self.chunks.shapes is not None
         views = [

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .reference import Gradients, memory_of, write_source_row
+from .reference import Gradients, memory_of
 from .runs import BLOCK_NUMEL, Run, runs, scratch
 from .table import ChunkTable, Partials, SourcePartials, SourceTotals, Spans, Totals, may_flush
 
@@ -59,7 +59,7 @@ class _Measured:
         self._first = partials.first_non_finite.numpy()
         self._sums[:], self._peaks[:], self._first[:] = 0.0, 0.0, -1
         self._whole: list[tuple[int, torch.Tensor]] = []
-        self._squares = torch.empty(chunks.data_rows)
+        self._squares = torch.empty(chunks.data_rows, dtype=torch.float32, device="cpu")
         self._left: list[tuple[int, torch.Tensor]] = []
         self._left_numel = 0
 
@@ -82,10 +82,7 @@ class _Measured:
     def small(self, run: Run, gradients: Gradients) -> None:
         """Measures several slots together."""
         chunks = self._chunks
-        rows = np.arange(chunks.first_rows[run.slots.start], chunks.first_rows[run.slots.stop])
-        if type(None) in set(map(type, gradients)):
-            absent = [slot for slot, one in zip(run.slots, gradients, strict=True) if one is None]
-            rows = rows[~np.isin(chunks.rows[rows, 0], absent)]
+        rows = _rows_of(run, gradients, chunks)
         if len(rows):
             counts = chunks.rows[rows, 2] - chunks.rows[rows, 1]
             self._carefully(rows, np.cumsum(counts) - counts, counts, _joined(run, gradients, chunks))
@@ -103,6 +100,8 @@ class _Measured:
             for row in rows[~((sums > _LOWEST) & (sums < _HIGHEST))]:
                 nth = int(np.searchsorted(firsts, row, side="right")) - 1
                 values = self._whole[nth][1][row - firsts[nth]]
+                if not values.any():  # common: rows of an embedding that were not looked up
+                    continue
                 self._carefully(np.array([row]), np.zeros(1, np.int64), np.array([len(values)]), values)
 
     def _whole_rows(self, row: int, values: torch.Tensor) -> None:
@@ -142,18 +141,32 @@ class _Measured:
             self._first[rows[nth]] = self._chunks.rows[rows[nth], 1] + np.argmax(bad) if bad.any() else -1
 
 
+def _rows_of(run: Run, gradients: Gradients, chunks: ChunkTable) -> npt.NDArray[Any]:
+    """Numbers of a run's rows, without those of missing gradients."""
+    rows = np.arange(chunks.first_rows[run.slots.start], chunks.first_rows[run.slots.stop])
+    if type(None) in set(map(type, gradients)):
+        absent = [slot for slot, one in zip(run.slots, gradients, strict=True) if one is None]
+        rows = rows[~np.isin(chunks.rows[rows, 0], absent)]
+    return rows
+
+
 def _joined(run: Run, gradients: Gradients, chunks: ChunkTable) -> torch.Tensor:
     """The memory of a run's gradients, one after the other, without those that are missing."""
     if run.trailing is not None:
         try:
-            return torch.cat(gradients).view(-1)  # type: ignore[arg-type]
+            return torch.cat(gradients).view(-1).detach()  # type: ignore[arg-type]
         except TypeError:
             pass  # one is None
-    memories = []
-    for slot, gradient in zip(run.slots, gradients, strict=True):
-        if gradient is not None:
-            memories.append(memory_of(gradient, chunks.begins[slot], chunks.begins[slot] + chunks.numels[slot]))
-    return torch.cat(memories)
+    present = [(slot, one) for slot, one in zip(run.slots, gradients, strict=True) if one is not None]
+    slot, first = present[0]
+    if chunks.one_buffer:
+        return memory_of(first, chunks.begins[slot], chunks.begins[slot] + run.end - run.begin)
+    tensors = [one for _, one in present]
+    if not chunks.shared and len(tensors) > 1 and all(map(torch.Tensor.is_contiguous, tensors)):
+        flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)
+        return flat.detach()
+    memories = [memory_of(one, chunks.begins[slot], chunks.begins[slot] + chunks.numels[slot]) for slot, one in present]
+    return memories[0] if len(memories) == 1 else torch.cat(memories)
 
 
 def find_faults(gradients: Gradients, chunks: ChunkTable, wire: torch.Tensor, partials: SourcePartials) -> None:
@@ -171,12 +184,37 @@ def find_faults(gradients: Gradients, chunks: ChunkTable, wire: torch.Tensor, pa
     partials.first_non_finite.fill_(-1)
     partials.flushed.zero_()
     for run in runs(chunks):
-        if _is_suspicious(run, run.members(gradients), chunks, wire):
-            for row in range(chunks.first_rows[run.slots.start], chunks.first_rows[run.slots.stop]):
-                slot, begin, end, offset, _ = chunks.rows[row].tolist()
-                if (gradient := gradients[slot]) is not None:
-                    source = memory_of(gradient, begin, end)
-                    write_source_row(partials, row, begin, source, wire[offset : offset + end - begin])
+        members = run.members(gradients)
+        if _is_suspicious(run, members, chunks, wire):
+            _search(run, members, chunks, wire, partials)
+
+
+def _search(run: Run, gradients: Gradients, chunks: ChunkTable, wire: torch.Tensor, partials: SourcePartials) -> None:
+    """Fills the rows of one run, some rows at a time, which stay in the cache."""
+    rows = _rows_of(run, gradients, chunks)
+    table = chunks.rows[rows]
+    counts = table[:, 2] - table[:, 1]
+    ends = np.cumsum(counts)
+    sources, packed = _joined(run, gradients, chunks), wire[run.begin : run.end]
+    if len(packed) != len(sources):  # there is padding between slots, or a gradient is missing
+        packed = torch.cat(
+            [wire[at : at + count] for at, count in zip(table[:, 3].tolist(), counts.tolist(), strict=True)]
+        )
+    narrows = np.array([may_flush(dtype, wire.dtype) for dtype in chunks.dtypes])[table[:, 0]]
+    first, flushed = partials.first_non_finite.numpy(), partials.flushed.numpy()
+    cuts = np.flatnonzero(np.diff(ends // BLOCK_NUMEL)) + 1
+    for part in np.split(np.arange(len(rows)), cuts):
+        low, high = ends[part[0]] - counts[part[0]], ends[part[-1]]
+        starts = ends[part] - counts[part] - low
+        source = sources[low:high]
+        bits = _without_sign(packed[low:high]).numpy() if packed.dtype.itemsize == 2 else None
+        if bits is None or bits.max() >= _NON_FINITE_BITS[packed.dtype]:
+            bad = (~source.isfinite()).numpy()
+            for nth in np.flatnonzero(np.logical_or.reduceat(bad, starts)):
+                first[rows[part[nth]]] = table[part[nth], 1] + np.argmax(bad[starts[nth] :])
+        if bits is not None and narrows[part].any():
+            lost = (bits == 0) & (source != 0).numpy()
+            flushed[rows[part]] = np.add.reduceat(lost, starts, dtype=np.int64) * narrows[part]
 
 
 def _is_suspicious(run: Run, gradients: Gradients, chunks: ChunkTable, wire: torch.Tensor) -> bool:

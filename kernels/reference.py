@@ -45,7 +45,7 @@ def pack(
         else:
             store_rounded(packed, source.to(chunks.compute_dtype) / by)
         if partials is not None and row < chunks.data_rows:
-            write_source_row(partials, row, begin, source, packed)
+            _write_source_row(partials, row, begin, source, packed)
 
 
 def unpack(
@@ -159,7 +159,7 @@ def _elements(gradients: Gradients, slot: int, begin: int, end: int) -> torch.Te
     return None if gradient is None else memory_of(gradient, begin, end)
 
 
-def write_source_row(
+def _write_source_row(
     partials: SourcePartials, row: int, begin: int, source: torch.Tensor | None, packed: torch.Tensor
 ) -> None:
     """Writes one row of pack's statistics: of `source`, elements [begin, ...) of a gradient, that became `packed`."""

@@ -98,12 +98,15 @@ def _is_contiguous(size: Sequence[int], strides: Sequence[int]) -> bool:
 
 def scratch(dtype: torch.dtype, numel: int) -> torch.Tensor:
     """`numel` elements on CPU that this thread alone uses, until it asks for them again."""
-    kept: dict[object, torch.Tensor] = _of_thread.__dict__.setdefault("scratch", {})
-    part = kept.get((dtype, numel))
+    kept: dict[torch.dtype, dict[int, torch.Tensor]] = _of_thread.__dict__.setdefault("scratch", {})
+    parts = kept.setdefault(dtype, {})
+    part = parts.get(numel)
     if part is None:
-        whole = kept.get(dtype)
+        whole = parts[max(parts)] if parts else None
         if whole is None or whole.numel() < numel:
-            kept.clear()  # views of a smaller one would keep it
-            whole = kept[dtype] = torch.empty(max(numel, BLOCK_NUMEL), dtype=dtype)
-        part = kept[dtype, numel] = whole[:numel]
+            parts.clear()  # views of a smaller one would keep it
+            with torch.inference_mode(False):  # it outlives the caller's
+                whole = torch.empty(max(numel, BLOCK_NUMEL), dtype=dtype, device="cpu")
+            parts[whole.numel()] = whole
+        part = parts[numel] = whole[:numel]
     return part

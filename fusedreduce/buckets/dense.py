@@ -283,7 +283,7 @@ class DenseReduction(WritesPartials):
                 f"{self.members.index} was built for {self._dtypes[slot]}. Convert a model before you wrap it"
             )
         if self._fits(slot, gradient) or gradient.numel() == 0:
-            return as_real(gradient)
+            return as_real(gradient).resolve_neg()
         staged = self._new_staged(slot, gradient)
         staged.copy_(as_real(gradient))
         self._staged[slot] = staged
@@ -297,7 +297,7 @@ class DenseReduction(WritesPartials):
             if gradient is None or slot in self._staged:
                 continue
             if gradient.numel() == 0 or self._fits(slot, gradient):
-                into[slot] = as_real(gradient)
+                into[slot] = as_real(gradient).resolve_neg()
             else:
                 into[slot] = self._staged[slot] = self._new_staged(slot, gradient)
         return into

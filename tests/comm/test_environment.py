@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 
 from fusedreduce import FusedReduceError, init_process_group
 from fusedreduce.comm.init_process_group import warn_of_switches
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 GOOD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -243,3 +245,14 @@ def test_switches_of_torchs_reducer_are_named_where_they_would_act(
         warnings.simplefilter("always")
         warn_of_switches()
     assert [f"{name}={value} is not followed" in str(one.message) for one in caught] == [True] * warned
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_group_apart_leaves_torchs_debug_level_as_it_was() -> None:
+    before = get_debug_level()
+    set_debug_level(DebugLevel.INFO)
+    try:
+        ProcessGroupCommunicator().apart().close()
+        assert get_debug_level() == DebugLevel.INFO
+    finally:
+        set_debug_level(before)

@@ -799,3 +799,15 @@ class Interleavings(RuleBasedStateMachine):
 
 TestInterleavings = Interleavings.TestCase
 TestInterleavings.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_product_of_16_bit_tensors_is_computed_wide() -> None:
+    factors = [300.0, 300.0, 2.0**-8]  # 300 * 300 is more than fp16 holds, the product is not
+
+    def case(communicator: LocalCommunicator) -> torch.Tensor:
+        mine = torch.tensor([factors[communicator.rank]], dtype=torch.float16)
+        communicator.all_reduce(mine, "product").wait()
+        return mine
+
+    for product in LocalGroup(3).run(case):
+        assert product.tolist() == [351.5]

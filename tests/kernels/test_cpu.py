@@ -310,3 +310,17 @@ def test_runs_that_grow_share_one_block_of_memory() -> None:
         assert all(bool((gradient == 3.0).all()) for gradient in gradients)
     staged = [block for block, _ in pointers.kept._staged.values()]
     assert len(staged) > 1 and len({block.untyped_storage().data_ptr() for block in staged}) == 1
+
+
+@pytest.mark.parametrize("missing", [(), (0,), (1,), (0, 1)])
+def test_of_a_shared_buffer_slots_may_be_missing(missing: tuple[int, ...]) -> None:
+    chunks = ChunkTable([3, 2], [0, 3], [torch.float32] * 2, 5, begins=[0, 3])
+    flat, wire, there = torch.arange(1.0, 6.0), torch.full((5,), 9.0), torch.ones(5)
+    gradients = [None if slot in missing else flat for slot in range(2)]
+    for slot in missing:
+        there[chunks.offsets[slot] :][: chunks.numels[slot]] = 0.0
+    cpu.pack(gradients, chunks, PointerTable(), wire, 2.0, vouched=True)
+    assert_same(wire, flat * there / 2)
+    before = flat.clone()
+    cpu.unpack(gradients, chunks, PointerTable(), torch.full((5,), 7.0), torch.ones(1), vouched=True)
+    assert_same(flat, torch.where(there == 1.0, 7.0, before))

@@ -20,9 +20,29 @@ from fusedreduce.kernels.table import ChunkTable, PointerTable, Shape, new_sourc
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+
+
+def quick_pack(
+    gradients: Any, chunks: ChunkTable, pointers: PointerTable, wire: torch.Tensor, *rest: Any, vouched: bool = True
+) -> None:
+    """`cpu.pack` as a reducer calls it; other calls are left to the reference."""
+    shapes: list[Shape] | None = None if chunks.shared else [((numel,), (1,)) for numel in chunks.numels]
+    begins = chunks.begins if chunks.shared else None
+    known = ChunkTable(
+        chunks.numels,
+        chunks.offsets,
+        chunks.dtypes,
+        chunks.wire_numel,
+        begins=begins,
+        chunk_numel=chunks.chunk_numel,
+        shapes=shapes,
+    )
+    cpu.pack(gradients, known, pointers, wire, *rest, vouched=True)
+
+
 PACKS = [
     pytest.param(reference.pack, id="reference"),
-    pytest.param(cpu.pack, id="cpu"),
+    pytest.param(quick_pack, id="cpu"),
     pytest.param(pack_file.pack, id="kernel", marks=interpreted),
 ]
 # Large ones flush; test_kernels.py compares the kernel with the reference at more.
@@ -133,7 +153,7 @@ def test_flushed_numbers_of_bf16() -> None:
     gradient = torch.tensor([2.0**-134, 2.0**-133, 2.0**-149, 0.0, 3 * 2.0**-134])
     chunks = ChunkTable([5], [0], [torch.float32], 5)
     wire, partials = torch.empty(5, dtype=torch.bfloat16), new_source_partials(1, CPU)
-    cpu.pack([gradient], chunks, PointerTable(), wire, 1.0, partials)
+    quick_pack([gradient], chunks, PointerTable(), wire, 1.0, partials)
     assert (wire == 0).tolist() == [True, False, True, True, False] and partials.flushed.tolist() == [2]
 
 
@@ -186,3 +206,17 @@ def test_slots_of_one_shared_buffer_and_missing_ones(pack: Any) -> None:
     wanted = expected_source_partials([buffer[:50], None, buffer[150:]], wire, chunks)
     assert_source_partials(partials, wanted)
     assert 260 in partials.first_non_finite.tolist() and partials.flushed[0] > 0
+
+
+def test_faults_beyond_the_first_block_of_many_runs_and_slots() -> None:
+    numels = (7, 3 * runs.LARGE_NUMEL, 5, 900_000, 11)
+    offsets = [0, 16, 16 + numels[1], 40 + numels[1], 40 + numels[1] + numels[3]]
+    gradients = [torch.full((numel,), 1.0) for numel in numels]
+    gradients[3][-2], gradients[3][700_000], gradients[4][3] = 1e-9, float("nan"), 1e-9
+    gradients[1][0], gradients[2][4] = 0.0, float("inf")
+    chunks = ChunkTable(numels, offsets, [torch.float32] * 5, offsets[-1] + 20, chunk_numel=4096)
+    for dtype in (torch.float16, torch.float32):
+        wire, partials = torch.empty(chunks.wire_numel, dtype=dtype), new_source_partials(chunks.data_rows, CPU)
+        quick_pack(gradients, chunks, PointerTable(), wire, 2.0, partials)
+        assert_source_partials(partials, expected_source_partials(gradients, wire, chunks))
+        assert int(partials.flushed.sum()) == (2 if dtype is torch.float16 else 0)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedreduce
 from fusedreduce.buckets import exchange
 from fusedreduce.buckets.bucket import Bucket, BucketCache, BucketKey, BucketState
+from fusedreduce.buckets.deferred_errors import DeferredErrors
 from fusedreduce.kernels import dispatch
 from fusedreduce.planning.layout import flat_layout
 
@@ -363,3 +364,13 @@ def test_a_new_process_group_agrees_on_every_bucket_again(monkeypatch: pytest.Mo
                 for buffer in buffers:
                     _hook(state, buffer)
         assert len(agreed) == 2 * groups
+
+
+def test_a_future_of_a_group_that_was_replaced_is_not_waited_for() -> None:
+    errors, ended = DeferredErrors(), []
+    future: torch.futures.Future[None] = torch.futures.Future()
+    future.set_exception(RuntimeError("Connection closed by peer"))  # type: ignore[arg-type]
+    errors.add_future(future)
+    errors.clear()
+    errors.raise_at_the_end_of_backward(Loopback(), lambda: ended.append(True))
+    assert ended and errors.pop_error() is None

@@ -371,6 +371,40 @@ def test_backwards_under_no_sync_need_not_be_prepared() -> None:
         waiting = [one + other * (number % 3) for one, other in zip(own, local, strict=True)]
 
 
+@pytest.mark.parametrize("prepared", [True, False])
+def test_zeroed_gradients_do_not_come_back_from_the_stash(prepared: bool) -> None:
+    parameters, communicator = [torch.zeros(3, requires_grad=True)], Loopback()
+    reducer = Reducer(parameters, communicator, _stale(1))
+    step(reducer, [torch.full((3,), 1.0)])
+    clear(parameters)
+    step(reducer, [torch.full((3,), 2.0)])  # `.grad` holds the average of the first step
+    with reducer.no_sync():
+        loss = loss_of(parameters, [torch.full((3,), 9.0)])
+        if prepared:
+            reducer.prepare_for_backward(loss)
+        loss.backward()
+    clear(parameters)
+    step(reducer, [torch.full((3,), 3.0)])
+    assert parameters[0].grad is not None
+    assert torch.equal(parameters[0].grad, communicator.mean(torch.full((3,), 2.0)))
+
+
+def test_every_wire_of_a_bucket_has_the_split_of_an_fp16_wire() -> None:
+    def case(communicator: Communicator) -> list[float | None]:
+        parameters = [torch.zeros(3, requires_grad=True)]
+        reducer = Reducer(parameters, communicator, _stale(1, wire="fp16"))
+        found = []
+        for number in range(6):
+            clear(parameters)
+            step(reducer, [torch.full((3,), 2.0**number)])
+            gradient = parameters[0].grad
+            found.append(None if gradient is None else gradient[0].item())
+        return found
+
+    for found in ThreadWorld(4).run(case):
+        assert found == [None, 1.0, 2.0, 4.0, 8.0, 16.0]
+
+
 def test_plans_change_while_steps_are_under_way() -> None:
     def case(communicator: Communicator) -> None:
         parameters, hashes = _parameters(), set()

@@ -244,6 +244,17 @@ def test_gradients_with_other_strides_are_reduced_and_counted() -> None:
     assert int(reducer.stats()["restrided"]) >= 10, "two of three in each step"
 
 
+def test_a_lazily_negated_gradient_without_elements_is_reduced() -> None:
+    parameters, communicator = _parameters(((0,), (3,))), Loopback()
+    reducer = Reducer(parameters, communicator)
+    parameters[0].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", torch._neg_view(p.grad)))
+    for _ in range(2):
+        gradients = _gradients(parameters)
+        _step(reducer, parameters, gradients)
+        _all_mean(parameters, gradients, communicator)
+        _clear(parameters)
+
+
 def test_a_gradient_that_had_other_strides_once_leaves_nothing_behind() -> None:
     parameters, communicator = _parameters(((128, 129), (3,))), Loopback()
     reducer = Reducer(parameters, communicator)

@@ -44,7 +44,9 @@ class DelayedMode:
 
     def restore_gradients(self, *, local: bool = False) -> None:
         """See `Mode`."""
-        if not (local and self._stash.local()):
+        if local and self._stash.local():
+            self._stash.keep()
+        else:
             self._stash.put_back()
 
     def optimizer_steps(self) -> None:
