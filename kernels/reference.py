@@ -139,8 +139,7 @@ def reduce_partials(partials: Partials, spans: Spans) -> Totals:
 def reduce_source_partials(partials: SourcePartials, spans: Spans) -> SourceTotals:
     """Reduces partials of pack per parameter; arguments as for `kernels.dispatch.reduce_source_partials`."""
     device, pairs = partials.flushed.device, spans[1:].view(-1, 2).tolist()
-    first, flushed = torch.full((len(pairs),), -1, device=device), torch.zeros(len(pairs), dtype=torch.int64)
-    flushed = flushed.to(device)
+    first, flushed = (torch.full((len(pairs),), value, device=device) for value in (-1, 0))
     for parameter, (begin, end) in enumerate(pairs):
         first[parameter] = _lowest(partials.first_non_finite[begin:end])
         flushed[parameter] = partials.flushed[begin:end].sum()

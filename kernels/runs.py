@@ -82,12 +82,13 @@ def _run(chunks: ChunkTable, slots: range, end: int) -> Run:
     if chunks.shapes is not None and numel == end - begin > 0 and len(dtypes) == 1:
         shapes = chunks.shapes[slots.start : slots.stop]
         inner = shapes[0][0][1:]
-        if all(size and size[1:] == inner and _is_contiguous(size, strides) for size, strides in shapes):
+        if all(size and size[1:] == inner and is_contiguous(size, strides) for size, strides in shapes):
             trailing = inner
     return Run(slots, begin, end, numel, dtypes, dtype, trailing)
 
 
-def _is_contiguous(size: Sequence[int], strides: Sequence[int]) -> bool:
+def is_contiguous(size: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor of this size and these strides is contiguous."""
     numel = 1
     for length, stride in zip(reversed(size), reversed(strides), strict=True):
         if length != 1 and stride != numel:

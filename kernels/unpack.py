@@ -59,22 +59,9 @@ def _unpack_kernel(
     address, begin, count, offset, dtype = load_row(addresses, rows, program)
     WIRE: tl.constexpr = wire.dtype.element_ty
     WATCH: tl.constexpr = STORED if STATS else NOTHING
-    place = (wire + offset).to(tl.int64)
+    place, scale = (wire + offset).to(tl.int64), tl.load(scalar)
     sums, marks, edge_sums, edge_marks = walk_gradient(
-        address,
-        begin,
-        place,
-        count,
-        tl.load(scalar),
-        dtype,
-        FROM_WIRE,
-        WIRE,
-        FP64,
-        MULTIPLY,
-        WATCH,
-        TILE_BYTES,
-        LANES,
-        HINT,
+        address, begin, place, count, scale, dtype, FROM_WIRE, WIRE, FP64, MULTIPLY, WATCH, TILE_BYTES, LANES, HINT
     )
     if STATS:
         # Read again, rather than kept in registers.

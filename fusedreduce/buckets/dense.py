@@ -11,6 +11,7 @@ import torch
 from ..comm.protocol import Communicator, Pending
 from ..comm.waiting import wait_for
 from ..kernels import dispatch
+from ..kernels.runs import is_contiguous
 from ..kernels.table import Partials, PointerTable, SourcePartials
 from ..planning.layout import aligned_layout, flat_layout
 from . import exchange
@@ -77,7 +78,7 @@ class DenseReduction(WritesPartials):
         self._complete = False  # every parameter had a gradient when the bucket was launched
         self._staged: dict[int, torch.Tensor] = {}
         self._real = not any(dtype.is_complex for dtype in self._dtypes)
-        self._contiguous = all(torch.empty(size, device="meta").stride() == strides for size, strides in self._shapes)
+        self._contiguous = all(is_contiguous(size, strides) for size, strides in self._shapes)
 
     def launch(self, divisor: float) -> StartedCollective:
         """Packs the gradients and starts the all-reduce; keeps which tensors these were, and at which versions."""

@@ -259,7 +259,7 @@ class StepCycle:
         elif step.mark_ready(index, time.perf_counter_ns()):
             with self.lock:
                 if self.state is ARMED and self.step is step:  # else another thread has called reset() or close()
-                    try:
+                    try:  # as `_noting_failures`, without the 2 us of a context manager
                         self._advance()
                     except BaseException as error:
                         self._note_failure(error)
