@@ -70,7 +70,7 @@ class GradientTable:
         for number, parameter in enumerate(self._parameters):
             if parameter.is_complex() and parameter.grad is not None:
                 found.put_peak(number, parameter.grad)
-        return found.totals(whole=len(self._groups) == 1)
+        return found.totals()
 
     def multiply(self, factor: torch.Tensor) -> None:
         """Multiplies every gradient in place, in fp32 (fp64 for fp64).
@@ -132,7 +132,7 @@ class Gathered:
         self._peaks: list[tuple[int, torch.Tensor]] = []
 
     def put(self, numbers: Sequence[int], totals: Totals) -> None:
-        """Adds the totals of one launch, of the parameters `numbers`."""
+        """Adds the totals of one launch, of the parameters `numbers`, ascending."""
         self._parts.append((numbers, totals))
 
     def put_one(self, number: int, values: torch.Tensor, *, judged: bool = True) -> None:
@@ -143,13 +143,9 @@ class Gathered:
         """Adds a complex gradient, whose largest absolute value is not that of its real and imaginary parts."""
         self._peaks.append((number, gradient))
 
-    def totals(self, *, whole: bool) -> Totals:
-        """The totals of all parameters.
-
-        Args:
-            whole: one launch had every parameter, in order, so that its totals can be returned as they are.
-        """
-        if whole and len(self._parts) == 1 and not self._ones and not self._peaks:
+    def totals(self) -> Totals:
+        """The totals of all parameters."""
+        if len(self._parts) == 1 and not self._ones and not self._peaks:
             numbers, only = self._parts[0]
             if len(numbers) == self._count:
                 return only
@@ -194,3 +190,8 @@ def summary(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     first = torch.where(bad, index, flat.numel()).amin()
     peak = torch.cat([flat.abs(), flat.new_zeros(1)]).amax()
     return flat.square().sum(), peak, torch.where(first < flat.numel(), first, -1)
+
+
+def write_summary(partials: Partials, values: torch.Tensor) -> None:
+    """Writes the `summary` of a sparse gradient's real values into its one row."""
+    partials.sums[0], partials.peaks[0], partials.first_non_finite[0] = summary(values)

@@ -13,7 +13,7 @@ from ..comm.protocol import Communicator, Pending
 from ..comm.waiting import wait_for
 from .comm_hook import CommHook, call_hook, reduced_value
 from .grad_bucket import GradBucket
-from .gradient_table import summary
+from .gradient_table import summary, write_summary
 from .loss_scale import Unscaling
 from .reduction import Members, StartedCollective, WritesPartials, check_unchanged
 from .sparse_kinds import KindsOfStep, SparseKinds, kind_of
@@ -144,8 +144,7 @@ class SparseReduction(WritesPartials):
             value = value * inverse[0]
         self._parameter.grad = value
         if self.result is not None:
-            sums, peaks, first = summary(writable_values(self._parameter))
-            self.result.sums[0], self.result.peaks[0], self.result.first_non_finite[0] = sums, peaks, first
+            write_summary(self.result, writable_values(self._parameter))
 
     @property
     def rows(self) -> int:

@@ -10,6 +10,7 @@ Adding up the partial results takes two small launches per step, and only if a s
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -19,15 +20,13 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buckets.bucket import Bucket
-from ..buckets.gradient_table import Gathered
 from ..buckets.stats.bucket_partials import BucketPartials, JoinedPartials
 from ..buckets.stats.grad_stats import counted_numel, norm_of, plain_numbers
 from ..buckets.stats.non_finite import FiniteCheck, NonFiniteReport, Started
-from ..buckets.stats.partial_stats import one_source
+from ..buckets.stats.partial_stats import gather, source_totals
 from ..comm.protocol import Communicator
 from ..config import ReduceConfig
 from ..errors import FusedReduceError
-from ..kernels import dispatch
 from ..kernels.table import SourceTotals, Totals
 
 
@@ -181,7 +180,7 @@ class HookStats:
         if self._finite is not None:
             assert step.started is not None
             self._finite.complete(step.started)
-            self._finite.end_step(number, _totals(step), places=_Places(step, self._names))
+            self._finite.end_step(number, _totals(step), locate=functools.partial(_locate, step, self._names))
             self._finite.check()
 
     def _pop_step(self) -> ShownStep:
@@ -227,33 +226,17 @@ class ShownStep:
     source: SourceTotals | None = None
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Names the parameters of a step, for reports."""
-
-    step: ShownStep
-    names: MutableMapping[torch.Tensor, str]
-
-    def name(self, number: int) -> str:
-        """The name that the user gave, or the position in DDP's buckets."""
-        if number >= self.step.firsts[-1]:
-            return f"parameter {number}"  # of a module that the state serves on another rank only
-        rows, slot = self._place(number)
-        parameter = rows.parameter(slot)
-        given = None if parameter is None else self.names.get(parameter)
-        return given or f"bucket {rows.index}, parameter {slot} of shape {rows.shapes[slot]}"
-
-    def element(self, number: int, index: int) -> int:
-        """Index within the parameter, of one that counts real numbers from the bucket's begin."""
-        if number >= self.step.firsts[-1]:
-            return index
-        rows, slot = self._place(number)
-        within = index - rows.begins[slot]
-        return within // 2 if rows.complex_[slot] else within
-
-    def _place(self, number: int) -> tuple[BucketPartials, int]:
-        bucket = bisect.bisect_right(self.step.firsts, number) - 1
-        return self.step.shown[bucket], number - self.step.firsts[bucket]
+def _locate(step: ShownStep, names: MutableMapping[torch.Tensor, str], number: int, index: int) -> tuple[str, int]:
+    """See `Locate`: the name that the user gave, or the position in DDP's buckets; `index` counts from the bucket."""
+    if number >= step.firsts[-1]:
+        return f"parameter {number}", index  # of a module that the state serves on another rank only
+    bucket = bisect.bisect_right(step.firsts, number) - 1
+    rows, slot = step.shown[bucket], number - step.firsts[bucket]
+    parameter = rows.parameter(slot)
+    given = None if parameter is None else names.get(parameter)
+    within = index - rows.begins[slot]
+    element = within // 2 if rows.complex_[slot] else within
+    return given or f"bucket {rows.index}, parameter {slot} of shape {rows.shapes[slot]}", element
 
 
 def _bring_together(step: ShownStep) -> list[JoinedPartials]:
@@ -269,24 +252,18 @@ def _bring_together(step: ShownStep) -> list[JoinedPartials]:
 
 def _totals(step: ShownStep) -> Totals:
     """Totals of the reduced gradients, on the first bucket's device."""
-    if step.totals is not None:
-        return step.totals
-    gathered = Gathered(step.firsts[-1], step.together[0].device)
-    for one in step.together:
-        assert one.result is not None
-        gathered.put(one.numbers, dispatch.reduce_partials(one.result, one.spans))
-    for number, gradient in step.complex_:
-        gathered.put_peak(number, gradient)
-    step.totals = gathered.totals(whole=len(step.together) == 1)
+    if step.totals is None:
+        gathered = gather(step.together, step.firsts[-1], step.shown[0].device)
+        for number, gradient in step.complex_:
+            gathered.put_peak(number, gradient)
+        step.totals = gathered.totals()
     return step.totals
 
 
 def _source(step: ShownStep) -> SourceTotals:
     """Totals of this rank's own gradients, before the reduction."""
-    if step.source is not None:
-        return step.source
-    found = [(one.numbers, dispatch.reduce_source_partials(one.source, one.spans)) for one in step.together]
-    step.source = one_source(found, step.firsts[-1], step.together[0].device)
+    if step.source is None:
+        step.source = source_totals(step.together, step.firsts[-1], step.shown[0].device)
     return step.source
 
 

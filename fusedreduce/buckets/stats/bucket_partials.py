@@ -18,8 +18,9 @@ import torch
 
 from ...kernels import dispatch
 from ...kernels.table import ChunkTable, Partials, PointerTable, SourcePartials, new_partials, new_source_partials
-from ..gradient_table import summary
+from ..gradient_table import summary, write_summary
 from ..tensors import as_real, real_dtype, real_numel
+from .partial_stats import DeviceRows
 
 
 class BucketPartials:
@@ -98,18 +99,17 @@ class BucketPartials:
     def measure_sparse_result(self, reduced: torch.Tensor) -> None:
         """Writes the statistics of a reduced sparse gradient."""
         values = reduced.detach().coalesce().values()
-        sums, peak, first = summary(as_real(values))
-        if values.is_complex():
-            peak = values.abs().amax() if values.numel() else peak
-        self.result.sums[0], self.result.peaks[0], self.result.first_non_finite[0] = sums, peak, first
+        write_summary(self.result, as_real(values))
+        if values.is_complex() and values.numel():
+            self.result.peaks[0] = values.abs().amax()
 
     def _measure(self, flat: torch.Tensor, partials: Partials) -> None:
         assert self.chunks is not None
         dispatch.measure([flat] * len(self), self.chunks, self._pointers, partials, vouched=True)
 
 
-class JoinedPartials:
-    """The rows of one device's buckets, next to each other, so that one launch adds them up.
+class JoinedPartials(DeviceRows):
+    """The rows of all buckets of one device.
 
     Args:
         buckets: (number of the first parameter, rows) of each. Pack has written the rows; unpack may not have.
@@ -117,18 +117,14 @@ class JoinedPartials:
 
     def __init__(self, buckets: Sequence[tuple[int, BucketPartials]]) -> None:
         self.buckets = list(buckets)
-        self.device = buckets[0][1].device
-        self.numbers = [number + slot for number, rows in buckets for slot in range(len(rows))]
-        begins = itertools.accumulate((rows.rows for _, rows in buckets), initial=0)
-        spans = [
-            begin + row
-            for begin, (_, rows) in zip(begins, buckets, strict=False)
-            for span in rows.spans
-            for row in span
-        ]
-        self.spans = torch.tensor([len(self.numbers), *spans], dtype=torch.int64).to(self.device)
-        self.source = SourcePartials(**_joined([rows.source for _, rows in buckets]))
-        self.result: Partials | None = None
+        spans: dict[int, tuple[int, int]] = {}
+        begin = 0
+        for number, rows in buckets:
+            for slot, (low, high) in enumerate(rows.spans):
+                spans[number + slot] = begin + low, begin + high
+            begin += rows.rows
+        source = SourcePartials(**_joined([rows.source for _, rows in buckets]))
+        super().__init__(spans, buckets[0][1].device, source, None)
 
     def serves(self, buckets: Sequence[tuple[int, BucketPartials]]) -> bool:
         """Whether these are the buckets, and their rows still lie here."""
@@ -138,6 +134,7 @@ class JoinedPartials:
         """Makes unpack write here from the next step on; called once it has written the buckets' own rows."""
         if self.result is not None:
             return
+        assert self.source is not None
         self.result = Partials(**_joined([rows.result for _, rows in self.buckets]))
         begin = 0
         for _, rows in self.buckets:

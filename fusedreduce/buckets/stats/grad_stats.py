@@ -10,6 +10,7 @@ architecture, another Triton), the largest of the ranks' sums is every rank's.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -26,7 +27,7 @@ from ..gradient_table import GradientTable, index_of
 from ..loss_scale import LossScaleState
 from ..reduction import Reduction
 from ..tensors import as_real, real_dtype, real_numel, versions_of
-from .non_finite import FiniteCheck, Named, Started
+from .non_finite import FiniteCheck, Started
 from .partial_stats import PartialStats
 
 # Zeros in place of gradients, and their reduction.
@@ -72,10 +73,9 @@ class GradStats:
         self.additions = 0
         # The gradients that they are of, and their versions.
         self._stamp: tuple[list[weakref.ref[torch.Tensor] | None], list[int]] | None = None
-        complex_ = [parameter.is_complex() for parameter in parameters]
-        raises = config.check_finite == "raise"
         self._checks = config.check_finite != "off"
-        self._finite = FiniteCheck(Named(names, complex_), communicator, raises=raises)
+        locate = functools.partial(_locate, names, [parameter.is_complex() for parameter in parameters])
+        self._finite = FiniteCheck(locate, communicator, raises=config.check_finite == "raise")
         self._shadows: list[Shadow] = []
         self.before_reading: Callable[[], None] = _nothing
 
@@ -389,6 +389,11 @@ class GradStats:
 
 
 def _nothing() -> None: ...
+
+
+def _locate(names: Sequence[str], complex_: Sequence[bool], number: int, index: int) -> tuple[str, int]:
+    """See `Locate`; a complex element is a pair in memory."""
+    return names[number], index // 2 if complex_[number] else index
 
 
 def plain_numbers(

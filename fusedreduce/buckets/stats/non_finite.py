@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
@@ -69,39 +69,8 @@ class NonFiniteReport:
         return f"{text}. Not finite after the reduction: {shortened(self.reduced, _SHOWN) or 'none'}"
 
 
-class Places(Protocol):
-    """Translates numbers of parameters, and indices in memory, for a report."""
-
-    def name(self, number: int) -> str:
-        """The name of a parameter."""
-        ...
-
-    def element(self, number: int, index: int) -> int:
-        """The element of a parameter that lies at `index` in memory."""
-        ...
-
-
-@dataclass(frozen=True)
-class Named:
-    """Parameters with names.
-
-    Args:
-        names: their names.
-        complex_: per parameter whether it is complex: its elements are pairs in memory.
-    """
-
-    names: Sequence[str]
-    complex_: Sequence[bool]
-
-    def name(self, number: int) -> str:
-        """The name of a parameter."""
-        return self.names[number]
-
-    def element(self, number: int, index: int) -> int:
-        """The element of a parameter that lies at `index` in memory."""
-        return index // 2 if self.complex_[number] else index
-
-
+# Name and element of (number of a parameter, index within its memory), for a report.
+Locate: TypeAlias = Callable[[int, int], tuple[str, int]]
 # A collective that `FiniteCheck.start_exchange` has started, and the tensor that it will fill.
 Started = tuple[Pending, torch.Tensor]
 
@@ -116,14 +85,14 @@ class _Outcome:
     first: torch.Tensor  # int64 [P], on the device: where
     known: torch.cuda.Event | None
     excused: bool
-    places: Places
+    locate: Locate
 
 
 class FiniteCheck:
     """The reports of one reducer.
 
     Args:
-        places: the parameters; None: `end_step` is given those of each step.
+        locate: describes a parameter; None: `end_step` is given that of each step.
         communicator: the ranks.
         raises: raise at the end of the step.
 
@@ -132,8 +101,8 @@ class FiniteCheck:
         reports: the latest ones.
     """
 
-    def __init__(self, places: Places | None, communicator: Communicator, *, raises: bool) -> None:
-        self._places = places
+    def __init__(self, locate: Locate | None, communicator: Communicator, *, raises: bool) -> None:
+        self._locate = locate
         self._communicator = communicator
         self._raises = raises
         self._in_flight: Started | None = None
@@ -178,18 +147,18 @@ class FiniteCheck:
         in_flight, self._in_flight = self._in_flight, None
         return in_flight
 
-    def end_step(self, step: int, totals: Totals, *, excused: bool = False, places: Places | None = None) -> None:
+    def end_step(self, step: int, totals: Totals, *, excused: bool = False, locate: Locate | None = None) -> None:
         """Ends a step: reports what was not finite in it.
 
         Args:
             step: its number, from 1.
             totals: of the reduced gradients.
             excused: a loss scaler is attached, which finds its scale by overflows: nothing is raised or warned of.
-            places: the step's parameters, where they differ from step to step.
+            locate: describes the step's parameters, where they differ from step to step.
         """
         gathered, self._gathered = self._gathered, None
-        places = places or self._places
-        assert gathered is not None and places is not None
+        locate = locate or self._locate
+        assert gathered is not None and locate is not None
         count = totals.total[2:3]
         if gathered.is_cuda and not self._raises:
             ranks, host_count = (torch.empty_like(one, device="cpu", pin_memory=True) for one in (gathered, count))
@@ -198,9 +167,9 @@ class FiniteCheck:
             known = torch.cuda.Event()
             # The copies are on the stream of what they read, whichever device is current here.
             known.record(torch.cuda.current_stream(gathered.device))
-            self._outcomes.append(_Outcome(step, ranks, host_count, totals.first_non_finite, known, excused, places))
+            self._outcomes.append(_Outcome(step, ranks, host_count, totals.first_non_finite, known, excused, locate))
             return
-        self._outcomes.append(_Outcome(step, gathered, count, totals.first_non_finite, None, excused, places))
+        self._outcomes.append(_Outcome(step, gathered, count, totals.first_non_finite, None, excused, locate))
         latest = self.make_reports()
         self._latest = None if excused else latest
 
@@ -247,14 +216,12 @@ class FiniteCheck:
         self.drop_step()
 
     def _report(self, outcome: _Outcome) -> NonFiniteReport | None:
-        culprits = []
-        places = outcome.places
-        for rank, (number, index) in enumerate(outcome.ranks.tolist()):
-            if number >= 0:
-                culprits.append(Culprit(rank, places.name(number), places.element(number, index)))
+        ranks = enumerate(outcome.ranks.tolist())
+        culprits = [Culprit(rank, *outcome.locate(number, index)) for rank, (number, index) in ranks if number >= 0]
         reduced: tuple[str, ...] = ()
         if outcome.count.item() > 0:
-            reduced = tuple(places.name(number) for number, index in enumerate(outcome.first.tolist()) if index >= 0)
+            first = enumerate(outcome.first.tolist())
+            reduced = tuple(outcome.locate(number, index)[0] for number, index in first if index >= 0)
         if not culprits and not reduced:
             return None
         report = NonFiniteReport(outcome.step, tuple(culprits), reduced)

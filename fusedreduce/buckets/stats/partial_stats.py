@@ -9,7 +9,7 @@ order of registration, take two small launches per step, and only on request.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -35,7 +35,7 @@ class PartialStats:
     ) -> None:
         self.result, self.source = result, source
         self._parameters = parameters
-        self._parts: list[_Part] = []
+        self._parts: list[DeviceRows] = []
         self._complex = [number for number, parameter in enumerate(parameters) if parameter.is_complex()]
         self._left: list[int] = []
         self._totals: Totals | None = None
@@ -45,7 +45,7 @@ class PartialStats:
         devices: dict[torch.device, list[Reduction]] = {}
         for reduction in reductions:
             devices.setdefault(reduction.members.device, []).append(reduction)
-        self._parts = [_Part(device, some, result=result, source=source) for device, some in devices.items()]
+        self._parts = [self._part(device, some) for device, some in devices.items()]
 
     def begin_step(self) -> None:
         """Called before the rows of a new step are written."""
@@ -64,10 +64,7 @@ class PartialStats:
     def totals(self) -> Totals:
         """Totals of the latest step's reduced gradients, in order of registration, on the first parameter's device."""
         if self._totals is None:
-            gathered = Gathered(len(self._parameters), self._parameters[0].device)
-            for part in self._parts:
-                assert part.result is not None
-                gathered.put(part.numbers, dispatch.reduce_partials(part.result, part.spans))
+            gathered = gather(self._parts, len(self._parameters), self._parameters[0].device)
             for number in self._left:
                 # They count for the norm, because an optimizer steps with them; non-finite ones were reported in
                 # their own step, on every rank alike.
@@ -75,50 +72,19 @@ class PartialStats:
             for number in self._complex:
                 if (gradient := self._parameters[number].grad) is not None:
                     gathered.put_peak(number, gradient)
-            self._totals = gathered.totals(whole=len(self._parts) == 1)
+            self._totals = gathered.totals()
         return self._totals
 
     def source_totals(self) -> SourceTotals:
         """Totals of this rank's gradients of the latest step, before the reduction."""
         if self._source_totals is None:
-            found = []
-            for part in self._parts:
-                assert part.source is not None
-                found.append((part.numbers, dispatch.reduce_source_partials(part.source, part.spans)))
-            self._source_totals = one_source(found, len(self._parameters), self._parameters[0].device)
+            self._source_totals = source_totals(self._parts, len(self._parameters), self._parameters[0].device)
         return self._source_totals
 
-
-def one_source(found: Sequence[tuple[Sequence[int], SourceTotals]], count: int, device: torch.device) -> SourceTotals:
-    """Brings the totals of several launches together.
-
-    Args:
-        found: per launch the numbers of its parameters, ascending, and their totals.
-        count: number of parameters.
-        device: of the result.
-    """
-    if len(found) == 1 and len(found[0][0]) == count:
-        return found[0][1]
-    first = torch.full((count,), -1, dtype=torch.int64, device=device)
-    flushed = torch.zeros_like(first)
-    for numbers, part in found:
-        index = index_of(tuple(numbers), device)
-        first[index] = part.first_non_finite.to(device)
-        flushed[index] = part.flushed.to(device)
-    bad = first >= 0
-    lowest = bad.to(torch.int64).argmax()
-    none = torch.full_like(lowest, -1)
-    which = torch.stack([torch.where(bad.any(), lowest, none), torch.where(bad.any(), first[lowest], none)])
-    return SourceTotals(first_non_finite=first, flushed=flushed, first=which)
-
-
-class _Part:
-    """The rows of one device's buckets, and which belong to each parameter, in order of registration."""
-
-    def __init__(self, device: torch.device, reductions: Sequence[Reduction], *, result: bool, source: bool) -> None:
+    def _part(self, device: torch.device, reductions: Sequence[Reduction]) -> DeviceRows:
         rows = sum(reduction.rows for reduction in reductions)
-        self.result: Partials | None = new_partials(rows, device) if result else None
-        self.source: SourcePartials | None = new_source_partials(rows, device) if source else None
+        result = new_partials(rows, device) if self.result else None
+        source = new_source_partials(rows, device) if self.source else None
         spans: dict[int, tuple[int, int]] = {}
         begin = 0
         for reduction in reductions:
@@ -126,10 +92,67 @@ class _Part:
             for number, (low, high) in zip(reduction.members.numbers, reduction.spans(), strict=True):
                 spans[number] = begin + low, begin + high
             reduction.collect(
-                None if self.source is None else self.source.part(begin, end),
-                None if self.result is None else self.result.part(begin, end),
+                None if source is None else source.part(begin, end), None if result is None else result.part(begin, end)
             )
             begin = end
+        return DeviceRows(spans, device, source, result)
+
+
+class DeviceRows:
+    """The rows of one device's buckets, next to each other, so that one launch adds them up.
+
+    Args:
+        spans: by the parameter's number its rows, [begin, end).
+        device: of the rows.
+        source: the rows of pack; None: none.
+        result: the rows of unpack; None: none (yet).
+    """
+
+    def __init__(
+        self,
+        spans: Mapping[int, tuple[int, int]],
+        device: torch.device,
+        source: SourcePartials | None,
+        result: Partials | None,
+    ) -> None:
         self.numbers = sorted(spans)
         flat = [row for number in self.numbers for row in spans[number]]
         self.spans: Spans = torch.tensor([len(self.numbers), *flat], dtype=torch.int64).to(device)
+        self.source = source
+        self.result = result
+
+
+def gather(parts: Sequence[DeviceRows], count: int, device: torch.device) -> Gathered:
+    """Adds up the rows of unpack.
+
+    Args:
+        parts: the rows.
+        count: number of parameters.
+        device: of the result.
+    """
+    gathered = Gathered(count, device)
+    for part in parts:
+        assert part.result is not None
+        gathered.put(part.numbers, dispatch.reduce_partials(part.result, part.spans))
+    return gathered
+
+
+def source_totals(parts: Sequence[DeviceRows], count: int, device: torch.device) -> SourceTotals:
+    """Adds up the rows of pack; arguments as `gather`."""
+    found = []
+    for part in parts:
+        assert part.source is not None
+        found.append((part.numbers, dispatch.reduce_source_partials(part.source, part.spans)))
+    if len(found) == 1 and len(found[0][0]) == count:
+        return found[0][1]
+    first = torch.full((count,), -1, dtype=torch.int64, device=device)
+    flushed = torch.zeros_like(first)
+    for numbers, totals in found:
+        index = index_of(tuple(numbers), device)
+        first[index] = totals.first_non_finite.to(device)
+        flushed[index] = totals.flushed.to(device)
+    bad = first >= 0
+    lowest = bad.to(torch.int64).argmax()
+    none = torch.full_like(lowest, -1)
+    which = torch.stack([torch.where(bad.any(), lowest, none), torch.where(bad.any(), first[lowest], none)])
+    return SourceTotals(first_non_finite=first, flushed=flushed, first=which)
