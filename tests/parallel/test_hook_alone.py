@@ -19,6 +19,7 @@ import fusedreduce
 from fusedreduce.buckets import exchange
 from fusedreduce.buckets.bucket import Bucket, BucketCache, BucketKey, BucketState
 from fusedreduce.buckets.deferred_errors import DeferredErrors
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.kernels import dispatch
 from fusedreduce.planning.layout import flat_layout
 
@@ -325,7 +326,7 @@ def test_a_dead_peer_is_no_unsupported_wire(alone: None, monkeypatch: pytest.Mon
     def gone(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(dist, "all_reduce", gone)
+    monkeypatch.setattr(ProcessGroupCommunicator, "all_reduce", gone)
     with pytest.raises(RuntimeError, match="Connection closed") as caught:
         _hook(fusedreduce.FusedHookState(), torch.ones(3))
     assert not isinstance(caught.value, fusedreduce.UnsupportedWireError)

@@ -376,11 +376,11 @@ def errors_of_users(rank: int, world: int) -> None:
 def connects_before_backward(rank: int, world: int) -> None:
     """A backend that makes a communicator at its first collective, as NCCL does, makes ours outside of backward."""
     seen: list[tuple[object, int, bool]] = []
-    all_reduce = dist.all_reduce
+    all_reduce = ProcessGroupCommunicator.all_reduce
 
-    def recorded(tensor: torch.Tensor, **options: Any) -> Any:
-        seen.append((options["group"], tensor.numel(), in_backward()))
-        return all_reduce(tensor, **options)
+    def recorded(communicator: ProcessGroupCommunicator, tensor: torch.Tensor, *op: Any) -> Any:
+        seen.append((communicator.group, tensor.numel(), in_backward()))
+        return all_reduce(communicator, tensor, *op)
 
     def own_group() -> object:
         own = ddp._ours().pipeline.mode
@@ -389,7 +389,7 @@ def connects_before_backward(rank: int, world: int) -> None:
 
     group = _group(world)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(dist, "all_reduce", recorded)
+        patched.setattr(ProcessGroupCommunicator, "all_reduce", recorded)
         ddp = wrapped(mlp(), process_group=group)
         optimizer = SGD(ddp.parameters(), lr=0.01)
         assert [one for one in seen if one[0] is own_group()] == [(own_group(), 1, False)]
@@ -406,10 +406,11 @@ def connects_before_backward(rank: int, world: int) -> None:
         loss_of(out).backward()
         flushed(ddp, optimizer)
 
-        def refused(tensor: torch.Tensor, **options: Any) -> Any:
+        def refused(communicator: ProcessGroupCommunicator, tensor: torch.Tensor, *op: Any) -> Any:
+            all_reduce(communicator, tensor, *op).wait()  # a peer that closes while we connect is another error
             raise RuntimeError("no route to host")
 
-        patched.setattr(dist, "all_reduce", refused)
+        patched.setattr(ProcessGroupCommunicator, "all_reduce", refused)
         groups = len(dist.distributed_c10d._world.pg_map)
         with pytest.raises(fusedreduce.CollectiveError, match=f"rank {rank}: .*own group.*no route to host"):
             wrapped(mlp(), process_group=group)
