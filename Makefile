@@ -1,4 +1,4 @@
-# make demo | quick | test | full | docs | faults | conformance | integrations | check | compile | clean: each sets up what it needs, once.
+# make demo | quick | test | full | docs | faults | conformance | integrations | versions | check | compile | clean: each sets up what it needs, once.
 # make gpu-check uses what the machine has: a GPU, torch and triton.
 #
 #   PYTHON=python3.12     the interpreter to build .venv with (default: the first fit one on PATH)
@@ -23,7 +23,7 @@ PERF := $(if $(wildcard perf/*.py),perf)
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo quick quick-tests test full docs faults conformance integrations check compile gpu-check clean
+.PHONY: help demo quick quick-tests test full docs faults conformance integrations versions check compile gpu-check clean
 .DELETE_ON_ERROR:
 
 # A caller's settings that would aim Python or pip past .venv.
@@ -68,6 +68,7 @@ help:
 	@echo "make faults       plant faults one by one, and see that tests find each (ARGS=\"kernels\", ARGS=\"--list\", ...)"
 	@echo "make conformance  run torch's own DDP tests against ours (ARGS=\"--world 3\", ARGS=\"--hook bf16\", ...)"
 	@echo "make integrations  run docs/frameworks with the real packages, in $(FRAMEWORKS) (ARGS=\"ray\", ARGS=\"accelerate trainer\", ...)"
+	@echo "make versions     kernels with each Triton that is supported; ARGS=full: every test with the oldest and newest torch"
 	@echo "make gpu-check    with this machine's python3, torch and triton: all that only an NVIDIA GPU can say, in 9 minutes"
 	@echo "make check        lint, format and types only"
 	@echo "make compile      every kernel compiled for every architecture, and its machine code checked"
@@ -158,11 +159,15 @@ integrations: $(FRAMEWORKS)/.installed
 	@echo "==> frameworks $(ARGS)"
 	@env -u TRITON_INTERPRET $(FRAMEWORKS)/bin/python tests/integrations/run_pages.py $(ARGS)
 
+versions: $(STAMP)
+	@echo "==> other versions of torch and Triton $(ARGS)"
+	@env -u TRITON_INTERPRET $(PY) tests/versions/run.py $(ARGS)
+
 gpu-check:
 	@echo "==> what only a GPU can say $(ARGS)"
 	@env -u TRITON_INTERPRET $(if $(PYTHONPATH),PYTHONPATH="$(PYTHONPATH)") $(GPU_PYTHON) perf/gpu_check.py $(ARGS)
 
 clean:
-	@echo "==> removing $(VENV), $(FRAMEWORKS), out/, build outputs and caches"
-	@rm -rf $(VENV) $(FRAMEWORKS) out build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@echo "==> removing $(VENV), $(FRAMEWORKS), .versions/, out/, build outputs and caches"
+	@rm -rf $(VENV) $(FRAMEWORKS) .versions out build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -path ./.git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +

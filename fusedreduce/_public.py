@@ -1,5 +1,9 @@
 """The public names, which `fusedreduce` hands on when one of them is asked for."""
 
+import warnings
+
+import torch
+
 from . import collective as collective
 from .comm.init_process_group import init_process_group as init_process_group
 from .comm.local.group import LocalGroup as LocalGroup
@@ -29,3 +33,9 @@ from .parallel.install import uninstall as uninstall
 from .parallel.sync_server import SyncServer as SyncServer
 from .planning.bucketing import BucketCaps as BucketCaps
 from .reducer.reducer import Reducer as Reducer
+
+_NEWEST_TORCH = "2.15"  # of those in docs/versions.md
+if tuple(map(int, torch.__version__.split(".")[:2])) > tuple(map(int, _NEWEST_TORCH.split("."))):
+    warnings.warn(
+        f"fusedreduce has been tested with torch up to {_NEWEST_TORCH}; this is {torch.__version__}", stacklevel=2
+    )

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import triton
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-BEFORE_3_7 = VERSION < (3, 7)
 # What each launch asks of `knobs.compilation`, since it is part of the key of a compilation. Only versions with which
-# tests/kernels/test_kept_launch.py has passed; with others every launch is Triton's own.
-_ASKED: Mapping[tuple[int, ...], tuple[str, ...]] = {
+# `make versions` has passed: with others every launch is Triton's own, and the machine code is not judged.
+TESTED: Mapping[tuple[int, ...], tuple[str, ...]] = {
     **dict.fromkeys(((3, 6), (3, 7), (3, 8)), ("instrumentation_mode",)),
     (3, 9): ("instrumentation_mode", "fpsan_homomorphic_casts"),
 }
-KNOBS_OF_A_LAUNCH = _ASKED.get(VERSION, ())
+KNOBS_OF_A_LAUNCH = TESTED.get(VERSION, ())
+if max(TESTED) < VERSION:
+    newest = ".".join(map(str, max(TESTED)))
+    warnings.warn(f"fusedreduce has been tested with triton up to {newest}; this is {triton.__version__}", stacklevel=2)
 
 
 def attributes_of_constexprs(values: Mapping[int, object]) -> dict[tuple[int], list[Any]]:
@@ -31,16 +34,19 @@ def attributes_of_constexprs(values: Mapping[int, object]) -> dict[tuple[int], l
     Returns:
         An empty list per position.
     """
-    return {(place,): [] for place, value in values.items() if isinstance(value, str) or not BEFORE_3_7}
+    return {(place,): [] for place, value in values.items() if isinstance(value, str) or VERSION >= (3, 7)}
 
 
 def mend_interpreter() -> None:
-    """Lets the interpreter of 3.6 take a scalar as the end of a loop, as that of 3.7 does.
+    """Lets kernels run in the interpreters of 3.6 and 3.9 as they do in those between."""
+    if VERSION < (3, 7):
+        _take_scalars_as_ends()
+    if VERSION == (3, 9):
+        _take_combined_masks()
 
-    A scalar is an array of one element there, and 3.6 calls int() on it, which numpy refuses from 2.4 on.
-    """
-    if not BEFORE_3_7:
-        return
+
+def _take_scalars_as_ends() -> None:
+    """Loops may end at a scalar: an array of one element, on which 3.6 calls int(), which numpy refuses from 2.4 on."""
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     patch_tensor = interpreter._patch_lang_tensor
 
@@ -49,3 +55,15 @@ def mend_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
+def _take_combined_masks() -> None:
+    """Masks may be made by `&`: of comparisons, which carry the dtype of what they compare, 3.9 makes integers."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    operate = interpreter.InterpreterBuilder.binary_op
+
+    def operate_on_booleans(builder: Any, left: Any, right: Any, operation: Any) -> Any:
+        result = operate(builder, left, right, operation)
+        return interpreter.TensorHandle(result.data, triton.language.int1) if result.data.dtype == bool else result
+
+    interpreter.InterpreterBuilder.binary_op = operate_on_booleans

@@ -42,8 +42,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .. import combine, pack, stats, support, unpack, walk
-from ..triton_versions import attributes_of_constexprs
+from .. import combine, pack, stats, support, triton_versions, unpack, walk
 from ..variants import TRITON_NAMES, WARP_SIZE, Variant, interpreted, tuning_for
 from .disassembly import parse_gcn, parse_sass
 from .record import RECORD, BranchRow, Place, Row, Table, compare, dump, load
@@ -115,7 +114,7 @@ def compile_variant(variant: Variant, target: Target) -> Any:
     """Triton's CompiledKernel; it uses the same entry of Triton's cache as a launch."""
     constexprs = {name: None for name, kind in variant.signature.items() if kind == "constexpr"}
     # No argument has attributes (alignment, range), but a launch passes empty ones for constexprs.
-    attributes = attributes_of_constexprs(
+    attributes = triton_versions.attributes_of_constexprs(
         {place: variant.constexprs.get(name) for place, name in enumerate(variant.signature) if name in constexprs}
     )
     source = ASTSource(
@@ -305,11 +304,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for group in report_all([TARGETS[name] for name in dict.fromkeys(chosen.arch or TARGETS)], max(1, chosen.jobs)):
         print(table(group), flush=True)
         rows += group
-    violations = [violation for row in rows for violation in row.violations]
+    judged = triton_versions.VERSION in triton_versions.TESTED
+    violations = [violation for row in rows for violation in row.violations if judged or violation.rule == "compiles"]
     for violation in violations:
         print(f"FAILED {violation}")
     skipped = sum(row.unsupported is not None for row in rows)
     print(f"{len(rows) - skipped} kernels compiled, {skipped} unsupported, {len(violations)} rules broken")
+    if not judged:
+        print(f"not judged: rules are for the machine code of versions that were tested, this is {triton.__version__}")
     worse = False
     if not chosen.record:
         lines, worse = against_record(rows, RECORD)

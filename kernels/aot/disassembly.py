@@ -63,6 +63,7 @@ class Block:
 
 # ---- NVIDIA
 
+_PTX_LOCATION = re.compile(r"\s*\.loc\s+(\d+ \d+ \d+)(?:, function_name \S+, inlined_at (\d+ \d+ \d+))?")
 _SASS_PTX_LINE = re.compile(r'\.nv_debug_ptx_txt", line (\d+)')
 _SASS_LABEL = re.compile(r"^(\.?[\w$]+):\s*$")
 _SASS_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\s*([^;]*);")
@@ -108,12 +109,24 @@ def _sass_instruction(guard: str | None, opcode: str, operands: str, frames: tup
 
 
 def _ptx_frames(ptx: str) -> list[tuple[Frame, ...]]:
-    """For each line of PTX, counted from 1, where it was written."""
+    """For each line of PTX, counted from 1, where it was written.
+
+    Up to Triton 3.8 a comment names the calls that a line was inlined through. From 3.9 on `.loc` names the nearest,
+    and the `.loc` of that call stands before it; where it is inlined several times, the latest one counts. And there
+    every line of inline assembly has a `.loc`, whose line is counted on from that of the first.
+    """
     frames: tuple[Frame, ...] = ()
     written = [frames]
+    calls: dict[str, tuple[Frame, ...]] = {}
+    inside = counted_on = False
     for line in ptx.splitlines():
-        if line.lstrip().startswith(".loc"):
-            frames = _parse_frames(line.partition("//")[2])
+        if "inline asm" in line:
+            counted_on = False
+            inside = "begin" in line
+        elif (found := _PTX_LOCATION.match(line)) and not counted_on:
+            place, call = found.groups()
+            calls[place] = frames = _parse_frames(line.partition("//")[2]) + calls.get(call, ())
+            counted_on = inside
         written.append(frames)
     return written
 

@@ -20,7 +20,7 @@ from support import planted_kernels
 from support.fake_driver import activate, at_odd_address, run_compiled
 from triton.backends.compiler import GPUTarget
 
-from fusedreduce.kernels import support
+from fusedreduce.kernels import support, triton_versions
 from fusedreduce.kernels.aot import compile as aot
 from fusedreduce.kernels.aot.disassembly import (
     Access,
@@ -324,6 +324,29 @@ def test_blocks_of_sass() -> None:
     assert shortest_turn(blocks, 0) == 4
 
 
+def test_lines_of_triton_3_9() -> None:
+    """`.loc` names the nearest call, and lines of inline assembly are counted on from the first."""
+    inlined = "function_name $L__info_string0, inlined_at"
+    ptx = f""".loc 1 12 5 // kernel.py:12:5
+.loc 2 146 51, {inlined} 1 12 5 // chunk.py:146:51
+// begin inline asm
+.loc 2 33 19, {inlined} 2 146 51 // chunk.py:33:19
+mov.u32 %r1, 0x0;
+.loc 2 34 19, {inlined} 2 146 51 // chunk.py:34:19
+@%p1 ld.global.b32 {{ %r1 }}, [ %rd1 + 0 ];
+// end inline asm
+.loc 2 147 9, {inlined} 1 12 5 // chunk.py:147:9
+add.f32 %r2, %r1, %r1;
+"""
+    sass = "".join(
+        f'\t//## File ".nv_debug_ptx_txt", line {line}\n        /*{address}*/                   {opcode} ;\n'
+        for line, address, opcode in ((7, "0000", "LDG.E R4, [R2]"), (10, "0010", "FADD R5, R4, R4"))
+    )
+    ((load, add),) = [block.instructions for block in parse_sass(sass, ptx)]
+    assert load.frames == (Frame("chunk.py", 33), Frame("chunk.py", 146), Frame("kernel.py", 12))
+    assert add.frames == (Frame("chunk.py", 147), Frame("kernel.py", 12))
+
+
 @pytest.mark.parametrize(
     ("opcode", "access"),
     [
@@ -443,6 +466,17 @@ def test_another_triton_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFi
     assert _run([SOUND], record, "--check") == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"not compared: machine_code.json is of triton 3.0.0, this is {triton.__version__}"
+
+
+def test_an_untested_triton_is_not_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(triton_versions, "VERSION", (99, 0))
+    record = _recorded(tmp_path, [], version="99.0.0")
+    assert _run([BROKEN], record, "--check") == 0
+    assert "not judged: rules are for the machine code of versions that were tested" in capsys.readouterr().out
+    unfit = aot.failed(_labelled(SOUND.kernel), aot.TARGETS["sm_90"], RuntimeError("no"))
+    assert _run([unfit], record, "--check") == 1
 
 
 @pytest.mark.parametrize(

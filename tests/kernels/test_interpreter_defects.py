@@ -69,7 +69,20 @@ def test_a_loop_ends_at_a_scalar_on_triton_3_6(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", as_in_3_6)
     with pytest.raises(triton.runtime.errors.InterpreterError):
         _count_kernel[(1,)](ends, counted)
-    monkeypatch.setattr(triton_versions, "BEFORE_3_7", True)
+    monkeypatch.setattr(triton_versions, "VERSION", (3, 6))
     triton_versions.mend_interpreter()
     _count_kernel[(1,)](ends, counted)
     assert counted.item() == 4
+
+
+@triton.jit
+def _masked_kernel(source, destination, kept, NUMEL: tl.constexpr):
+    index = tl.arange(0, NUMEL)
+    mask = (index < NUMEL - 1) & (tl.load(kept) != 0)
+    tl.store(destination + index, tl.load(source + index, mask=mask, other=0.0))
+
+
+def test_masks_of_several_comparisons_on_triton_3_9() -> None:
+    out = torch.empty(4)
+    _masked_kernel[(1,)](torch.ones(4), out, torch.tensor([1]), 4)
+    assert out.tolist() == [1.0, 1.0, 1.0, 0.0]
