@@ -48,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add_parser(subparsers)
-    typed = sys.argv[1:] if argv is None else list(argv)
-    arguments = parser.parse_args(typed, argparse.Namespace(typed=typed))
+    arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-import shlex
+import json
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fusedreduce.config import WIRES, Wire
+from fusedreduce.config import WIRES
 from fusedreduce.trace.reader import read
 from fusedreduce.trace.report import merge
 
-from . import picture, report, results, trace
+from . import demo_report, trace
+from .arguments import names, whole, writable
+from .demo_report import ROWS_FILE, TRACE_FOLDER, Row
 from .digits import BATCH_IMAGES, TRAINING_IMAGES
-from .files import writable
 from .launch import InterruptedRunError, RankFailedError, run_ranks
+from .report import hardware
 
 ACCURACY_NEEDED = 0.95
-_DEFAULT_STEPS = 400
 _WORKER = "fusedreduce.cli.demo_worker"
 _NEEDS = ("sklearn", "matplotlib")
 _MAX_RANKS = TRAINING_IMAGES // BATCH_IMAGES
-_ANSWERS = {True: "The answers agree", False: "The answers do NOT agree"}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -40,61 +39,57 @@ def add_parser(subparsers: Any) -> None:
         "demo",
         help="train on real data with the fused path beside torch's own, and compare",
         description="Trains a small convolutional network on scikit-learn's handwritten digits, on several ranks of "
-        "this machine, with torch DDP and with the fused hook side by side. Prints a table and writes demo.json and "
-        "demo.png, and of some steps where the time went, trace.json (for Perfetto) and trace.png.",
+        "this machine, side by side with torch DDP, the fused hook and the wrapper. Prints a table of what they learnt "
+        "and how far they differ, and writes demo.json, demo.png (loss curves), and of some steps where the time went, "
+        "trace.json (for Perfetto) and trace.png. How fast training is elsewhere: see doctor --model and bench.",
         epilog=f"Exit status: 0 all is well; 1 a variant ends under {ACCURACY_NEEDED:.0%} accuracy, the ranks' "
-        "parameters differ, or a rank failed; 2 wrong usage; 128 plus its number when a signal ended it.",
+        "parameters differ, losses that must be torch's bit for bit (wire native, at most two ranks, on CPU) are not, "
+        "or a rank failed; 2 wrong usage; 128 plus its number when a signal ended it.",
         allow_abbrev=False,
     )
-    parser.add_argument("--ranks", type=int, metavar="N", help="processes (default: 2, at most one per GPU)")
+    parser.add_argument("--ranks", type=whole(1), metavar="N", help="processes (default: 2, at most one per GPU)")
     parser.add_argument(
-        "--steps",
-        type=int,
-        default=_DEFAULT_STEPS,
-        metavar="N",
-        help="training steps per variant (default: %(default)s)",
+        "--steps", type=whole(1), default=300, metavar="N", help="training steps per variant (default: %(default)s)"
     )
     parser.add_argument(
         "--wire",
-        action="append",
+        action="extend",
+        type=names(WIRES),
         metavar="WIRE[,WIRE...]",
         help=f"what travels, of {', '.join(WIRES)}; may be repeated (default: all of them)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the initial weights and the order of images (default: %(default)s)"
+        "--seed", type=whole(0), default=0, help="of the initial weights and the order of images (default: %(default)s)"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("out"), metavar="FOLDER", help="where the files go (default: %(default)s)"
     )
     parser.add_argument(
-        "--device", default="auto", metavar="DEVICE", help="cpu, cuda, or auto: cuda where there is one (default)"
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one (default)"
     )
     parser.set_defaults(run=lambda arguments: _run(parser, arguments))
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Checks the arguments, then runs. Returns the exit status."""
-    _check_installed(parser)
+    missing = [name for name in _NEEDS if not _importable(name)]
+    if missing:
+        parser.error(f"{' and '.join(missing)} cannot be imported: pip install 'fusedreduce[demo]'")
     device = _device(parser, arguments.device)
     ranks = _ranks(parser, arguments.ranks, device)
-    job = results.Job(
-        device=device,
-        wires=_wires(parser, arguments.wire),
-        steps=_at_least(parser, "--steps", arguments.steps, 1),
-        seed=_at_least(parser, "--seed", arguments.seed, 0),
-        launcher_pid=os.getpid(),
-    )
+    wires = list(dict.fromkeys(arguments.wire or WIRES))
+    steps, seed = arguments.steps, arguments.seed
     out = writable(parser, arguments.out)
     began = time.monotonic()
-    place = report.hardware(device, ranks)
-    ranks_there = f"{_count(ranks, 'rank')} on {place}"
-    print(f"fusedreduce demo: {ranks_there}; {_count(job.steps, 'step')}, seed {job.seed}", flush=True)
+    place = hardware(device, ranks)
+    print(f"fusedreduce demo: {_count(ranks, 'rank')} on {place}; {_count(steps, 'step')}, seed {seed}", flush=True)
     try:
-        with tempfile.TemporaryDirectory(prefix="fusedreduce-demo-") as folder:
-            results.write_job(Path(folder), job)
-            run_ranks(_WORKER, Path(folder), ranks, loopback=device == "cpu")
-            rows = results.read_rows(Path(folder))
-            traced = merge(read(Path(folder) / results.TRACE_FOLDER))
+        with tempfile.TemporaryDirectory(prefix="fusedreduce-demo-") as temporary:
+            folder = Path(temporary)
+            asked = [device, ",".join(wires), str(steps), str(seed)]
+            run_ranks(_WORKER, folder, asked, ranks, loopback=device == "cpu")
+            rows = [Row(**fields) for fields in json.loads((folder / ROWS_FILE).read_text())]
+            traced = merge(read(folder / TRACE_FOLDER))
     except InterruptedRunError as interrupted:
         _complain(f"{interrupted}; every rank has ended")
         return 128 + interrupted.signum
@@ -103,43 +98,43 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         return 1
     facts = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": _as_typed(arguments.typed, arguments.out),
         "device": device,
         "hardware": place,
         "ranks": ranks,
-        "steps": job.steps,
-        "seed": job.seed,
+        "steps": steps,
+        "seed": seed,
         "wall_s": round(time.monotonic() - began, 1),
     }
-    report.write_demo_json(out / "demo.json", rows, facts)
-    wrong = _wrong(rows)
-    link = "over loopback" if device == "cpu" else "over NCCL"
-    title = f"{_ANSWERS[not wrong]}: handwritten digits, {_count(ranks, 'rank')} on {device.upper()}, {link}"
-    no_network = ": no network here" if device == "cpu" else ""
-    picture.draw(out / "demo.png", rows, title, f"Time per step, {link}{no_network}")
-    print(f"\n{report.table(rows)}\n\n{report.notes(rows, ranks)}\n")
-    print(f"{out / 'demo.json'}  every figure\n{out / 'demo.png'}   loss curves and time per step")
+    demo_report.write_json(out / "demo.json", rows, facts)
+    wrong = _wrong(rows, device)
+    answers = "The answers do NOT agree" if wrong else "The answers agree"
+    title = f"{answers}: handwritten digits, {_count(ranks, 'rank')} on {device.upper()}"
+    demo_report.draw(out / "demo.png", rows, title)
+    print(f"\n{demo_report.table(rows)}\n")
+    if not any(row.path == "triton" for row in rows):
+        print("No kernel was compiled here: this shows that the CPU path agrees, not that kernels on a GPU do.\n")
+    print(f"{out / 'demo.json'}   every figure\n{out / 'demo.png'}    loss curves")
     print(trace.write(traced, out))
     if wrong:
         _complain("; ".join(wrong))
     return 1 if wrong else 0
 
 
-def _wrong(rows: Sequence[results.Row]) -> list[str]:
+def _wrong(rows: Sequence[Row], device: str) -> list[str]:
     """Descriptions of wrong results, by variant."""
-    wrong = [f"{row.name}: {row.difference}" for row in rows if not row.parameters_equal]
+    wrong = [f"{row.name}: {row.difference}" for row in rows if row.difference is not None]
+    # Not on a GPU: torch does not promise that two runs compute the same gradients there.
+    wrong += [
+        f"{row.name}: losses are up to {row.worst_loss_difference:.1e} off torch DDP's, and must be the same bits"
+        for row in rows
+        if device == "cpu" and row.exact and row.worst_loss_difference != 0
+    ]
     # Not `<`: NaN must fail too.
     return wrong + [
         f"{row.name} ended at {row.accuracy:.2%} accuracy, under {ACCURACY_NEEDED:.0%}"
         for row in rows
         if not row.accuracy >= ACCURACY_NEEDED
     ]
-
-
-def _check_installed(parser: argparse.ArgumentParser) -> None:
-    missing = [name for name in _NEEDS if not _importable(name)]
-    if missing:
-        parser.error(f"{' and '.join(missing)} cannot be imported: pip install 'fusedreduce[demo]'")
 
 
 def _importable(name: str) -> bool:
@@ -150,8 +145,6 @@ def _importable(name: str) -> bool:
 
 
 def _device(parser: argparse.ArgumentParser, wanted: str) -> str:
-    if wanted not in ("auto", "cpu", "cuda"):
-        parser.error(f"argument --device: unknown device {wanted!r}: use auto, cpu or cuda")
     usable = torch.cuda.is_available() and dist.is_nccl_available()
     if wanted == "cuda" and not usable:
         parser.error("argument --device: torch finds no CUDA GPU with NCCL here: use cpu or auto")
@@ -160,26 +153,12 @@ def _device(parser: argparse.ArgumentParser, wanted: str) -> str:
 
 def _ranks(parser: argparse.ArgumentParser, wanted: int | None, device: str) -> int:
     limit = torch.cuda.device_count() if device == "cuda" else _MAX_RANKS
-    ranks = min(2, limit) if wanted is None else _at_least(parser, "--ranks", wanted, 1)
+    ranks = min(2, limit) if wanted is None else wanted
     if ranks > limit:
         batches = f"{TRAINING_IMAGES} images in batches of {BATCH_IMAGES} per rank"
         why = "one rank per GPU" if device == "cuda" else batches
         parser.error(f"argument --ranks: {ranks} is more than {limit}, the most there can be ({why})")
     return ranks
-
-
-def _wires(parser: argparse.ArgumentParser, wanted: Sequence[str] | None) -> tuple[Wire, ...]:
-    names = [name.strip() for part in wanted for name in part.split(",")] if wanted else list(WIRES)
-    for name in names:
-        if name not in WIRES:
-            parser.error(f"argument --wire: unknown wire {name!r}: use one of {', '.join(WIRES)}")
-    return tuple(cast("Wire", name) for name in dict.fromkeys(names))
-
-
-def _at_least(parser: argparse.ArgumentParser, option: str, value: int, least: int) -> int:
-    if value < least:
-        parser.error(f"argument {option}: must be at least {least}, got {value}")
-    return value
 
 
 def _keep_details(out: Path, details: str | None) -> str:
@@ -188,12 +167,6 @@ def _keep_details(out: Path, details: str | None) -> str:
     path = out / "demo-error.txt"
     path.write_text(details)
     return f" (traceback: {path})"
-
-
-def _as_typed(typed: Sequence[str], out: Path) -> str:
-    """The command line, without absolute paths of this machine."""
-    shown = [one.replace(str(out), out.name) if out.is_absolute() else one for one in typed]
-    return shlex.join(["fusedreduce", *shown])
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,253 +1,200 @@
-"""One rank of the demo: `python -m fusedreduce.cli.demo_worker FOLDER`, started by torch's launcher.
+"""One rank of the demo: `python -m fusedreduce.cli.demo_worker FOLDER DEVICE WIRES STEPS SEED`.
 
-All variants train side by side, step i of each before step i + 1 of any, on the same batches and in an order that
-rotates, so that other load of the machine affects all alike. Every PROBE_EVERY-th step is a probe: before the step
-itself, it runs the same forward and backward without exchange (under `no_sync`, discarded), on the same weights and
-batch.
-
-    step_ms   median over the steps that are no probes: forward, backward, optimizer, zero_grad; there are no barriers
-    sync_ms   step_ms - median over the probes of (forward and backward without exchange, then optimizer, zero_grad):
-              what the exchange adds, waiting for the slower rank included
-
-Only in this folder is torch.distributed used the way a user's script uses it.
+All variants train side by side, step i of each before step i + 1 of any, on the same batches. Every CHECK_EVERY-th step
+compares the averaged gradients with the ranks' local ones. Only in this folder is torch.distributed used the way a
+user's script uses it.
 """
 
 from __future__ import annotations
 
-import ctypes
+import dataclasses
+import hashlib
+import json
 import math
-import os
-import signal
 import sys
-import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fusedreduce import DistributedDataParallel
+from fusedreduce.config import Wire
 
-from . import digits, launch, measure, results
-from .progress import Progress
-from .variants import Contender, Variant, variants
+from . import digits
+from .demo_report import CHECK_EVERY, ROWS_FILE, TRACE_FOLDER, Progress, Row
+from .launch import as_rank
+from .variants import Contender, variants
 
-WARM_UP_STEPS = 3  # not timed: kernels are compiled, DDP rebuilds its buckets
-LEAST_TIMED_STEPS = WARM_UP_STEPS + 2 * results.PROBE_EVERY  # in a shorter run the warm-up is timed too
 _TIMEOUT = timedelta(minutes=3)
-_PR_SET_PDEATHSIG = 1
 _RECORDED_STEPS = 10
 
 
 @dataclass
 class Run:
-    """A variant in training, and its measurements on this rank."""
+    """A variant in training, and what this rank has found of it."""
 
-    variant: Variant
+    name: str
     contender: Contender
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
     losses: list[torch.Tensor] = field(default_factory=list)
-    steps_s: list[float] = field(default_factory=list)
-    alone_s: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
 
-    def step(self, batch: digits.Digits, device: torch.device) -> None:
-        """Runs and times one training step."""
-
-        def train() -> None:
-            self.losses.append(measure.forward_backward(self.contender.ddp, batch, scaler=self._scaler))
-            self._unscale()
-            self._update()
-
-        self.steps_s.append(measure.seconds(device, train))
+    def step(self, batch: digits.Digits, *, check: bool) -> None:
+        """Runs one training step; `check`: and notes the error of its gradients."""
+        ddp, scaler = self.contender.ddp, self.contender.scaler
+        parameters = list(ddp.parameters())
+        # Of the module alone, so that no rank averages them.
+        local = torch.autograd.grad(_loss(ddp.module, batch), parameters) if check else ()
+        loss = _loss(ddp, batch)
+        self.losses.append(loss.detach())
+        scaler.scale(loss).backward()
+        scaler.unscale_(self.optimizer)
+        if check:
+            error = gradient_error([cast("torch.Tensor", parameter.grad) for parameter in parameters], local)
+            # The scaler skips a step whose gradients overflow: their error does not matter.
+            self.errors.append(error if math.isfinite(error) or not scaler.is_enabled() else 0.0)
+        if self.contender.clip is not None:
+            self.contender.clip(self.optimizer)
+        scaler.step(self.optimizer)
+        scaler.update()
+        self.optimizer.zero_grad()
         self.schedule.step()
 
-    def probe(self, batch: digits.Digits, device: torch.device) -> None:
-        """Runs one training step, and the same without exchange for comparison."""
-        ddp = self.contender.ddp
-        local_s = measure.seconds(device, lambda: measure.forward_backward(ddp, batch, exchange=False))
-        local = self._gradients()
-        self.optimizer.zero_grad()
-        self.losses.append(measure.forward_backward(ddp, batch, scaler=self._scaler))
-        self._unscale()
-        error = measure.gradient_error(self._gradients(), local)
-        # The scaler skips a step whose gradients overflow: their error does not matter.
-        self.errors.append(error if self._scaler is None or math.isfinite(error) else 0.0)
-        self.alone_s.append(local_s + measure.seconds(device, self._update))
-        self.schedule.step()
 
-    def drop_times(self) -> None:
-        """Drops the times so far, of warm-up steps."""
-        self.steps_s.clear()
-        self.alone_s.clear()
-
-    @property
-    def _scaler(self) -> torch.amp.GradScaler | None:
-        return None if self.contender.scaling is None else self.contender.scaling.scaler
-
-    def _unscale(self) -> None:
-        if self._scaler is not None:
-            self._scaler.unscale_(self.optimizer)
-
-    def _update(self) -> None:
-        scaling = self.contender.scaling
-        if scaling is None:
-            self.optimizer.step()
-        else:
-            scaling.clip(self.optimizer)
-            scaling.scaler.step(self.optimizer)
-            scaling.scaler.update()
-        self.optimizer.zero_grad()
-
-    def _gradients(self) -> list[torch.Tensor]:
-        gradients = [parameter.grad for parameter in self.contender.ddp.parameters()]
-        assert all(gradient is not None for gradient in gradients)
-        return gradients  # type: ignore[return-value]
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Trains and measures. Rank 0 writes the rows into FOLDER; a rank that fails writes the reason there."""
-    folder = Path(arguments[0])
-    try:
-        job = results.read_job(folder)
-    except FileNotFoundError:
-        os._exit(1)  # the demo was interrupted while this rank started, and has removed its folder
-    _end_with(job.launcher_pid)
-    rank = int(os.environ["RANK"])
-    status = 0
-    try:
-        device = _join(job, int(os.environ["LOCAL_RANK"]))
-        rows = train(job, device, rank, folder / results.TRACE_FOLDER)
-        if rank == 0:
-            results.write_rows(folder, rows)
-        dist.destroy_process_group()
-    except Exception as error:
-        failure = {
-            "reason": launch.one_line(error),
-            "lost_peer": isinstance(error, dist.DistError | ConnectionError) or "peer" in str(error),
-            "traceback": traceback.format_exc(),
-            "time": time.time(),
-        }
-        results.write_json(folder / f"rank{rank}.error.json", failure)
-        status = 1
-    # No ordinary exit. After a failure, destroying a process group may wait for a peer that is gone. After success,
-    # torch 2.13 aborts now and then, with or without the hook: a Gloo thread frees its last tensor while the
-    # interpreter is shut down ("terminate called without an active exception").
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def train(job: results.Job, device: torch.device, rank: int, traces: Path) -> list[results.Row]:
+def train(
+    rank: int, ranks: int, device: torch.device, wires: Sequence[Wire], steps: int, seed: int, traces: Path
+) -> list[Row]:
     """Trains all variants side by side, then records some steps of the last one into `traces`.
 
     Returns:
-        A row per variant; accuracy, path and counts are this rank's own.
+        A row per variant, the same on every rank but for accuracy, bytes and path, which are this rank's own.
     """
-    ranks = dist.get_world_size()
     training, held_out = (part.to(device) for part in digits.load())
-    runs = [_start(variant, job, device) for variant in variants(job.wires)]
-    progress = Progress(job.steps, sys.stderr) if rank == 0 else None
-    for step in range(job.steps):
-        batch = training.select(digits.batch_rows(step, len(training), rank, ranks, job.seed).to(device))
-        turn = step % len(runs)
-        for run in runs[turn:] + runs[:turn]:
-            if step == WARM_UP_STEPS and job.steps > LEAST_TIMED_STEPS:
-                run.drop_times()
-            if step % results.PROBE_EVERY == 0:
-                run.probe(batch, device)
-            else:
-                run.step(batch, device)
+    runs = []
+    for name, build in variants(wires).items():
+        contender = build(digits.build_model(seed).to(device))
+        runs.append(Run(name, contender, *digits.build_optimizer(contender.ddp, steps)))
+    progress = Progress(steps, sys.stderr) if rank == 0 else None
+    for step in range(steps):
+        batch = training.select(digits.batch_rows(step, len(training), rank, ranks, seed).to(device))
+        for run in runs:
+            run.step(batch, check=step % CHECK_EVERY == 0)
         if progress is not None:
             progress.show(step + 1)
-    batch = training.select(torch.arange(digits.BATCH_IMAGES))
-    rows = [_row(run, batch, held_out, device) for run in runs]
-    _record(runs[-1], batch, traces)
-    return rows
-
-
-def _record(run: Run, batch: digits.Digits, folder: Path) -> None:
-    ddp = run.contender.ddp
+    found = rows(runs, held_out)
+    ddp = runs[-1].contender.ddp
     assert isinstance(ddp, DistributedDataParallel)
-    with ddp.record_trace(folder):
+    with ddp.record_trace(traces):
         for _ in range(_RECORDED_STEPS):
-            measure.forward_backward(ddp, batch)
-            run.optimizer.zero_grad()
+            _loss(ddp, batch).backward()
+            ddp.zero_grad()
+    return found
 
 
-def _start(variant: Variant, job: results.Job, device: torch.device) -> Run:
-    contender = variant.build(digits.build_model(job.seed).to(device))
-    optimizer, schedule = digits.build_optimizer(contender.ddp, job.steps, fused=contender.scaling is not None)
-    return Run(variant, contender, optimizer, schedule)
+def rows(runs: Sequence[Run], held_out: digits.Digits) -> list[Row]:
+    """Combines what all ranks have found. Every rank must call it."""
+    ranks = dist.get_world_size()
+    mine = [(torch.stack(run.losses).tolist(), run.errors, _digests(run.contender.ddp.module)) for run in runs]
+    every: list[Any] = [None] * ranks
+    dist.all_gather_object(every, mine)
+    last_epoch = digits.batches_per_epoch(digits.TRAINING_IMAGES, ranks)
+    found = []
+    for run, of_ranks in zip(runs, zip(*every, strict=True), strict=True):
+        losses_of_ranks, errors, digests = zip(*of_ranks, strict=True)
+        losses = torch.tensor(losses_of_ranks, dtype=torch.float64).mean(dim=0)
+        contender = run.contender
+        if contender.wire is None:
+            torchs = losses
+        with torch.no_grad():
+            guessed = contender.ddp.module(held_out.images).argmax(dim=1)
+        wire_bytes, path = contender.exchanged()
+        row = Row(
+            name=run.name,
+            accuracy=float((guessed == held_out.labels).double().mean()),
+            loss=float(losses[-last_epoch:].mean()),
+            worst_loss_difference=float((losses - torchs).abs().max()),
+            # Sums over more ranks depend on which gradients share a bucket; clipping adds up in another order.
+            exact=contender.wire == "native" and contender.clip is None and ranks <= 2,
+            worst_gradient_error=float(torch.tensor(errors, dtype=torch.float64).max()),
+            wire_bytes_per_step=wire_bytes,
+            path=path,
+            losses=losses.tolist(),
+            difference=_difference(digests),
+        )
+        found.append(row)
+    return found
 
 
-def _row(run: Run, batch: digits.Digits, held_out: digits.Digits, device: torch.device) -> results.Row:
-    """Combines the ranks' measurements of one variant."""
-    contender = run.contender
-    difference = measure.difference_between_ranks(contender.ddp.module, device)
-    with torch.no_grad():
-        guessed = contender.ddp.module(held_out.images).argmax(dim=1)
-    # Twice: DDP may rebuild its buckets within the first.
-    exchange = [measure.count_exchange(contender.ddp, batch) for _ in range(2)][-1]
-    losses = _mean_over_ranks(torch.stack(run.losses).double())
-    own = torch.tensor([measure.median(run.steps_s) * 1e3, measure.median(run.alone_s) * 1e3], dtype=torch.float64)
-    step_ms, alone_ms = _mean_over_ranks(own.to(device)).tolist()
-    epoch = digits.batches_per_epoch(digits.TRAINING_IMAGES, dist.get_world_size())
-    return results.Row(
-        name=run.variant.name,
-        setting=run.variant.setting,
-        accuracy=float((guessed == held_out.labels).double().mean()),
-        loss=float(losses[-epoch:].mean()),
-        worst_gradient_error=_worst_over_ranks(run.errors, device),
-        wire_bytes_per_step=exchange.wire_bytes,
-        step_ms=step_ms,
-        sync_ms=step_ms - alone_ms,
-        sync_share=(step_ms - alone_ms) / step_ms,
-        launches_per_bucket=exchange.launches / contender.buckets,
-        collectives_per_bucket=exchange.collectives / contender.buckets,
-        buckets=contender.buckets,
-        path=contender.path,
-        losses=losses.tolist(),
-        parameters_equal=difference is None,
-        difference=difference,
-    )
+def gradient_error(averaged: Sequence[torch.Tensor], local: Sequence[torch.Tensor]) -> float:
+    """The error of averaged gradients against the fp64 mean of all ranks' local ones. Every rank must call it.
+
+    Per parameter max |difference| / max |mean|, the worst of them: gradients (1, 2) and (3, 2) on two ranks have the
+    mean (2, 2); an averaged (2, 2.5) is 0.25 off. NaN if anything is not a number.
+    """
+    flat = torch.cat([gradient.double().reshape(-1) for gradient in local])
+    dist.all_reduce(flat)
+    means = flat.div_(dist.get_world_size()).split([gradient.numel() for gradient in local])
+    errors = []
+    for gradient, mean in zip(averaged, means, strict=True):
+        difference = (gradient.double().reshape(-1) - mean).abs().max()
+        errors.append(torch.where(difference == 0, difference, difference / mean.abs().max()))
+    return float(torch.stack(errors).max())  # max() of tensors: NaN if there is one
 
 
-def _mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(values)
-    return values.div_(dist.get_world_size())
+def _loss(model: nn.Module, batch: digits.Digits) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch.images), batch.labels)
 
 
-def _worst_over_ranks(errors: list[float], device: torch.device) -> float:
-    """The maximum over ranks; NaN if there is one, which a MAX reduction does not guarantee."""
-    mine = torch.tensor(errors, dtype=torch.float64, device=device)
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, mine)
-    return float(torch.cat(gathered).max())
+def _digests(model: nn.Module) -> dict[str, str]:
+    """A digest of each parameter's and buffer's bytes."""
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in state.items()}
 
 
-def _join(job: results.Job, local_rank: int) -> torch.device:
-    if job.device == "cpu":
-        dist.init_process_group("gloo", timeout=_TIMEOUT)
+def _difference(digests: Sequence[Mapping[str, str]]) -> str | None:
+    """The first parameter or buffer whose bytes differ between ranks, or None."""
+    for name, first in digests[0].items():
+        others = [str(rank) for rank, theirs in enumerate(digests) if theirs[name] != first]
+        if others:
+            return f"{name} on rank{'s'[: len(others) > 1]} {', '.join(others)} differs from rank 0's"
+    return None
+
+
+def _join(device_type: str, folder: Path, rank: int, ranks: int) -> torch.device:
+    """Initialises the process group, through a file: no port, no name server."""
+    store = f"file://{folder / 'store'}"
+    if device_type == "cpu":
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    # The two passes of a probe must compute the same local gradients, bit for bit.
+    # A step's local gradients are computed twice, and must be the same bits.
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
-    dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=device)
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=ranks, timeout=_TIMEOUT, device_id=device)
     return device
 
 
-def _end_with(launcher_pid: int) -> None:
-    """Asks the operating system to kill this process when the launcher ends, for whatever reason."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher_pid:
-        os._exit(1)
+def main(arguments: Sequence[str]) -> None:
+    """Trains, and ends the process. Rank 0 writes the rows into the folder."""
+    path, device_type, wires, steps, seed = arguments
+    folder = Path(path)
+
+    def work(rank: int, ranks: int) -> None:
+        device = _join(device_type, folder, rank, ranks)
+        names = cast("list[Wire]", wires.split(","))
+        found = train(rank, ranks, device, names, int(steps), int(seed), folder / TRACE_FOLDER)
+        if rank == 0:
+            (folder / ROWS_FILE).write_text(json.dumps([dataclasses.asdict(row) for row in found]))
+        dist.destroy_process_group()
+
+    as_rank(folder, work)
 
 
 if __name__ == "__main__":

@@ -94,11 +94,9 @@ def build_model(seed: int) -> nn.Module:
         )
 
 
-def build_optimizer(
-    model: nn.Module, steps: int, *, fused: bool = False
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def build_optimizer(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """The optimizer and schedule of every variant: AdamW, its learning rate rising and falling once over `steps`."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_PEAK_LEARNING_RATE, weight_decay=0.05, fused=fused or None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_PEAK_LEARNING_RATE, weight_decay=0.05, fused=True)
     # OneCycleLR divides by zero below 4 steps; a run that short is about plumbing, not accuracy.
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _PEAK_LEARNING_RATE, total_steps=max(steps, 4))
     return optimizer, schedule

@@ -27,8 +27,7 @@ from . import doctor_forecast, doctor_machine, doctor_ranks
 from .doctor_forecast import Backward, Row
 from .doctor_machine import Finding
 from .doctor_ranks import MissingRanksError, Peers
-from .launch import one_line
-from .report import as_json
+from .report import as_json, one_line
 
 _TIMEOUT_S = 60.0
 _WIDTH = 112
@@ -130,7 +129,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     sys.stderr.flush()
     if peers is not None:
         peers.wait_until_printed(printed=report.speaks, without=report.missing)
-    # No ordinary exit: destroying a process group may wait for peers that are gone (see demo_worker).
+    # No ordinary exit: destroying a process group may wait for peers that are gone (see launch.as_rank).
     os._exit(report.status)
 
 

@@ -30,8 +30,7 @@ from fusedreduce.planning.timeline import Problem
 from fusedreduce.trace.problem import measured_costs, problem
 from fusedreduce.trace.reader import read
 
-from . import measure
-from .doctor_machine import Finding
+from .doctor_machine import Finding, seconds
 
 POLICIES = ("static", "planned")
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
@@ -152,7 +151,7 @@ def _copies(device: torch.device, dtype: torch.dtype) -> tuple[Linear, Linear]:
         unpack = functools.partial(dispatch.unpack, gradients, chunks, pointers, wire, unit, vouched=True)
         for samples, copy in ((packs, pack), (unpacks, unpack)):
             copy()
-            took_s = statistics.median(measure.seconds(device, copy) for _ in range(_COPY_TIMES))
+            took_s = statistics.median(seconds(device, copy) for _ in range(_COPY_TIMES))
             samples.append((numel * dtype.itemsize, round(took_s * 1e9)))
     return fit_copy(packs), fit_copy(unpacks)
 

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,7 @@ from fusedreduce.kernels import dispatch, reference
 from fusedreduce.kernels.table import ChunkTable, PointerTable
 from fusedreduce.planning.layout import aligned_layout
 
-from .launch import one_line
-from .report import hardware, versions
+from .report import hardware, one_line, versions
 
 # Pairs of torch and triton with which all tests run.
 TESTED = (("2.13.0", "3.7.1"),)
@@ -100,6 +99,16 @@ def check_kernels(device: torch.device) -> Finding:
     how = {"triton": "compiled", "interpreter": "interpreted", "torch": "torch operators"}
     took = f"{' and '.join(sorted(how[path] for path in paths))}, {time.monotonic() - began:.1f} s"
     return Finding("ok", "kernels", f"{device}: the right bits on wires {', '.join(WIRES)} ({took})")
+
+
+def seconds(device: torch.device, function: Callable[[], object]) -> float:
+    """Time of `function` in seconds; on CUDA until the device has finished."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
+    began = time.perf_counter()
+    function()
+    synchronize()
+    return time.perf_counter() - began
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

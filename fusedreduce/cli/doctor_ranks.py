@@ -25,8 +25,7 @@ from fusedreduce.comm.store_exchange import KeyValueStore
 from fusedreduce.config import WIRES, wire_dtype
 from fusedreduce.planning.cost_model import Linear, fit
 
-from . import measure
-from .doctor_machine import Finding
+from .doctor_machine import Finding, seconds
 
 _untyped: Any = dist  # names that torch does not say it exports
 SIZES_BYTES = (256 * 1024, 2 * 1024**2, 16 * 1024**2)
@@ -244,7 +243,7 @@ def _all_reduce_ms(size_bytes: int, dtype: torch.dtype, device: torch.device) ->
     tensor = torch.zeros(size_bytes // dtype.itemsize, dtype=dtype, device=device)
 
     def once() -> float:
-        return measure.seconds(device, lambda: dist.all_reduce(tensor))
+        return seconds(device, lambda: dist.all_reduce(tensor))
 
     once()
     (first_s,) = _slowest([once()], device)

@@ -1,38 +1,31 @@
-"""Starts ranks with torch's own launcher (the one of torchrun), in this process, and reports a failure in one line.
+"""Ranks as processes of this machine: started together, ended together, a failure reported in one line.
 
-The launcher puts every rank into a session of its own, so a terminal's Ctrl-C reaches this process alone. It is passed
-on as a SIGTERM to each rank; a rank that does not end within _GRACE_S is killed (torch 2.11: within 30 s). A rank that
-survives even that ends with this process: see `demo_worker`.
+Every rank has a session of its own, so a terminal's Ctrl-C reaches the launcher alone, which ends the ranks. A rank
+that the launcher cannot end any more, because it was killed itself, is ended by the operating system.
 """
 
 from __future__ import annotations
 
-import json
-import logging
+import ctypes
 import os
 import signal
 import socket
+import subprocess
 import sys
+import time
 import traceback
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import NoReturn
 
-_GRACE_S = 5
+from .report import one_line
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_LOOPBACK = "127.0.0.1"
-
-
-class Failure(Protocol):
-    """The attributes of torch's ProcessFailure that are used."""
-
-    @property
-    def exitcode(self) -> int:
-        """Exit status, or minus the signal that ended the process."""
-        ...
+_LAUNCHER = "FUSEDREDUCE_LAUNCHER_PID"
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.05
 
 
 class RankFailedError(Exception):
@@ -60,98 +53,110 @@ class InterruptedRunError(Exception):
         self.signum = signum
 
 
-def run_ranks(module: str, folder: Path, ranks: int, *, loopback: bool) -> None:
-    """Runs `python -m module FOLDER` once per rank, and waits for all.
+def run_ranks(module: str, folder: Path, arguments: Sequence[str], ranks: int, *, loopback: bool) -> None:
+    """Runs `python -m module FOLDER ARGUMENTS` once per rank, with RANK and WORLD_SIZE set, and waits for all.
 
     Args:
-        module: the program of a rank. It writes `rank<i>.error.json` into the folder when it fails.
-        folder: its argument; the ranks' standard output goes to files in it.
+        module: the program of a rank; it calls `as_rank`. Its standard output is dropped.
+        folder: where ranks leave files.
+        arguments: the same for every rank.
         ranks: number of ranks, all on this machine.
         loopback: ranks use Gloo, for which the loopback interface is enough.
 
     Raises:
-        RankFailedError: a rank failed, and the others have been ended; or ranks could not be started.
+        RankFailedError: a rank failed, and the others have been ended.
         InterruptedRunError: Ctrl-C, or another signal that asks to end.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        # As `torchrun --standalone`: a store on a port that the system chooses. A numeric address needs no name server.
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{_LOOPBACK}:0",
-        local_addr=_LOOPBACK,
-        max_restarts=0,
-        signals_to_handle="SIGTERM",
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.OUT),
-    )
-    if hasattr(config, "shutdown_timeout"):  # later than torch 2.11, which always waits 30 s
-        config.shutdown_timeout = _GRACE_S
-    received: list[signal.Signals] = []
-    with (
-        _quiet("torch.distributed.elastic", "torch.distributed.launcher"),
-        _environment(loopback),
-        _signals_raise(received, SignalException),
-    ):
+    # What the user has set is not changed.
+    environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+    if loopback and "lo" in (name for _, name in socket.if_nameindex()):
+        # Otherwise Gloo resolves this machine's name, which may need a name server.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environment |= {"WORLD_SIZE": str(ranks), _LAUNCHER: str(os.getpid())}
+    command = [sys.executable, "-m", module, str(folder), *arguments]
+    started: list[subprocess.Popen[bytes]] = []
+    with _signals_raise():
         try:
-            elastic_launch(config, sys.executable)("-m", module, str(folder))
-        except ChildFailedError as error:
-            raise first_failure(error.failures, folder) from None
-        except SignalException:
-            raise InterruptedRunError(received[0] if received else signal.SIGTERM) from None
-        except Exception as error:
-            reason = f"the ranks could not be started: {one_line(error)}"
-            raise RankFailedError(reason, traceback.format_exc()) from error
+            for rank in range(ranks):
+                own = {**environment, "RANK": str(rank)}
+                process = subprocess.Popen(command, env=own, stdout=subprocess.DEVNULL, start_new_session=True)
+                started.append(process)
+            _wait(started, folder)
+        finally:
+            for process in started:
+                process.kill()
+            for process in started:
+                process.wait()
 
 
-def one_line(error: BaseException) -> str:
-    """The error's class and the first line of its message."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+def as_rank(folder: Path, work: Callable[[int, int], None]) -> NoReturn:
+    """Runs `work(rank, ranks)` in a process that `run_ranks` has started, and ends it.
+
+    An exception's reason is left in `folder` for the launcher.
+    """
+    launcher_pid = int(os.environ[_LAUNCHER])
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    rank = int(os.environ["RANK"])
+    status = 1
+    try:
+        if os.getppid() == launcher_pid:
+            work(rank, int(os.environ["WORLD_SIZE"]))
+            status = 0
+    except Exception as error:
+        _reason_file(folder, rank).write_text(f"{one_line(error)}\n{traceback.format_exc()}")
+    # No ordinary exit. After a failure, destroying a process group may wait for a peer that is gone. After success,
+    # torch 2.13 aborts now and then, with or without the hook: a Gloo thread frees its last tensor while the
+    # interpreter is shut down ("terminate called without an active exception").
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
-def first_failure(failures: Mapping[int, Failure], folder: Path) -> RankFailedError:
-    """The failure that caused the others.
+def first_failure(statuses: Mapping[int, int], folder: Path) -> RankFailedError:
+    """The failure that caused the others: of a rank that left no reason, else of the one that left it first.
 
-    In order: ranks that died without a reason, ranks that raised, ranks that the launcher ended (SIGTERM), and ranks
-    whose reason is that they lost a peer.
+    Args:
+        statuses: exit status of each rank that failed, or minus the signal that ended it.
+        folder: where ranks leave their reasons.
     """
 
-    def order(rank: int) -> tuple[int, float]:
-        reason = reasons[rank]
-        if reason is not None:
-            return (3 if reason["lost_peer"] else 1, reason["time"])
-        return (2 if failures[rank].exitcode == -signal.SIGTERM else 0, 0.0)
+    def order(rank: int) -> int:
+        path = _reason_file(folder, rank)
+        return path.stat().st_mtime_ns if path.exists() else 0
 
-    reasons = {rank: _reason(folder, rank) for rank in failures}
-    rank = min(failures, key=order)
-    reason = reasons[rank]
-    if reason is not None:
-        return RankFailedError(f"rank {rank} failed: {reason['reason']}", reason["traceback"])
-    status = failures[rank].exitcode
+    rank = min(statuses, key=order)
+    path = _reason_file(folder, rank)
+    if path.exists():
+        reason, _, details = path.read_text().partition("\n")
+        return RankFailedError(f"rank {rank} failed: {reason}", details)
+    status = statuses[rank]
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     return RankFailedError(f"rank {rank} died: {how}", None)
 
 
-def _reason(folder: Path, rank: int) -> dict[str, Any] | None:
-    path = folder / f"rank{rank}.error.json"
-    return json.loads(path.read_text()) if path.exists() else None
+def _reason_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.error.txt"
+
+
+def _wait(started: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    """Waits until all ranks have ended, or one has failed."""
+    while True:
+        statuses = {rank: process.poll() for rank, process in enumerate(started)}
+        if failed := {rank: status for rank, status in statuses.items() if status}:
+            raise first_failure(failed, folder)
+        if None not in statuses.values():
+            return
+        time.sleep(_POLL_S)
 
 
 @contextmanager
-def _signals_raise(received: list[signal.Signals], error: type[Exception]) -> Iterator[None]:
-    """Raises `error` on the first signal, with a SIGTERM to pass on; ignores later ones, during the clean-up."""
+def _signals_raise() -> Iterator[None]:
+    """Raises InterruptedRunError on the first signal; ignores later ones, during the clean-up."""
 
     def handle(signum: int, frame: FrameType | None) -> None:
-        received.append(signal.Signals(signum))
         for one in _SIGNALS:
             signal.signal(one, signal.SIG_IGN)
-        raise error(f"got {received[0].name}", signal.SIGTERM)
+        raise InterruptedRunError(signal.Signals(signum))
 
     # A signal that is ignored already stays so: under `nohup`, or in a script's background job.
     heeded = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
@@ -161,36 +166,3 @@ def _signals_raise(received: list[signal.Signals], error: type[Exception]) -> It
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
-
-
-@contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Silences loggers, unless LOGLEVEL is set, which torch's launcher reads."""
-    loggers = [logging.getLogger(name) for name in names] if "LOGLEVEL" not in os.environ else []
-    before = [logger.propagate for logger in loggers]
-    silent = logging.NullHandler()
-    for logger in loggers:
-        logger.propagate = False
-        logger.addHandler(silent)
-    try:
-        yield
-    finally:
-        for logger, propagate in zip(loggers, before, strict=True):
-            logger.propagate = propagate
-            logger.removeHandler(silent)
-
-
-@contextmanager
-def _environment(loopback: bool) -> Iterator[None]:
-    """Sets environment variables for the ranks; those that the user has set are not changed."""
-    wanted = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    if loopback and "lo" in (name for _, name in socket.if_nameindex()):
-        # Otherwise Gloo resolves this machine's name, which may need a name server.
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"
-    added = [name for name in wanted if name not in os.environ]
-    os.environ.update({name: wanted[name] for name in added})
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]

@@ -25,8 +25,8 @@ from fusedreduce.trace.reader import RankTrace, read
 from fusedreduce.trace.report import start_ns
 
 from . import simulate
+from .arguments import writable
 from .columns import columns
-from .files import writable
 from .trace import beside, milliseconds
 
 PLAN_FILE = "plan.json"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fusedreduce.config import WIRES
@@ -19,12 +19,15 @@ from fusedreduce.planning.simulation.networks import ACCELERATORS, NETWORKS, Net
 from fusedreduce.planning.simulation.noise import Noise
 from fusedreduce.planning.simulation.simulate import POLICIES, problem_of
 
+from .arguments import names, whole
+
 HEADS = (
     *("network", "ranks", "compute", *POLICIES, *(f"{name}, noise" for name in POLICIES)),
     *("buckets", *(f"{name} saves" for name in RIVALS), "verdict"),
 )
 _RANKS = (8, 64, 512, 4096, 16384)
 _ITEMSIZE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_COUNT = whole(1, 2**16)
 _NOTES = """\
 Exposed, in ms and as a share of the step: from where the slowest rank's backward would end without packing, to the last
 gradient reduced and unpacked on any rank; packing and unpacking are in it. (fusedreduce trace, and plan without
@@ -52,22 +55,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("simulation, with --simulate")
     every = f"{','.join(map(str, _RANKS))}"
     for option, read, default, says in (
-        ("--model", _names(MODELS), tuple(MODELS), f"of {', '.join(MODELS)} (default: all)"),
-        ("--network", _names(NETWORKS), tuple(NETWORKS), f"of {', '.join(NETWORKS)} (default: all)"),
+        ("--model", names(MODELS), tuple(MODELS), f"of {', '.join(MODELS)} (default: all)"),
+        ("--network", names(NETWORKS), tuple(NETWORKS), f"of {', '.join(NETWORKS)} (default: all)"),
         ("--ranks", _counts, _RANKS, f"how many (default: {every})"),
-        ("--wire", _names(WIRES), ("bf16", "native"), f"what travels, of {', '.join(WIRES)} (default: bf16,native)"),
+        ("--wire", names(WIRES), ("bf16", "native"), f"what travels, of {', '.join(WIRES)} (default: bf16,native)"),
     ):
         group.add_argument(option, type=read, default=default, metavar=f"{option[2:].upper()}[,...]", help=says)
     group.add_argument("--gradients", choices=("fp32", "bf16"), default="fp32", help="their dtype (%(default)s)")
     group.add_argument("--accelerator", choices=tuple(ACCELERATORS), help="default: what the network's hosts have")
-    group.add_argument("--batch", type=_count, metavar="N", help="samples per rank (default: the model's)")
+    group.add_argument("--batch", type=_COUNT, metavar="N", help="samples per rank (default: the model's)")
     group.add_argument(
         "--jitter", type=_number, default=0.05, metavar="X", help="random delays per rank and gradient (%(default)s)"
     )
     group.add_argument(
         "--straggler", type=_straggler, default=(0.0, 1.0), metavar="SHARE:SLOWDOWN", help="as 0.01:1.2 (default: none)"
     )
-    group.add_argument("--seed", type=_count, default=1, metavar="N", help="of the random delays (%(default)s)")
+    group.add_argument("--seed", type=_COUNT, default=1, metavar="N", help="of the random delays (%(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -168,30 +171,13 @@ def _text(title: str, found: Sequence[Row]) -> str:
     return "\n".join([f"{title}: ms exposed", "", padded[0], "-" * len(padded[0]), *padded[1:]])
 
 
-def _names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    def names(typed: str) -> tuple[str, ...]:
-        wanted = tuple(known) if typed == "all" else tuple(dict.fromkeys(typed.split(",")))
-        for name in wanted:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"unknown name {name!r}: use {', '.join(known)} or all")
-        return wanted
-
-    return names
-
-
 def _counts(typed: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(map(_count, typed.split(","))))
+    return tuple(dict.fromkeys(map(_COUNT, typed.split(","))))
 
 
 def percent(share: float) -> str:
     """A share of one as a percentage."""
     return f"{round(share, 3) + 0.0:.1%}"  # + 0.0: without it, -0.0 % where a trifle is lost
-
-
-def _count(typed: str) -> int:
-    if not typed.isdecimal() or not 1 <= int(typed) <= 2**16:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {2**16:,}, got {typed!r}")
-    return int(typed)
 
 
 def _number(typed: str) -> float:

@@ -17,8 +17,8 @@ from fusedreduce.trace.reader import read
 from fusedreduce.trace.report import Figures, Run, figures, finish_ns, merge
 
 from . import gantt
+from .arguments import writable
 from .columns import columns
-from .files import writable
 
 JSON_FILE = "trace.json"
 PICTURE_FILE = "trace.png"

@@ -146,7 +146,7 @@ def _another_node(parameter: torch.Tensor) -> Node:
     return node
 
 
-NAMES = [one.name for one in variants(("native", "bf16", "fp16"))]
+NAMES = list(variants(("native", "bf16", "fp16")))
 TWO_ROWS_MISSING = {"device": "cpu", "variants": [{"name": name, "path": "torch"} for name in NAMES[:-2]]}
 A_BIT_OF_PACK = spoiled(pack, "pack", lambda _, *arguments: _flip_a_bit(arguments[3]))
 LAST_NOT_UNPACKED = given(dispatch, "unpack", lambda gradients, *rest: ([*gradients[:-1], None], *rest))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedreduce.cli.files import writable
+from fusedreduce.cli.arguments import writable
 from fusedreduce.trace.files import replace_file, replace_text
 
 
