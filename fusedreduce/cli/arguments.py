@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import math
 import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
+
+from fusedreduce.planning.bucketing import MIB, BucketCaps
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -31,6 +35,31 @@ def names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
         return wanted
 
     return chosen
+
+
+def bucket_caps(typed: str) -> BucketCaps:
+    """Reads one limit of all buckets in MiB, as torch's bucket_cap_mb, for argparse."""
+    try:
+        cap_bytes = float(typed) * MIB
+    except ValueError:
+        cap_bytes = math.nan
+    if not (math.isfinite(cap_bytes) and cap_bytes >= 1):
+        raise argparse.ArgumentTypeError(f"must be MiB, at least one byte, got {typed!r}")
+    return BucketCaps(first_bytes=int(cap_bytes), cap_bytes=int(cap_bytes), planned_bytes=int(cap_bytes))
+
+
+def require(parser: argparse.ArgumentParser, *modules: str) -> None:
+    """Ends the command with status 2 if a module of the demo extra cannot be imported."""
+    missing = [name for name in modules if not _importable(name)]
+    if missing:
+        parser.error(f"{' and '.join(missing)} cannot be imported: pip install 'fusedreduce[demo]'")
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def writable(parser: argparse.ArgumentParser, out: Path) -> Path:

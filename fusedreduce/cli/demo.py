@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from fusedreduce.trace.reader import read
 from fusedreduce.trace.report import merge
 
 from . import demo_report, trace
-from .arguments import names, whole, writable
+from .arguments import names, require, whole, writable
 from .demo_report import ROWS_FILE, TRACE_FOLDER, Row
 from .digits import BATCH_IMAGES, TRAINING_IMAGES
 from .launch import InterruptedRunError, RankFailedError, run_ranks
@@ -29,7 +28,6 @@ from .report import hardware
 
 ACCURACY_NEEDED = 0.95
 _WORKER = "fusedreduce.cli.demo_worker"
-_NEEDS = ("sklearn", "matplotlib")
 _MAX_RANKS = TRAINING_IMAGES // BATCH_IMAGES
 
 
@@ -72,9 +70,7 @@ def add_parser(subparsers: Any) -> None:
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Checks the arguments, then runs. Returns the exit status."""
-    missing = [name for name in _NEEDS if not _importable(name)]
-    if missing:
-        parser.error(f"{' and '.join(missing)} cannot be imported: pip install 'fusedreduce[demo]'")
+    require(parser, "sklearn", "matplotlib")
     device = _device(parser, arguments.device)
     ranks = _ranks(parser, arguments.ranks, device)
     wires = list(dict.fromkeys(arguments.wire or WIRES))
@@ -135,13 +131,6 @@ def _wrong(rows: Sequence[Row], device: str) -> list[str]:
         for row in rows
         if not row.accuracy >= ACCURACY_NEEDED
     ]
-
-
-def _importable(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _device(parser: argparse.ArgumentParser, wanted: str) -> str:

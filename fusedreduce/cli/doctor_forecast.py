@@ -27,7 +27,7 @@ from fusedreduce.planning.bucketing import MIB, UNLIMITED_BYTES, BucketCaps
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear, fit_copy
 from fusedreduce.planning.simulation.simulate import policy_plans, simulate
 from fusedreduce.planning.timeline import Problem
-from fusedreduce.trace.problem import measured_costs, problem
+from fusedreduce.trace.problem import known_costs, problem
 from fusedreduce.trace.reader import read
 
 from .doctor_machine import Finding, seconds
@@ -125,7 +125,7 @@ def of_trace(folder: Path) -> Backward:
     """
     traces = read(folder)
     first = traces[0]
-    costs = next((trace.costs for trace in traces if trace.costs is not None), None) or measured_costs(traces)
+    costs = known_costs(traces)
     known = problem(traces, costs or Costs(wire=FREE), first.caps.planned_limit_bytes)
     if max(known.ready_ns) < 0:
         raise TraceError(f"the trace in {folder} has no ready time of any gradient: record more steps")

@@ -20,12 +20,12 @@ from fusedreduce.planning.policies import best_plan, ready_plan, static_plan
 from fusedreduce.planning.simulation.clusters import Case
 from fusedreduce.planning.torch_caps import TorchCaps, nearest
 from fusedreduce.trace.files import replace_text
-from fusedreduce.trace.problem import kinds, measured_costs, problem, ready_times_ns, shares
+from fusedreduce.trace.problem import kinds, known_costs, problem, ready_times_ns, shares
 from fusedreduce.trace.reader import RankTrace, read
 from fusedreduce.trace.report import start_ns
 
 from . import simulate
-from .arguments import writable
+from .arguments import bucket_caps, writable
 from .columns import columns
 from .trace import beside, milliseconds
 
@@ -51,7 +51,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--costs", metavar="US,GBIT", help="latency in us and bandwidth in Gbit/s of one all-reduce (default: measured)"
     )
-    parser.add_argument("--cap-mb", type=float, metavar="MB", help="the largest bucket, in MiB (default: as recorded)")
+    parser.add_argument(
+        "--cap-mb", type=bucket_caps, metavar="MB", help="the largest bucket, in MiB (default: as recorded)"
+    )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the file goes (default: beside the traces)")
     parser.add_argument("--simulate", action="store_true", help="run models of training on models of clusters")
     simulate.add_arguments(parser)
@@ -61,7 +63,8 @@ def add_parser(subparsers: Any) -> None:
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if arguments.folder is None:
         if arguments.simulate:
-            return simulate.run(arguments)
+            simulate.run(arguments)
+            return 0
         parser.error("the following arguments are required: FOLDER, or --simulate")
     try:
         traces = read(arguments.folder)
@@ -70,7 +73,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if arguments.simulate:
         return _simulate(parser, arguments, traces)
     costs = _costs(parser, arguments.costs, traces)
-    caps = _caps(parser, arguments.cap_mb, traces[0])
+    caps = arguments.cap_mb or traces[0].caps
     share = shares(traces[0])
     asked = problem(traces, costs, caps.planned_limit_bytes, share=share)
     _check_times(parser, asked)
@@ -120,9 +123,9 @@ def torch_caps(plan: Plan, asked: Problem) -> TorchCaps:
 
 def _simulate(parser: argparse.ArgumentParser, arguments: argparse.Namespace, traces: Sequence[RankTrace]) -> int:
     """Simulates the recorded run on clusters, with their links and its own costs of packing and unpacking."""
-    known = _known(traces)
+    known = known_costs(traces)
     costs = Costs(wire=FREE, pack=known.pack, unpack=known.unpack) if known else Costs(wire=FREE)
-    caps = _caps(parser, arguments.cap_mb, traces[0])
+    caps = arguments.cap_mb or traces[0].caps
     asked = problem(traces, costs, caps.planned_limit_bytes)
     _check_times(parser, asked)
     forwards = [-start_ns(step.marks) for trace in traces for step in trace.steps]
@@ -137,14 +140,9 @@ def _check_times(parser: argparse.ArgumentParser, asked: Problem) -> None:
         parser.error("the trace has no ready time of any gradient: record more steps")
 
 
-def _known(traces: Sequence[RankTrace]) -> Costs | None:
-    """The costs that ranks had agreed on, else those fitted to the recorded buckets; None: neither."""
-    return next((trace.costs for trace in traces if trace.costs is not None), None) or measured_costs(traces)
-
-
 def _costs(parser: argparse.ArgumentParser, given: str | None, traces: Sequence[RankTrace]) -> Costs:
     """The costs given by --costs, else those of the trace."""
-    known = _known(traces)
+    known = known_costs(traces)
     if given is None:
         if known is None:
             parser.error(
@@ -159,16 +157,6 @@ def _costs(parser: argparse.ArgumentParser, given: str | None, traces: Sequence[
         parser.error(f"argument --costs: must be two numbers, latency in us and Gbit/s, such as 20,100; got {given!r}")
     link = Linear.of_link(latency_us, gbit_per_s)
     return Costs(wire=link, pack=known.pack if known else FREE, unpack=known.unpack if known else FREE)
-
-
-def _caps(parser: argparse.ArgumentParser, given_mb: float | None, first: RankTrace) -> BucketCaps:
-    """The limit given by --cap-mb for all buckets, as torch's bucket_cap_mb; else the recorded ones."""
-    if given_mb is None:
-        return first.caps
-    if not (math.isfinite(given_mb) and given_mb * MIB >= 1):
-        parser.error(f"argument --cap-mb: must be at least one byte, got {given_mb}")
-    cap_bytes = int(given_mb * MIB)
-    return BucketCaps(first_bytes=cap_bytes, cap_bytes=cap_bytes, planned_bytes=cap_bytes)
 
 
 def _facts(traces: Sequence[RankTrace], asked: Problem) -> str:

@@ -7,12 +7,11 @@ perf/scheduling_page.py makes the page of the documentation from `tables`.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fusedreduce.config import WIRES
-from fusedreduce.planning.bucketing import MIB, BucketCaps
+from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.simulation.clusters import RIVALS, Case, Row, rows
 from fusedreduce.planning.simulation.models import MODELS, Model
 from fusedreduce.planning.simulation.networks import ACCELERATORS, NETWORKS, Network, copies
@@ -73,17 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=_COUNT, default=1, metavar="N", help="of the random delays (%(default)s)")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Simulates known models. Returns the exit status."""
-    try:
-        caps_of(arguments)
-    except (ValueError, OverflowError) as error:
-        print(f"fusedreduce plan: error: argument --cap-mb: {error}", file=sys.stderr)
-        return 2
+def run(arguments: argparse.Namespace) -> None:
+    """Simulates known models and prints their tables."""
     for one in tables(arguments):
         print(f"{_text(f'{one.name}; {one.details}', one.rows)}\n", flush=True)
     print(_NOTES)
-    return 0
 
 
 def tables(arguments: argparse.Namespace) -> Iterator[Table]:
@@ -114,15 +107,9 @@ def table(case: Callable[[Network], Case], arguments: argparse.Namespace, caps: 
 
 
 def caps_of(arguments: argparse.Namespace) -> BucketCaps:
-    """Limits of the buckets.
-
-    Raises:
-        ValueError, OverflowError: --cap-mb is not accepted.
-    """
-    if arguments.cap_mb is None:
-        return BucketCaps()
-    cap_bytes = int(arguments.cap_mb * MIB)
-    return BucketCaps(first_bytes=cap_bytes, cap_bytes=cap_bytes, planned_bytes=cap_bytes)
+    """Limits of the buckets: --cap-mb, else the defaults."""
+    given: BucketCaps | None = arguments.cap_mb
+    return given or BucketCaps()
 
 
 def noise_of(arguments: argparse.Namespace) -> Noise:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from fusedreduce.trace.reader import read
 from fusedreduce.trace.report import Figures, Run, figures, finish_ns, merge
 
 from . import gantt
-from .arguments import writable
+from .arguments import require, writable
 from .columns import columns
 
 JSON_FILE = "trace.json"
@@ -52,8 +51,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    if importlib.util.find_spec("matplotlib") is None:
-        parser.error("matplotlib cannot be imported: pip install 'fusedreduce[demo]'")
+    require(parser, "matplotlib")
     try:
         run = merge(read(arguments.folder))
     except TraceError as error:

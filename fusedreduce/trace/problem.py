@@ -93,6 +93,11 @@ def measured_costs(traces: Sequence[RankTrace]) -> Costs | None:
     return None if link is None else Costs(wire=link, pack=fit_copy(pack), unpack=fit_copy(unpack))
 
 
+def known_costs(traces: Sequence[RankTrace]) -> Costs | None:
+    """The costs that ranks had agreed on, else those fitted to the recorded buckets; None: neither."""
+    return next((trace.costs for trace in traces if trace.costs is not None), None) or measured_costs(traces)
+
+
 def _buckets_ready_ns(marks: StepMarks) -> Iterator[int]:
     """Yields per bucket its ready time, less the packing that had delayed backward until then."""
     packs = [(one.pack_ns, one.launch_ns) for one in marks.buckets if MISSING_NS not in (one.pack_ns, one.launch_ns)]
