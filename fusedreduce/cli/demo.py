@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
         description="Trains a small convolutional network on scikit-learn's handwritten digits, on several ranks of "
         "this machine, side by side with torch DDP, the fused hook and the wrapper. Prints a table of what they learnt "
         "and how far they differ, and writes demo.json, demo.png (loss curves), and of some steps where the time went, "
-        "trace.json (for Perfetto) and trace.png. How fast training is elsewhere: see doctor --model and bench.",
+        "trace.json (for Perfetto) and trace.png.",
         epilog=f"Exit status: 0 all is well; 1 a variant ends under {ACCURACY_NEEDED:.0%} accuracy, the ranks' "
         "parameters differ, losses that must be torch's bit for bit (wire native, at most two ranks, on CPU) are not, "
         "or a rank failed; 2 wrong usage; 128 plus its number when a signal ended it.",

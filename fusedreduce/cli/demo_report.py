@@ -73,7 +73,9 @@ torch DDP: torch's own DistributedDataParallel. hook: the same with fused_hook a
 losses off torch's by: the largest difference of a step's loss from torch DDP's, or torch scaled's; 0: the same bits.
   What a 16-bit wire rounds off makes a run as different as another seed would: compare loss and accuracy.
 gradient error: max |difference| / max |mean| per parameter, against the fp64 mean of the ranks' local gradients; the
-  worst parameter, rank and step of every {CHECK_EVERY}th step."""
+  worst parameter, rank and step of every {CHECK_EVERY}th step.
+No times: those of so small a network say nothing about yours. `fusedreduce doctor --model N` forecasts a step on your
+  link, and in a clone `fusedreduce bench step` measures some."""
 
 
 def table(rows: Sequence[Row]) -> str:
