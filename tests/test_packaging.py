@@ -81,6 +81,7 @@ MAY_WAIT: dict[str, set[str]] = {
     "fusedreduce/parallel/replicas/thread_pool.py": {"round_.wait", "self._latest.wait"},
     "fusedreduce/collective/registration.py": {"self._changed.wait"},
     "fusedreduce/collective/peer_group.py": {"self._changed.wait"},
+    "fusedreduce/collective/multi_node.py": {"self._changed.wait"},
     # ranks that have been killed
     "fusedreduce/cli/launch.py": {"process.wait"},
     # handles of a session's operations, which a session's user waits for too

@@ -98,27 +98,5 @@ class BroadcastMultipleTensors(CollectiveSessionError, ValueError):
 
 # The classes that a verdict from another peer may name.
 BY_NAME: dict[str, type[CollectiveSessionError]] = {
-    one.__name__: one
-    for one in (
-        InvalidConfig,
-        MultipleRegister,
-        RegisterParamsMismatch,
-        RegisterNotFirstOperation,
-        MultipleUnregister,
-        PendingOperations,
-        SessionReset,
-        PeerLost,
-        KindMismatch,
-        InvalidArgument,
-        UnsupportedDType,
-        DTypeMismatch,
-        AllReduceShapeMismatch,
-        AllReduceOperationMismatch,
-        ReduceShapeMismatch,
-        ReduceOperationMismatch,
-        ReduceRootMismatch,
-        BroadcastRootMismatch,
-        BroadcastNoTensor,
-        BroadcastMultipleTensors,
-    )
+    one.__name__: one for one in CollectiveSessionError.__subclasses__()
 }

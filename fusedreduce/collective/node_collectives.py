@@ -87,11 +87,10 @@ def _wait_for_listener(host: str, port: int, until_s: float) -> None:
 class NodePending:
     """A collective among nodes in flight. Several threads may call `wait`, one after another."""
 
-    def __init__(self, work: dist.Work, sent: torch.Tensor, result: torch.Tensor, key: bool, timeout_s: float) -> None:
+    def __init__(self, work: dist.Work, sent: torch.Tensor, result: torch.Tensor, timeout_s: float) -> None:
         self._work = work
         self._sent = sent
         self._result = result
-        self._key = key
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._finished = False
 
@@ -110,9 +109,9 @@ class NodePending:
         elif not self._finished:
             self._work.wait(self._timeout)
         if not self._finished:
-            sent = _number(self._sent, self._result.dtype) if self._key else self._sent
-            if sent is not self._result:
-                self._result.copy_(sent)
+            dtype = self._result.dtype
+            if self._sent is not self._result:
+                self._result.copy_(self._sent if self._sent.dtype is dtype else _number(self._sent, dtype))
             self._finished = True
         return self._result
 
@@ -149,38 +148,28 @@ class NodeCollectives:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> NodePending:
         """Starts the reduction of a contiguous `tensor`; only what `wait` returns holds the result."""
-        options = c10d.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(REDUCE_OPS[op])
-        sent, key = self._sent(tensor, op)
-        return self._pending(self._backend.allreduce([sent], options), sent, tensor, key)
+        sent = self._sent(tensor, op)
+        return NodePending(self._backend.allreduce([sent], REDUCE_OPS[op]), sent, tensor, self._timeout_s)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> NodePending:
         """Starts the reduction of a contiguous `tensor`; what `wait` returns on node `root` holds the result."""
-        options = c10d.ReduceOptions()
-        options.reduceOp = dist.ReduceOp(REDUCE_OPS[op])
-        options.rootRank, options.rootTensor = root, 0
-        sent, key = self._sent(tensor, op)
-        return self._pending(self._backend.reduce([sent], options), sent, tensor, key)
+        sent = self._sent(tensor, op)
+        return NodePending(self._backend.reduce(sent, root, REDUCE_OPS[op]), sent, tensor, self._timeout_s)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> NodePending:
         """Starts overwriting a contiguous `tensor` with node `root`'s."""
-        options = c10d.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        sent, _ = self._sent(tensor, "sum")
-        return self._pending(self._backend.broadcast([sent], options), sent, tensor, False)
+        sent = self._sent(tensor, "sum")
+        return NodePending(self._backend.broadcast(sent, root), sent, tensor, self._timeout_s)
 
     def release(self) -> None:
         """Releases an own group; every collective must have ended on every node. Without this it stays."""
         _open.discard(self._backend)
         self._backend = None
 
-    def _sent(self, tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, bool]:
-        key = op in ("min", "max") and tensor.is_floating_point()
-        sent = _key(tensor, op) if key else tensor
-        return (sent if self._takes_cuda else sent.cpu()), key
-
-    def _pending(self, work: dist.Work, sent: torch.Tensor, result: torch.Tensor, key: bool) -> NodePending:
-        return NodePending(work, sent, result, key, self._timeout_s)
+    def _sent(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        """What the backend reduces in place of `tensor`."""
+        sent = _key(tensor, op) if op in ("min", "max") and tensor.is_floating_point() else tensor
+        return sent if self._takes_cuda else sent.cpu()
 
 
 def own_gloo(store: Any, prefix: str, rank: int, size: int, timeout_s: float) -> Any:

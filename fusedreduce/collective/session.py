@@ -28,9 +28,9 @@ from .payload import (
     reduced,
     root_problem,
 )
-from .peer_group import Operation, PeerGroup, reset_verdict
-from .registration import Registry, registry_and_caller
-from .verdicts import Description, Kind
+from .peer_group import Operation, PeerGroup
+from .registration import registry_and_caller
+from .verdicts import Description, Kind, failed
 
 
 class Handle:
@@ -93,14 +93,11 @@ class Session:
         config: the options.
     """
 
-    def __init__(
-        self, peer_group: PeerGroup, registry: Registry, peer: int, device: torch.device, config: CollectiveConfig
-    ) -> None:
+    def __init__(self, peer_group: PeerGroup, peer: int, device: torch.device, config: CollectiveConfig) -> None:
         self.peer = peer
         self.device = device
         self.config = config
         self._peer_group = peer_group
-        self._registry = registry
         self._waited: set[int] = set()  # operations in flight that have not been waited for
         self._finished = False
         self._calls = threading.Lock()
@@ -202,8 +199,7 @@ class Session:
                 f"operations {numbers} are in flight: wait() for their handles before finish()",
             )
         self._call("finish", None, problem=problem).wait()
-        self._peer_group.release()
-        self._registry.discard(self._peer_group)
+        self._peer_group.finish()
         self._finished = True
 
     def reset(self) -> None:
@@ -211,8 +207,9 @@ class Session:
 
         Peers that are in an operation raise SessionReset, and all peers may register again.
         """
-        self._peer_group.shut_down(reset_verdict(self.peer))
-        self._registry.discard(self._peer_group)
+        self._peer_group.abort(
+            failed("SessionReset", f"peer {self.peer} called reset(): the session is over, register again")
+        )
 
     def __enter__(self) -> Session:
         return self
@@ -303,14 +300,14 @@ def register(
         raise InvalidConfig(f"device must be on cpu or cuda, got {str(where)!r}")
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
-    registry, caller, problem = registry_and_caller(group, config, where)
+    registry, caller, local_group = registry_and_caller(group, config, where)
     layout = caller.layout
     if isinstance(peer, bool) or not isinstance(peer, int) or peer not in layout.peers:
         first, last = layout.peers[0], layout.peers[-1]
         raise InvalidConfig(f"there is no peer {peer!r} on this node: its peers are {first} to {last}")
     settings = (*config.agreed().items(), ("device", where.type))
-    call = Description(peer, "register", settings=settings, problem=problem)
-    return Session(registry.register(call, caller), registry, peer, where, config)
+    call = Description(peer, "register", settings=settings, problem=caller.problem)
+    return Session(registry.register(call, caller, local_group), peer, where, config)
 
 
 def _present(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -51,8 +51,7 @@ class Transfer:
 
     Attributes:
         tensors: by local peer, what it passed; with `pendings`, where its result will be.
-        pendings: by local peer, of a collective among local peers.
-        ranks: by local peer, the communicator of that collective.
+        pendings: by local peer, of a collective among local peers, with its communicator.
         shared: otherwise, where the one result for all local peers will be.
         among_nodes: the collective among nodes that `shared` comes from.
         events: by local peer, on CUDA, behind which its tensor may be read.
@@ -61,8 +60,7 @@ class Transfer:
     """
 
     tensors: dict[int, torch.Tensor]
-    pendings: dict[int, Pending] = field(default_factory=dict)
-    ranks: dict[int, LocalCommunicator] = field(default_factory=dict)
+    pendings: dict[int, tuple[Pending, LocalCommunicator]] = field(default_factory=dict)
     shared: torch.Tensor | None = None
     among_nodes: NodePending | None = None
     events: dict[int, torch.cuda.Event] = field(default_factory=dict)
@@ -73,7 +71,7 @@ class Transfer:
         """Returns whether `Transport.result` would return, or raise, without blocking."""
         if self.among_nodes is not None:
             return self.among_nodes.ready()
-        return peer not in self.pendings or self.pendings[peer].ready()
+        return peer not in self.pendings or self.pendings[peer][0].ready()
 
 
 class Transport:
@@ -133,7 +131,8 @@ class Transport:
         """
         with transfer.lock:
             if peer in transfer.pendings:
-                wait_for(transfer.pendings[peer], _AMONG_PEERS, transfer.ranks[peer])
+                pending, communicator = transfer.pendings[peer]
+                wait_for(pending, _AMONG_PEERS, communicator)
                 return transfer.tensors[peer]
             if transfer.shared is None:
                 return None
@@ -162,33 +161,28 @@ class Transport:
 
     def _reduce(self, transfer: Transfer, call: Description) -> None:
         assert call.op is not None
-        op, layout = wire_op(call.op), self._layout
+        op, layout, nodes = wire_op(call.op), self._layout, self._node_collectives
         tensors = [transfer.tensors[peer] for peer in layout.peers]
         root_node, root = divmod(call.root or 0, layout.local)
         root = root if root_node == layout.node else 0
-        if not tensors[0].numel() or layout.total == 1:
-            transfer.shared = tensors[root]
-            return
-        if self._node_collectives is None and call.kind == "all_reduce":
-            ranks = self._ranks(self._config.strategy)
-            pendings = [rank.all_reduce(tensor, op) for rank, tensor in zip(ranks, tensors, strict=True)]
-            transfer.pendings = dict(zip(layout.peers, pendings, strict=True))
-            transfer.ranks = dict(zip(layout.peers, ranks, strict=True))
-            return
-        if layout.local > 1:
-            ranks = self._ranks(self._config.reduce_strategy)
-            pendings = [rank.reduce(tensor, root, op) for rank, tensor in zip(ranks, tensors, strict=True)]
-            if self._node_collectives is None:
+        if layout.local > 1 and tensors[0].numel():
+            pendings: list[tuple[Pending, LocalCommunicator]]
+            if nodes is None and call.kind == "all_reduce":
+                ranks = self._ranks(self._config.strategy)
+                pendings = [(rank.all_reduce(one, op), rank) for rank, one in zip(ranks, tensors, strict=True)]
+            else:
+                ranks = self._ranks(self._config.reduce_strategy)
+                pendings = [(rank.reduce(one, root, op), rank) for rank, one in zip(ranks, tensors, strict=True)]
+            if nodes is None:
                 transfer.pendings = dict(zip(layout.peers, pendings, strict=True))
-                transfer.ranks = dict(zip(layout.peers, ranks, strict=True))
                 return
-            wait_for(pendings[root], _AMONG_PEERS, ranks[root])
-        assert self._node_collectives is not None
+            wait_for(pendings[root][0], _AMONG_PEERS, ranks[root])
         transfer.shared = tensors[root]
-        if call.kind == "all_reduce":
-            transfer.among_nodes = self._node_collectives.all_reduce(tensors[root], op)
-        else:
-            transfer.among_nodes = self._node_collectives.reduce(tensors[root], root_node, op)
+        if nodes is not None and tensors[root].numel():
+            if call.kind == "all_reduce":
+                transfer.among_nodes = nodes.all_reduce(tensors[root], op)
+            else:
+                transfer.among_nodes = nodes.reduce(tensors[root], root_node, op)
 
     def _ranks(self, strategy: Strategy) -> list[LocalCommunicator]:
         """One communicator per local peer; the thread that starts an operation uses them all."""

@@ -52,7 +52,7 @@ def _peers(request: pytest.FixtureRequest) -> Peers:
 
 @pytest.fixture(autouse=True)
 def _stores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusedreduce.collective.registration.listen_or_connect", listen_or_connect)
+    monkeypatch.setattr("fusedreduce.collective.node_registration.listen_or_connect", listen_or_connect)
 
 
 # The options.
@@ -442,8 +442,8 @@ def test_500_operations_leave_nothing_behind(peers: Peers) -> None:
         if session.peer == 0:
             rooms.append(weakref.ref(session._peer_group))
             if peers.nodes > 1:
-                connection: Any = session._registry._connection
-                keys.append(sum("operation" in key for key in connection[1].list_keys()))
+                nodes: Any = session._peer_group
+                keys.append(sum("operation" in key for key in nodes._exchange._store.list_keys()))
 
     before = tasks()
     assert peers.run(case) == [None] * n

@@ -77,7 +77,7 @@ def _peers(request: pytest.FixtureRequest) -> Peers:
 
 @pytest.fixture(autouse=True)
 def _stores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusedreduce.collective.registration.listen_or_connect", listen_or_connect)
+    monkeypatch.setattr("fusedreduce.collective.node_registration.listen_or_connect", listen_or_connect)
 
 
 # The verdict, as a function.
