@@ -39,14 +39,6 @@ class Generation:
     first: int
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """Why an epoch was given up."""
-
-    text: str
-    cause: BaseException | None
-
-
 class Member(Protocol):
     """A SyncDevice, as the epochs see it."""
 
@@ -82,13 +74,13 @@ class Epochs(Generic[D]):
         lock: to hold in calls of all methods but `check_open`, `leave` and `close`.
         devices: those that are started, by rank.
         generation: the latest.
-        failures: of epochs that were given up, and not every device has come to.
+        failures: why epochs were given up, by number; of those that not every device has come to.
     """
 
     def __init__(self, group: LocalGroup) -> None:
         self.lock = threading.RLock()
         self.devices: dict[int, D] = {}
-        self.failures: dict[int, _Failure] = {}
+        self.failures: dict[int, CollectiveError] = {}
         self._group = group
         self._departed: dict[int, int] = {}  # devices that are closed and not started again: rank -> last epoch
         self._last_epoch = 0  # of any device
@@ -159,7 +151,7 @@ class Epochs(Generic[D]):
             CollectiveError: says why.
         """
         failure = self.failures[device.epoch]
-        raise CollectiveError(f"device {device.rank}: {failure.text}") from failure.cause
+        raise CollectiveError(f"device {device.rank}: {failure}") from failure.__cause__
 
     def give_up(self, epoch: int, device: D, error: BaseException) -> None:
         """An epoch cannot be finished, as `device` has found; the first reason counts."""
@@ -169,14 +161,15 @@ class Epochs(Generic[D]):
         if isinstance(error, CollectiveError):
             missing = self._missing(epoch)
             why = f"{f'{missing}. ' if missing else ''}{error}"
-        self.failures[epoch] = failure = _Failure(f"epoch {epoch} was given up: {why}", error)
+        self.failures[epoch] = failure = CollectiveError(f"epoch {epoch} was given up: {why}")
+        failure.__cause__ = error
         self._last_epoch = max(self._last_epoch, epoch)
         # Of its epochs, a device may have one to end still that others have done their part in, also after a later one
         # was given up.
         generation = self.generation if epoch >= self.generation.first else device.generation
         if any(one is not device and one.epoch >= epoch for one in self.devices.values()):
             # Whoever is in it has all of the epoch before. If nobody is, some may be in that, and shall end it.
-            generation.communicators[device.rank].abort(CollectiveError(failure.text))
+            generation.communicators[device.rank].abort(failure)
         if generation is self.generation and not self._closed:
             self.begin_generation()
 
