@@ -97,7 +97,8 @@ def _same(actual: nn.Module, expected: nn.Module) -> None:
     for (name, one), other in pairs:
         assert (one.grad is None) == (other.grad is None), name
         if one.grad is not None and other.grad is not None:
-            _close(one.grad, other.grad, name)
+            assert one.grad.layout is other.grad.layout, name
+            _close(one.grad.to_dense(), other.grad.to_dense(), name)
 
 
 def _close(one: torch.Tensor | None, other: torch.Tensor | None, what: str = "") -> None:
@@ -131,30 +132,21 @@ def test_gradients_are_those_of_the_whole_batch(
 
 @BOTH_WAYS
 @BOTH_SUMS
+@pytest.mark.parametrize("together", [True, False], ids=["one_loss", "one_by_one"])
 def test_forward_parallel_weighs_replicas_by_their_samples(
-    build: Build, threads: bool, reduce: ReduceConfig | None
+    build: Build, threads: bool, reduce: ReduceConfig | None, together: bool
 ) -> None:
+    """What is there is not weighted again (a divisor of the whole `.grad` would)."""
     module, one = mlp(), mlp()
     dp = build(module, 3, threads=threads, reduce=reduce)
-    parts = [batch(samples, seed=samples) for samples in (5, 1, 3)]
-    outputs = dp.forward_parallel([inputs for inputs, _ in parts])
-    torch.stack([F.mse_loss(out, targets) for out, (_, targets) in zip(outputs, parts, strict=True)]).sum().backward()
-    _mse(one, torch.cat([inputs for inputs, _ in parts]), torch.cat([targets for _, targets in parts])).backward()
-    _same(module, one)
-
-
-@BOTH_WAYS
-@BOTH_SUMS
-def test_losses_of_forward_parallel_may_be_run_backward_one_by_one(
-    build: Build, threads: bool, reduce: ReduceConfig | None
-) -> None:
-    module, one = mlp(), mlp()
-    dp = build(module, threads=threads, reduce=reduce)
-    parts = [batch(5, seed=1), batch(3, seed=2)]
-    for out, (_, targets) in zip(dp.forward_parallel([inputs for inputs, _ in parts]), parts, strict=True):
-        F.mse_loss(out, targets).backward()
-    _mse(one, torch.cat([inputs for inputs, _ in parts]), torch.cat([targets for _, targets in parts])).backward()
-    _same(module, one)
+    for step in range(3):
+        parts = [batch(samples, seed=10 * step + samples) for samples in (5, 1 + step, 3)]
+        outputs = dp.forward_parallel([inputs for inputs, _ in parts])
+        losses = [F.mse_loss(out, targets) for out, (_, targets) in zip(outputs, parts, strict=True)]
+        for loss in [torch.stack(losses).sum()] if together else losses:
+            loss.backward()
+        _mse(one, torch.cat([inputs for inputs, _ in parts]), torch.cat([targets for _, targets in parts])).backward()
+        _same(module, one)
 
 
 def test_hundred_steps_equal_training_on_one_device(build: Build) -> None:
@@ -246,32 +238,64 @@ def test_a_16_bit_wire_rounds_once(build: Build) -> None:
         torch.testing.assert_close(mine.grad, other.grad, rtol=2**-6, atol=1e-3)
 
 
-# Any backward
+# Any module, any backward
 
 
-@BOTH_WAYS
-@BOTH_SUMS
-def test_two_forwards_in_one_loss(build: Build, threads: bool, reduce: ReduceConfig | None) -> None:
-    module, one = mlp(), mlp()
-    dp = build(module, threads=threads, reduce=reduce)
+class LastStates(nn.LSTM):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """The states of the last layer."""
+        out: torch.Tensor = super().forward(inputs)[0]
+        return out
+
+
+def _two_forwards_in_one_loss(call: Callable[..., Any]) -> None:
     real, fake = batch(6, seed=1)[0], batch(7, seed=2)[0]
-    for each in (dp, one):
-        (each(real).square().sum() - each(fake).sum() * each(real[:4]).mean()).backward()
-    _same(module, one)
+    (call(real).square().sum() - call(fake).sum() * call(real[:4]).mean()).backward()
+
+
+def _backward_twice(call: Callable[..., Any]) -> None:
+    loss = _mse(call, *batch(6))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+def _squares_of(inputs: torch.Tensor) -> Callable[[Callable[..., Any]], None]:
+    def program(call: Callable[..., Any]) -> None:
+        call(inputs).square().sum().backward()
+
+    return program
+
+
+# How a module is made, and what is done with it.
+PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[Callable[..., Any]], None]]] = {
+    "two forwards in one loss": (mlp, _two_forwards_in_one_loss),
+    "backward twice": (mlp, _backward_twice),
+    "tied, frozen and listed parameters": (Tied, _squares_of(torch.linspace(-1, 1, 20).double().view(5, 4))),
+    "sparse gradients": (
+        lambda: nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)).double(),
+        _squares_of(torch.tensor([1, 4, 4, 7, 1])),
+    ),
+    "recurrent layers": (
+        lambda: LastStates(3, 4, batch_first=True).double(),
+        _squares_of(torch.linspace(-1, 1, 105).double().view(5, 7, 3)),
+    ),
+}
 
 
 @BOTH_WAYS
 @BOTH_SUMS
-def test_backward_twice(build: Build, threads: bool, reduce: ReduceConfig | None) -> None:
-    module, one = mlp(), mlp()
-    dp = build(module, threads=threads, reduce=reduce)
-    inputs, targets = batch(6)
-    for each in (dp, one):
-        loss = _mse(each, inputs, targets)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        with pytest.raises(RuntimeError, match="a second time"):
-            loss.backward()
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_are_those_of_the_module_alone(
+    build: Build, name: str, threads: bool, reduce: ReduceConfig | None
+) -> None:
+    make, program = PROGRAMS[name]
+    torch.manual_seed(0)
+    module = make()
+    one = copy.deepcopy(module)
+    program(build(module, threads=threads, reduce=reduce))
+    program(one)
     _same(module, one)
 
 
@@ -302,20 +326,6 @@ def test_zero_grad_of_the_optimizer_leaves_nothing_behind(build: Build) -> None:
     optimizer.zero_grad()
     for each in (dp, one):
         _mse(each, *batch(6, seed=2)).backward()
-    _same(module, one)
-
-
-def test_accumulated_weighted_means(build: Build) -> None:
-    """What is there is not weighted again (a divisor of the whole `.grad` would)."""
-    module, one = mlp(), mlp()
-    dp = build(module)
-    for step in range(3):
-        parts = [batch(1 + step, seed=step), batch(4, seed=10 + step)]
-        outputs = dp.forward_parallel([inputs for inputs, _ in parts])
-        torch.stack(
-            [F.mse_loss(out, targets) for out, (_, targets) in zip(outputs, parts, strict=True)]
-        ).sum().backward()
-        _mse(one, torch.cat([inputs for inputs, _ in parts]), torch.cat([targets for _, targets in parts])).backward()
     _same(module, one)
 
 
@@ -547,54 +557,6 @@ def test_replicas_use_different_parameters(
     assert module.never.weight.grad is None
 
 
-@BOTH_WAYS
-@BOTH_SUMS
-def test_tied_frozen_and_listed_parameters(build: Build, threads: bool, reduce: ReduceConfig | None) -> None:
-    module, one = Tied(), Tied()
-    dp = build(module, threads=threads, reduce=reduce)
-    inputs = torch.randn(5, 4, dtype=torch.float64)
-    for each in (dp, one):
-        each(inputs).square().sum().backward()
-    _same(module, one)
-    assert module.frozen.grad is None
-
-
-def test_recurrent_layers(build: Build) -> None:
-    class Last(nn.LSTM):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            """The states of the last layer."""
-            out: torch.Tensor = super().forward(inputs)[0]
-            return out
-
-    torch.manual_seed(0)
-    one = Last(3, 4, batch_first=True).double()
-    module = copy.deepcopy(one)
-    dp = build(module)
-    inputs = torch.randn(5, 7, 3, dtype=torch.float64)
-    outputs = [each(inputs) for each in (dp, one)]
-    with pytest.raises(ValueError, match=r"output 1 cannot be concatenated.*\(1, 3, 4\), \(1, 2, 4\)"):
-        build(nn.LSTM(3, 4, batch_first=True).double())(inputs)
-    _close(outputs[0], outputs[1])
-    for out in outputs:
-        out.square().sum().backward()
-    _same(module, one)
-
-
-@BOTH_SUMS
-@BOTH_WAYS
-def test_sparse_gradients(build: Build, threads: bool, reduce: ReduceConfig | None) -> None:
-    torch.manual_seed(0)
-    one = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
-    module = copy.deepcopy(one)
-    dp = build(module, threads=threads, reduce=reduce)
-    indices = torch.tensor([1, 4, 4, 7, 1])
-    for each in (dp, one):
-        each(indices).square().sum().backward()
-    for mine, other in zip(module.parameters(), one.parameters(), strict=True):
-        assert mine.grad is not None and other.grad is not None and mine.grad.is_sparse == other.grad.is_sparse
-        torch.testing.assert_close(mine.grad.to_dense(), other.grad.to_dense())
-
-
 def test_nothing_to_train(build: Build) -> None:
     module = mlp().requires_grad_(False)
     dp = build(module)
@@ -808,6 +770,8 @@ def test_outputs_that_cannot_be_gathered(build: Build) -> None:
     dp = build(Calls(lambda _, x: x if x[0] > 0 else "none"))
     with pytest.raises(ValueError, match="some replicas"):
         dp(inputs)
+    with pytest.raises(ValueError, match=r"output 1 cannot be concatenated.*\(1, 3, 4\), \(1, 2, 4\)"):
+        build(nn.LSTM(3, 4, batch_first=True))(torch.ones(5, 7, 3))
 
 
 def test_gradients_enter_the_input_of_forward_parallel_weighted(build: Build) -> None:
