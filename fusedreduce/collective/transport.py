@@ -204,8 +204,8 @@ class Transport:
         source = devices.index(tensor.device)
         copied = {source: tensor}
         if len(devices) > 1:
-            for giver, taker in copies(self._config.broadcast_strategy, len(devices), source):
-                copied[taker] = copied[giver].to(devices[taker], non_blocking=True)
+            for begin, end in copies(self._config.broadcast_strategy, len(devices), source):
+                copied[end] = copied[begin].to(devices[end], non_blocking=True)
         events = {
             index: torch.cuda.current_stream(one.device).record_event() if one.is_cuda else None
             for index, one in copied.items()

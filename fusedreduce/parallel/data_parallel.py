@@ -383,7 +383,7 @@ class DataParallel(nn.Module):
         """The engine, after its replicas were updated from the module."""
         engine = self._current()
         if not engine.replicas.update_from_module(broadcast_buffers=self.broadcast_buffers):
-            if engine.peers.under_way():
+            if engine.peers.steps_in_flight():
                 raise FusedReduceError(
                     "the module's parameters have changed (replaced, frozen, converted) while steps are in flight: "
                     "call flush() before such a change"

@@ -136,7 +136,7 @@ class SyncDevice:
                 self._raise_if_given_up()
             raise FusedReduceError(
                 f"device {self.rank}: sync() before the backward that was announced for epoch {self.epoch}, of "
-                f"{shortened(self.owed(), NAMES_SHOWN)}: call backward() first"
+                f"{shortened(self.missing_gradients(), NAMES_SHOWN)}: call backward() first"
             )
         self.state = DeviceState.IDLE
 
@@ -168,7 +168,7 @@ class SyncDevice:
         """
         with self._epochs.lock:
             if self.state is not DeviceState.CLOSED:
-                self._give_up(error, given=self.has_given)
+                self._abort_epoch(error, contributed=self.contributed)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -215,11 +215,11 @@ class SyncDevice:
         """Names of the parameters that were announced for the latest epoch."""
         return [self.reducer.names[index] for index in sorted(self._announced)]
 
-    def owed(self) -> list[str]:
+    def missing_gradients(self) -> list[str]:
         """Names of the parameters that were announced and have no gradient yet."""
         return [self.reducer.names[index] for index in sorted(self._announced.difference(self._arrived))]
 
-    def owes_sync(self) -> bool:
+    def missing_sync(self) -> bool:
         """True if announce(None) was called, and sync() was not."""
         return self._prepared and not self._announced and not self._syncs
 
@@ -245,8 +245,8 @@ class SyncDevice:
             )
             with self._epochs.lock:
                 # If everything that was announced has been launched, the others have their averages without this.
-                given = bool(self._announced) and not self.owed() and self.reducer.config.overlap
-                self._give_up(error, given=given)
+                launched = bool(self._announced) and not self.missing_gradients() and self.reducer.config.overlap
+                self._abort_epoch(error, contributed=launched)
             raise error
         elif state is not ReducerState.FAILED:
             raise FusedReduceError(
@@ -260,7 +260,7 @@ class SyncDevice:
             raise FusedReduceError(f"device {self.rank} is closed: start it again with SyncServer.device")
 
     @property
-    def has_given(self) -> bool:
+    def contributed(self) -> bool:
         """True if the other devices can finish this device's latest epoch without it."""
         if self.state is not DeviceState.ANNOUNCED:
             return True
@@ -273,7 +273,7 @@ class SyncDevice:
             return
         state = self.reducer.state
         if state is ReducerState.FAILED:
-            self._give_up(CollectiveError("its backward failed"), given=False)  # and raised
+            self._abort_epoch(CollectiveError("its backward failed"), contributed=False)  # and raised
             return
         self._raise_if_given_up()
         if state is ReducerState.ARMED:  # else the backward is complete, and check_finalized might wait for others
@@ -287,9 +287,10 @@ class SyncDevice:
 
     def _incomplete(self) -> FusedReduceError:
         """The error in place of the reducer's, which would suggest options that SyncServer sets itself."""
-        owed = self.owed()
-        missing = f"without the gradients of {shortened(owed, NAMES_SHOWN)}, which were announced"
-        lacks = missing if owed else "before it was complete"
+        missing = self.missing_gradients()
+        lacks = "before it was complete"
+        if missing:
+            lacks = f"without the gradients of {shortened(missing, NAMES_SHOWN)}, which were announced"
         return FusedReduceError(
             f"device {self.rank}: the backward of epoch {self.epoch} ended {lacks}: announce exactly the tensors that "
             "backwards begin at, and run all of these backwards before sync()"
@@ -307,23 +308,23 @@ class SyncDevice:
             if self.state is DeviceState.CLOSED:
                 raise CollectiveError(f"device {self.rank}: closed in epoch {self.epoch}. {error}") from error
             if self.state is DeviceState.ANNOUNCED:  # else a hook has done so
-                self._give_up(error, given=self.has_given)
+                self._abort_epoch(error, contributed=self.contributed)
             if isinstance(error, CollectiveError):
                 self._epochs.raise_failure(self)
         raise error
 
-    def _give_up(self, error: BaseException, *, given: bool) -> None:
+    def _abort_epoch(self, error: BaseException, *, contributed: bool) -> None:
         """The epoch that this device is in cannot be finished, or the next one. Under the lock of the epochs.
 
         Args:
             error: why.
-            given: the others need nothing more of it for the one it is in.
+            contributed: the others need nothing more of it for the one it is in.
         """
-        self.epoch += given
-        self._epochs.give_up(self.epoch, self, error)
+        self.epoch += contributed
+        self._epochs.abort(self.epoch, self, error)
         self.state = DeviceState.IDLE
 
-    def catch_up(self) -> None:
+    def rejoin(self) -> None:
         """This device's caller knows of every epoch that was given up. Under the lock of the epochs."""
         self.epoch = max(self.epoch, self._epochs.generation.first - 1)
         if self.epoch in self._epochs.failures:

@@ -48,16 +48,16 @@ class Member(Protocol):
     generation: Generation
 
     @property
-    def has_given(self) -> bool:
+    def contributed(self) -> bool:
         """True if the other devices can finish this device's latest epoch without it."""
 
     def announced(self) -> list[str]:
         """Names of the parameters that were announced for the latest epoch."""
 
-    def owed(self) -> list[str]:
+    def missing_gradients(self) -> list[str]:
         """Names of the parameters that were announced and have no gradient yet."""
 
-    def owes_sync(self) -> bool:
+    def missing_sync(self) -> bool:
         """True if announce(None) was called, and sync() was not."""
 
 
@@ -153,7 +153,7 @@ class Epochs(Generic[D]):
         failure = self.failures[device.epoch]
         raise CollectiveError(f"device {device.rank}: {failure}") from failure.__cause__
 
-    def give_up(self, epoch: int, device: D, error: BaseException) -> None:
+    def abort(self, epoch: int, device: D, error: BaseException) -> None:
         """An epoch cannot be finished, as `device` has found; the first reason counts."""
         if epoch in self.failures:
             return
@@ -183,10 +183,10 @@ class Epochs(Generic[D]):
             elif device.epoch < epoch:
                 found.append(f"device {rank} has not announced epoch {epoch}")
             elif device.epoch == epoch and device.state is DeviceState.ANNOUNCED:
-                owed = device.owed()
-                if owed:
-                    found.append(f"device {rank} has not produced the gradients of {shortened(owed, NAMES_SHOWN)}")
-                elif device.owes_sync():
+                missing = device.missing_gradients()
+                if missing:
+                    found.append(f"device {rank} has not produced the gradients of {shortened(missing, NAMES_SHOWN)}")
+                elif device.missing_sync():
                     found.append(f"device {rank} announced nothing, and has not called sync()")
         announced = {
             name: None
@@ -203,12 +203,12 @@ class Epochs(Generic[D]):
         with self.lock:
             if self.devices.get(device.rank) is not device:
                 return
-            epoch = device.epoch + device.has_given
+            epoch = device.epoch + device.contributed
             lost = {one.epoch for one in self.devices.values() if one is not device and one.epoch >= epoch}
-            if not device.has_given:
+            if not device.contributed:
                 lost.add(epoch)
             for one in sorted(lost):
-                self.give_up(one, device, FusedReduceError("the device was closed"))
+                self.abort(one, device, FusedReduceError("the device was closed"))
             del self.devices[device.rank]
             self._departed[device.rank] = device.epoch
 

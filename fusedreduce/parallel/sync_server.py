@@ -143,16 +143,16 @@ class SyncServer:
             )
         present = [device for device in devices if device is not None]
 
-        def give_up(rank: int | None, error: BaseException) -> None:
+        def abort(rank: int | None, error: BaseException) -> None:
             for device in present if rank is None else [present[rank]]:
                 device.abort(error)
 
         try:
-            return run_in_threads("device", [functools.partial(case, device) for device in present], give_up)
+            return run_in_threads("device", [functools.partial(case, device) for device in present], abort)
         except BaseException:
             with self._epochs.lock:
                 for device in present:
-                    device.catch_up()  # whoever called this is told here
+                    device.rejoin()  # whoever called this is told here
             raise
 
     def close(self) -> None:

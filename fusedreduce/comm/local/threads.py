@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 def run_in_threads(
-    peer: str, cases: Sequence[Callable[[], T]], give_up: Callable[[int | None, BaseException], None]
+    peer: str, cases: Sequence[Callable[[], T]], abort: Callable[[int | None, BaseException], None]
 ) -> list[T]:
     """Runs each case in a thread of its own.
 
     Args:
         peer: what a case is called in messages and in names of threads: "rank".
         cases: one per peer.
-        give_up: called with a peer's number and the error that it raised, in its thread, or with None and what
+        abort: called with a peer's number and the error that it raised, in its thread, or with None and what
             interrupted the caller. It must see to it that the other peers do not wait for that one.
 
     Returns:
@@ -39,7 +39,7 @@ def run_in_threads(
             results[number] = cases[number]()
         except BaseException as error:
             errors.append((number, error))
-            give_up(number, error)
+            abort(number, error)
         finally:
             ended[number].set()
 
@@ -53,7 +53,7 @@ def run_in_threads(
         for end in ended:
             end.wait()
     except BaseException as error:
-        give_up(None, error)
+        abort(None, error)
         for thread, end in zip(threads, ended, strict=True):
             if thread.ident is not None:
                 end.wait()

@@ -153,7 +153,7 @@ class Call:
                 for replica, tensor, part in zip(one.replicas, one.tensors, parts, strict=True):
                     self._add(roots[replica], replica, tensor, part)
         used = [bool(one.tensors) for one in roots]
-        if any(map(_and, used, self._freed)):
+        if any(now and before for now, before in zip(used, self._freed, strict=True)):
             raise RuntimeError(
                 "Trying to backward through the graph of a DataParallel module a second time (or to directly access "
                 "saved tensors after they have already been freed). Specify retain_graph=True if you need to backward "
@@ -207,7 +207,3 @@ class Joined(torch.autograd.Function):
         keep_graph = bool(torch._C._autograd._get_current_graph_task_keep_graph())
         summed, of_inputs = ctx.call.backward(gradients, keep_graph=keep_graph)
         return (None, *summed, *of_inputs)
-
-
-def _and(one: bool, other: bool) -> bool:
-    return one and other

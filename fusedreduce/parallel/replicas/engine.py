@@ -158,15 +158,15 @@ class Engine:
             Exception: the error of a replica's backward or of the reduction. All gradients are dropped then.
         """
         if self._begun:
-            self._give_up(None)
+            self._abort(None)
         scale = self._scaling.running()
         reducers: Sequence[Reducer] = ()
         if reduce and self.real is not None and not self.peers.adds_up:
             reducers = self.peers.reducers
             if scale is not None:
-                self.peers.excuse(self.real.observed.units.scalers())
+                self.peers.attach_scalers(self.real.observed.units.scalers())
         stash: list[list[torch.Tensor | None]] = []  # for the next step
-        with self._giving_up_on_error():
+        with self._aborting_on_error():
             reduced = self._run_backwards(roots, reducers, scale, keep_graph=keep_graph, together=together)
             if reduced:
                 found = self._of(0)
@@ -181,7 +181,7 @@ class Engine:
             self.real.local_backward_expected = bool(stash)
             if not stash:
                 keeps = reduced and not (self.peers.synchronous or self.peers.asynchronous)
-                self.real.end_backward(scale, self.peers.under_way() if keeps else 0, keeps=keeps)
+                self.real.end_backward(scale, self.peers.steps_in_flight() if keeps else 0, keeps=keeps)
         return found
 
     def _run_backwards(
@@ -317,14 +317,14 @@ class Engine:
             How many steps were applied, and how far parameters were apart.
         """
         if self._begun:
-            self._give_up(None)
+            self._abort(None)
         self._check_no_stash("flush()")
-        with self._giving_up_on_error():
+        with self._aborting_on_error():
             return self._flush_asynchronous(step) if self.peers.asynchronous else self._flush_steps(step)
 
     def _flush_steps(self, step: Callable[[], None] | None) -> FlushReport:
 
-        def landed(replica: int) -> None:
+        def applied(replica: int) -> None:
             if replica == 0 and self.real is not None:
                 self.real.end_flushed_step(max(0, len(self.real.late.scales) - 1))
                 self._add_to_module(self.real)
@@ -333,7 +333,7 @@ class Engine:
             for one in self.replicas.trained_by[replica]:
                 one.grad = None
 
-        reports = self.peers.each(lambda replica, reducer: reducer.flush(step=functools.partial(landed, replica)))
+        reports = self.peers.each(lambda replica, reducer: reducer.flush(step=functools.partial(applied, replica)))
         return reports[0] if reports else FlushReport()
 
     def _flush_asynchronous(self, step: Callable[[], None] | None) -> FlushReport:
@@ -392,18 +392,18 @@ class Engine:
     # Within
 
     @contextlib.contextmanager
-    def _giving_up_on_error(self) -> Iterator[None]:
+    def _aborting_on_error(self) -> Iterator[None]:
         """What is begun within it is given up where it raises, steps under way too; an interrupt may leave that to the
         next call."""
         self._begun = True
         try:
             yield
         except BaseException as error:
-            self._give_up(error)
+            self._abort(error)
             raise
         self._begun = False
 
-    def _give_up(self, error: BaseException | None) -> None:
+    def _abort(self, error: BaseException | None) -> None:
         self.peers.abort(0, error or FusedReduceError("interrupted"))  # nobody waits for one that will not come
         self._workers.wait_until_idle()
         self.drop_gradients()

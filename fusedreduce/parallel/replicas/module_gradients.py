@@ -104,7 +104,6 @@ class ModuleGradients:
     """
 
     steps_in_backward = False
-    shares_parameters = False
 
     def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str], scaling: Scaling) -> None:
         self.parameters = tuple(parameters)
@@ -125,12 +124,12 @@ class ModuleGradients:
         else:
             optimizer_hooks.leave(self)
 
-    def end_backward(self, scale: LossScale | None, under_way: int, *, keeps: bool) -> None:
+    def end_backward(self, scale: LossScale | None, steps_in_flight: int, *, keeps: bool) -> None:
         """Called when a backward has been reduced.
 
         Args:
             scale: of its loss.
-            under_way: number of steps in flight, this one included.
+            steps_in_flight: number of steps in flight, this one included.
             keeps: each step's averages are applied as a whole, in order (BoundedStaleness).
         """
         self.steps += 1
@@ -138,13 +137,13 @@ class ModuleGradients:
         late.stepped, late.withheld, late.landed_scale = False, False, None
         if keeps:
             late.scales.append(scale)
-            late.withheld = not self._pop_scale(under_way)
+            late.withheld = not self._pop_scale(steps_in_flight)
 
-    def end_flushed_step(self, under_way: int) -> None:
-        """Called when `flush` has applied a step; `under_way` steps are still in flight."""
+    def end_flushed_step(self, steps_in_flight: int) -> None:
+        """Called when `flush` has applied a step; `steps_in_flight` steps are still in flight."""
         self.late.flushed += 1
         self.late.withheld = False
-        self._pop_scale(under_way)
+        self._pop_scale(steps_in_flight)
 
     def drop_stepped(self) -> None:
         """Called before averages are added to `.grad`: drops gradients that an optimizer has stepped with."""
@@ -181,11 +180,11 @@ class ModuleGradients:
                 "scaler.scale(): gradients from DataParallel are unscaled, so the two add up"
             )
 
-    def _pop_scale(self, under_way: int) -> bool:
-        landed, late = False, self.late
-        while len(late.scales) > under_way:
-            late.landed_scale, landed = late.scales.popleft(), True
-        return landed
+    def _pop_scale(self, steps_in_flight: int) -> bool:
+        applied, late = False, self.late
+        while len(late.scales) > steps_in_flight:
+            late.landed_scale, applied = late.scales.popleft(), True
+        return applied
 
 
 def _reached_around(loss: torch.Tensor, names: dict[int, str]) -> list[str]:

@@ -88,11 +88,11 @@ class Peers:
             self.connect()
         return self._reducers
 
-    def under_way(self) -> int:
+    def steps_in_flight(self) -> int:
         """Number of steps in flight."""
         return max((int(one.stats().get("steps_under_way", 0)) for one in self._reducers), default=0)
 
-    def excuse(self, scalers: Sequence[object]) -> None:
+    def attach_scalers(self, scalers: Sequence[object]) -> None:
         """Leaves gradients that are not finite under a loss scale to these scalers."""
         for reducer in self._reducers:
             for scaler in scalers:
