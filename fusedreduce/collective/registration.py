@@ -39,7 +39,7 @@ class _Registration:
         until_s: when its timeout is over, time.monotonic().
         calls: descriptions of its callers, late ones too.
         callers: by peer.
-        deciding: a caller has begun to find the verdict.
+        decider: the call of the one that finds the verdict.
         epoch_ended: why the group's epoch ended since this began; empty if it did not.
     """
 
@@ -47,7 +47,7 @@ class _Registration:
     until_s: float
     calls: list[Description] = field(default_factory=list)
     callers: dict[int, Caller] = field(default_factory=dict)
-    deciding: bool = False
+    decider: Description | None = None
     epoch_ended: str = ""
     verdict: Verdict | None = None
     peer_group: PeerGroup | None = None
@@ -85,57 +85,61 @@ class Registry:
                 raise PeerLost(f"register: {error}") from error
         with self._changed:
             peer_group = None if self._peer_group is None else self._peer_group()
-            if peer_group is not None and peer_group.is_open:
-                raise MultipleRegister(f"peer {peer} is registered already: finish() or reset() that session first")
             current = self._current
+            deciding = current is not None and current.decider is not None and peer in current.callers
+            if deciding or (peer_group is not None and peer_group.is_open):
+                raise MultipleRegister(f"peer {peer} is registered already: finish() or reset() that session first")
             if current is not None and (
-                current.verdict is None
+                current.verdict is None  # else this one comes late, or begins another
                 or (len(current.calls) < local and all(one.peer != peer for one in current.calls))
             ):
                 attempt = current
             self._current = attempt
             attempt.calls.append(call)
-            decides = False
-            if attempt.verdict is None:  # else this one comes late
+            if attempt.verdict is None:
                 attempt.callers.setdefault(peer, caller)
-                decides = not attempt.deciding and len(attempt.calls) == local
-                decides = decides or self._wait_for_peers(attempt)
-                attempt.deciding = attempt.deciding or decides
-        if decides:
-            self._decide(attempt, caller, group)
+        try:
+            if self._wait_for_verdict(attempt, call, local):
+                self._conclude(attempt, *self._decide(attempt, caller, group))
+        except BaseException as error:
+            if attempt.decider is call:
+                text = f"register: a peer gave up ({type(error).__name__}: {error})"
+                self._conclude(attempt, failed(PeerLost, text), None)
+            raise
         assert attempt.verdict is not None
         if attempt.verdict.error is not None:
             raise attempt.verdict.raised()
         assert attempt.peer_group is not None
         return attempt.peer_group
 
-    def _wait_for_peers(self, attempt: _Registration) -> bool:
-        """Waits for the verdict; returns True if this caller must find it. The lock must be held."""
-        while attempt.verdict is None:
-            left_s = attempt.until_s - time.monotonic()
-            if attempt.deciding:
-                self._changed.wait(1.0)
-            elif left_s <= 0 or attempt.epoch_ended:
-                return True
-            else:
-                self._changed.wait(left_s)
+    def _wait_for_verdict(self, attempt: _Registration, call: Description, local: int) -> bool:
+        """Blocks until there is a verdict, or returns True if this caller must find it."""
+        with self._changed:
+            while attempt.verdict is None:
+                left_s = attempt.until_s - time.monotonic()
+                if attempt.decider is not None:
+                    self._changed.wait(1.0)
+                elif len(attempt.calls) >= local or left_s <= 0 or attempt.epoch_ended:
+                    attempt.decider = call
+                    return True
+                else:
+                    self._changed.wait(left_s)
         return False
 
-    def _decide(self, attempt: _Registration, caller: Caller, group: LocalGroup | None) -> None:
+    def _decide(
+        self, attempt: _Registration, caller: Caller, group: LocalGroup | None
+    ) -> tuple[Verdict, PeerGroup | None]:
         """Finds the verdict on a registration, and makes the peer group if that is no error."""
-        verdict: Verdict | None = None
+        with self._changed:
+            calls, callers = list(attempt.calls), dict(attempt.callers)
+        layout, devices = caller.layout, {peer: one.device for peer, one in callers.items()}
+        verdict = _judge_here(calls, callers, layout)
+        if attempt.epoch_ended:
+            missing = [peer for peer in layout.peers if peer not in callers]
+            verdict = failed(PeerLost, f"register: {attempt.epoch_ended}; {peers_text(missing)} had not registered")
+        same_nodes = len({(one.layout, id(one.shared)) for one in callers.values()}) == 1
         peer_group: PeerGroup | None = None
-        layout = caller.layout
         try:
-            with self._changed:
-                calls, callers = list(attempt.calls), dict(attempt.callers)
-            devices = {peer: one.device for peer, one in callers.items()}
-            verdict = _judge_here(calls, callers, layout)
-            if attempt.epoch_ended:
-                missing = [peer for peer in layout.peers if peer not in callers]
-                text = f"register: {attempt.epoch_ended}; {peers_text(missing)} had not registered"
-                verdict = failed(PeerLost, text)
-            same_nodes = len({(one.layout, id(one.shared)) for one in callers.values()}) == 1
             if layout.nodes > 1 and same_nodes:
                 verdict, peer_group = self._nodes.register(
                     caller, calls, devices, verdict, attempt.until_s, self._disconnect
@@ -153,13 +157,14 @@ class Registry:
                 verdict = failed(kind, f"register: {named}{error}")
             if peer_group is not None:
                 peer_group.abort(verdict)
-            peer_group = None
-        except BaseException as error:
-            verdict, peer_group = failed(PeerLost, f"register: a peer gave up ({type(error).__name__}: {error})"), None
-            raise
-        finally:
-            with self._changed:
-                attempt.verdict, attempt.peer_group = verdict or failed(PeerLost, "register: it failed"), peer_group
+            return verdict, None
+        return verdict, peer_group
+
+    def _conclude(self, attempt: _Registration, verdict: Verdict, peer_group: PeerGroup | None) -> None:
+        """Records the verdict on a registration; only the first one counts."""
+        with self._changed:
+            if attempt.verdict is None:
+                attempt.verdict, attempt.peer_group = verdict, peer_group
                 attempt.callers.clear()
                 if peer_group is not None:  # else it stays, for the verdict on late callers
                     self._current, self._peer_group = None, weakref.ref(peer_group)

@@ -23,6 +23,7 @@ from support.collective_cases import (
     listen_or_connect,
     run_threads,
     same,
+    settles,
     values,
 )
 
@@ -55,6 +56,7 @@ from fusedreduce.collective import (
     register,
 )
 from fusedreduce.collective.errors import BY_NAME
+from fusedreduce.collective.registration import Registry, _alone
 from fusedreduce.collective.verdicts import (
     Description,
     Verdict,
@@ -725,6 +727,53 @@ def test_a_nested_register_concerns_its_caller_only(peers: Peers) -> None:
 
     for number, error in enumerate(peers.run(case)):
         assert type(error) is MultipleRegister and f"peer {number} is registered already" in str(error)
+
+
+def test_a_peer_that_registers_again_while_its_node_waits_for_others() -> None:
+    peers = Peers(1, 2)
+    found: list[Any] = []
+    first = threading.Thread(target=lambda: found.append(peers.register(0)))
+    first.start()
+
+    def decides() -> bool:
+        attempt = getattr(_alone.get((str(peers.address), 0)), "_current", None)
+        return attempt is not None and attempt.decider is not None
+
+    assert settles(decides)
+    error = caught(lambda: peers.register(0))
+    assert type(error) is MultipleRegister and "peer 0 is registered already" in str(error)
+    other = peers.register(1)
+    first.join(TIMEOUT_S)
+    run_threads([lambda one=one: good(one) for one in (*found, other)])  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["_wait_for_verdict", "_decide"])
+def test_who_is_interrupted_while_it_registers_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    peers = Peers(2)
+    errors: list[BaseException] = []
+    known = getattr(Registry, name)
+
+    def interrupted(*arguments: Any) -> Any:
+        result = known(*arguments) if name == "_wait_for_verdict" else None
+        if name == "_decide" or result:
+            raise KeyboardInterrupt
+        return result
+
+    def peer(number: int) -> Any:
+        try:
+            return peers.register(number)
+        except KeyboardInterrupt as error:
+            errors.append(error)
+            return None
+
+    began = time.monotonic()
+    with monkeypatch.context() as patched:
+        patched.setattr(Registry, name, interrupted)
+        found = run_threads([lambda: peer(0), lambda: peer(1)])
+    [error] = [one for one in found if one is not None]
+    assert type(error) is PeerLost and "a peer gave up (KeyboardInterrupt" in str(error)
+    assert len(errors) == 1 and time.monotonic() - began < TIMEOUT_S / 2
+    assert peers.run(good) == [None, None]
 
 
 @pytest.mark.parametrize("peer", [-1, 2, True, "0", 1.0])
