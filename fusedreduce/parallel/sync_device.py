@@ -136,7 +136,7 @@ class SyncDevice:
                 self._raise_if_given_up()
             raise FusedReduceError(
                 f"device {self.rank}: sync() before the backward that was announced for epoch {self.epoch}, of "
-                f"{shortened(self.missing_gradients(), NAMES_SHOWN)}: call backward() first"
+                f"{shortened(self._missing_gradients(), NAMES_SHOWN)}: call backward() first"
             )
         self.state = DeviceState.IDLE
 
@@ -215,15 +215,19 @@ class SyncDevice:
         """Names of the parameters that were announced for the latest epoch."""
         return [self.reducer.names[index] for index in sorted(self._announced)]
 
-    def missing_gradients(self) -> list[str]:
-        """Names of the parameters that were announced and have no gradient yet."""
-        return [self.reducer.names[index] for index in sorted(self._announced.difference(self._arrived))]
-
-    def missing_sync(self) -> bool:
-        """True if announce(None) was called, and sync() was not."""
-        return self._prepared and not self._announced and not self._syncs
+    def missing(self) -> str:
+        """What the others wait for, such as "has not produced the gradients of w"; empty if it has done its part."""
+        if missing := self._missing_gradients():
+            return f"has not produced the gradients of {shortened(missing, NAMES_SHOWN)}"
+        if self._prepared and not self._announced and not self._syncs:
+            return "announced nothing, and has not called sync()"
+        return ""
 
     # Private
+
+    def _missing_gradients(self) -> list[str]:
+        """Names of the parameters that were announced and have no gradient yet."""
+        return [self.reducer.names[index] for index in sorted(self._announced.difference(self._arrived))]
 
     def _before_gradient(self, index: int) -> None:
         """Called by a hook before a backward accumulates a parameter's gradient."""
@@ -245,7 +249,7 @@ class SyncDevice:
             )
             with self._epochs.lock:
                 # If everything that was announced has been launched, the others have their averages without this.
-                launched = bool(self._announced) and not self.missing_gradients() and self.reducer.config.overlap
+                launched = bool(self._announced) and not self._missing_gradients() and self.reducer.config.overlap
                 self._abort_epoch(error, contributed=launched)
             raise error
         elif state is not ReducerState.FAILED:
@@ -287,10 +291,8 @@ class SyncDevice:
 
     def _incomplete(self) -> FusedReduceError:
         """The error in place of the reducer's, which would suggest options that SyncServer sets itself."""
-        missing = self.missing_gradients()
-        lacks = "before it was complete"
-        if missing:
-            lacks = f"without the gradients of {shortened(missing, NAMES_SHOWN)}, which were announced"
+        missing = shortened(self._missing_gradients(), NAMES_SHOWN)
+        lacks = f"without the gradients of {missing}, which were announced" if missing else "before it was complete"
         return FusedReduceError(
             f"device {self.rank}: the backward of epoch {self.epoch} ended {lacks}: announce exactly the tensors that "
             "backwards begin at, and run all of these backwards before sync()"

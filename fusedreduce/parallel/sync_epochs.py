@@ -54,11 +54,8 @@ class Member(Protocol):
     def announced(self) -> list[str]:
         """Names of the parameters that were announced for the latest epoch."""
 
-    def missing_gradients(self) -> list[str]:
-        """Names of the parameters that were announced and have no gradient yet."""
-
-    def missing_sync(self) -> bool:
-        """True if announce(None) was called, and sync() was not."""
+    def missing(self) -> str:
+        """What the others wait for, such as "has not produced the gradients of w"; empty if it has done its part."""
 
 
 D = TypeVar("D", bound=Member)
@@ -175,7 +172,7 @@ class Epochs(Generic[D]):
 
     def _missing(self, epoch: int) -> str:
         """The text on which devices an epoch waits for, and why."""
-        found = []
+        found, announced = [], dict[str, None]()
         for rank in range(self._group.size):
             device = self.devices.get(rank)
             if device is None:
@@ -183,17 +180,8 @@ class Epochs(Generic[D]):
             elif device.epoch < epoch:
                 found.append(f"device {rank} has not announced epoch {epoch}")
             elif device.epoch == epoch and device.state is DeviceState.ANNOUNCED:
-                missing = device.missing_gradients()
-                if missing:
-                    found.append(f"device {rank} has not produced the gradients of {shortened(missing, NAMES_SHOWN)}")
-                elif device.missing_sync():
-                    found.append(f"device {rank} announced nothing, and has not called sync()")
-        announced = {
-            name: None
-            for device in self.devices.values()
-            if device.epoch == epoch and device.state is DeviceState.ANNOUNCED
-            for name in device.announced()
-        }
+                announced |= dict.fromkeys(device.announced())
+                found += [f"device {rank} {one}" for one in [device.missing()] if one]
         if found and announced:
             found.append(f"{shortened(announced, NAMES_SHOWN)} cannot be averaged")
         return "; ".join(found)
