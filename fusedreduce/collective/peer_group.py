@@ -32,28 +32,22 @@ class Operation:
         until_s: when the timeout of the first local peer is over, time.monotonic().
         called: local peers that have called it.
         calls: their descriptions of the call, by peer.
-        tensors: what they passed, by peer.
-        events: on CUDA, of their streams at the call.
         deciding: a thread has begun to find the verdict.
         known: the verdict as text, where posting the calls to other nodes returned it.
         verdict: whether and why the operation fails.
         started: the verdict has been acted upon.
-        transfer: its data in flight.
-        failing: held while a failure of the transfer is recorded.
+        transfer: its data.
     """
 
     number: int
     until_s: float
     called: set[int] = field(default_factory=set)
     calls: dict[int, Description] = field(default_factory=dict)
-    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
-    events: dict[int, torch.cuda.Event] = field(default_factory=dict)
     deciding: bool = False
     known: str | None = None
     verdict: Verdict | None = None
     started: bool = False
-    transfer: Transfer | None = None
-    failing: threading.Lock = field(default_factory=threading.Lock)
+    transfer: Transfer = field(default_factory=Transfer)
 
     @property
     def name(self) -> str:
@@ -125,9 +119,9 @@ class PeerGroup:
             if operation.verdict is None:
                 operation.calls[peer] = description
                 if tensor is not None:
-                    operation.tensors[peer] = tensor
+                    operation.transfer.tensors[peer] = tensor
                 if event is not None:
-                    operation.events[peer] = event
+                    operation.transfer.events[peer] = event
             kinds = {one.kind for one in operation.calls.values()}
             all_called = len(operation.called) == self.layout.local
             decides = not operation.deciding and (all_called or (len(kinds) > 1 and "finish" in kinds))
@@ -173,11 +167,11 @@ class PeerGroup:
         assert operation.started and operation.verdict is not None
         if operation.verdict.error is not None:
             raise operation.verdict.raised()
-        assert operation.transfer is not None
+        transfer = operation.transfer
         try:
-            return self._transport.result(operation.transfer, peer)
+            return self._transport.result(transfer, peer)
         except RuntimeError as error:
-            with operation.failing:  # so that all local peers raise the same text
+            with transfer.lock:  # so that all local peers raise the same text
                 self._fail(operation, error)
             raise operation.verdict.raised() from error
 
@@ -185,7 +179,7 @@ class PeerGroup:
         """Returns whether `result` of a started operation would return, or raise, without blocking."""
         if operation.verdict is None or operation.verdict.error is not None:
             return True
-        return operation.transfer is None or operation.transfer.is_complete(peer)
+        return operation.transfer.is_complete(peer)
 
     def abort(self, why: Verdict) -> None:
         """Ends the session for all peers: operations in flight and later ones fail with `why`, on other nodes too."""
@@ -214,9 +208,7 @@ class PeerGroup:
         try:
             if verdict.error is None:
                 with self._issuing, torch.no_grad():
-                    operation.transfer = self._transport.start(
-                        operation.calls, operation.tensors, operation.events, verdict
-                    )
+                    self._transport.start(operation.transfer, next(iter(operation.calls.values())), verdict)
         except BaseException as error:
             text = f"{operation.name} failed: {type(error).__name__}: {error}"
             operation.verdict = failed("CollectiveSessionError", text)
@@ -226,7 +218,7 @@ class PeerGroup:
         finally:
             with self._changed:
                 if operation.verdict.error is not None:
-                    operation.tensors.clear()
+                    operation.transfer = Transfer()  # frees its tensors
                 operation.started = True
                 self._drop_if_done(operation)
                 self._changed.notify_all()
@@ -258,7 +250,7 @@ class PeerGroup:
                 if not operation.started and (operation.verdict is None or operation.verdict.error is not None):
                     operation.verdict = operation.verdict or why
                     operation.started = operation.deciding = True
-                    operation.tensors.clear()
+                    operation.transfer = Transfer()
             self._operations.clear()
             self._changed.notify_all()
 

@@ -47,23 +47,23 @@ _AMONG_PEERS = "the collective among the peers of this node"
 
 @dataclass
 class Transfer:
-    """The data of an operation in flight.
+    """The data of an operation.
 
     Attributes:
-        tensors: by local peer, what it passed; with `pendings`, where its result will be.
+        tensors: by local peer, what it passed, to be overwritten; with `pendings`, where its result will be.
+        events: by local peer, on CUDA, behind which its tensor may be read.
         pendings: by local peer, of a collective among local peers, with its communicator.
         shared: otherwise, where the one result for all local peers will be.
         among_nodes: the collective among nodes that `shared` comes from.
-        events: by local peer, on CUDA, behind which its tensor may be read.
         spread: by device, a copy of `shared`, and on CUDA the event behind which it may be read; made by the first peer
             that asks for it.
     """
 
-    tensors: dict[int, torch.Tensor]
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    events: dict[int, torch.cuda.Event] = field(default_factory=dict)
     pendings: dict[int, tuple[Pending, LocalCommunicator]] = field(default_factory=dict)
     shared: torch.Tensor | None = None
     among_nodes: NodePending | None = None
-    events: dict[int, torch.cuda.Event] = field(default_factory=dict)
     spread: dict[torch.device, tuple[torch.Tensor, torch.cuda.Event | None]] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -97,31 +97,21 @@ class Transport:
         self._node_collectives = node_collectives
         self._communicators: dict[Strategy, list[LocalCommunicator]] = {}
 
-    def start(
-        self,
-        calls: Mapping[int, Description],
-        tensors: dict[int, torch.Tensor],
-        events: dict[int, torch.cuda.Event],
-        verdict: Verdict,
-    ) -> Transfer:
+    def start(self, transfer: Transfer, call: Description, verdict: Verdict) -> None:
         """Starts an operation for all local peers. Operations must be started one at a time, in order on all nodes.
 
         Args:
-            calls: what the local peers call, by peer.
-            tensors: what they brought, to be overwritten.
-            events: on CUDA, behind which those may be read.
+            transfer: with what the local peers passed.
+            call: that of one of them.
             verdict: that all call the same.
         """
-        for peer, event in events.items():
+        for peer, event in transfer.events.items():
             torch.cuda.current_stream(self._devices[peer]).wait_event(event)
-        transfer = Transfer(tensors, events=events)
-        call = next(iter(calls.values()))
         if call.kind == "broadcast":
             assert verdict.source is not None
             self._broadcast(transfer, verdict.source)
         elif call.kind in ("all_reduce", "reduce"):
             self._reduce(transfer, call)
-        return transfer
 
     def result(self, transfer: Transfer, peer: int) -> torch.Tensor | None:
         """Returns the result for a peer, on CUDA ready on its current stream; other peers read it too. Blocks.
