@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.collective_cases import (
+    PLACES,
     TIMEOUT_S,
     Peers,
     caught,
     good,
-    listen_or_connect,
     run_threads,
     settles,
     tasks,
@@ -41,18 +41,6 @@ from fusedreduce.collective.payload import copies, is_dense
 from fusedreduce.comm.local.strategies import Strategy
 
 OPS = ("sum", "mean", "min", "max", "product")
-# How peers are placed: (local, nodes).
-PLACES = {"threads": (3, 1), "nodes": (1, 3), "both": (2, 2)}
-
-
-@pytest.fixture(params=PLACES, name="peers")
-def _peers(request: pytest.FixtureRequest) -> Peers:
-    return Peers(*PLACES[request.param])
-
-
-@pytest.fixture(autouse=True)
-def _stores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusedreduce.collective.node_registration.listen_or_connect", listen_or_connect)
 
 
 # The options.
@@ -112,33 +100,19 @@ def test_a_config_is_frozen_compares_and_is_plain_values() -> None:
 
 # Rows 3.49 and 3.50 of the reference: burn's own tests, and what they lack.
 
+# In a ring of more peers than elements upstream falls back to a tree; where peers do not divide a size, its slices run
+# out of range.
 ALL_REDUCES: list[tuple[Strategy, int, tuple[int, ...]]] = [
-    (Centralized(), 4, (4,)),
-    (Tree(2), 4, (4,)),
-    (Tree(5), 4, (4,)),
+    *((strategy, 4, (4,)) for strategy in (Centralized(), Tree(2), Tree(5))),
     (Ring(), 3, (3, 3)),
+    (Ring(), 4, (3,)),
+    *((strategy, 4, shape) for strategy in (Tree(1), Tree(3), Ring()) for shape in ((5,), (7, 3), (2, 3, 11))),
 ]
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize(("strategy", "size", "shape"), ALL_REDUCES, ids=str)
 def test_all_reduce_as_upstream(strategy: Strategy, size: int, shape: tuple[int, ...], op: str) -> None:
-    _check_all_reduce(strategy, size, shape, op)
-
-
-def test_a_ring_of_more_peers_than_elements_as_upstream() -> None:
-    """Upstream falls back to a tree."""
-    _check_all_reduce(Ring(), 4, (3,), "sum")
-
-
-@pytest.mark.parametrize("shape", [(5,), (7, 3), (2, 3, 11)])
-@pytest.mark.parametrize("strategy", [Tree(1), Tree(3), Ring()], ids=str)
-def test_all_reduce_of_sizes_that_peers_do_not_divide(strategy: Strategy, shape: tuple[int, ...]) -> None:
-    """Upstream's slices run out of range here."""
-    _check_all_reduce(strategy, 4, shape, "mean")
-
-
-def _check_all_reduce(strategy: Strategy, size: int, shape: tuple[int, ...], op: str) -> None:
     expected = sum((values(peer, shape) for peer in range(size)), start=torch.zeros(shape))
     expected = expected / size if op == "mean" else expected
     results = Peers(size).run(lambda s: s.all_reduce(values(s.peer, shape), op), strategy=strategy)

@@ -20,7 +20,6 @@ from support.collective_cases import (
     caught,
     free_port,
     good,
-    listen_or_connect,
     run_threads,
     same,
     settles,
@@ -68,19 +67,6 @@ from fusedreduce.collective.verdicts import (
 )
 from fusedreduce.comm.store_exchange import StoreExchange
 from fusedreduce.errors import CollectiveError, FusedReduceError
-
-PLACES = {"threads": (3, 1), "nodes": (1, 3), "both": (2, 2)}
-
-
-@pytest.fixture(params=PLACES, name="peers")
-def _peers(request: pytest.FixtureRequest) -> Peers:
-    return Peers(*PLACES[request.param])
-
-
-@pytest.fixture(autouse=True)
-def _stores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusedreduce.collective.node_registration.listen_or_connect", listen_or_connect)
-
 
 # The verdict, as a function.
 

@@ -26,6 +26,8 @@ from fusedreduce.collective import (
 
 TIMEOUT_S = 10.0
 JOIN_S = 60.0
+# How peers are placed: (local, nodes).
+PLACES = {"threads": (3, 1), "nodes": (1, 3), "both": (2, 2)}
 
 
 def run_threads(cases: list[Callable[[], Any]]) -> list[Any]:
