@@ -136,7 +136,8 @@ class Registry:
         verdict = _judge_here(calls, callers, layout)
         if attempt.epoch_ended:
             missing = [peer for peer in layout.peers if peer not in callers]
-            verdict = failed(PeerLost, f"register: {attempt.epoch_ended}; {peers_text(missing)} had not registered")
+            who = f"; {peers_text(missing)} had not registered" if missing else ""
+            verdict = failed(PeerLost, f"register: {attempt.epoch_ended}{who}")
         same_nodes = len({(one.layout, id(one.shared)) for one in callers.values()}) == 1
         peer_group: PeerGroup | None = None
         try:
