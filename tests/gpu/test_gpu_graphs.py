@@ -1,18 +1,81 @@
-"""On hardware: CUDA graphs in a process that reduces gradients. Steps are refused within a capture, and harm none."""
+"""CUDA graphs: the kernels alone can be captured; steps are refused within a capture, and harm none."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.buckets import assert_same
 from torch import nn
 
 import fusedreduce
+from fusedreduce.kernels import dispatch
+from fusedreduce.kernels.table import ChunkTable, PointerTable
+
+
+class Walk:
+    """Gradients of all dtypes and alignments, a wire, and pack and unpack over them."""
+
+    def __init__(self, device: torch.device) -> None:
+        numels, self.offsets = (1, 7, 1000, 5003, 4096), (0, 64, 128, 1152, 6208)
+        dtypes = (torch.float32, torch.float16, torch.float16, torch.float32, torch.float32)
+        rooms = [
+            torch.zeros(numel + 5, dtype=dtype, device=device) for numel, dtype in zip(numels, dtypes, strict=True)
+        ]
+        self.gradients = [room[shift:][:numel] for shift, (room, numel) in enumerate(zip(rooms, numels, strict=True))]
+        self.chunks = ChunkTable(numels, self.offsets, dtypes, 10_304)
+        self.chunks.on(device)
+        self.wire = torch.zeros(10_304, dtype=torch.float16, device=device)
+        self.scale = torch.tensor([0.7], device=device)
+        self.pointers = PointerTable()
+
+    def fill(self, seed: int) -> list[torch.Tensor]:
+        """Other values, in the same places; copies of them."""
+        generator = torch.Generator(self.wire.device).manual_seed(seed)
+        for gradient in self.gradients:
+            gradient.copy_(torch.randn(gradient.numel(), generator=generator, device=gradient.device))
+        self.wire.fill_(float("nan"))
+        return [gradient.clone() for gradient in self.gradients]
+
+    def run(self) -> None:
+        dispatch.pack(self.gradients, self.chunks, self.pointers, self.wire, 2.0)
+        dispatch.unpack(self.gradients, self.chunks, self.pointers, self.wire, self.scale)
+
+    def check(self, given: list[torch.Tensor]) -> None:
+        for gradient, before, offset in zip(self.gradients, given, self.offsets, strict=True):
+            wire = (before.float() / 2.0).half()
+            assert_same(self.wire[offset : offset + before.numel()], wire)
+            assert_same(gradient, (wire.float() * self.scale).to(gradient.dtype))
+
+
+@pytest.mark.parametrize("uploaded", [True, False], ids=["before", "within"])
+def test_a_captured_pack_and_unpack_do_their_work_at_every_replay(device: torch.device, uploaded: bool) -> None:
+    """Whether their addresses were uploaded before the capture or within it. On CPU a call stands for a replay."""
+    walk = Walk(device)
+    again: Callable[[], object] = walk.run
+    if device.type == "cuda":
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            walk.run()  # compiles
+        torch.cuda.synchronize(device)
+        if not uploaded:
+            walk.pointers = PointerTable()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            walk.run()
+        again = graph.replay
+    for replay in range(5):
+        given = walk.fill(replay)
+        again()
+        walk.check(given)
+        # Memory of tables that a capture has let go of would be taken by these.
+        _ = [torch.full((64,), -1, dtype=torch.int64, device=device) for _ in range(256)]
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ class Guarded:
     def of(cls, values: torch.Tensor, shift: int = 0) -> Guarded:
         """`values` at an address `shift` elements off a 64-byte boundary, poison around it."""
         numel = values.numel()
-        room = torch.empty(numel + 2 * GUARD + 128, dtype=values.dtype)
+        room = torch.empty(numel + 2 * GUARD + 128, dtype=values.dtype, device=values.device)
         aligned = (-room.data_ptr() // room.element_size()) % (64 // room.element_size())
         outer = room[aligned : aligned + numel + 2 * GUARD + shift]
         outer.view(_bits(values.dtype)).fill_(-0x1235 & 0x7FFF)
