@@ -14,13 +14,12 @@ import baselines
 import bench_kernels
 import layers
 import pytest
-import sweep
 import timing
 import torch
 import workload
 from records import BenchError
 
-from fusedreduce.kernels import dispatch, pack, reference, variants
+from fusedreduce.kernels import dispatch
 
 
 @pytest.mark.parametrize(
@@ -196,44 +195,6 @@ def test_the_rehearsal_measures_checks_and_leaves_a_record(tmp_path: Path, monke
     (path,) = tmp_path.glob("kernels_cpu_*.json")
     record = json.loads(path.read_text())
     assert record["rehearsal"] and {row["direction"] for row in record["rows"]} == {"pack", "unpack", "after"}
-
-
-def test_the_sweep_runs_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "MOST_SETS", 2)
-    rows: list[dict[str, Any]] = []
-    assert not sweep.sweep(torch.device("cpu"), math.inf, rows.append, rounds=2, rehearse=True)
-    assert len(rows) == 2 * len(sweep.WORKLOADS) + len(sweep.SECOND_STAGE_LISTS)
-    assert rows[0]["rows"] == 8192 and len(rows[0]["shapes"]) == len(sweep.SECOND_STAGES)
-    (best, worst) = sweep.ranking(rows)
-    assert 1 <= best["slower"] <= worst["slower"] and best["rows"] == 2 * len(sweep.WORKLOADS)
-    assert len(sweep.sweep(torch.device("cpu"), 0.0, rows.append, rehearse=True)) == len(rows)
-    assert len({shape.name for shape in sweep.SHAPES}) == 48
-
-
-def test_a_wrong_shape_of_the_sweep_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "MOST_SETS", 2)
-    monkeypatch.setattr(reference, "unpack", lambda *arguments, **options: None)
-    monkeypatch.setattr(workload.Workload, "unpacked", lambda work: [one.memory + 1 for one in work.sets])
-    with pytest.raises(BenchError, match="in use is wrong"):
-        sweep.sweep(torch.device("cpu"), math.inf, lambda row: None, rounds=2, rehearse=True)
-
-
-def test_the_shape_that_is_nowhere_slow_is_the_best() -> None:
-    def row(direction: str, **slower: float) -> dict[str, Any]:
-        return {"direction": direction, "shapes": {name: {"slower": s, "ratio": s} for name, s in slower.items()}}
-
-    rows = [row("pack", a=1.0, b=1.1, c=1.0), row("unpack", a=1.3, b=1.0), row("second stage", a=1.0)]
-    assert [(one["shape"], one["slower"]) for one in sweep.ranking(rows)] == [("b", 1.1), ("a", 1.3)]
-    assert not sweep.ranking([])
-
-
-def test_what_the_sweep_launches_is_compiled_ahead() -> None:
-    ahead = {(one.label, one.num_warps, tuple(one.constexprs.items())) for one in sweep.variants(("cuda", 90))}
-    assert len(ahead) == len(sweep.variants(("cuda", 90))) == 23 * 2 + 4 * 2
-    for shape in sweep.SHAPES:
-        of_shape = pack.pack_variant(torch.bfloat16, False, False, True, shape.tuning, "cuda")
-        in_use = shape.tuning == variants.tuning_for(("cuda", 90))
-        assert ((of_shape.label, of_shape.num_warps, tuple(of_shape.constexprs.items())) in ahead) != in_use
 
 
 def test_the_host_time_of_a_launch_is_taken() -> None:

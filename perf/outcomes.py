@@ -1,0 +1,74 @@
+"""A pytest plugin: a line of JSON about each test as soon as it has ended, and an end for one that does not end.
+
+    GPU_CHECK_OUTCOMES=tests.jsonl PYTHONPATH=perf pytest -p outcomes -m gpu
+
+Lines are {"collected": [ids]}, then by test {"began": id} and {"ended": id, "outcome": ..., "seconds": ..., "why": ...,
+"properties": {...}}. A test that takes longer than `LIMIT_S` ends the process, with all threads' stacks on stderr. So
+does one that fails and after which the GPU does not answer: every other test of the process would fail with it. Who
+started the process (gpu_check.py) begins another one with the tests that are left.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+
+import pytest
+
+OUTCOMES = "GPU_CHECK_OUTCOMES"
+LIMIT = "GPU_CHECK_TEST_LIMIT_S"
+LIMIT_S = float(os.environ.get(LIMIT, "90"))
+BROKEN = 70  # exit status: the GPU does not answer
+_STDERR = os.fdopen(os.dup(2), "w")  # before pytest captures it
+_phases: list[pytest.TestReport] = []
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _write(collected=[item.nodeid for item in session.items])
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        _write(ended=report.nodeid, outcome="failed", seconds=0.0, why=_why(report), properties={})
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _phases.clear()
+    _write(began=nodeid)
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=_STDERR)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _phases.append(report)
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    faulthandler.cancel_dump_traceback_later()
+    told = next((one for kind in ("failed", "skipped") for one in _phases if one.outcome == kind), _phases[-1])
+    _write(
+        ended=nodeid,
+        outcome=told.outcome,
+        seconds=round(sum(one.duration for one in _phases), 2),
+        why="" if told.passed else _why(told),
+        properties=dict(_phases[-1].user_properties),
+    )
+    torch = sys.modules.get("torch")
+    if told.failed and torch is not None and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(BROKEN)
+
+
+def _why(report: pytest.CollectReport | pytest.TestReport) -> str:
+    """The reason of a skip, else the last lines."""
+    if isinstance(report.longrepr, tuple):
+        return report.longrepr[2]
+    return report.longreprtext[-1000:]
+
+
+def _write(**line: object) -> None:
+    with open(os.environ[OUTCOMES], "a") as file:
+        file.write(json.dumps(line) + "\n")
