@@ -12,8 +12,9 @@ Its steps are processes, one after another, each with a time limit:
     sweep       sweep.py: launch shapes of pack and unpack beside each other
     memcheck    compute-sanitizer on a test of all kernels, where it is installed
 
-Whatever is known is in a file at once: gpu_check_<hardware>_<date>.json after each step, tests.jsonl after each test, a
-log of all that was printed, the benchmarks' records as each ends. Exit status 1 if a step fails or a demand is missed.
+Whatever is known is in a file at once: gpu_check_<hardware>_<date>.json after each step, beside it .jsonl after each
+test and .log as it is printed, the benchmarks' records as each ends. Exit status 1 if a step fails or a demand is
+missed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -44,7 +46,6 @@ LEAST_S = 15.0  # with less left no step begins
 GRACE_S = 2.0  # between being asked to end and being killed
 REHEARSED_PATIENCE = 4
 PYTEST = ("-m", "pytest", "-q", "-p", "outcomes", "-p", "no:cacheprovider", "--continue-on-collection-errors")
-PAIRS = ("fp32-bf16", "bf16-bf16", "fp32-fp32")
 OUTCOMES = "GPU_CHECK_OUTCOMES"  # as outcomes.py has it, which needs pytest
 # What compute-sanitizer looks at: torch's kernels are not ours to check.
 KERNELS = (
@@ -63,53 +64,46 @@ class Step:
     tool: tuple[str, ...] = ()
 
 
+# The benchmarks, by step: the time limit in seconds, the command line on a GPU, and that of a rehearsal.
+BENCHMARKS = {
+    "kernels": (
+        120.0,
+        "bench_kernels.py --device cuda --models one gpt2 --ways whole bucket --pairs fp32-bf16 bf16-bf16 fp32-fp32 "
+        "--rounds 20 --no-check",
+        "bench_kernels.py --device cpu --quick --no-check",
+    ),
+    "step": (
+        75.0,
+        "bench_step.py --device cuda --ranks 1 --no-check",
+        "bench_step.py --ranks 1 --models many:20x10 --steps 2 --rehearse",
+    ),
+    "step-gpt2": (
+        90.0,
+        "bench_step.py --device cuda --ranks 1 --models gpt2-small --clip --no-check",
+        "bench_step.py --ranks 1 --models gpt2-tiny --clip --steps 2 --rehearse",
+    ),
+    "sweep": (100.0, "sweep.py --device cuda --limit 65", "sweep.py --rehearse"),
+}
+ON_GPU = ("-m", "gpu")
+REHEARSED_FILES = ("tests/gpu/test_gpu_graphs.py", "tests/gpu/test_gpu_large.py", "tests/gpu/test_gpu_ranks.py")
+
+
 def steps(out: Path, rehearse: bool) -> tuple[Step, ...]:
     """All of them, in order; their records go to `out`."""
-
-    def bench(name: str, script: str, limit_s: float, on_gpu: Sequence[str], rehearsed: Sequence[str]) -> Step:
-        options = rehearsed if rehearse else ["--device", "cuda", *on_gpu]
-        return Step(name=name, arguments=(str(HERE / script), *options, "--out", str(out)), limit_s=limit_s)
-
-    tiny = ("--steps", "2", "--rehearse", "--no-memory")
-    sanitizer = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
-    names = [part for kernel in KERNELS for part in ("--kernel-name", f"kernel_substring={kernel}")]
-    every = (
-        Step(
-            name="tests",
-            arguments=("-m", "not gpu", *(f"tests/gpu/test_gpu_{name}.py" for name in ("graphs", "large", "ranks")))
-            if rehearse
-            else ("-m", "gpu"),
-            limit_s=240.0,
-        ),
-        bench(
-            "kernels",
-            "bench_kernels.py",
-            120.0,
-            [*("--models", "one", "gpt2"), "--pairs", *PAIRS, *("--ways", "whole", "bucket"), "--no-check"],
-            ["--device", "cpu", "--quick", "--no-check"],
-        ),
-        bench(
-            "step",
-            "bench_step.py",
-            75.0,
-            ["--ranks", "1", "--no-check"],
-            ["--ranks", "1", "--models", "many:20x10", *tiny],
-        ),
-        bench(
-            "step-gpt2",
-            "bench_step.py",
-            90.0,
-            ["--ranks", "1", "--models", "gpt2-small", "--clip", "--no-check"],
-            ["--ranks", "1", "--models", "gpt2-tiny", "--clip", *tiny],
-        ),
-        bench("sweep", "sweep.py", 100.0, ["--limit", "65"], ["--rehearse"]),
-        Step(
-            name="memcheck",
-            arguments=("-m", "pytest", "-q", "tests/gpu/test_gpu.py", "-m", "gpu", "-k", "random_buckets"),
-            limit_s=90.0,
-            tool=(*sanitizer, *names),
-        ),
+    tests = Step(name="tests", arguments=("-m", "not gpu", *REHEARSED_FILES) if rehearse else ON_GPU, limit_s=240.0)
+    benchmarks = []
+    for name, (limit_s, on_gpu, rehearsed) in BENCHMARKS.items():
+        script, *options = shlex.split(rehearsed if rehearse else on_gpu)
+        arguments = (str(HERE / script), *options, "--out", str(out))
+        benchmarks.append(Step(name=name, arguments=arguments, limit_s=limit_s))
+    filters = [part for kernel in KERNELS for part in ("--kernel-name", f"kernel_substring={kernel}")]
+    memcheck = Step(
+        name="memcheck",
+        arguments=("-m", "pytest", "-q", "tests/gpu/test_gpu.py", *ON_GPU, "-k", "random_buckets and small"),
+        limit_s=90.0,
+        tool=("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *filters),
     )
+    every = (tests, *benchmarks, memcheck)
     if not rehearse:
         return every
     # A rehearsal's machine may be busy, and its times say nothing.
@@ -130,7 +124,9 @@ class Check:
         device = "cpu" if rehearse else "cuda"
         self.record: dict[str, Any] = {"schema": records.SCHEMA, "what": "gpu_check", **records.provenance(device)}
         self.record |= {"others_cores": 0.0, "rehearsal": rehearse, "stages": {}}
-        self._path = out / f"gpu_check_{self.record['device']}_{str(self.record['created'])[:10]}.json"
+        name = f"gpu_check_{self.record['device']}_{str(self.record['created'])[:10]}"
+        earlier = len(list(out.glob(f"{name}*.json")))
+        self._path = out / f"{name}{f'-{earlier + 1}' if earlier else ''}.json"
         self._log = self._path.with_suffix(".log")
         self._log.write_text("")
 
@@ -167,7 +163,7 @@ class Check:
 
     def _run_tests(self, step: Step, ends_s: float) -> dict[str, Any]:
         """All of the step's tests, in as many processes as it takes."""
-        path = self._out / "tests.jsonl"
+        path = self._path.with_suffix(".jsonl")
         path.write_text("")
         environment = {OUTCOMES: str(path)} | ({"TRITON_INTERPRET": "1"} if self.rehearse else {})
         selected, known = step.arguments, -1

@@ -173,10 +173,13 @@ A_STEP_LATER = replaced(modes, "staleness", lambda mode: 2)
 BF16: Mapping[str, Any] = {"wire": "bf16"}
 
 PLANTED = {
-    "pack: one bit": Planted(test_gpu.test_random_buckets_equal_the_reference_bit_for_bit, A_BIT_OF_PACK),
+    "pack: one bit": Planted(
+        test_gpu.test_random_buckets_equal_the_reference_bit_for_bit, A_BIT_OF_PACK, {"size": "small"}
+    ),
     "scale: a gradient is left as it is": Planted(
         test_gpu.test_random_buckets_equal_the_reference_bit_for_bit,
         given(walk, "scale", lambda gradients, *rest: ([*gradients[:-1], None], *rest)),
+        {"size": "small"},
     ),
     "pack: one bit of a pattern": Planted(
         test_gpu_large.test_every_bit_pattern, A_BIT_OF_PACK, {"wire_dtype": torch.float16, "divisor": 3.0}

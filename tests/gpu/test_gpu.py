@@ -59,11 +59,13 @@ def _shifted(values: torch.Tensor, shift: int, device: torch.device) -> torch.Te
     return Guarded.of(values.to(device), shift).inner
 
 
-def test_random_buckets_equal_the_reference_bit_for_bit(device: torch.device) -> None:
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_random_buckets_equal_the_reference_bit_for_bit(device: torch.device, size: str) -> None:
     """Every function of the data path; on CPU test_kernels.py has many more examples."""
-    count, most_numel = pick(device, cpu=(5, 300), cuda=(240, 2_000_000))
+    counts = {"small": pick(device, cpu=5, cuda=60), "large": pick(device, cpu=1, cuda=180)}
+    most_numel = 300 if size == "small" else pick(device, cpu=10_000, cuda=2_000_000)
     with dispatch.count_launches() as counted:
-        for seed in range(count):
+        for seed in range(counts[size]):
             case = drawn(seed, most_numel)
             try:
                 equals_the_reference(case, device)

@@ -3,6 +3,8 @@ out."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from gpu import rank_cases
 from support.ranks import RankPool
@@ -12,9 +14,17 @@ STEPS = 15  # costs are agreed on between the 13th and the 14th
 MOST_UNPACK_MS = 1.0
 
 
-def trained(two: RankPool, device_type: str) -> float:
+@pytest.fixture(scope="module")
+def spawned() -> Iterator[RankPool]:
+    """Not forked: from a process that has looked for GPUs, which does not work with CUDA."""
+    pool = RankPool(2, {})
+    yield pool
+    pool.close()
+
+
+def trained(ranks: RankPool, device_type: str) -> float:
     """Training ends with the same weights on both ranks; what the planner takes unpacking for, in ms."""
-    first, second = two.run(rank_cases.train, device_type, STEPS)
+    first, second = ranks.run(rank_cases.train, device_type, STEPS)
     assert first["weights"] == second["weights"] and len(set(first["weights"])) == STEPS
     assert {first["path"], second["path"]} == {"triton" if device_type == "cuda" else "torch"}
     return float(first["unpack_ms"])
@@ -25,11 +35,11 @@ def test_two_processes_train_alike_with_sums_through_the_host(two: RankPool) -> 
 
 
 @pytest.mark.gpu
-def test_two_processes_on_one_gpu_train_alike_and_unpacking_is_no_waiting(two: RankPool) -> None:
-    assert 0 < trained(two, "cuda") < MOST_UNPACK_MS
+def test_two_processes_on_one_gpu_train_alike_and_unpacking_is_no_waiting(spawned: RankPool) -> None:
+    assert 0 < trained(spawned, "cuda") < MOST_UNPACK_MS
 
 
 @pytest.mark.gpu
-def test_cuda_tensors_over_gloo_are_refused(two: RankPool) -> None:
-    for said in two.run(rank_cases.over_gloo):
+def test_cuda_tensors_over_gloo_are_refused(spawned: RankPool) -> None:
+    for said in spawned.run(rank_cases.over_gloo):
         assert said.startswith("UnsupportedWireError: ") and "gloo" in said

@@ -85,6 +85,14 @@ def test_without_time_or_tool_nothing_is_begun(tmp_path: Path, monkeypatch: pyte
     assert stages["late"]["status"] == "failed" and "not begun" in stages["late"]["reason"]
 
 
+def test_no_run_replaces_another(tmp_path: Path) -> None:
+    for number in range(2):
+        gpu_check.Check(tmp_path, True).run([_step("one", f"print({number})")], 60.0)
+    first, second = sorted(tmp_path.glob("*.json"), key=lambda path: len(path.name))
+    assert [json.loads(path.read_text())["stages"]["one"]["reason"] for path in (first, second)] == ["0", "1"]
+    assert records._FILE.fullmatch(second.name)
+
+
 def test_ended_from_outside_it_ends_its_step_and_leaves_what_was_known(tmp_path: Path) -> None:
     program = f"""
 import gpu_check, signal, sys
@@ -248,7 +256,8 @@ def test_steps_are_programs_and_tests_that_exist(tmp_path: Path, rehearse: bool)
     assert len(named) >= 5 and all((records.CHECKOUT / part).is_file() for part in named)
     assert gpu_check.OUTCOMES == outcomes.OUTCOMES
     chosen = next(step.arguments[-1] for step in every if step.name == "memcheck")
-    assert f"def test_{chosen}" in (records.CHECKOUT / "tests/gpu/test_gpu.py").read_text()
+    tests = (records.CHECKOUT / "tests/gpu/test_gpu.py").read_text()
+    assert chosen.endswith(" and small") and f"def test_{chosen.partition(' ')[0]}" in tests
 
 
 def test_benchmarks_know_the_options_that_they_are_given_on_a_gpu(
