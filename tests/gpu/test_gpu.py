@@ -37,10 +37,11 @@ def drawn(seed: int, most_numel: int) -> Case:
     slots = draw.randint(40, 120) if draw.random() < 0.2 and most_numel > 1000 else draw.randint(1, 6)
     most = most_numel if slots <= 6 else most_numel // 100
     # Of every magnitude: an even draw would have hardly a small one.
+    numels = [int(most ** draw.uniform(0.3, 1.0)) for _ in range(slots)]
     small = [one for one in (0, 1, 2, 3, 7, 13, 64, 127, 257, 700) if one <= most]
     few = (0, 0, 0, 1, 3, 8)
     return Case(
-        numels=tuple(draw.choice([*small, int(most ** draw.uniform(0.3, 1.0))]) for _ in range(slots)),
+        numels=tuple(one if draw.random() < 0.5 else draw.choice(small) for one in numels),
         gaps=tuple(draw.choices(few, k=slots + 1)),
         dtypes=(torch.float64,) * slots if wide else tuple(draw.choices(FLOATS, k=slots)),
         wire=draw.choice((torch.float64, torch.bfloat16, torch.float16) if wide else FLOATS),
