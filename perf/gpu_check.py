@@ -173,9 +173,11 @@ class Check:
             lines = read_lines(path)
             collected: list[str] = next((line["collected"] for line in lines if "collected" in line), [])
             ended |= {line["ended"]: line for line in lines if "ended" in line}
+            failing = {line["failing"]: f"{line['why']}; then " for line in lines if "failing" in line}
             for test in (line["began"] for line in lines if "began" in line):
                 # It was running when its process ended.
-                ended.setdefault(test, {"outcome": "failed", "why": f"{_how(status)}; see the log", "properties": {}})
+                why = f"{failing.get(test, '')}{_how(status)}; see the log"
+                ended.setdefault(test, {"outcome": "failed", "why": why, "properties": {}})
             left = [test for test in collected if test not in ended]
             if not left or status is None or len(ended) == known:
                 break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -125,6 +126,14 @@ def test_passes(record_property):
 def test_hangs():
     time.sleep(60)
 
+@pytest.fixture
+def hangs_behind():
+    yield
+    time.sleep(60)
+
+def test_fails_and_hangs(hangs_behind):
+    assert False, "three is wrong"
+
 def test_crashes():
     os.kill(os.getpid(), signal.SIGSEGV)
 
@@ -142,7 +151,6 @@ def synchronize():
 
 def test_breaks_the_gpu():
     sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize))
-    assert False
 
 def test_in_another_process():
     assert "torch" not in sys.modules
@@ -158,18 +166,19 @@ def test_tests_go_on_behind_what_hangs_crashes_and_breaks_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "CHECKOUT", tmp_path)
-    monkeypatch.setenv(outcomes.LIMIT, "3")
+    monkeypatch.setenv(outcomes.LIMIT, "2")
     for name, text in TESTS.items():
         (tmp_path / name).write_text(text)
     stage = _run(tmp_path, gpu_check.Step(name="tests", arguments=(".",), limit_s=200.0), budget_s=200.0)["tests"]
-    assert stage["status"] == "failed" and stage["reason"] == "3 passed, 5 failed, 1 skipped, 0 not run"
+    assert stage["status"] == "failed" and stage["reason"] == "3 passed, 6 failed, 1 skipped, 0 not run"
     ended = {test.rpartition("::")[2] or test: why for test, why in stage["failed"].items()}
     assert "ended with exit status 1" in ended["test_hangs"] and "signal 11" in ended["test_crashes"]
-    assert "two is wrong" in ended["test_goes_on[2]"] and "assert False" in ended["test_breaks_the_gpu"]
+    assert re.search("(?s)three is wrong.*then ended with exit status 1", ended["test_fails_and_hangs"])
+    assert "two is wrong" in ended["test_goes_on[2]"] and "illegal memory access" in ended["test_breaks_the_gpu"]
     assert "no_such_module" in ended["test_no_import.py"]
     assert stage["skipped"] == ["test_broken.py::test_skips: Skipped: needs 11 GiB"]
     assert stage["properties"] == {"test_one.py::test_passes": {"registers": 32}}
-    assert (stage["findings"][0]["value"], stage["findings"][0]["bound"]) == (3, 8)
+    assert (stage["findings"][0]["value"], stage["findings"][0]["bound"]) == (3, 9)
     (log,) = tmp_path.glob("*.log")
     assert "in test_hangs" in log.read_text(), "where it hung"
 
