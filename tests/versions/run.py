@@ -80,8 +80,8 @@ def over_this_torch(triton: str) -> Iterator[Row]:
     yield Row(torch, triton, MACHINE_CODE, int(compiled[1]) - len(broken), len(broken), tuple(broken))
 
 
-def in_environment(torch: str, triton: str) -> Iterator[Row]:
-    """Every test, and torch's own tests, in an environment with these versions."""
+def installed(torch: str, triton: str) -> Path:
+    """The interpreter of an environment with these versions, which is made if it is not there."""
     folder = INSTALLED / f"torch-{torch}"
     python = folder / "bin" / "python"
     if not (folder / ".installed").exists():
@@ -89,9 +89,16 @@ def in_environment(torch: str, triton: str) -> Iterator[Row]:
         others = folder / "constraints.txt"
         lines = (ROOT / "constraints.txt").read_text().splitlines()
         others.write_text("\n".join(line for line in lines if not re.match(r"(torch|triton|setuptools)==", line)))
-        _run(python, "-m", "pip", "install", "--quiet", "-c", others, f"torch=={torch}", f"triton=={triton}")
-        _run(python, "-m", "pip", "install", "--quiet", "-c", others, "--editable", f"{ROOT}[test]")
+        pip = (python, "-m", "pip", "install", "--quiet", "--constraint", others)
+        _run(*pip, f"torch=={torch}", f"triton=={triton}")
+        _run(*pip, "--editable", f"{ROOT}[test]")
         (folder / ".installed").touch()
+    return python
+
+
+def in_environment(torch: str, triton: str) -> Iterator[Row]:
+    """Every test, and torch's own tests, in an environment with these versions."""
+    python = installed(torch, triton)
     yield pytest_row(python, torch, triton, SUITE, os.environ, "tests")
     told = _run(python, "tests/conformance/run.py", check=False)
     counted = re.search(r"^ours (\d+), torch (\d+)", told, re.MULTILINE)
