@@ -1,14 +1,12 @@
-"""Pictures of docs/measurements.md: shares of the copy's rate, costs of synchronising, lines of cost against size.
+"""Pictures of docs/measurements.md: shares of the copy's rate, costs of synchronising.
 
 Every picture is of one record and named after it. matplotlib is imported when one is drawn: the page's text needs none.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import report_link
 from records import BenchError
@@ -96,38 +94,6 @@ def _step(record: Record) -> Callable[[Path], None] | None:
     return _bars(rows, "of the best of torch DDP's (less is better)", title, 1.0)
 
 
-def _scale(record: Record) -> Callable[[Path], None] | None:
-    """Points and lines, an axis a panel."""
-    sweeps: Mapping[str, Mapping[str, Any]] = record["sweeps"]
-    axes_names = list(next(iter(sweeps.values()), {}))
-    if not axes_names:
-        return None
-
-    def save(path: Path) -> None:
-        from matplotlib import pyplot
-
-        figure, panels = pyplot.subplots(
-            1, len(axes_names), figsize=(WIDTH_INCHES, 3.2), layout="constrained", squeeze=False
-        )
-        for panel, axis in zip(panels[0], axes_names, strict=True):
-            for (measured, axes), colour in zip(sweeps.items(), (OURS_COLOUR, "#c06020"), strict=False):
-                line, found = axes[axis]["line"], axes[axis]["points"]
-                counts = [one["count"] for one in found]
-                panel.plot(counts, [statistics.median(one["seconds"]) * 1e3 for one in found], "o", ms=4, color=colour)
-                said = [(line["fixed_s"] + line["slope_s"] * count) * 1e3 for count in counts]
-                panel.plot(counts, said, "-", linewidth=1, color=colour, label=measured)
-            panel.set_xscale("log")
-            panel.set_yscale("log")
-            panel.set_xlabel(axis)
-            panel.set_ylabel("ms")
-            panel.legend(fontsize=8)
-        figure.suptitle(f"cost, and the line through it, {_where(record)}", fontsize=10)
-        figure.savefig(path, dpi=DPI, metadata={"Software": None})
-        pyplot.close(figure)
-
-    return save
-
-
 def _where(record: Record) -> str:
     return f"{str(record['hardware']).split(',')[0]}, {str(record['created'])[:10]}"
 
@@ -136,6 +102,5 @@ def _where(record: Record) -> str:
 PICTURES: Mapping[str, Callable[[Record], Callable[[Path], None] | None]] = {
     "kernels": _kernels,
     "step": _step,
-    "scale": _scale,
     "link": report_link.picture,
 }

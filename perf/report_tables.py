@@ -7,7 +7,6 @@ what was demanded and not reached. Keys that are not shown may be anything; one 
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -204,44 +203,6 @@ def _is_ours(name: str) -> bool:
     return "ours" in name or "fused" in name
 
 
-def scale(record: Record) -> Lines:
-    """The lines, and the points that they go through."""
-    rows, points = [], []
-    for measured, axes in record["sweeps"].items():
-        for axis, sweep in axes.items():
-            line = sweep["line"]
-            rows.append(
-                [
-                    f"{measured} against {axis}",
-                    slope_text(axis, line["slope_s"]),
-                    f"{line['fixed_s'] * 1e6:,.1f} us",
-                    f"{line['worst_ratio']:.2f}",
-                    f"{line['growth']:.2f}",
-                    str(line["judged"]),
-                    f"{sweep['again']:.3f}",
-                    "linear" if line["holds"] else f"{MISSED}: {line['why_not']}",
-                ]
-            )
-            points += [_scale_point(measured, axis, line, one) for one in sweep["points"]]
-    headings = ["cost", "slope", "fixed", "worst of the slope", "growth", "points judged", "twice the same", "verdict"]
-    lines = [*table(headings, rows), "", "<details><summary>Every point</summary>", ""]
-    return [*lines, *table(["cost", "count", "median ms", "of the line"], points), "", "</details>"]
-
-
-def _scale_point(measured: str, axis: str, line: Record, point: Record) -> list[str]:
-    median_s = statistics.median(point["seconds"])
-    said_s = line["fixed_s"] + line["slope_s"] * point["count"]
-    return [f"{measured}, {axis}", f"{point['count']:,}", f"{median_s * 1e3:,.4f}", f"{median_s / said_s:.2f}"]
-
-
-def slope_text(axis: str, slope_s: float) -> str:
-    """With its unit."""
-    if axis != "bytes":
-        return f"{slope_s * 1e6:,.3f} us per {axis[:-1]}"
-    rate = f" ({1e-9 / slope_s:,.2f} GB/s of gradients)" if slope_s else ""
-    return f"{slope_s * 1e12:,.2f} us per MB{rate}"
-
-
 def schedule(record: Record) -> Lines:
     """What plans gain and what looking costs."""
     lines: Lines = []
@@ -418,13 +379,6 @@ def missed(record: Record) -> Lines:
         ]
     if what.startswith("step"):
         return [_not_judged(one) or _step_missed(one) for one in record["verdicts"] if not one["met"]]
-    if what == "scale":
-        return [
-            f"{measured} against {axis}: {sweep['line']['why_not']}"
-            for measured, axes in record["sweeps"].items()
-            for axis, sweep in axes.items()
-            if not sweep["line"]["holds"]
-        ]
     if what == "gpu_check":
         return [
             f"{name}: {_cell(one['what'])} is {_found(one)}, {one['sign']} {one['bound']:.4g}{one['unit']} is demanded"
@@ -593,7 +547,6 @@ TABLES: Mapping[str, Callable[[Record], Lines]] = {
     "link": report_link.link,
     "clip": clip,
     "host": host,
-    "scale": scale,
     "schedule": schedule,
     "prediction": prediction,
     "modes": modes,

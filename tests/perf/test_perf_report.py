@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import linear
 import pytest
 import records
 import report
@@ -20,12 +19,6 @@ import step_variants
 SPREAD = {"median_us": 10.0, "p20_us": 9.0, "p80_us": 12.0, "gbps": 3.0, "launches": 1}
 ROW = {"step_ms": 9.0, "step_p20_ms": 8.0, "step_p80_ms": 10.0} | {
     f"over_{key}": None for key in ("operators", "collectives", "launches", "gpu_ms", "held_bytes", "peak_bytes")
-}
-LINE = {"fixed_s": 1e-6, "slope_s": 2e-6, "judged": 3, "worst_ratio": 1.0, "growth": 0.0, "why_not": "", "holds": True}
-SWEEP = {
-    "points": [{"count": count, "bytes": 4 * count, "seconds": [2e-6 * count] * 3} for count in (10, 100, 1000)],
-    "again": 1.01,
-    "line": LINE,
 }
 KERNELS = {
     "model": "tiny",
@@ -148,12 +141,6 @@ CONTENT: dict[str, dict[str, Any]] = {
         ],
         "stages": {"parameters": 64, "buckets": 4, "variants": {"ours": {"pack": {"us": 1.0, "calls": 4}}}},
     },
-    "scale": {
-        "sweeps": {
-            "kernels": {"bytes": SWEEP},
-            "reduction": {"bytes": {**SWEEP, "line": {**SWEEP["line"], "holds": False, "why_not": "it bends"}}},  # type: ignore[dict-item]
-        }
-    },
     "schedule_cost": {
         "gains": {},
         "allowed": {"recording_share": 0.01, "looking_share": 0.005},
@@ -232,7 +219,6 @@ MISSED = {
     "kernels": ["share of the copy is 0.500, at least 0.90"],
     "step-clip": ["1.75 of 'torch DDP', at most 1.00", "memory of bf16 is more", "native, Many: not judged, it takes"],
     "link": ["resnet18 at 300 Mbit/s, bf16: 50 ms, 1.25 of 'torch hook', at most 36 ms"],
-    "scale": ["reduction against bytes: it bends"],
     "schedule_cost": ["recording share 2.000%, less than 1.0%"],
     "prediction": ["rank correlation 0.50, at least 0.9", "median error 30.0%, at most 25%"],
     "modes": [
@@ -249,7 +235,6 @@ LOST = {
     "link": "| 300 Mbit/s | 10 | 50 | 50 | - | 0.60 | 40 | 40 | 1.25 **slower** |",
     "clip": "| 1.50 **slower** |",
     "host": "| 2.50 **slower** |",
-    "scale": "**MISSED**: it bends",
     "schedule_cost": "2.000% **MISSED**",
     "prediction": "0.50 **MISSED**",
     "modes": "| 0.20 | 1.12 **slower** | 0.00 | 0.00 |",
@@ -295,7 +280,7 @@ def test_every_table_says_where_it_comes_from_and_what_is_lost(folder: Path) -> 
         for key in ("hardware", "commit", "command"):
             assert str(records.provenance("cpu")[key]) in block
         assert text in block
-    for block in ("kernels", "step", "host", "scale", "gpu-check"):
+    for block in ("kernels", "step", "host", "gpu-check"):
         assert report.NO_GPU in made[block]
     for lines in MISSED.values():
         for line in lines:
@@ -399,7 +384,6 @@ def test_the_latest_of_a_machine_is_shown_whatever_it_says(folder: Path) -> None
         ("clip", lambda record: record.pop("schema"), "has no schema"),
         ("clip", lambda record: record.update(rehearsal=True), "rehearsal"),
         ("clip", lambda record: record.pop("parts"), "'clip' on 'cpu', .* lacks 'parts'"),
-        ("scale", lambda record: record["sweeps"]["kernels"]["bytes"].pop("line"), "'scale' on 'cpu', .* lacks 'line'"),
         ("kernels", lambda record: record.update(rows=3), "'kernels' on 'cpu', .* is not as its table wants"),
         ("clip", lambda record: record["parts"]["clip"]["2 x 8"]["ours"].update(ratio="much"), "is not as its table"),
     ],
@@ -450,20 +434,13 @@ def test_what_is_written_by_hand_is_left_alone() -> None:
 
 def test_pictures_are_of_records_that_have_something_to_draw(folder: Path) -> None:
     names = {report_plots.name_of(record) for record in report.latest_records(folder)}
-    drawn = {f"performance_{what}_cpu.png" for what in ("kernels", "step-clip", "scale")}
+    drawn = {f"performance_{what}_cpu.png" for what in ("kernels", "step-clip")}
     assert names - {None} == {*drawn, "link.png"}
-    assert report_plots.name_of({**records.provenance("cpu"), "what": "scale", "sweeps": {}}) is None
+    assert report_plots.name_of({**records.provenance("cpu"), "what": "kernels", "rows": []}) is None
 
 
 def test_a_picture_can_be_drawn(folder: Path) -> None:
     pytest.importorskip("matplotlib")
-    [scale] = [one for one in report.latest_records(folder) if one["what"] == "scale"]
-    report_plots.draw(scale, folder / "scale.png")
-    assert (folder / "scale.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_lines_of_bench_scale_are_those_that_are_shown() -> None:
-    fit = linear.line([1, 10, 100, 1000], [3e-6, 21e-6, 201e-6, 2001e-6])
-    assert set(LINE) == {*fit.__dataclass_fields__, "holds"}
-    assert report_tables.slope_text("buckets", fit.slope_s) == "2.000 us per bucket"
-    assert report_tables.slope_text("bytes", 1e-9) == "1,000.00 us per MB (1.00 GB/s of gradients)"
+    [step] = [one for one in report.latest_records(folder) if one["what"] == "step-clip"]
+    report_plots.draw(step, folder / "step.png")
+    assert (folder / "step.png").read_bytes().startswith(b"\x89PNG")
