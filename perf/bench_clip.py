@@ -20,12 +20,14 @@ have a number.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import harness
 import records
+import report_tables
 import torch
 from torch import nn
 
@@ -242,19 +244,15 @@ def measure_kernels(rank: int, world: int, folder: str, shape: harness.Shape, ro
     harness.finish(rank, folder, harness.take_turns(cases, rounds))
 
 
-def table(title: str, times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Prints and returns a row per case; ratios are medians of those within a round."""
+def row_of(part: str, shape: str, times: Mapping[str, list[float]]) -> dict[str, Any]:
+    """A row of the record; ratios, to the first case, are medians of those within a round."""
     base = next(iter(times))
-    rows = {}
-    print(f"\n{title}; ratios to {base!r}\n{'case':52} {'ms':>8} {'p20':>8} {'p80':>8} {'ratio':>6}")
-    for name, seconds in times.items():
-        spread = records.Spread.of(seconds)
-        ratio = (
-            records.Spread.of([mine / first for mine, first in zip(seconds, times[base], strict=True)]).median_ms / 1e3
-        )
-        rows[name] = {"ms": spread.median_ms, "p20_ms": spread.p20_ms, "p80_ms": spread.p80_ms, "ratio": ratio}
-        print(f"{name:52} {spread.median_ms:8.2f} {spread.p20_ms:8.2f} {spread.p80_ms:8.2f} {ratio:6.3f}")
-    return rows
+    ratios = {
+        name: statistics.median(mine / first for mine, first in zip(seconds, times[base], strict=True))
+        for name, seconds in times.items()
+    }
+    cases = {name: {**records.Spread.of(seconds).values(), "ratio": ratios[name]} for name, seconds in times.items()}
+    return {"part": part, "case": shape, "base": base, "variants": cases}
 
 
 def main() -> int:
@@ -265,33 +263,27 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=36, help="timed rounds (default: 36)")
     parser.add_argument("--shapes", type=harness.parse_shape, nargs="+", default=[LARGE, SMALL], metavar="COUNTxNUMEL")
     parser.add_argument("--out", type=Path, default=records.RESULTS, help="folder for the JSON")
+    parser.add_argument("--rehearse", action="store_true", help="too small for numbers: the record says so")
     arguments = parser.parse_args()
     if arguments.ranks < 2 or arguments.steps < 2:
         parser.error("at least 2 ranks and 2 steps")
-    neighbours = records.Neighbours()
-    results: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    rows = []
     for part in arguments.part or PARTS:
-        results[part] = {}
         for shape in arguments.shapes:
             if part == "kernels":
                 per_rank = harness.run_ranks(measure_kernels, 1, shape, arguments.steps)
             else:
                 per_rank = harness.run_ranks(measure, arguments.ranks, part, shape, arguments.steps)
-            name = harness.shape_name(shape)
-            results[part][name] = table(f"{part}, {name} parameters", harness.pooled(per_rank))
-    others_cores = neighbours.cores()
-    print(f"\nother work kept {others_cores:.2f} cores busy meanwhile")
-    path = records.write(
+            rows.append(row_of(part, harness.shape_name(shape), harness.pooled(per_rank)))
+    return report_tables.publish(
         arguments.out,
         "clip",
         "cpu",
+        rehearsal=arguments.rehearse,
         ranks=arguments.ranks,
         steps=arguments.steps,
-        others_cores=others_cores,
-        parts=results,
+        rows=rows,
     )
-    print(f"\n{path}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from typing import Any
 import harness
 import models
 import records
+import report_tables
 import torch
 from records import BenchError, Spread
 from torch import nn
@@ -341,41 +342,29 @@ def seconds_of(
     return found
 
 
-def summed_up(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float | None]]:
-    """Milliseconds of each case, and ratios to one replica and to torch's."""
-    return {
+def row_of(model: str, seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Milliseconds of each way, and ratios to one replica and to torch's."""
+    ways = {
         name: {
-            **{key: getattr(Spread.of(mine), key) for key in ("median_ms", "p20_ms", "p80_ms")},
+            **Spread.of(mine).values(),
             "ratio": _ratio(mine, seconds[ONE]),
             "ratio_to_torch": _ratio(mine, seconds[TORCHS]) if TORCHS in seconds else None,
         }
         for name, mine in seconds.items()
     }
+    return {"part": "steps", "case": model, "variants": ways}
 
 
 def _ratio(mine: Sequence[float], base: Sequence[float]) -> float:
     return statistics.median(one / other for one, other in zip(mine, base, strict=True))
 
 
-def judge(results: Mapping[str, Mapping[str, Mapping[str, Any]]], *, against_torch: bool) -> list[dict[str, Any]]:
-    """What is demanded of each model, a line each."""
+def judge(rows: Sequence[Mapping[str, Any]], *, against_torch: bool) -> list[dict[str, Any]]:
+    """What is demanded of each model."""
     key, other = ("ratio_to_torch", TORCHS) if against_torch else ("ratio", ONE)
     return [
-        {"what": f"{name}: {OURS}, of {other}", "figure": rows[OURS][key], "most": ALLOWED}
-        | {"met": rows[OURS][key] <= ALLOWED}
-        for name, rows in results.items()
+        records.demand(f"{row['case']}: {OURS}, of {other}", row["variants"][OURS][key], "<=", ALLOWED) for row in rows
     ]
-
-
-def show(name: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """One line per case."""
-    print(f"\n{name}\n{'case':28} {'ms':>9} {'p20':>9} {'p80':>9} {'ratio':>7}")
-    for case, row in rows.items():
-        beside = row["ratio_to_torch"]
-        print(
-            f"{case:28} {row['median_ms']:9.3f} {row['p20_ms']:9.3f} {row['p80_ms']:9.3f} {row['ratio']:7.3f}"
-            + ("" if beside is None else f", of torch's {beside:.3f}")
-        )
 
 
 def pick_devices(asked: argparse.Namespace) -> list[torch.device]:
@@ -392,7 +381,7 @@ def pick_devices(asked: argparse.Namespace) -> list[torch.device]:
 
 
 def main() -> int:
-    """Runs every model, prints tables and verdict, writes one JSON."""
+    """Runs every model, prints tables and demands, writes one JSON."""
     parser = records.Parser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME", help="default: all")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu")
@@ -418,28 +407,21 @@ def main() -> int:
     with_torch = on_gpu and len(set(devices)) == len(devices)
     rounds, warmup_rounds = (2, 0) if asked.rehearse else (asked.rounds, WARMUP_ROUNDS)
     ways = [ONE, AGAIN, OURS, PARALLEL, *([TORCHS] if with_torch else [])]
-    results = {}
-    for name in asked.models:
-        results[name] = summed_up(seconds_of(ways, name, devices, threads, rounds, warmup_rounds))
-        show(name, results[name])
+    rows = [row_of(name, seconds_of(ways, name, devices, threads, rounds, warmup_rounds)) for name in asked.models]
     if not with_torch:
         print(f"\n{NO_TORCH}" if not on_gpu else f"\n{TORCHS}: not measured: it wants a GPU for each replica")
-    verdicts = judge(results, against_torch=with_torch) if with_torch or not on_gpu else []
-    for one in verdicts:
-        print(f"{one['what']}: {one['figure']:.3f}, at most {one['most']:g}: {'met' if one['met'] else 'MISSED'}")
-    path = records.write(
+    return report_tables.publish(
         asked.out,
         "data_parallel",
         devices[0],
+        check=not asked.no_check,
         rehearsal=asked.rehearse,
         replicas=len(devices),
         threads=threads,
         rounds=rounds,
-        models=results,
-        verdicts=verdicts,
+        rows=rows,
+        demands=judge(rows, against_torch=with_torch) if with_torch or not on_gpu else [],
     )
-    print(path)
-    return 0 if asked.rehearse or asked.no_check or all(one["met"] for one in verdicts) else 1
 
 
 if __name__ == "__main__":

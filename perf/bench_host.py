@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import harness
 import records
+import report_tables
 import torch
 from host_calls import PythonCalls, Stages
 from rebuilt import MIB
@@ -122,21 +123,23 @@ def measure(
     """The one rank: every point of every sweep, then the stages."""
     device = harness.begin(rank, world, folder, "nccl" if device_type == "cuda" else "gloo", device_type)
     points = [
-        {"sweep": sweep, **asdict(point), **measure_point(point, rounds, device)}
+        point_row(sweep, point, *measure_point(point, rounds, device))
         for sweep, swept in sweeps.items()
         for point in swept
     ]
     clocked = CLOCKED if CLOCKED in sweeps["parameter"] else sweeps["parameter"][-1]
-    stages = {name: stage_times(name, clocked, device) for name in OURS}
-    result = {"points": points, "stages": {**asdict(clocked), "variants": stages}}
-    harness.finish(rank, folder, result)
+    stages = [
+        {"part": "stages", "case": name, **asdict(clocked), "variants": stage_times(name, clocked, device)}
+        for name in OURS
+    ]
+    harness.finish(rank, folder, [*(slopes(points, sweep) for sweep in sweeps), *points, *stages])
 
 
-def measure_point(point: Point, rounds: int, device: torch.device) -> dict[str, Any]:
+def measure_point(point: Point, rounds: int, device: torch.device) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds and calls by variant."""
     cases = {name: case_of(name, build, point, device) for name, build in variants(point).items()}
     seconds = harness.take_turns(cases, rounds, device, host_only=True)
-    return {"seconds": seconds, "calls": {name: calls_of(case, device) for name, case in cases.items()}}
+    return seconds, {name: calls_of(case, device) for name, case in cases.items()}
 
 
 def case_of(name: str, build: harness.Build, point: Point, device: torch.device) -> harness.Case:
@@ -193,80 +196,38 @@ def stage_times(name: str, point: Point, device: torch.device) -> dict[str, dict
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """Least squares through a sweep's points.
-
-    Args:
-        slope: per parameter or per bucket.
-        intercept: what does not depend on their number.
-        worst: how far off the line the worst point is.
-    """
-
-    slope: float
-    intercept: float
-    worst: float
-
-    @staticmethod
-    def through(places: Sequence[float], values: Sequence[float]) -> Line:
-        slope, intercept = statistics.linear_regression(places, values)
-        worst = max(abs(value - intercept - slope * place) for place, value in zip(places, values, strict=True))
-        return Line(slope=slope, intercept=intercept, worst=worst)
+# Rows of the record
 
 
-def costs(point: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def point_row(
+    sweep: str, point: Point, seconds: Mapping[str, Sequence[float]], calls: Mapping[str, float]
+) -> dict[str, Any]:
     """By variant what a step takes more than the floor: microseconds with their spread, and Python calls."""
-    seconds, calls = point["seconds"], point["calls"]
-    rows: dict[str, dict[str, float]] = {}
+    rows = {}
     for name in seconds:
         over = [mine - floor for mine, floor in zip(seconds[name], seconds[FLOOR], strict=True)]
         spread = records.Spread.of(seconds[name] if name == FLOOR else over)
-        rows[name] = {
-            "us": spread.median_ms * 1e3,
-            "p20_us": spread.p20_ms * 1e3,
-            "p80_us": spread.p80_ms * 1e3,
-            "calls": calls[name] - (0 if name == FLOOR else calls[FLOOR]),
-        }
-    return rows
+        rows[name] = {**spread.values(unit="us"), "calls": calls[name] - (0 if name == FLOOR else calls[FLOOR])}
+    case = f"{point.parameters} parameters, {point.buckets} buckets"
+    return {"part": "points", "case": case, "sweep": sweep, **asdict(point), "variants": rows}
 
 
-def slopes(points: Sequence[Mapping[str, Any]], sweep: str) -> dict[str, dict[str, dict[str, float]]]:
-    """By variant the lines of microseconds and of calls."""
+def slopes(points: Sequence[Mapping[str, Any]], sweep: str) -> dict[str, Any]:
+    """By variant the lines, by least squares, of microseconds and of calls through a sweep's points.
+
+    Of each: the slope, what does not depend on how many there are, and how far off the line the worst point is.
+    """
     swept = [point for point in points if point["sweep"] == sweep]
     places = [float(point[f"{sweep}s"]) for point in swept]
-    return {
-        name: {
-            key: asdict(Line.through(places, [point["variants"][name][key] for point in swept]))
-            for key in ("us", "calls")
-        }
-        for name in swept[0]["variants"]
-        if name != FLOOR
-    }
-
-
-def fastest_of_torch(point: Mapping[str, Any]) -> str:
-    """torch DDP's form that takes least."""
-    return min(harness.torch_variants(), key=lambda name: point["variants"][name]["us"])
-
-
-def show(points: Sequence[Mapping[str, Any]], lines: Mapping[str, Any], stages: Mapping[str, Any]) -> None:
-    """Tables of points, slopes and stages."""
-    print("Microseconds of a step's host time over no DDP's, and Python calls, by parameters / buckets")
-    sizes = [f"{point['parameters']}/{point['buckets']}" for point in points]
-    print(f"{'variant':34} " + " ".join(f"{size:>15}" for size in sizes))
-    for name in points[0]["variants"]:
-        row = [point["variants"][name] for point in points]
-        print(f"{name:34} " + " ".join(f"{cell['us']:8.0f} {cell['calls']:6.0f}" for cell in row))
-    print("\nSlopes: per parameter and per bucket, us (worst point off the line, us) and calls")
-    for name in lines["parameter"]:
-        cells = []
-        for sweep in ("parameter", "bucket"):
-            us, calls = (lines[sweep][name][key] for key in ("us", "calls"))
-            cells.append(f"{us['slope']:8.2f} us ({us['worst']:6.0f}) {calls['slope']:7.2f} calls / {sweep}")
-        print(f"{name:34} " + "   ".join(cells))
-    print(f"\nStages of ours, {stages['parameters']} parameters in {stages['buckets']} buckets: us (calls) per step")
-    for name, row in stages["variants"].items():
-        print(f"{name:34} " + ", ".join(f"{stage} {one['us']:.0f} ({one['calls']:.0f})" for stage, one in row.items()))
+    lines: dict[str, dict[str, float]] = {}
+    for name in (name for name in swept[0]["variants"] if name != FLOOR):
+        lines[name] = {}
+        for key in ("us", "calls"):
+            values = [point["variants"][name][key] for point in swept]
+            slope, besides = statistics.linear_regression(places, values)
+            worst = max(abs(value - besides - slope * place) for place, value in zip(places, values, strict=True))
+            lines[name] |= {f"{key}_slope": slope, f"{key}_besides": besides, f"{key}_worst": worst}
+    return {"part": "slopes", "case": sweep, "variants": lines}
 
 
 def main() -> int:
@@ -283,34 +244,17 @@ def main() -> int:
     if not PythonCalls.sees_all(asked.device):
         raise records.BenchError("on a GPU autograd's thread runs the hooks; its calls are seen from Python 3.12 on")
     sweeps = SMALL_SWEEPS if asked.rehearse else SWEEPS
-    (result,) = harness.run_ranks(measure, 1, sweeps, asked.rounds, asked.device)
-    points = []
-    for point in result["points"]:
-        rows = costs(point)
-        points.append({key: point[key] for key in ("sweep", "parameters", "buckets")} | {"variants": rows})
-    lines = {sweep: slopes(points, sweep) for sweep in sweeps}
-    show(points, lines, result["stages"])
-    print()
-    for point in points:
-        best = fastest_of_torch(point)
-        base = point["variants"][best]["us"]
-        ours = {name: point["variants"][name]["us"] for name in OURS}
-        ratios = ", ".join(f"{name!r} {f'{us / base:.2f}' if base > 0 else '-'}" for name, us in ours.items())
-        print(f"{point['parameters']} parameters, {point['buckets']} buckets: {ratios} of {best!r}")
-    path = records.write(
+    (rows,) = harness.run_ranks(measure, 1, sweeps, asked.rounds, asked.device)
+    return report_tables.publish(
         asked.out,
         "host",
         asked.device,
         rehearsal=asked.rehearse,
         rounds=asked.rounds,
         elements=ELEMENTS,
-        points=points,
-        slopes=lines,
-        stages=result["stages"],
         calls_of_all_threads=True,
+        rows=rows,
     )
-    print(f"\n{path}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -35,14 +35,15 @@ from typing import Any
 import kernel_cases
 import layers
 import records
+import report_tables
 import timing
 import torch
 from kernel_cases import AGAIN, CAST, COPY, COPY_KERNEL, NORMS, OURS, Cases
-from records import BenchError
+from records import BenchError, demand
 from workload import WAYS, Pair, Workload
 
 Row = dict[str, Any]
-Verdict = dict[str, Any]
+Demand = dict[str, Any]
 
 PAIRS = ("fp32-native", "fp32-bf16", "fp32-fp16", "bf16-native", "bf16-fp16", "fp16-native", "fp16-bf16")
 HEADLINE_PAIRS = ("fp32-bf16", "fp32-fp32", "bf16-bf16")
@@ -67,6 +68,7 @@ SHARE_OF_COPY, SHARE_OF_CAST, WITH_NORMS = 0.90, 0.95, 1.03
 TRIPS_US = 1.5  # of each kernel of ours: to memory for a row, and then for an address
 SECOND_STAGE_US = 8.0  # of the two kernels that add tiles up, with little to do
 JUDGED = (OURS, NORMS, COPY, COPY_KERNEL, CAST)
+MOST_ON_CPU = 1.1  # of the time of the fastest of torch's ways
 WARM_UP_TO = 1.0  # of the cache: what is larger is cold whatever comes before it
 
 
@@ -113,20 +115,21 @@ def _row(work: Workload, direction: str, cache: str, times: timing.Times, cases:
     found = {}
     for name, seconds in times.items():
         spread = records.Spread.of(seconds)
+        limits: dict[str, float | None] = {"share_copy": None, "share_cast": None}
+        if COPY in times:
+            copies = list(map(min, times[COPY], times[COPY_KERNEL]))
+            limits = {"share_copy": ratio(copies, seconds), "share_cast": ratio(times[CAST], seconds)}
         found[name] = {
-            "median_us": spread.median_ms * 1e3,
-            "p20_us": spread.p20_ms * 1e3,
-            "p80_us": spread.p80_ms * 1e3,
+            **spread.values(unit="us"),
             "gbps": work.bytes / (spread.median_ms * 1e6),
             "launches": cases.launches[name],
             "ratio": ratio(seconds, times[base]),
             "eager": times.eager.get(name),
+            **limits,
         }
-        if COPY in times:
-            copies = list(map(min, times[COPY], times[COPY_KERNEL]))
-            found[name]["share_copy"] = ratio(copies, seconds)
-            found[name]["share_cast"] = ratio(times[CAST], seconds)
     return {
+        "part": "kernels",
+        "case": f"{direction}, {work.model}, {work.pair.name}, {work.way}",
         "model": work.model,
         "pair": work.pair.name,
         "way": work.way,
@@ -141,7 +144,7 @@ def _row(work: Workload, direction: str, cache: str, times: timing.Times, cases:
         "sets": work.used,
         "rounds": len(times[base]),
         "noise": ratio(times[AGAIN], times[base]),
-        "cases": found,
+        "variants": found,
     }
 
 
@@ -155,67 +158,35 @@ def ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
     return statistics.median(mine / first for mine, first in zip(seconds, base, strict=True))
 
 
-def verdicts(rows: Iterable[Row], device_type: str) -> list[Verdict]:
+def demands(rows: Iterable[Row], device_type: str) -> list[Demand]:
     """What is demanded of these rows, and whether they give it."""
-    found = [one for row in rows if row["cache"] != "warm" for one in _demands(row, device_type)]
-    return [
-        {**one, "met": one["figure"] >= one["least"] if "least" in one else one["figure"] <= one["most"]}
-        for one in found
-    ]
+    return [one for row in rows if row["cache"] != "warm" for one in _demands(row, device_type)]
 
 
-def _demands(row: Row, device_type: str) -> list[Verdict]:
-    where = {key: row[key] for key in ("model", "pair", "way", "direction")}
-    cases = row["cases"]
+def _demands(row: Row, device_type: str) -> list[Demand]:
+    where = f"{row['direction']} {row['model']} {row['pair']} {row['way']}"
+    cases = row["variants"]
     if device_type != "cuda":
         if row["direction"] == "after":
             return []
-        name, best = min(
-            ((name, one) for name, one in cases.items() if name.startswith("torch: ")),
-            key=lambda item: float(item[1]["median_us"]),
-        )
-        figure = 1 / float(best["ratio"])
-        return [{**where, "what": f"time against the fastest, {name}", "figure": figure, "most": 1.1}]
+        best = report_tables.fastest(row)
+        return [demand(f"{where}: time against the fastest, {best}", 1 / cases[best]["ratio"], "<=", MOST_ON_CPU)]
     if row["direction"] == "after" or row["pair"] not in HEADLINE_PAIRS:
         return []
     large = row["gradient_bytes"] >= LARGE_BYTES and row["way"] != "bucket"
     if not large and (row["way"], row["model"]) != ("bucket", "gpt2"):
         return []
     ours = cases[OURS]
-    copy_us = min(float(cases[name]["median_us"]) for name in (COPY, COPY_KERNEL))
+    copy_us = min(float(cases[name]["us"]) for name in (COPY, COPY_KERNEL))
     most = copy_us / (copy_us + TRIPS_US * row["buckets"])
     found = [
-        {**where, "what": "share of the copy", "figure": ours["share_copy"], "least": SHARE_OF_COPY * most},
-        {**where, "what": "share of the cast", "figure": ours["share_cast"], "least": SHARE_OF_CAST * most},
+        demand(f"{where}: share of the copy", ours["share_copy"], ">=", SHARE_OF_COPY * most),
+        demand(f"{where}: share of the cast", ours["share_cast"], ">=", SHARE_OF_CAST * most),
     ]
     if large and row["direction"] == "unpack":
-        allowed = WITH_NORMS + SECOND_STAGE_US / ours["median_us"]
-        found.append({**where, "what": "time with norms", "figure": cases[NORMS]["ratio"], "most": allowed})
+        allowed = WITH_NORMS + SECOND_STAGE_US / ours["us"]
+        found.append(demand(f"{where}: time with norms", cases[NORMS]["ratio"], "<=", allowed))
     return found
-
-
-def verdict_line(verdict: Verdict) -> str:
-    """One line for a terminal."""
-    bound = f"at least {verdict['least']:.2f}" if "least" in verdict else f"at most {verdict['most']:.2f}"
-    where = f"{verdict['direction']} {verdict['model']} {verdict['pair']} {verdict['way']}"
-    return f"{'met' if verdict['met'] else 'MISSED'}: {where}: {verdict['what']} {verdict['figure']:.3f}, {bound}"
-
-
-def show(row: Row) -> None:
-    """Prints a row as a table."""
-    title = f"{row['direction']}, {row['model']}, {row['pair']}, {row['way']}, {row['cache']}"
-    counts = (
-        f"{row['parameters']} gradients in {row['buckets']} buckets, {row['bytes'] / 1e6:.1f} MB, {row['sets']} sets"
-    )
-    print(f"\n{title}: {counts}; noise {row['noise']:.3f}")
-    print(f"{'case':42} {'us':>10} {'p20':>10} {'p80':>10} {'GB/s':>7} {'ops':>6} {'copy':>6} {'cast':>6} {'ratio':>6}")
-    for name, one in row["cases"].items():
-        shares = " ".join(f"{one[key]:6.2f}" if key in one else f"{'-':>6}" for key in ("share_copy", "share_cast"))
-        spread = f"{one['median_us']:10.1f} {one['p20_us']:10.1f} {one['p80_us']:10.1f}"
-        mark = " eager" if one["eager"] else ""
-        print(
-            f"{name:42} {spread} {one['gbps']:7.1f} {one['launches']:6} {shares} {one['ratio']:6.3f}{mark}", flush=True
-        )
 
 
 def plan(models: Sequence[str], pairs: Sequence[str], ways: Sequence[str], device: torch.device) -> list[Workload]:
@@ -235,7 +206,7 @@ def plan(models: Sequence[str], pairs: Sequence[str], ways: Sequence[str], devic
 
 
 def main() -> int:
-    """Measures, prints tables and verdicts, writes one JSON."""
+    """Measures, prints tables and demands, writes one JSON."""
     parser = records.Parser(description=__doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--models", nargs="+", help=f"of {', '.join(layers.NAMES)} or COUNTxNUMEL")
@@ -267,27 +238,25 @@ def main() -> int:
         # On CPU what comes after is looked at for one pair, and warm calls are not: three minutes in all.
         short = on_cpu and not chosen.pairs and work.pair.name != HEADLINE_PAIRS[0]
         for direction in ("pack", "unpack") if short else DIRECTIONS:
-            for row in measure_row(work, direction, rounds=rounds, warm=not on_cpu or rehearsal):
-                show(row)
-                rows.append(row)
+            rows += measure_row(work, direction, rounds=rounds, warm=not on_cpu or rehearsal)
+            print(
+                f"{rows[-1]['case']}: {rows[-1]['variants'][report_tables.of_ours(rows[-1])]['us']:.1f} us", flush=True
+            )
         work.release()
     large_copy_gbps = None if on_cpu else timing.copy_rate(device) / 1e9
-    judged = verdicts(rows, device.type)
-    print("\n" + "\n".join(map(verdict_line, judged)))
-    path = records.write(
+    return report_tables.publish(
         chosen.out,
         "kernels",
         device,
+        check=not chosen.no_check,
         rehearsal=rehearsal,
         bounded=on_cpu and not chosen.models,
         threads=torch.get_num_threads(),
         cache_bytes=timing.cache_bytes(device),
         copy_8gb_gbps=large_copy_gbps,
         rows=rows,
-        verdicts=judged,
+        demands=demands(rows, device.type),
     )
-    print(f"\n{path}")
-    return int(not chosen.no_check and not all(one["met"] for one in judged))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ import models
 import records
 import torch
 from records import BenchError
+from render import demand_text, verdict_word
 from report_link import POWERSGD, rate_name
 
 ROOM = Path(__file__).with_name("link_room.py")
@@ -60,9 +61,8 @@ TRAIN_VARIANT_LIMIT_S = 300.0  # on its clock
 class Found:
     """What a run has brought so far."""
 
-    links: list[dict[str, Any]] = field(default_factory=list)
-    cells: list[dict[str, Any]] = field(default_factory=list)
-    training: list[dict[str, Any]] = field(default_factory=list)
+    link: dict[str, Any] = field(default_factory=dict)  # the present one
+    rows: list[dict[str, Any]] = field(default_factory=list)
     ended_early: str | None = None
 
 
@@ -160,22 +160,18 @@ def collect(asked: argparse.Namespace, cores: Sequence[int], found: Found) -> No
 def take(said: Mapping[str, Any], found: Found, *, shared_cores: bool, counted: bool = True) -> None:
     """Keeps and shows one thing that the room, or rank 0, says."""
     if "raw" in said:
-        link = link_cells.link_row(said["rate_mbit"], said["raw"])
-        found.links.append(link)
-        link_cells.show_link(link)
+        row = found.link = link_cells.link_row(said["rate_mbit"], said["raw"])
+        link_cells.show_link(row)
     else:
         command, answers = said["job"]["command"], said["answers"]
         if command["do"] == "steps":
-            cell = link_cells.cell(
-                command["model"], found.links[-1], answers, shared_cores=shared_cores, counted=counted
-            )
-            found.cells.append(cell)
-            link_cells.show(cell)
+            row = link_cells.cell(command["model"], found.link, answers, shared_cores=shared_cores, counted=counted)
+            link_cells.show(row)
         else:
-            run = {"task": command["task"], "variant": command["variant"], "rate_mbit": said["job"]["rate_mbit"]}
-            run["not_published"] = link_cells.not_published(found.links[-1], shared_cores)
-            found.training.append({**run, **answers[0]})
-            link_cells.show_training(found.training[-1])
+            task, variant = command["task"], command["variant"]
+            row = link_cells.training_row(task, variant, found.link, answers[0], shared_cores=shared_cores)
+            link_cells.show_training(row)
+    found.rows.append(row)
 
 
 # Command line
@@ -258,16 +254,6 @@ def record_name(asked: argparse.Namespace, *, complete: bool) -> str:
     return "link" if judged and complete else "link-part"
 
 
-def show_verdicts(verdicts: Sequence[Mapping[str, Any]]) -> None:
-    """A line each."""
-    print("\ntargets:" if verdicts else "\ntargets: none of what was measured has one")
-    for verdict in verdicts:
-        ours_ms, ratio, torch_ms = verdict["ours_ms"], verdict["ratio"], verdict["torch_ms"]
-        said = f"  {verdict['what']}: {ours_ms:.1f} ms, {ratio:.3f} of {verdict['of']!r} ({torch_ms:.1f})"
-        said += f"; bound {verdict['bound_ms']:.1f}; required <= {verdict['required_ms']:.1f}"
-        print(f"{said}: {records.verdict_word(verdict)}")
-
-
 def main() -> int:
     """Runs what was asked for, prints tables and targets, writes one JSON."""
     asked = options()
@@ -293,16 +279,15 @@ def main() -> int:
         found.ended_early = f"--limit-s {asked.limit_s:g} was reached"
     except BenchError as error:  # what was checked and timed before it is worth keeping
         found.ended_early = str(error)
-    if not found.cells and not found.training:
+    if all(row["part"] == "links" for row in found.rows):
         raise BenchError(found.ended_early)
-    verdicts = link_bound.verdicts(found.cells)
-    if not asked.train:
-        show_verdicts(verdicts)
+    demands = link_bound.demands(found.rows)
+    print("".join(f"\n{demand_text(one)}: {verdict_word(one)}" for one in demands))
     if writes:
         print(f"\n{write(asked, found, name=record_name(asked, complete=found.ended_early is None))}")
     if found.ended_early is not None:
         raise BenchError(f"{found.ended_early}: the rest is missing")
-    return 1 if asked.check and not all(verdict["met"] for verdict in verdicts) else 0
+    return 1 if asked.check and not all(one["met"] for one in demands) else 0
 
 
 def write(asked: argparse.Namespace, found: Found, *, name: str) -> Path:
@@ -316,11 +301,9 @@ def write(asked: argparse.Namespace, found: Found, *, name: str) -> Path:
         cores=len(os.sched_getaffinity(0)),
         rounds=asked.rounds,
         warmup_rounds=asked.warmup,
-        links=found.links,
-        cells=found.cells,
-        training=found.training,
         ended_early=found.ended_early,
-        verdicts=link_bound.verdicts(found.cells),
+        rows=found.rows,
+        demands=link_bound.demands(found.rows),
     )
 
 

@@ -43,9 +43,10 @@ from typing import Any, NoReturn
 
 import harness
 import records
+import report_tables
 import torch
 import torch.distributed as dist
-from records import BenchError, Spread
+from records import BenchError, Spread, demand
 from torch import nn
 
 import fusedreduce
@@ -397,10 +398,10 @@ def summed_up(per_rank: Sequence[Seconds], sleep_s: float) -> dict[str, dict[str
     return {name: {mode: _row(per_rank, name, mode, sleep_s) for mode in per_rank[0][name]} for name in per_rank[0]}
 
 
-def _row(per_rank: Sequence[Seconds], name: str, mode: str, sleep_s: float) -> dict[str, list[float]]:
+def _row(per_rank: Sequence[Seconds], name: str, mode: str, sleep_s: float) -> dict[str, list[float | None]]:
     mine_s = [[step_s for step_s, _ in result[name][mode]] for result in per_rank]
     spreads = [Spread.of(seconds) for seconds in mine_s]
-    row = {
+    row: dict[str, list[float | None]] = {
         "ms": [spread.median_ms for spread in spreads],
         "p20_ms": [spread.p20_ms for spread in spreads],
         "p80_ms": [spread.p80_ms for spread in spreads],
@@ -410,6 +411,7 @@ def _row(per_rank: Sequence[Seconds], name: str, mode: str, sleep_s: float) -> d
             for seconds, result in zip(mine_s, per_rank, strict=True)
         ],
     }
+    row["held_up_ms"] = [None] * len(per_rank)
     if name != EVEN and EVEN in per_rank[0]:
         row["held_up_ms"] = [
             1e3 * statistics.median(one - even for one, (even, _) in zip(seconds, result[EVEN][mode], strict=True))
@@ -425,64 +427,51 @@ def _row(per_rank: Sequence[Seconds], name: str, mode: str, sleep_s: float) -> d
 def judge(
     accuracy: Mapping[str, Mapping[str, float]], results: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """What is demanded of what was measured, a line each; with "met": None and "why_not" where it cannot be judged."""
-    found: list[dict[str, Any]] = []
-    for name, most in LOST_POINTS.items():
-        if name in accuracy:
-            lost = accuracy[name]["lost_points"]
-            found.append(_line(f"{name}: points of accuracy lost", lost, most))
+    """What is demanded of what was measured."""
+    found = [
+        demand(f"{name}: points of accuracy lost", round(accuracy[name]["lost_points"], 4), "<=", most)
+        for name, most in LOST_POINTS.items()
+        if name in accuracy
+    ]
     for steps in (1, 4):
         rows = results.get(f"pauses of {steps}, in turns")
-        if rows is not None and "held_up_ms" in rows[SYNCHRONOUS]:
+        if rows is not None and None not in rows[SYNCHRONOUS]["held_up_ms"]:
             held_ms, base_ms, again_ms = (
                 statistics.fmean(rows[one]["held_up_ms"]) for one in (staleness(steps), SYNCHRONOUS, AGAIN)
             )
             what = f"{staleness(steps)}, pauses of {steps} in turns: held up, of Synchronous"
             if base_ms > abs(base_ms - again_ms):
-                found.append(_line(what, held_ms / base_ms, HELD_UP_ALLOWED))
+                found.append(demand(what, round(held_ms / base_ms, 4), "<=", HELD_UP_ALLOWED))
             else:
                 why = f"{SYNCHRONOUS} was held up {base_ms:.2f} ms a step, and {again_ms:.2f} when measured again"
-                found.append({"what": what, "most": HELD_UP_ALLOWED, "met": None, "why_not": why})
+                found.append(demand(what, None, "<=", HELD_UP_ALLOWED, why_not=why))
     if EVEN in results and CONSTANT in results:
         ratio = results[CONSTANT][ASYNCHRONOUS]["ms"][0] / results[EVEN][ASYNCHRONOUS]["ms"][0]
-        found.append(_line(f"{ASYNCHRONOUS}, {CONSTANT}: the fast rank, of its time in even", ratio, PASSING_ALLOWED))
+        what = f"{ASYNCHRONOUS}, {CONSTANT}: the fast rank, of its time in even"
+        found.append(demand(what, round(ratio, 4), "<=", PASSING_ALLOWED))
     return found
 
 
-def _line(what: str, figure: float, most: float) -> dict[str, Any]:
-    return {"what": what, "figure": round(figure, 4), "most": most, "met": figure <= most}
+def rows_of(
+    accuracy: Mapping[str, Mapping[str, float]], results: Mapping[str, Mapping[str, Mapping[str, Sequence[Any]]]]
+) -> list[dict[str, Any]]:
+    """Rows of the record: of a scenario each mode's ranks, one by one."""
+    rows: list[dict[str, Any]] = [{"part": "accuracy", "case": "digits", "variants": accuracy}] if accuracy else []
+    for name, found in results.items():
+        ranks = {
+            f"{mode}, rank {rank}": {key: each[rank] for key, each in row.items()}
+            for mode, row in found.items()
+            for rank in range(len(row["ms"]))
+        }
+        rows.append({"part": "stragglers", "case": name, "variants": ranks})
+    return rows
 
 
 # Command line
 
 
-def show_accuracies(rows: Mapping[str, Mapping[str, float]], steps: int, seeds: int) -> None:
-    """Prints them."""
-    print(f"\ndigits, {steps} steps, {seeds} seeds: accuracy on what is held out")
-    for name, row in rows.items():
-        print(
-            f"{name:36} {row['accuracy']:.2%} ({row['lowest']:.2%} to {row['highest']:.2%}), {row['lost_points']:+.2f} "
-            f"points lost; drift {row['drift']:.3g}, relative {row['relative_drift']:.3g}"
-        )
-
-
-def show_stragglers(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Prints them."""
-    for name, found in results.items():
-        print(f"\n{name}: ms per step of each rank; ratio to {SYNCHRONOUS!r}; held up; flush")
-        for mode_name, row in found.items():
-            held = row.get("held_up_ms")
-            print(
-                f"{mode_name:22}"
-                + "".join(f" {one:8.2f}" for one in row["ms"])
-                + "".join(f" {one:7.3f}" for one in row["ratio"])
-                + ("".join(f" {one:8.2f}" for one in held) if held else "")
-                + "".join(f" {one:8.2f}" for one in row["flush_ms"])
-            )
-
-
 def main() -> int:
-    """Runs the parts, prints tables and verdict, writes one JSON."""
+    """Runs the parts, prints tables and demands, writes one JSON."""
     parser = records.Parser(description=__doc__)
     parser.add_argument("--part", choices=PARTS, action="append", help="default: both")
     parser.add_argument("--scenario", choices=tuple(SCENARIOS), action="append", help="default: all")
@@ -505,40 +494,28 @@ def run(asked: argparse.Namespace) -> int:
     lengths, steps, seeds = Lengths(rounds=asked.rounds), asked.steps, asked.seeds
     if asked.rehearse:
         lengths, steps, seeds = Lengths(rounds=2, steps=8, sleep_s=2e-4, shrink=10), 8, 1
-    neighbours = records.Neighbours()
     accuracy: dict[str, dict[str, float]] = {}
     if "convergence" in parts:
         # Every rank has the same accuracy and drift: see check_same, and FlushReport.
         accuracy = accuracies(harness.run_ranks(measure_convergence, asked.ranks, steps, seeds)[0])
-        show_accuracies(accuracy, steps, seeds)
     results: dict[str, dict[str, Any]] = {}
     for names in runs(asked.scenario or list(SCENARIOS)) if "stragglers" in parts else ():
         results |= summed_up(harness.run_ranks(measure_stragglers, asked.ranks, names, lengths), lengths.sleep_s)
-    show_stragglers(results)
-    cores = round(neighbours.cores(), 2)
-    print(f"\nother work kept {cores} cores busy meanwhile")
-    verdicts = judge(accuracy, results)
-    for one in verdicts:
-        figure = "" if one["met"] is None else f"{one['figure']:.3f}, at most {one['most']:g}: "
-        print(f"{one['what']}: {figure}{records.verdict_word(one)}")
-    path = records.write(
+    return report_tables.publish(
         asked.out,
         "modes" if len(parts) == len(PARTS) else f"modes-{parts[0]}",
         "cpu",
+        check=not asked.no_check,
         rehearsal=asked.rehearse,
-        others_cores=cores,
         ranks=asked.ranks,
         seeds=seeds,
         steps=steps,
         rounds=lengths.rounds,
         block_steps=lengths.steps,
         sleep_ms=lengths.sleep_s * 1e3,
-        accuracy=accuracy,
-        stragglers=results,
-        verdicts=verdicts,
+        rows=rows_of(accuracy, results),
+        demands=judge(accuracy, results),
     )
-    print(path)
-    return 0 if asked.rehearse or asked.no_check or all(one["met"] for one in verdicts) else 1
 
 
 if __name__ == "__main__":

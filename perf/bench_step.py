@@ -32,12 +32,14 @@ from typing import Any, NoReturn
 import harness
 import models
 import records
+import report_tables
 import step_counts
 import step_memory
 import step_training
 import step_variants
 import timing
 import torch
+from render import share_of
 from step_training import Task
 from step_variants import BF16, FLOOR, HOOK_BF16, NATIVE, NATIVE_VIEWS, NOOP, TORCH_AGAIN, TORCH_DEFAULT
 
@@ -110,17 +112,18 @@ def _check_memory(run: Run, variants: int, world: int, template: torch.nn.Module
         )
 
 
-def table(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One model's record: per variant the spread of the step and of what it takes more than the floor, ratios, counts.
+def row_of(model: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One model's row: per variant the spread of the step and of what it takes more than the floor, ratios, counts.
 
     The difference is taken round by round: on a machine with other work, this halves the scatter of the ratios.
     """
     times = harness.pooled([result["seconds"] for result in results])
     rows: dict[str, dict[str, Any]] = {}
     for name, seconds in times.items():
-        row: dict[str, Any] = {**_spread("step", seconds)}
-        if name != FLOOR:
-            row |= _spread("sync", [step - floor for step, floor in zip(seconds, times[FLOOR], strict=True)])
+        row: dict[str, Any] = {**records.Spread.of(seconds).values("step")}
+        over = [step - floor for step, floor in zip(seconds, times[FLOOR], strict=True)]
+        sync = records.Spread.of(over).values("sync")
+        row |= {key: None if name == FLOOR else took for key, took in sync.items()} | {"ratio": None}
         counts, floor_counts = (results[0]["counts"][one] for one in (name, FLOOR))
         row |= {f"over_{key}": _over(value, floor_counts[key]) for key, value in counts.items()}
         for key in ("held_bytes", "peak_bytes"):
@@ -130,25 +133,17 @@ def table(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         row["samples_ms"] = [round(second * 1e3, 4) for second in seconds]
         rows[name] = row
     best = torch_best(rows)
-    for row in rows.values():
-        if "sync_ms" in row:
-            row["ratio"] = _ratio(row["sync_ms"], rows[best]["sync_ms"])
+    for name, row in rows.items():
+        row["ratio"] = None if name == FLOOR else share_of(row["sync_ms"], rows[best]["sync_ms"])
     rivals = [name for name in step_variants.torch_side(clips=True) if name in rows and name not in (NOOP, TORCH_AGAIN)]
     return {
+        "part": "steps",
+        "case": model,
         **results[0]["size"],
-        "variants": rows,
         "torch_best": best,
         "strongest_of_torch": min(rivals, key=lambda name: rows[name]["sync_ms"]),
-        "aa_ratio": _ratio(rows[TORCH_AGAIN]["sync_ms"], rows[TORCH_DEFAULT]["sync_ms"]),
-    }
-
-
-def _spread(prefix: str, seconds: Sequence[float]) -> dict[str, float]:
-    spread = records.Spread.of(seconds)
-    return {
-        f"{prefix}_ms": spread.median_ms,
-        f"{prefix}_p20_ms": spread.p20_ms,
-        f"{prefix}_p80_ms": spread.p80_ms,
+        "aa_ratio": share_of(rows[TORCH_AGAIN]["sync_ms"], rows[TORCH_DEFAULT]["sync_ms"]),
+        "variants": rows,
     }
 
 
@@ -156,42 +151,9 @@ def _over(value: float | None, floor: float | None) -> float | None:
     return None if value is None or floor is None else round(value - floor, 4)
 
 
-def _ratio(mine: float, base: float) -> float | None:
-    """None where the base costs nothing that can be measured: every ratio would be noise."""
-    return mine / base if base > 0 else None
-
-
 def torch_best(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """The one of torch DDP's forms that all ratios refer to."""
     return min(harness.torch_variants(), key=lambda name: rows[name]["sync_ms"])
-
-
-def show(name: str, run: Run, ranks: int, result: Mapping[str, Any]) -> None:
-    """One line per variant."""
-    task = run.task
-    done = [*(["scaled"] if task.scales else []), *(["clipped"] if task.clips else []), task.optimizer]
-    print(
-        f"\n{name}: {result['parameters']:,} parameters, {result['elements']:,} elements; {ranks} ranks, "
-        f"{run.backend}, {run.device}; optimizer: {', '.join(done)}\nratios to {result['torch_best']!r}; "
-        f"strongest of torch's: {result['strongest_of_torch']!r}; the same twice: {_number(result['aa_ratio'])}; "
-        "operators, collectives, launches and MB are over no DDP's"
-    )
-    header = f"{'step ms':>8} {'p20':>8} {'p80':>8} {'sync ms':>8} {'p20':>8} {'p80':>8} {'ratio':>6}"
-    header += f" {'ops':>7} {'coll':>5} {'launch':>7} {'waits':>5} {'GPU ms':>7} {'held MB':>8} {'peak MB':>8}"
-    print(f"{'variant':64} {header}")
-    for variant, row in result["variants"].items():
-        keys = ("step_ms", "step_p20_ms", "step_p80_ms", "sync_ms", "sync_p20_ms", "sync_p80_ms")
-        line = " ".join(_number(row.get(key), 8) for key in keys)
-        line += f" {_number(row.get('ratio'), 6)} {_number(row['over_operators'], 7, 0)}"
-        line += f" {_number(row['over_collectives'], 5, 0)} {_number(row['over_launches'], 7, 0)}"
-        line += f" {_number(row['over_waits'], 5, 0)} {_number(row['over_gpu_ms'], 7, 3)}"
-        for key in ("over_held_bytes", "over_peak_bytes"):
-            line += f" {_number(None if row[key] is None else row[key] / 1e6, 8, 1)}"
-        print(f"{variant:64} {line}")
-
-
-def _number(value: float | None, width: int = 0, places: int = 2) -> str:
-    return f"{'-':>{width}}" if value is None else f"{value:{width}.{places}f}"
 
 
 # Verdict
@@ -199,7 +161,7 @@ def _number(value: float | None, width: int = 0, places: int = 2) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """One line of the verdict: the best of `candidates` on a model, and beside it `also` where that is another.
+    """One demand: of the best of `candidates` on a model.
 
     Args:
         base: whose synchronisation is what is compared with; None: the best of torch DDP's forms.
@@ -208,15 +170,14 @@ class Judged:
     model: str
     what: str
     candidates: tuple[str, ...]
-    also: str | None = None
     base: str | None = None
     required: float = REQUIRED
     goal: float | None = GOAL
 
 
 VERDICTS = (
-    Judged(model=SMALL, what="native", candidates=(NATIVE, NATIVE_VIEWS), also=NATIVE),
-    Judged(model=LARGE, what="native", candidates=(NATIVE, NATIVE_VIEWS), also=NATIVE),
+    Judged(model=SMALL, what="native", candidates=(NATIVE, NATIVE_VIEWS)),
+    Judged(model=LARGE, what="native", candidates=(NATIVE, NATIVE_VIEWS)),
     Judged(model=LARGE, what="bf16", candidates=(BF16,)),
     Judged(
         model=LARGE, what="hook bf16", candidates=(HOOK_BF16,), base=TORCH_DEFAULT, required=HOOK_REQUIRED, goal=None
@@ -224,32 +185,24 @@ VERDICTS = (
 )
 
 
-def judge(results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Prints a line for each of VERDICTS whose model was measured; the same for the record."""
+def judge(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What is demanded of the models that were measured."""
     found: list[dict[str, Any]] = []
+    measured = {row["case"]: row for row in rows}
     for judged in VERDICTS:
-        if judged.model not in results:
+        if judged.model not in measured or any(
+            name not in measured[judged.model]["variants"] for name in judged.candidates
+        ):
             continue
-        rows = results[judged.model]["variants"]
-        if any(name not in rows for name in judged.candidates):
-            print(f"{judged.what}, {judged.model}: not measured")
-            continue
-        base = judged.base or results[judged.model]["torch_best"]
-        best = min(judged.candidates, key=lambda name: rows[name]["sync_ms"])
-        ratio = _ratio(rows[best]["sync_ms"], rows[base]["sync_ms"])
-        verdict: dict[str, Any] = {"what": f"{judged.what}, {judged.model}", "by": best, "of": base, "ratio": ratio}
-        verdict |= {"met": None if ratio is None else ratio <= judged.required}
-        verdict |= {"required": judged.required, "goal": judged.goal}
-        if ratio is None:
-            verdict["why_not"] = f"{base!r} takes no time that can be measured: too few steps"
-        said = f"{judged.what}, {judged.model}: {_number(ratio)} of {base!r} by {best!r}"
-        if judged.also not in (None, best):
-            said += f", {judged.also!r} {_number(_ratio(rows[judged.also]['sync_ms'], rows[base]['sync_ms']))}"
-        said += f"; required <= {judged.required:.2f}: {records.verdict_word(verdict)}"
-        if judged.goal is not None and ratio is not None:
-            said += f"; goal {judged.goal}: {'met' if ratio <= judged.goal else 'MISSED'}"
-        print(said)
-        found.append(verdict)
+        variants = measured[judged.model]["variants"]
+        base = judged.base or measured[judged.model]["torch_best"]
+        best = min(judged.candidates, key=lambda name: variants[name]["sync_ms"])
+        ratio = share_of(variants[best]["sync_ms"], variants[base]["sync_ms"])
+        why_not = f"{base!r} takes no time that can be measured: too few steps" if ratio is None else None
+        what = f"{judged.what}, {judged.model}"
+        found.append(
+            records.demand(what, ratio, "<=", judged.required, why_not=why_not, of=base, by=best, goal=judged.goal)
+        )
     return found
 
 
@@ -308,10 +261,10 @@ def record_name(asked: argparse.Namespace) -> str:
 
 
 def main() -> int:
-    """Runs every model and the memory of each variant, prints tables and verdict, writes one JSON."""
+    """Runs every model and the memory of each variant, prints tables and demands, writes one JSON."""
     asked = options()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the ranks' profilers announce every start and stop
-    results: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
     for name in asked.models or (LARGE, SMALL):
         run = Run(
             task=Task(model=name, optimizer=asked.optimizer, clips=asked.clip, scales=asked.amp),
@@ -321,18 +274,17 @@ def main() -> int:
             torch_only=asked.torch_only,
             only=tuple(asked.only or ()),
         )
-        results[name] = table(harness.run_ranks(measure, asked.ranks, run))
-        show(name, run, asked.ranks, results[name])
-    held: dict[str, dict[str, int | None]] = {}
-    if LARGE in results and asked.device == "cpu" and not asked.no_memory:
+        rows.append(row_of(name, harness.run_ranks(measure, asked.ranks, run)))
+    demands = judge(rows)
+    if LARGE in [row["case"] for row in rows] and asked.device == "cpu" and not asked.no_memory:
         held = step_memory.memory(asked.ranks, asked.torch_only)
-        step_memory.show(asked.ranks, held)
-    print()
-    verdicts = judge(results) + (step_memory.judge(held) if held else [])
-    path = records.write(
+        rows.append({"part": "memory", "case": LARGE, "steps": step_memory.STEPS, "variants": held})
+        demands += step_memory.judge(held)
+    return report_tables.publish(
         asked.out,
         record_name(asked),
         asked.device,
+        check=not asked.no_check,
         rehearsal=asked.rehearse,
         ranks=asked.ranks,
         steps=asked.steps,
@@ -340,12 +292,9 @@ def main() -> int:
         optimizer=asked.optimizer,
         clip=asked.clip,
         amp=asked.amp,
-        models=results,
-        memory={"model": LARGE, "steps": step_memory.STEPS, "variants": held},
-        verdicts=verdicts,
+        rows=rows,
+        demands=demands,
     )
-    print(f"\n{path}")
-    return 0 if asked.no_check or all(one["met"] for one in verdicts) else 1
 
 
 if __name__ == "__main__":

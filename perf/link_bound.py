@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from records import demand
+
 MTU_BYTES = 1500
 HEADER_BYTES = 14 + 20 + 20 + 12  # Ethernet, IPv4, TCP, its timestamps: what tbf counts of a packet beside payload
 PAYLOAD_BYTES = MTU_BYTES - 20 - 20 - 12
@@ -120,9 +122,8 @@ def wrong_bytes(sent_bytes: float, numel: int, wire: str, ranks: int) -> str | N
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a variant of ours is to reach, and whether it did."""
+    """What a variant of ours is to reach."""
 
-    ours_ms: float
     torch_ms: float
     bound_ms: float
     share: float
@@ -132,21 +133,16 @@ class Target:
         """The larger of a share of torch's best, and what is as near to the bound as can be asked."""
         return max(self.share * self.torch_ms, self.bound_ms / BOUND_SHARE)
 
-    @property
-    def met(self) -> bool:
-        """Whether it is reached."""
-        return self.ours_ms <= self.required_ms
 
-
-def verdicts(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of each model and rate that has a target: what is required of bf16 and native, and whether it is met.
+def demands(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of each model and rate that has a target: what is required of bf16 and native.
 
     Args:
-        cells: of the record; those that are not published, or whose ranks share cores, have no verdict.
+        rows: of the record; of cells that are not published, or whose ranks share cores, nothing is demanded.
     """
     found = []
-    for cell in cells:
-        if cell["model"] not in TARGET_MODELS or cell["rate_mbit"] not in TARGET_RATES_MBIT:
+    for cell in (row for row in rows if row["part"] == "steps"):
+        if cell["case"] not in TARGET_MODELS or cell["rate_mbit"] not in TARGET_RATES_MBIT:
             continue
         if cell["not_published"] is not None:
             continue
@@ -155,23 +151,19 @@ def verdicts(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             if name is None or best is None:
                 continue
             ours = cell["variants"][name]
-            target = Target(
-                ours_ms=ours["step_ms"],
-                torch_ms=cell["variants"][best]["step_ms"],
-                bound_ms=cell["bound_ms"][wire],
-                share=share,
-            )
+            target = Target(torch_ms=cell["variants"][best]["step_ms"], bound_ms=cell["bound_ms"][wire], share=share)
             found.append(
-                {
-                    "what": f"{cell['model']} at {cell['rate_mbit']:g} Mbit/s, {wire}",
-                    "ours_ms": target.ours_ms,
-                    "of": best,
-                    "torch_ms": target.torch_ms,
-                    "bound_ms": target.bound_ms,
-                    "ratio": target.ours_ms / target.torch_ms,
-                    "required_ms": target.required_ms,
-                    "met": target.met if ours["failed"] is None else None,
-                    "why_not": ours["failed"],
-                }
+                demand(
+                    f"{cell['case']} at {cell['rate_mbit']:g} Mbit/s, {wire}",
+                    ours["step_ms"],
+                    "<=",
+                    target.required_ms,
+                    unit=" ms",
+                    why_not=ours["failed"],
+                    of=best,
+                    ratio=ours["step_ms"] / target.torch_ms,
+                    torch_ms=target.torch_ms,
+                    bound_ms=target.bound_ms,
+                )
             )
     return found

@@ -31,6 +31,8 @@ def link_row(rate_mbit: float | None, raw: Sequence[Mapping[str, Any]]) -> dict[
     sizes = list(raw[0]["rates"])
     each = [link_bound.steady(rate_mbit, seen["rates"]).rate / 1e6 for seen in raw]
     return {
+        "part": "links",
+        "case": rate_name(rate_mbit),
         "rate_mbit": rate_mbit,
         "burst_bytes": None if rate_mbit is None else link_bound.burst_bytes(rate_mbit),
         "congestion_control": raw[0]["congestion_control"],
@@ -39,6 +41,7 @@ def link_row(rate_mbit: float | None, raw: Sequence[Mapping[str, Any]]) -> dict[
         "steady_mbit": max(each),
         "on_the_line_mbit": link_bound.on_the_line(min(each)),
         "misses_nominal": any(link_bound.misses_nominal(rate, rate_mbit) for rate in each),
+        "variants": {},
     }
 
 
@@ -50,7 +53,7 @@ def cell(
     shared_cores: bool,
     counted: bool = True,
 ) -> dict[str, Any]:
-    """One cell of the record.
+    """One cell: a row of the record.
 
     Args:
         model: its name.
@@ -74,9 +77,7 @@ def cell(
         rows[name] = {
             "side": variant.side,
             "wire": variant.wire,
-            "step_ms": spread.median_ms,
-            "step_p20_ms": spread.p20_ms,
-            "step_p80_ms": spread.p80_ms,
+            **spread.values("step"),
             "cpu_ms": statistics.median(map(max, *(answer["cpu_seconds"][name] for answer in answers))) * 1e3,
             "sent_bytes": sent,
             "failed": _failed(variant, spread.median_ms, bounds_ms, sent if counted else None, elements, ranks),
@@ -84,7 +85,8 @@ def cell(
         }
     medians = {name: float(row["step_ms"]) for name, row in rows.items() if row["failed"] is None}
     return {
-        "model": model,
+        "part": "steps",
+        "case": model,
         "rate_mbit": link["rate_mbit"],
         "parameters": answers[0]["parameters"],
         "elements": elements,
@@ -114,6 +116,21 @@ def _failed(
     return None if sent_bytes is None else link_bound.wrong_bytes(sent_bytes, elements, variant.wire, ranks)
 
 
+def training_row(
+    task: str, variant: str, link: Mapping[str, Any], answer: Mapping[str, Any], *, shared_cores: bool
+) -> dict[str, Any]:
+    """A training to a loss, of which a rank has told."""
+    found = dict(answer)
+    return {
+        "part": "training",
+        "case": task,
+        "rate_mbit": link["rate_mbit"],
+        "not_published": not_published(link, shared_cores),
+        "target": found.pop("target"),
+        "variants": {variant: found},
+    }
+
+
 def not_published(link: Mapping[str, Any], shared_cores: bool) -> str | None:
     """Why a cell is not shown, nor judged; None: it is."""
     if shared_cores:
@@ -140,7 +157,7 @@ def show_link(link: Mapping[str, Any]) -> None:
 def show(cell: Mapping[str, Any]) -> None:
     """A line per variant."""
     bounds = ", ".join(f"{wire} {bound:.1f}" for wire, bound in cell["bound_ms"].items())
-    print(f"\n{cell['model']} at {rate_name(cell['rate_mbit'])}: {cell['parameters']:,} parameters, ", end="")
+    print(f"\n{cell['case']} at {rate_name(cell['rate_mbit'])}: {cell['parameters']:,} parameters, ", end="")
     noise = "-" if cell["aa_ratio"] is None else f"{cell['aa_ratio']:.3f}"
     print(f"{cell['elements']:,} elements; bound, ms: {bounds}; the same twice: {noise}")
     if cell["not_published"] is not None:
@@ -165,10 +182,11 @@ def ratios(cell: Mapping[str, Any], name: str) -> tuple[float | None, float | No
     return row["step_ms"] / cell["bound_ms"][row["wire"]], of_torch
 
 
-def show_training(run: Mapping[str, Any]) -> None:
+def show_training(row: Mapping[str, Any]) -> None:
     """One line."""
-    reached = "not reached" if run["reached_s"] is None else f"after {run['reached_s']:.1f} s"
-    print(
-        f"{run['task']} at {rate_name(run['rate_mbit'])}, {run['variant']}: loss {run['target']} {reached}, "
-        f"{run['steps']} steps of {run['step_ms']:.1f} ms"
-    )
+    for variant, run in row["variants"].items():
+        reached = "not reached" if run["reached_s"] is None else f"after {run['reached_s']:.1f} s"
+        print(
+            f"{row['case']} at {rate_name(row['rate_mbit'])}, {variant}: loss {row['target']} {reached}, "
+            f"{run['steps']} steps of {run['step_ms']:.1f} ms"
+        )

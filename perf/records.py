@@ -1,9 +1,18 @@
 """Records of benchmark runs: what stands in one, how it is written and read, and how a benchmark ends.
 
 One JSON file per run, `<what>_<hardware>_<date>.json`, and -2, -3 for more of a day: no run replaces another, so that
-none is chosen by its numbers. Every record says when, by which command, of which commit, on
-what and with which versions it came about; what was measured stands beside that, under keys of the benchmark's own. A
-benchmark that cannot run, or whose check fails, raises BenchError: `entry` makes one line and exit status 1 of it.
+none is chosen by its numbers. A record has
+
+    a header   when, by which command, of which commit, on what and with which versions it came about (REQUIRED)
+    settings   of the run, under names of the benchmark's own: "ranks", "rounds"
+    rows       of what was measured, each {"part", "case", facts ..., "variants": {name: {quantity: value}}}
+    demands    of what is to be reached, each {"what", "value", "unit", "sign", "bound", "met"}: see `demand`
+
+A row is a case that was measured, of a part of the benchmark; its variants are what took turns in it. A quantity has
+its unit at its end ("step_ms", "over_peak_bytes"); a time is a median, beside which stand the 20th and the 80th
+percentile ("step_p20_ms", "step_p80_ms"). What could not be measured is null, and so is a ratio to nothing.
+
+A benchmark that cannot run, or whose check fails, raises BenchError: `entry` makes one line and exit status 1 of it.
 """
 
 from __future__ import annotations
@@ -13,6 +22,7 @@ import datetime
 import functools
 import importlib.util
 import json
+import operator
 import os
 import platform
 import re
@@ -25,12 +35,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-SCHEMA = 1
+SCHEMA = 2
+SIGNS: Mapping[str, Callable[[float, float], bool]] = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
 COMMAND = "FUSEDREDUCE_COMMAND"  # in the environment: what to type for this run, where that starts another program
 CHECKOUT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -139,33 +150,68 @@ def provenance(device: torch.device | str) -> dict[str, object]:
     }
 
 
-def verdict_word(verdict: Mapping[str, Any]) -> str:
-    """Whether what was demanded was reached: "met", None where that cannot be judged, and then "why_not"."""
-    met = verdict["met"]
-    return f"not judged, {verdict['why_not']}" if met is None else "met" if met else "MISSED"
+def demand(
+    what: str,
+    value: float | None,
+    sign: Literal["<=", "<", ">="],
+    bound: float | None,
+    *,
+    unit: str = "",
+    why_not: str | None = None,
+    **facts: object,
+) -> dict[str, Any]:
+    """What is to be reached, and whether it is.
+
+    Args:
+        what: is judged.
+        value: that was found.
+        sign, bound: what it must be.
+        unit: of both, as it is printed behind them; "%" for shares of 1.
+        why_not: it cannot be judged; None: it can.
+        facts: "of", what it is a share of, and what else belongs to it.
+    """
+    met = None
+    if value is None or bound is None:
+        why_not = why_not or "it could not be measured"
+    elif why_not is None:
+        met = SIGNS[sign](value, bound)
+    found = {"what": what, "value": value, "unit": unit, "sign": sign, "bound": bound, "met": met}
+    return found | ({} if why_not is None else {"why_not": why_not}) | facts
 
 
-def write(folder: Path, what: str, device: torch.device | str, *, rehearsal: bool = False, **content: object) -> Path:
+def write(
+    folder: Path,
+    what: str,
+    device: torch.device | str,
+    *,
+    rows: Sequence[Mapping[str, Any]] = (),
+    demands: Sequence[Mapping[str, Any]] = (),
+    rehearsal: bool = False,
+    **settings: Any,
+) -> Path:
     """Writes <folder>/<what>_<hardware>_<date>.json, or beside it if that is there, and all of it or nothing.
 
     Args:
         folder: made if it is not there.
         what: the benchmark's name, as `report.py` knows it.
         device: what was measured, or "cpu".
+        rows, demands: see the top of this file.
         rehearsal: sizes and clocks that say nothing of the hardware. Such a record never goes into `RESULTS`.
-        content: what was measured. `others_cores`, see Neighbours, is of the whole process unless it is given.
+        settings: of the run. `others_cores`, see Neighbours, is of the whole process unless it is given.
 
     Raises:
-        BenchError: a rehearsal into `RESULTS`; a number that is not finite; a folder that cannot be written to.
+        BenchError: a rehearsal into `RESULTS`; a number that is not finite; a row or a demand that is not as the top
+            of this file says; a folder that cannot be written to.
     """
     if rehearsal and folder.resolve().is_relative_to(RESULTS.resolve()):
         raise BenchError(f"a rehearsal leaves no record in {RESULTS.name}: name another folder")
     record = {"schema": SCHEMA, "what": what, **provenance(device), "others_cores": 0.0, "rehearsal": rehearsal}
-    if clash := sorted(record.keys() & (content.keys() - {"others_cores"})):
+    if clash := sorted(record.keys() & (settings.keys() - {"others_cores"})):
         raise ValueError(f"the record has {clash} already")
-    if "others_cores" not in content:
+    if "others_cores" not in settings:
         record["others_cores"] = round(_SINCE_IMPORT.cores(), 2)
-    record.update(content)
+    record |= {**settings, "rows": list(rows), "demands": list(demands)}
+    check_content(what, record)
     try:
         text = json.dumps(record, indent=1, allow_nan=False)
     except ValueError as error:
@@ -197,15 +243,50 @@ def make_folder(folder: Path) -> None:
         raise BenchError(f"{folder} cannot be made: {error.strerror}") from error
 
 
-def read(path: Path) -> dict[str, Any]:
+def check_content(name: str, record: Mapping[str, Any]) -> None:
+    """Rows and demands, where there are any.
+
+    Raises:
+        BenchError: one is not as the top of this file says, or a demand's verdict is not that of its numbers.
+    """
+    rows, demands = record.get("rows", []), record.get("demands", [])
+    if not isinstance(rows, list) or not isinstance(demands, list):
+        raise BenchError(f"{name}: rows and demands are lists")
+    for row in rows:
+        named = isinstance(row, dict) and isinstance(row.get("part"), str) and isinstance(row.get("case"), str)
+        if not named or not isinstance(row.get("variants"), dict):
+            raise BenchError(f"{name}: a row has a part, a case and variants, not {str(row)[:80]}")
+        for variant, values in row["variants"].items():
+            for key, value in values.items() if isinstance(values, dict) else [("what it has", {})]:
+                if not isinstance(value, None | bool | float | int | str | list):
+                    raise BenchError(f"{name}: {row['case']}, {variant}: {key} is neither a value nor a list of values")
+    for one in demands:
+        try:
+            right = one["met"] is None or one["met"] == SIGNS[one["sign"]](one["value"], one["bound"])
+            named = isinstance(one["what"], str) and (one["met"] is not None or isinstance(one["why_not"], str))
+        except (KeyError, TypeError) as error:
+            raise BenchError(f"{name}: {str(one)[:80]} is no demand: {error!r}") from error
+        if not right or not named:
+            raise BenchError(f"{name}: the verdict on {one['what']!r} is not that of its numbers")
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
+
+
+def read(path: Path, *, published: bool = True) -> dict[str, Any]:
     """The record in a file.
+
+    Args:
+        path: of it.
+        published: a rehearsal is none.
 
     Raises:
         BenchError: it is not JSON, of another schema, lacks what every record has, is a rehearsal, or another run's
-            than its name says.
+            than its name says; or see `check_content`.
     """
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(), parse_constant=_no_constant)
     except OSError as error:
         raise BenchError(f"{path.name}: {error.strerror}") from error
     except ValueError as error:
@@ -220,13 +301,14 @@ def read(path: Path) -> dict[str, Any]:
             raise BenchError(
                 f"{path.name}: {key!r} is {'missing' if key not in record else f'not of type {kind.__name__}'}"
             )
-    if record["rehearsal"]:
+    if record["rehearsal"] and published:
         raise BenchError(f"{path.name} is a rehearsal: its numbers say nothing of the hardware")
     named = _FILE.fullmatch(path.name)
     if named is None or (named["what"], named["hardware"]) != (record["what"], record["device"]):
         raise BenchError(
             f"{path.name} holds {record['what']!r} on {record['device']!r}, which is not what it is called"
         )
+    check_content(path.name, record)
     return record
 
 
@@ -256,6 +338,12 @@ class Spread:
     def of(seconds: Sequence[float]) -> Spread:
         tenths = statistics.quantiles(seconds, n=10, method="inclusive")
         return Spread(p20_ms=tenths[1] * 1e3, median_ms=tenths[4] * 1e3, p80_ms=tenths[7] * 1e3)
+
+    def values(self, quantity: str = "", unit: Literal["ms", "us"] = "ms") -> dict[str, float]:
+        """As a row has it: "step_ms", "step_p20_ms", "step_p80_ms" of the quantity "step"."""
+        by, stem = {"ms": 1.0, "us": 1e3}[unit], f"{quantity}_" if quantity else ""
+        found = {"": self.median_ms, "p20_": self.p20_ms, "p80_": self.p80_ms}
+        return {f"{stem}{part}{unit}": by * one for part, one in found.items()}
 
 
 class Neighbours:

@@ -17,9 +17,10 @@ from typing import Any
 import records
 import report_link
 import report_plots
+import report_summary
 import report_tables
 from records import BenchError
-from report_words import Lines, Record
+from render import Lines, Record
 
 DOCS = records.CHECKOUT / "docs"
 PAGE, TABLES_PAGE = DOCS / "performance.md", DOCS / "measurements.md"
@@ -27,7 +28,7 @@ README = records.CHECKOUT / "README.md"
 # Benchmarks of a table, by the block of the page that it is in.
 BLOCKS = tuple(name.replace("_", "-") for name in report_tables.TABLES)
 MISSED, SUMMARY, HEADLINE = "missed", "summary", "headline"
-ONLY_CPU = ("clip", "link", "schedule", "prediction", "modes")
+ONLY_CPU = ("clip", "link", "schedule", "modes")
 _BEGIN = re.compile(r"<!-- begin (?P<name>[a-z-]+)\b[^>]*-->\n")
 NO_GPU = "No result on a GPU yet."
 NOTHING = "Not measured yet."
@@ -85,7 +86,7 @@ def _summary(found: Sequence[Record]) -> str:
         used = []
         for record in mine:
             # gpu-check's headline is a part of the whole matrix.
-            lines = [] if record["what"] == "headline" and "kernels" in kinds else _of(report_tables.summary, record)
+            lines = [] if record["what"] == "headline" and "kernels" in kinds else _of(report_summary.summary, record)
             bullets += [f"- {line}" for line in lines]
             used += [record] if lines else []
         if used:
@@ -114,12 +115,24 @@ def _of(lines: Callable[[Record], Lines], record: Record) -> Lines:
 def _section(record: Record) -> Lines:
     title = f"### {record['what']}, {record['device']}"
     try:
-        lines = report_tables.TABLES[str(report_tables.family(record["what"]))](record)
+        lines = report_tables.lines_of(record)
         picture = report_plots.name_of(record)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise _odd(record, error) from error
     shown = [f"![{record['what']} on {record['device']}]({picture})", ""] if picture else []
-    return [title, "", *report_tables.origin(record), *shown, *lines, ""]
+    return [title, "", *_origin(record), *shown, *lines, ""]
+
+
+def _origin(record: Record) -> Lines:
+    """On what, with what, when and how a record came about."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return [
+        f"On {record['hardware']}; {versions}; commit {record['commit']}, {record['created'][:10]}; other work kept "
+        f"{record['others_cores']:.2f} cores busy.",
+        "",
+        f"    {record['command']}",
+        "",
+    ]
 
 
 def _listed(found: Sequence[Record], of: Callable[[Record], Lines], otherwise: str) -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import report_link
 from records import BenchError
-from report_tables import OURS, TORCH_CASE, family
-from report_words import Record
+from render import Record
+from report_tables import OURS, TORCH_CASE, family, is_torchs
 
 WIDTH_INCHES, DPI = 9.0, 110
 OURS_COLOUR, TORCH_COLOUR, OTHER_COLOUR = "#2060a0", "#b0b0b0", "#d9d9d9"
@@ -72,24 +72,22 @@ def _kernels(record: Record) -> Callable[[Path], None] | None:
     for row in record["rows"]:
         if row["cache"] != "cold" or row["pair"] != "fp32-bf16" or row["direction"] == "after":
             continue
-        cases = row["cases"]
-        if "share_copy" not in cases[OURS]:
-            continue
+        shares = {name: values["share_copy"] for name, values in row["variants"].items()}
+        best = max(filter(is_torchs, shares), key=lambda name: float(shares[name]))
         where = f"{row['direction']}, {row['model']}, {row['way']}"
-        best = max((name for name in cases if name.startswith(TORCH_CASE)), key=lambda name: cases[name]["share_copy"])
-        rows.append((f"{where}: ours", cases[OURS]["share_copy"], OURS_COLOUR))
-        rows.append((best.removeprefix(TORCH_CASE), cases[best]["share_copy"], TORCH_COLOUR))
+        rows.append((f"{where}: ours", shares[OURS], OURS_COLOUR))
+        rows.append((best.removeprefix(TORCH_CASE), shares[best], TORCH_COLOUR))
     return _bars(rows, "share of the rate of a copy of as many bytes", f"fp32 to bf16 and back, {_where(record)}", 1.0)
 
 
 def _step(record: Record) -> Callable[[Path], None] | None:
     """Synchronisation as a share of torch DDP's best."""
     rows = []
-    for name, model in record["models"].items():
-        for variant, row in model["variants"].items():
-            if row.get("ratio") is not None:
-                ours = "ours" in variant or "fused" in variant
-                rows.append((f"{name}: {variant}", row["ratio"], OURS_COLOUR if ours else TORCH_COLOUR))
+    for row in (row for row in record["rows"] if row["part"] == "steps"):
+        for name, values in row["variants"].items():
+            if values["ratio"] is not None:
+                ours = "ours" in name or "fused" in name
+                rows.append((f"{row['case']}: {name}", values["ratio"], OURS_COLOUR if ours else TORCH_COLOUR))
     title = f"synchronisation, {record['ranks']} ranks, {record['backend']}, {_where(record)}"
     return _bars(rows, "of the best of torch DDP's (less is better)", title, 1.0)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import harness
 import models
+import records
 import step_counts
 import step_training
 import step_variants
@@ -67,31 +68,13 @@ def _difference(left: int | None, right: int | None) -> int | None:
     return None if left is None or right is None else left - right
 
 
-def show(ranks: int, rows: Rows) -> None:
-    """One line per variant, in MB of 10^6 bytes."""
-
-    def mb(value: int | None) -> str:
-        return f"{'-':>9}" if value is None else f"{value / 1e6:9.1f}"
-
-    print(f"\nMemory, {MODEL}, {ranks} ranks, MB after {STEPS} steps;")
-    print("'+' is over no DDP: resident set at the end, its peak, heap in use")
-    print(f"{'variant':34} {'end':>9} {'peak':>9} {'gradients':>9} {'+end':>9} {'+peak':>9} {'+heap':>9}")
-    shown = ("end_bytes", "peak_bytes", "gradient_bytes", "over_end_bytes", "over_peak_bytes", "over_heap_bytes")
-    for name, row in rows.items():
-        print(f"{name:34} {' '.join(mb(row[key]) for key in shown)}")
-
-
-def judge(rows: Rows) -> list[dict[str, object]]:
-    """Prints a line; whether our bf16 is below torch's default, at its peak and at the end."""
-    if BF16 not in rows:
-        print("memory, bf16: not measured")
-        return []
-    parts, met = [], True
-    for key, words in (("peak_bytes", "peak"), ("end_bytes", "end")):
-        ours, theirs = (rows[name][f"over_{key}"] for name in (BF16, TORCH_DEFAULT))
-        assert ours is not None and theirs is not None
-        parts.append(f"{words} +{ours / 1e6:.1f} MB to +{theirs / 1e6:.1f}")
-        met = met and ours < theirs
-    said = f"memory, bf16 to {TORCH_DEFAULT!r}: {', '.join(parts)}; required below"
-    print(f"{said}: {'met' if met else 'MISSED'}")
-    return [{"what": said, "met": met}]
+def judge(rows: Rows) -> list[dict[str, Any]]:
+    """Our bf16 is to be below torch's default, at its peak and at the end."""
+    found = []
+    for key, words in (("over_peak_bytes", "at its peak"), ("over_end_bytes", "at the end")):
+        if BF16 in rows:
+            ours, theirs = (rows[name][key] for name in (BF16, TORCH_DEFAULT))
+            assert ours is not None and theirs is not None
+            what = f"memory of bf16 {words}, below torch DDP's"
+            found.append(records.demand(what, ours / 1e6, "<", theirs / 1e6, unit=" MB"))
+    return found

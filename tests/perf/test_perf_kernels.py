@@ -64,37 +64,30 @@ def test_gradients_lie_as_allocations_would(misaligned: bool) -> None:
     assert all(map(torch.equal, made, again))
 
 
+COPY, COPY_KERNEL = "limit: copy", "limit: copy by a kernel"
+
+
+def kernels_row(cases: dict[str, Any], **facts: Any) -> dict[str, Any]:
+    row = {"model": "one", "pair": "fp32-bf16", "way": "whole", "direction": "unpack", "cache": "cold"}
+    return {**row, "gradient_bytes": 2**28, "buckets": 1, "variants": cases, **facts}
+
+
 def test_every_demand_is_judged() -> None:
-    case = {"share_copy": 0.91, "share_cast": 0.92, "ratio": 1.0, "median_us": 110.0}
-    row: dict[str, Any] = {
-        "model": "one",
-        "pair": "fp32-bf16",
-        "way": "whole",
-        "direction": "unpack",
-        "cache": "cold",
-        "gradient_bytes": 2**28,
-        "buckets": 1,
-        "cases": {
-            "ours": case,
-            "ours, norms": {**case, "ratio": 1.11},
-            "limit: copy": {**case, "median_us": 100.0},
-            "limit: copy by a kernel": {**case, "median_us": 98.5},
-            "torch: cat": {**case, "ratio": 0.8},
-        },
-    }
-    on_gpu = bench_kernels.verdicts([row, {**row, "cache": "warm"}], "cuda")
+    case = {"share_copy": 0.91, "share_cast": 0.92, "ratio": 1.0, "us": 110.0}
+    cases = {"ours": case, "ours, norms": {**case, "ratio": 1.11}, "torch: cat": {**case, "ratio": 0.8}}
+    cases |= {COPY: {**case, "us": 100.0}, COPY_KERNEL: {**case, "us": 98.5}}
+    row = kernels_row(cases)
+    on_gpu = bench_kernels.demands([row, {**row, "cache": "warm"}], "cuda")
     assert [one["met"] for one in on_gpu] == [True, False, False]
     # 1.5 us of 100 are not the kernel's to gain, and two more kernels take 8 us.
-    bounds = [one.get("least", one.get("most")) for one in on_gpu]
-    assert bounds == pytest.approx([0.90 * 0.985, 0.95 * 0.985, 1.03 + 8 / 110])
-    (on_cpu,) = bench_kernels.verdicts([row], "cpu")
-    assert not on_cpu["met"] and on_cpu["figure"] == pytest.approx(1.25)
-    assert bench_kernels.verdict_line(on_cpu).startswith("MISSED: unpack one fp32-bf16 whole: ")
-    quick = {name: {**one, "median_us": 10.0} for name, one in row["cases"].items()}
-    of_bucket = {**row, "model": "gpt2", "way": "bucket", "cases": quick}
-    least = [one["least"] for one in bench_kernels.verdicts([of_bucket], "cuda")]
-    assert least == pytest.approx([0.90 * 10 / 11.5, 0.95 * 10 / 11.5])
-    assert bench_kernels.verdicts([{**of_bucket, "model": "resnet50"}], "cuda") == []
+    assert [one["bound"] for one in on_gpu] == pytest.approx([0.90 * 0.985, 0.95 * 0.985, 1.03 + 8 / 110])
+    (on_cpu,) = bench_kernels.demands([row], "cpu")
+    assert not on_cpu["met"] and on_cpu["value"] == pytest.approx(1.25)
+    quick = {name: {**one, "us": 10.0} for name, one in cases.items()}
+    of_bucket = kernels_row(quick, model="gpt2", way="bucket")
+    bounds = [one["bound"] for one in bench_kernels.demands([of_bucket], "cuda")]
+    assert bounds == pytest.approx([0.90 * 10 / 11.5, 0.95 * 10 / 11.5])
+    assert bench_kernels.demands([{**of_bucket, "model": "resnet50"}], "cuda") == []
 
 
 @pytest.mark.parametrize("copy_us", [5.0, 10.0, 13.5, 94.0])
@@ -106,17 +99,14 @@ def test_no_demand_is_more_than_arithmetic_allows(copy_us: float) -> None:
     """
     ours_us, trips_us, second_stage_us = copy_us + 1.5, 1.5, 6.0
     share = copy_us / ours_us
-    ours = {"share_copy": share, "share_cast": share, "ratio": 1.0, "median_us": ours_us}
-    cases: dict[str, Any] = {"ours": ours, "limit: copy": {"median_us": copy_us}}
-    cases |= {"limit: copy by a kernel": {"median_us": copy_us}}
+    ours = {"share_copy": share, "share_cast": share, "ratio": 1.0, "us": ours_us}
+    cases: dict[str, Any] = {"ours": ours, COPY: {"us": copy_us}, COPY_KERNEL: {"us": copy_us}}
     cases |= {"ours, norms": {**ours, "ratio": (ours_us + second_stage_us) / ours_us}}
-    row: dict[str, Any] = {"model": "gpt2", "pair": "fp32-bf16", "direction": "unpack", "cache": "cold", "cases": cases}
-    row |= {"gradient_bytes": 2**28, "buckets": 1}
-    judged = bench_kernels.verdicts([{**row, "way": way} for way in ("bucket", "whole")], "cuda")
+    rows = [kernels_row(cases, model="gpt2", way=way) for way in ("bucket", "whole")]
+    judged = bench_kernels.demands(rows, "cuda")
     assert len(judged) == 5 and all(one["met"] for one in judged)
     for one in judged:
-        room = share - one["least"] if "least" in one else one["most"] - one["figure"]
-        assert room > 0.02, f"{one['what']}: {room:.3f}"
+        assert abs(one["value"] - one["bound"]) > 0.02, one
     assert trips_us == bench_kernels.TRIPS_US and second_stage_us < bench_kernels.SECOND_STAGE_US
 
 

@@ -165,10 +165,10 @@ def test_held_up_is_what_is_left_without_the_modes_own_time_and_the_ranks_own_sl
     assert results[modes.CONSTANT][modes.ASYNCHRONOUS]["held_up_ms"] == pytest.approx([1.5, 5.0])
     assert results[modes.CONSTANT][modes.ASYNCHRONOUS]["ratio"] == pytest.approx([0.25, 31 / 30])
     assert results[modes.EVEN][modes.SYNCHRONOUS]["flush_ms"] == [500.0, 500.0]
-    assert "held_up_ms" not in results[modes.EVEN][modes.SYNCHRONOUS]
+    assert results[modes.EVEN][modes.SYNCHRONOUS]["held_up_ms"] == [None, None]
     verdicts = {one["what"]: one for one in modes.judge({}, results)}
     assert [one["met"] for one in verdicts.values()] == [False, True]
-    assert [one["figure"] for one in verdicts.values()] == pytest.approx([1 / 3.75, 1.25], abs=1e-4)
+    assert [one["value"] for one in verdicts.values()] == pytest.approx([1 / 3.75, 1.25], abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -181,17 +181,19 @@ def test_being_held_up_is_judged_where_synchronous_is_beyond_what_it_differs_fro
     rows = {name: {"held_up_ms": [one, one]} for name, one in held_ms.items()}
     [verdict] = modes.judge({}, {"pauses of 1, in turns": rows})
     if judged:
-        assert verdict["figure"] == 0.25 and verdict["met"] is True
+        assert verdict["value"] == 0.25 and verdict["met"] is True
     else:
-        assert verdict["met"] is None and "figure" not in verdict
+        assert verdict["met"] is None and verdict["value"] is None
         assert verdict["why_not"].startswith(f"{modes.SYNCHRONOUS} was held up {base_ms:.2f} ms a step, and ")
 
 
-def test_verdicts_on_record_are_those_of_its_numbers() -> None:
-    found = [records.read(path) for path in records.RESULTS.glob("modes_*.json")]
-    assert found
-    for record in found:
-        assert record["verdicts"] == modes.judge(record["accuracy"], record["stragglers"])
+def test_of_a_scenario_each_rank_has_a_line() -> None:
+    results: Any = {modes.EVEN: {modes.SYNCHRONOUS: {"ms": [1.0, 2.0], "held_up_ms": [None, None]}}}
+    [row] = modes.rows_of({}, results)
+    assert row["variants"] == {
+        "synchronous, rank 0": {"ms": 1.0, "held_up_ms": None},
+        "synchronous, rank 1": {"ms": 2.0, "held_up_ms": None},
+    }
 
 
 def test_scenarios_of_one_shape_are_measured_together() -> None:
@@ -287,13 +289,13 @@ def test_every_model_takes_its_batch_and_shards_of_it(name: str) -> None:
 
 def test_replicas_are_judged_by_the_strongest_beside_them() -> None:
     seconds = {replicas.ONE: [2.0, 2.0, 2.0], replicas.OURS: [2.2, 1.8, 2.2], replicas.TORCHS: [4.0, 4.0, 1.0]}
-    rows = replicas.summed_up(seconds)
-    assert rows[replicas.OURS]["ratio"] == pytest.approx(1.1)
-    assert rows[replicas.OURS]["ratio_to_torch"] == pytest.approx(0.55)
-    [on_gpu], [on_cpu] = (replicas.judge({"mlp": rows}, against_torch=one) for one in (True, False))
+    row = replicas.row_of("mlp", seconds)
+    assert row["variants"][replicas.OURS]["ratio"] == pytest.approx(1.1)
+    assert row["variants"][replicas.OURS]["ratio_to_torch"] == pytest.approx(0.55)
+    [on_gpu], [on_cpu] = (replicas.judge([row], against_torch=one) for one in (True, False))
     assert (on_gpu["met"], on_cpu["met"]) == (True, False)
     del seconds[replicas.TORCHS]
-    assert replicas.summed_up(seconds)[replicas.OURS]["ratio_to_torch"] is None
+    assert replicas.row_of("mlp", seconds)["variants"][replicas.OURS]["ratio_to_torch"] is None
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def written(tmp_path: Path) -> Path:
 def test_a_record_says_where_it_comes_from(written: Path) -> None:
     record = records.read(written)
     assert written.name == f"step_cpu_{record['created'][:10]}.json"
-    assert set(record) == {*records.REQUIRED, "ranks"}
+    assert set(record) == {*records.REQUIRED, "ranks", "rows", "demands"}
     assert {"torch", "python", "numpy"} <= set(record["versions"])
     assert record["commit"]
     assert record["command"].startswith("python ")
@@ -69,9 +69,14 @@ def with_(**changes: object) -> Callable[[dict[str, Any]], object]:
     ("change", "said"),
     [
         (without("schema"), "no schema"),
-        (with_(schema=2), "schema 2"),
-        (with_(schema=True), "'schema' is not"),
+        (with_(schema=1), "schema 1"),
+        (with_(schema=True), "schema True"),
         (without("commit"), "'commit' is missing"),
+        (with_(rows={}), "are lists"),
+        (with_(rows=[{"part": "a", "case": "b", "variants": {"c": 1.0}}]), "b, c: what it has is neither"),
+        (with_(rows=[{"part": "a", "case": "b", "variants": {"c": {"ms": {}}}}]), "b, c: ms is neither"),
+        (with_(demands=[{"what": "x", "met": None}]), "is no demand"),
+        (with_(demands=[{"what": "x", "value": 2.0, "sign": "<=", "bound": 1.0, "met": True}]), "is not that of its"),
         (with_(versions="torch 2"), "'versions' is not of type dict"),
         (with_(others_cores="few"), "'others_cores' is not of type float"),
         (with_(rehearsal=True), "is a rehearsal"),
@@ -90,11 +95,26 @@ def test_other_records_are_refused(written: Path, change: Callable[[dict[str, An
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 2, "rows": NaN}'])
 def test_what_is_no_record_is_refused(written: Path, text: str) -> None:
     written.write_text(text)
     with pytest.raises(records.BenchError, match=r"not JSON|no schema"):
         records.latest(written.parent, "step")
+
+
+@pytest.mark.parametrize(
+    ("value", "sign", "bound", "met"), [(1.0, "<=", 1.0, True), (1.0, "<", 1.0, False), (2.0, ">=", 1.0, True)]
+)
+def test_a_demand_is_met_by_its_numbers_and_not_judged_without_them(
+    value: float, sign: Any, bound: float, met: bool
+) -> None:
+    assert records.demand("it", value, sign, bound)["met"] is met
+    for found in (
+        records.demand("it", None, sign, bound),
+        records.demand("it", value, sign, None),
+        records.demand("it", value, sign, bound, why_not="noise"),
+    ):
+        assert found["met"] is None and found["why_not"]
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import host_calls
 import models
 import pytest
 import rebuilt
+import step_memory
 import step_training
 import step_variants
 import torch
@@ -254,7 +255,7 @@ def test_a_mean_that_leaves_a_rank_out_is_found(peers: Peers) -> None:
         one.check()
 
 
-# Tables and verdicts
+# Rows and demands
 
 
 def results(milliseconds: dict[str, float]) -> list[dict[str, Any]]:
@@ -270,40 +271,46 @@ def results(milliseconds: dict[str, float]) -> list[dict[str, Any]]:
     return [{"seconds": seconds, "counts": counts, "memory": memory, "size": size}] * 2
 
 
+def row_of(milliseconds: dict[str, float]) -> dict[str, Any]:
+    return bench_step.row_of(bench_step.LARGE, results(milliseconds))
+
+
 def test_ratios_are_to_the_best_of_torch_ddp_and_the_strongest_is_named() -> None:
-    table = bench_step.table(
-        results({"no DDP": 10.0, "torch DDP, views": 20.0, "ours bf16": 15.0, "torch allreduce_hook, views": 18.0})
-    )
-    rows = table["variants"]
-    assert table["torch_best"] == "torch DDP, views"
-    assert table["strongest_of_torch"] == "torch allreduce_hook, views"
-    assert rows["ours bf16"]["ratio"] == pytest.approx(0.5) and rows["torch DDP"]["ratio"] == pytest.approx(2.0)
-    assert table["aa_ratio"] == pytest.approx(1.0)
-    assert rows["ours bf16"]["over_operators"] == 3 and rows["ours bf16"]["over_launches"] is None
-    assert rows["ours bf16"]["over_held_bytes"] == len("ours bf16") - len("no DDP")
-    assert "ratio" not in rows["no DDP"]
+    row = row_of({"no DDP": 10.0, "torch DDP, views": 20.0, "ours bf16": 15.0, "torch allreduce_hook, views": 18.0})
+    found = row["variants"]
+    assert row["torch_best"] == "torch DDP, views"
+    assert row["strongest_of_torch"] == "torch allreduce_hook, views"
+    assert found["ours bf16"]["ratio"] == pytest.approx(0.5) and found["torch DDP"]["ratio"] == pytest.approx(2.0)
+    assert row["aa_ratio"] == pytest.approx(1.0)
+    assert found["ours bf16"]["over_operators"] == 3 and found["ours bf16"]["over_launches"] is None
+    assert found["ours bf16"]["over_held_bytes"] == len("ours bf16") - len("no DDP")
+    assert found["no DDP"]["ratio"] is None and found["no DDP"]["sync_ms"] is None
 
 
-def test_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
-    fast = bench_step.table(results({"no DDP": 10.0, "ours bf16": 15.0, "fused_hook bf16, views": 25.9}))
-    slow = bench_step.table(results({"no DDP": 10.0, "ours bf16": 30.1, "fused_hook bf16, views": 26.1}))
-    for table, met in ((fast, True), (slow, False)):
-        verdicts = {one["what"]: one for one in bench_step.judge({bench_step.LARGE: table})}
-        assert verdicts["bf16, many:200x50000"]["met"] is met
-        assert verdicts["hook bf16, many:200x50000"]["met"] is met
-        assert verdicts["hook bf16, many:200x50000"]["of"] == "torch DDP"
-        [said] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bf16, many:200x50000")]
-        assert f"required <= {bench_step.REQUIRED:.2f}: {'met' if met else 'MISSED'}; goal" in said
+def test_what_is_demanded_of_steps_and_of_memory() -> None:
+    for ours_ms, hook_ms, met in ((15.0, 25.9, True), (30.1, 26.1, False)):
+        row = row_of({"no DDP": 10.0, "ours bf16": ours_ms, "fused_hook bf16, views": hook_ms})
+        judged = {one["what"]: one for one in bench_step.judge([row])}
+        assert judged["bf16, many:200x50000"]["met"] is met
+        assert judged["hook bf16, many:200x50000"]["met"] is met
+        assert judged["hook bf16, many:200x50000"]["of"] == "torch DDP"
+    held = {
+        name: {"over_peak_bytes": peak, "over_end_bytes": end}
+        for name, peak, end in (("torch DDP", 45_000_000, 40_000_000), ("ours bf16", 28_000_000, 40_000_000))
+    }
+    assert [(one["value"], one["bound"], one["met"]) for one in step_memory.judge(held)] == [
+        (28.0, 45.0, True),
+        (40.0, 40.0, False),
+    ]
+    assert step_memory.judge({}) == []
 
 
-def test_no_ratio_where_torch_costs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    table = bench_step.table(results({"no DDP": 30.0}))
-    assert table["variants"]["ours bf16"]["ratio"] is None
-    verdicts = bench_step.judge({bench_step.LARGE: table})
-    assert [one["met"] for one in verdicts] == [None] * 3
-    assert all(one["why_not"].startswith("'torch DDP") for one in verdicts)
-    said = capsys.readouterr().out
-    assert said.count("not judged, 'torch DDP") == 3 and "MISSED" not in said
+def test_no_ratio_where_torch_costs_nothing() -> None:
+    row = row_of({"no DDP": 30.0})
+    assert row["variants"]["ours bf16"]["ratio"] is None
+    judged = bench_step.judge([row])
+    assert [one["met"] for one in judged] == [None] * 3
+    assert all(one["why_not"].startswith("'torch DDP") for one in judged)
 
 
 @pytest.mark.parametrize(
@@ -351,18 +358,18 @@ def test_points_have_the_buckets_that_they_say(sweeps: dict[str, tuple[bench_hos
 
 
 def test_slopes() -> None:
-    line = bench_host.Line.through([1.0, 2.0, 3.0], [12.0, 14.0, 16.0])
-    assert (line.slope, line.intercept, line.worst) == pytest.approx((2.0, 10.0, 0.0))
-    times = {"no DDP": [1e-3] * 3, "torch DDP": [1.5e-3] * 3}
-    point = {"seconds": times, "calls": {"no DDP": 7, "torch DDP": 10}}
-    rows = bench_host.costs(point)
-    assert rows["torch DDP"]["us"] == pytest.approx(500.0) and rows["torch DDP"]["calls"] == 3
+    point = bench_host.Point(parameters=64, buckets=4)
+    seconds = {"no DDP": [1e-3] * 3, "torch DDP": [1.5e-3] * 3}
+    row = bench_host.point_row("bucket", point, seconds, {"no DDP": 7, "torch DDP": 10})
+    assert row["variants"]["torch DDP"]["us"] == pytest.approx(500.0) and row["variants"]["torch DDP"]["calls"] == 3
+    assert row["variants"]["no DDP"]["us"] == pytest.approx(1000.0) and row["variants"]["no DDP"]["calls"] == 7
     points = [
         {"sweep": "bucket", "buckets": count, "variants": {"torch DDP": {"us": 100.0 + 5 * count, "calls": count}}}
         for count in (1, 4, 16)
     ]
-    lines = bench_host.slopes(points, "bucket")["torch DDP"]
-    assert (lines["us"]["slope"], lines["calls"]["slope"]) == pytest.approx((5.0, 1.0))
+    line = bench_host.slopes(points, "bucket")["variants"]["torch DDP"]
+    assert (line["us_slope"], line["us_besides"], line["us_worst"]) == pytest.approx((5.0, 100.0, 0.0))
+    assert line["calls_slope"] == pytest.approx(1.0)
 
 
 def test_python_calls_are_counted_and_others_are_not() -> None:

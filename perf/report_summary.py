@@ -1,0 +1,145 @@
+"""What the summary of docs/performance.md says of each benchmark: a line or two that a reader decides by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import report_link
+from render import MORE, SLOWER, Lines, Record, Row, number, ratio_text, share_of
+from report_tables import BF16, FLOOR, HOOK_BF16, NATIVE, NATIVE_VIEWS, OURS, is_torchs
+
+DECIDING = (NATIVE, NATIVE_VIEWS, BF16, HOOK_BF16)
+# Of perf/bench_modes.py: what it measures once and again; the scenarios that a reader decides by.
+_MODE_BASE, _MODE_SUMMARY = "synchronous", ("pauses of 4, in turns", "always")
+
+
+def summary(record: Record) -> Lines:
+    """What a reader decides by: a line or two of a record, with what is lost in them; [] for most."""
+    what = record["what"]
+    if what == "step" or (record["device"] != "cpu" and re.fullmatch(r"step-\d+ranks", what)):  # as many as GPUs
+        return [*_step_summary(record), *_memory_summary(record)]
+    made = {
+        "kernels": _kernels_summary,
+        "headline": _kernels_summary,
+        "link": report_link.summary,
+        "clip": _clip_summary,
+        "modes": _modes_summary,
+        "data_parallel": _data_parallel_summary,
+        "gpu_check": _gpu_check_summary,
+    }.get(what)
+    return [] if made is None else made(record)
+
+
+def _rows(record: Record, part: str) -> list[Row]:
+    return [row for row in record["rows"] if row["part"] == part]
+
+
+def _kernels_summary(record: Record) -> Lines:
+    """A line per direction."""
+    lines = []
+    for direction in ("pack", "unpack"):
+        rows = [row for row in record["rows"] if row["cache"] != "warm" and row["direction"] == direction]
+        if not rows:
+            continue
+        ratios = [1 / min(one["ratio"] for key, one in row["variants"].items() if is_torchs(key)) for row in rows]
+        slower = sum(ratio > 1.005 for ratio in ratios)
+        lost = f", {slower} of them {SLOWER}" if slower else ""
+        shares = [row["variants"][OURS]["share_copy"] for row in rows]
+        lines.append(
+            f"{direction}, {len(rows)} cases{lost}: {_range(ratios)} of the time of the fastest of torch's ways; "
+            f"{_range(shares)} of a copy's rate"
+        )
+    return lines
+
+
+def _step_summary(record: Record) -> Lines:
+    """A line per model."""
+    lines = []
+    for row in _rows(record, "steps"):
+        variants, strongest = row["variants"], row["strongest_of_torch"]
+        shares = [
+            f"{one} {ratio_text(share_of(variants[one]['sync_ms'], variants[strongest]['sync_ms']))}"
+            for one in DECIDING
+            if one in variants
+        ]
+        which = f"synchronising {row['case']}, {record['ranks']} ranks, as a share of {strongest!r}"
+        lines.append(f"{which}: {', '.join(shares)}")
+    return lines
+
+
+def _memory_summary(record: Record) -> Lines:
+    """One line, if memory was measured."""
+    lines = []
+    for row in _rows(record, "memory"):
+        held = {one: found["over_peak_bytes"] for one, found in row["variants"].items() if one != FLOOR}
+        shown = {one: peak for one, peak in held.items() if peak is not None}
+        least = min((peak for one, peak in shown.items() if is_torchs(one)), default=None)
+        if least is not None:
+            words = [
+                f"{one} {number(peak / 1e6, 1)}{f' {MORE}' if not is_torchs(one) and peak > least else ''}"
+                for one, peak in shown.items()
+            ]
+            lines.append(f"peak of memory, MB above {row['case']} without DDP: {', '.join(words)}")
+    return lines
+
+
+def _clip_summary(record: Record) -> Lines:
+    """One line: the steps that clip, by what else they do."""
+    words = []
+    for part, does in (("clip", "clips"), ("scale", "scales its loss and clips")):
+        ratios = [
+            found["ratio"]
+            for row in _rows(record, part)
+            for one, found in row["variants"].items()
+            if not is_torchs(one) and "not clipped" not in one
+        ]
+        if ratios:
+            slower = sum(ratio > 1.005 for ratio in ratios)
+            lost = f" ({slower} of {len(ratios)} ways {SLOWER})" if slower else ""
+            words.append(f"a step that {does} takes {_range(ratios)} of torch's{lost}")
+    return ["; ".join(words)] if words else []
+
+
+def _modes_summary(record: Record) -> Lines:
+    """What modes cost in accuracy, and what they hide."""
+    lines = []
+    for row in _rows(record, "accuracy"):
+        lost = [
+            f"{mode} {number(found['lost_points'])}"
+            for mode, found in row["variants"].items()
+            if not mode.startswith(_MODE_BASE)
+        ]
+        lines.append(f"points of accuracy that a mode loses against synchronous, digits: {', '.join(lost)}")
+    for row in _rows(record, "stragglers"):
+        by_mode: dict[str, list[str]] = {}
+        for key, found in row["variants"].items():
+            if not key.startswith(_MODE_BASE):
+                by_mode.setdefault(key.rpartition(", rank ")[0], []).append(ratio_text(found["ratio"]))
+        words = [f"{mode} {' and '.join(ratios)}" for mode, ratios in by_mode.items()]
+        if row["case"].startswith(_MODE_SUMMARY):
+            lines.append(f"{row['case']}: a step of each rank, as a share of synchronous's: {', '.join(words)}")
+    return lines
+
+
+def _data_parallel_summary(record: Record) -> Lines:
+    """One line: forward on the whole batch, of the strongest that it is measured beside."""
+    key = "ratio" if record["device"] == "cpu" else "ratio_to_torch"
+    words = [
+        f"{row['case']} {ratio_text(row['variants'][OURS][key])}"
+        for row in record["rows"]
+        if row["variants"][OURS][key] is not None
+    ]
+    beside = "one replica with all threads" if key == "ratio" else "torch.nn.DataParallel"
+    return [f"DataParallel, {record['replicas']} replicas, as a share of {beside}: {', '.join(words)}"] if words else []
+
+
+def _gpu_check_summary(record: Record) -> Lines:
+    stages = record["stages"].values()
+    judged = [one["met"] for stage in stages for one in stage["findings"] if one["met"] is not None]
+    fine = sum(stage["status"] == "ok" for stage in stages)
+    return [f"`make gpu-check`: {fine} of {len(stages)} stages ok, {sum(judged)} of {len(judged)} demands met"]
+
+
+def _range(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
