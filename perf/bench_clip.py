@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 import harness
@@ -262,8 +261,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes of one thread each (default: 2)")
     parser.add_argument("--steps", type=int, default=36, help="timed rounds (default: 36)")
     parser.add_argument("--shapes", type=harness.parse_shape, nargs="+", default=[LARGE, SMALL], metavar="COUNTxNUMEL")
-    parser.add_argument("--out", type=Path, default=records.RESULTS, help="folder for the JSON")
-    parser.add_argument("--rehearse", action="store_true", help="too small for numbers: the record says so")
+    parser.add_record()
     arguments = parser.parse_args()
     if arguments.ranks < 2 or arguments.steps < 2:
         parser.error("at least 2 ranks and 2 steps")
@@ -276,10 +274,9 @@ def main() -> int:
                 per_rank = harness.run_ranks(measure, arguments.ranks, part, shape, arguments.steps)
             rows.append(row_of(part, harness.shape_name(shape), harness.pooled(per_rank)))
     return report_tables.publish(
-        arguments.out,
+        arguments,
         "clip",
         "cpu",
-        rehearsal=arguments.rehearse,
         ranks=arguments.ranks,
         steps=arguments.steps,
         rows=rows,

@@ -33,7 +33,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -391,9 +390,7 @@ def main() -> int:
     parser.add_argument(
         "--against-torch", action="store_true", help=f"{TORCHS} takes part: GPUs only, and there always"
     )
-    parser.add_argument("--out", type=Path, default=records.RESULTS, help="folder for the JSON")
-    parser.add_argument("--rehearse", action="store_true", help="too few rounds for numbers: the record says so")
-    parser.add_argument("--no-check", action="store_true", help="exit status 0 whatever is missed")
+    parser.add_record()
     asked = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     threads = cores if asked.threads is None else asked.threads
@@ -411,11 +408,9 @@ def main() -> int:
     if not with_torch:
         print(f"\n{NO_TORCH}" if not on_gpu else f"\n{TORCHS}: not measured: it wants a GPU for each replica")
     return report_tables.publish(
-        asked.out,
+        asked,
         "data_parallel",
         devices[0],
-        check=not asked.no_check,
-        rehearsal=asked.rehearse,
         replicas=len(devices),
         threads=threads,
         rounds=rounds,

@@ -18,7 +18,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import harness
@@ -235,8 +234,7 @@ def main() -> int:
     parser = records.Parser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=30, help="timed rounds per point (default: 30)")
-    parser.add_argument("--out", type=Path, default=records.RESULTS, help="folder for the JSON")
-    parser.add_argument("--rehearse", action="store_true", help="few and small points: the record says so")
+    parser.add_record()
     asked = parser.parse_args()
     if asked.rounds < 2:
         parser.error("at least 2 rounds")
@@ -246,10 +244,9 @@ def main() -> int:
     sweeps = SMALL_SWEEPS if asked.rehearse else SWEEPS
     (rows,) = harness.run_ranks(measure, 1, sweeps, asked.rounds, asked.device)
     return report_tables.publish(
-        asked.out,
+        asked,
         "host",
         asked.device,
-        rehearsal=asked.rehearse,
         rounds=asked.rounds,
         elements=ELEMENTS,
         calls_of_all_threads=True,

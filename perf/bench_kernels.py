@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import kernel_cases
@@ -214,22 +213,20 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all; on CPU: bucket")
     parser.add_argument("--rounds", type=int, help="timings of each case (default: 30; on CPU 11)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and few rounds: does everything run?")
-    parser.add_argument("--rehearse", action="store_true", help="what the numbers say is not wanted: see records.py")
-    parser.add_argument("--out", type=Path, default=records.RESULTS, help="folder for the JSON")
-    parser.add_argument("--no-check", action="store_true", help="missed demands do not change the exit status")
+    parser.add_record()
     chosen = parser.parse_args()
     device = records.pick_device(chosen.device)
     on_cpu = device.type == "cpu"
     rounds = chosen.rounds or (5 if chosen.quick else 11 if on_cpu else 30)
     if rounds < 2:
         raise BenchError(f"--rounds {rounds}: a median takes 2 rounds at least")
-    rehearsal = chosen.rehearse or chosen.quick
-    if rehearsal and chosen.out.resolve() == records.RESULTS.resolve():
+    chosen.rehearse |= chosen.quick
+    if chosen.rehearse and chosen.out.resolve() == records.RESULTS.resolve():
         raise BenchError("--quick and --rehearse leave no record in perf/results: name a folder with --out")
     kernel_cases.prove_path(device)
     if on_cpu:
         torch.set_num_threads(1)
-    models = chosen.models or (QUICK_MODELS if rehearsal else CPU_MODELS if on_cpu else layers.NAMES)
+    models = chosen.models or (QUICK_MODELS if chosen.rehearse else CPU_MODELS if on_cpu else layers.NAMES)
     pairs = chosen.pairs or (HEADLINE_PAIRS if on_cpu else PAIRS)
     ways = chosen.ways or (("bucket",) if on_cpu else WAYS)
     rows: list[Row] = []
@@ -238,18 +235,16 @@ def main() -> int:
         # On CPU what comes after is looked at for one pair, and warm calls are not: three minutes in all.
         short = on_cpu and not chosen.pairs and work.pair.name != HEADLINE_PAIRS[0]
         for direction in ("pack", "unpack") if short else DIRECTIONS:
-            rows += measure_row(work, direction, rounds=rounds, warm=not on_cpu or rehearsal)
+            rows += measure_row(work, direction, rounds=rounds, warm=not on_cpu or chosen.rehearse)
             print(
                 f"{rows[-1]['case']}: {rows[-1]['variants'][report_tables.of_ours(rows[-1])]['us']:.1f} us", flush=True
             )
         work.release()
     large_copy_gbps = None if on_cpu else timing.copy_rate(device) / 1e9
     return report_tables.publish(
-        chosen.out,
+        chosen,
         "kernels",
         device,
-        check=not chosen.no_check,
-        rehearsal=rehearsal,
         bounded=on_cpu and not chosen.models,
         threads=torch.get_num_threads(),
         cache_bytes=timing.cache_bytes(device),

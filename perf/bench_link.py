@@ -282,7 +282,11 @@ def main() -> int:
     if all(row["part"] == "links" for row in found.rows):
         raise BenchError(found.ended_early)
     demands = link_bound.demands(found.rows)
-    print("".join(f"\n{demand_text(one)}: {verdict_word(one)}" for one in demands))
+    if not asked.train:
+        print("\ntargets:" if demands else "\ntargets: none of what was measured has one")
+    for one in demands:
+        said = demand_text(one) + ("" if one["met"] is None else f": {verdict_word(one)}")
+        print(f"  {said}; the bound is {one['bound_ms']:.1f} ms")
     if writes:
         print(f"\n{write(asked, found, name=record_name(asked, complete=found.ended_early is None))}")
     if found.ended_early is not None:

@@ -38,7 +38,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import harness
@@ -479,9 +478,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5, help="runs of each mode (default: 5)")
     parser.add_argument("--steps", type=int, default=220, help="of a run (default: 220, ten epochs on 2 ranks)")
     parser.add_argument("--rounds", type=int, default=Lengths.rounds, help="blocks of each mode in a scenario")
-    parser.add_argument("--out", type=Path, default=records.RESULTS, help="folder for the JSON")
-    parser.add_argument("--rehearse", action="store_true", help="too small for numbers: the record says so")
-    parser.add_argument("--no-check", action="store_true", help="exit status 0 whatever is missed")
+    parser.add_record()
     asked = parser.parse_args()
     if asked.ranks < 2 or asked.seeds < 1 or asked.steps < 8 or asked.rounds < 2:
         parser.error("at least 2 ranks, 1 seed, 8 steps and 2 rounds")
@@ -502,11 +499,9 @@ def run(asked: argparse.Namespace) -> int:
     for names in runs(asked.scenario or list(SCENARIOS)) if "stragglers" in parts else ():
         results |= summed_up(harness.run_ranks(measure_stragglers, asked.ranks, names, lengths), lengths.sleep_s)
     return report_tables.publish(
-        asked.out,
+        asked,
         "modes" if len(parts) == len(PARTS) else f"modes-{parts[0]}",
         "cpu",
-        check=not asked.no_check,
-        rehearsal=asked.rehearse,
         ranks=asked.ranks,
         seeds=seeds,
         steps=steps,

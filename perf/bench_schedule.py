@@ -429,8 +429,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=40, help="of gains and predictions (default: 40)")
     parser.add_argument("--cost-rounds", type=int, default=160)
     parser.add_argument("--shapes", type=harness.parse_shape, nargs="+", default=SHAPES, metavar="COUNTxNUMEL")
-    parser.add_argument("--out", type=Path, default=records.RESULTS)
-    parser.add_argument("--rehearse", action="store_true", help="too small for numbers: the record says so")
+    parser.add_record()
     asked = parser.parse_args()
     parts, names = asked.part or PARTS, asked.model or list(SUBJECTS)
     rows: list[dict[str, Any]] = []
@@ -445,10 +444,9 @@ def main() -> int:
     judged = [row for row in rows if row["part"] == "prediction" and row["judged"]]
     errors: dict[str, Any] = _errors(judged) if judged else {}
     return report_tables.publish(
-        asked.out,
+        asked,
         "schedule" if len(parts) == len(PARTS) else f"schedule-{'-'.join(parts)}",
         "cpu",
-        rehearsal=asked.rehearse,
         ranks=asked.ranks,
         rounds=asked.rounds,
         allowed=allowed,

@@ -26,7 +26,6 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import harness
@@ -231,9 +230,7 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--no-memory", action="store_true", help=f"leave out the processes that measure memory on {LARGE}"
     )
-    parser.add_argument("--out", type=Path, default=records.RESULTS, help="folder for the JSON")
-    parser.add_argument("--rehearse", action="store_true", help="too small for numbers: the record says so")
-    parser.add_argument("--no-check", action="store_true", help="exit status 0 whatever is missed")
+    parser.add_record()
     asked = parser.parse_args()
     if asked.ranks < 1 or asked.steps < 2:
         parser.error("at least 1 rank and 2 steps")
@@ -281,11 +278,9 @@ def main() -> int:
         rows.append({"part": "memory", "case": LARGE, "steps": step_memory.STEPS, "variants": held})
         demands += step_memory.judge(held)
     return report_tables.publish(
-        asked.out,
+        asked,
         record_name(asked),
         asked.device,
-        check=not asked.no_check,
-        rehearsal=asked.rehearse,
         ranks=asked.ranks,
         steps=asked.steps,
         backend=asked.backend,

@@ -6,7 +6,6 @@
     gpt2-tiny            4 layers of width 128, 1,024 words
     gpt2-7m              8 layers of width 256, 2,048 words: 6,859,264 elements
     gpt2-small, -medium  Radford et al., with the output tied to the embedding: 124,439,808 and 354,823,168 elements
-    tiny2000             many:2000x8
     many:COUNTxNUMEL     parameters that are each used once; nothing but their gradients takes time
 
 Weights are the same on every rank, and data are not: an exchange that does nothing would be noticed.
@@ -24,7 +23,6 @@ from torch import nn
 from torch.nn import functional
 
 MANY = "many:"
-TINY = "tiny2000"
 IMAGES, CLASSES = 8, 1000
 WIDE, WIDE_ROWS = (1024,) * 9, 256
 SEED, WEIGHT_SCALE = 0, 0.02
@@ -151,17 +149,15 @@ _MAKE: Mapping[str, Callable[[], nn.Module]] = {
     "gpt2-small": lambda: Gpt2(GPT2["gpt2-small"]),
     "gpt2-medium": lambda: Gpt2(GPT2["gpt2-medium"]),
 }
-NAMES = (*_MAKE, TINY)
+NAMES = tuple(_MAKE)
 
 
 def shape_of(name: str) -> harness.Shape | None:
-    """COUNT and NUMEL of `many:COUNTxNUMEL` and of tiny2000; None: another model.
+    """COUNT and NUMEL of `many:COUNTxNUMEL`; None: another model.
 
     Raises:
         BenchError: no such model.
     """
-    if name == TINY:
-        return 2_000, 8
     if name.startswith(MANY):
         try:
             return harness.parse_shape(name.removeprefix(MANY))

@@ -10,13 +10,14 @@ no order that is learned. Only the last parameter of each bucket has a hook.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from fusedreduce.planning.bucketing import assign_by_size
 
 MIB = 1024 * 1024
 FIRST_BYTES, CAP_BYTES = MIB, 25 * MIB  # torch DDP's defaults
@@ -62,7 +63,8 @@ class RebuiltBatchedCopies(nn.Module):
         self._wire = wire
         parameters = [one for one in module.parameters() if one.requires_grad]
         sizes = [one.numel() * one.element_size() for one in parameters]
-        plan = plan_of(sizes, [one.dtype for one in parameters], first_bytes, cap_bytes)
+        order, dtypes = range(len(sizes) - 1, -1, -1), [one.dtype for one in parameters]
+        plan = assign_by_size(sizes, dtypes, (first_bytes, cap_bytes), order=order)
         self.buckets = [_bucket([parameters[number] for number in numbers]) for numbers in plan]
         self._next = 0
         self._early = False
@@ -111,23 +113,6 @@ class RebuiltBatchedCopies(nn.Module):
                     parameter.grad = view
             else:
                 torch._foreach_copy_(bucket.gradients(), bucket.views)
-
-
-def plan_of(
-    sizes_bytes: Sequence[int], dtypes: Sequence[torch.dtype], first_bytes: int, cap_bytes: int
-) -> list[list[int]]:
-    """Parameter numbers by bucket, the last parameter first; one closes when it has reached its limit, as torch's."""
-    closed: list[list[int]] = []
-    opened: dict[torch.dtype, list[int]] = {}
-    held_bytes: dict[torch.dtype, int] = {}
-    for number in reversed(range(len(sizes_bytes))):
-        dtype = dtypes[number]
-        opened.setdefault(dtype, []).append(number)
-        held_bytes[dtype] = held_bytes.get(dtype, 0) + sizes_bytes[number]
-        if held_bytes[dtype] >= (cap_bytes if closed else first_bytes):
-            closed.append(opened.pop(dtype))
-            held_bytes[dtype] = 0
-    return [*closed, *opened.values()]
 
 
 def _bucket(parameters: list[torch.Tensor]) -> _Bucket:

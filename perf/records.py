@@ -79,6 +79,12 @@ class Parser(argparse.ArgumentParser):
             **options,
         )
 
+    def add_record(self) -> None:
+        """The options of a benchmark that ends with a record: --out, --rehearse, --no-check."""
+        self.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON (default: perf/results)")
+        self.add_argument("--rehearse", action="store_true", help="too small for numbers: the record says so")
+        self.add_argument("--no-check", action="store_true", help="exit status 0 whatever is missed")
+
     def error(self, message: str) -> NoReturn:
         raise BenchError(f"{message} (see {self.prog} --help)")
 
@@ -310,20 +316,6 @@ def read(path: Path, *, published: bool = True) -> dict[str, Any]:
         )
     check_content(path.name, record)
     return record
-
-
-def latest(folder: Path, what: str, hardware: str | None = None) -> dict[str, Any] | None:
-    """The newest record of a benchmark, on that hardware or on any; None if there is none.
-
-    Raises:
-        BenchError: one that is called so cannot be read; see `read`.
-    """
-    found = []
-    for path in folder.glob("*.json"):
-        named = _FILE.fullmatch(path.name)
-        if named is not None and named["what"] == what and hardware in (None, named["hardware"]):
-            found.append(read(path))
-    return max(found, key=lambda record: str(record["created"]), default=None)  # ISO, in UTC: sorted by time
 
 
 @dataclass(frozen=True, kw_only=True)

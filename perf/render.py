@@ -218,5 +218,7 @@ def demand_text(demand: Mapping[str, Any]) -> str:
     return f"{demand['what']}: {found}{compared}, {words} {bound}"
 
 
-def _amount(amount: float, unit: str) -> str:
+def _amount(amount: float | None, unit: str) -> str:
+    if amount is None:
+        return "nothing finite"
     return f"{100 * amount:.4g}%" if unit == "%" else f"{amount:.4g}{unit}"

@@ -6,12 +6,13 @@ what was demanded and not reached.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import records
 import report_link
+import torch
 from render import (
     MISSED,
     Line,
@@ -407,28 +408,27 @@ def missed(record: Record) -> Lines:
 
 
 def publish(
-    folder: Path,
+    asked: argparse.Namespace,
     what: str,
-    device: Any,
+    device: torch.device | str,
     *,
     rows: Sequence[Row],
     demands: Sequence[Mapping[str, Any]] = (),
-    check: bool = True,
     **settings: Any,
 ) -> int:
     """Ends a benchmark: writes its record, prints the tables that it gives, and what was demanded.
 
     Args:
-        folder, what, device, rows, demands, settings: see records.write.
-        check: a demand that is missed, or cannot be judged, counts.
+        asked: with the options of records.Parser.add_record.
+        what, device, rows, demands, settings: see records.write.
 
     Returns:
-        The exit status.
+        The exit status: 1 if a demand is missed, or cannot be judged.
     """
-    path = records.write(folder, what, device, rows=rows, demands=demands, **settings)
+    path = records.write(asked.out, what, device, rows=rows, demands=demands, rehearsal=asked.rehearse, **settings)
     record = records.read(path, published=False)
     print("\n".join(["", *aligned(lines_of(record)), ""]))
     for one in demands:
         print(demand_text(one) + ("" if one["met"] is None else f": {verdict_word(one)}"))
     print(f"\nother work kept {record['others_cores']:.2f} cores busy meanwhile\n{path}")
-    return int(check and not record["rehearsal"] and not all(one["met"] for one in demands))
+    return int(not asked.no_check and not asked.rehearse and not all(one["met"] for one in demands))

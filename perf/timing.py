@@ -4,6 +4,9 @@ A case is one callable per set of buffers. Sets are used one after the other, so
 as large as the last cache: a set comes round only when nothing of it is cached any more. On a GPU the calls of a case
 are recorded into one CUDA graph, whose replays are timed by events: neither Python nor launches are in the time. On CPU
 calls are timed one by one. Cases take turns in the order of `harness.turns`.
+
+`triton.testing.do_bench_cudagraph` times one function after the other, in the cache and unchecked, and `do_bench` has
+launches in its times: neither says how two ways compare on a machine whose clocks change.
 """
 
 from __future__ import annotations

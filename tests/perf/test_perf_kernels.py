@@ -20,19 +20,7 @@ from records import BenchError
 from fusedreduce.kernels import dispatch
 
 
-@pytest.mark.parametrize(
-    ("name", "tensors", "numel"),
-    [
-        ("resnet50", 161, 25_557_032),
-        ("vit_l16", 296, 304_326_632),
-        ("gpt2", 148, 124_439_808),
-        ("gpt2_xl", 580, 1_557_611_200),
-        ("tiny", 1000, 1_000_000),
-        ("one", 1, 64 * 2**20),
-        ("misaligned", 32, 16 * 2**20),
-        ("2000x8", 2000, 16_000),
-    ],
-)
+@pytest.mark.parametrize(("name", "tensors", "numel"), [("gpt2", 148, 124_439_808), ("2000x8", 2000, 16_000)])
 def test_layer_lists_have_the_published_sizes(name: str, tensors: int, numel: int) -> None:
     sizes = layers.shapes(name)
     assert (len(sizes), sum(map(math.prod, sizes))) == (tensors, numel)

@@ -44,19 +44,6 @@ def test_the_command_names_no_folder_of_this_machine() -> None:
     assert records._command(["/somewhere/other.py"]) == "python other.py"
 
 
-def test_the_newest_record_of_that_name_is_found(tmp_path: Path, written: Path) -> None:
-    record = json.loads(written.read_text())
-    for name, device, day in (("step", "cpu", "2001-01-01"), ("step", "h200", "2099-01-01"), ("a_step", "cpu", "2099")):
-        other = {**record, "what": name, "device": device, "created": f"{day}T00:00:00+00:00", "ranks": 9}
-        (tmp_path / f"{name}_{device}_{day}.json").write_text(json.dumps(other))
-    assert records.latest(tmp_path, "step", "cpu") == record
-    newest = records.latest(tmp_path, "step")
-    assert newest is not None
-    assert newest["device"] == "h200"
-    assert records.latest(tmp_path, "step", "a100") is None
-    assert records.latest(tmp_path, "tep") is None
-
-
 def without(key: str) -> Callable[[dict[str, Any]], object]:
     return lambda record: record.pop(key)
 
@@ -99,7 +86,7 @@ def test_other_records_are_refused(written: Path, change: Callable[[dict[str, An
 def test_what_is_no_record_is_refused(written: Path, text: str) -> None:
     written.write_text(text)
     with pytest.raises(records.BenchError, match=r"not JSON|no schema"):
-        records.latest(written.parent, "step")
+        records.read(written)
 
 
 @pytest.mark.parametrize(

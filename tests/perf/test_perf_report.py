@@ -441,10 +441,16 @@ def test_a_benchmark_ends_with_its_record_its_tables_and_its_demands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = CONTENT["data_parallel"]
-    assert report_tables.publish(tmp_path, "data_parallel", "cpu", **content) == 1
-    assert report_tables.publish(tmp_path, "data_parallel", "cpu", check=False, **content) == 0
-    assert report_tables.publish(tmp_path, "data_parallel", "cpu", rehearsal=True, **content) == 0
-    assert report_tables.publish(tmp_path, "data_parallel", "cpu", **{**content, "demands": []}) == 0
+    for options, demands, status in (
+        ([], content["demands"], 1),
+        (["--no-check"], content["demands"], 0),
+        (["--rehearse"], content["demands"], 0),
+        ([], [], 0),
+    ):
+        parser = records.Parser(description="x")
+        parser.add_record()
+        asked = parser.parse_args(["--out", str(tmp_path), *options])
+        assert report_tables.publish(asked, "data_parallel", "cpu", **{**content, "demands": demands}) == status
     said = capsys.readouterr().out.splitlines()
     assert "ours                2.00  1.50 to 2.50  1.25 **slower**                         -" in said
     assert said.count("mlp: ours, of one replica: 1.25, at most 1.05: MISSED") == 3
@@ -469,3 +475,4 @@ def test_nothing_is_shown_for_what_was_not_measured() -> None:
     assert render.ratio_text(None) == render.number(None) == "-"
     assert (render.ratio_text(1.005), render.ratio_text(1.006)) == ("1.00", "1.01 **slower**")
     assert render.number(-0.001) == "0.00"
+    assert render.demand_text({**FINDING, "value": None}) == "pack, one: nothing finite, at least 0.9x"
