@@ -282,30 +282,11 @@ def test_options_say_which_jobs_there_are(monkeypatch: pytest.MonkeyPatch) -> No
         bench_link.TRAINED, key=list(link_variants.variants()).index
     )
     assert bench_link.record_name(train, complete=False) == "link-train"
+    for typed in (["--rates", "0"], ["--here", "--rates", "1000"], ["--train", "--models", "resnet18"]):
+        with pytest.raises(BenchError):
+            options(monkeypatch, *typed)
     train = options(monkeypatch, "--train", "--models", "digits", "--variants", "PowerSGD")
     assert [job["command"]["variant"] for job in bench_link.jobs(train)] == [*report_link.POWERSGD]
-
-
-@pytest.mark.parametrize(
-    "typed",
-    [
-        ["--models", "resnet19"],
-        ["--rates", "0"],
-        ["--rates", "fast"],
-        ["--variants", "nobody's"],
-        ["--ranks", "1"],
-        ["--rounds", "1"],
-        ["--rounds", "0"],
-        ["--limit-s", "0"],
-        ["--here", "--rates", "1000"],
-        ["--here", "--check"],
-        ["--train", "--models", "resnet18"],
-        ["--train", "--quick"],
-    ],
-)
-def test_options_that_make_no_sense_are_one_error(monkeypatch: pytest.MonkeyPatch, typed: list[str]) -> None:
-    with pytest.raises(BenchError):
-        options(monkeypatch, *typed)
 
 
 def test_what_takes_part_is_what_the_page_names() -> None:

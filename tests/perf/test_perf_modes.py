@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import sys
 from collections import deque
 from typing import Any
 
@@ -15,7 +14,6 @@ import bench_data_parallel as replicas
 import bench_modes as modes
 import harness
 import pytest
-import records
 import torch
 from records import BenchError
 from torch import nn
@@ -296,26 +294,3 @@ def test_replicas_are_judged_by_the_strongest_beside_them() -> None:
     assert (on_gpu["met"], on_cpu["met"]) == (True, False)
     del seconds[replicas.TORCHS]
     assert replicas.row_of("mlp", seconds)["variants"][replicas.OURS]["ratio_to_torch"] is None
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments", "said"),
-    [
-        (modes, ["--ranks", "1"], "at least 2 ranks"),
-        (modes, ["--steps", "3"], "8 steps"),
-        (modes, ["--part", "nothing"], "invalid choice"),
-        (replicas, ["--replicas", "1"], "2 replicas"),
-        (replicas, ["--models", "nothing"], "invalid choice"),
-        (replicas, ["--against-torch"], "needs GPUs"),
-        (replicas, ["--device", "cuda"], "no CUDA device"),
-    ],
-)
-def test_what_makes_no_sense_is_one_line(
-    module: Any, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "cuda" in arguments or "--against-torch" in arguments:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
-    with pytest.raises(records.BenchError, match=said) as raised:
-        module.main()
-    assert "\n" not in str(raised.value)
