@@ -30,15 +30,13 @@ class Line:
     variant: str | None = None
 
     def get(self, key: str, of: Of = None) -> Any:
-        """A value of the variant `of`, or of the line's own; None where there is no such variant."""
-        name = (of(self.row) if callable(of) else of) or self.variant
-        if name is None:
-            return self.row[key] if of is None else None
-        return self.row["variants"][name][key] if of is None or name in self.row["variants"] else None
+        """A value of the variant `of`, or else of the line's own, or of the row."""
+        which = of(self.row) if callable(of) else of or self.variant
+        return (self.row if which is None else self.row["variants"][which])[key]
 
 
 Cell = Callable[[Line], str]
-Of = str | Callable[[Row], str | None] | None
+Of = str | Callable[[Row], str] | None
 Columns = Sequence[tuple[str, Cell]]
 
 
@@ -53,7 +51,7 @@ class Table:
         part: of the rows that it is of; None: of all.
         title: above it, with {fields} of the record and of its first row; or what makes it of these two.
         where: which rows it is of.
-        order: of the lines; None: as they are.
+        order: of the lines, or of those of each row; None: as they are.
         folded: it can be opened under these words.
     """
 
@@ -68,22 +66,22 @@ class Table:
     def render(self, record: Record) -> Lines:
         """Markdown, with an empty line behind each table; none where no row is shown."""
         rows = [row for row in record["rows"] if self.part in (None, row["part"]) and self.where(row)]
-        rendered: Lines = []
+        made: Lines = []
         for some in [[row] for row in rows] if self.lines == "variants" else [rows] if rows else []:
             if self.lines == "rows":
-                lines = [Line(record=record, row=row) for row in some]
+                groups = [[Line(record=record, row=row) for row in some]]
             else:
-                lines = [Line(record=record, row=row, variant=name) for row in some for name in row["variants"]]
+                groups = [[Line(record=record, row=row, variant=one) for one in row["variants"]] for row in some]
             if self.order is not None:
-                lines.sort(key=self.order)
+                groups = [sorted(group, key=self.order) for group in groups]
             first = some[0]
             title = self.title(record, first) if callable(self.title) else self.title.format_map({**record, **first})
             headings = [heading.format_map(first) for heading, _ in self.columns]
-            rendered += [title, ""] if title else []
-            rendered += [*table(headings, ([cell(line) for _, cell in self.columns] for line in lines)), ""]
-        if self.folded and rendered:
-            return [f"<details><summary>{self.folded}</summary>", "", *rendered, "</details>", ""]
-        return rendered
+            cells = ([cell(line) for _, cell in self.columns] for group in groups for line in group)
+            made += [*([title, ""] if title else []), *table(headings, cells), ""]
+        if self.folded and made:
+            return [f"<details><summary>{self.folded}</summary>", "", *made, "</details>", ""]
+        return made
 
 
 Shown = Table | Callable[[Record], Lines]
@@ -120,9 +118,7 @@ def aligned(lines: Iterable[str]) -> Lines:
     for line in lines:
         if line.startswith("| "):
             if not line.startswith("| ---"):
-                held.append(
-                    line.strip("| ").split(" | ") if not line.endswith("|  |") else [*line[2:-5].split(" | "), ""]
-                )
+                held.append([cell.strip() for cell in line[1:-1].split("|")])
             continue
         let_go()
         if not line.startswith(("<", "!")):

@@ -329,7 +329,7 @@ TABLES: Mapping[str, Sequence[Shown]] = {
         Table(
             part="prediction",
             lines="all",
-            order=lambda line: (list(map(id, line.record["rows"])).index(id(line.row)), line.get("predicted_ms")),
+            order=lambda line: line.get("predicted_ms"),
             folded="Every point",
             columns=(
                 ("plan", lambda line: f"{line.row['case']}: {name(line)}"),
