@@ -45,16 +45,7 @@ Row = dict[str, Any]
 Demand = dict[str, Any]
 
 PAIRS = ("fp32-native", "fp32-bf16", "fp32-fp16", "bf16-native", "bf16-fp16", "fp16-native", "fp16-bf16")
-HEADLINE_PAIRS = ("fp32-bf16", "fp32-fp32", "bf16-bf16")
-# (model, way), the most telling first: a deadline may end the list early.
-HEADLINE = (("one", "whole"), ("gpt2", "bucket"), ("tiny", "whole"), ("gpt2", "buckets"))
-# Of torch's ways those that are the fastest of some list; the others are in the full benchmark.
-HEADLINE_BASELINES = ("foreach", "cat")
-# Not of lists of more gradients: launches by the ten thousand in a graph, of what is never the fastest there.
-HEADLINE_SINGLY = ("per parameter", "per parameter, one pass")
-MOST_SINGLY = 200
-REHEARSED = {"one": "1x40000", "gpt2": "12x2000", "tiny": "50x1000"}
-REHEARSED_CAP_BYTES = 40_000
+JUDGED_PAIRS = ("fp32-bf16", "fp32-fp32", "bf16-bf16")
 CPU_MODELS = ("tiny", "2000x8", "200x50000", "resnet50", "gpt2")
 QUICK_MODELS = ("100x1000", "20x8")
 DIRECTIONS: Mapping[str, Callable[..., Cases]] = {
@@ -147,11 +138,6 @@ def _row(work: Workload, direction: str, cache: str, times: timing.Times, cases:
     }
 
 
-def headline_baselines(work: Workload) -> tuple[str, ...]:
-    """Names of torch's ways that ours stands beside where there is no time for all."""
-    return HEADLINE_BASELINES + (HEADLINE_SINGLY if len(work.sizes) <= MOST_SINGLY else ())
-
-
 def ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
     """Median of the ratios within each round."""
     return statistics.median(mine / first for mine, first in zip(seconds, base, strict=True))
@@ -170,7 +156,7 @@ def _demands(row: Row, device_type: str) -> list[Demand]:
             return []
         best = report_tables.fastest(row)
         return [demand(f"{where}: time against the fastest, {best}", 1 / cases[best]["ratio"], "<=", MOST_ON_CPU)]
-    if row["direction"] == "after" or row["pair"] not in HEADLINE_PAIRS:
+    if row["direction"] == "after" or row["pair"] not in JUDGED_PAIRS:
         return []
     large = row["gradient_bytes"] >= LARGE_BYTES and row["way"] != "bucket"
     if not large and (row["way"], row["model"]) != ("bucket", "gpt2"):
@@ -227,13 +213,13 @@ def main() -> int:
     if on_cpu:
         torch.set_num_threads(1)
     models = chosen.models or (QUICK_MODELS if chosen.rehearse else CPU_MODELS if on_cpu else layers.NAMES)
-    pairs = chosen.pairs or (HEADLINE_PAIRS if on_cpu else PAIRS)
+    pairs = chosen.pairs or (JUDGED_PAIRS if on_cpu else PAIRS)
     ways = chosen.ways or (("bucket",) if on_cpu else WAYS)
     rows: list[Row] = []
     for work in plan(models, pairs, ways, device):
         work.allocate()
         # On CPU what comes after is looked at for one pair, and warm calls are not: three minutes in all.
-        short = on_cpu and not chosen.pairs and work.pair.name != HEADLINE_PAIRS[0]
+        short = on_cpu and not chosen.pairs and work.pair.name != JUDGED_PAIRS[0]
         for direction in ("pack", "unpack") if short else DIRECTIONS:
             rows += measure_row(work, direction, rounds=rounds, warm=not on_cpu or chosen.rehearse)
             print(

@@ -157,8 +157,8 @@ class Check:
         status, said = self._run(step.name, (*tool, sys.executable, *step.arguments), ends_s)
         result = _result("ok" if status == 0 else "failed", said if status == 0 else f"{_how(status)}: {said}")
         for path in sorted(set(self._out.glob("*.json")) - before):
-            verdicts = json.loads(path.read_text()).get("verdicts", ())
-            result["findings"] += [_finding(one, self.rehearse) for one in verdicts]
+            demands = json.loads(path.read_text()).get("demands", ())
+            result["demands"] += [{**one, "met": None} if self.rehearse else one for one in demands]
         return result
 
     def _run_tests(self, step: Step, ends_s: float) -> dict[str, Any]:
@@ -189,8 +189,8 @@ class Check:
         wanted = len(ended) + len(left) - len(skipped)
         counts = f"{len(passed)} passed, {len(failed)} failed, {len(skipped)} skipped, {len(left)} not run"
         result = _result("ok" if passed and not failed and not left else "failed", counts if collected else said)
-        finding = {"what": "tests that pass", "value": len(passed), "sign": ">=", "bound": wanted, "unit": ""}
-        result["findings"] = [{**finding, "met": None if self.rehearse else len(passed) == wanted}]
+        passing = records.demand("tests that pass", len(passed), ">=", wanted)
+        result["demands"] = [{**passing, "met": None} if self.rehearse else passing]
         result["skipped"] = [f"{test}: {one['why']}" for test, one in skipped.items()]
         result["skipped"] += [f"{test}: not run" for test in left]
         result["failed"] = {test: one["why"] for test, one in failed.items()}
@@ -232,7 +232,7 @@ class Check:
         return [
             f"{name}: {one['what']} is {one['value']:.4g}, required {one['sign']} {one['bound']:.4g}"
             for name, stage in self.record["stages"].items()
-            for one in stage["findings"]
+            for one in stage["demands"]
             if one["met"] is False
         ]
 
@@ -295,24 +295,13 @@ def find_tool(name: str) -> str | None:
 
 
 def _result(status: str, reason: str) -> dict[str, Any]:
-    return {"status": status, "reason": reason, "findings": [], "skipped": []}
+    return {"status": status, "reason": reason, "demands": [], "skipped": []}
 
 
 def _how(status: int | None) -> str:
     if status is None:
         return "killed at its time limit"
     return f"ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
-
-
-def _finding(verdict: Mapping[str, Any], rehearsed: bool) -> dict[str, Any]:
-    """A verdict of a benchmark."""
-    where = [str(verdict[key]) for key in ("direction", "model", "pair", "way", "what") if key in verdict]
-    value = verdict["figure"] if "figure" in verdict else verdict["ratio"]
-    sign, bound = (
-        (">=", verdict["least"]) if "least" in verdict else ("<=", verdict.get("most", verdict.get("required")))
-    )
-    met = None if rehearsed else verdict["met"]
-    return {"what": " ".join(where), "value": value, "sign": sign, "bound": bound, "unit": "", "met": met}
 
 
 def main() -> int:

@@ -42,7 +42,6 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 SCHEMA = 2
 SIGNS: Mapping[str, Callable[[float, float], bool]] = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
-COMMAND = "FUSEDREDUCE_COMMAND"  # in the environment: what to type for this run, where that starts another program
 CHECKOUT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"
 # What every record has, with its type; a benchmark adds its own keys.
@@ -148,7 +147,7 @@ def provenance(device: torch.device | str) -> dict[str, object]:
     device = torch.device(device)
     return {
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": os.environ.get(COMMAND) or _command(sys.argv),
+        "command": _command(sys.argv),
         "commit": _commit(),
         "device": hardware_name(device),
         "hardware": _hardware(device),

@@ -81,12 +81,10 @@ def _summary(found: Sequence[Record]) -> str:
     for record in found:
         by_device.setdefault(record["device"], []).append(record)
     for mine in by_device.values():
-        kinds = {record["what"] for record in mine}
         bullets: Lines = []
         used = []
         for record in mine:
-            # gpu-check's headline is a part of the whole matrix.
-            lines = [] if record["what"] == "headline" and "kernels" in kinds else _of(report_summary.summary, record)
+            lines = _of(report_summary.summary, record)
             bullets += [f"- {line}" for line in lines]
             used += [record] if lines else []
         if used:

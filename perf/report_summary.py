@@ -21,7 +21,6 @@ def summary(record: Record) -> Lines:
         return [*_step_summary(record), *_memory_summary(record)]
     made = {
         "kernels": _kernels_summary,
-        "headline": _kernels_summary,
         "link": report_link.summary,
         "clip": _clip_summary,
         "modes": _modes_summary,
@@ -136,7 +135,7 @@ def _data_parallel_summary(record: Record) -> Lines:
 
 def _gpu_check_summary(record: Record) -> Lines:
     stages = record["stages"].values()
-    judged = [one["met"] for stage in stages for one in stage["findings"] if one["met"] is not None]
+    judged = [one["met"] for stage in stages for one in stage["demands"] if one["met"] is not None]
     fine = sum(stage["status"] == "ok" for stage in stages)
     return [f"`make gpu-check`: {fine} of {len(stages)} stages ok, {sum(judged)} of {len(judged)} demands met"]
 

@@ -42,7 +42,7 @@ OURS, NORMS, FLOOR = "ours", "ours, norms", "no DDP"
 TORCH_CASE = "torch: "
 NATIVE, NATIVE_VIEWS, BF16 = "ours native", "ours native, views", "ours bf16"
 HOOK_BF16 = "fused_hook bf16, views"
-HEADLINE_PAIRS = ("fp32-bf16", "fp32-fp32", "bf16-bf16", "fp32-native", "bf16-native")
+ALWAYS_SHOWN = ("fp32-bf16", "fp32-fp32", "bf16-bf16", "fp32-native", "bf16-native")
 POLICIES = ("static", "ready", "planned")
 
 
@@ -70,7 +70,7 @@ def _of_fastest(row: Row) -> float:
 
 
 def _telling(row: Row) -> bool:
-    return row["cache"] != "warm" and (_of_fastest(row) > 1 / 0.995 or row["pair"] in HEADLINE_PAIRS)
+    return row["cache"] != "warm" and (_of_fastest(row) > 1 / 0.995 or row["pair"] in ALWAYS_SHOWN)
 
 
 def _warm_us(line: Line) -> str:
@@ -198,7 +198,7 @@ def _gpu_check(record: Record) -> Lines:
         [stage, one["status"], number(one.get("seconds"), 0), _cell(one["reason"])] for stage, one in stages.items()
     ]
     lines = [*table(["stage", "status", "s", "why"], rows), ""]
-    findings = [
+    demands = [
         [
             f"{stage}: {_cell(one['what'])}",
             "nothing finite" if one["value"] is None else f"{one['value']:.4g}{one['unit']}",
@@ -206,10 +206,10 @@ def _gpu_check(record: Record) -> Lines:
             {True: "met", False: MISSED}.get(one["met"], "-"),
         ]
         for stage, found in stages.items()
-        for one in found["findings"]
+        for one in found["demands"]
     ]
-    if findings:
-        lines += [*table(["what", "measured", "demanded", ""], findings), ""]
+    if demands:
+        lines += [*table(["what", "measured", "demanded", ""], demands), ""]
     skipped = [f"- {stage}, {_cell(one)}" for stage, found in stages.items() for one in found["skipped"]]
     return lines + (["Left out:", "", *skipped] if skipped else [])
 
@@ -384,9 +384,7 @@ TABLES: Mapping[str, Sequence[Shown]] = {
 
 
 def family(what: str) -> str | None:
-    """Which tables a record has: "step-clip" those of step, gpu-check's headline those of kernels. None: none."""
-    if what == "headline":
-        return "kernels"
+    """Which tables a record has: "step-clip" those of step. None: none."""
     return next((one for one in TABLES if what == one or what.startswith((f"{one}-", f"{one}_"))), None)
 
 
@@ -401,7 +399,7 @@ def missed(record: Record) -> Lines:
         return [
             demand_text({**one, "what": f"{stage}: {_cell(one['what'])}"})
             for stage, found in record["stages"].items()
-            for one in found["findings"]
+            for one in found["demands"]
             if one["met"] is False
         ]
     return [demand_text(one) for one in record["demands"] if not one["met"]]

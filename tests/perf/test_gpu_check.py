@@ -28,7 +28,7 @@ child = subprocess.Popen(["sleep", "60"])
 pathlib.Path(sys.argv[1]).write_text(str(child.pid))
 time.sleep(60)
 """
-VERDICT = {"direction": "pack", "model": "one", "what": "share of the copy", "figure": 0.5, "least": 0.9, "met": False}
+DEMAND = records.demand("pack one: share of the copy", 0.5, ">=", 0.9)
 
 
 def _step(name: str, program: str, *arguments: str, limit_s: float = 30.0, **options: Any) -> gpu_check.Step:
@@ -178,7 +178,7 @@ def test_tests_go_on_behind_what_hangs_crashes_and_breaks_the_gpu(
     assert "no_such_module" in ended["test_no_import.py"]
     assert stage["skipped"] == ["test_broken.py::test_skips: Skipped: needs 11 GiB"]
     assert stage["properties"] == {"test_one.py::test_passes": {"registers": 32}}
-    assert (stage["findings"][0]["value"], stage["findings"][0]["bound"]) == (3, 9)
+    assert (stage["demands"][0]["value"], stage["demands"][0]["bound"]) == (3, 9)
     (log,) = tmp_path.glob("*.log")
     assert "in test_hangs" in log.read_text(), "where it hung"
 
@@ -204,15 +204,15 @@ def test_where_time_is_up_the_tests_that_did_not_run_are_named(tmp_path: Path, m
 @pytest.mark.parametrize("rehearsal", [True, False])
 def test_what_a_benchmark_demands_is_in_the_summary_and_in_the_report(tmp_path: Path, rehearsal: bool) -> None:
     writes = "import json, pathlib, sys; pathlib.Path(sys.argv[1], 'kernels.json').write_text(sys.argv[2])"
-    judged = {"verdicts": [VERDICT, {"what": "native", "ratio": None, "met": None, "required": 1.0}]}
+    judged = {"demands": [DEMAND, records.demand("native", None, "<=", 1.0)]}
     check = gpu_check.Check(tmp_path, True)
     check.rehearse = rehearsal
     check.run([_step("kernels", writes, str(tmp_path), json.dumps(judged))], 60.0)
-    missed = ["kernels: pack one share of the copy is 0.5, required >= 0.9"]
+    missed = ["kernels: pack one: share of the copy is 0.5, required >= 0.9"]
     assert check.missed() == ([] if rehearsal else missed) and not check.failed()
     assert (f"MISSED {missed[0]}" in check.summary()) != rehearsal
     assert any(line.startswith("kernels    ok ") for line in check.summary())
-    assert "| kernels: pack one share of the copy | 0.5 | >= 0.9 |" in "\n".join(report_tables.gpu_check(check.record))
+    assert "| kernels: pack one: share of the copy | 0.5 | >= 0.9 |" in "\n".join(report_tables.lines_of(check.record))
     assert bool(report_tables.missed(check.record)) != rehearsal
 
 

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import baselines
 import bench_kernels
 import layers
 import pytest
@@ -96,16 +95,6 @@ def test_no_demand_is_more_than_arithmetic_allows(copy_us: float) -> None:
     for one in judged:
         assert abs(one["value"] - one["bound"]) > 0.02, one
     assert trips_us == bench_kernels.TRIPS_US and second_stage_us < bench_kernels.SECOND_STAGE_US
-
-
-@pytest.mark.parametrize(("model", "singly"), [("gpt2", True), ("one", True), ("tiny", False)])
-def test_the_headline_has_the_fastest_that_torch_can_do_singly(model: str, singly: bool) -> None:
-    work = workload.Workload(model, workload.Pair.parse("fp32-bf16"), "whole", torch.device("cpu"))
-    names = bench_kernels.headline_baselines(work)
-    assert ("per parameter, one pass" in names) == singly
-    tiny = workload.Workload("3x100", workload.Pair.parse("fp32-bf16"), "whole", torch.device("cpu")).allocate()
-    ways = baselines.Baselines(tiny, tiny.packed())
-    assert set(names) <= {*ways.packs(), *ways.unpacks()}
 
 
 def test_what_is_judged_must_be_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
