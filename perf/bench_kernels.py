@@ -27,7 +27,9 @@ more kernels, each of which starts, reads, writes and ends, however little it ha
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -198,6 +200,7 @@ def main() -> int:
     parser.add_argument("--pairs", nargs="+", help="GRADIENTS-WIRE, such as fp32-bf16 or bf16-native")
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all; on CPU: bucket")
     parser.add_argument("--rounds", type=int, help="timings of each case (default: 30; on CPU 11)")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no other list of tensors after so long")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and few rounds: does everything run?")
     parser.add_record()
     chosen = parser.parse_args()
@@ -216,7 +219,11 @@ def main() -> int:
     pairs = chosen.pairs or (JUDGED_PAIRS if on_cpu else PAIRS)
     ways = chosen.ways or (("bucket",) if on_cpu else WAYS)
     rows: list[Row] = []
+    until_s = time.monotonic() + chosen.limit_s
     for work in plan(models, pairs, ways, device):
+        if time.monotonic() > until_s:
+            print(f"stopped after {chosen.limit_s:g} s: lists of tensors are missing", flush=True)
+            break
         work.allocate()
         # On CPU what comes after is looked at for one pair, and warm calls are not: three minutes in all.
         short = on_cpu and not chosen.pairs and work.pair.name != JUDGED_PAIRS[0]

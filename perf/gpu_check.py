@@ -69,7 +69,7 @@ BENCHMARKS = {
     "kernels": (
         120.0,
         "bench_kernels.py --device cuda --models one gpt2 --ways whole bucket --pairs fp32-bf16 bf16-bf16 fp32-fp32 "
-        "--rounds 20 --no-check",
+        "--rounds 20 --limit-s 80 --no-check",
         "bench_kernels.py --device cpu --quick --no-check",
     ),
     "step": (
