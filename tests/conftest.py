@@ -50,6 +50,19 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 @pytest.fixture
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What computes in a test on CPU, and the same random numbers for it: the torch path, which is what users on CPU
+    get, or, where the test is parametrized with "interpreter", the kernels through Triton's interpreter."""
+    from fusedreduce.kernels import dispatch
+
+    torch.manual_seed(0)
+    asked: str = getattr(request, "param", "torch")
+    if asked == "torch":
+        monkeypatch.setattr(dispatch, "_triton", lambda: None)
+    return asked
+
+
+@pytest.fixture
 def alone() -> Iterator[None]:
     """A process group of one."""
     from support.ranks import group_of_one  # not before TRITON_INTERPRET is set

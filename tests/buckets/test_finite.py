@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.leaf_steps import (
+    CAPS,
     HOOKS,
     SCALER,
     TRAVELS,
@@ -21,36 +21,26 @@ from support.leaf_steps import (
     averaging,
     clear,
     given,
+    leaves,
     shadow_step,
     sparse_like,
     step,
     with_hooks,
 )
-from support.loopback import Call, Loopback, LoopbackPending, ThreadWorld
+from support.loopback import Call, Counted, Loopback, LoopbackPending, ThreadWorld
 
 from fusedreduce import BucketCaps, CollectiveError, FusedReduceError, ReduceConfig, Reducer
 from fusedreduce.buckets.stats import partial_stats
 from fusedreduce.buckets.stats.non_finite import Culprit, FiniteCheck, NonFiniteReport
 from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.errors import NonFiniteGradientError
-from fusedreduce.kernels import dispatch, runs
+from fusedreduce.kernels import runs
 from fusedreduce.kernels.table import Totals
 from fusedreduce.reducer.state import ReducerState
 
-CAPS = BucketCaps(first_bytes=64, cap_bytes=400)
+pytestmark = pytest.mark.usefixtures("path")
+
 BAD = (math.nan, math.inf, -math.inf)
-NUMELS = (3, 35, 1, 40, 24, 7, 60)
-
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the kernels could be interpreted."""
-    torch.manual_seed(0)
-    monkeypatch.setattr(dispatch, "_triton", lambda: None)
-
-
-def _leaves(numels: tuple[int, ...] = NUMELS, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [torch.zeros(numel, dtype=dtype, requires_grad=True) for numel in numels]
 
 
 def _names(parameters: list[torch.Tensor]) -> list[str]:
@@ -98,14 +88,6 @@ def _latest(reducer: Reducer) -> NonFiniteReport | None:
     return reports[-1] if reports and reports[-1].step == reducer.steps else None
 
 
-def _results(world: ThreadWorld, case: Callable[[Communicator], Any]) -> list[Any]:
-    found = world.run(case)
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return found
-
-
 # By hand
 
 
@@ -114,7 +96,7 @@ def _results(world: ThreadWorld, case: Callable[[Communicator], Any]) -> list[An
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
 def test_one_element_on_one_rank(wire: Wire, views: bool, place: str, value: float) -> None:
     def case(communicator: Communicator) -> list[NonFiniteReport | None]:
-        parameters = _leaves()
+        parameters = leaves()
         reducer = _reducer(parameters, communicator, wire=wire, views=views)
         found = []
         for number in range(7):
@@ -137,14 +119,14 @@ def test_one_element_on_one_rank(wire: Wire, views: bool, place: str, value: flo
         assert len(reducer.plan) > 2 and int(reducer.stats()["padding_bytes"]) > 0
         return found
 
-    first, *others = _results(ThreadWorld(3), case)
+    first, *others = ThreadWorld(3).results(case)
     assert others == [first, first], "equal on every rank"
 
 
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
 def test_a_parameter_that_other_ranks_do_not_use(wire: Wire, views: bool) -> None:
     def case(communicator: Communicator) -> None:
-        parameters = _leaves()
+        parameters = leaves()
         reducer = _reducer(parameters, communicator, wire=wire, views=views, find_unused_parameters=True)
         for number in range(5):
             clear(parameters)
@@ -160,11 +142,11 @@ def test_a_parameter_that_other_ranks_do_not_use(wire: Wire, views: bool) -> Non
                 None if number == 2 else NonFiniteReport(number + 1, (culprit,), (culprit.parameter,))
             )
 
-    _results(ThreadWorld(2), case)
+    ThreadWorld(2).results(case)
 
 
 def test_what_waits_in_a_bucket_that_is_passed_over_is_not_of_this_step() -> None:
-    parameters = _leaves()
+    parameters = leaves()
     reducer = _reducer(
         parameters,
         Loopback((torch.clone,)),
@@ -186,7 +168,7 @@ def test_what_waits_in_a_bucket_that_is_passed_over_is_not_of_this_step() -> Non
 @pytest.mark.parametrize("views", [False, True])
 def test_behind_a_comm_hook(views: bool, hook: str) -> None:
     def case(communicator: Communicator) -> None:
-        parameters = [*_leaves(), *_leaves((5, 9), torch.complex64)]
+        parameters = [*leaves(), *leaves((5, 9), torch.complex64)]
         reducer = _reducer(parameters, communicator, views=views, hook=hook)
         for number in range(6):
             clear(parameters)
@@ -200,7 +182,7 @@ def test_behind_a_comm_hook(views: bool, hook: str) -> None:
                 NonFiniteReport(number + 1, (culprit,), (culprit.parameter,)) if number % 2 else None
             )
 
-    _results(ThreadWorld(2), case)
+    ThreadWorld(2).results(case)
 
 
 @pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
@@ -210,7 +192,7 @@ def test_sparse_and_complex_gradients(wire: Wire) -> None:
     def case(communicator: Communicator) -> None:
         torch.manual_seed(0)
         tables = [torch.zeros(20, 4, requires_grad=True), torch.zeros(9, 2, dtype=torch.complex64, requires_grad=True)]
-        parameters = [*_leaves((5, 9), torch.complex64), *tables, *_leaves((7,), torch.complex128)]
+        parameters = [*leaves((5, 9), torch.complex64), *tables, *leaves((7,), torch.complex128)]
         sparse = [False, False, True, True, False]
         reducer = _reducer(parameters, communicator, wire=wire, sparse=sparse)
         for number in range(10):
@@ -224,14 +206,14 @@ def test_sparse_and_complex_gradients(wire: Wire) -> None:
             culprit = Culprit(1, f"layer.{parameter}", index)
             assert _latest(reducer) == NonFiniteReport(number + 1, (culprit,), (culprit.parameter,))
 
-    _results(ThreadWorld(2), case)
+    ThreadWorld(2).results(case)
 
 
 def test_several_ranks_parameters_and_elements_at_once() -> None:
     """Each rank names the first parameter in order of registration, and the first element there."""
 
     def case(communicator: Communicator) -> NonFiniteReport | None:
-        parameters = _leaves()
+        parameters = leaves()
         reducer = _reducer(parameters, communicator)
         for _ in range(4):
             clear(parameters)
@@ -242,7 +224,7 @@ def test_several_ranks_parameters_and_elements_at_once() -> None:
             step(reducer, list(gradients))
         return _latest(reducer)
 
-    first, *others = _results(ThreadWorld(3), case)
+    first, *others = ThreadWorld(3).results(case)
     assert others == [first, first]
     assert first.culprits == (Culprit(1, "layer.3", 8), Culprit(2, "layer.4", 0))
     assert first.reduced == ("layer.3", "layer.4", "layer.6")
@@ -250,7 +232,7 @@ def test_several_ranks_parameters_and_elements_at_once() -> None:
 
 
 def test_a_gradient_that_a_no_sync_backward_has_spoiled() -> None:
-    parameters = _leaves()
+    parameters = leaves()
     reducer = _reducer(parameters, Loopback((torch.clone,)))
     gradients = [torch.randn_like(one) for one in parameters]
     _plant(gradients[1], 33, math.nan)
@@ -304,10 +286,10 @@ def test_a_thousand_random_plantings_none_missed_none_false(setup: str) -> None:
     mixed = "hook" not in setup
 
     def case(communicator: Communicator) -> list[int]:
-        parameters = _leaves()
+        parameters = leaves()
         if mixed:
-            parameters += [*_leaves((9, 4), torch.bfloat16), *_leaves((5,), torch.float64)]
-        parameters += _leaves((6,), torch.complex64)
+            parameters += [*leaves((9, 4), torch.bfloat16), *leaves((5,), torch.float64)]
+        parameters += leaves((6,), torch.complex64)
         reducer = _reducer(parameters, communicator, **options)
         draw = random.Random(setup)  # the same on every rank
         mine = torch.Generator().manual_seed(communicator.rank)
@@ -349,7 +331,7 @@ def test_a_thousand_random_plantings_none_missed_none_false(setup: str) -> None:
         assert reducer.observed.finite_check().steps == planted
         return [planted, clean]
 
-    first, second = _results(ThreadWorld(2), case)
+    first, second = ThreadWorld(2).results(case)
     assert first == second and first[1] > 10
 
 
@@ -370,7 +352,7 @@ def test_an_overflow_has_no_culprit(where: str, joined: bool) -> None:
     options, dtype, size = OVERFLOWS[where]
 
     def case(communicator: Communicator) -> NonFiniteReport:
-        parameters = _leaves((3, 35, 40), dtype)
+        parameters = leaves((3, 35, 40), dtype)
         reducer = _reducer(parameters, communicator, **options)
         for _ in range(4):
             if joined and communicator.rank == 2:
@@ -380,30 +362,16 @@ def test_an_overflow_has_no_culprit(where: str, joined: bool) -> None:
             gradients = [torch.randn_like(one) for one in parameters]
             gradients[1][34] = size
             if where == "behind it":  # the sum, which fits the wire
-                reducer.pipeline.divide_by_ranks_counted(_Counted(1.0))
+                reducer.pipeline.divide_by_ranks_counted(Counted(1.0))
             step(reducer, list(gradients))
         report: NonFiniteReport = reducer.observed.finite_check().reports[-1]
         assert report.step == 4
         return report
 
-    first, *others = _results(ThreadWorld(3), case)
+    first, *others = ThreadWorld(3).results(case)
     assert first == NonFiniteReport(4, (), ("layer.1",))
     assert others == [first, first], "one that has joined too"
     assert "every rank's gradients were finite" in str(first) and "layer.1" in str(first)
-
-
-class _Counted:
-    """The all-reduce of ones with which a join counts the ranks that still have inputs."""
-
-    def __init__(self, ranks: float) -> None:
-        self._ranks = ranks
-
-    def wait(self) -> None:
-        """Done."""
-
-    def result(self) -> list[torch.Tensor]:
-        """The count."""
-        return [torch.tensor([self._ranks])]
 
 
 # "raise"
@@ -415,7 +383,7 @@ def test_every_rank_raises_one_that_has_joined_too_and_the_next_step_works(
 ) -> None:
     def case(communicator: Communicator) -> list[str]:
         torch.manual_seed(communicator.rank)
-        parameters = _leaves()
+        parameters = leaves()
         reducer = _reducer(parameters, communicator, wire=wire, views=views, check="raise", hook=hook)
         errors = []
         for number in range(9):
@@ -440,7 +408,7 @@ def test_every_rank_raises_one_that_has_joined_too_and_the_next_step_works(
         return [one.removeprefix(f"rank {communicator.rank}: ") for one in errors]
 
     assert issubclass(NonFiniteGradientError, FusedReduceError)
-    first, *others = _results(ThreadWorld(3), case)
+    first, *others = ThreadWorld(3).results(case)
     assert len(first) == 4 and others == [first, first]
     assert "rank 1, layer.4, element 0" in first[2] and "step 5" in first[2] and "zero_grad()" in first[2]
 
@@ -449,7 +417,7 @@ def test_every_rank_raises_one_that_has_joined_too_and_the_next_step_works(
 @pytest.mark.parametrize("check", ["raise", "count"])
 def test_a_second_reducer_in_the_same_backward_finishes_its_step_too(check: str, which: str) -> None:
     def case(communicator: Communicator) -> None:
-        both = [_leaves(), _leaves()]
+        both = [leaves(), leaves()]
         reducers = [_reducer(one, communicator, check=check) for one in both]
         for number in range(8):
             losses = []
@@ -477,11 +445,11 @@ def test_a_second_reducer_in_the_same_backward_finishes_its_step_too(check: str,
                         assert one.grad.eq(1.0).all()
                 assert (_latest(reducer) is not None) == bool(spoiled)
 
-    _results(ThreadWorld(2), case)
+    ThreadWorld(2).results(case)
 
 
 def test_nothing_is_raised_while_a_loss_scaler_is_attached(caplog: pytest.LogCaptureFixture) -> None:
-    parameters = _leaves()
+    parameters = leaves()
     reducer = _reducer(parameters, Loopback((torch.clone,)), check="raise")
     reducer.observed.units.attach(SCALER)
     gradients = [torch.randn_like(one) for one in parameters]
@@ -497,7 +465,7 @@ def test_nothing_is_raised_while_a_loss_scaler_is_attached(caplog: pytest.LogCap
 
 def test_count_logs_where_it_concerns_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     def case(communicator: Communicator) -> int:
-        parameters = _leaves()
+        parameters = leaves()
         reducer = _reducer(parameters, communicator)
         for _ in range(3):
             clear(parameters)
@@ -508,7 +476,7 @@ def test_count_logs_where_it_concerns_and_goes_on(caplog: pytest.LogCaptureFixtu
         return reducer.observed.finite_check().steps
 
     with caplog.at_level(logging.INFO, logger="fusedreduce.buckets.stats.non_finite"):
-        assert _results(ThreadWorld(3), case) == [3, 3, 3]
+        assert ThreadWorld(3).results(case) == [3, 3, 3]
     for rank, level in ((0, logging.WARNING), (1, logging.WARNING), (2, logging.INFO)):
         lines = [one for one in caplog.records if one.getMessage().startswith(f"rank {rank}: step ")]
         assert len(lines) == 3 and {one.levelno for one in lines} == {level}
@@ -516,7 +484,7 @@ def test_count_logs_where_it_concerns_and_goes_on(caplog: pytest.LogCaptureFixtu
 
 
 def test_reports_are_kept_for_a_while_and_long_lists_are_cut() -> None:
-    parameters = _leaves((2,) * 12)
+    parameters = leaves((2,) * 12)
     communicator = Loopback((torch.clone,) * 11)
     reducer = _reducer(parameters, communicator)
     for _ in range(103):
@@ -541,7 +509,7 @@ MODES: dict[str, dict[str, Any]] = {
 def test_a_step_takes_one_small_collective_more_and_off_takes_none(wire: Wire, views: bool, mode: str) -> None:
     def calls(check: str) -> list[list[Call]]:
         def case(communicator: Any) -> list[list[Call]]:
-            parameters = _leaves()
+            parameters = leaves()
             reducer = _reducer(parameters, communicator, wire=wire, views=views, check=check, **MODES[mode])
             found = []
             for number in range(8):
@@ -556,7 +524,7 @@ def test_a_step_takes_one_small_collective_more_and_off_takes_none(wire: Wire, v
             assert reducer.stats()["collectives"] == told
             return found
 
-        ranks = _results(ThreadWorld(2), case)
+        ranks = ThreadWorld(2).results(case)
         assert ranks[0] == ranks[1]
         steps: list[list[Call]] = ranks[0]
         return steps
@@ -578,14 +546,14 @@ def test_off_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("new_partials", "new_source_partials"):
         monkeypatch.setattr(partial_stats, name, never)
         monkeypatch.setattr(f"fusedreduce.kernels.table.{name}", never)
-    parameters = _leaves()
+    parameters = leaves()
     reducer = _reducer(parameters, Loopback((torch.clone,)), check="off")
     for _ in range(6):
         clear(parameters)
         step(reducer, [torch.randn_like(one) for one in parameters])
     assert not reducer.observed.finite_check().reports
     with pytest.raises(AssertionError, match="allocated"):
-        _reducer(_leaves(), Loopback((torch.clone,)))
+        _reducer(leaves(), Loopback((torch.clone,)))
 
 
 # Failures
@@ -611,7 +579,7 @@ class _Deaf(Loopback):
 
 @pytest.mark.parametrize("when", ["issue", "wait"])
 def test_a_peer_that_cannot_be_told_is_an_error_of_the_collective(when: str) -> None:
-    parameters, communicator = _leaves(), _Deaf((torch.clone,))
+    parameters, communicator = leaves(), _Deaf((torch.clone,))
     reducer = _reducer(parameters, communicator)
     step(reducer, [torch.randn_like(one) for one in parameters])
     communicator.when = when

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 from support.leaf_steps import (
+    CAPS,
     HOOKS,
     TRAVELS,
+    WIRE_DTYPES,
     Wire,
     assert_close,
     averaging,
@@ -30,9 +32,9 @@ from support.leaf_steps import (
     step,
     with_hooks,
 )
-from support.loopback import PEERS, Loopback, ThreadRank, ThreadWorld
+from support.loopback import PEERS, Loopback, ThreadRank, ThreadWorld, half
 
-from fusedreduce import BucketCaps, ReduceConfig, Reducer
+from fusedreduce import ReduceConfig, Reducer
 from fusedreduce.buckets.gradient_table import GradientTable
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import POLICIES, Policy
@@ -40,22 +42,9 @@ from fusedreduce.kernels import dispatch, runs
 from fusedreduce.kernels.table import CHUNK_NUMEL, Totals
 from fusedreduce.reducer import plans
 
-# Several buckets, several parameters in most.
-CAPS = BucketCaps(first_bytes=64, cap_bytes=400)
-SIXTEEN = {"native": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+pytestmark = pytest.mark.usefixtures("path")
+
 Make = Callable[[], list[torch.Tensor | None]]
-
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the kernels could be interpreted."""
-    torch.manual_seed(0)
-    monkeypatch.setattr(dispatch, "_triton", lambda: None)
-
-
-def _half(mine: torch.Tensor) -> torch.Tensor:
-    """A peer whose contribution is in proportion, so that small numbers stay small and large ones large."""
-    return mine.clone() if mine.dtype is torch.int32 else mine * 0.5
 
 
 def _zoo() -> list[torch.Tensor]:
@@ -79,7 +68,7 @@ def _random(parameter: torch.Tensor, kind: str, wire: Wire) -> torch.Tensor:
     real = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
     numel = real_numel(parameter)
     normal = torch.randn(numel, dtype=torch.float64)
-    most = min(torch.finfo(real).max, torch.finfo(SIXTEEN[wire]).max if wire != "native" else math.inf)
+    most = min(torch.finfo(real).max, torch.finfo(WIRE_DTYPES[wire] or torch.float64).max)
     least = torch.finfo(real).smallest_normal
     if kind == "heavy tails":
         found = (normal / torch.rand(numel, dtype=torch.float64) ** 3).clamp(-most / 16, most / 16)
@@ -145,7 +134,7 @@ def test_norms_are_those_of_the_reduced_gradients(wire: Wire, views: bool, kind:
     parameters += [table, complex_table]
     reducer = Reducer(
         parameters,
-        Loopback((_half, _half)),
+        Loopback((half, half)),
         ReduceConfig(wire=wire, grad_stats=collected),
         sparse=sparse,
         caps=CAPS,
@@ -162,7 +151,7 @@ def test_norms_are_those_of_the_reduced_gradients(wire: Wire, views: bool, kind:
 
 def test_a_gradient_in_several_chunks_and_one_of_a_billionth_beside_it() -> None:
     parameters = [torch.zeros(3 * CHUNK_NUMEL + 1, requires_grad=True), torch.zeros(1, requires_grad=True)]
-    reducer = Reducer(parameters, Loopback((_half,)), ReduceConfig(grad_stats=True))
+    reducer = Reducer(parameters, Loopback((half,)), ReduceConfig(grad_stats=True))
     for place in (0, CHUNK_NUMEL - 1, CHUNK_NUMEL, 3 * CHUNK_NUMEL):
         clear(parameters)
         first = torch.full((3 * CHUNK_NUMEL + 1,), 1e-3)
@@ -175,7 +164,7 @@ def test_a_gradient_in_several_chunks_and_one_of_a_billionth_beside_it() -> None
     ("wire", "views", "option"), with_hooks("plain", "overlap off", "static graph", "find unused", "skip unused")
 )
 def test_norms_in_every_mode(wire: Wire, views: bool, option: str) -> None:
-    parameters, communicator = _zoo(), Loopback((_half, _half))
+    parameters, communicator = _zoo(), Loopback((half, half))
     reducer = Reducer(
         parameters,
         communicator,
@@ -209,7 +198,7 @@ def test_what_a_step_leaves_as_it_is_counts_too(wire: Wire, views: bool, skip: b
     parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 70, 3, 20)]
     reducer = Reducer(
         parameters,
-        Loopback((_half,)),
+        Loopback((half,)),
         ReduceConfig(wire=wire, grad_stats=True),
         caps=CAPS,
         gradient_as_bucket_view=views,
@@ -276,7 +265,7 @@ def test_accumulation_and_parameters_that_are_used_twice(wire: Wire, views: bool
     parameters = _zoo()
     reducer = Reducer(
         parameters,
-        Loopback((_half,)),
+        Loopback((half,)),
         ReduceConfig(wire=wire, grad_stats=True),
         caps=CAPS,
         gradient_as_bucket_view=views,
@@ -311,7 +300,7 @@ def test_gradients_with_other_strides(wire: Wire, views: bool, strides: str) -> 
     shape = STRIDES[strides]().shape
     parameters = [torch.zeros(5, requires_grad=True), torch.zeros(shape, requires_grad=True)]
     parameters[1].register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", STRIDES[strides]()))
-    communicator = Loopback((_half,))
+    communicator = Loopback((half,))
     for collected in (True, False):
         with Reducer(
             parameters,
@@ -331,7 +320,7 @@ def test_interpreted_kernels_give_the_norms_too(monkeypatch: pytest.MonkeyPatch,
     parameters = [one.requires_grad_() for one in parameters]
     reducer = Reducer(
         parameters,
-        Loopback((_half,)),
+        Loopback((half,)),
         ReduceConfig(wire=wire, grad_stats=True, check_finite="count"),
         caps=CAPS,
         gradient_as_bucket_view=views,
@@ -356,7 +345,7 @@ def test_by_products_follow_the_plan(policy: Policy, monkeypatch: pytest.MonkeyP
     parameters = _zoo()
     reducer = Reducer(
         parameters,
-        Loopback((_half,)),
+        Loopback((half,)),
         ReduceConfig(policy=policy, grad_stats=True, check_finite="count", replan_every=8),
         caps=CAPS,
     )
@@ -373,7 +362,7 @@ def test_any_plan_gives_the_norms_and_one_plan_gives_the_same_bits_from_run_to_r
         found = []
         with Reducer(
             parameters,
-            Loopback((_half,)),
+            Loopback((half,)),
             ReduceConfig(wire=wire, grad_stats=True, policy="static"),
             gradient_as_bucket_view=views,
         ) as reducer:
@@ -401,7 +390,7 @@ def test_any_plan_gives_the_norms_and_one_plan_gives_the_same_bits_from_run_to_r
 
 def test_by_products_are_collected_from_the_step_after_they_are_required() -> None:
     parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 70)]
-    reducer = Reducer(parameters, Loopback((_half,)))
+    reducer = Reducer(parameters, Loopback((half,)))
     observed = reducer.observed
     assert not observed.has_by_products() and float(observed.grad_norm()) == 0.0
     with dispatch.count_launches() as launches:
@@ -435,7 +424,7 @@ def test_what_is_launched_for_a_norm(wire: Wire, views: bool) -> None:
     for stats in (False, True):
         with Reducer(
             parameters,
-            Loopback((_half,)),
+            Loopback((half,)),
             ReduceConfig(wire=wire, grad_stats=stats),
             caps=CAPS,
             gradient_as_bucket_view=views,
@@ -460,7 +449,7 @@ def test_what_is_launched_for_a_norm(wire: Wire, views: bool) -> None:
 def test_a_norm_is_of_the_reduction_whatever_becomes_of_complex_gradients() -> None:
     """Their largest absolute value is no by-product: it is read before they are the user's."""
     parameters = [torch.zeros(4, dtype=torch.complex64, requires_grad=True), torch.zeros(5, requires_grad=True)]
-    reducer = Reducer(parameters, Loopback((_half,)), ReduceConfig(grad_stats=True))
+    reducer = Reducer(parameters, Loopback((half,)), ReduceConfig(grad_stats=True))
     step(reducer, [torch.full((4,), 3.0 + 4.0j), torch.ones(5)])
     exact = exact_norms(parameters, math.inf)
     for parameter in parameters:
@@ -479,7 +468,7 @@ def test_other_norms_are_refused() -> None:
 
 def test_found_non_finite_is_a_new_zero_or_one_for_any_parameters() -> None:
     parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 7, 3)]
-    reducer = Reducer(parameters, Loopback((_half,)))
+    reducer = Reducer(parameters, Loopback((half,)))
     reducer.observed.require()
     step(reducer, [torch.randn(5), torch.tensor([0.0, 1, 2, float("nan"), 4, 5, 6]), torch.randn(3)])
     for numbers, expected in ((None, 1), ([0, 1, 2], 1), ([1], 1), ([0, 2], 0), ([0], 0), ([2, 1], 1)):
@@ -499,7 +488,7 @@ def test_statistics_are_plain_numbers_and_the_flushed_share_is_counted(wire: Wir
     names = [f"layer.{index}" for index in range(len(parameters))]
     reducer = Reducer(
         parameters,
-        Loopback((_half,) * (size - 1)),
+        Loopback((half,) * (size - 1)),
         ReduceConfig(wire=wire, grad_stats=True),
         names=names,
         caps=CAPS,
@@ -524,7 +513,7 @@ def test_statistics_are_plain_numbers_and_the_flushed_share_is_counted(wire: Wir
             values = flat_real(one)
             divisor = size / (split if wire == "fp16" and index not in whole else 1)
             compute = values.to(torch.float64 if values.dtype is torch.float64 else torch.float32)
-            sent = (compute / divisor).to(values.dtype if wire == "native" else SIXTEEN[wire])
+            sent = (compute / divisor).to(WIRE_DTYPES[wire] or values.dtype)
             narrower = sent.dtype.itemsize < values.dtype.itemsize  # of bf16 on an fp16 wire nothing is counted
             counts.append(int(((values != 0) & (sent == 0)).sum()) if narrower else 0)
         flushed_at_all += sum(counts)
@@ -550,7 +539,7 @@ def test_statistics_are_plain_numbers_and_the_flushed_share_is_counted(wire: Wir
 
 def test_statistics_without_by_products_are_measured_now() -> None:
     parameters = _zoo()
-    reducer = Reducer(parameters, Loopback((_half,)))
+    reducer = Reducer(parameters, Loopback((half,)))
     step(reducer, [_random(one, "wide", "native") for one in parameters])
     stats = reducer.observed.grad_stats(per_parameter=False)
     assert list(stats) == ["grad_norm", "grad_absmax"]
@@ -687,7 +676,7 @@ def test_every_rank_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_that_were_changed_have_no_by_products_any_more(change: str) -> None:
     """As far as anybody can tell: by their versions, their identity, and backwards."""
     parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 70)]
-    reducer = Reducer(parameters, Loopback((_half,)))
+    reducer = Reducer(parameters, Loopback((half,)))
     reducer.observed.require()
     step(reducer, [torch.randn_like(one) for one in parameters])
     assert reducer.observed.has_by_products()
@@ -707,7 +696,7 @@ def test_gradients_that_were_changed_have_no_by_products_any_more(change: str) -
 @pytest.mark.parametrize("check", ["off", "count"])
 def test_without_grad_stats_a_norm_is_of_now_whatever_else_is_collected(check: Any) -> None:
     parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 70)]
-    reducer = Reducer(parameters, Loopback((_half,)), ReduceConfig(check_finite=check))
+    reducer = Reducer(parameters, Loopback((half,)), ReduceConfig(check_finite=check))
     step(reducer, [torch.randn_like(one) for one in parameters])
     for one in parameters:
         assert one.grad is not None
@@ -718,7 +707,7 @@ def test_without_grad_stats_a_norm_is_of_now_whatever_else_is_collected(check: A
 def test_a_new_gradient_in_the_place_of_an_old_one_is_another() -> None:
     """Memory, and with it an object's id, is used again at once; fresh tensors have the same versions."""
     parameter = torch.zeros(8, 8, requires_grad=True)
-    reducer = Reducer([parameter], Loopback((_half,)))
+    reducer = Reducer([parameter], Loopback((half,)))
     reducer.observed.require()
     for _ in range(8):
         clear([parameter])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support import sparse_cases
+from buckets import sparse_cases
 from support.leaf_steps import clear, sparse_like, step
 from support.loopback import Loopback
 from support.ranks import RankPool

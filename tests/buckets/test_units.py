@@ -5,6 +5,7 @@ Scales are powers of two, so that what comes out can be compared bit for bit wit
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections.abc import Callable, Sequence
@@ -13,15 +14,21 @@ from typing import Any
 import pytest
 import torch
 from support.leaf_steps import (
+    CAPS,
     HOOKS,
+    NUMELS,
     SCALER,
     TRAVELS,
+    WIRE_DTYPES,
     Wire,
+    assert_same,
     averaging,
     backward,
     clear,
+    copies,
     flat_real,
     given,
+    leaves,
     loss_scale,
     scaled,
     shadow_step,
@@ -29,7 +36,7 @@ from support.leaf_steps import (
     step,
     with_hooks,
 )
-from support.loopback import Loopback, ThreadWorld, constant
+from support.loopback import Loopback, ThreadWorld, constant, half
 from torch.utils.checkpoint import checkpoint
 
 from fusedreduce import BucketCaps, FusedReduceError, ReduceConfig, Reducer
@@ -39,34 +46,18 @@ from fusedreduce.kernels import dispatch
 from fusedreduce.optim.grad_scaler import FusedGradScaler
 from fusedreduce.reducer.state import ReducerState
 
-CAPS = BucketCaps(first_bytes=64, cap_bytes=400)
-NUMELS = (3, 35, 1, 40, 24, 7, 60)
+pytestmark = pytest.mark.usefixtures("path")
+
 SCALE = 2.0**10
-
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the kernels could be interpreted."""
-    torch.manual_seed(0)
-    monkeypatch.setattr(dispatch, "_triton", lambda: None)
-
-
-def _half(mine: torch.Tensor) -> torch.Tensor:
-    """A peer in the same unit as this rank."""
-    return mine.clone() if mine.dtype is torch.int32 else mine * 0.5
 
 
 def _times(mine: torch.Tensor, by: float) -> torch.Tensor:
     return (mine.float() * by).to(mine.dtype)
 
 
-def _leaves(numels: Sequence[int] = NUMELS) -> list[torch.Tensor]:
-    return [torch.zeros(numel, requires_grad=True) for numel in numels]
-
-
 def _zoo() -> tuple[list[torch.Tensor], list[bool]]:
     """Every kind of parameter that torch unscales, and which of them have sparse gradients."""
-    found = [*_leaves(), torch.zeros(20_000)]
+    found = [*leaves(), torch.zeros(20_000)]
     found += [torch.zeros(9, dtype=torch.bfloat16), torch.zeros(6, 5, dtype=torch.float64)]
     found += [torch.zeros(7, dtype=torch.complex64), torch.zeros(4, 3, 5, 5).to(memory_format=torch.channels_last)]
     found += [torch.zeros(20, 4)]
@@ -94,25 +85,13 @@ def _reducer(
     options.setdefault("caps", CAPS)
     reducer = Reducer(
         parameters,
-        communicator or Loopback((_half, _half)),
+        communicator or Loopback((half, half)),
         ReduceConfig(wire=wire, **(config or {})),
         gradient_as_bucket_view=views,
         **options,
     )
     reducer.observed.units.attach(SCALER)
     return reducer
-
-
-def _held(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Copies of all gradients, sparse ones as dense."""
-    return [None if one.grad is None else one.grad.detach().clone().to_dense() for one in parameters]
-
-
-def _assert_same(ours: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None], what: object = "") -> None:
-    for index, (one, other) in enumerate(zip(ours, others, strict=True)):
-        assert (one is None) == (other is None), (what, index)
-        if one is not None and other is not None:
-            assert torch.equal(one, other), (what, index, one.reshape(-1)[:4], other.reshape(-1)[:4])
 
 
 class _Pair:
@@ -123,7 +102,7 @@ class _Pair:
     ) -> None:
         self.parameters = list(parameters)
         self.twins = [one.detach().clone().requires_grad_() for one in parameters]
-        peers = (_half,) * (size - 1)
+        peers = (half,) * (size - 1)
         self.reducers = [_reducer(one, Loopback(peers), **options) for one in (self.parameters, self.twins)]
         self.reducers[1].observed.units.detach(SCALER)
         for reducer in self.reducers:
@@ -141,7 +120,7 @@ class _Pair:
 
     def compare(self, what: object = "") -> None:
         """Bit for bit."""
-        _assert_same(_held(self.parameters), _held(self.twins), what)
+        assert_same(copies(self.parameters), copies(self.twins), what)
         assert self.reducers[0].observed.units.unscaled_now()
 
 
@@ -194,14 +173,14 @@ def values_differ(parameter: torch.Tensor) -> bool:
 def test_gradients_with_other_strides(wire: Wire, views: bool, numel: int, how: str) -> None:
     shape = (4, numel // 4)
     parameters = [torch.zeros(5, requires_grad=True), torch.zeros(shape, requires_grad=True)]
-    reducer = _reducer(parameters, Loopback((_half,)), wire=wire, views=views)
+    reducer = _reducer(parameters, Loopback((half,)), wire=wire, views=views)
     for _ in range(4):
         first, second = _ordinary(parameters[0]), _ordinary(parameters[1])
         clear(parameters)
         base = torch.zeros(shape[1], shape[0]).t() if how == "permuted" else torch.zeros(shape[0], 2 * shape[1])[:, ::2]
         parameters[1].grad = base
         step(reducer, [first, second], scale=loss_scale(SCALE))
-        wired = {"native": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[wire]
+        wired = WIRE_DTYPES[wire] or torch.float32
         for parameter, gradient in zip(parameters, (first, second), strict=True):
             sent = (gradient * SCALE / 2).to(wired)
             assert parameter.grad is not None
@@ -225,7 +204,7 @@ def test_the_scale_is_any_number_and_one_rounding_takes_it_off() -> None:
 
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
 def test_a_scaled_loss_that_nobody_runs(wire: Wire, views: bool) -> None:
-    pair, scale = _Pair(_leaves(), wire=wire, views=views), loss_scale(SCALE)
+    pair, scale = _Pair(leaves(), wire=wire, views=views), loss_scale(SCALE)
     for number in range(16):
         pair.clear()
         gradients = [_ordinary(one) for one in pair.parameters]
@@ -243,7 +222,7 @@ def test_a_scaled_loss_that_nobody_runs(wire: Wire, views: bool) -> None:
 
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
 def test_another_forward_between_scale_and_backward(wire: Wire, views: bool) -> None:
-    pair, scale = _Pair(_leaves(), wire=wire, views=views), loss_scale(SCALE)
+    pair, scale = _Pair(leaves(), wire=wire, views=views), loss_scale(SCALE)
     for number in range(8):
         pair.clear()
         gradients = [_ordinary(one) for one in pair.parameters]
@@ -257,7 +236,7 @@ def test_another_forward_between_scale_and_backward(wire: Wire, views: bool) -> 
 
 
 def test_a_static_graph_whose_first_backward_is_not_of_the_latest_forward() -> None:
-    pair, scale = _Pair(_leaves(), static_graph=True), loss_scale(SCALE)
+    pair, scale = _Pair(leaves(), static_graph=True), loss_scale(SCALE)
     for number in range(3):
         pair.clear()
         gradients = [_ordinary(one) for one in pair.parameters]
@@ -303,7 +282,7 @@ def test_checkpoints(wire: Wire, views: bool, reentrant: bool) -> None:
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
 def test_several_backwards_of_one_step(wire: Wire, views: bool) -> None:
     """Two outputs that share no parameter; zeroed to None or in place."""
-    pair, scale = _Pair(_leaves(), wire=wire, views=views), loss_scale(SCALE)
+    pair, scale = _Pair(leaves(), wire=wire, views=views), loss_scale(SCALE)
     for number in range(10):
         if number % 3:
             pair.clear()
@@ -347,7 +326,7 @@ def test_four_micro_batches_with_a_scale_that_changes_in_between(wire: Wire, vie
                     step(reducer, gradients, scale=one)
             if micro < 3:
                 assert not pair.reducers[0].observed.units.unscaled_now()
-                for ours, twin in zip(_held(parameters), _held(pair.twins), strict=True):
+                for ours, twin in zip(copies(parameters), copies(pair.twins), strict=True):
                     assert ours is not None and twin is not None
                     assert torch.equal(ours, twin * scale.scale.item()), "these keep their scale"
         pair.compare(number)
@@ -355,7 +334,7 @@ def test_four_micro_batches_with_a_scale_that_changes_in_between(wire: Wire, vie
 
 def test_a_scale_that_only_looks_the_same_is_brought_in_line_too() -> None:
     """A new object after load_state_dict, of the same value."""
-    pair = _Pair(_leaves())
+    pair = _Pair(leaves())
     for number in range(3):
         pair.clear()
         gradients = [[_ordinary(one) for one in pair.parameters] for _ in range(2)]
@@ -369,7 +348,7 @@ def test_a_scale_that_only_looks_the_same_is_brought_in_line_too() -> None:
 @pytest.mark.parametrize("how", ["none", "in place", "by the reducer", "some"])
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
 def test_zeroed_in_any_way(wire: Wire, views: bool, how: str) -> None:
-    pair, scale = _Pair(_leaves(), wire=wire, views=views), loss_scale(SCALE)
+    pair, scale = _Pair(leaves(), wire=wire, views=views), loss_scale(SCALE)
     for number in range(9):
         for reducer in pair.reducers:
             if how == "none":
@@ -416,7 +395,7 @@ MIXED: dict[str, tuple[Callable[[Reducer, LossScale | None], None], bool, Any, b
 def test_mixed_units_are_an_error_before_anything_is_packed(wire: Wire, views: bool, mix: str, warm: int) -> None:
     first, first_scaled, second, second_scaled = MIXED[mix]
     # One that is packed by itself, as soon as it is there.
-    parameters, scale = _leaves((*NUMELS, 20_000)), loss_scale(SCALE)
+    parameters, scale = leaves((*NUMELS, 20_000)), loss_scale(SCALE)
     reducer = _reducer(parameters, wire=wire, views=views)
     for _ in range(warm):
         _synchronised(reducer, scale)
@@ -439,7 +418,7 @@ def test_mixed_units_are_an_error_before_anything_is_packed(wire: Wire, views: b
 
 @pytest.mark.parametrize("mix", ["scaled first", "unscaled first", "two scales"])
 def test_several_backwards_of_one_step_in_several_units_are_an_error(mix: str) -> None:
-    parameters = _leaves()
+    parameters = leaves()
     reducer = _reducer(parameters)
     for number in range(9):
         clear(parameters)
@@ -468,7 +447,7 @@ def test_several_backwards_of_one_step_in_several_units_are_an_error(mix: str) -
 
 def test_a_gradient_by_hand_through_the_output_has_no_unit() -> None:
     """torch.autograd.grad leaves nothing in .grad; as for a gradient penalty."""
-    pair, scale = _Pair(_leaves()), loss_scale(SCALE)
+    pair, scale = _Pair(leaves()), loss_scale(SCALE)
     for number in range(8):
         pair.clear()
         gradients = [_ordinary(one) for one in pair.parameters]
@@ -482,7 +461,7 @@ def test_a_gradient_by_hand_through_the_output_has_no_unit() -> None:
 
 def test_a_reducer_that_takes_no_part_in_a_scaled_backward_keeps_its_gradients() -> None:
     """Two models of one training; every backward of a scaled loss tells both reducers."""
-    both, scale = [_leaves(), _leaves()], loss_scale(SCALE)
+    both, scale = [leaves(), leaves()], loss_scale(SCALE)
     reducers = [_reducer(one) for one in both]
     for number in range(8):
         clear([*both[0], *both[1]])
@@ -492,12 +471,12 @@ def test_a_reducer_that_takes_no_part_in_a_scaled_backward_keeps_its_gradients()
             loss = given(parameters, gradients)
             reducer.prepare_for_backward(loss)
             other = reducers[1 - index]
-            before = _held(other.parameters)
+            before = copies(other.parameters)
             product = scaled(reducer, loss, scale)
             assert product.grad_fn is not None
             product.grad_fn.register_prehook(lambda _, other=other: other.begin_scaled(scale))
             product.backward()
-            _assert_same(_held(other.parameters), before)
+            assert_same(copies(other.parameters), before)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 third = gradient * SCALE / 3
                 assert parameter.grad is not None
@@ -506,13 +485,13 @@ def test_a_reducer_that_takes_no_part_in_a_scaled_backward_keeps_its_gradients()
 
 def test_a_reducer_under_no_sync_that_takes_no_part_keeps_its_unit() -> None:
     """A generator's forward under no_sync feeds a discriminator, whose scaled backward does not reach it."""
-    parameters, scale = _leaves(), loss_scale(SCALE)
-    reducer, other = _reducer(parameters), _reducer(_leaves())
+    parameters, scale = leaves(), loss_scale(SCALE)
+    reducer, other = _reducer(parameters), _reducer(leaves())
     for number in range(9):
         clear([*parameters, *other.parameters])
         waits = number % 3 == 0
         _synchronised(reducer, scale if number % 2 else None)
-        before = _held(parameters)
+        before = copies(parameters)
         if waits:
             clear(parameters)
         with reducer.no_sync():
@@ -525,11 +504,11 @@ def test_a_reducer_under_no_sync_that_takes_no_part_keeps_its_unit() -> None:
         product.backward()
         assert reducer.observed.units.unscaled_now()
         if not waits:
-            _assert_same(_held(parameters), before)
+            assert_same(copies(parameters), before)
 
 
 def test_a_local_backward_through_some_of_the_parameters_has_a_unit_too() -> None:
-    parameters = _leaves()
+    parameters = leaves()
     pair = _Pair(parameters)
     for _ in range(7):
         pair.clear()
@@ -564,7 +543,7 @@ class _Raising(torch.autograd.Function):
 @pytest.mark.parametrize("when", ["before any gradient", "after some"])
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
 def test_an_unscaled_backward_behind_a_scaled_one_that_raised(wire: Wire, views: bool, when: str, local: bool) -> None:
-    pair, scale = _Pair(_leaves(), wire=wire, views=views), loss_scale(SCALE)
+    pair, scale = _Pair(leaves(), wire=wire, views=views), loss_scale(SCALE)
     reducer = pair.reducers[0]
     for number in range(8):
         if number in (0, 5):
@@ -574,7 +553,7 @@ def test_an_unscaled_backward_behind_a_scaled_one_that_raised(wire: Wire, views:
             loss = _Raising.apply(given(pair.parameters, gradients, (3, 2, 1, 0)))
             if part:
                 loss = loss + given(pair.parameters, gradients, part)
-            with reducer.no_sync() if local else _nothing():
+            with reducer.no_sync() if local else contextlib.nullcontext():
                 reducer.prepare_for_backward(loss)
                 with pytest.raises(KeyError):
                     backward(reducer, loss, scale)
@@ -588,17 +567,11 @@ def test_an_unscaled_backward_behind_a_scaled_one_that_raised(wire: Wire, views:
         pair.compare(number)
 
 
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
 # What cannot be unscaled
 
 
 def test_a_hook_that_writes_gradients_itself_takes_no_scale() -> None:
-    parameters = _leaves()
+    parameters = leaves()
     reducer = _reducer(parameters)
     communicator: Any = reducer.communicator
     reducer.register_comm_hook(None, averaging(3, communicator.total, "own"))
@@ -608,7 +581,7 @@ def test_a_hook_that_writes_gradients_itself_takes_no_scale() -> None:
 
 
 def test_what_waits_in_a_bucket_that_is_passed_over_cannot_be_unscaled() -> None:
-    parameters = _leaves((40, 40, 40))
+    parameters = leaves((40, 40, 40))
     reducer = _reducer(
         parameters,
         find_unused_parameters=True,
@@ -632,7 +605,7 @@ def test_what_waits_in_a_bucket_that_is_passed_over_cannot_be_unscaled() -> None
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
 def test_a_rank_that_has_joined_adds_nothing_to_scaled_sums(wire: Wire, views: bool) -> None:
     def case(communicator: Communicator) -> list[list[torch.Tensor | None]]:
-        parameters, scale = _leaves(), loss_scale(SCALE)
+        parameters, scale = leaves(), loss_scale(SCALE)
         torch.manual_seed(communicator.rank)
         reducer = _reducer(parameters, communicator, wire=wire, views=views, config={"check_finite": "raise"})
         found = []
@@ -645,7 +618,7 @@ def test_a_rank_that_has_joined_adds_nothing_to_scaled_sums(wire: Wire, views: b
                 shadow_step(reducer)
             else:
                 step(reducer, gradients, scale=scale)
-                found.append(_held(parameters))
+                found.append(copies(parameters))
         reports = reducer.observed.finite_check().reports
         assert [(one.step, one.reduced) for one in reports] == [(6, ("parameter 1",))]
         return found
@@ -653,15 +626,15 @@ def test_a_rank_that_has_joined_adds_nothing_to_scaled_sums(wire: Wire, views: b
     first, second, third = ThreadWorld(3).run(case)
     assert isinstance(first, list) and isinstance(third, list), (first, second, third)
     for number in range(5):
-        _assert_same(first[number], second[number])
-    _assert_same(first[0], third[0])
+        assert_same(first[number], second[number])
+    assert_same(first[0], third[0])
 
 
 @pytest.mark.parametrize("on", [False, True])
 def test_small_gradients_survive_an_fp16_wire_of_eight_ranks(on: bool) -> None:
     """1e-7 is 1.7 of fp16's smallest number: an eighth of it is none, a half is one, and with a scale it is exact."""
     draw = random.Random(5)
-    parameters = _leaves((500, 41, 7))
+    parameters = leaves((500, 41, 7))
     peers = [functools.partial(_times, by=draw.uniform(0.5, 1.5)) for _ in range(7)]
     reducer = _reducer(parameters, Loopback(peers), wire="fp16", config={"grad_stats": True})
     for _ in range(4):
@@ -777,16 +750,15 @@ def test_an_unscaled_local_backward_is_found_by_the_next_scaled_one() -> None:
 @pytest.mark.parametrize("views", [False, True])
 def test_a_scaler_that_is_made_between_forward_and_backward(views: bool) -> None:
     """Also where no output is known, so that only the parameters' hooks see the backward."""
-    leaves = _leaves((3, 2))
-    reducer = Reducer(leaves, Loopback([constant(0.0)]), gradient_as_bucket_view=views)
+    parameters = leaves((3, 2))
+    reducer = Reducer(parameters, Loopback([constant(0.0)]), gradient_as_bucket_view=views)
     for number in range(3):
-        for leaf in leaves:
-            leaf.grad = None
-        loss = torch.stack([2.0 * leaf.sum() for leaf in leaves]).sum()
+        clear(parameters)
+        loss = torch.stack([2.0 * leaf.sum() for leaf in parameters]).sum()
         reducer.prepare_for_backward()
         if number == 1:
             scaler = FusedGradScaler(reducer, device="cpu", init_scale=1024.0)
         (scaler.scale(loss) if number else loss).backward()
         reducer.finalize()
-        for leaf in leaves:
+        for leaf in parameters:
             assert leaf.grad is not None and leaf.grad.eq(1.0).all(), number

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from optim import amp_cases
 from optim.test_clip import Operators
-from support import amp_cases
+from support.leaf_steps import assert_same, clear
 from support.loopback import Loopback
 from support.ranks import RankPool
 from torch import nn
@@ -32,6 +33,8 @@ from fusedreduce.optim import grad_scaler
 from fusedreduce.optim.clip import clip_grad_norm_
 from fusedreduce.optim.grad_scaler import FusedGradScaler
 
+pytestmark = pytest.mark.usefixtures("path")
+
 MakeOptimizer = Callable[[Sequence[torch.Tensor]], Optimizer]
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw, fused": lambda held: AdamW(held, lr=0.01, fused=True),
@@ -40,13 +43,6 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "momentum": lambda held: SGD(held, lr=1e-4, momentum=0.9),
     "adagrad": lambda held: torch.optim.Adagrad(held, lr=0.01),
 }
-
-
-@pytest.fixture(autouse=True)
-def path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The torch path."""
-    torch.manual_seed(0)
-    monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
 def _model(seed: int = 0) -> nn.Sequential:
@@ -87,16 +83,11 @@ class Side:
 
     def zero(self) -> None:
         """None everywhere."""
-        for one in self.held:
-            one.grad = None
+        clear(self.held)
 
 
 def _sides(**options: Any) -> tuple[Side, Side]:
     return Side(ours=True, **options), Side(ours=False, **options)
-
-
-def _same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
-    assert all(map(torch.equal, ours, theirs))
 
 
 # Training
@@ -121,7 +112,7 @@ def test_200_steps_are_torchs_bit_for_bit(kind: str, unscale: bool) -> None:
             side.scaler.update()
             losses.append(loss.item())
         assert losses[0] == losses[1] and math.isfinite(losses[0])
-        _same(sides[0].held, sides[1].held)
+        assert_same(sides[0].held, sides[1].held)
         scales.append(sides[0].scaler.get_scale())
         assert scales[-1] == sides[1].scaler.get_scale()
     changes = [after / before for before, after in zip(scales, scales[1:], strict=False)]
@@ -147,7 +138,7 @@ def test_several_optimizers_of_one_wrapper_skip_for_their_own_parameters_alone()
                 side.scaler.step(optimizer)
                 skipped[index] += side is sides[0] and all(map(torch.equal, before, held))
             side.scaler.update()
-        _same(sides[0].held, sides[1].held)
+        assert_same(sides[0].held, sides[1].held)
         assert sides[0].scaler.state_dict() == sides[1].scaler.state_dict()
     assert skipped[0] >= 2 and skipped[1] >= 2 and sum(skipped) == 6
 
@@ -169,7 +160,7 @@ def test_two_wrappers_two_losses_and_one_scaler() -> None:
                 scaler.step(steppers[which])
             scaler.update()
         for ours, theirs in sides:
-            _same(ours.held, theirs.held)
+            assert_same(ours.held, theirs.held)
 
 
 def test_parameters_outside_of_the_wrapper() -> None:
@@ -188,7 +179,7 @@ def test_parameters_outside_of_the_wrapper() -> None:
             side.scaler.step(optimizer)
             side.scaler.update()
         assert torch.equal(extras[0], extras[1])
-        _same(sides[0].held, sides[1].held)
+        assert_same(sides[0].held, sides[1].held)
         assert sides[0].scaler.get_scale() == sides[1].scaler.get_scale()
     assert sides[0].communicator.count("max") == 20, "ranks agree only where a parameter is not reduced"
 
@@ -203,7 +194,7 @@ def test_a_peers_inf_in_a_parameter_outside_skips_here_too() -> None:
     before = [held.detach().clone() for held in side.held]
     side.scaler.step(optimizer)
     side.scaler.update()
-    _same(before, side.held)
+    assert_same(before, side.held)
     assert side.scaler.get_scale() == 8.0
 
 
@@ -219,7 +210,7 @@ def test_a_peers_inf_is_heard_by_a_rank_without_a_gradient_there() -> None:
     side.scaler.step(optimizer)
     side.scaler.update()
     assert extra.grad is None and side.communicator.count("max") == 1
-    _same(before, side.held)
+    assert_same(before, side.held)
     assert side.scaler.get_scale() == 8.0
 
 
@@ -247,7 +238,7 @@ def test_four_micro_batches_with_a_scale_change_in_between(change: float | None)
         side.scaler.step(optimizers[0])
         side.scaler.update(2.0**9)
         optimizers[1].step()
-        _same(side.held, plain.held)
+        assert_same(side.held, plain.held)
 
 
 def test_a_backward_is_of_the_scale_that_its_loss_was_given() -> None:
@@ -473,7 +464,7 @@ def test_disabled_it_does_nothing() -> None:
         assert side.scaler.state_dict() == {} and side.scaler.get_scale() == 1.0 and not side.scaler.is_enabled()
         side.scaler.load_state_dict({})
         pickle.dumps(side.scaler)
-    _same(sides[0].held, sides[1].held)
+    assert_same(sides[0].held, sides[1].held)
     assert sides[0].reducer is not None and not sides[0].reducer.observed.units.attached
     half = Reducer([torch.ones(2, dtype=torch.float16, requires_grad=True)], Loopback(()))
     FusedGradScaler(half, enabled=False)
@@ -513,7 +504,7 @@ def test_scale_takes_what_torchs_takes() -> None:
         torch.stack(flat).sum().backward()
         found = [one.grad.clone() for one in side.held if one.grad is not None]
         wanted = wanted or found
-        _same(found, wanted)
+        assert_same(found, wanted)
     with pytest.raises(ValueError, match="must be a Tensor or an iterable"):
         list(side.scaler.scale([1.0]))  # type: ignore[list-item]
 
@@ -661,7 +652,7 @@ def test_an_inf_that_came_after_backward_skips_the_step() -> None:
             before = [one.detach().clone() for one in side.held]
             side.scaler.step(optimizer)
             side.scaler.update()
-        _same(before, side.held)
+        assert_same(before, side.held)
         assert side.scaler.get_scale() == 2.0
 
 
@@ -687,7 +678,7 @@ def test_unscaling_what_was_never_reduced_raises_and_can_be_made_good(call: str)
     before = [one.grad.clone() for one in side.held if one.grad is not None]
     with pytest.raises(FusedReduceError, match=r"no_sync\(\)"):
         getattr(side.scaler, call)(optimizer)
-    _same(before, [one.grad for one in side.held if one.grad is not None])
+    assert_same(before, [one.grad for one in side.held if one.grad is not None])
     side.scaler.scale(side.loss(1)).backward()
     getattr(side.scaler, call)(optimizer)
 
@@ -711,7 +702,7 @@ def test_a_scaler_made_after_a_forward_looks_itself() -> None:
     before = [one.detach().clone() for one in side.held]
     scaler.step(AdamW(side.held, fused=True))
     scaler.update()
-    _same(before, side.held)
+    assert_same(before, side.held)
     assert scaler.get_scale() == 2.0
 
 
@@ -794,7 +785,7 @@ def test_the_wrapper_trains_under_it(alone: None) -> None:
             one.scale(_loss(model, step)).backward()
             one.step(optimizer)
             one.update()
-        _same(list(ddp.parameters()), list(other.parameters()))
+        assert_same(list(ddp.parameters()), list(other.parameters()))
     loaded = pickle.loads(pickle.dumps(ddp))
     scaler.attach(loaded)
     scaler.scale(_loss(loaded, 0)).backward()

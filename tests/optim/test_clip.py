@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.leaf_steps import clear
 from support.loopback import Loopback, constant
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -28,6 +29,8 @@ from fusedreduce.kernels import dispatch
 from fusedreduce.optim.clip import clip_grad_norm_
 from fusedreduce.optim.folded_step import OptimizerHook
 from fusedreduce.optim.grad_scaler import FusedGradScaler
+
+pytestmark = pytest.mark.usefixtures("path")
 
 SHAPES = ((3,), (5, 7), (1,), (0,), (40,), (8, 3))
 MakeOptimizer = Callable[[Sequence[torch.Tensor]], Optimizer]
@@ -43,16 +46,6 @@ OURS_ULPS = 2
 THEIRS_ULPS = 8
 # Of weights after 20 steps of at most 0.1 with gradients that differ by the sum of both.
 WEIGHTS = 2e-5
-
-
-@pytest.fixture(autouse=True)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The torch path, unless the test is parametrized with another."""
-    torch.manual_seed(0)
-    asked: str = getattr(request, "param", "torch")
-    if asked == "torch":
-        monkeypatch.setattr(dispatch, "_triton", lambda: None)
-    return asked
 
 
 class Run:
@@ -265,8 +258,7 @@ def test_missing_gradients_count_nothing() -> None:
     rest = run.gradients()
     assert float(clip_grad_norm_(run.reducer, 0.1, run.optimizer)) == pytest.approx(exact_norm(rest), rel=1e-6)
     run.optimizer.step()
-    for one in run.parameters:
-        one.grad = None
+    clear(run.parameters)
     assert clip_grad_norm_(run.reducer, 0.1, run.optimizer) == 0.0
 
 
@@ -1016,8 +1008,7 @@ def test_under_fused_grad_scaler_the_reductions_norm_is_taken() -> None:
     run = Run("sgd")
     scaler = FusedGradScaler(run.reducer, init_scale=1024.0)
     for step in range(3):
-        for one in run.parameters:
-            one.grad = None
+        clear(run.parameters)
         loss = torch.stack([(one * (step + 1)).sum() for one in run.parameters]).sum()
         run.reducer.prepare_for_backward(loss)
         scaler.scale(loss).backward()

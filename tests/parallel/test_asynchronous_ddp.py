@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support import async_cases
+from parallel import async_cases
 from support.ranks import RankPool
 
 

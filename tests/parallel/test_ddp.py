@@ -6,8 +6,9 @@ import functools
 from typing import Any
 
 import pytest
+from parallel import ddp_hook_cases, ddp_module_cases, ddp_surface_cases
 from parallel.test_hook import PARITY
-from support import ddp_cases, ddp_hook_cases, ddp_module_cases, ddp_surface_cases
+from support import ddp_cases
 from support.ranks import RankPool
 
 WIRES = ("native", "bf16", "fp16")

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from parallel import ddp_fault_cases
 from parallel.test_faults import SLACK_S, _start
-from support import ddp_fault_cases, fault_rank
+from support import fault_rank
 from support.ranks import RankPool
 
 # At the first step, in one bucket and with every parameter hooked; and when only the last of each bucket is.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import ddp_mode_cases
+from parallel import ddp_mode_cases
 from support.ranks import RankPool
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support import observed_cases
+from parallel import observed_cases
 from support.leaf_steps import TRAVELS, Wire
 from support.ranks import RankPool
 

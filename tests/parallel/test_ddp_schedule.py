@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support import ddp_schedule_cases
+from parallel import ddp_schedule_cases
 from support.ranks import RankPool
 
 

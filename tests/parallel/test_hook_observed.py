@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import hook_observed_cases as cases
+from parallel import hook_observed_cases as cases
 from support.ranks import RankPool, group_of_one
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore

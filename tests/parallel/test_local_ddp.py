@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import local_ddp_cases
-from support.local_ddp_cases import STEPS, batches, loss_of, normed, trained
+from parallel import local_ddp_cases
+from parallel.local_ddp_cases import STEPS, batches, loss_of, normed, trained
 from support.ranks import RankPool
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
@@ -34,17 +34,13 @@ from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.comm.local.process_group import LocalProcessGroup
 from fusedreduce.config import Wire
 from fusedreduce.errors import AgreementError, CollectiveError
-from fusedreduce.kernels import dispatch
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # names that torch has newer ones for
+pytestmark = [
+    pytest.mark.usefixtures("path"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # names that torch has newer ones for
+]
 RANKS = 3
 KINDS = (fusedreduce.DistributedDataParallel, TorchDDP)
-
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What CPU users get; the interpreter takes minutes."""
-    monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
 def plain(seed: int = 0) -> nn.Module:

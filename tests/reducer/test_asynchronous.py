@@ -11,7 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.loopback_stage import Stage
+from reducer.loopback_stage import Stage
+from support.leaf_steps import clear
 
 from fusedreduce.buckets.reduction import Members
 from fusedreduce.errors import CollectiveError, FusedReduceError
@@ -293,8 +294,7 @@ def test_what_was_owed_over_a_checkpoint_is_not_contributed_again() -> None:
     stage.together(lambda number: ranks[number].contributions.owed())
     for rank, value in zip(ranks, (1.0, 7.0), strict=True):
         full(rank, value)
-        for parameter in rank.parameters:
-            parameter.grad = None
+        clear(rank.parameters)
     assert [rank.given[0].unique().tolist() for rank in ranks] == [[5.0], [11.0]], "what was owed is given"
     stage.together(lambda number: ranks[number].contributions.drain())
     for rank in ranks:
@@ -578,7 +578,7 @@ def test_one_that_cannot_be_issued_is_raised(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_rank_that_does_not_come_to_drain_is_an_error_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(2)
     ranks = build(stage, 1)
-    monkeypatch.setattr("support.loopback_stage.TIMEOUT_S", 0.1)
+    monkeypatch.setattr("reducer.loopback_stage.TIMEOUT_S", 0.1)
     found = stage.together(lambda number: ranks[0].contributions.drain() if number == 0 else None)
     assert isinstance(found[0], CollectiveError) and "flush" in str(found[0])
 

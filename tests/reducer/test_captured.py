@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from parallel.test_hook_observed import Shown
-from support.leaf_steps import Wire, clear, given
+from support.leaf_steps import CAPS, Wire, clear, given
 from support.loopback import Loopback
 from torch import nn
 
@@ -19,7 +19,6 @@ import fusedreduce
 from fusedreduce import (
     Asynchronous,
     BoundedStaleness,
-    BucketCaps,
     FusedReduceError,
     LocalGroup,
     ReduceConfig,
@@ -28,18 +27,12 @@ from fusedreduce import (
     clip_grad_norm_,
 )
 from fusedreduce.config import SyncMode
-from fusedreduce.kernels import dispatch
 from fusedreduce.reducer.state import ReducerState
 
-CAPS = BucketCaps(first_bytes=64, cap_bytes=400)
+pytestmark = pytest.mark.usefixtures("path")
+
 MODES = (Synchronous(), BoundedStaleness(1), Asynchronous())
 NUMELS = (3, 35, 60)
-
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the kernels could be interpreted."""
-    monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
 class Pair:

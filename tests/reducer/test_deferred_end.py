@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.leaf_steps import clear, given, loss_scale, scaled, step
+from support.leaf_steps import CAPS, clear, given, loss_scale, scaled, step
 from support.loopback import Call, Loopback, LoopbackPending, ThreadWorld
 from torch import nn
 from torch.optim import optimizer as optimizers
 
 from fusedreduce import (
     AgreementError,
-    BucketCaps,
     CollectiveError,
     FusedGradScaler,
     FusedReduceError,
@@ -29,18 +28,12 @@ from fusedreduce import (
 from fusedreduce.buckets.deferred_errors import in_backward
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
-from fusedreduce.kernels import dispatch
 from fusedreduce.reducer import optimizer_hooks
 from fusedreduce.reducer.state import ReducerState
 
-CAPS = BucketCaps(first_bytes=64, cap_bytes=150)
+pytestmark = pytest.mark.usefixtures("path")
+
 SHAPES = ((3,), (5, 7), (1,), (40,))
-
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
 class Meeting:
@@ -574,8 +567,7 @@ def test_a_rank_whose_outputs_reach_no_parameter_takes_part_with_zeros() -> None
                 assert reducer.steps == number + 1
         return [one.grad for one in parameters]
 
-    for held in ThreadWorld(2).run(case):
-        assert not isinstance(held, BaseException), held
+    for held in ThreadWorld(2).results(case):
         assert held[-1] is None
         for gradient, own in zip(held[:-1], _gradients(3)[:-1], strict=True):
             assert torch.equal(gradient, own / 2)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.device_time import DEVICE, FakeGpu, FakeStream
+from support.leaf_steps import clear
 from support.loopback import Loopback, LoopbackPending, constant
 
 from fusedreduce import ReduceConfig, Reducer
@@ -126,8 +127,7 @@ def trained(gpu: FakeGpu, model: Model, monkeypatch: pytest.MonkeyPatch) -> Redu
         loss = torch.stack(rows).sum()
         reducer.prepare_for_backward(loss)
         loss.backward()
-        for parameter in parameters:
-            parameter.grad = None
+        clear(parameters)
     return reducer
 
 

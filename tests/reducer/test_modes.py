@@ -15,32 +15,25 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.leaf_steps import SCALER, backward, clear, loss_scale, step
+from support.leaf_steps import CAPS, SCALER, WIRE_DTYPES, assert_same, backward, clear, copies, loss_scale, step
 from support.leaf_steps import given as loss_of
 from support.loopback import Loopback, ThreadWorld
 
 from fusedreduce import BucketCaps, CollectiveError, FusedReduceError, NonFiniteGradientError, ReduceConfig, Reducer
 from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
 from fusedreduce.config import Asynchronous, BoundedStaleness, FlushReport, Synchronous
-from fusedreduce.kernels import dispatch
 from fusedreduce.planning.plan_file import plan_hash
 from fusedreduce.reducer.state import ReducerState
 
-CAPS = BucketCaps(first_bytes=64, cap_bytes=150)
+pytestmark = pytest.mark.usefixtures("path")
+
 SHAPES = ((3,), (5, 7), (1,), (0,), (40,), (8, 3))
-WIRE_DTYPES: dict[str, torch.dtype | None] = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MIXES: tuple[tuple[torch.dtype, ...], ...] = (
     (torch.float32,) * 6,
     (torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.float32),
     (torch.float64, torch.float32, torch.complex64, torch.float64, torch.complex64, torch.float32),
 )
 Gradients = Sequence[torch.Tensor | None]
-
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
 def _stale(k: int, **options: Any) -> ReduceConfig:
@@ -57,17 +50,6 @@ def _drawn(seed: int, dtypes: Sequence[torch.dtype] = MIXES[0]) -> list[torch.Te
         torch.randn(shape, generator=generator, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(dtype)
         for shape, dtype in zip(SHAPES, dtypes, strict=True)
     ]
-
-
-def _copies(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    return [None if one.grad is None else one.grad.clone() for one in parameters]
-
-
-def _same(actual: Gradients, expected: Gradients, what: object = "") -> None:
-    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        assert (one is None) == (other is None), (what, index, one, other)
-        if one is not None and other is not None:
-            assert one.dtype is other.dtype and torch.equal(one, other), (what, index, one.reshape(-1)[:3])
 
 
 class Average:
@@ -155,7 +137,7 @@ class Run:
             step(self.reducer, locals_[-1], scale=scale)
             waiting.append(self.averages[number].values)
             landed = waiting.pop(0) if len(waiting) > k else None
-            _same(_copies(self.parameters), landed or [None] * len(SHAPES), f"step {number}")
+            assert_same(copies(self.parameters), landed or [None] * len(SHAPES), f"step {number}")
             assert self.reducer.late.withheld == (landed is None)
             assert self.reducer.stats()["steps_under_way"] == len(waiting)
             self.norm()
@@ -192,7 +174,7 @@ class Run:
                 report = self.reducer.flush(step=one_step)
             else:
                 report = self.reducer.flush(optimizer)
-            _same(self.parameters, before, "parameters after the flush")
+            assert_same(self.parameters, before, "parameters after the flush")
             assert all(one.grad is None for one in self.parameters)
             for one in self.parameters:
                 one.detach().zero_()
@@ -204,7 +186,7 @@ class Run:
                         had = total[index]
                         total[index] = one.clone() if had is None else had + one
             report = self.reducer.flush()
-            _same(_copies(self.parameters), total, "flush")
+            assert_same(copies(self.parameters), total, "flush")
         assert report == FlushReport(steps=len(waiting)) and not self.reducer.flush().steps
 
     def reload(self) -> None:
@@ -247,17 +229,11 @@ def _averages(case: dict[str, Any], ranks: int) -> list[Average]:
     return found
 
 
-def _check(results: Sequence[object]) -> None:
-    for one in results:
-        if isinstance(one, BaseException):
-            raise one
-
-
 @settings(max_examples=45, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=case_of)
 def test_gradients_are_the_averages_of_k_steps_before(case: dict[str, Any]) -> None:
     averages = _averages(case, 2)
-    _check(ThreadWorld(2).run(lambda communicator: Run(case, averages, communicator).go()))
+    ThreadWorld(2).results(lambda communicator: Run(case, averages, communicator).go())
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 4])
@@ -273,7 +249,7 @@ def test_wires_are_k_plus_one_per_bucket(k: int, wire: Any) -> None:
         assert stats["wire_allocations"] == (k + 1) * int(stats["buckets"]) and int(stats["buckets"]) > 2
         assert stats["steps"] == 100 and stats["steps_under_way"] == k
 
-    _check(ThreadWorld(2).run(case))
+    ThreadWorld(2).results(case)
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -289,7 +265,7 @@ def test_a_large_gradient_is_packed_into_the_wire_of_its_own_step(k: int) -> Non
                 assert weight.grad is not None and set(weight.grad.unique().tolist()) == {number - k + 5.0}
             weight.grad = None
 
-    _check(ThreadWorld(2).run(case))
+    ThreadWorld(2).results(case)
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -330,7 +306,7 @@ def test_gradients_that_accumulate_are_those_of_the_synchronous_mode_k_steps_lat
                 actual = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 assert torch.equal(actual, expected), number
 
-    _check(ThreadWorld(2).run(case))
+    ThreadWorld(2).results(case)
 
 
 def test_a_forward_or_an_autograd_grad_between_takes_no_gradient_away() -> None:
@@ -338,18 +314,18 @@ def test_a_forward_or_an_autograd_grad_between_takes_no_gradient_away() -> None:
     reducer = Reducer(parameters, communicator, _stale(1), caps=CAPS)
     for number in range(4):
         step(reducer, _drawn(number))
-    held = _copies(parameters)
+    held = copies(parameters)
     loss = loss_of(parameters, _drawn(9))
     reducer.prepare_for_backward(loss)  # to log it, and never backward
-    _same(_copies(parameters), held)
+    assert_same(copies(parameters), held)
     factor = torch.ones((), requires_grad=True)
     loss = loss_of(parameters, _drawn(9)) * factor
     reducer.prepare_for_backward(loss)
     torch.autograd.grad(loss, factor, retain_graph=True)
-    _same(_copies(parameters), held)
+    assert_same(copies(parameters), held)
     clear(parameters)
     loss.backward()
-    _same(_copies(parameters), [communicator.mean(one) for one in _drawn(3)])
+    assert_same(copies(parameters), [communicator.mean(one) for one in _drawn(3)])
 
 
 @pytest.mark.filterwarnings("ignore:.* got a gradient after")
@@ -363,11 +339,11 @@ def test_backwards_under_no_sync_need_not_be_prepared() -> None:
             for _ in range(number % 3):
                 loss_of(parameters, local).backward()
         if number % 3 == 0 and number:
-            _same(_copies(parameters), held, "nothing came, and nothing is gone")
+            assert_same(copies(parameters), held, "nothing came, and nothing is gone")
         step(reducer, own)
         if number:
             held = [one + other for one, other in zip(held, waiting, strict=True)]
-            _same(_copies(parameters), held, number)
+            assert_same(copies(parameters), held, number)
         waiting = [one + other * (number % 3) for one, other in zip(own, local, strict=True)]
 
 
@@ -414,11 +390,11 @@ def test_plans_change_while_steps_are_under_way() -> None:
             hashes.add(plan_hash(reducer.plan))
             if number >= 3:
                 ranks = [_drawn(2 * (number - 3) + rank) for rank in range(2)]
-                _same(_copies(parameters), Average(ranks, "native", 1.0, _bucket_dtypes(MIXES[0])).values, number)
+                assert_same(copies(parameters), Average(ranks, "native", 1.0, _bucket_dtypes(MIXES[0])).values, number)
             clear(parameters)
         assert len(hashes) == 2
 
-    _check(ThreadWorld(2).run(case))
+    ThreadWorld(2).results(case)
 
 
 def test_a_static_graph_asks_once_which_parameters_are_used() -> None:
@@ -436,10 +412,10 @@ def test_a_static_graph_asks_once_which_parameters_are_used() -> None:
             if number >= 2:
                 before = [_drawn(2 * (number - 2) + rank) for rank in range(2)]
                 kept = [[None if i in (1, 4 + r) else g for i, g in enumerate(one)] for r, one in enumerate(before)]
-                _same(_copies(parameters), Average(kept, "native", 1.0, _bucket_dtypes(MIXES[0])).values, number)
+                assert_same(copies(parameters), Average(kept, "native", 1.0, _bucket_dtypes(MIXES[0])).values, number)
             clear(parameters)
 
-    _check(ThreadWorld(2).run(case))
+    ThreadWorld(2).results(case)
 
 
 def test_sparse_gradients_come_later_too() -> None:
@@ -526,7 +502,7 @@ def test_a_collective_that_fails_is_raised_by_the_step_that_lands_it() -> None:
     for number in range(5):
         step(reducer, [torch.full((3,), 3.0 * number)])
         expected = None if number < 2 else torch.full((3,), number - 2 - 1.5)
-        _same([parameters[0].grad], [expected])
+        assert_same([parameters[0].grad], [expected])
         clear(parameters)
 
 
@@ -567,7 +543,7 @@ def test_reset_gives_up_what_is_under_way_and_begins_anew() -> None:
     for number in range(4):
         step(reducer, _drawn(10 + number))
         expected = [None] * 6 if number < 2 else [communicator.mean(one) for one in _drawn(10 + number - 2)]
-        _same(_copies(parameters), expected)
+        assert_same(copies(parameters), expected)
         clear(parameters)
 
 
@@ -626,7 +602,7 @@ def test_flush_raises_for_a_step_that_is_not_finite_and_can_go_on() -> None:
         reducer.flush()
     clear(parameters)
     assert reducer.flush().steps == 1
-    _same([parameters[0].grad], [torch.full((3,), -0.5)])
+    assert_same([parameters[0].grad], [torch.full((3,), -0.5)])
 
 
 # Flush, modes and what excludes them
@@ -639,7 +615,7 @@ def test_flush_adds_to_what_is_there_and_refuses_what_waits_for_its_reduction() 
         clear(parameters)
         step(reducer, [torch.full((3,), 3.0)])
     assert reducer.flush() == FlushReport(1, 0.0, 0.0)
-    _same([parameters[0].grad], [torch.full((3,), -1.0)])
+    assert_same([parameters[0].grad], [torch.full((3,), -1.0)])
     clear(parameters)
     step(reducer, [torch.full((3,), 3.0)])
     with reducer.no_sync():
@@ -676,7 +652,7 @@ def test_flush_adds_its_landings_up_also_behind_an_optimizers_step() -> None:
         step(reducer, [torch.full((3,), 2.0**number)])
         optimizer.step()
     assert reducer.flush().steps == 2
-    _same([parameters[0].grad], [torch.full((3,), 8.0 + 16.0)])
+    assert_same([parameters[0].grad], [torch.full((3,), 8.0 + 16.0)])
 
 
 def test_flush_leaves_no_optimizer_a_gradient_that_it_has_stepped_with() -> None:
@@ -697,7 +673,7 @@ def test_a_synchronous_reducer_has_nothing_to_flush_or_to_keep() -> None:
         reducer = Reducer(parameters, Loopback(), ReduceConfig(sync_mode=mode))
         step(reducer, [torch.full((3,), 3.0)])
         assert reducer.flush() == FlushReport() and reducer.state_dict() == {}
-        _same([parameters[0].grad], [torch.full((3,), -0.5)])
+        assert_same([parameters[0].grad], [torch.full((3,), -0.5)])
         reducer.load_state_dict({})
 
 
@@ -723,7 +699,7 @@ def test_modes_change_between_steps_and_ranks_agree_on_them() -> None:
                 step(reducer, _drawn(number + communicator.rank))
                 if number >= k:
                     ranks = [_drawn(number - k + rank) for rank in range(2)]
-                    _same(_copies(parameters), Average(ranks, "native", 1.0, _bucket_dtypes(MIXES[0])).values)
+                    assert_same(copies(parameters), Average(ranks, "native", 1.0, _bucket_dtypes(MIXES[0])).values)
                 clear(parameters)
             if k:
                 with pytest.raises(FusedReduceError, match="steps are in flight: call flush"):
@@ -737,7 +713,7 @@ def test_modes_change_between_steps_and_ranks_agree_on_them() -> None:
         with pytest.raises(ValueError, match=r"sync_mode.*max_staleness=2.*max_staleness=1"):
             reducer.prepare_for_backward()
 
-    _check(ThreadWorld(2).run(case))
+    ThreadWorld(2).results(case)
 
 
 @pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"skip_unused_buckets": True}])
@@ -805,7 +781,7 @@ def test_a_checkpoint_is_plain_and_stays_as_it_was_saved() -> None:
             parameter.grad.mul_(7)
         clear(parameters)
     for one, other in zip(state["steps"], kept["steps"], strict=True):
-        _same(list(one["averages"].values()), list(other["averages"].values()))
+        assert_same(list(one["averages"].values()), list(other["averages"].values()))
 
 
 def test_a_checkpoint_has_each_steps_own_average_and_leaves_gradients_alone() -> None:
@@ -815,9 +791,9 @@ def test_a_checkpoint_has_each_steps_own_average_and_leaves_gradients_alone() ->
     mine = [parameter.grad for parameter in parameters]
     state = reducer.state_dict()
     for kept, number in zip(state["steps"], (2, 3), strict=True):
-        _same(list(kept["averages"].values()), [Loopback().mean(one) for one in _drawn(number)], number)
+        assert_same(list(kept["averages"].values()), [Loopback().mean(one) for one in _drawn(number)], number)
     assert all(parameter.grad is one for parameter, one in zip(parameters, mine, strict=True))
-    _same(mine, [torch.full(shape, 7.0) for shape in SHAPES], "gradients of the user's")
+    assert_same(mine, [torch.full(shape, 7.0) for shape in SHAPES], "gradients of the user's")
 
 
 def test_landing_leaves_a_loaded_checkpoint_as_it_was() -> None:
@@ -828,7 +804,7 @@ def test_landing_leaves_a_loaded_checkpoint_as_it_was() -> None:
     reducer.load_state_dict(state)
     assert reducer.flush().steps == 2
     for one, before in zip(state["steps"], kept["steps"], strict=True):
-        _same(list(one["averages"].values()), list(before["averages"].values()))
+        assert_same(list(one["averages"].values()), list(before["averages"].values()))
 
 
 def _saved(state: Any) -> Any:

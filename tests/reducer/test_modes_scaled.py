@@ -12,13 +12,8 @@ from torch import nn
 
 from fusedreduce import FusedGradScaler, ReduceConfig, Reducer, clip_grad_norm_
 from fusedreduce.config import BoundedStaleness
-from fusedreduce.kernels import dispatch
 
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    monkeypatch.setattr(dispatch, "_triton", lambda: None)
+pytestmark = pytest.mark.usefixtures("path")
 
 
 class Loop:

@@ -8,22 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.leaf_steps import SCALER, Wire, clear, loss_scale, step
+from support.leaf_steps import CAPS, SCALER, WIRE_DTYPES, Wire, clear, loss_scale, step
 from support.loopback import Loopback, ThreadWorld, constant
 
-from fusedreduce import AgreementError, BucketCaps, ReduceConfig, Reducer
+from fusedreduce import AgreementError, ReduceConfig, Reducer
 from fusedreduce.buckets.exchange import fp16_split
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.kernels import dispatch
 
-CAPS = BucketCaps(first_bytes=64, cap_bytes=150)
+pytestmark = pytest.mark.usefixtures("path")
+
 SHAPES = ((3,), (5, 7), (1,), (0,), (40,))
-WIRE_DTYPES: dict[str, torch.dtype | None] = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
 def _parameters(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -65,8 +59,7 @@ def test_every_rank_gets_the_sum_over_each_ranks_divisor(wire: Wire, ranks: int,
                 clear(parameters)
         return found
 
-    for held in ThreadWorld(ranks).run(case):
-        assert not isinstance(held, BaseException), held
+    for held in ThreadWorld(ranks).results(case):
         for number, gradients in enumerate(held):
             for index, gradient in enumerate(gradients):
                 local = [_gradients(10 * number + rank)[index] for rank in range(ranks)]
@@ -89,8 +82,7 @@ def test_a_loss_scale_is_removed_once_and_the_split_of_an_fp16_wire_too(wire: Wi
         step(reducer, _gradients(communicator.rank), scale=loss_scale(scale))
         return [one.grad for one in parameters]
 
-    for held in ThreadWorld(ranks).run(case):
-        assert not isinstance(held, BaseException), held
+    for held in ThreadWorld(ranks).results(case):
         for index, gradient in enumerate(held):
             local = [_gradients(rank)[index] * scale for rank in range(ranks)]
             assert torch.equal(gradient, _reduced(local, divisors, wire, split) / scale), index

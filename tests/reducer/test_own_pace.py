@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.leaf_steps import clear
 from torch import nn
 from torch.optim import SGD
 
@@ -241,11 +242,6 @@ def backward(reducer: Reducer, parameters: list[torch.Tensor], value: float) -> 
     loss = torch.stack([(value * parameter).sum() for parameter in parameters]).sum()
     reducer.prepare_for_backward(loss)
     loss.backward()
-
-
-def clear(parameters: list[torch.Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
 
 
 def first_of(parameters: list[torch.Tensor]) -> list[float]:

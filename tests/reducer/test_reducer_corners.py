@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.leaf_steps import clear
 from support.loopback import Loopback, ThreadWorld, constant
 from torch import nn
 
@@ -26,11 +27,7 @@ from fusedreduce.reducer.reducer import Reducer
 from fusedreduce.reducer.state import ReducerState
 from fusedreduce.reducer.step_cycle import StepCycle
 
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reducer's quick path on CPU, which the interpreter would take the place of."""
-    monkeypatch.setattr(dispatch, "path_for", lambda *_: "torch")
+pytestmark = pytest.mark.usefixtures("path")
 
 
 def leaves(count: int, numel: int = 4, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -38,8 +35,7 @@ def leaves(count: int, numel: int = 4, dtype: torch.dtype = torch.float32) -> li
 
 
 def plain_step(reducer: Reducer, parameters: list[torch.Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
+    clear(parameters)
     loss = torch.stack([(parameter * (index + 1)).sum() for index, parameter in enumerate(parameters)]).sum()
     reducer.prepare_for_backward(loss)
     loss.backward()
@@ -50,8 +46,7 @@ def trained(parameters: list[torch.Tensor], communicator: Communicator, **option
     reducer = Reducer(parameters, communicator, **options)  # type: ignore[arg-type]
     for _ in range(6):
         plain_step(reducer, parameters)
-    for parameter in parameters:
-        parameter.grad = None
+    clear(parameters)
     return reducer
 
 
@@ -59,8 +54,7 @@ def test_gradients_set_by_hand_from_autograd_grad_before_the_backward() -> None:
     parameters, communicator = leaves(3), Loopback()
     reducer = Reducer(parameters, communicator)
     for _ in range(8):
-        for parameter in parameters:
-            parameter.grad = None
+        clear(parameters)
         loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
         reducer.prepare_for_backward(loss)
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss * 2, parameters), strict=True):
@@ -77,8 +71,7 @@ def test_autograd_grad_through_the_very_output_before_the_backward() -> None:
     parameters, communicator = leaves(3), Loopback()
     reducer = Reducer(parameters, communicator)
     for _ in range(8):
-        for parameter in parameters:
-            parameter.grad = None
+        clear(parameters)
         output = torch.stack([parameter.sum() for parameter in parameters]).sum()
         reducer.prepare_for_backward(output)
         by_hand = torch.autograd.grad(output * 2, parameters, retain_graph=True)
@@ -204,8 +197,7 @@ def test_gradients_that_share_memory_across_buckets() -> None:
     parameters, communicator = leaves(3), Loopback()
     reducer = Reducer(parameters, communicator, caps=BucketCaps(first_bytes=16, cap_bytes=16))
     for _ in range(7):
-        for parameter in parameters:
-            parameter.grad = None
+        clear(parameters)
         loss = (torch.cat(parameters) * torch.arange(12.0)).sum()
         reducer.prepare_for_backward(loss)
         loss.backward()
@@ -232,8 +224,7 @@ def test_what_is_written_to_a_gradient_under_way_is_an_error(hooked: bool, views
     if hooked:
         reducer.register_comm_hook(None, leave)
     for call in (lambda: None, lambda: None, write):
-        for parameter in parameters:
-            parameter.grad = None
+        clear(parameters)
         loss = (one * spied(other * 1, call)).sum()
         reducer.prepare_for_backward(loss)
         if call is write:
@@ -282,8 +273,7 @@ def test_pre_hooks_do_not_pile_up_on_an_output_that_lives_on(monkeypatch: pytest
     reducer = Reducer(parameters, Loopback())
     kept = torch.ones(3, requires_grad=True) * 2
     for _ in range(5):
-        for parameter in parameters:
-            parameter.grad = None
+        clear(parameters)
         loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
         reducer.prepare_for_backward((loss, kept))
         loss.backward()
@@ -360,8 +350,7 @@ def test_what_is_added_to_a_gradient_before_its_buckets_launch_is_reduced_with_i
     large, small = parameters = [torch.randn(20_000, requires_grad=True), torch.randn(1, requires_grad=True)]
     reducer = Reducer(parameters, Loopback([constant(0.0)]), gradient_as_bucket_view=views)
     for _ in range(6):
-        for parameter in parameters:
-            parameter.grad = None
+        clear(parameters)
         loss = (large * spied(small * 1, write)).sum()
         reducer.prepare_for_backward(loss)
         loss.backward()

@@ -12,10 +12,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support import state_cases
-from support.leaf_steps import given
-from support.ranks import RankPool
-from support.state_cases import (
+from reducer import state_cases
+from reducer.state_cases import (
     CALLS,
     CHANGED,
     RANKS,
@@ -30,11 +28,12 @@ from support.state_cases import (
     gradient_value,
     in_turn,
 )
+from support.leaf_steps import given
+from support.ranks import RankPool
 
 from fusedreduce import FusedReduceError
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.kernels import dispatch
 from fusedreduce.reducer.state import ReducerState
 
 IDLE, ARMED, LAUNCHED = ReducerState.IDLE, ReducerState.ARMED, ReducerState.LAUNCHED
@@ -172,12 +171,8 @@ ALONE: Mapping[tuple[str, ReducerState], Outcome] = {
 DEFERRED: Mapping[tuple[str, ReducerState], Outcome] = {("loss.backward", ARMED): _fine(LAUNCHED, "")}
 
 
-@pytest.fixture(autouse=True)
-def _torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_triton", lambda: None)
-
-
 pytestmark = [
+    pytest.mark.usefixtures("path"),
     pytest.mark.filterwarnings("ignore:rank .* got a gradient after this step's gradients:UserWarning"),
     pytest.mark.filterwarnings("ignore:rank .* abandons a step that is in flight:UserWarning"),
 ]

@@ -18,7 +18,7 @@ from fusedreduce.run import __main__ as command
 from fusedreduce.run import options
 
 ROOT = Path(__file__).resolve().parents[2]
-SUPPORT = ROOT / "tests" / "support"
+HERE = Path(__file__).resolve().parent
 SITE = ROOT / "fusedreduce" / "run" / "site"
 RUN = ("-m", "fusedreduce.run", "--wire", "bf16")
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("run")
     (made / "package").mkdir()
     (made / "package" / "__init__.py").touch()
-    (made / "package" / "probe.py").write_text((SUPPORT / "run_probe.py").read_text())
+    (made / "package" / "probe.py").write_text((HERE / "run_probe.py").read_text())
     (made / "theirs").mkdir()
     (made / "theirs" / "sitecustomize.py").write_text("import sys\nsys.theirs = __name__\n")
     return made
@@ -99,7 +99,7 @@ def test_another_sitecustomize_runs_as_without_ours(tmp_path: Path, theirs: str 
 
 
 def test_torchs_module_is_imported_as_without(folder: Path) -> None:
-    probe = str(SUPPORT / "run_hook_probe.py")
+    probe = str(HERE / "run_hook_probe.py")
     plain, ours = started(probe, "0", cwd=folder), started(*RUN, probe, "0", cwd=folder)
     assert plain.returncode == ours.returncode == 0, ours.stderr
     assert json.loads(ours.stdout) == json.loads(plain.stdout)

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import run_cases
+from run import run_cases
 from support.collective_cases import free_port
 from support.ranks import RankPool
 
-SCRIPT = Path(__file__).resolve().parents[1] / "support" / "run_train.py"
+SCRIPT = Path(__file__).with_name("run_train.py").resolve()
 RUN = ("-m", "fusedreduce.run")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port")
 

@@ -8,13 +8,18 @@ from typing import Any, Literal
 
 import torch
 
-from fusedreduce import Reducer
+from fusedreduce import BucketCaps, Reducer
 from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.buckets.loss_scale import LossScale
 
 Wire = Literal["native", "bf16", "fp16"]
 # (wire, gradients are views): every way in which a dense bucket travels.
 TRAVELS: tuple[tuple[Wire, bool], ...] = (("native", False), ("native", True), ("bf16", False), ("fp16", False))
+# None: a gradient travels in its own dtype.
+WIRE_DTYPES: dict[str, torch.dtype | None] = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Several buckets, some with several parameters: of `leaves()`, and of other small ones.
+CAPS = BucketCaps(first_bytes=64, cap_bytes=150)
+NUMELS = (3, 35, 1, 40, 24, 7, 60)
 
 
 class Scaler:
@@ -104,10 +109,34 @@ def shadow_step(reducer: Reducer) -> None:
     shadows.end_step()
 
 
+def leaves(
+    shapes: Sequence[int | tuple[int, ...]] = NUMELS, dtype: torch.dtype = torch.float32, value: float = 0.0
+) -> list[torch.Tensor]:
+    """Parameters that hold `value`."""
+    sizes = [(shape,) if isinstance(shape, int) else shape for shape in shapes]
+    return [torch.full(size, value, dtype=dtype, requires_grad=True) for size in sizes]
+
+
 def clear(parameters: Sequence[torch.Tensor]) -> None:
     """zero_grad(set_to_none=True)."""
     for parameter in parameters:
         parameter.grad = None
+
+
+def copies(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Of all gradients, sparse ones as dense."""
+    return [None if one.grad is None else one.grad.detach().clone().to_dense() for one in parameters]
+
+
+def assert_same(
+    actual: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None], what: object = ""
+) -> None:
+    """Bit for bit, and of the same dtype; None where None is expected."""
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert (one is None) == (other is None), (what, index, one, other)
+        if one is not None and other is not None:
+            assert one.dtype is other.dtype and one.shape == other.shape, (what, index, one.dtype, one.shape)
+            assert torch.equal(one, other), (what, index, one.reshape(-1)[:4], other.reshape(-1)[:4])
 
 
 def values(gradient: torch.Tensor) -> torch.Tensor:

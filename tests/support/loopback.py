@@ -26,6 +26,28 @@ def constant(value: float) -> Peer:
     return lambda mine: mine.clone() if mine.dtype is torch.int32 else torch.full_like(mine, value)
 
 
+def half(mine: torch.Tensor) -> torch.Tensor:
+    """A peer whose contribution is in proportion: small numbers stay small, and a loss scale is in it too."""
+    return mine.clone() if mine.dtype is torch.int32 else mine * 0.5
+
+
+class Counted:
+    """The all-reduce of ones with which a join counts the ranks that still have inputs.
+
+    Args:
+        ranks: what it comes to.
+    """
+
+    def __init__(self, ranks: float) -> None:
+        self._ranks = ranks
+
+    def wait(self) -> None:
+        """Done."""
+
+    def result(self) -> list[torch.Tensor]:
+        return [torch.tensor([self._ranks])]
+
+
 # They differ, so a sum that leaves one out or takes one twice is noticed; powers of two, so bf16 holds them.
 PEERS = (constant(0.5), constant(-2.0))
 
@@ -324,3 +346,11 @@ class ThreadWorld:
 
         with LocalGroup(self.size, timeout_s=TIMEOUT_S) as group:
             return group.run(rank)
+
+    def results(self, case: Callable[[Communicator], Any]) -> list[Any]:
+        """As `run`, but the first error is raised."""
+        found = self.run(case)
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return found

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from parallel.ddp_fault_cases import _group, _in_time
+from support.hook_cases import SMALL_CAP_MB, assert_same_on_all_ranks, batch, loss_of, mlp
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -20,8 +22,6 @@ from fusedreduce.buckets.deferred_errors import in_backward
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.config import Asynchronous, FlushReport, Synchronous
 from fusedreduce.reducer.modes.asynchronous import AsynchronousMode
-from support.ddp_fault_cases import _group, _in_time
-from support.hook_cases import SMALL_CAP_MB, assert_same_on_all_ranks, batch, loss_of, mlp
 
 QUICK_S = 0.004
 SLOW = 10.0
@@ -350,7 +350,7 @@ def changes_mode(rank: int, world: int) -> None:
 
 def errors_of_users(rank: int, world: int) -> None:
     """A backward that raises on one rank is given up there; the others do not notice, and nothing is lost."""
-    from support.ddp_fault_cases import Interrupted
+    from parallel.ddp_fault_cases import Interrupted
 
     ddp = wrapped(Interrupted())
     model: Any = ddp.module

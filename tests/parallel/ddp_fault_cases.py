@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.ddp_cases import Branches, Checkpointed, assert_averaged, wrapped
+from support.hook_cases import UNIT, batch, loss_of, mlp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import fusedreduce
-from support.ddp_cases import Branches, Checkpointed, assert_averaged, wrapped
-from support.hook_cases import UNIT, batch, loss_of, mlp
 
 GROUP_TIMEOUT_S = 2.0
 # What a rank may take beyond the group's timeout until it raises: other ranks' work on a busy machine.

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.ddp_cases import STEPS, assert_averaged, train, wrapped
+from support.hook_cases import SMALL_CAP_MB, assert_same_on_all_ranks, batch, gradients, loss_of, mlp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
@@ -22,8 +24,6 @@ from torch.optim.swa_utils import AveragedModel
 
 import fusedreduce
 from fusedreduce.parallel import ddp_arguments
-from support.ddp_cases import STEPS, assert_averaged, train, wrapped
-from support.hook_cases import SMALL_CAP_MB, assert_same_on_all_ranks, batch, gradients, loss_of, mlp
 
 # Agreement
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support import hook_cases
+from support.ddp_cases import STEPS, assert_averaged, train, wrapped
+from support.hook_cases import assert_is_mean, assert_same_on_all_ranks, batch, loss_of, mlp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import fusedreduce
-from support import hook_cases
-from support.ddp_cases import STEPS, assert_averaged, train, wrapped
-from support.hook_cases import assert_is_mean, assert_same_on_all_ranks, batch, loss_of, mlp
 
 
 def zoo(rank: int, world: int, wire: str) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.ddp_cases import reducer_of
+from support.hook_cases import assert_is_mean, assert_same_on_all_ranks, gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -19,8 +21,6 @@ import fusedreduce
 from fusedreduce.planning.plan_file import plan_hash
 from fusedreduce.reducer import plans
 from fusedreduce.trace.reader import read
-from support.ddp_cases import reducer_of
-from support.hook_cases import assert_is_mean, assert_same_on_all_ranks, gradients
 
 WIDTH = 64
 

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from parallel.ddp_fault_cases import Partial
+from support.ddp_cases import Checkpointed, TwoHeads
+from support.hook_cases import SMALL_CAP_MB, batch, loss_of, mlp
 from torch import nn
 from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -17,9 +20,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import fusedreduce
-from support.ddp_cases import Checkpointed, TwoHeads
-from support.ddp_fault_cases import Partial
-from support.hook_cases import SMALL_CAP_MB, batch, loss_of, mlp
 
 Make = Callable[..., Any]
 

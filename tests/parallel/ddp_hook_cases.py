@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.ddp_cases import STEPS, wrapped
+from support.hook_cases import SMALL_CAP_MB, batch, gradients, loss_of, mlp
 from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
@@ -19,8 +21,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
-from support.ddp_cases import STEPS, wrapped
-from support.hook_cases import SMALL_CAP_MB, batch, gradients, loss_of, mlp
 
 Register = Callable[[TorchDDP], None]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.hook_cases import Branches, ComplexNet, Zoo, assert_same_on_all_ranks, batch, hooked, images, loss_of, mlp
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +21,6 @@ import fusedreduce
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.errors import NonFiniteGradientError
 from fusedreduce.kernels import dispatch
-from support.hook_cases import Branches, ComplexNet, Zoo, assert_same_on_all_ranks, batch, hooked, images, loss_of, mlp
 
 RELATIVE = 1e-6
 

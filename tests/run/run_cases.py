@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from run import run_train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -17,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import fusedreduce
 from fusedreduce import ReduceConfig
 from fusedreduce.parallel import install
-from support import run_train
 
 BF16 = ReduceConfig(wire="bf16")
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.ddp_cases import wrapped
+from support.hook_cases import assert_same_on_all_ranks, batch, mlp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils import clip_grad_norm_ as torch_clip
@@ -15,8 +17,6 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from fusedreduce.optim.clip import clip_grad_norm_
 from fusedreduce.optim.grad_scaler import FusedGradScaler
-from support.ddp_cases import wrapped
-from support.hook_cases import assert_same_on_all_ranks, batch, mlp
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "fused": lambda model: AdamW(model.parameters(), lr=0.01, fused=True),

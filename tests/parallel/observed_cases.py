@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from parallel.ddp_hook_cases import HOOKS
+from support import hook_cases
+from support.ddp_cases import Branches, Checkpointed
+from support.hook_cases import SMALL_CAP_MB, assert_same_on_all_ranks, batch, loss_of, mlp
+from support.leaf_steps import SCALER, assert_close, bits, exact_norms, loss_scale
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -19,11 +24,6 @@ from fusedreduce.buckets.loss_scale import LossScale
 from fusedreduce.buckets.stats.non_finite import Culprit, NonFiniteReport
 from fusedreduce.errors import NonFiniteGradientError
 from fusedreduce.reducer.reducer import Reducer
-from support import hook_cases
-from support.ddp_cases import Branches, Checkpointed
-from support.ddp_hook_cases import HOOKS
-from support.hook_cases import SMALL_CAP_MB, assert_same_on_all_ranks, batch, loss_of, mlp
-from support.leaf_steps import SCALER, assert_close, bits, exact_norms, loss_scale
 
 STEPS = 7
 

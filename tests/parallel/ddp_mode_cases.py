@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.ddp_cases import Branches
+from support.hook_cases import SMALL_CAP_MB, batch, loss_of, mlp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
@@ -17,8 +19,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
 from fusedreduce.config import Asynchronous, BoundedStaleness, FlushReport, Synchronous
-from support.ddp_cases import Branches
-from support.hook_cases import SMALL_CAP_MB, batch, loss_of, mlp
 
 
 def _stale(model: nn.Module, k: int, wire: str = "native", **options: Any) -> fusedreduce.DistributedDataParallel:

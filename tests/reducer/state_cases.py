@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from support.leaf_steps import clear, given
 
 from fusedreduce import BucketCaps, CollectiveError, Reducer, Synchronous
 from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.reducer.state import ReducerState
-from support.leaf_steps import given
 
 RANKS = 2
 SHAPES = ((3,), (5, 7), (1,), (40,))
@@ -87,8 +87,7 @@ def gradient_value(number: int, forward: int) -> float:
 
 
 def drop_gradients(rank: Rank) -> None:
-    for parameter in rank.parameters:
-        parameter.grad = None
+    clear(rank.parameters)
 
 
 # The calls
