@@ -663,88 +663,49 @@ def test_small_gradients_survive_an_fp16_wire_of_eight_ranks(on: bool) -> None:
     assert flat_real(parameters[0]).numel() == 500
 
 
-def test_zeros_of_an_unscaled_local_backward_are_refused_like_any_others() -> None:
-    """Ranks would not agree on values that are each rank's own: one would raise, and its peers wait."""
-    parameter = torch.zeros(3, requires_grad=True)
-    reducer = _reducer([parameter])
+@pytest.mark.parametrize(
+    ("warm", "factor", "words"),
+    [(0, 0.0, r"reset\(\) on every rank and zero_grad\(\)"), (8, 1.0, "added scaled gradients to unscaled ones")],
+)
+def test_an_unscaled_local_backward_through_one_parameter_is_found(warm: int, factor: float, words: str) -> None:
+    """Its zeros too: ranks would not agree on values that are each rank's own: one would raise, and its peers wait."""
+    parameters, scale = leaves((4,) * 6), loss_scale(1024.0)
+    reducer = _reducer(parameters)
+    for _ in range(warm):
+        _synchronised(reducer, scale)
+        clear(parameters)
     with reducer.no_sync():
         reducer.prepare_for_backward()
-        (parameter * 0.0).sum().backward()
-    loss = parameter.square().sum()
-    reducer.prepare_for_backward(loss)
-    scale = loss_scale(8.0)
-    scaled_loss = loss * scale.scale
-    assert scaled_loss.grad_fn is not None
-    scaled_loss.grad_fn.register_prehook(lambda _: reducer.begin_scaled(scale))
-    with pytest.raises(FusedReduceError, match=r"reset\(\) on every rank and zero_grad\(\)"):
-        scaled_loss.backward()
+        (parameters[0] * factor).sum().backward()
+    with pytest.raises(FusedReduceError, match=words):
+        _synchronised(reducer, scale)
 
 
 def test_a_second_scaled_backward_of_one_forward_is_seen_by_every_parameter() -> None:
     """It adds scaled gradients, on this rank only, to what has been reduced and unscaled."""
-    parameters = [torch.ones(4, requires_grad=True) for _ in range(6)]
+    parameters, scale = leaves((4,) * 6), loss_scale(1024.0)
     reducer = _reducer(parameters)
-    scale = loss_scale(1024.0)
-
-    def backward_of(loss: torch.Tensor) -> None:
-        scaled_loss = loss * scale.scale
-        assert scaled_loss.grad_fn is not None
-        scaled_loss.grad_fn.register_prehook(lambda _: reducer.begin_scaled(scale))
-        scaled_loss.backward()
-
     for _ in range(8):
         clear(parameters)
-        loss = torch.stack([one.square().sum() for one in parameters]).sum()
-        reducer.prepare_for_backward(loss)
-        backward_of(loss)
+        _synchronised(reducer, scale)
     with pytest.raises(FusedReduceError, match="added scaled gradients to unscaled ones"):
-        backward_of(parameters[0].sum())
+        backward(reducer, parameters[0].sum(), scale)
 
 
 def test_a_hook_that_hands_16_bit_numbers_on_flushes_nothing() -> None:
     """The scale comes off in the gradients' own dtype."""
-    parameter = torch.ones(3, requires_grad=True)
+    (parameter,) = leaves((3,))
     reducer = _reducer([parameter], Loopback(()))
 
-    def half(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    def hook(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer().half())
         return future
 
-    reducer.register_comm_hook(None, half)
-    scale = loss_scale(65536.0)
-    loss = (parameter * 1e-9).sum()
-    reducer.prepare_for_backward(loss)
-    scaled_loss = loss * scale.scale
-    assert scaled_loss.grad_fn is not None
-    scaled_loss.grad_fn.register_prehook(lambda _: reducer.begin_scaled(scale))
-    scaled_loss.backward()
+    reducer.register_comm_hook(None, hook)
+    step(reducer, [torch.full((3,), 1e-9)], scale=loss_scale(65536.0))
     assert parameter.grad is not None
     assert parameter.grad.tolist() == pytest.approx([1e-9] * 3, rel=1e-3)
-
-
-def test_an_unscaled_local_backward_is_found_by_the_next_scaled_one() -> None:
-    parameters = [torch.ones(4, requires_grad=True) for _ in range(6)]
-    reducer = _reducer(parameters)
-    scale = loss_scale(1024.0)
-
-    def synchronised() -> None:
-        loss = torch.stack([one.square().sum() for one in parameters]).sum()
-        reducer.prepare_for_backward(loss)
-        scaled_loss = loss * scale.scale
-        assert scaled_loss.grad_fn is not None
-        scaled_loss.grad_fn.register_prehook(lambda _: reducer.begin_scaled(scale))
-        scaled_loss.backward()
-
-    for _ in range(8):
-        clear(parameters)
-        synchronised()
-    clear(parameters)
-    with reducer.no_sync():
-        reducer.prepare_for_backward()
-        parameters[0].sum().backward()
-    with pytest.raises(FusedReduceError, match="added scaled gradients to unscaled ones"):
-        synchronised()
 
 
 @pytest.mark.parametrize("views", [False, True])

@@ -1,0 +1,269 @@
+"""FusedGradScaler and clip_grad_norm_ through every surface, in every mode: support/surfaces.py has the table.
+
+Each step's gradient is a number, so that what each step took is told from its weight alone; powers of two, so that a
+loss scale leaves no trace.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.surfaces import WIRES, Loop, cells, in_step, late, prompt, run, stale, whole
+from torch import nn
+
+from fusedreduce import FusedReduceError, clip_grad_norm_
+from fusedreduce.config import SyncMode
+
+pytestmark = pytest.mark.usefixtures("path")
+
+
+# Loss scales
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@cells(wires=WIRES)
+def test_each_step_is_unscaled_by_its_own_scale(surface: str, mode: SyncMode, wire: str, fused: bool) -> None:
+    def case(loop: Loop) -> None:
+        for number in range(12):
+            loop.backward(2.0 * number)
+            loop.finish(unscale=number % 2 == 0)
+            assert loop.steps == max(0, number + 1 - late(mode)), "a step without gradients is none"
+            loop.scaler.update(2.0 ** (number % 5 + 1))  # another scale for every step
+        if late(mode):
+            assert loop.weight() == -2.0 * sum(range(12 - late(mode)))
+        assert loop.flush() >= late(mode)
+        assert loop.weight() == -2.0 * sum(range(12))
+
+    run(surface, case, sync_mode=mode, wire=wire, fused=fused, scaler={})
+
+
+@cells(wires=WIRES)
+def test_an_overflow_skips_one_step_and_lowers_the_scale_once(surface: str, mode: SyncMode, wire: str) -> None:
+    def case(loop: Loop) -> None:
+        scales = []
+        for number in range(8):
+            loop.backward(math.inf if number == 2 else 2.0)
+            loop.finish(unscale=number % 2 == 0)
+            scales.append(loop.scaler.get_scale())
+        assert scales == [1024.0] * (2 + late(mode)) + [512.0] * (6 - late(mode))
+        assert loop.steps == 8 - 1 - late(mode)
+        loop.flush()
+        assert loop.weight() == -2.0 * 7
+
+    run(surface, case, sync_mode=mode, wire=wire, scaler={})
+
+
+@cells(whole, wires=("fp16",))
+def test_steps_that_hold_the_overflow_of_one_scale_lower_it_once(surface: str, mode: SyncMode, wire: str) -> None:
+    """1024 x 100 overflows on the wire, in each of the steps that were scaled before that was known; 512 x 100 fits."""
+
+    def case(loop: Loop) -> None:
+        scales = []
+        for _ in range(3 * late(mode) + 4):
+            loop.backward(100.0)
+            loop.finish()
+            scales.append(loop.scaler.get_scale())
+        assert scales == [1024.0] * late(mode) + [512.0] * (2 * late(mode) + 4)
+        good = len(scales) - late(mode) - (late(mode) + 1)  # landed, less those that were scaled by 1024
+        assert loop.steps == good and loop.weight() == -100.0 * good
+
+    run(surface, case, sync_mode=mode, wire=wire, scaler={})
+
+
+@cells(whole, wires=("fp16",))
+def test_an_overflow_at_the_lowered_scale_lowers_it_again(surface: str, mode: SyncMode, wire: str) -> None:
+    def case(loop: Loop) -> None:
+        scales = []
+        for _ in range(3 * (late(mode) + 1) + 2):
+            loop.backward(300.0)
+            loop.finish()
+            scales.append(loop.scaler.get_scale())
+        lowered = [1024.0 / 2**times for times in (1, 2, 3) for _ in range(late(mode) + 1)]
+        assert scales == ([1024.0] * late(mode) + lowered + [128.0] * 9)[: len(scales)] and scales[-1] == 128.0
+
+    run(surface, case, sync_mode=mode, wire=wire, scaler={})
+
+
+@pytest.mark.parametrize("then", [(), (1.0,)])
+@cells(stale)
+def test_a_step_of_flush_is_told_of_its_own_landing(
+    surface: str, mode: SyncMode, wire: str, then: tuple[float, ...]
+) -> None:
+    """Steps that overflow at the old scale land in flush, which lowers it once; also beside one of the new scale."""
+
+    def case(loop: Loop) -> None:
+        scales = []
+
+        def finish() -> None:
+            loop.finish()
+            scales.append(loop.scaler.get_scale())
+
+        for value in [math.inf] * (late(mode) + len(then)) + [*then]:
+            loop.backward(value)
+            finish()
+        assert loop.flush(finish) == late(mode)
+        assert scales[: late(mode)] == [1024.0] * late(mode) and set(scales[late(mode) :]) == {512.0}, "lowered once"
+        assert loop.steps == len(then)
+
+    run(surface, case, sync_mode=mode, wire=wire, scaler={})
+
+
+@cells()
+def test_only_steps_with_gradients_count_for_growth(surface: str, mode: SyncMode, wire: str) -> None:
+    def case(loop: Loop) -> None:
+        scales = []
+        for number in range(5 + late(mode)):
+            loop.backward(1.0)
+            loop.finish(unscale=number % 2 == 0)
+            scales.append(loop.scaler.get_scale())
+        assert scales == [1024.0] * (late(mode) + 1) + [2048.0] * 2 + [4096.0] * 2
+
+    run(surface, case, sync_mode=mode, wire=wire, scaler={"growth_interval": 2})
+
+
+@cells(in_step)
+def test_parameters_that_nobody_reduces_step_all_the_same(surface: str, mode: SyncMode, wire: str) -> None:
+    def case(loop: Loop) -> None:
+        other = nn.Parameter(torch.zeros(1))
+        loop.optimizer.add_param_group({"params": [other]})
+        for number in range(6):
+            loop.scaler.scale(loop.loss(1.0) + other.sum()).backward()
+            loop.finish()
+            assert other.item() == -(number + 1.0)
+        assert loop.weight() == -(6.0 - late(mode))
+
+    run(surface, case, sync_mode=mode, wire=wire, scaler={})
+
+
+@pytest.mark.parametrize("change", [None, 2.0**3, 2.0**17])
+@cells(in_step, wires=("native", "bf16"))
+def test_four_micro_batches_with_a_scale_change_in_between(
+    surface: str, mode: SyncMode, wire: str, change: float | None
+) -> None:
+    def case(loop: Loop) -> None:
+        for number in range(6):
+            with loop.wrapper.no_sync():
+                for micro in (1.0, 2.0, 4.0):
+                    loop.backward(micro)
+                    if micro == 2.0 and change is not None:
+                        loop.scaler.update(change)
+            loop.backward(8.0 * number)
+            assert loop.gradient() in (None, 7.0 + 8.0 * (number - late(mode)))
+            loop.finish()
+            loop.scaler.update(2.0**9)
+        loop.flush()
+        assert loop.weight() == -(6 * 7.0 + 8.0 * sum(range(6)))
+
+    run(surface, case, sync_mode=mode, wire=wire, scaler={"init_scale": 2.0**9})
+
+
+@pytest.mark.parametrize("scaled_first", [True, False])
+@cells(prompt)
+def test_a_scaled_and_an_unscaled_backward_of_one_step(
+    surface: str, mode: SyncMode, wire: str, scaled_first: bool
+) -> None:
+    """Refused where one of them is in the other's unit by then; DataParallel's replicas unscale each by itself."""
+
+    def case(loop: Loop) -> None:
+        first = loop.backward if scaled_first else lambda value: loop.loss(value).backward()
+        second = (lambda value: loop.loss(value).backward()) if scaled_first else loop.backward
+        with loop.wrapper.no_sync():
+            first(1.0)
+        if whole(surface, mode):
+            with pytest.raises(FusedReduceError, match=r"zero_grad\(\).*scaler\.scale\(loss\).*no_sync\(\)"):
+                second(2.0)
+        else:
+            second(2.0)
+            assert loop.gradient() == 3.0
+
+    run(surface, case, sync_mode=mode, wire=wire, scaler={"init_scale": 4.0})
+
+
+@cells()
+def test_a_checkpoint_between_backward_and_step_leaves_the_verdict_on_the_gradients(
+    surface: str, mode: SyncMode, wire: str
+) -> None:
+    """It unpacks the steps in flight, whose statistics are not those of what `.grad` holds."""
+
+    def case(loop: Loop) -> None:
+        bad = 3
+        for number in range(bad + late(mode) + 1):
+            loop.backward(math.inf if number == bad else 1.0)
+            if number == bad + late(mode):  # `.grad` holds the averages of step 3
+                loop.state_dict()
+            loop.finish()
+        assert loop.steps == bad and loop.scaler.get_scale() == 512.0 and loop.weight() == -bad
+
+    run(surface, case, sync_mode=mode, wire=wire, scaler={})
+
+
+# Clipping and norms
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("fold", [False, True])
+@cells(in_step)
+def test_clipping_is_of_what_has_landed(
+    surface: str, mode: SyncMode, wire: str, fold: bool, reuse: bool, norm_type: float
+) -> None:
+    size = 2.0 if norm_type == 2.0 else 1.0  # of four ones
+
+    def case(loop: Loop) -> None:
+        def clip() -> float:
+            return clip_grad_norm_(
+                loop.wrapper,
+                2.0 * size,
+                loop.optimizer if fold else None,
+                reuse_norm=reuse,
+                norm_type=norm_type,
+            ).item()
+
+        expected = 0.0
+        for number in range(8):
+            loop.backward(number + 1.0)
+            landed = max(number + 1.0 - late(mode), 0.0)
+            assert loop.grad_norm(norm_type) == pytest.approx(size * landed, rel=1e-6)
+            assert clip() == pytest.approx(size * landed, rel=1e-6)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            expected += min(landed, 2.0)
+            assert loop.weight() == pytest.approx(-expected, rel=1e-5)
+
+        def step() -> None:
+            clip()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+
+        assert loop.flush(step) >= late(mode)
+        assert loop.weight() == pytest.approx(-expected - 2.0 * late(mode), rel=1e-5)
+
+    run(surface, case, sync_mode=mode, wire=wire, fused=True)
+
+
+@cells(stale)
+def test_a_coefficient_that_waits_is_for_no_other_landing(surface: str, mode: SyncMode, wire: str) -> None:
+    def case(loop: Loop) -> None:
+        for number in range(late(mode) + 2):
+            loop.optimizer.zero_grad()
+            loop.backward(1.0 if number > 1 else 5.0)
+            clip_grad_norm_(loop.wrapper, 2.0, loop.optimizer)
+        loop.optimizer.zero_grad()  # the last clip waits, and its step is never taken
+        loop.wrapper.flush(loop.optimizer)
+        assert loop.weight() == -float(late(mode))
+
+    run(surface, case, sync_mode=mode, wire=wire, fused=True)
+
+
+@cells(stale)
+def test_a_norm_after_a_checkpoint_is_of_the_gradients_that_are_there(surface: str, mode: SyncMode, wire: str) -> None:
+    def case(loop: Loop) -> None:
+        for number in range(late(mode) + 3):
+            loop.optimizer.zero_grad()
+            loop.backward(10.0**number)
+        loop.state_dict()
+        assert loop.grad_norm() == 200.0, "of step 2, in four elements"
+
+    run(surface, case, sync_mode=mode, wire=wire, grad_stats=True)
