@@ -1,4 +1,7 @@
-"""Norms, statistics, attribution and loss units of the wrapper on 2 and 3 Gloo ranks, different inputs on each."""
+"""Norms, statistics and attribution of every surface, and loss units of the wrapper, on 2 and 3 Gloo ranks.
+
+Inputs differ from rank to rank. What is the hook's alone: test_hook_observed.py.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,24 @@ from support.ranks import RankPool
 COMM_HOOKS = ("allreduce", "fp16", "fp16 around allreduce", "post-localSGD", "noop", "built-in allreduce")
 
 
-EVERYWHERE = ("plain", "zoo", "unused")  # with every wire; the others with two
+SURFACES = ("wrapper", "hook", "hook in wrapper")
+EVERYWHERE = ("plain", "everything", "unused")  # with every wire; the others with two
+OF_THE_WRAPPER = ("sparse", "overlap off", "static policy", "skipped")
 NORMS = [
-    (*travel, kind)
+    (surface, *travel, kind)
+    for surface in SURFACES
     for kind in observed_cases.MODELS
     for travel in TRAVELS
+    if surface == "wrapper" or kind not in OF_THE_WRAPPER
     if kind in EVERYWHERE or travel[0] == "bf16" or travel[1]
 ]
 
 
-@pytest.mark.parametrize(("wire", "views", "kind"), NORMS)
+@pytest.mark.parametrize(("surface", "wire", "views", "kind"), NORMS)
 def test_norms_are_those_of_the_gradients_and_the_same_on_every_rank(
-    two: RankPool, wire: Wire, views: bool, kind: str
+    two: RankPool, surface: str, wire: Wire, views: bool, kind: str
 ) -> None:
-    two.run(observed_cases.norms, kind, wire, views)
+    two.run(observed_cases.norms, surface, kind, wire, views)
 
 
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
@@ -66,13 +73,33 @@ def test_a_rank_that_leaves_early_knows_what_the_others_know(two: RankPool, how:
     assert all(one.culprits[0].rank == 0 and len(one.culprits) == 1 for one in mine)
 
 
-@pytest.mark.parametrize("check", ["count", "raise"])
+# How many: most where nothing but the surface is between a planting and its report.
+PLANTINGS = [("hook", "count", 340), ("hook", "raise", 24), ("wrapper", "count", 24), ("wrapper", "raise", 24)]
+
+
+@pytest.mark.parametrize(("surface", "check", "count"), PLANTINGS)
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
-def test_a_nan_is_attributed_to_rank_parameter_and_element_on_every_rank(
-    three: RankPool, wire: Wire, views: bool, check: str
+def test_random_plantings_are_found_on_every_rank_and_nothing_else_is(
+    three: RankPool, surface: str, wire: Wire, views: bool, check: str, count: int
 ) -> None:
-    first, *others = three.run(observed_cases.attribution, wire, check, views)
-    assert others == [first, first] and len(first) == (12 if check == "raise" else 0)
+    first, *others = three.run(observed_cases.plantings, surface, wire, check, views, count)
+    assert others == [first, first] and bool(first) == (check == "raise")
+
+
+@pytest.mark.parametrize("kind", ["plain", "static graph", "reentrant, shared"])
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+@pytest.mark.parametrize("surface", SURFACES)
+def test_raise_at_the_end_of_any_backward(two: RankPool, surface: str, wire: str, kind: str) -> None:
+    two.run(observed_cases.raises, surface, kind, wire)
+
+
+@pytest.mark.parametrize("case", [observed_cases.planted_in_others, observed_cases.used_by_one_rank])
+@pytest.mark.parametrize("wire", ["native", "bf16"])
+@pytest.mark.parametrize("surface", SURFACES)
+def test_sparse_complex_strided_and_unused_gradients_are_looked_at(
+    two: RankPool, surface: str, wire: str, case: Any
+) -> None:
+    two.run(case, surface, wire)
 
 
 def test_an_error_that_every_rank_raises_leaves_them_in_step(three: RankPool) -> None:

@@ -21,54 +21,16 @@ from fusedreduce.buckets.exchange import fp16_split
 from fusedreduce.errors import NonFiniteGradientError
 from fusedreduce.kernels import dispatch
 
-WIRES = ("native", "bf16", "fp16")
-
-
-@pytest.mark.parametrize("as_view", [False, True])
-@pytest.mark.parametrize("wire", WIRES)
-def test_norms_and_statistics(two: RankPool, wire: str, as_view: bool) -> None:
-    two.run(cases.norms, wire, "count" if as_view else "off", as_view)
-
 
 def test_what_the_wire_flushes_to_zero(two: RankPool) -> None:
     for rank, stats in enumerate(two.run(cases.flushed)):
         assert stats["grad_flushed"] == stats["grad_flushed/weight"] == (0.5 if rank else 0.0)
 
 
-@pytest.mark.parametrize(("wire", "as_view"), [("native", True), ("bf16", False), ("fp16", True)])
-def test_random_plantings_are_found_and_nothing_else(two: RankPool, wire: str, as_view: bool) -> None:
-    two.run(cases.plantings, wire, 340, as_view)
-
-
-@pytest.mark.parametrize("wire", ["native", "bf16"])
-def test_sparse_complex_and_strided_gradients_are_looked_at(two: RankPool, wire: str) -> None:
-    for sparse, complex_, strided in two.run(cases.planted_in_others, wire):
-        assert sparse.startswith("1: bucket ") and sparse.endswith(", parameter 0 of shape (20, 6), 5")
-        assert complex_.endswith(" of shape (24, 10), 5"), "pairs are counted"
-        assert strided.endswith(" of shape (8, 3, 3, 3), 5")
-
-
 def test_an_overflow_on_the_wire_is_nobodys_fault(two: RankPool) -> None:
     for culprits, reduced, text in two.run(cases.overflow_on_the_wire):
         assert culprits == 0 and reduced == ("bucket 0, parameter 0 of shape (1, 3)",)
         assert "every rank's gradients were finite" in text
-
-
-@pytest.mark.parametrize(("wire", "as_view"), [("native", False), ("bf16", True)])
-def test_raise_comes_on_every_rank_and_the_next_step_works(two: RankPool, wire: str, as_view: bool) -> None:
-    for rank, text in enumerate(two.run(cases.raises, wire, as_view)):
-        assert text.startswith(f"rank {rank}: step 3: ") and "rank 1, 2.weight, element 7" in text
-
-
-@pytest.mark.parametrize("wire", ["native", "bf16"])
-def test_a_parameter_that_only_one_rank_uses(two: RankPool, wire: str) -> None:
-    two.run(cases.used_by_one_rank, wire)
-
-
-@pytest.mark.parametrize("case", [cases.static_graph, cases.reentrant_checkpoint, cases.in_our_wrapper])
-@pytest.mark.parametrize("wire", ["native", "bf16"])
-def test_raise_at_the_end_of_other_backwards(two: RankPool, case: Any, wire: str) -> None:
-    two.run(case, wire)
 
 
 @pytest.mark.parametrize("check", ["count", "raise"])
