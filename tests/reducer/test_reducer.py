@@ -11,7 +11,7 @@ import random
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import pytest
@@ -19,6 +19,7 @@ import torch
 from support.leaf_steps import CAPS, TRAVELS, WIRE_DTYPES, Wire, clear, shadow_step, sparse_like
 from support.leaf_steps import step as leaf_step
 from support.loopback import PEERS, Call, Counted, Loopback, Peer, ThreadWorld, constant
+from support.rig import SMALL, Rig, assert_mean, drawn, drawn_like, loss_with, run
 from torch.utils.checkpoint import checkpoint
 
 from fusedreduce import AgreementError, BucketCaps, CollectiveError, FusedReduceError, ReduceConfig, Reducer
@@ -32,7 +33,6 @@ from fusedreduce.reducer.step_cycle import StepCycle
 
 pytestmark = pytest.mark.usefixtures("path")
 
-SMALL = ((3,), (5, 7), (1,), (0,), (40,), (2, 0), (8, 3))
 LARGE = runs.LARGE_NUMEL + 5
 
 
@@ -50,37 +50,6 @@ def fired(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def _parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
-
-
-def _gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.randn_like(parameter) for parameter in parameters]
-
-
-def _loss(
-    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], ready: Sequence[int] | None = None
-) -> torch.Tensor:
-    """A loss whose gradients are `gradients`; the parameters in `ready` get theirs, in that order."""
-    order = range(len(parameters) - 1, -1, -1) if ready is None else ready
-    terms = []
-    for index in reversed(order):
-        product = parameters[index] * gradients[index].conj()
-        terms.append(product.sum().real.double() if product.is_complex() else product.sum().double())
-    return torch.stack(terms).sum()
-
-
-def _step(
-    reducer: Reducer,
-    parameters: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    ready: Sequence[int] | None = None,
-) -> None:
-    loss = _loss(parameters, gradients, ready)
-    reducer.prepare_for_backward(loss)
-    loss.backward()
-
-
 def _state(reducer: Reducer) -> ReducerState:
     return reducer.state  # behind a call: mypy believes that it cannot change
 
@@ -91,33 +60,18 @@ def _same(actual: torch.Tensor | None, expected: torch.Tensor, what: object = ""
     assert torch.equal(actual, expected), f"{what}: {actual.reshape(-1)[:4]} instead of {expected.reshape(-1)[:4]}"
 
 
-def _all_mean(
-    parameters: Sequence[torch.Tensor],
-    local: Sequence[torch.Tensor],
-    communicator: Loopback,
-    wire: torch.dtype | None = None,
-) -> None:
-    assert communicator.under_way == 0
-    for index, (parameter, one) in enumerate(zip(parameters, local, strict=True)):
-        _same(parameter.grad, communicator.mean(one, wire), f"parameter {index}")
-
-
 # The mean
 
 
 @pytest.mark.parametrize("path", ["torch", "interpreter"], indirect=True)
 @pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
 def test_a_training_loop_gets_the_mean_and_nothing_leaks(path: str, wire: Wire) -> None:
-    parameters, communicator = _parameters(SMALL), Loopback()
-    reducer = Reducer(parameters, communicator, ReduceConfig(wire=wire), caps=CAPS)
+    rig = Rig(SMALL, config=ReduceConfig(wire=wire), caps=CAPS)
     for step in range(100 if path == "torch" else 6):
-        gradients = _gradients(parameters)
-        _step(reducer, parameters, gradients)
-        _all_mean(parameters, gradients, communicator, WIRE_DTYPES[wire])
-        clear(parameters)
-        assert reducer.stats()["steps"] == step + 1 and reducer.state is ReducerState.IDLE
-        reducer.finalize()
-    assert reducer.stats()["path"] == ("torch" if wire == "bf16" else path)
+        rig.train()
+        assert rig.reducer.stats()["steps"] == step + 1 and rig.reducer.state is ReducerState.IDLE
+        rig.reducer.finalize()
+    assert rig.reducer.stats()["path"] == ("torch" if wire == "bf16" else path)
 
 
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
@@ -126,7 +80,7 @@ def test_a_training_loop_gets_the_mean_and_nothing_leaks(path: str, wire: Wire) 
 def test_random_steps_get_the_mean(wire: Wire, views: bool, overlap: bool, seed: int, fired: list[int]) -> None:
     """Zeroed in any way at any time, any order of use, no_sync, several partial backwards."""
     draw = random.Random(seed)
-    parameters, communicator = _parameters((*SMALL, (LARGE,), (2, LARGE))), Loopback()
+    parameters, communicator = drawn((*SMALL, (LARGE,), (2, LARGE))), Loopback()
     count = len(parameters)
     reducer = Reducer(
         parameters,
@@ -154,11 +108,11 @@ def test_random_steps_get_the_mean(wire: Wire, views: bool, overlap: bool, seed:
             zero(how)
         if not calm and draw.random() < 0.2:
             with reducer.no_sync():
-                _step(reducer, parameters, _gradients(parameters))
-        gradients = _gradients(parameters)
+                run(reducer, drawn_like(parameters))
+        gradients = drawn_like(parameters)
         ready = list(range(count))[::-1] if calm or draw.random() < 0.5 else draw.sample(range(count), count)
         cut = count if calm or draw.random() < 0.7 else draw.randrange(1, count)
-        losses = [_loss(parameters, gradients, part) for part in (ready[:cut], ready[cut:]) if part]
+        losses = [loss_with(parameters, gradients, part) for part in (ready[:cut], ready[cut:]) if part]
         reducer.prepare_for_backward(losses)
         if when == "between":
             zero(how)
@@ -170,7 +124,7 @@ def test_random_steps_get_the_mean(wire: Wire, views: bool, overlap: bool, seed:
         for loss in losses:
             loss.backward()
         assert sorted(fired) == list(range(count))
-        _all_mean(parameters, local, communicator, WIRE_DTYPES[wire])
+        assert_mean(reducer, local)
         reducer.check_finalized()
 
 
@@ -178,21 +132,17 @@ def test_random_steps_get_the_mean(wire: Wire, views: bool, overlap: bool, seed:
 @pytest.mark.parametrize("wire", ["native", "bf16"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128])
 def test_every_dtype_is_reduced(path: str, wire: Wire, dtype: torch.dtype) -> None:
-    parameters, communicator = _parameters(((3,), (4, 5), ()), dtype), Loopback()
-    reducer = Reducer(parameters, communicator, ReduceConfig(wire=wire))
+    rig = Rig(((3,), (4, 5), ()), dtype=dtype, config=ReduceConfig(wire=wire))
     for _ in range(5):
-        gradients = _gradients(parameters)
-        _step(reducer, parameters, gradients)
-        _all_mean(parameters, gradients, communicator, WIRE_DTYPES[wire])
-        clear(parameters)
+        rig.train()
 
 
 def test_a_conjugated_gradient_is_reduced_as_what_it_stands_for() -> None:
-    (parameter,), communicator = _parameters(((6,),), torch.complex64), Loopback()
+    (parameter,), communicator = drawn(((6,),), torch.complex64), Loopback()
     reducer = Reducer([parameter], communicator)
     gradient = torch.randn(6, dtype=torch.complex64)
     parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", gradient.clone().conj()))
-    _step(reducer, [parameter], [gradient])
+    run(reducer, [gradient])
     assert parameter.grad is not None
     _same(parameter.grad.resolve_conj(), communicator.mean(gradient.conj().resolve_conj()))
 
@@ -205,64 +155,56 @@ def test_gradients_keep_the_strides_of_their_parameters(views: bool) -> None:
     reducer = Reducer(parameters, communicator, gradient_as_bucket_view=views)
     for _ in range(5):
         gradients = [torch.randn(4, 3, 5, 5), torch.randn(2, 6)]
-        _step(reducer, parameters, gradients)
-        _all_mean(parameters, gradients, communicator)
+        run(reducer, gradients)
+        assert_mean(reducer, gradients)
         for parameter in parameters:
             assert parameter.grad is not None and parameter.grad.stride() == parameter.stride()
         clear(parameters)
 
 
 def test_gradients_with_other_strides_are_reduced_and_counted() -> None:
-    parameters, communicator = _parameters(((128, 129), (4, 6), (3,))), Loopback()
-    reducer = Reducer(parameters, communicator)
+    rig = Rig(((128, 129), (4, 6), (3,)))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="grad and param do not obey")
         for _ in range(5):
-            gradients = _gradients(parameters)
-            parameters[0].grad = torch.zeros(129, 128).t()
-            parameters[1].grad = torch.zeros(6, 4).t()
-            _step(reducer, parameters, gradients)
-            _all_mean(parameters, gradients, communicator)
-            clear(parameters)
-    assert int(reducer.stats()["restrided"]) >= 10, "two of three in each step"
+            gradients = rig.draw()
+            rig.parameters[0].grad = torch.zeros(129, 128).t()
+            rig.parameters[1].grad = torch.zeros(6, 4).t()
+            rig.run(gradients)
+            rig.take(gradients)
+    assert int(rig.reducer.stats()["restrided"]) >= 10, "two of three in each step"
 
 
 def test_a_lazily_negated_gradient_without_elements_is_reduced() -> None:
-    parameters, communicator = _parameters(((0,), (3,))), Loopback()
-    reducer = Reducer(parameters, communicator)
-    parameters[0].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", torch._neg_view(p.grad)))
+    rig = Rig(((0,), (3,)))
+    rig.parameters[0].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", torch._neg_view(p.grad)))
     for _ in range(2):
-        gradients = _gradients(parameters)
-        _step(reducer, parameters, gradients)
-        _all_mean(parameters, gradients, communicator)
-        clear(parameters)
+        rig.train()
 
 
 def test_a_gradient_that_had_other_strides_once_leaves_nothing_behind() -> None:
-    parameters, communicator = _parameters(((128, 129), (3,))), Loopback()
-    reducer = Reducer(parameters, communicator)
+    rig = Rig(((128, 129), (3,)))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="grad and param do not obey")
         for step in range(9):
-            gradients = _gradients(parameters)
+            gradients = rig.draw()
             if step % 4 == 1:
-                parameters[0].grad = torch.zeros(129, 128).t()
-            _step(reducer, parameters, gradients)
-            _all_mean(parameters, gradients, communicator)
-            clear(parameters)
-    assert reducer.stats()["restrided"] == 2
+                rig.parameters[0].grad = torch.zeros(129, 128).t()
+            rig.run(gradients)
+            rig.take(gradients)
+    assert rig.reducer.stats()["restrided"] == 2
 
 
 def test_mixed_dtypes_share_buckets_on_a_16_bit_wire_from_the_second_step_on() -> None:
     def plans(wire: Wire, policy: Literal["ready", "static"]) -> list[list[set[torch.dtype]]]:
-        parameters = [one for dtype in (torch.float32, torch.bfloat16) for one in _parameters(((3,), (4,)), dtype)]
+        parameters = [one for dtype in (torch.float32, torch.bfloat16) for one in drawn(((3,), (4,)), dtype)]
         communicator = Loopback()
         seen = []
         with Reducer(parameters, communicator, ReduceConfig(wire=wire, policy=policy)) as reducer:
             for _ in range(6):
-                gradients = _gradients(parameters)
-                _step(reducer, parameters, gradients, [2, 0, 3, 1])
-                _all_mean(parameters, gradients, communicator, WIRE_DTYPES[wire])
+                gradients = drawn_like(parameters)
+                run(reducer, gradients, [2, 0, 3, 1])
+                assert_mean(reducer, gradients)
                 seen.append([{parameters[index].dtype for index in members} for members in reducer.plan])
                 clear(parameters)
         return seen
@@ -278,44 +220,42 @@ def test_mixed_dtypes_share_buckets_on_a_16_bit_wire_from_the_second_step_on() -
 
 
 def test_buckets_are_cut_in_the_order_of_readiness_and_launched_in_it() -> None:
-    parameters, communicator = _parameters(((10,),) * 6), Loopback()
-    reducer = Reducer(parameters, communicator, caps=BucketCaps(first_bytes=40, cap_bytes=80))
+    rig = Rig(((10,),) * 6, caps=BucketCaps(first_bytes=40, cap_bytes=80))
     order = [3, 0, 5, 1, 4, 2]
     for step in range(3):
-        _step(reducer, parameters, _gradients(parameters), order)
-        assert reducer.plan == (((0, 1, 2, 3, 4, 5),) if step == 0 else ((3,), (0, 5), (1, 4), (2,)))
-        assert reducer.stats()["buckets_reduced"] == (1 if step == 0 else 4)
-    assert communicator.count("broadcast") == 1 and communicator.count("all_reduce") == 1 + 4 + 4
-    assert communicator.count("gather") == 2, "model and settings are compared once"
+        rig.step(order)
+        assert rig.reducer.plan == (((0, 1, 2, 3, 4, 5),) if step == 0 else ((3,), (0, 5), (1, 4), (2,)))
+        assert rig.reducer.stats()["buckets_reduced"] == (1 if step == 0 else 4)
+    assert rig.communicator.count("broadcast") == 1 and rig.communicator.count("all_reduce") == 1 + 4 + 4
+    assert rig.communicator.count("gather") == 2, "model and settings are compared once"
 
 
 def test_strict_caps_hold() -> None:
-    parameters = _parameters(((10,), (20,), (5,), (30,), (1,)))
-    reducer = Reducer(
-        parameters, Loopback(), ReduceConfig(cap_policy="strict"), caps=BucketCaps(first_bytes=40, cap_bytes=100)
+    rig = Rig(
+        ((10,), (20,), (5,), (30,), (1,)),
+        config=ReduceConfig(cap_policy="strict"),
+        caps=BucketCaps(first_bytes=40, cap_bytes=100),
     )
     for _ in range(2):
-        _step(reducer, parameters, _gradients(parameters))
-    assert all(size <= 100 or len(plan) == 1 for size, plan in zip(reducer.bucket_bytes(), reducer.plan, strict=True))
-    assert max(reducer.bucket_bytes()) == 120 and len(reducer.plan) > 2
+        rig.step()
+    assert all(
+        size <= 100 or len(plan) == 1 for size, plan in zip(rig.reducer.bucket_bytes(), rig.reducer.plan, strict=True)
+    )
+    assert max(rig.reducer.bucket_bytes()) == 120 and len(rig.reducer.plan) > 2
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_overlap_is_when_collectives_start(overlap: bool) -> None:
-    parameters, communicator = _parameters(((10,),) * 4), Loopback()
-    reducer = Reducer(parameters, communicator, ReduceConfig(overlap=overlap), caps=BucketCaps(cap_bytes=40))
+    rig = Rig(((10,),) * 4, config=ReduceConfig(overlap=overlap), caps=BucketCaps(cap_bytes=40))
     under_way: list[int] = []
-    parameters[0].register_hook(lambda gradient: under_way.append(communicator.under_way))
+    rig.parameters[0].register_hook(lambda gradient: under_way.append(rig.communicator.under_way))
     for _ in range(6):
-        gradients = _gradients(parameters)
-        _step(reducer, parameters, gradients)
-        _all_mean(parameters, gradients, communicator)
-        clear(parameters)
+        rig.train()
     assert under_way[1:] == [3 if overlap else 0] * 5
 
 
 def test_tied_and_zero_element_parameters() -> None:
-    weight, empty, other = parameters = _parameters(((4, 4), (0, 3), (4,)))
+    weight, empty, other = parameters = drawn(((4, 4), (0, 3), (4,)))
     communicator = Loopback()
     reducer = Reducer(parameters, communicator)
     for _ in range(6):
@@ -324,22 +264,21 @@ def test_tied_and_zero_element_parameters() -> None:
         loss = (weight @ (weight @ x)).sum() + empty.sum() + other.sum()
         reducer.prepare_for_backward(loss)
         loss.backward()
-        _all_mean(parameters, [local, torch.zeros(0, 3), torch.ones(4)], communicator)
+        assert_mean(reducer, [local, torch.zeros(0, 3), torch.ones(4)])
         clear(parameters)
 
 
 def test_only_parameters_without_elements() -> None:
-    parameters = _parameters(((0,), (3, 0)))
-    reducer = Reducer(parameters, Loopback())
+    rig = Rig(((0,), (3, 0)))
     for _ in range(5):
-        _step(reducer, parameters, _gradients(parameters))
-        assert all(parameter.grad is not None and parameter.grad.numel() == 0 for parameter in parameters)
-        clear(parameters)
+        rig.step()
+        assert all(parameter.grad is not None and parameter.grad.numel() == 0 for parameter in rig.parameters)
+        clear(rig.parameters)
 
 
 def test_sparse_gradients_are_averaged_beside_dense_ones() -> None:
     embedding, communicator = torch.nn.EmbeddingBag(10, 3, sparse=True), Loopback()
-    (dense,) = _parameters(((4,),))
+    (dense,) = drawn(((4,),))
     reducer = Reducer([embedding.weight, dense], communicator, sparse=[True, False])
     for step in range(6):
         index = torch.tensor([[step % 10, 3]])
@@ -386,7 +325,7 @@ def test_ranks_with_gradients_orders_and_backwards_of_their_own_agree(wire: Wire
             if step > 8:
                 draw.shuffle(order)
             cut = draw.randrange(1, len(shapes)) if step > 15 else len(shapes)
-            losses = [_loss(parameters, gradients, part) for part in (order[:cut], order[cut:]) if part]
+            losses = [loss_with(parameters, gradients, part) for part in (order[:cut], order[cut:]) if part]
             reducer.prepare_for_forward()
             reducer.prepare_for_backward(losses)
             for loss in losses:
@@ -410,114 +349,97 @@ def test_ranks_with_gradients_orders_and_backwards_of_their_own_agree(wire: Wire
 
 
 def test_no_sync_accumulates_and_the_next_step_reduces_the_sum() -> None:
-    parameters, communicator = _parameters(SMALL), Loopback()
-    reducer = Reducer(parameters, communicator, ReduceConfig(wire="bf16"), caps=CAPS)
+    rig = Rig(SMALL, config=ReduceConfig(wire="bf16"), caps=CAPS)
     for _ in range(6):
-        parts = [_gradients(parameters) for _ in range(3)]
-        before = communicator.count("all_reduce")
-        with reducer.no_sync(), reducer.no_sync():
+        parts = [rig.draw() for _ in range(3)]
+        before = rig.communicator.count("all_reduce")
+        with rig.reducer.no_sync(), rig.reducer.no_sync():
             for part in parts[:2]:
-                _step(reducer, parameters, part)
-        with reducer.no_sync():
+                rig.run(part)
+        with rig.reducer.no_sync():
             pass
-        assert communicator.count("all_reduce") == before
-        _step(reducer, parameters, parts[2])
-        _all_mean(parameters, [(a + b) + c for a, b, c in zip(*parts, strict=True)], communicator, torch.bfloat16)
-        clear(parameters)
+        assert rig.communicator.count("all_reduce") == before
+        rig.run(parts[2])
+        rig.take([(a + b) + c for a, b, c in zip(*parts, strict=True)])
 
 
 def test_an_inner_no_sync_leaves_the_outer_one_on() -> None:
     """A helper that uses it may be called within it."""
-    parameters, communicator = _parameters(SMALL), Loopback()
-    reducer = Reducer(parameters, communicator, caps=CAPS)
+    rig = Rig(SMALL, caps=CAPS)
     for _ in range(3):
-        parts = [_gradients(parameters) for _ in range(3)]
-        before = communicator.count("all_reduce")
-        with reducer.no_sync():
-            with reducer.no_sync():
-                _step(reducer, parameters, parts[0])
-            _step(reducer, parameters, parts[1])
-        assert communicator.count("all_reduce") == before, "a backward behind the inner one was reduced"
-        _step(reducer, parameters, parts[2])
-        _all_mean(parameters, [(a + b) + c for a, b, c in zip(*parts, strict=True)], communicator)
-        clear(parameters)
+        parts = [rig.draw() for _ in range(3)]
+        before = rig.communicator.count("all_reduce")
+        with rig.reducer.no_sync():
+            with rig.reducer.no_sync():
+                rig.run(parts[0])
+            rig.run(parts[1])
+        assert rig.communicator.count("all_reduce") == before, "a backward behind the inner one was reduced"
+        rig.run(parts[2])
+        rig.take([(a + b) + c for a, b, c in zip(*parts, strict=True)])
 
 
 def test_without_outputs_a_step_ends_with_its_last_gradient() -> None:
-    parameters, communicator = _parameters(SMALL), Loopback()
-    reducer = Reducer(parameters, communicator, caps=CAPS)
+    rig = Rig(SMALL, caps=CAPS)
     for _ in range(8):
-        gradients = _gradients(parameters)
-        reducer.prepare_for_backward()
-        _loss(parameters, gradients).backward()
-        _all_mean(parameters, gradients, communicator)
-        clear(parameters)
+        gradients = rig.draw()
+        rig.reducer.prepare_for_backward()
+        rig.loss(gradients).backward()
+        rig.take(gradients)
 
 
 def test_outputs_may_change_between_given_and_not_given() -> None:
-    parameters, communicator = _parameters(SMALL), Loopback()
-    reducer = Reducer(parameters, communicator, caps=CAPS)
+    rig = Rig(SMALL, caps=CAPS)
     for step in range(20):
-        gradients = _gradients(parameters)
-        loss = _loss(parameters, gradients)
-        reducer.prepare_for_backward(loss if step % 7 < 5 else None)
+        gradients = rig.draw()
+        loss = rig.loss(gradients)
+        rig.reducer.prepare_for_backward(loss if step % 7 < 5 else None)
         loss.backward()
-        _all_mean(parameters, gradients, communicator)
-        clear(parameters)
+        rig.take(gradients)
 
 
 def test_two_outputs_one_backward_and_outputs_in_any_container() -> None:
-    parameters, communicator = _parameters(((3,), (4,))), Loopback()
-    reducer = Reducer(parameters, communicator)
+    rig = Rig(((3,), (4,)))
     for step in range(8):
-        gradients = _gradients(parameters)
-        losses = [_loss(parameters, gradients, [index]) for index in range(2)]
+        gradients = rig.draw()
+        losses = [rig.loss(gradients, [index]) for index in range(2)]
         outputs: Any = [tuple(losses), {"a": losses[0], "b": [losses[1], None, 3]}, losses][step % 3]
-        reducer.prepare_for_backward(outputs)
+        rig.reducer.prepare_for_backward(outputs)
         torch.autograd.backward(losses)
-        _all_mean(parameters, gradients, communicator)
-        clear(parameters)
+        rig.take(gradients)
 
 
 def test_several_partial_backwards_complete_one_step() -> None:
-    parameters, communicator = _parameters(SMALL), Loopback()
-    reducer = Reducer(parameters, communicator, caps=CAPS)
+    rig = Rig(SMALL, caps=CAPS)
     for step in range(16):
-        gradients = _gradients(parameters)
-        order = list(range(len(parameters)))
+        gradients = rig.draw()
+        order = list(range(len(rig.parameters)))
         cuts = [order] if step % 8 < 5 else [order[4:], order[:2], order[2:4]]
-        losses = [_loss(parameters, gradients, cut) for cut in cuts]
-        reducer.prepare_for_backward(losses)
-        steps = reducer.stats()["steps"]
+        losses = [rig.loss(gradients, cut) for cut in cuts]
+        rig.reducer.prepare_for_backward(losses)
+        steps = rig.reducer.stats()["steps"]
         for number, loss in enumerate(losses):
-            assert reducer.stats()["steps"] == steps, f"done after {number} of {len(losses)} backwards"
+            assert rig.reducer.stats()["steps"] == steps, f"done after {number} of {len(losses)} backwards"
             loss.backward()
-        _all_mean(parameters, gradients, communicator)
-        clear(parameters)
+        rig.take(gradients)
 
 
 def test_a_forward_whose_output_is_thrown_away_changes_nothing() -> None:
-    parameters, communicator = _parameters(((3,), (4,))), Loopback()
-    reducer = Reducer(parameters, communicator)
+    rig = Rig(((3,), (4,)))
     for _ in range(6):
-        reducer.prepare_for_backward(_loss(parameters, _gradients(parameters)))
-        gradients = _gradients(parameters)
-        _step(reducer, parameters, gradients)
-        _all_mean(parameters, gradients, communicator)
-        clear(parameters)
+        rig.reducer.prepare_for_backward(rig.loss(rig.draw()))
+        rig.train()
 
 
 def test_a_gradient_after_the_step_is_warned_about() -> None:
-    parameters = _parameters(((3,), (4,)))
-    reducer = Reducer(parameters, Loopback())
-    loss = _loss(parameters, _gradients(parameters))
-    reducer.prepare_for_backward(loss)
+    rig = Rig(((3,), (4,)))
+    loss = rig.loss(rig.draw())
+    rig.reducer.prepare_for_backward(loss)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss.backward(retain_graph=True)
-        with reducer.no_sync():
-            _step(reducer, parameters, _gradients(parameters))
-        _step(reducer, parameters, _gradients(parameters))
+        with rig.reducer.no_sync():
+            rig.step()
+        rig.step()
     with pytest.warns(UserWarning, match="got a gradient after this step's gradients had been averaged"):
         loss.backward()
 
@@ -530,52 +452,48 @@ def test_a_loss_that_uses_a_parameter_beside_the_outputs_is_right_or_raises(
     calm: int, outside: int, first: bool, cap_bytes: int
 ) -> None:
     """The parameter may get its gradient before the backward reaches an output, or after."""
-    parameters, communicator = _parameters(((3,), (LARGE,), (5,))), Loopback()
-    reducer = Reducer(
-        parameters, communicator, names=["a", "b", "c"], caps=BucketCaps(first_bytes=cap_bytes, cap_bytes=cap_bytes)
+    rig = Rig(
+        ((3,), (LARGE,), (5,)), names=["a", "b", "c"], caps=BucketCaps(first_bytes=cap_bytes, cap_bytes=cap_bytes)
     )
     for step in range(calm + 8):
-        gradients = _gradients(parameters)
+        gradients = rig.draw()
         inside = [index for index in range(3) if step < calm or index != outside]
         if first:
-            output = _loss(parameters, gradients, inside)
+            output = rig.loss(gradients, inside)
         if step >= calm:
-            penalty = _loss(parameters, gradients, [outside])
+            penalty = rig.loss(gradients, [outside])
         if not first:
-            output = _loss(parameters, gradients, inside)
-        error = _error_of(reducer.prepare_for_backward, output)
+            output = rig.loss(gradients, inside)
+        error = _error_of(rig.reducer.prepare_for_backward, output)
         if error is None:
             error = _error_of((output if step < calm else output + penalty).backward)
         if error is not None:
             assert step >= calm > 0, "right from the start every parameter is hooked"
-            assert f"{reducer.names[outside]}" in str(error)
+            assert f"{rig.reducer.names[outside]}" in str(error)
             return
-        if _state(reducer) is ReducerState.IDLE:
-            _all_mean(parameters, gradients, communicator)
-        clear(parameters)
-    assert reducer.stats()["steps"] == calm + 8
+        if _state(rig.reducer) is ReducerState.IDLE:
+            rig.take(gradients)
+    assert rig.reducer.stats()["steps"] == calm + 8
 
 
 @pytest.mark.parametrize("calm", [1, 6])
 def test_a_backward_from_elsewhere_is_right_or_raises(calm: int) -> None:
-    parameters, communicator = _parameters(((3,), (LARGE,), (5,))), Loopback()
-    reducer = Reducer(parameters, communicator, caps=CAPS)
+    rig = Rig(((3,), (LARGE,), (5,)), caps=CAPS)
     for step in range(calm + 8):
-        gradients = _gradients(parameters)
-        loss = _loss(parameters, gradients)
-        other = loss if step < calm else _loss(parameters, gradients)
-        reducer.prepare_for_backward(loss)
+        gradients = rig.draw()
+        loss = rig.loss(gradients)
+        other = loss if step < calm else rig.loss(gradients)
+        rig.reducer.prepare_for_backward(loss)
         error = _error_of(other.backward)
         if error is not None:
             assert "did not begin at an output of forward" in str(error)
-            reducer.reset()
-            communicator.under_way = 0
-            clear(parameters)
-            reducer.prepare_for_backward(loss)
-            other = _loss(parameters, gradients)
+            rig.reducer.reset()
+            rig.communicator.under_way = 0
+            clear(rig.parameters)
+            rig.reducer.prepare_for_backward(loss)
+            other = rig.loss(gradients)
             other.backward()
-        _all_mean(parameters, gradients, communicator)
-        clear(parameters)
+        rig.take(gradients)
 
 
 # find_unused_parameters
@@ -589,78 +507,73 @@ def _uses(*counts: int) -> Peer:
 
 @pytest.mark.parametrize("views", [False, True])
 def test_unused_parameters_get_the_mean_where_any_rank_used_them(views: bool) -> None:
-    parameters, communicator = _parameters(((3,), (4,), (5,), (2,))), Loopback([_uses(1, 1, 0, 0)])
-    reducer = Reducer(
-        parameters,
-        communicator,
+    rig = Rig(
+        ((3,), (4,), (5,), (2,)),
+        communicator=Loopback([_uses(1, 1, 0, 0)]),
         find_unused_parameters=True,
         gradient_as_bucket_view=views,
         caps=BucketCaps(cap_bytes=30),
     )
     kept = torch.full((2,), 7.0)
     for _ in range(8):
-        clear(parameters)
-        parameters[3].grad = kept
-        gradients = _gradients(parameters)
-        _step(reducer, parameters, gradients, [0])
-        _same(parameters[0].grad, communicator.mean(gradients[0]))
-        _same(parameters[1].grad, communicator.mean(torch.zeros(4)))
-        assert parameters[2].grad is None, "nobody used it"
+        clear(rig.parameters)
+        rig.parameters[3].grad = kept
+        gradients = rig.step([0])
+        _same(rig.parameters[0].grad, rig.communicator.mean(gradients[0]))
+        _same(rig.parameters[1].grad, rig.communicator.mean(torch.zeros(4)))
+        assert rig.parameters[2].grad is None, "nobody used it"
         assert kept.tolist() == [7.0, 7.0]
         if views:
-            _same(parameters[3].grad, communicator.mean(kept))  # as torch has it
+            _same(rig.parameters[3].grad, rig.communicator.mean(kept))  # as torch has it
         else:
-            assert parameters[3].grad is kept
-        assert reducer.last_unused == (1, 2, 3)
+            assert rig.parameters[3].grad is kept
+        assert rig.reducer.last_unused == (1, 2, 3)
 
 
 @pytest.mark.parametrize("no_outputs", [True, False])
 def test_unused_buckets_may_be_left_out(no_outputs: bool) -> None:
-    parameters, communicator = _parameters(((3,), (4,), (5,))), Loopback()
-    reducer = Reducer(
-        parameters,
-        communicator,
+    rig = Rig(
+        ((3,), (4,), (5,)),
         find_unused_parameters=True,
         skip_unused_buckets=True,
         caps=BucketCaps(cap_bytes=8),
     )
     for used in ([0, 1, 2], [1], [0, 2], [2, 1, 0], [0]):
-        gradients = _gradients(parameters)
-        before = communicator.count("all_reduce")
-        loss = _loss(parameters, gradients, used)
-        reducer.prepare_for_backward(None if no_outputs and len(used) == 3 else loss)
+        gradients = rig.draw()
+        before = rig.communicator.count("all_reduce")
+        loss = rig.loss(gradients, used)
+        rig.reducer.prepare_for_backward(None if no_outputs and len(used) == 3 else loss)
         loss.backward()
-        assert communicator.count("all_reduce") - before == len(used) + 1, "and the map of what is used"
-        assert reducer.stats()["buckets_reduced"] == len(used)
-        for index, parameter in enumerate(parameters):
+        assert rig.communicator.count("all_reduce") - before == len(used) + 1, "and the map of what is used"
+        assert rig.reducer.stats()["buckets_reduced"] == len(used)
+        for index, parameter in enumerate(rig.parameters):
             if index in used:
-                _same(parameter.grad, communicator.mean(gradients[index]))
+                _same(parameter.grad, rig.communicator.mean(gradients[index]))
             else:
                 assert parameter.grad is None
-        clear(parameters)
+        clear(rig.parameters)
 
 
 def test_which_parameters_are_unused_may_change_and_no_sync_counts() -> None:
-    parameters, communicator = _parameters(((3,), (4,), (5,))), Loopback([_uses(0, 0, 0)])
-    reducer = Reducer(parameters, communicator, find_unused_parameters=True)
+    rig = Rig(((3,), (4,), (5,)), communicator=Loopback([_uses(0, 0, 0)]), find_unused_parameters=True)
     for step in range(12):
-        clear(parameters)
-        gradients = _gradients(parameters)
+        clear(rig.parameters)
+        gradients = rig.draw()
         local: dict[int, torch.Tensor] = {}
         if step % 3 == 0:
-            with reducer.no_sync():
-                _step(reducer, parameters, gradients, [step % 2])
+            with rig.reducer.no_sync():
+                rig.run(gradients, [step % 2])
             local[step % 2] = gradients[step % 2]
         used = [index for index in range(3) if (step + 1) >> index & 1] or [2]
-        _step(reducer, parameters, gradients, used)
+        rig.run(gradients, used)
         for index in used:
             local[index] = local[index] + gradients[index] if index in local else gradients[index]
-        for index, parameter in enumerate(parameters):
+        for index, parameter in enumerate(rig.parameters):
             if index in local:
-                _same(parameter.grad, communicator.mean(local[index]), (step, index))
+                _same(parameter.grad, rig.communicator.mean(local[index]), (step, index))
             else:
                 assert parameter.grad is None
-    assert not reducer.cycle.unused_always_same and reducer.rebuilt is False
+    assert not rig.reducer.cycle.unused_always_same and rig.reducer.rebuilt is False
 
 
 @pytest.mark.parametrize("first", ["own", "common"])
@@ -673,7 +586,7 @@ def test_ranks_with_different_unused_parameters_agree(first: str) -> None:
         for _ in range(5):
             clear(parameters)
             used = [communicator.rank, 2] if first == "own" else [2, communicator.rank]
-            _step(reducer, parameters, [torch.full((3,), 1.0 + communicator.rank)] * 4, used)
+            run(reducer, [torch.full((3,), 1.0 + communicator.rank)] * 4, used)
         return [parameter.grad for parameter in parameters]
 
     for held in ThreadWorld(2).run(case):
@@ -687,7 +600,7 @@ def test_a_gradient_that_only_a_peer_has_lies_as_its_parameter_does() -> None:
         turned = torch.zeros(128, 129).t().requires_grad_()
         parameters = [turned, torch.zeros(3, requires_grad=True)]
         reducer = Reducer(parameters, communicator, find_unused_parameters=True)
-        _step(reducer, parameters, [values, torch.ones(3)], [0, 1] if communicator.rank else [1])
+        run(reducer, [values, torch.ones(3)], [0, 1] if communicator.rank else [1])
         assert turned.grad is not None and turned.grad.stride() == turned.stride()
         return turned.grad
 
@@ -696,12 +609,11 @@ def test_a_gradient_that_only_a_peer_has_lies_as_its_parameter_does() -> None:
 
 
 def test_a_parameter_that_no_search_finds_but_gets_a_gradient_is_named() -> None:
-    parameters = _parameters(((3,), (4,)))
-    reducer = Reducer(parameters, Loopback(), names=["seen", "hidden"], find_unused_parameters=True)
-    loss = _loss(parameters, _gradients(parameters), [0])
-    reducer.prepare_for_backward(loss)
+    rig = Rig(((3,), (4,)), names=["seen", "hidden"], find_unused_parameters=True)
+    loss = rig.loss(rig.draw(), [0])
+    rig.reducer.prepare_for_backward(loss)
     with pytest.raises(FusedReduceError, match=r"hidden \(index 1\).*marked.*ready twice"):
-        (loss + parameters[1].sum()).backward()
+        (loss + rig.parameters[1].sum()).backward()
 
 
 # Checkpoints and static graphs
@@ -760,7 +672,7 @@ def _shared(forward: Callable[..., torch.Tensor], parameters: list[torch.Tensor]
 def test_reentrant_checkpoints_that_share_a_weight_are_right_with_a_static_graph(
     forward: Callable[..., torch.Tensor], views: bool, cap_bytes: int, width: int
 ) -> None:
-    parameters, communicator = _parameters(((width, width), (width,))), Loopback()
+    parameters, communicator = drawn(((width, width), (width,))), Loopback()
     local = _shared(forward, parameters)
     reducer = Reducer(
         parameters,
@@ -773,7 +685,7 @@ def test_reentrant_checkpoints_that_share_a_weight_are_right_with_a_static_graph
         loss = forward(*parameters, torch.ones(2, width, requires_grad=True))
         reducer.prepare_for_backward(loss)
         loss.backward()
-        _all_mean(parameters, local, communicator)
+        assert_mean(reducer, local)
         clear(parameters)
 
 
@@ -786,22 +698,22 @@ def test_reentrant_checkpoints_that_share_a_weight_raise_or_are_right(
     forward: Callable[..., torch.Tensor], order: list[int], calm: int, exclusive: bool, cap_bytes: int
 ) -> None:
     """Also after steps in which each parameter got one gradient; also within a wrapper."""
-    parameters, communicator = _parameters(((4, 4), (4,))), Loopback()
+    parameters, communicator = drawn(((4, 4), (4,))), Loopback()
     local = _shared(forward, parameters)
     reducer = Reducer(
         parameters, communicator, exclusive=exclusive, names=["weight", "bias"], caps=BucketCaps(cap_bytes=cap_bytes)
     )
     nested = None if exclusive else Reducer(parameters, Loopback(), exclusive=False)
     for _ in range(calm):
-        gradients = _gradients(parameters)
-        _step(reducer, parameters, gradients, order)
-        _all_mean(parameters, gradients, communicator)
+        gradients = drawn_like(parameters)
+        run(reducer, gradients, order)
+        assert_mean(reducer, gradients)
         clear(parameters)
     loss = forward(*parameters, torch.ones(2, 4, requires_grad=True))
     reducer.prepare_for_backward(loss)
     error = _error_of(loss.backward) or _error_of(reducer.check_finalized)
     if error is None:
-        _all_mean(parameters, local, communicator)
+        assert_mean(reducer, local)
         reducer.check_finalized()
     else:
         assert "weight" in str(error) and reducer.stats()["state"] == "failed"
@@ -809,7 +721,7 @@ def test_reentrant_checkpoints_that_share_a_weight_raise_or_are_right(
 
 
 def test_checkpoints_that_share_nothing_are_right() -> None:
-    first, second, communicator = *_parameters(((4, 4), (4, 4))), Loopback()
+    first, second, communicator = *drawn(((4, 4), (4, 4))), Loopback()
     parameters = [first, second]
     reducer = Reducer(parameters, communicator, caps=BucketCaps(cap_bytes=8))
     local: list[torch.Tensor] = []
@@ -822,12 +734,12 @@ def test_checkpoints_that_share_nothing_are_right() -> None:
             local = [one.grad for one in alone if one.grad is not None]
         reducer.prepare_for_backward(loss)
         loss.backward()
-        _all_mean(parameters, local, communicator)
+        assert_mean(reducer, local)
         clear(parameters)
 
 
 def test_a_static_graph_may_begin_under_no_sync() -> None:
-    weight, bias = parameters = _parameters(((4, 4), (4,)))
+    weight, bias = parameters = drawn(((4, 4), (4,)))
     communicator, local = Loopback(), _shared(_two_checkpoints, parameters)
     reducer = Reducer(parameters, communicator, static_graph=True, caps=BucketCaps(cap_bytes=8))
     for step in range(8):
@@ -849,23 +761,26 @@ def test_a_static_graph_may_begin_under_no_sync() -> None:
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("used_by_peers", [True, False])
 def test_a_static_graph_knows_its_unused_parameters(views: bool, used_by_peers: bool) -> None:
-    parameters, communicator = _parameters(((3,), (4,), (5,))), Loopback([_uses(1, 1, int(used_by_peers))])
-    reducer = Reducer(
-        parameters, communicator, static_graph=True, gradient_as_bucket_view=views, caps=BucketCaps(cap_bytes=8)
+    rig = Rig(
+        ((3,), (4,), (5,)),
+        communicator=Loopback([_uses(1, 1, int(used_by_peers))]),
+        static_graph=True,
+        gradient_as_bucket_view=views,
+        caps=BucketCaps(cap_bytes=8),
     )
     for _ in range(8):
-        gradients = _gradients(parameters)
-        _step(reducer, parameters, gradients, [1, 0])
-        _all_mean(parameters[:2], gradients[:2], communicator)
+        gradients = rig.step([1, 0])
+        for index in range(2):
+            _same(rig.parameters[index].grad, rig.communicator.mean(gradients[index]))
         if used_by_peers:
-            _same(parameters[2].grad, communicator.mean(torch.zeros(5)))
+            _same(rig.parameters[2].grad, rig.communicator.mean(torch.zeros(5)))
         else:
-            assert parameters[2].grad is None
-        clear(parameters)
+            assert rig.parameters[2].grad is None
+        clear(rig.parameters)
 
 
 def test_a_static_graphs_order_is_that_of_each_parameters_last_gradient() -> None:
-    weight, bias = parameters = _parameters(((4, 4), (4,)))
+    weight, bias = parameters = drawn(((4, 4), (4,)))
     reducer = Reducer(parameters, Loopback(), static_graph=True, caps=BucketCaps(cap_bytes=8))
     counted: list[int] = []
     for index, parameter in enumerate(parameters):
@@ -879,28 +794,24 @@ def test_a_static_graphs_order_is_that_of_each_parameters_last_gradient() -> Non
 
 
 def test_a_static_graph_whose_first_step_failed_is_counted_anew() -> None:
-    parameters, communicator = _parameters(((3,), (4,), (5,))), Loopback()
-    reducer = Reducer(parameters, communicator, static_graph=True, caps=BucketCaps(cap_bytes=8))
-    handle = parameters[0].register_hook(_boom)
+    rig = Rig(((3,), (4,), (5,)), static_graph=True, caps=BucketCaps(cap_bytes=8))
+    handle = rig.parameters[0].register_hook(_boom)
     with pytest.raises(ZeroDivisionError):
-        _step(reducer, parameters, _gradients(parameters))
+        rig.step()
     handle.remove()
-    reducer.reset()
+    rig.reducer.reset()
     for _ in range(4):
-        clear(parameters)
-        gradients = _gradients(parameters)
-        _step(reducer, parameters, gradients)
-        _all_mean(parameters, gradients, communicator)
+        rig.train()
 
 
 def test_a_static_graph_that_changes_raises() -> None:
-    parameters = _parameters(((3,), (4,)))
+    parameters = drawn(((3,), (4,)))
     for steps in (1, 7):
         reducer = Reducer(parameters, Loopback(), names=["first", "second"], static_graph=True)
         for _ in range(steps):
-            _step(reducer, parameters, _gradients(parameters))
+            run(reducer, drawn_like(parameters))
             clear(parameters)
-        _step(reducer, parameters, _gradients(parameters), [0])
+        run(reducer, drawn_like(parameters), [0])
         with pytest.raises(FusedReduceError, match=r"static_graph(.|\n)*rank 0: second"):
             reducer.prepare_for_forward()
         reducer.close()
@@ -908,20 +819,17 @@ def test_a_static_graph_that_changes_raises() -> None:
 
 
 def test_static_graph_needs_outputs_and_comes_before_the_first_backward() -> None:
-    parameters = _parameters(((3,),))
-    reducer = Reducer(parameters, Loopback(), static_graph=True)
+    rig = Rig(((3,),), static_graph=True)
     with pytest.raises(ValueError, match="needs the forward.s outputs"):
-        reducer.prepare_for_backward()
-    reducer.close()
-    reducer = Reducer(parameters, Loopback())
-    reducer.set_static_graph()
-    _step(reducer, parameters, _gradients(parameters))
-    reducer.set_static_graph()
-    reducer.close()
-    reducer = Reducer(parameters, Loopback())
-    _step(reducer, parameters, _gradients(parameters))
+        rig.reducer.prepare_for_backward()
+    rig = Rig(((3,),))
+    rig.reducer.set_static_graph()
+    rig.step()
+    rig.reducer.set_static_graph()
+    rig = Rig(((3,),))
+    rig.step()
     with pytest.raises(RuntimeError, match="before training loop starts"):
-        reducer.set_static_graph()
+        rig.reducer.set_static_graph()
 
 
 # What users do to gradients
@@ -929,68 +837,59 @@ def test_static_graph_needs_outputs_and_comes_before_the_first_backward() -> Non
 
 @pytest.mark.parametrize("views", [False, True])
 def test_gradients_are_views_of_the_wire_and_zero_grad_keeps_them(views: bool) -> None:
-    parameters, communicator = _parameters((*SMALL, (LARGE,))), Loopback()
-    reducer = Reducer(parameters, communicator, caps=CAPS, gradient_as_bucket_view=views)
+    rig = Rig((*SMALL, (LARGE,)), caps=CAPS, gradient_as_bucket_view=views)
     for _ in range(2):
-        clear(parameters)
-        _step(reducer, parameters, _gradients(parameters))
-    addresses = [parameter.grad.data_ptr() for parameter in parameters if parameter.grad is not None]
+        clear(rig.parameters)
+        rig.step()
+    addresses = [parameter.grad.data_ptr() for parameter in rig.parameters if parameter.grad is not None]
     for _ in range(4):
-        reducer.zero_grad()
-        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in parameters)
-        gradients = _gradients(parameters)
+        rig.reducer.zero_grad()
+        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in rig.parameters)
+        gradients = rig.draw()
         with dispatch.count_launches() as launches:
-            _step(reducer, parameters, gradients)
-        _all_mean(parameters, gradients, communicator)
-        assert addresses == [parameter.grad.data_ptr() for parameter in parameters if parameter.grad is not None]
+            rig.run(gradients)
+        rig.assert_mean(gradients)
+        assert addresses == [parameter.grad.data_ptr() for parameter in rig.parameters if parameter.grad is not None]
         if views:
             assert not [one for one in launches if one.function == "unpack"], "there is nothing to copy out of the wire"
-    storages = {one.grad.untyped_storage().data_ptr() for one in parameters if one.grad is not None and one.numel()}
-    assert len(storages) == (len(reducer.plan) if views else sum(1 for one in parameters if one.numel()))
+    storages = {one.grad.untyped_storage().data_ptr() for one in rig.parameters if one.grad is not None and one.numel()}
+    assert len(storages) == (len(rig.reducer.plan) if views else sum(1 for one in rig.parameters if one.numel()))
 
 
 def test_data_behind_a_view_is_reduced_and_the_view_comes_back() -> None:
-    parameters, communicator = _parameters(((3,), (4,))), Loopback()
-    reducer = Reducer(parameters, communicator, gradient_as_bucket_view=True)
+    rig = Rig(((3,), (4,)), gradient_as_bucket_view=True)
     for step in range(8):
-        reducer.zero_grad()
-        for parameter in parameters[: step % 3]:
+        rig.reducer.zero_grad()
+        for parameter in rig.parameters[: step % 3]:
             if parameter.grad is not None:
                 parameter.grad.data = torch.full_like(parameter, 2.0)
-        before = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
-        gradients = _gradients(parameters)
-        _step(reducer, parameters, gradients)
-        _all_mean(parameters, [a + b for a, b in zip(before, gradients, strict=True)], communicator)
+        before = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in rig.parameters]
+        gradients = rig.step()
+        rig.assert_mean([a + b for a, b in zip(before, gradients, strict=True)])
 
 
 def test_zero_grad_zeroes_a_gradient_that_was_put_in_a_views_place() -> None:
-    parameters, communicator = _parameters(((3,), (4,))), Loopback()
-    reducer = Reducer(parameters, communicator, gradient_as_bucket_view=True)
+    rig = Rig(((3,), (4,)), gradient_as_bucket_view=True)
     for _ in range(5):
-        _step(reducer, parameters, _gradients(parameters))
-        parameters[1].grad = torch.ones(4)
-        reducer.zero_grad()
-        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in parameters)
-        gradients = _gradients(parameters)
-        _step(reducer, parameters, gradients)
-        _all_mean(parameters, gradients, communicator)
-        clear(parameters)
+        rig.step()
+        rig.parameters[1].grad = torch.ones(4)
+        rig.reducer.zero_grad()
+        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in rig.parameters)
+        rig.train()
 
 
 def test_data_put_behind_a_view_during_backward_is_reduced() -> None:
-    parameters, communicator = _parameters(((3,), (4,))), Loopback()
-    reducer = Reducer(parameters, communicator, gradient_as_bucket_view=True)
+    rig = Rig(((3,), (4,)), gradient_as_bucket_view=True)
 
     def double(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         parameter.grad.data = parameter.grad.data * 2
 
-    parameters[1].register_post_accumulate_grad_hook(double)
+    rig.parameters[1].register_post_accumulate_grad_hook(double)
     for _ in range(8):
-        reducer.zero_grad()
-        gradients = _gradients(parameters)
-        _step(reducer, parameters, gradients)
-        _all_mean(parameters, [gradients[0], gradients[1] * 2], communicator)
+        rig.reducer.zero_grad()
+        gradients = rig.step()
+        rig.assert_mean([gradients[0], gradients[1] * 2])
 
 
 def _ten_times(parameter: torch.Tensor) -> None:
@@ -1004,17 +903,14 @@ def _ten_times(parameter: torch.Tensor) -> None:
 def test_a_hook_that_scales_the_gradient_is_reduced_whenever_it_is_registered(
     at: int, which: list[int], views: bool
 ) -> None:
-    parameters, communicator = _parameters(((3,), (LARGE,), (5,))), Loopback()
-    reducer = Reducer(parameters, communicator, gradient_as_bucket_view=views)
+    rig = Rig(((3,), (LARGE,), (5,)), gradient_as_bucket_view=views)
     for step in range(10):
         if step == at:
             for index in which:
-                parameters[index].register_post_accumulate_grad_hook(_ten_times)
-        gradients = _gradients(parameters)
-        _step(reducer, parameters, gradients)
+                rig.parameters[index].register_post_accumulate_grad_hook(_ten_times)
+        gradients = rig.step()
         scaled = [one * 10 if step >= at and index in which else one for index, one in enumerate(gradients)]
-        _all_mean(parameters, scaled, communicator)
-        clear(parameters)
+        rig.take(scaled)
 
 
 @pytest.mark.parametrize("at", [0, 6])
@@ -1022,100 +918,93 @@ def test_a_hook_that_scales_the_gradient_is_reduced_whenever_it_is_registered(
 @pytest.mark.parametrize("cap_bytes", [8, 10**9])
 def test_a_hook_that_drops_the_gradient_makes_it_zero(at: int, which: int, cap_bytes: int) -> None:
     """As a gradient of zeros on this rank: the peers' mean."""
-    parameters, communicator = _parameters(((3,), (LARGE,), (5,))), Loopback()
-    reducer = Reducer(
-        parameters, communicator, names=["a", "b", "c"], caps=BucketCaps(first_bytes=cap_bytes, cap_bytes=cap_bytes)
+    rig = Rig(
+        ((3,), (LARGE,), (5,)), names=["a", "b", "c"], caps=BucketCaps(first_bytes=cap_bytes, cap_bytes=cap_bytes)
     )
     for step in range(10):
         if step == at:
-            parameters[which].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        gradients = _gradients(parameters)
-        loss = _loss(parameters, gradients)
-        reducer.prepare_for_backward(loss)
+            rig.parameters[which].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        gradients = rig.draw()
+        loss = rig.loss(gradients)
+        rig.reducer.prepare_for_backward(loss)
         loss.backward()
         local = [torch.zeros_like(g) if step >= at and i == which else g for i, g in enumerate(gradients)]
-        _all_mean(parameters, local, communicator)
-        clear(parameters)
-    assert reducer.stats()["steps"] == 10
+        rig.take(local)
+    assert rig.reducer.stats()["steps"] == 10
 
 
 @pytest.mark.parametrize("how", ["written to", "replaced"])
 @pytest.mark.parametrize("numel", [5, LARGE])
 def test_a_gradient_that_changes_after_it_was_packed_is_named(how: str, numel: int) -> None:
-    parameters = _parameters(((3,), (4,), (numel,)))
-    reducer = Reducer(parameters, Loopback(), names=["a", "b", "c"], caps=BucketCaps(cap_bytes=8))
-    for _ in range(2):
-        _step(reducer, parameters, _gradients(parameters))
-        clear(parameters)
+    rig = Rig(((3,), (4,), (numel,)), names=["a", "b", "c"], caps=BucketCaps(cap_bytes=8))
+    rig.warm(2)
 
     def meddle(_: torch.Tensor) -> None:
-        gradient = parameters[2].grad
+        gradient = rig.parameters[2].grad
         assert gradient is not None, "it is ready first"
         if how == "replaced":
-            parameters[2].grad = gradient.clone()
+            rig.parameters[2].grad = gradient.clone()
         else:
             gradient.add_(1)
 
-    handle = parameters[0].register_post_accumulate_grad_hook(meddle)
-    gradients = _gradients(parameters)
+    handle = rig.parameters[0].register_post_accumulate_grad_hook(meddle)
+    gradients = rig.draw()
     with pytest.raises(FusedReduceError, match=rf"rank 0: the gradient of c \(parameter 2\) was {how} after"):
-        _step(reducer, parameters, gradients)
-    assert _state(reducer) is ReducerState.FAILED
+        rig.run(gradients)
+    assert _state(rig.reducer) is ReducerState.FAILED
     handle.remove()
-    reducer.reset()
-    clear(parameters)
-    _step(reducer, parameters, gradients)
-    assert _state(reducer) is ReducerState.IDLE
+    rig.reducer.reset()
+    clear(rig.parameters)
+    rig.run(gradients)
+    assert _state(rig.reducer) is ReducerState.IDLE
 
 
 @pytest.mark.parametrize("views", [False, True])
 def test_zero_grad_in_place_between_forward_and_backward_with_a_flipped_order(views: bool) -> None:
     """What fooled a prototype: gradients that were there before looked like gradients of this backward."""
-    parameters, communicator = _parameters(((3,), (4,), (LARGE,), (5,))), Loopback()
-    reducer = Reducer(parameters, communicator, caps=BucketCaps(cap_bytes=8), gradient_as_bucket_view=views)
+    rig = Rig(((3,), (4,), (LARGE,), (5,)), caps=BucketCaps(cap_bytes=8), gradient_as_bucket_view=views)
     for step in range(14):
         if step % 7 != 6:
-            clear(parameters)
-        gradients = _gradients(parameters)
-        loss = _loss(parameters, gradients, [0, 1, 2, 3] if step % 7 == 6 else [3, 2, 1, 0])
-        reducer.prepare_for_backward(loss)
+            clear(rig.parameters)
+        gradients = rig.draw()
+        loss = rig.loss(gradients, [0, 1, 2, 3] if step % 7 == 6 else [3, 2, 1, 0])
+        rig.reducer.prepare_for_backward(loss)
         if step % 7 == 6:
-            for parameter in parameters:
+            for parameter in rig.parameters:
                 assert parameter.grad is not None
                 parameter.grad.zero_()
         loss.backward()
-        _all_mean(parameters, gradients, communicator)
+        rig.assert_mean(gradients)
 
 
 def test_a_backward_that_misses_a_parameter_names_all_missing_at_the_next_forward() -> None:
     for steps in (0, 6):
-        parameters = _parameters(((3,), (4,), (5,)))
+        parameters = drawn(((3,), (4,), (5,)))
         reducer = Reducer(parameters, Loopback(), names=["a", "b", "c"])
         for _ in range(steps):
-            _step(reducer, parameters, _gradients(parameters))
+            run(reducer, drawn_like(parameters))
             clear(parameters)
-        _step(reducer, parameters, _gradients(parameters), [1])
+        run(reducer, drawn_like(parameters), [1])
         for check in (reducer.check_finalized, reducer.finalize, reducer.prepare_for_forward):
             with pytest.raises(FusedReduceError, match="rank 0: a, c"):
                 check()
         with pytest.raises(FusedReduceError, match="find_unused_parameters=True"):
             reducer.prepare_for_backward()
         reducer.reset()
-        _step(reducer, parameters, _gradients(parameters))
+        run(reducer, drawn_like(parameters))
         reducer.check_finalized()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_parameter_that_was_converted_after_wrapping_is_named(dtype: torch.dtype) -> None:
-    parameters = _parameters(((3,), (4,)))
-    reducer = Reducer(parameters, Loopback(), names=["a", "b"])
-    _step(reducer, parameters, _gradients(parameters))
-    clear(parameters)
-    parameters[1].data = parameters[1].data.to(dtype)
+    rig = Rig(((3,), (4,)), names=["a", "b"])
+    rig.step()
+    clear(rig.parameters)
+    rig.parameters[1].data = rig.parameters[1].data.to(dtype)
     with pytest.raises(
         FusedReduceError, match=rf"b was torch.float32 on cpu when the model was wrapped, and is {dtype}"
     ):
-        _step(reducer, parameters, _gradients(parameters))
+        rig.step()
 
 
 # Comm hooks
@@ -1137,14 +1026,14 @@ def _mean_hook(state: list[Any], bucket: GradBucket) -> torch.futures.Future[tor
 
 @pytest.mark.parametrize("views", [False, True])
 def test_a_comm_hook_takes_the_place_of_the_wire(views: bool) -> None:
-    parameters = [*_parameters(SMALL), *_parameters(((4, 3), (2,)), torch.float64)]
+    parameters = [*drawn(SMALL), *drawn(((4, 3), (2,)), torch.float64)]
     communicator, seen = Loopback(), list[Any]()
     reducer = Reducer(parameters, communicator, caps=CAPS, gradient_as_bucket_view=views)
     reducer.register_comm_hook(seen, _mean_hook)
     for step in range(9):
-        gradients = _gradients(parameters)
+        gradients = drawn_like(parameters)
         seen.clear()
-        _step(reducer, parameters, gradients)
+        run(reducer, gradients)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             _same(parameter.grad, (gradient + 0.5) / 2)
         assert [one[0] for one in seen] == list(range(len(reducer.plan)))
@@ -1161,8 +1050,12 @@ def test_a_comm_hook_takes_the_place_of_the_wire(views: bool) -> None:
 @pytest.mark.parametrize("views", [False, True])
 def test_a_comm_hook_is_shown_zeros_where_there_is_no_gradient(views: bool) -> None:
     """And of a parameter that no rank has used nothing is copied out of what it returns."""
-    parameters, communicator = _parameters(((3,), (4,), (5,))), Loopback([_uses(1, 1, 0)])
-    reducer = Reducer(parameters, communicator, find_unused_parameters=True, gradient_as_bucket_view=views)
+    rig = Rig(
+        ((3,), (4,), (5,)),
+        communicator=Loopback([_uses(1, 1, 0)]),
+        find_unused_parameters=True,
+        gradient_as_bucket_view=views,
+    )
     shown: dict[int, torch.Tensor] = {}
 
     def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -1172,12 +1065,11 @@ def test_a_comm_hook_is_shown_zeros_where_there_is_no_gradient(views: bool) -> N
         future.set_result(bucket.buffer().add_(0.5).div_(2))
         return future
 
-    reducer.register_comm_hook(None, hook)
+    rig.reducer.register_comm_hook(None, hook)
     for used in ([0, 1, 2], [0], [2, 0], [0]):
-        clear(parameters)
-        gradients = _gradients(parameters)
-        _step(reducer, parameters, gradients, used)
-        for index, parameter in enumerate(parameters):
+        clear(rig.parameters)
+        gradients = rig.step(used)
+        for index, parameter in enumerate(rig.parameters):
             local = gradients[index] if index in used else torch.zeros_like(gradients[index])
             _same(shown[id(parameter)], local, f"parameter {index} of a step that uses {used}")
             if index < 2 or index in used:
@@ -1187,7 +1079,7 @@ def test_a_comm_hook_is_shown_zeros_where_there_is_no_gradient(views: bool) -> N
 
 
 def test_a_comm_hook_and_a_wire_exclude_each_other() -> None:
-    reducer = Reducer(_parameters(((3,),)), Loopback(), ReduceConfig(wire="bf16"))
+    reducer = Reducer(drawn(((3,),)), Loopback(), ReduceConfig(wire="bf16"))
     with pytest.raises(ValueError, match="exclude each other"):
         reducer.register_comm_hook(None, _mean_hook)
 
@@ -1220,17 +1112,17 @@ def _raises(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 def test_a_comm_hook_that_fails_leaves_a_reducer_that_says_so_and_can_be_reset(
     hook: Any, kind: type[Exception], words: str
 ) -> None:
-    parameters, broken = _parameters(((3,), (4,))), [False]
+    parameters, broken = drawn(((3,), (4,))), [False]
     reducer = Reducer(parameters, Loopback())
     seen: list[Any] = []
     reducer.register_comm_hook(seen, lambda state, bucket: (hook if broken[0] else _mean_hook)(state, bucket))
     for _ in range(2):
-        gradients = _gradients(parameters)
-        _step(reducer, parameters, gradients)
+        gradients = drawn_like(parameters)
+        run(reducer, gradients)
         clear(parameters)
         broken[0] = True
         with pytest.raises(kind, match=words):
-            _step(reducer, parameters, gradients)
+            run(reducer, gradients)
         assert _state(reducer) is ReducerState.FAILED
         for parameter, gradient in zip(parameters, gradients, strict=True):
             _same(parameter.grad, gradient, "still this rank's own")
@@ -1239,7 +1131,7 @@ def test_a_comm_hook_that_fails_leaves_a_reducer_that_says_so_and_can_be_reset(
         broken[0] = False
         reducer.reset()
         clear(parameters)
-        _step(reducer, parameters, gradients)
+        run(reducer, gradients)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             _same(parameter.grad, (gradient + 0.5) / 2)
         clear(parameters)
@@ -1251,75 +1143,68 @@ def test_a_comm_hook_that_fails_leaves_a_reducer_that_says_so_and_can_be_reset(
 @pytest.mark.parametrize("which", ["fail_issue", "fail_wait"])
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_collective_that_fails_needs_a_new_group(which: str, number: int) -> None:
-    parameters, communicator = _parameters(((3,), (4,), (LARGE,))), Loopback()
-    reducer = Reducer(parameters, communicator, names=["a", "b", "c"], caps=BucketCaps(cap_bytes=8))
-    for _ in range(2):
-        _step(reducer, parameters, _gradients(parameters))
-        clear(parameters)
-    setattr(communicator, which, communicator.count("all_reduce") + number)
+    rig = Rig(((3,), (4,), (LARGE,)), names=["a", "b", "c"], caps=BucketCaps(cap_bytes=8))
+    rig.warm(2)
+    setattr(rig.communicator, which, rig.communicator.count("all_reduce") + number)
     told: list[str] = []
-    reducer.cycle.on_error = told.append
-    gradients = _gradients(parameters)
+    rig.reducer.cycle.on_error = told.append
+    gradients = rig.draw()
     name = "cba"[number]
     with pytest.raises(CollectiveError, match=rf"rank 0: the all-reduce of bucket {number} \({name}\).*Connection"):
-        _step(reducer, parameters, gradients)
-    assert _state(reducer) is ReducerState.FAILED and len(told) == 1
-    for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        rig.run(gradients)
+    assert _state(rig.reducer) is ReducerState.FAILED and len(told) == 1
+    for index, (parameter, gradient) in enumerate(zip(rig.parameters, gradients, strict=True)):
         if parameter.grad is None:  # backward ended before it came to this one
             assert which == "fail_issue" and 2 - index > number
             continue
-        reduced = torch.equal(parameter.grad, communicator.mean(gradient))
+        reduced = torch.equal(parameter.grad, rig.communicator.mean(gradient))
         assert reduced or torch.equal(parameter.grad, gradient), f"{index}: neither reduced nor local"
         assert reduced == (which == "fail_wait" and 2 - index < number)
     with pytest.raises(FusedReduceError, match="process group cannot be used any more"):
-        reducer.prepare_for_backward()
+        rig.reducer.prepare_for_backward()
     with pytest.raises(FusedReduceError, match="a collective failed, on ranks 0, 1, 2"):
-        reducer.reset()
-    assert _state(reducer) is ReducerState.LOST
+        rig.reducer.reset()
+    assert _state(rig.reducer) is ReducerState.LOST
     with pytest.raises(FusedReduceError, match="process group cannot be used any more"):
-        reducer.prepare_for_forward()
+        rig.reducer.prepare_for_forward()
     fresh = Loopback([constant(4.0)])
-    reducer.set_communicator(fresh)
+    rig.reducer.set_communicator(fresh)
     for _ in range(6):
-        clear(parameters)
-        _step(reducer, parameters, gradients)
-        _all_mean(parameters, gradients, fresh)
+        clear(rig.parameters)
+        rig.run(gradients)
+        rig.assert_mean(gradients)
     assert fresh.count("broadcast") == 1 and fresh.count("gather") == 2, "agreed and learned anew"
-    assert reducer.stats()["collectives"] == 1 + 5 * 3 + 1, "and the order"
+    assert rig.reducer.stats()["collectives"] == 1 + 5 * 3 + 1, "and the order"
 
 
 def test_a_failing_agreement_or_broadcast_names_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters, communicator = _parameters(((3,), (4,))), Loopback()
-    reducer = Reducer(parameters, communicator)
+    rig = Rig(((3,), (4,)))
 
     def gone(*_: object) -> Any:
         raise RuntimeError("Connection closed by peer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(communicator, "all_gather_bytes", gone)
+        patch.setattr(rig.communicator, "all_gather_bytes", gone)
         with pytest.raises(CollectiveError, match="rank 0: comparing model and settings .*Connection closed"):
-            _step(reducer, parameters, _gradients(parameters))
+            rig.step()
     with pytest.raises(FusedReduceError, match=r"set_communicator\(\).* comparing model and settings"):
-        _step(reducer, parameters, _gradients(parameters))
-    communicator = Loopback()
-    reducer.set_communicator(communicator)
-    _step(reducer, parameters, _gradients(parameters))
+        rig.step()
+    rig.communicator = Loopback()
+    rig.reducer.set_communicator(rig.communicator)
+    rig.step()
     with monkeypatch.context() as patch:
-        patch.setattr(communicator, "broadcast", gone)
+        patch.setattr(rig.communicator, "broadcast", gone)
         with pytest.raises(CollectiveError, match="rank 0: broadcasting the order of readiness failed"):
-            _step(reducer, parameters, _gradients(parameters))
+            rig.step()
 
 
 @pytest.mark.parametrize(("stage", "views"), [("pack", False), ("pack", True), ("unpack", False)])
 def test_a_kernel_that_fails_leaves_a_reducer_that_can_be_reset(
     views: bool, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parameters, communicator = _parameters(((3,), (4,), (LARGE,))), Loopback()
-    reducer = Reducer(parameters, communicator, gradient_as_bucket_view=views, caps=BucketCaps(cap_bytes=8))
-    for _ in range(2):
-        _step(reducer, parameters, _gradients(parameters))
-        clear(parameters)
-    gradients = _gradients(parameters)
+    rig = Rig(((3,), (4,), (LARGE,)), gradient_as_bucket_view=views, caps=BucketCaps(cap_bytes=8))
+    rig.warm(2)
+    gradients = rig.draw()
 
     def out_of_memory(*_: object, **__: object) -> None:
         raise MemoryError("out of memory")
@@ -1327,41 +1212,41 @@ def test_a_kernel_that_fails_leaves_a_reducer_that_can_be_reset(
     with monkeypatch.context() as patch:
         patch.setattr(dispatch, stage, out_of_memory)
         with pytest.raises(MemoryError):
-            _step(reducer, parameters, gradients)
-    assert _state(reducer) is ReducerState.FAILED
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+            rig.run(gradients)
+    assert _state(rig.reducer) is ReducerState.FAILED
+    for parameter, gradient in zip(rig.parameters, gradients, strict=True):
         if parameter.grad is not None:
             # What is a view of the wire is divided already.
-            local = gradient / communicator.size if views and not torch.equal(parameter.grad, gradient) else gradient
+            local = (
+                gradient / rig.communicator.size if views and not torch.equal(parameter.grad, gradient) else gradient
+            )
             _same(parameter.grad, local, "all local, not half written")
     with pytest.raises(FusedReduceError, match="MemoryError: out of memory"):
-        reducer.check_finalized()
-    reducer.reset()
-    communicator.under_way = 0  # what was given up is never waited for
+        rig.reducer.check_finalized()
+    rig.reducer.reset()
+    rig.communicator.under_way = 0  # what was given up is never waited for
     for _ in range(6):
-        clear(parameters)
-        _step(reducer, parameters, gradients)
-        _all_mean(parameters, gradients, communicator)
+        clear(rig.parameters)
+        rig.run(gradients)
+        rig.assert_mean(gradients)
 
 
 def test_a_backward_of_the_users_that_raises_can_be_reset() -> None:
-    parameters, communicator = _parameters(((3,), (4,), (LARGE,))), Loopback()
-    reducer = Reducer(parameters, communicator, names=["a", "b", "c"], caps=BucketCaps(cap_bytes=8))
+    rig = Rig(((3,), (4,), (LARGE,)), names=["a", "b", "c"], caps=BucketCaps(cap_bytes=8))
     for step in range(12):
-        gradients = _gradients(parameters)
+        gradients = rig.draw()
         if step in (1, 8):
-            handle = parameters[1].register_hook(_boom)
+            handle = rig.parameters[1].register_hook(_boom)
             with pytest.raises(ZeroDivisionError):
-                _step(reducer, parameters, gradients)
+                rig.run(gradients)
             handle.remove()
             with pytest.raises(FusedReduceError, match="rank 0: a, b"):
-                reducer.prepare_for_forward()
-            reducer.reset()
-            communicator.under_way = 0  # what was given up is never waited for
-            clear(parameters)
-        _step(reducer, parameters, gradients)
-        _all_mean(parameters, gradients, communicator)
-        clear(parameters)
+                rig.reducer.prepare_for_forward()
+            rig.reducer.reset()
+            rig.communicator.under_way = 0  # what was given up is never waited for
+            clear(rig.parameters)
+        rig.run(gradients)
+        rig.take(gradients)
 
 
 def _boom(_: torch.Tensor) -> torch.Tensor:
@@ -1369,69 +1254,65 @@ def _boom(_: torch.Tensor) -> torch.Tensor:
 
 
 def test_reset_compares_how_far_each_rank_has_come() -> None:
-    parameters, communicator = _parameters(((3,),)), Loopback()
-    reducer = Reducer(parameters, communicator)
-    _step(reducer, parameters, _gradients(parameters))
-    reducer.reset()
-    assert _state(reducer) is ReducerState.IDLE
-    communicator.aside = lambda text: [text, "7 whole", text]
+    rig = Rig(((3,),))
+    rig.step()
+    rig.reducer.reset()
+    assert _state(rig.reducer) is ReducerState.IDLE
+    rig.communicator.aside = lambda text: [text, "7 whole", text]
     with pytest.raises(FusedReduceError, match=r"different numbers of collectives, by rank: \['1', '7', '1'\]"):
-        reducer.reset()
-    assert _state(reducer) is ReducerState.LOST
-    communicator.aside = lambda text: [text, text, text]
+        rig.reducer.reset()
+    assert _state(rig.reducer) is ReducerState.LOST
+    rig.communicator.aside = lambda text: [text, text, text]
     with pytest.raises(FusedReduceError, match="a collective failed, on ranks 0, 1, 2. ranks have issued different"):
-        reducer.reset()
-    keys = [call.kind for call in communicator.calls if call.kind.startswith("aside")]
+        rig.reducer.reset()
+    keys = [call.kind for call in rig.communicator.calls if call.kind.startswith("aside")]
     assert len(set(keys)) == len(keys) == 3, "a key is never used twice"
 
     other = Loopback()
     other.aside = lambda text: [text, text.replace("whole", "failed"), text]
-    reducer.set_communicator(other)
+    rig.reducer.set_communicator(other)
     with pytest.raises(FusedReduceError, match="a collective failed, on ranks 1"):
-        reducer.reset()
+        rig.reducer.reset()
 
     def late(_: str) -> list[str]:
         raise RuntimeError("timed out")
 
     third = Loopback()
     third.aside = late
-    reducer.set_communicator(third)
+    rig.reducer.set_communicator(third)
     with pytest.raises(FusedReduceError, match=r"not every rank called reset\(\) in time: timed out"):
-        reducer.reset()
+        rig.reducer.reset()
 
 
 def test_in_a_new_group_resets_are_counted_anew() -> None:
     """Ranks meet there by the count, and one that is new to all of them has reset nothing yet."""
     old, group, fresh = Loopback(), Loopback(), Loopback()
-    reducer = Reducer(_parameters(((3,),)), old)
+    reducer = Reducer(drawn(((3,),)), old)
     for _ in range(2):
         reducer.reset()
     reducer.set_communicator(group)
     reducer.reset()
-    Reducer(_parameters(((3,),)), fresh).reset()
+    Reducer(drawn(((3,),)), fresh).reset()
     assert old.count("aside reset 2") == 1
     assert [call.kind for call in group.calls] == [call.kind for call in fresh.calls] == ["aside reset 1"]
 
 
 def test_reset_forgets_the_divisor_and_the_futures_of_the_step_that_was_given_up() -> None:
-    parameters, communicator = _parameters(((3,), (4,))), Loopback()
-    reducer = Reducer(parameters, communicator)
+    rig = Rig(((3,), (4,)))
     failed: torch.futures.Future[Any] = torch.futures.Future()
     failed.set_exception(ValueError("of the step that was given up"))
-    reducer.pipeline.divide_by_ranks_counted(Counted(1.0))
-    reducer.pipeline.wait_at_end([failed])
-    reducer.reset()
-    gradients = _gradients(parameters)
-    _step(reducer, parameters, gradients)
-    _all_mean(parameters, gradients, communicator)
+    rig.reducer.pipeline.divide_by_ranks_counted(Counted(1.0))
+    rig.reducer.pipeline.wait_at_end([failed])
+    rig.reducer.reset()
+    gradients = rig.step()
+    rig.assert_mean(gradients)
 
 
 def test_reset_drops_gradients_that_a_collective_may_still_write() -> None:
-    parameters = _parameters(((3,), (4,)))
-    reducer = Reducer(parameters, Loopback(), gradient_as_bucket_view=True)
-    _step(reducer, parameters, _gradients(parameters))
-    reducer.reset()
-    assert [parameter.grad for parameter in parameters] == [None, None]
+    rig = Rig(((3,), (4,)), gradient_as_bucket_view=True)
+    rig.step()
+    rig.reducer.reset()
+    assert [parameter.grad for parameter in rig.parameters] == [None, None]
 
 
 # Construction and the end
@@ -1480,7 +1361,7 @@ def test_views_of_a_16_bit_wire_are_none_and_a_warning_counts_real_bytes() -> No
 
 
 def test_two_open_reducers_on_one_parameter_are_refused() -> None:
-    first, second = _parameters(((3,), (4,)))
+    first, second = drawn(((3,), (4,)))
     reducer = Reducer([first], Loopback())
     with pytest.raises(ValueError, match="b belongs to another open Reducer"):
         Reducer([second, first], Loopback(), names=["a", "b"])
@@ -1495,21 +1376,21 @@ def test_two_open_reducers_on_one_parameter_are_refused() -> None:
 
 
 def test_close_may_be_called_twice_and_ends_everything() -> None:
-    parameters, communicator = _parameters(SMALL), Loopback()
+    parameters, communicator = drawn(SMALL), Loopback()
     with Reducer(parameters, communicator, gradient_as_bucket_view=True) as reducer:
-        gradients = _gradients(parameters)
-        _step(reducer, parameters, gradients)
+        gradients = drawn_like(parameters)
+        run(reducer, gradients)
         reducer.close()
     reducer.close()
     assert reducer.stats()["state"] == "closed"
-    _all_mean(parameters, gradients, communicator)
+    assert_mean(reducer, gradients)
     calls = len(communicator.calls)
     with pytest.raises(FusedReduceError, match="closed"):
         reducer.prepare_for_backward()
     with pytest.raises(FusedReduceError, match="closed"):
         reducer.reset()
     clear(parameters)
-    _loss(parameters, gradients).backward()
+    loss_with(parameters, gradients).backward()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         _same(parameter.grad, gradient)
     assert len(communicator.calls) == calls
@@ -1531,40 +1412,36 @@ def no_collector() -> Iterator[None]:
 @pytest.mark.parametrize("end", ["del", "close"])
 @pytest.mark.parametrize("steps", [0, 1, 7])
 def test_memory_is_back_when_the_reducer_is_gone(no_collector: None, views: bool, end: str, steps: int) -> None:
-    parameters, communicator = _parameters((*SMALL, (LARGE,))), Loopback()
-    reducer = Reducer(parameters, communicator, caps=CAPS, gradient_as_bucket_view=views)
-    for _ in range(steps):
-        _step(reducer, parameters, _gradients(parameters))
-        clear(parameters)
-    gone = weakref.ref(reducer)
+    rig = Rig((*SMALL, (LARGE,)), caps=CAPS, gradient_as_bucket_view=views)
+    rig.warm(steps)
+    gone = weakref.ref(rig.reducer)
     if end == "close":
-        reducer.close()
-        assert [wire for wire in communicator.wires if wire() is not None] == [], "close() gives the wires up"
-    del reducer
+        rig.reducer.close()
+        assert [wire for wire in rig.communicator.wires if wire() is not None] == [], "close() gives the wires up"
+    del rig.reducer
     assert gone() is None
-    assert [wire for wire in communicator.wires if wire() is not None] == []
-    calls = len(communicator.calls)
-    gradients = _gradients(parameters)
-    _loss(parameters, gradients).backward()
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    assert [wire for wire in rig.communicator.wires if wire() is not None] == []
+    calls = len(rig.communicator.calls)
+    gradients = rig.draw()
+    rig.loss(gradients).backward()
+    for parameter, gradient in zip(rig.parameters, gradients, strict=True):
         _same(parameter.grad, gradient, "no hook is left")
-    assert len(communicator.calls) == calls
-    models = [weakref.ref(parameter) for parameter in parameters]
-    del parameters, parameter
+    assert len(rig.communicator.calls) == calls
+    models = [weakref.ref(parameter) for parameter in rig.parameters]
+    del rig.parameters, parameter
     assert [one for one in models if one() is not None] == []
 
 
 def test_a_graph_that_outlives_the_reducer_does_not_keep_it(no_collector: None) -> None:
-    parameters = _parameters(SMALL)
-    reducer = Reducer(parameters, Loopback())
-    gradients = _gradients(parameters)
-    loss = _loss(parameters, gradients)
-    reducer.prepare_for_backward(loss)
-    gone = weakref.ref(reducer)
-    del reducer
+    rig = Rig(SMALL)
+    gradients = rig.draw()
+    loss = rig.loss(gradients)
+    rig.reducer.prepare_for_backward(loss)
+    gone = weakref.ref(rig.reducer)
+    del rig.reducer
     assert gone() is None
     loss.backward()
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    for parameter, gradient in zip(rig.parameters, gradients, strict=True):
         _same(parameter.grad, gradient)
 
 
@@ -1573,7 +1450,7 @@ def test_a_graph_that_outlives_the_reducer_does_not_keep_it(no_collector: None) 
 
 def _issued(inputs: int, **options: Any) -> tuple[list[Call], int]:
     """What a rank issues and counts in 25 steps, of which it has inputs for the first; its peers have for all."""
-    parameters, communicator = _parameters((*SMALL, (6, 2))), Loopback()
+    parameters, communicator = drawn((*SMALL, (6, 2))), Loopback()
     count = len(parameters)
     communicator.order = lambda _: torch.arange(count).flip(0)
     kind = torch.tensor([0, 1, 0])  # sparse, of one sparse dimension, fp32
@@ -1585,7 +1462,7 @@ def _issued(inputs: int, **options: Any) -> tuple[list[Call], int]:
         for step in range(25):
             clear(parameters)
             if step < inputs:
-                leaf_step(reducer, [*_gradients(parameters[:-1]), sparse_like(parameters[-1], [1, 2])])
+                leaf_step(reducer, [*drawn_like(parameters[:-1]), sparse_like(parameters[-1], [1, 2])])
             else:
                 shadow_step(reducer)
         return communicator.calls, int(reducer.stats()["collectives"])
@@ -1615,66 +1492,65 @@ FIRST_STEPS = [number + 1 for number in FIRST_PROFILED]
 
 
 def test_backward_stats_and_bucket_times_are_of_the_latest_step() -> None:
-    parameters = _parameters(((3,), (4,), (5,), (6,)))
-    reducer = Reducer(parameters, Loopback(), caps=BucketCaps(cap_bytes=20))
-    assert reducer.get_backward_stats() == [0, 0, 0, 0]
+    rig = Rig(((3,), (4,), (5,), (6,)), caps=BucketCaps(cap_bytes=20))
+    assert rig.reducer.get_backward_stats() == [0, 0, 0, 0]
     seen = []
     for step in range(15):
-        gradients = _gradients(parameters)
-        loss = _loss(parameters, gradients, [2, 0, 3, 1])
-        reducer.prepare_for_backward(loss)
+        gradients = rig.draw()
+        loss = rig.loss(gradients, [2, 0, 3, 1])
+        rig.reducer.prepare_for_backward(loss)
         pause_s = 0.001 * (step + 1)
         time.sleep(pause_s)
         loss.backward()
-        ready = reducer.get_backward_stats()
+        ready = rig.reducer.get_backward_stats()
         seen.append(ready)
         assert all(pause_s * 1e9 <= one < 5e9 for one in ready), "ns from the end of forward on"
         assert ready[2] <= ready[0] <= ready[3] <= ready[1]
-        times = reducer.bucket_times()
-        assert len(times) == len(reducer.plan)
+        times = rig.reducer.bucket_times()
+        assert len(times) == len(rig.reducer.plan)
         assert all(0 <= one <= launched < 5e9 for one, launched in times), "since backward began, in every step"
         assert times == sorted(times, key=lambda one: one[1])
-        clear(parameters)
+        clear(rig.parameters)
     assert len(set(map(tuple, seen))) == 15
 
 
 @pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
 def test_stats(wire: Wire) -> None:
-    parameters, communicator = _parameters(((300,), (256, 4), (200,), (3, 90), (250,))), Loopback()
-    reducer = Reducer(parameters, communicator, ReduceConfig(wire=wire), caps=BucketCaps(cap_bytes=2000))
+    rig = Rig(
+        ((300,), (256, 4), (200,), (3, 90), (250,)), config=ReduceConfig(wire=wire), caps=BucketCaps(cap_bytes=2000)
+    )
     seen = []
     for _ in range(30):
-        _step(reducer, parameters, _gradients(parameters))
-        clear(parameters)
-        seen.append(reducer.stats())
+        rig.step()
+        clear(rig.parameters)
+        seen.append(rig.reducer.stats())
     stats = seen[-1]
     itemsize = (WIRE_DTYPES[wire] or torch.float32).itemsize
-    numel = sum(parameter.numel() for parameter in parameters)
+    numel = sum(parameter.numel() for parameter in rig.parameters)
     assert stats["wire_bytes"] == numel * itemsize + int(stats["padding_bytes"])
     assert int(stats["padding_bytes"]) <= 0.02 * int(stats["wire_bytes"]), "tensors average 1 KiB and more"
-    sent = [call for call in communicator.calls if call.kind == "all_reduce"][-int(stats["buckets"]) :]
+    sent = [call for call in rig.communicator.calls if call.kind == "all_reduce"][-int(stats["buckets"]) :]
     assert sum(call.numel * call.dtype.itemsize for call in sent) == stats["wire_bytes"]
-    assert stats["steps"] == 30 and stats["buckets_reduced"] == stats["buckets"] == len(reducer.plan) > 1
-    assert communicator.count("all_reduce") == 1 + 29 * len(reducer.plan)
-    assert communicator.count("max") == 5, "three probes, the numbers, and the plan that follows from them"
-    assert stats["collectives"] == communicator.count("all_reduce") + communicator.count("max") + 1, "the order"
+    assert stats["steps"] == 30 and stats["buckets_reduced"] == stats["buckets"] == len(rig.reducer.plan) > 1
+    assert rig.communicator.count("all_reduce") == 1 + 29 * len(rig.reducer.plan)
+    assert rig.communicator.count("max") == 5, "three probes, the numbers, and the plan that follows from them"
+    assert stats["collectives"] == rig.communicator.count("all_reduce") + rig.communicator.count("max") + 1, "the order"
     assert stats["state"] == "idle" and stats["path"] == "torch" and stats["restrided"] == 0
     allocations = [one["wire_allocations"] for one in seen]
-    assert allocations[0] == 1 and set(allocations[1:]) == {1 + len(reducer.plan)}, "none in the steady state"
+    assert allocations[0] == 1 and set(allocations[1:]) == {1 + len(rig.reducer.plan)}, "none in the steady state"
     assert json.dumps(stats)
 
 
 def test_a_step_launches_two_kernels_and_one_collective_per_bucket() -> None:
-    parameters, communicator = _parameters(SMALL), Loopback()
-    reducer = Reducer(parameters, communicator, ReduceConfig(wire="bf16"), caps=CAPS)
+    rig = Rig(SMALL, config=ReduceConfig(wire="bf16"), caps=CAPS)
     for _ in range(8):
-        before = communicator.count("all_reduce")
+        before = rig.communicator.count("all_reduce")
         with dispatch.count_launches() as launches:
-            _step(reducer, parameters, _gradients(parameters))
-        buckets = len(reducer.plan)
+            rig.step()
+        buckets = len(rig.reducer.plan)
         assert [one.function for one in launches] == ["pack"] * buckets + ["unpack"] * buckets
-        assert communicator.count("all_reduce") - before == buckets
-        clear(parameters)
+        assert rig.communicator.count("all_reduce") - before == buckets
+        clear(rig.parameters)
     assert buckets > 2
 
 
@@ -1684,7 +1560,7 @@ def test_a_step_launches_two_kernels_and_one_collective_per_bucket() -> None:
 def _refused(communicator: Loopback, parameters: list[torch.Tensor], **options: Any) -> str:
     reducer = Reducer(parameters, communicator, **options)
     with pytest.raises(AgreementError) as caught:
-        reducer.prepare_for_backward(_loss(parameters, _gradients(parameters)))
+        reducer.prepare_for_backward(loss_with(parameters, drawn_like(parameters)))
     reducer.close()
     assert isinstance(caught.value, ValueError) and communicator.count("all_reduce") == 0
     return str(caught.value)
@@ -1703,8 +1579,8 @@ def test_another_model_on_another_rank_is_the_same_error_everywhere(
     shapes: Any, dtypes: tuple[torch.dtype, torch.dtype], words: str
 ) -> None:
     def case(communicator: Communicator) -> None:
-        parameters = _parameters(shapes[communicator.rank], dtypes[communicator.rank])
-        Reducer(parameters, communicator).prepare_for_backward(_loss(parameters, parameters))
+        parameters = drawn(shapes[communicator.rank], dtypes[communicator.rank])
+        Reducer(parameters, communicator).prepare_for_backward(loss_with(parameters, parameters))
 
     first, second = ThreadWorld(2).run(case)
     assert isinstance(first, AgreementError) and isinstance(second, AgreementError)
@@ -1743,9 +1619,9 @@ def test_other_strides_and_sparse_flags_are_another_model() -> None:
 )
 def test_other_settings_on_another_rank_are_named_everywhere(options: dict[str, Any], name: str) -> None:
     def case(communicator: Communicator) -> None:
-        parameters = _parameters(((3,),))
+        parameters = drawn(((3,),))
         mine = options if communicator.rank == 1 else {}
-        Reducer(parameters, communicator, **mine).prepare_for_backward(_loss(parameters, parameters))
+        Reducer(parameters, communicator, **mine).prepare_for_backward(loss_with(parameters, parameters))
 
     errors = ThreadWorld(3).run(case)
     assert all(isinstance(error, AgreementError) for error in errors) and len(set(map(str, errors))) == 1
@@ -1754,9 +1630,9 @@ def test_other_settings_on_another_rank_are_named_everywhere(options: dict[str, 
 
 def test_long_lists_of_caps_are_compared_too() -> None:
     def case(communicator: Communicator) -> None:
-        parameters = _parameters(((3,),))
+        parameters = drawn(((3,),))
         caps = BucketCaps(listed_bytes=(*range(1, 5000), 1 + communicator.rank // 2))
-        Reducer(parameters, communicator, caps=caps).prepare_for_backward(_loss(parameters, parameters))
+        Reducer(parameters, communicator, caps=caps).prepare_for_backward(loss_with(parameters, parameters))
 
     errors = ThreadWorld(4).run(case)
     assert all("bucket_caps_bytes" in str(error) for error in errors) and len(set(map(str, errors))) == 1
@@ -1775,7 +1651,7 @@ def test_a_peers_problem_is_told_to_all() -> None:
 def test_what_is_no_settings_is_named() -> None:
     communicator = Loopback()
     communicator.payload = lambda rank, mine: b"GET / HTTP/1.1"
-    assert "a rank sent b'GET / HTTP/1.1' in place of its settings" in _refused(communicator, _parameters(((3,),)))
+    assert "a rank sent b'GET / HTTP/1.1' in place of its settings" in _refused(communicator, drawn(((3,),)))
 
 
 def test_ranks_adopt_the_order_of_rank_0() -> None:
@@ -1785,7 +1661,7 @@ def test_ranks_adopt_the_order_of_rank_0() -> None:
         order = [2, 0, 3, 1] if communicator.rank == 0 else [0, 1, 2, 3]
         for _ in range(8):
             clear(parameters)
-            _step(reducer, parameters, [torch.full((2,), float(communicator.rank + k)) for k in range(4)], order)
+            run(reducer, [torch.full((2,), float(communicator.rank + k)) for k in range(4)], order)
         return reducer.plan, [parameter.grad.tolist() for parameter in parameters if parameter.grad is not None]
 
     for plan, gradients in ThreadWorld(3).run(case):
@@ -1794,12 +1670,12 @@ def test_ranks_adopt_the_order_of_rank_0() -> None:
 
 
 def test_the_order_that_is_broadcast_is_the_one_that_counts() -> None:
-    parameters, communicator = _parameters(((3,), (4,), (5,))), Loopback(PEERS, rank=1)
+    parameters, communicator = drawn(((3,), (4,), (5,))), Loopback(PEERS, rank=1)
     communicator.order = lambda mine: torch.tensor([1, 2, 0])
     reducer = Reducer(parameters, communicator, caps=BucketCaps(cap_bytes=8))
     for _ in range(6):
-        gradients = _gradients(parameters)
-        _step(reducer, parameters, gradients)
-        _all_mean(parameters, gradients, communicator)
+        gradients = drawn_like(parameters)
+        run(reducer, gradients)
+        assert_mean(reducer, gradients)
         clear(parameters)
     assert reducer.plan == ((1,), (2,), (0,)), "whatever this rank saw"
