@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ddp_cases import wrapped
-from support.hook_cases import assert_same_on_all_ranks, batch, mlp
+from support.ddp_models import assert_same_on_all_ranks, batch, mlp, wrapped
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils import clip_grad_norm_ as torch_clip

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel.ddp_fault_cases import _group, _in_time
-from support.hook_cases import SMALL_CAP_MB, assert_same_on_all_ranks, batch, loss_of, mlp
+from support.ddp_models import SMALL_CAP_MB, assert_same_on_all_ranks, batch, loss_of, mlp
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_cases import Branches, wrapped
-from support.hook_cases import SMALL_CAP_MB, batch, gradients, loss_of, mlp
+from support.ddp_models import SMALL_CAP_MB, Branches, batch, gradients, loss_of, mlp, wrapped
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 

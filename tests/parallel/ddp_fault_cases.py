@@ -15,8 +15,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_cases import Branches, Checkpointed, assert_averaged, wrapped
-from support.hook_cases import UNIT, batch, loss_of, mlp
+from support.ddp_models import (
+    UNIT,
+    Branches,
+    Checkpointed,
+    assert_averaged,
+    assert_step_averages,
+    batch,
+    loss_of,
+    mlp,
+    wrapped,
+)
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -55,11 +64,7 @@ def _right_steps(
 ) -> None:
     """Steps with right results: after some of them only the parameters that complete a bucket are hooked."""
     for step in range(steps):
-        local = copy.deepcopy(ddp.module)
-        ddp.zero_grad()
-        loss_of(ddp(make_input(rank, step))).backward()
-        loss_of(local(make_input(rank, step))).backward()
-        assert_averaged(ddp.module, local, wire)
+        assert_step_averages(ddp, make_input(rank, step), wire)
 
 
 def _recover(rank: int, world: int, ddp: fusedreduce.DistributedDataParallel, **options: Any) -> None:

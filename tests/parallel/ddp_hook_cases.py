@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_cases import STEPS, wrapped
-from support.hook_cases import SMALL_CAP_MB, batch, gradients, loss_of, mlp
+from support.ddp_models import SMALL_CAP_MB, STEPS, batch, gradients, loss_of, mlp, wrapped
 from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
@@ -130,7 +129,7 @@ def hooks_refused(rank: int, world: int) -> None:
         with pytest.raises(ValueError, match="wire='bf16' and a comm hook exclude each other"):
             HOOKS[name](wrapped(mlp(), "bf16"))
     with pytest.raises(TypeError, match="must be callable"):
-        wrapped(mlp()).register_comm_hook(None, 1)  # type: ignore[arg-type]
+        wrapped(mlp()).register_comm_hook(None, 1)
     with pytest.raises(ValueError, match="GradBucket"):
         wrapped(mlp()).register_comm_hook(None, _wrong_annotation)
     ddp = wrapped(mlp())

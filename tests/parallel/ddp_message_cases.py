@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from parallel.ddp_fault_cases import Partial
-from support.ddp_cases import Checkpointed, TwoHeads
-from support.hook_cases import SMALL_CAP_MB, batch, loss_of, mlp
+from support.ddp_models import SMALL_CAP_MB, Checkpointed, TwoHeads, batch, loss_of, mlp
 from torch import nn
 from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_cases import Branches
-from support.hook_cases import SMALL_CAP_MB, batch, loss_of, mlp
+from support.ddp_models import SMALL_CAP_MB, Branches, batch, loss_of, mlp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join

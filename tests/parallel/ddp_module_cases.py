@@ -8,9 +8,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support import hook_cases
-from support.ddp_cases import STEPS, assert_averaged, train, wrapped
-from support.hook_cases import assert_is_mean, assert_same_on_all_ranks, batch, loss_of, mlp
+from support.ddp_models import (
+    STEPS,
+    ComplexNet,
+    Zoo,
+    assert_averaged,
+    assert_is_mean,
+    assert_same_on_all_ranks,
+    batch,
+    images,
+    loss_of,
+    mlp,
+    train,
+    wrapped,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
@@ -18,36 +29,35 @@ from torch.utils.checkpoint import checkpoint
 import fusedreduce
 
 
-def zoo(rank: int, world: int, wire: str) -> None:
+def zoo(rank: int, world: int, wire: str, surface: str = "wrapper") -> None:
     """Tied, frozen, zero-element, channels-last and 16-bit parameters; complex ones; with views where they may be."""
-    kind = hook_cases.Zoo
-    train(rank, kind(), wire, hook_cases.images)
-    train(rank, hook_cases.ComplexNet(), wire)
-    if wire == "native":
-        train(rank, kind(), wire, hook_cases.images, gradient_as_bucket_view=True)
-        train(rank, kind(), wire, hook_cases.images, gradient_as_bucket_view=True, set_to_none=False)
-        train(rank, hook_cases.ComplexNet(), wire, gradient_as_bucket_view=True, set_to_none=False)
+    train(rank, Zoo(), wire, images, surface=surface)
+    train(rank, ComplexNet(), wire, surface=surface)
+    if wire == "native" or surface == "hook":
+        options: dict[str, Any] = {"surface": surface, "gradient_as_bucket_view": True}
+        train(rank, Zoo(), wire, images, **options)
+        train(rank, Zoo(), wire, images, set_to_none=False, **options)
+        train(rank, ComplexNet(), wire, set_to_none=False, **options)
     transposed: Any = mlp()
     first = transposed[0]
     first.weight = nn.Parameter(first.weight.detach().t().contiguous().t())
     assert not first.weight.is_contiguous()
-    train(rank, transposed, wire)
+    train(rank, transposed, wire, surface=surface)
 
 
-def sparse(rank: int, world: int, wire: str, hook: bool) -> None:
+def sparse(rank: int, world: int, wire: str, hook: bool = False, surface: str = "wrapper") -> None:
     """A sparse gradient beside dense ones."""
     torch.manual_seed(6)
-    ddp: Any = wrapped(nn.Sequential(nn.Embedding(50, 24, sparse=True), nn.Linear(24, 6)), wire)
+    ddp = wrapped(nn.Sequential(nn.Embedding(50, 24, sparse=True), nn.Linear(24, 6)), wire, surface=surface)
     if hook:
         # (torch reads annotations of a hook, and takes no strings)
         ddp.register_comm_hook(None, lambda state, bucket: _all_reduce_then_divide(bucket))
     for step in range(STEPS):
         tokens = torch.randint(0, 50, (10,), generator=torch.Generator().manual_seed(13 * step + rank))
-        local: Any = copy.deepcopy(ddp.module)
-        ddp.zero_grad()
-        loss_of(ddp(tokens)).backward()
-        loss_of(local(tokens)).backward()
-        model: Any = ddp.module
+        model, local = ddp.module, copy.deepcopy(ddp.module)
+        for one in (ddp, local):
+            one.zero_grad()
+            loss_of(one(tokens)).backward()
         assert model[0].weight.grad.is_sparse
         averaged, mine = ([one.weight.grad.to_dense()] for one in (model[0], local[0]))
         assert_same_on_all_ranks(averaged)
@@ -133,7 +143,7 @@ def buffers(rank: int, world: int) -> None:
         model = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24))
         # Its name before torch 2.13, which warns of that one.
         newer = "forward_sync_buffers" in inspect.signature(TorchDDP.__init__).parameters
-        options = {} if synced else {"forward_sync_buffers" if newer else "broadcast_buffers": False}
+        options: dict[str, Any] = {} if synced else {"forward_sync_buffers" if newer else "broadcast_buffers": False}
         ddp = wrapped(model, "bf16", **options)
         for step in range(3):
             loss_of(ddp(batch(rank, step))).backward()

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_cases import reducer_of
-from support.hook_cases import assert_is_mean, assert_same_on_all_ranks, gradients
+from support.ddp_models import assert_is_mean, assert_same_on_all_ranks, gradients, reducer_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 

@@ -12,8 +12,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_cases import STEPS, assert_averaged, train, wrapped
-from support.hook_cases import SMALL_CAP_MB, assert_same_on_all_ranks, batch, gradients, loss_of, mlp
+from support.ddp_models import (
+    SMALL_CAP_MB,
+    STEPS,
+    assert_averaged,
+    assert_same_on_all_ranks,
+    assert_step_averages,
+    batch,
+    gradients,
+    loss_of,
+    mlp,
+    train,
+    wrapped,
+)
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
@@ -130,7 +141,7 @@ def disagreement(rank: int, world: int, kind: str, init_sync: bool) -> str:
 
 def no_init_sync(rank: int, world: int) -> None:
     """init_sync=False: no collective in the constructor, and weights stay each rank's own."""
-    from support.hook_cases import Collectives
+    from support.ddp_models import Collectives
 
     model = mlp(rank)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -139,11 +150,7 @@ def no_init_sync(rank: int, world: int) -> None:
     assert not issued.payload_bytes
     assert all(torch.equal(one, parameter) for one, parameter in zip(before, model.parameters(), strict=True))
     for step in range(STEPS):
-        local = copy.deepcopy(ddp.module)
-        ddp.zero_grad()
-        loss_of(ddp(batch(rank, step))).backward()
-        loss_of(local(batch(rank, step))).backward()
-        assert_averaged(ddp.module, local, "bf16")
+        assert_step_averages(ddp, batch(rank, step), "bf16")
 
 
 def refused(rank: int, world: int) -> None:
@@ -254,11 +261,7 @@ def changed_group(rank: int, world: int, wire: str) -> None:
     ddp._update_process_group(dist.group.WORLD)
     assert not ddp._has_rebuilt_buckets
     for step in range(STEPS):
-        local = copy.deepcopy(ddp.module)
-        ddp.zero_grad()
-        loss_of(ddp(batch(rank, step))).backward()
-        loss_of(local(batch(rank, step))).backward()
-        assert_averaged(ddp.module, local, wire)
+        assert_step_averages(ddp, batch(rank, step), wire)
 
 
 # Profiler and logging

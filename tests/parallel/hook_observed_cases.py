@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel.observed_cases import Observed, Several, planted, several_inputs
-from support.hook_cases import assert_same_on_all_ranks, batch, hooked, loss_of, mlp
+from support.ddp_models import assert_same_on_all_ranks, batch, hooked, loss_of, mlp
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel

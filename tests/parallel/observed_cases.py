@@ -13,9 +13,20 @@ from typing import Any
 import pytest
 import torch
 from parallel.ddp_hook_cases import HOOKS
-from support import hook_cases
-from support.ddp_cases import Branches, Checkpointed, reducer_of
-from support.hook_cases import SMALL_CAP_MB, assert_same_on_all_ranks, batch, loss_of, mlp
+from support.ddp_models import (
+    SMALL_CAP_MB,
+    Branches,
+    Checkpointed,
+    Collectives,
+    ComplexNet,
+    Zoo,
+    assert_same_on_all_ranks,
+    batch,
+    images,
+    loss_of,
+    mlp,
+    reducer_of,
+)
 from support.leaf_steps import SCALER, assert_close, bits, exact_norms, loss_scale
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -117,9 +128,9 @@ class Several(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.zoo = hook_cases.Zoo()
+        self.zoo = Zoo()
         self.embedding = nn.Embedding(20, 6, sparse=True)
-        self.complex = hook_cases.ComplexNet()
+        self.complex = ComplexNet()
 
     def forward(self, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         image, tokens, features = given
@@ -129,7 +140,7 @@ class Several(nn.Module):
 def several_inputs(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For `Several`."""
     tokens = torch.randint(0, 20, (7,), generator=torch.Generator().manual_seed(17 * step + rank))
-    return hook_cases.images(rank, step), tokens, batch(rank, step)
+    return images(rank, step), tokens, batch(rank, step)
 
 
 def _embedding() -> nn.Module:
@@ -452,7 +463,7 @@ def mixed_units(rank: int, world: int, wire: str) -> None:
         backward(ddp, loss_of(ddp(batch(rank, number))), scale)
         local = copy.deepcopy(ddp.module)
         loss = loss_of(ddp(batch(rank, number)))
-        with hook_cases.Collectives() as issued, pytest.raises(fusedreduce.FusedReduceError, match="zero_grad"):
+        with Collectives() as issued, pytest.raises(fusedreduce.FusedReduceError, match="zero_grad"):
             backward(ddp, loss, scale)
         assert not issued.payload_bytes
         ddp.reset()

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from parallel import ddp_dropin_cases, ddp_message_cases, ddp_module_cases
-from support import ddp_cases
+from parallel import ddp_cases, ddp_dropin_cases, ddp_message_cases, ddp_module_cases
 from support.ranks import RankPool
 
 from fusedreduce import Asynchronous, BoundedStaleness

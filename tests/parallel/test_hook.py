@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from support import hook_cases
+from parallel import hook_cases
+from parallel.ddp_cases import PARITY, hook_parity
 from support.ranks import RankPool
 
 WIRES = ("native", "bf16", "fp16")
-
-
-# Against torch's DDP the worst difference relative to the largest gradient of a parameter: none at 2 ranks and wire
-# native (x / 2 and x * 0.5 are the same); at 3 ranks torch multiplies by 1/3 where we divide, an ulp per contribution;
-# a 16-bit wire rounds every contribution and every partial sum.
-PARITY = {
-    (2, "native"): 0.0,
-    (3, "native"): 3 * 2.0**-22,
-    (2, "bf16"): 3 * 2.0**-8,
-    (3, "bf16"): 5 * 2.0**-8,
-    (2, "fp16"): 3 * 2.0**-11,
-    (3, "fp16"): 5 * 2.0**-11,
-}
-
-
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("world", [2, 3])
-def test_parity_with_torch_over_a_hundred_steps(two: RankPool, three: RankPool, world: int, wire: str) -> None:
-    pool = {2: two, 3: three}[world]
-    worst = pool.run(hook_cases.parity_with_torch, wire, 110, wire != "fp16")
-    assert max(worst) <= PARITY[world, wire]
-    assert wire == "native" or min(worst) > 0, "a 16-bit wire that rounds nothing is no 16-bit wire"
 
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(
     "case",
     [
-        hook_cases.zoo,
-        hook_cases.complex_parameters,
-        hook_cases.static_graph,
-        hook_cases.unused_parameters,
-        hook_cases.no_sync,
-        hook_cases.sparse_embedding,
         hook_cases.two_modules_one_state,
         hook_cases.non_finite_survives,
         hook_cases.user_collectives_in_backward,
@@ -50,29 +23,9 @@ def test_parity_with_torch_over_a_hundred_steps(two: RankPool, three: RankPool, 
     ],
     ids=lambda case: case.__name__,
 )
-def test_what_ddp_does_works(two: RankPool, case: object, wire: str) -> None:
+def test_what_a_hook_meets_works(two: RankPool, case: object, wire: str) -> None:
     assert callable(case)
     two.run(case, wire)
-
-
-@pytest.mark.parametrize("case", [hook_cases.zoo, hook_cases.unused_parameters, hook_cases.sparse_embedding])
-def test_what_ddp_does_works_at_three_ranks(three: RankPool, case: object) -> None:
-    assert callable(case)
-    three.run(case, "bf16")
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing(two: RankPool, reentrant: bool) -> None:
-    two.run(hook_cases.reentrant_checkpoint, "bf16", reentrant)
-
-
-@pytest.mark.parametrize(("wire", "tolerance"), [("native", 1e-6), ("bf16", 2e-2), ("fp16", 2e-3)])
-def test_join_with_uneven_inputs_and_the_default_divisor(two: RankPool, wire: str, tolerance: float) -> None:
-    """Sums of parameters after training against the same training in fp64; tolerances are units of the wire."""
-    joined = two.run(hook_cases.join_uneven, wire)
-    alone = two.run(hook_cases.join_uneven_alone)
-    assert joined[0] == joined[1]
-    assert joined[0] == pytest.approx(alone[0], rel=tolerance, abs=tolerance)
 
 
 def test_the_groups_own_size_divides(three: RankPool) -> None:
@@ -106,7 +59,7 @@ def test_one_kernel_launch_before_and_one_after_the_collective(wire: str) -> Non
             assert {path for _, path, _ in seen["launches"]} == {"interpreter"}
             assert all(launches == 1 for _, _, launches in seen["launches"])
             assert len(seen["launches"]) == seen["buckets"] * (1 if wire == "native" else 2)
-        assert max(pool.run(hook_cases.parity_with_torch, wire, 4, True)) <= PARITY[2, wire]
+        assert max(pool.run(hook_parity, wire, 4)) <= PARITY[2, wire]
     finally:
         pool.close()
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from support import ddp_cases, hook_cases
+from support.ddp_models import batch, hooked, loss_of, mlp, wrapped
 
 GROUP_TIMEOUT_S = 5
 
@@ -29,12 +29,12 @@ def main() -> None:
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timeout
     )
     options: dict[str, Any] = {"gradient_as_bucket_view": as_view == "view"}
-    model = hook_cases.mlp()
-    ddp = ddp_cases.wrapped(model, wire, **options) if wrapper else hook_cases.hooked(model, wire, **options)[0]
+    model = mlp()
+    ddp = wrapped(model, wire, **options) if wrapper else hooked(model, wire, **options)[0]
     victim = int(rank) == int(world) - 1
     for step in range(int(fault_step) + 3):
         ddp.zero_grad()
-        loss = hook_cases.loss_of(ddp(hook_cases.batch(int(rank), step)))
+        loss = loss_of(ddp(batch(int(rank), step)))
         if victim and step == int(fault_step):
             if fault == "leave":
                 if wrapper:

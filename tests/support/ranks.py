@@ -28,8 +28,7 @@ PRELOADED = [
     "torch._dynamo",
     "fusedreduce._public",
     "pytest",
-    "support.hook_cases",
-    "support.ddp_cases",
+    "support.ddp_models",
 ]
 
 

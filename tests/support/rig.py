@@ -8,9 +8,13 @@ from typing import Any
 import torch
 
 from fusedreduce import Reducer
+from fusedreduce.kernels import runs
+from fusedreduce.reducer.state import ReducerState
 from support.leaf_steps import WIRE_DTYPES, assert_same, clear
 from support.loopback import Loopback
 
+# Gradients with fewer elements are packed in runs.
+LARGE = runs.LARGE_NUMEL + 5
 SMALL = ((3,), (5, 7), (1,), (0,), (40,), (2, 0), (8, 3))
 
 
@@ -49,6 +53,21 @@ def assert_mean(reducer: Reducer, local: Sequence[torch.Tensor]) -> None:
     wire = WIRE_DTYPES[reducer.config.wire]
     assert communicator.under_way == 0
     assert_same([one.grad for one in reducer.parameters], [communicator.mean(one, wire) for one in local])
+
+
+def assert_gradient(actual: torch.Tensor | None, expected: torch.Tensor, what: object = "") -> None:
+    """There is one, and these are its bits."""
+    assert_same([actual], [expected], what)
+
+
+def state_of(reducer: Reducer) -> ReducerState:
+    """Behind a call: mypy believes that it cannot change."""
+    return reducer.state
+
+
+def boom(_: torch.Tensor) -> torch.Tensor:
+    """A gradient's hook that raises."""
+    raise ZeroDivisionError
 
 
 class Rig:

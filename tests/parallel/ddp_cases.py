@@ -1,4 +1,4 @@
-"""What ranks run in test_ddp.py, part one: training. Every rank draws inputs of its own."""
+"""What ranks run in test_ddp.py, part one: training, of which much is through the hook on torch's class too."""
 
 from __future__ import annotations
 
@@ -6,100 +6,55 @@ import collections
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.ddp_models import (
+    SMALL_CAP_MB,
+    STEPS,
+    Branches,
+    Checkpointed,
+    Collectives,
+    TwoHeads,
+    assert_averaged,
+    assert_is_mean,
+    assert_same_on_all_ranks,
+    batch,
+    gradients,
+    loss_of,
+    mlp,
+    no_allocation_between,
+    reducer_of,
+    train,
+    wrapped,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import fusedreduce
 from fusedreduce.kernels import dispatch
-from support import hook_cases
-from support.hook_cases import SMALL_CAP_MB, assert_is_mean, assert_same_on_all_ranks, batch, gradients, loss_of, mlp
 
-# First every parameter is hooked, then buckets are laid out anew and only those that complete one are.
-STEPS = 8
-
-
-def wrapped(model: nn.Module, wire: str = "native", **options: Any) -> fusedreduce.DistributedDataParallel:
-    """`model` under our wrapper; small buckets unless said otherwise."""
-    options.setdefault("bucket_cap_mb", SMALL_CAP_MB)
-    config = fusedreduce.ReduceConfig(wire=wire, overlap=options.pop("overlap", True))  # type: ignore[arg-type]
-    return fusedreduce.DistributedDataParallel(model, reduce=config, **options)
-
-
-def reducer_of(ddp: fusedreduce.DistributedDataParallel) -> fusedreduce.Reducer:
-    """The reducer behind torch's interface."""
-    facade: Any = ddp.reducer
-    reducer: fusedreduce.Reducer = facade.reducer
-    return reducer
+# Against torch's DDP the worst difference relative to the largest gradient of a parameter: none at 2 ranks and wire
+# native (x / 2 and x * 0.5 are the same); at 3 ranks torch multiplies by 1/3 where we divide, an ulp per contribution;
+# a 16-bit wire rounds every contribution and every partial sum.
+PARITY = {
+    (2, "native"): 0.0,
+    (3, "native"): 3 * 2.0**-22,
+    (2, "bf16"): 3 * 2.0**-8,
+    (3, "bf16"): 5 * 2.0**-8,
+    (2, "fp16"): 3 * 2.0**-11,
+    (3, "fp16"): 5 * 2.0**-11,
+}
 
 
-def assert_averaged(ddp: nn.Module, local: nn.Module, wire: str = "native", factor: float = 1.0) -> None:
-    """Every gradient of `ddp` is the mean of the ranks' in `local`, and None where no rank has one."""
-    pairs = [(p, q) for p, q in zip(ddp.parameters(), local.parameters(), strict=True) if p.requires_grad]
-    used = torch.tensor([int(alone.grad is not None) for _, alone in pairs])
-    dist.all_reduce(used)
-    ours, mine = [], []
-    for (parameter, alone), ranks in zip(pairs, used.tolist(), strict=True):
-        assert (parameter.grad is not None) == (ranks > 0)
-        if parameter.grad is not None:
-            assert parameter.grad.stride() == parameter.stride() and parameter.grad.dtype is parameter.dtype
-            ours.append(parameter.grad)
-            mine.append(torch.zeros_like(alone) if alone.grad is None else alone.grad)
-    ours, mine = ([_as_real(gradient) for gradient in one] for one in (ours, mine))
-    assert_same_on_all_ranks(ours)
-    assert_is_mean(ours, mine, wire, factor)
-
-
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def train(
-    rank: int,
-    model: nn.Module,
-    wire: str = "native",
-    make_input: Callable[[int, int], Any] = batch,
-    *,
-    steps: int = STEPS,
-    set_to_none: bool = True,
-    loss: Callable[[Any], torch.Tensor] = loss_of,
-    **options: Any,
-) -> fusedreduce.DistributedDataParallel:
-    """Steps of SGD; each step's gradients are compared with the mean of those that ranks compute alone."""
-    ddp = wrapped(model, wire, **options)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    for step in range(steps):
-        local = copy.deepcopy(ddp.module)
-        loss(local(make_input(rank, step))).backward()
-        ddp.zero_grad(set_to_none=set_to_none)
-        loss(ddp(make_input(rank, step))).backward()
-        assert_averaged(ddp.module, local, wire)
-        optimizer.step()
-        if step == 2:
-            before = ddp.reduce_stats()
-    assert_same_on_all_ranks([_as_real(parameter.detach()) for parameter in ddp.parameters()])
-    stats = ddp.reduce_stats()
-    assert stats["steps"] == steps and stats["state"] == "idle"
-    assert steps < 3 or no_allocation_between(before, stats), "a wire buffer was allocated after the third step"
-    return ddp
-
-
-def no_allocation_between(before: Mapping[str, int | str], after: Mapping[str, int | str]) -> bool:
-    """Whether no wire buffer was allocated, or the ranks have agreed on another plan, whose buckets need their own."""
-    return before["plans"] != after["plans"] or before["wire_allocations"] == after["wire_allocations"]
-
-
-def parity_with_torch(rank: int, world: int, wire: str, steps: int) -> float:
+def parity_with_torch(rank: int, world: int, wire: str, steps: int, **options: Any) -> float:
     """Ours against torch's on the same weights, step by step; the worst difference relative to the largest gradient."""
-    theirs, ours = TorchDDP(mlp(), bucket_cap_mb=SMALL_CAP_MB), wrapped(mlp(), wire)
+    theirs, ours = TorchDDP(mlp(), bucket_cap_mb=SMALL_CAP_MB), wrapped(mlp(), wire, **options)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
     worst = 0.0
     for step in range(steps):
@@ -121,6 +76,11 @@ def parity_with_torch(rank: int, world: int, wire: str, steps: int) -> float:
     return worst
 
 
+def hook_parity(rank: int, world: int, wire: str, steps: int) -> float:
+    """The same of the hook."""
+    return parity_with_torch(rank, world, wire, steps, surface="hook", gradient_as_bucket_view=wire != "fp16")
+
+
 def no_cpp_reducer(rank: int, world: int) -> None:
     """torch's own Reducer and Logger are never built, not by a copy either; yet the wrapper is torch's class."""
 
@@ -138,17 +98,6 @@ def no_cpp_reducer(rank: int, world: int) -> None:
 
 
 # Graphs in which not everything is used
-
-
-class Branches(hook_cases.Branches):
-    """Uses one of two layers, never a third, and returns what it is told to."""
-
-    def __init__(self, pack: Callable[[torch.Tensor], Any] = lambda output: output) -> None:
-        super().__init__()
-        self.pack = pack
-
-    def forward(self, given: tuple[torch.Tensor, int]) -> Any:
-        return self.pack(super().forward(given))
 
 
 @dataclasses.dataclass
@@ -179,10 +128,10 @@ CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch
 }
 
 
-def unused(rank: int, world: int, wire: str, container: str) -> None:
+def unused(rank: int, world: int, wire: str, container: str = "tensor", surface: str = "wrapper") -> None:
     """Locally unused gets the mean; globally unused keeps .grad untouched, be it None or a tensor."""
     pack, unpack = CONTAINERS[container]
-    ddp = wrapped(Branches(pack), wire, find_unused_parameters=True, bucket_cap_mb=0.001)
+    ddp = wrapped(Branches(pack), wire, surface=surface, find_unused_parameters=True, bucket_cap_mb=0.001)
     layers: Any = ddp.module.layers
     kept = torch.full_like(layers[2].bias, float(rank))
     for step in range(STEPS):
@@ -233,7 +182,7 @@ def skipped_buckets(rank: int, world: int) -> None:
     for step in range(STEPS):
         local = copy.deepcopy(ddp.module)
         ddp.zero_grad()
-        with hook_cases.Collectives() as issued:
+        with Collectives() as issued:
             loss_of(ddp((batch(rank, step), step % 2))).backward()
         loss_of(local((batch(rank, step), step % 2))).backward()
         assert_averaged(ddp.module, local)
@@ -243,39 +192,23 @@ def skipped_buckets(rank: int, world: int) -> None:
         assert len(issued.payload_bytes) == int(stats["buckets_reduced"]) + 1
 
 
-class Checkpointed(nn.Module):
-    """A layer inside checkpoints, between two outside."""
-
-    def __init__(self, *, reentrant: bool, times: int = 1) -> None:
-        super().__init__()
-        torch.manual_seed(8)
-        self.first, self.second, self.third = nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 24)
-        self.reentrant, self.times = reentrant, times
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.first(features))
-        for _ in range(self.times):
-            hidden = checkpoint(lambda x: torch.tanh(self.second(x)), hidden, use_reentrant=self.reentrant)
-        result: torch.Tensor = self.third(hidden)
-        return result
-
-
-def checkpoints(rank: int, world: int, wire: str) -> None:
+def checkpoints(rank: int, world: int, wire: str, surface: str = "wrapper") -> None:
     """Reentrant and not; a weight that several share needs static_graph where they are reentrant."""
-    train(rank, Checkpointed(reentrant=True), wire)
-    train(rank, Checkpointed(reentrant=False), wire)
-    train(rank, Checkpointed(reentrant=False, times=3), wire)
-    train(rank, Checkpointed(reentrant=True, times=3), wire, static_graph=True)
-    train(rank, Checkpointed(reentrant=False), wire, find_unused_parameters=True)
+    train(rank, Checkpointed(reentrant=True), wire, surface=surface)
+    train(rank, Checkpointed(reentrant=False), wire, surface=surface)
+    train(rank, Checkpointed(reentrant=False, times=3), wire, surface=surface)
+    train(rank, Checkpointed(reentrant=True, times=3), wire, surface=surface, static_graph=True)
+    train(rank, Checkpointed(reentrant=False), wire, surface=surface, find_unused_parameters=True)
 
 
-def static_graph(rank: int, world: int, wire: str) -> None:
+def static_graph(rank: int, world: int, wire: str, surface: str = "wrapper") -> None:
     """All is delayed in the first step; unused parameters need no search; so with each kind of bucket."""
-    train(rank, mlp(), wire, static_graph=True)
-    train(rank, Branches(), wire, lambda r, s: (batch(r, s), r % 2), static_graph=True, bucket_cap_mb=0.001)
+    options: dict[str, Any] = {"surface": surface, "static_graph": True}
+    train(rank, mlp(), wire, **options)
+    train(rank, Branches(), wire, lambda r, s: (batch(r, s), r % 2), bucket_cap_mb=0.001, **options)
     if wire == "native":
-        train(rank, mlp(), wire, static_graph=True, gradient_as_bucket_view=True)
-        train(rank, Checkpointed(reentrant=True, times=2), wire, static_graph=True, gradient_as_bucket_view=True)
+        train(rank, mlp(), wire, gradient_as_bucket_view=True, **options)
+        train(rank, Checkpointed(reentrant=True, times=2), wire, gradient_as_bucket_view=True, **options)
 
 
 def static_graph_begins_under_no_sync(rank: int, world: int, wire: str) -> None:
@@ -284,7 +217,7 @@ def static_graph_begins_under_no_sync(rank: int, world: int, wire: str) -> None:
     accumulate(rank, ddp, wire)
 
 
-def accumulate(rank: int, ddp: fusedreduce.DistributedDataParallel, wire: str) -> None:
+def accumulate(rank: int, ddp: Any, wire: str) -> None:
     """Each step two micro-batches, the first under no_sync: what is averaged is their sum."""
     before = int(ddp.reduce_stats()["steps"])
     for step in range(STEPS):
@@ -292,7 +225,7 @@ def accumulate(rank: int, ddp: fusedreduce.DistributedDataParallel, wire: str) -
         ddp.zero_grad()
         with ddp.no_sync():
             loss = loss_of(ddp(batch(rank, 2 * step)))
-            with hook_cases.Collectives() as issued:
+            with Collectives() as issued:
                 loss.backward()
         assert not issued.payload_bytes
         loss_of(local(batch(rank, 2 * step))).backward()
@@ -304,24 +237,12 @@ def accumulate(rank: int, ddp: fusedreduce.DistributedDataParallel, wire: str) -
     assert ddp.reduce_stats()["steps"] == before + STEPS
 
 
-def no_sync(rank: int, world: int, wire: str) -> None:
+def no_sync(rank: int, world: int, wire: str, surface: str = "wrapper") -> None:
     """Accumulation from the start, and after plain steps, in which fewer hooks are there."""
-    accumulate(rank, wrapped(mlp(), wire), wire)
-    accumulate(rank, train(rank, mlp(), wire), wire)
+    accumulate(rank, wrapped(mlp(), wire, surface=surface), wire)
+    accumulate(rank, train(rank, mlp(), wire, surface=surface), wire)
     if wire == "native":
-        accumulate(rank, wrapped(mlp(), gradient_as_bucket_view=True), wire)
-
-
-class TwoHeads(nn.Module):
-    """Two outputs that share no parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(11)
-        self.left, self.right = mlp(1), mlp(2)
-
-    def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.left(features), self.right(features)
+        accumulate(rank, wrapped(mlp(), surface=surface, gradient_as_bucket_view=True), wire)
 
 
 def partial_backwards(rank: int, world: int, wire: str) -> None:

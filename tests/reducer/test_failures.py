@@ -1,0 +1,372 @@
+"""What goes wrong: collectives, kernels and backwards that fail, ranks that differ, and ranks without inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.leaf_steps import CAPS, clear, shadow_step, sparse_like
+from support.leaf_steps import step as leaf_step
+from support.loopback import PEERS, Call, Counted, Loopback, ThreadWorld, constant
+from support.rig import (
+    LARGE,
+    SMALL,
+    Rig,
+    assert_gradient,
+    assert_mean,
+    boom,
+    drawn,
+    drawn_like,
+    loss_with,
+    run,
+    state_of,
+)
+
+from fusedreduce import AgreementError, BucketCaps, CollectiveError, FusedReduceError, ReduceConfig, Reducer
+from fusedreduce.comm.agreement import agree_on_parameters
+from fusedreduce.comm.protocol import Communicator
+from fusedreduce.kernels import dispatch
+from fusedreduce.reducer.state import ReducerState
+
+pytestmark = pytest.mark.usefixtures("path")
+
+
+# Failures
+
+
+@pytest.mark.parametrize("which", ["fail_issue", "fail_wait"])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_collective_that_fails_needs_a_new_group(which: str, number: int) -> None:
+    rig = Rig(((3,), (4,), (LARGE,)), names=["a", "b", "c"], caps=BucketCaps(cap_bytes=8))
+    rig.warm(2)
+    setattr(rig.communicator, which, rig.communicator.count("all_reduce") + number)
+    told: list[str] = []
+    rig.reducer.cycle.on_error = told.append
+    gradients = rig.draw()
+    name = "cba"[number]
+    with pytest.raises(CollectiveError, match=rf"rank 0: the all-reduce of bucket {number} \({name}\).*Connection"):
+        rig.run(gradients)
+    assert state_of(rig.reducer) is ReducerState.FAILED and len(told) == 1
+    for index, (parameter, gradient) in enumerate(zip(rig.parameters, gradients, strict=True)):
+        if parameter.grad is None:  # backward ended before it came to this one
+            assert which == "fail_issue" and 2 - index > number
+            continue
+        reduced = torch.equal(parameter.grad, rig.communicator.mean(gradient))
+        assert reduced or torch.equal(parameter.grad, gradient), f"{index}: neither reduced nor local"
+        assert reduced == (which == "fail_wait" and 2 - index < number)
+    with pytest.raises(FusedReduceError, match="process group cannot be used any more"):
+        rig.reducer.prepare_for_backward()
+    with pytest.raises(FusedReduceError, match="a collective failed, on ranks 0, 1, 2"):
+        rig.reducer.reset()
+    assert state_of(rig.reducer) is ReducerState.LOST
+    with pytest.raises(FusedReduceError, match="process group cannot be used any more"):
+        rig.reducer.prepare_for_forward()
+    fresh = Loopback([constant(4.0)])
+    rig.reducer.set_communicator(fresh)
+    for _ in range(6):
+        clear(rig.parameters)
+        rig.run(gradients)
+        rig.assert_mean(gradients)
+    assert fresh.count("broadcast") == 1 and fresh.count("gather") == 2, "agreed and learned anew"
+    assert rig.reducer.stats()["collectives"] == 1 + 5 * 3 + 1, "and the order"
+
+
+def test_a_failing_agreement_or_broadcast_names_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(((3,), (4,)))
+
+    def gone(*_: object) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.communicator, "all_gather_bytes", gone)
+        with pytest.raises(CollectiveError, match="rank 0: comparing model and settings .*Connection closed"):
+            rig.step()
+    with pytest.raises(FusedReduceError, match=r"set_communicator\(\).* comparing model and settings"):
+        rig.step()
+    rig.communicator = Loopback()
+    rig.reducer.set_communicator(rig.communicator)
+    rig.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.communicator, "broadcast", gone)
+        with pytest.raises(CollectiveError, match="rank 0: broadcasting the order of readiness failed"):
+            rig.step()
+
+
+@pytest.mark.parametrize(("stage", "views"), [("pack", False), ("pack", True), ("unpack", False)])
+def test_a_kernel_that_fails_leaves_a_reducer_that_can_be_reset(
+    views: bool, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(((3,), (4,), (LARGE,)), gradient_as_bucket_view=views, caps=BucketCaps(cap_bytes=8))
+    rig.warm(2)
+    gradients = rig.draw()
+
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise MemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, stage, out_of_memory)
+        with pytest.raises(MemoryError):
+            rig.run(gradients)
+    assert state_of(rig.reducer) is ReducerState.FAILED
+    for parameter, gradient in zip(rig.parameters, gradients, strict=True):
+        if parameter.grad is not None:
+            # What is a view of the wire is divided already.
+            local = (
+                gradient / rig.communicator.size if views and not torch.equal(parameter.grad, gradient) else gradient
+            )
+            assert_gradient(parameter.grad, local, "all local, not half written")
+    with pytest.raises(FusedReduceError, match="MemoryError: out of memory"):
+        rig.reducer.check_finalized()
+    rig.reducer.reset()
+    rig.communicator.under_way = 0  # what was given up is never waited for
+    for _ in range(6):
+        clear(rig.parameters)
+        rig.run(gradients)
+        rig.assert_mean(gradients)
+
+
+def test_a_backward_of_the_users_that_raises_can_be_reset() -> None:
+    rig = Rig(((3,), (4,), (LARGE,)), names=["a", "b", "c"], caps=BucketCaps(cap_bytes=8))
+    for step in range(12):
+        gradients = rig.draw()
+        if step in (1, 8):
+            handle = rig.parameters[1].register_hook(boom)
+            with pytest.raises(ZeroDivisionError):
+                rig.run(gradients)
+            handle.remove()
+            with pytest.raises(FusedReduceError, match="rank 0: a, b"):
+                rig.reducer.prepare_for_forward()
+            rig.reducer.reset()
+            rig.communicator.under_way = 0  # what was given up is never waited for
+            clear(rig.parameters)
+        rig.run(gradients)
+        rig.take(gradients)
+
+
+def test_reset_compares_how_far_each_rank_has_come() -> None:
+    rig = Rig(((3,),))
+    rig.step()
+    rig.reducer.reset()
+    assert state_of(rig.reducer) is ReducerState.IDLE
+    rig.communicator.aside = lambda text: [text, "7 whole", text]
+    with pytest.raises(FusedReduceError, match=r"different numbers of collectives, by rank: \['1', '7', '1'\]"):
+        rig.reducer.reset()
+    assert state_of(rig.reducer) is ReducerState.LOST
+    rig.communicator.aside = lambda text: [text, text, text]
+    with pytest.raises(FusedReduceError, match="a collective failed, on ranks 0, 1, 2. ranks have issued different"):
+        rig.reducer.reset()
+    keys = [call.kind for call in rig.communicator.calls if call.kind.startswith("aside")]
+    assert len(set(keys)) == len(keys) == 3, "a key is never used twice"
+
+    other = Loopback()
+    other.aside = lambda text: [text, text.replace("whole", "failed"), text]
+    rig.reducer.set_communicator(other)
+    with pytest.raises(FusedReduceError, match="a collective failed, on ranks 1"):
+        rig.reducer.reset()
+
+    def late(_: str) -> list[str]:
+        raise RuntimeError("timed out")
+
+    third = Loopback()
+    third.aside = late
+    rig.reducer.set_communicator(third)
+    with pytest.raises(FusedReduceError, match=r"not every rank called reset\(\) in time: timed out"):
+        rig.reducer.reset()
+
+
+def test_in_a_new_group_resets_are_counted_anew() -> None:
+    """Ranks meet there by the count, and one that is new to all of them has reset nothing yet."""
+    old, group, fresh = Loopback(), Loopback(), Loopback()
+    reducer = Reducer(drawn(((3,),)), old)
+    for _ in range(2):
+        reducer.reset()
+    reducer.set_communicator(group)
+    reducer.reset()
+    Reducer(drawn(((3,),)), fresh).reset()
+    assert old.count("aside reset 2") == 1
+    assert [call.kind for call in group.calls] == [call.kind for call in fresh.calls] == ["aside reset 1"]
+
+
+def test_reset_forgets_the_divisor_and_the_futures_of_the_step_that_was_given_up() -> None:
+    rig = Rig(((3,), (4,)))
+    failed: torch.futures.Future[Any] = torch.futures.Future()
+    failed.set_exception(ValueError("of the step that was given up"))
+    rig.reducer.pipeline.divide_by_ranks_counted(Counted(1.0))
+    rig.reducer.pipeline.wait_at_end([failed])
+    rig.reducer.reset()
+    gradients = rig.step()
+    rig.assert_mean(gradients)
+
+
+def test_reset_drops_gradients_that_a_collective_may_still_write() -> None:
+    rig = Rig(((3,), (4,)), gradient_as_bucket_view=True)
+    rig.step()
+    rig.reducer.reset()
+    assert [parameter.grad for parameter in rig.parameters] == [None, None]
+
+
+# Ranks without inputs
+
+
+def _issued(inputs: int, **options: Any) -> tuple[list[Call], int]:
+    """What a rank issues and counts in 25 steps, of which it has inputs for the first; its peers have for all."""
+    parameters, communicator = drawn((*SMALL, (6, 2))), Loopback()
+    count = len(parameters)
+    communicator.order = lambda _: torch.arange(count).flip(0)
+    kind = torch.tensor([0, 1, 0])  # sparse, of one sparse dimension, fp32
+    communicator.gathered = lambda _, mine: kind if mine.numel() == len(kind) else mine
+    sparse = [False] * (count - 1) + [True]
+    # With "planned" what follows depends on numbers that all ranks share, and here are this rank's own.
+    config = ReduceConfig(policy="ready", check_finite="count")
+    with Reducer(parameters, communicator, config, caps=CAPS, sparse=sparse, **options) as reducer:
+        for step in range(25):
+            clear(parameters)
+            if step < inputs:
+                leaf_step(reducer, [*drawn_like(parameters[:-1]), sparse_like(parameters[-1], [1, 2])])
+            else:
+                shadow_step(reducer)
+        return communicator.calls, int(reducer.stats()["collectives"])
+
+
+@pytest.mark.parametrize("option", ["", "find_unused_parameters", "static_graph"])
+@pytest.mark.parametrize("inputs", [0, 1, 10])
+def test_a_rank_without_inputs_issues_what_the_others_do(inputs: int, option: str) -> None:
+    """From any step on: before an order is known, before anybody has had a sparse gradient, among profiled steps."""
+    options = {option: True} if option else {}
+    assert _issued(inputs, **options)[0] == _issued(25, **options)[0]
+
+
+@pytest.mark.parametrize("option", ["", "find_unused_parameters", "static_graph"])
+@pytest.mark.parametrize("inputs", [0, 1, 10])
+def test_a_rank_without_inputs_counts_the_collectives_that_it_takes_part_in(inputs: int, option: str) -> None:
+    """reset() compares these counts: where they differ it gives the group up."""
+    options = {option: True} if option else {}
+    assert _issued(inputs, **options)[1] == _issued(25, **options)[1]
+
+
+# Agreement across ranks
+
+
+def _refused(communicator: Loopback, parameters: list[torch.Tensor], **options: Any) -> str:
+    reducer = Reducer(parameters, communicator, **options)
+    with pytest.raises(AgreementError) as caught:
+        reducer.prepare_for_backward(loss_with(parameters, drawn_like(parameters)))
+    reducer.close()
+    assert isinstance(caught.value, ValueError) and communicator.count("all_reduce") == 0
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes", "words"),
+    [
+        ((((3,), (4,)), ((3,),)), (torch.float32,) * 2, "Rank 0 has 2 params, while rank 1 has inconsistent 1 params"),
+        ((((3,), (4,)), ((3,), (5,))), (torch.float32,) * 2, r"parameter 1 .*\(4,\).*on rank 0; .*\(5,\).*on rank 1"),
+        ((((3,), (4,)), ((4,), (3,))), (torch.float32,) * 2, r"parameter 0 .*\(3,\).*on rank 0; .*\(4,\).*on rank 1"),
+        ((((3,),), ((3,),)), (torch.float32, torch.float64), r"parameter 0 .*float32.*rank 0; .*float64.*rank 1"),
+    ],
+)
+def test_another_model_on_another_rank_is_the_same_error_everywhere(
+    shapes: Any, dtypes: tuple[torch.dtype, torch.dtype], words: str
+) -> None:
+    def case(communicator: Communicator) -> None:
+        parameters = drawn(shapes[communicator.rank], dtypes[communicator.rank])
+        Reducer(parameters, communicator).prepare_for_backward(loss_with(parameters, parameters))
+
+    first, second = ThreadWorld(2).run(case)
+    assert isinstance(first, AgreementError) and isinstance(second, AgreementError)
+    assert str(first) == str(second)
+    with pytest.raises(AgreementError, match=words):
+        raise first
+
+
+def test_other_strides_and_sparse_flags_are_another_model() -> None:
+    def case(communicator: Communicator) -> None:
+        turned = torch.ones(3, 2).t() if communicator.rank else torch.ones(2, 3)
+        sparse = [communicator.rank == 2]
+        Reducer([turned.requires_grad_()], communicator, sparse=sparse).prepare_for_backward(turned.sum())
+
+    errors = ThreadWorld(3).run(case)
+    assert all(isinstance(error, AgreementError) for error in errors) and len(set(map(str, errors))) == 1
+    assert "strides (3, 1)" in str(errors[0]) and "strides (1, 2)" in str(errors[0]) and "sparse" in str(errors[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"config": ReduceConfig(wire="bf16")}, "wire"),
+        ({"config": ReduceConfig(overlap=False)}, "overlap"),
+        ({"config": ReduceConfig(policy="static")}, "policy"),
+        ({"config": ReduceConfig(cap_policy="strict")}, "cap_policy"),
+        ({"caps": BucketCaps(first_bytes=5)}, "first_bucket_bytes"),
+        ({"caps": BucketCaps(cap_bytes=5)}, "bucket_cap_bytes"),
+        ({"caps": BucketCaps(listed_bytes=(5, 6))}, "bucket_caps_bytes"),
+        ({"caps": BucketCaps(planned_bytes=5)}, "planned_bytes"),
+        ({"find_unused_parameters": True}, "find_unused_parameters"),
+        ({"static_graph": True}, "static_graph"),
+        ({"gradient_as_bucket_view": True}, "gradient_as_bucket_view"),
+        ({"skip_unused_buckets": True}, "skip_unused_buckets"),
+    ],
+)
+def test_other_settings_on_another_rank_are_named_everywhere(options: dict[str, Any], name: str) -> None:
+    def case(communicator: Communicator) -> None:
+        parameters = drawn(((3,),))
+        mine = options if communicator.rank == 1 else {}
+        Reducer(parameters, communicator, **mine).prepare_for_backward(loss_with(parameters, parameters))
+
+    errors = ThreadWorld(3).run(case)
+    assert all(isinstance(error, AgreementError) for error in errors) and len(set(map(str, errors))) == 1
+    assert f" {name}: " in str(errors[0]) and "ranks 0, 2" in str(errors[0]) and "rank 1" in str(errors[0])
+
+
+def test_long_lists_of_caps_are_compared_too() -> None:
+    def case(communicator: Communicator) -> None:
+        parameters = drawn(((3,),))
+        caps = BucketCaps(listed_bytes=(*range(1, 5000), 1 + communicator.rank // 2))
+        Reducer(parameters, communicator, caps=caps).prepare_for_backward(loss_with(parameters, parameters))
+
+    errors = ThreadWorld(4).run(case)
+    assert all("bucket_caps_bytes" in str(error) for error in errors) and len(set(map(str, errors))) == 1
+
+
+def test_a_peers_problem_is_told_to_all() -> None:
+    def case(communicator: Communicator) -> None:
+        problem = "its disk is full" if communicator.rank == 2 else ""
+        agree_on_parameters(communicator, ["weight"], {}, torch.device("cpu"), problem)
+
+    errors = ThreadWorld(3).run(case)
+    assert len(set(map(str, errors))) == 1
+    assert "not every rank can reduce its model. rank 2: its disk is full" in str(errors[0])
+
+
+def test_what_is_no_settings_is_named() -> None:
+    communicator = Loopback()
+    communicator.payload = lambda rank, mine: b"GET / HTTP/1.1"
+    assert "a rank sent b'GET / HTTP/1.1' in place of its settings" in _refused(communicator, drawn(((3,),)))
+
+
+def test_ranks_adopt_the_order_of_rank_0() -> None:
+    def case(communicator: Communicator) -> tuple[Any, list[list[float]]]:
+        parameters = [torch.ones(2, requires_grad=True) for _ in range(4)]
+        reducer = Reducer(parameters, communicator, ReduceConfig(policy="static"), caps=BucketCaps(cap_bytes=8))
+        order = [2, 0, 3, 1] if communicator.rank == 0 else [0, 1, 2, 3]
+        for _ in range(8):
+            clear(parameters)
+            run(reducer, [torch.full((2,), float(communicator.rank + k)) for k in range(4)], order)
+        return reducer.plan, [parameter.grad.tolist() for parameter in parameters if parameter.grad is not None]
+
+    for plan, gradients in ThreadWorld(3).run(case):
+        assert plan == ((2,), (0,), (3,), (1,))
+        assert gradients == [[1.0 + k] * 2 for k in range(4)]
+
+
+def test_the_order_that_is_broadcast_is_the_one_that_counts() -> None:
+    parameters, communicator = drawn(((3,), (4,), (5,))), Loopback(PEERS, rank=1)
+    communicator.order = lambda mine: torch.tensor([1, 2, 0])
+    reducer = Reducer(parameters, communicator, caps=BucketCaps(cap_bytes=8))
+    for _ in range(6):
+        gradients = drawn_like(parameters)
+        run(reducer, gradients)
+        assert_mean(reducer, gradients)
+        clear(parameters)
+    assert reducer.plan == ((1,), (2,), (0,)), "whatever this rank saw"

@@ -1,0 +1,271 @@
+"""Models, inputs and comparisons of rank processes, which train them under the wrapper or under torch's with our hook.
+
+Every rank draws inputs of its own, so that a hook that does nothing fails.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fusedreduce
+
+UNIT = {"native": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+TINY = {"native": 2.0**-150, "bf16": 2.0**-134, "fp16": 2.0**-25}
+SMALL_CAP_MB = 0.004
+# First every parameter is hooked, then buckets are laid out anew and only those that complete one are.
+STEPS = 8
+
+
+def hooked(
+    model: nn.Module, wire: str = "native", state: fusedreduce.FusedHookState | None = None, **options: Any
+) -> tuple[DistributedDataParallel, fusedreduce.FusedHookState]:
+    """`model` under torch's DDP with our hook; small buckets unless said otherwise."""
+    options.setdefault("bucket_cap_mb", SMALL_CAP_MB)
+    ddp = DistributedDataParallel(model, **options)
+    state = state or fusedreduce.FusedHookState(options.get("process_group"), wire=wire)  # type: ignore[arg-type]
+    ddp.register_comm_hook(state, fusedreduce.fused_hook)
+    return ddp, state
+
+
+def mlp(seed: int = 0) -> nn.Module:
+    """Three layers, about 2,700 parameters: three or four of the small buckets."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 40), nn.Tanh(), nn.Linear(40, 12))
+
+
+def batch(rank: int, step: int, features: int = 24) -> torch.Tensor:
+    """This rank's input of one step."""
+    return torch.randn(8, features, generator=torch.Generator().manual_seed(7919 * step + rank))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Clones of all gradients, real pairs for complex ones."""
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [(torch.view_as_real(one) if one.is_complex() else one).detach().clone() for one in found]
+
+
+def assert_same_on_all_ranks(tensors: list[torch.Tensor]) -> None:
+    """Byte for byte."""
+    flat = torch.cat([one.contiguous().view(torch.uint8).reshape(-1) for one in tensors if one.numel()])
+    gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, flat)
+    assert all(torch.equal(one, flat) for one in gathered), "ranks hold different bytes"
+
+
+def assert_is_mean(averaged: list[torch.Tensor], local: list[torch.Tensor], wire: str, factor: float = 1.0) -> None:
+    """`averaged` is the mean over all ranks of `local`, within the roundings that the wire makes.
+
+    Each of W contributions is rounded once to the wire's unit u, and at most W - 1 sums of them are: an error of at
+    most W u times the sum of |contribution|, and half of the smallest subnormal each where the wire underflows.
+    """
+    world = dist.get_world_size()
+    assert len(averaged) == len(local)
+    for ours, mine in zip(averaged, local, strict=True):
+        total, size = mine.double() / world, mine.double().abs() / world
+        dist.all_reduce(total)
+        dist.all_reduce(size)
+        unit = max(UNIT[wire], torch.finfo(mine.dtype).eps / 2)
+        bound = factor * world * (1.01 * unit * size + 2 * TINY[wire])
+        worst = ((ours.double() - total).abs() - bound).max() if ours.numel() else torch.tensor(-1.0)
+        assert worst <= 0, f"gradient off by {worst.item()} more than the {wire} wire explains"
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """Mean square of everything a model returns."""
+    if isinstance(output, tuple):
+        return torch.stack([loss_of(one) for one in output]).sum()
+    assert isinstance(output, torch.Tensor)
+    return (output.real if output.is_complex() else output).float().square().mean()
+
+
+class Zoo(nn.Module):
+    """Tied, frozen, zero-element and channels-last parameters, mixed dtypes, several outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.conv.weight.data = self.conv.weight.data.to(memory_format=torch.channels_last)
+        self.first = nn.Linear(8, 8, bias=False)
+        self.tied = nn.Linear(8, 8, bias=False)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.empty = nn.Parameter(torch.zeros(0, 5))
+        self.brain = nn.Linear(8, 8).to(torch.bfloat16)
+        self.sixteen = nn.Linear(8, 8).to(torch.float16)
+        self.wide = nn.Linear(8, 4).to(torch.float64)
+
+    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.conv(image).mean((2, 3))
+        hidden = self.frozen(self.tied(torch.tanh(self.first(features))))
+        mixed = self.brain(hidden.to(torch.bfloat16)).float() + self.sixteen(hidden.half()).float()
+        return self.wide(mixed.double()), hidden + self.empty.sum()
+
+
+def images(rank: int, step: int) -> torch.Tensor:
+    """Channels-last images."""
+    generator = torch.Generator().manual_seed(31 * step + rank)
+    return torch.randn(4, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)
+
+
+class ComplexNet(nn.Module):
+    """A complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.weight = nn.Parameter(torch.randn(24, 10, dtype=torch.complex64))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(features.to(torch.complex64) @ self.weight)
+
+
+class Branches(nn.Module):
+    """Uses one of two layers, never a third, and returns what it is told to."""
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any] = lambda output: output) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+        self.pack = pack
+
+    def forward(self, given: tuple[torch.Tensor, int]) -> Any:
+        features, which = given
+        return self.pack(self.layers[which](features))
+
+
+class Checkpointed(nn.Module):
+    """A layer inside checkpoints, between two outside."""
+
+    def __init__(self, *, reentrant: bool, times: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.first, self.second, self.third = nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 24)
+        self.reentrant, self.times = reentrant, times
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(features))
+        for _ in range(self.times):
+            hidden = checkpoint(lambda x: torch.tanh(self.second(x)), hidden, use_reentrant=self.reentrant)
+        result: torch.Tensor = self.third(hidden)
+        return result
+
+
+class TwoHeads(nn.Module):
+    """Two outputs that share no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.left, self.right = mlp(1), mlp(2)
+
+    def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.left(features), self.right(features)
+
+
+class Collectives(TorchDispatchMode):
+    """Bytes of every collective that this thread issues, whoever issues it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.payload_bytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.payload_bytes.append(sum(tensor.nbytes for tensor in args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def wrapped(model: nn.Module, wire: str = "native", *, surface: str = "wrapper", **options: Any) -> Any:
+    """`model` under our wrapper, or under torch's with our hook; small buckets unless said otherwise."""
+    if surface == "hook":
+        ddp, state = hooked(model, wire, **options)
+        ddp.reduce_stats = state.stats  # type: ignore[assignment]
+        return ddp
+    options.setdefault("bucket_cap_mb", SMALL_CAP_MB)
+    config = fusedreduce.ReduceConfig(wire=wire, overlap=options.pop("overlap", True))  # type: ignore[arg-type]
+    return fusedreduce.DistributedDataParallel(model, reduce=config, **options)
+
+
+def reducer_of(ddp: fusedreduce.DistributedDataParallel) -> fusedreduce.Reducer:
+    """The reducer behind torch's interface."""
+    facade: Any = ddp.reducer
+    reducer: fusedreduce.Reducer = facade.reducer
+    return reducer
+
+
+def assert_averaged(ddp: nn.Module, local: nn.Module, wire: str = "native", factor: float = 1.0) -> None:
+    """Every gradient of `ddp` is the mean of the ranks' in `local`, and None where no rank has one."""
+    pairs = [(p, q) for p, q in zip(ddp.parameters(), local.parameters(), strict=True) if p.requires_grad]
+    used = torch.tensor([int(alone.grad is not None) for _, alone in pairs])
+    dist.all_reduce(used)
+    ours, mine = [], []
+    for (parameter, alone), ranks in zip(pairs, used.tolist(), strict=True):
+        assert (parameter.grad is not None) == (ranks > 0)
+        if parameter.grad is not None:
+            assert parameter.grad.stride() == parameter.stride() and parameter.grad.dtype is parameter.dtype
+            ours.append(parameter.grad)
+            mine.append(torch.zeros_like(alone) if alone.grad is None else alone.grad)
+    ours, mine = ([_as_real(gradient) for gradient in one] for one in (ours, mine))
+    assert_same_on_all_ranks(ours)
+    assert_is_mean(ours, mine, wire, factor)
+
+
+def assert_step_averages(
+    ddp: Any, given: Any, wire: str = "native", loss: Callable[[Any], torch.Tensor] = loss_of
+) -> None:
+    """A step from cleared gradients has the means of those that ranks compute alone."""
+    local = copy.deepcopy(ddp.module)
+    for model in (ddp, local):
+        model.zero_grad()
+        loss(model(given)).backward()
+    assert_averaged(ddp.module, local, wire)
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def train(
+    rank: int,
+    model: nn.Module,
+    wire: str = "native",
+    make_input: Callable[[int, int], Any] = batch,
+    *,
+    steps: int = STEPS,
+    set_to_none: bool = True,
+    loss: Callable[[Any], torch.Tensor] = loss_of,
+    **options: Any,
+) -> Any:
+    """Steps of SGD; each step's gradients are compared with the mean of those that ranks compute alone."""
+    ddp = wrapped(model, wire, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for step in range(steps):
+        local = copy.deepcopy(ddp.module)
+        loss(local(make_input(rank, step))).backward()
+        ddp.zero_grad(set_to_none=set_to_none)
+        loss(ddp(make_input(rank, step))).backward()
+        assert_averaged(ddp.module, local, wire)
+        optimizer.step()
+        if step == 2:
+            before = ddp.reduce_stats()
+    assert_same_on_all_ranks([_as_real(parameter.detach()) for parameter in ddp.parameters()])
+    stats = ddp.reduce_stats()
+    assert stats["steps"] == steps and stats.get("state", "idle") == "idle"
+    assert steps < 3 or no_allocation_between(before, stats), "a wire buffer was allocated after the third step"
+    return ddp
+
+
+def no_allocation_between(before: Mapping[str, int | str], after: Mapping[str, int | str]) -> bool:
+    """Whether no wire buffer was allocated, or the ranks have agreed on another plan, whose buckets need their own."""
+    return before.get("plans") != after.get("plans") or before["wire_allocations"] == after["wire_allocations"]
