@@ -81,6 +81,11 @@ class Side:
             self.reducer.prepare_for_backward(loss)
         return loss
 
+    def finish(self, optimizer: Optimizer) -> None:
+        """The step, or none, and what follows for the scale."""
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
     def zero(self) -> None:
         """None everywhere."""
         clear(self.held)
@@ -108,8 +113,7 @@ def test_200_steps_are_torchs_bit_for_bit(kind: str, unscale: bool) -> None:
             side.scaler.scale(loss).backward()
             if unscale:
                 side.scaler.unscale_(optimizer)
-            side.scaler.step(optimizer)
-            side.scaler.update()
+            side.finish(optimizer)
             losses.append(loss.item())
         assert losses[0] == losses[1] and math.isfinite(losses[0])
         assert_same(sides[0].held, sides[1].held)
@@ -176,8 +180,7 @@ def test_parameters_outside_of_the_wrapper() -> None:
             side.scaler.unscale_(optimizer)
             if factor != math.inf:
                 assert extra.grad is not None and torch.equal(extra.grad, extra.detach() * 2 * step * step)
-            side.scaler.step(optimizer)
-            side.scaler.update()
+            side.finish(optimizer)
         assert torch.equal(extras[0], extras[1])
         assert_same(sides[0].held, sides[1].held)
         assert sides[0].scaler.get_scale() == sides[1].scaler.get_scale()
@@ -195,8 +198,7 @@ def test_a_peers_inf_is_heard_by_a_rank_with_or_without_a_gradient_there(there: 
     loss = side.loss(0)
     side.scaler.scale(loss + extra.sum() if there else loss).backward()
     before = [held.detach().clone() for held in side.held]
-    side.scaler.step(optimizer)
-    side.scaler.update()
+    side.finish(optimizer)
     assert (extra.grad is not None) == there and side.communicator.count("max") == 1
     assert_same(before, side.held)
     assert side.scaler.get_scale() == 8.0
@@ -265,8 +267,7 @@ def test_clip_is_folded_into_scaled_steps() -> None:
             else:
                 norms.append(clip_grad_norm_(side.reducer, 0.1, optimizer))
             before = side.scaler.get_scale()
-            side.scaler.step(optimizer)
-            side.scaler.update()
+            side.finish(optimizer)
             backoffs += side.scaler.get_scale() < before
         if norms[0].isfinite():
             torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0)
@@ -334,8 +335,7 @@ def test_state_dict_and_pickle_are_torchs() -> None:
         for step in range(3):
             optimizer.zero_grad()
             side.scaler.scale(side.loss(step)).backward()
-            side.scaler.step(optimizer)
-            side.scaler.update()
+            side.finish(optimizer)
     ours, theirs = (side.scaler for side in sides)
     state = ours.state_dict()
     assert state == theirs.state_dict() and state["scale"] == 16.0 and state["_growth_tracker"] == 1
@@ -389,8 +389,7 @@ def test_disabled_it_does_nothing() -> None:
             loss.backward()
             side.scaler.unscale_(optimizer)
             side.scaler.unscale_(optimizer)
-            side.scaler.step(optimizer)
-            side.scaler.update()
+            side.finish(optimizer)
         assert side.scaler.state_dict() == {} and side.scaler.get_scale() == 1.0 and not side.scaler.is_enabled()
         side.scaler.load_state_dict({})
         pickle.dumps(side.scaler)
@@ -409,8 +408,7 @@ def test_a_step_that_raises_leaves_no_attributes() -> None:
         side.scaler.step(optimizer)
     assert not hasattr(optimizer, "found_inf") and not hasattr(optimizer, "grad_scale")
     optimizer.param_groups[0]["eps"] = 1e-8
-    side.scaler.step(optimizer)
-    side.scaler.update()
+    side.finish(optimizer)
     assert side.scaler.get_scale() == 2.0
 
 
@@ -580,8 +578,7 @@ def test_an_inf_that_came_after_backward_skips_the_step() -> None:
                 assert side.held[0].grad is not None
                 side.held[0].grad.div_(0.0)
             before = [one.detach().clone() for one in side.held]
-            side.scaler.step(optimizer)
-            side.scaler.update()
+            side.finish(optimizer)
         assert_same(before, side.held)
         assert side.scaler.get_scale() == 2.0
 
@@ -642,8 +639,7 @@ def test_a_scaled_step_waits_for_nothing_and_looks_at_no_gradient(clip: bool) ->
                     clip_grad_norm_(side.reducer, 0.1, optimizer)
                 elif clip:
                     torch.nn.utils.clip_grad_norm_(side.held, 0.1)
-                side.scaler.step(optimizer)
-                side.scaler.update()
+                side.finish(optimizer)
         counts.append((operators.waits, len(operators.names), [one.function for one in launches]))
         passes = {"_amp_foreach_non_finite_check_and_unscale_", "_foreach_norm", "_foreach_mul_"}
         taken = passes & set(operators.names)
@@ -681,8 +677,7 @@ def test_a_momentum_that_begins_waits_once() -> None:
         optimizer.zero_grad()
         side.scaler.scale(side.loss(step)).backward()
         with Operators() as operators, dispatch.count_launches():
-            side.scaler.step(optimizer)
-            side.scaler.update()
+            side.finish(optimizer)
         waits.append(operators.waits)
     assert waits == [1, 0, 0]
 

@@ -78,6 +78,19 @@ class Run:
         loss.backward()
         self.share()
 
+    def loss(self, term: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The sum of a term of each parameter; the reducer awaits its backward."""
+        loss = torch.stack([term(one) for one in self.parameters]).sum()
+        self.reducer.prepare_for_backward(loss)
+        return loss
+
+    def folds(self, seed: int) -> None:
+        """A step whose clip waits for the optimizer's step."""
+        self.backward(seed)
+        clip_grad_norm_(self.reducer, 0.3, self.optimizer)
+        self.optimizer.step()
+        assert exact_norm(self.gradients()) == pytest.approx(0.3, rel=1e-5)
+
     def share(self) -> None:
         """Gives the twins gradients like ours."""
         for twin, parameter in zip(self.twins, self.parameters, strict=True):
@@ -93,6 +106,14 @@ class Run:
             assert ours.grad is not None and theirs.grad is not None
             assert ulps_apart(ours.grad, theirs.grad) <= ulps
             torch.testing.assert_close(ours, theirs, rtol=WEIGHTS, atol=WEIGHTS, equal_nan=True)
+
+
+def _waiting() -> Run:
+    """With a clip to 0.3 that waits for the step."""
+    run = Run("sgd")
+    run.backward(1)
+    clip_grad_norm_(run.reducer, 0.3, run.optimizer)
+    return run
 
 
 def ulps_apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -316,9 +337,7 @@ def test_the_first_call_with_an_optimizer_clips_at_once() -> None:
 
 def test_one_clip_is_for_one_step() -> None:
     """Clip in one iteration and none in the next; and a step that never came."""
-    run = Run("sgd")
-    run.backward(1)
-    clip_grad_norm_(run.reducer, 0.3, run.optimizer)
+    run = _waiting()
     run.optimizer.step()
     run.backward(2)
     before = run.gradients()
@@ -341,9 +360,7 @@ def test_one_clip_is_for_one_step() -> None:
 @pytest.mark.parametrize("again", [True, False])
 def test_a_coefficient_is_dropped_with_the_gradients_that_it_is_for(again: bool) -> None:
     """A step given up by zero_grad, and gradients that a user or a local backward made since."""
-    run = Run("sgd")
-    run.backward(1)
-    clip_grad_norm_(run.reducer, 0.3, run.optimizer)
+    run = _waiting()
     run.optimizer.zero_grad()
     for one in run.parameters:
         one.grad = torch.full_like(one, 2.0)
@@ -357,10 +374,7 @@ def test_a_coefficient_is_dropped_with_the_gradients_that_it_is_for(again: bool)
     clip_grad_norm_(run.reducer, 0.3, run.optimizer)
     run.optimizer.zero_grad()
     run.optimizer.step()
-    run.backward(3)
-    clip_grad_norm_(run.reducer, 0.3, run.optimizer)
-    run.optimizer.step()
-    assert exact_norm(run.gradients()) == pytest.approx(0.3, rel=1e-5)
+    run.folds(3)
 
 
 @pytest.mark.parametrize("change", ["one is None", "one is another", "one has come", "a backward added"])
@@ -393,23 +407,17 @@ def test_a_coefficient_for_some_of_the_gradients_is_refused(change: str) -> None
     assert not hasattr(run.optimizer, "grad_scale")
     run.optimizer.zero_grad()
     run.optimizer.step()
-    run.backward(2)
-    clip_grad_norm_(run.reducer, 0.3, run.optimizer)
-    run.optimizer.step()
-    assert exact_norm(run.gradients()) == pytest.approx(0.3, rel=1e-5)
+    run.folds(2)
 
 
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_coefficient_is_not_for_what_a_failed_backward_has_added(reset: bool) -> None:
-    run = Run("sgd")
-    run.backward(1)
-    clip_grad_norm_(run.reducer, 0.3, run.optimizer)
+    run = _waiting()
 
     def fail(_: torch.Tensor) -> None:
         raise ZeroDivisionError
 
-    loss = torch.stack([one.square().sum() for one in run.parameters]).sum()
-    run.reducer.prepare_for_backward(loss)
+    loss = run.loss(lambda one: one.square().sum())
     handle = run.parameters[0].register_hook(fail)
     with pytest.raises(ZeroDivisionError):
         loss.backward()
@@ -422,14 +430,10 @@ def test_a_coefficient_is_not_for_what_a_failed_backward_has_added(reset: bool) 
 
 def test_a_coefficient_is_not_for_the_next_gradients_in_the_same_memory() -> None:
     """A step that was never taken, gradients zeroed in place, and another synchronised backward."""
-    run = Run("sgd")
-    run.backward(1)
-    clip_grad_norm_(run.reducer, 0.3, run.optimizer)
+    run = _waiting()
     held = [one.grad for one in run.parameters]
     run.optimizer.zero_grad(set_to_none=False)
-    loss = torch.stack([(one * 2.0).sum() for one in run.parameters]).sum()
-    run.reducer.prepare_for_backward(loss)
-    loss.backward()
+    run.loss(lambda one: (one * 2.0).sum()).backward()
     before = run.gradients()
     assert all(one.grad is other for one, other in zip(run.parameters, held, strict=True)), "or this shows nothing"
     run.optimizer.step()
@@ -472,9 +476,7 @@ def test_optimizers_of_which_one_is_zeroed_or_has_no_gradients() -> None:
 
 
 def test_a_second_step_with_the_same_gradients_has_them_clipped_once() -> None:
-    run = Run("sgd")
-    run.backward(1)
-    clip_grad_norm_(run.reducer, 0.3, run.optimizer)
+    run = _waiting()
     torch_clip(run.twins, 0.3)
     for _ in range(2):
         run.optimizer.step()
@@ -533,9 +535,7 @@ def test_a_step_that_raises_leaves_nothing_behind() -> None:
 
 def test_a_step_with_a_closure() -> None:
     """The closure's gradients are not those that were clipped; a clip within the closure is at once."""
-    run = Run("sgd")
-    run.backward(1)
-    clip_grad_norm_(run.reducer, 0.3, run.optimizer)
+    run = _waiting()
     weights = [one.detach().clone() for one in run.parameters]
     with pytest.raises(ValueError, match="within the closure"):
         run.optimizer.step(lambda: 0.0)
@@ -616,9 +616,7 @@ def test_a_copy_or_a_loaded_state_still_folds() -> None:
 
 
 def test_nothing_is_kept_alive() -> None:
-    run = Run("sgd")
-    run.backward(1)
-    clip_grad_norm_(run.reducer, 0.3, run.optimizer)
+    run = _waiting()
     reducer, stepper = weakref.ref(run.reducer), weakref.ref(run.optimizer)
     optimizer = run.optimizer
     del run
@@ -693,9 +691,7 @@ def test_a_gradient_that_is_seen_to_have_changed_has_the_norm_measured(change: s
                 run.backward(step)
             else:
                 run.optimizer.zero_grad()
-                loss = torch.stack([(one * (step + 1)).sum() for one in run.parameters]).sum()
-                run.reducer.prepare_for_backward(loss)
-                scaler.scale(loss).backward()
+                scaler.scale(run.loss(lambda one: one.sum()).mul(step + 1)).backward()
                 scaler.unscale_(run.optimizer)
             held = run.parameters[1]
             assert held.grad is not None
@@ -1009,9 +1005,7 @@ def test_under_fused_grad_scaler_the_reductions_norm_is_taken() -> None:
     scaler = FusedGradScaler(run.reducer, init_scale=1024.0)
     for step in range(3):
         clear(run.parameters)
-        loss = torch.stack([(one * (step + 1)).sum() for one in run.parameters]).sum()
-        run.reducer.prepare_for_backward(loss)
-        scaler.scale(loss).backward()
+        scaler.scale(run.loss(lambda one: one.sum()).mul(step + 1)).backward()
         for unscaled in (False, True):
             if unscaled:
                 scaler.unscale_(run.optimizer)
