@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel.ddp_fault_cases import _group, _in_time
+from support import ddp_models
 from support.ddp_models import SMALL_CAP_MB, assert_same_on_all_ranks, batch, loss_of, mlp
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -27,13 +28,9 @@ QUICK_S = 0.004
 SLOW = 10.0
 
 
-def wrapped(
-    model: nn.Module, max_in_flight: int = 2, wire: str = "native", **options: Any
-) -> fusedreduce.DistributedDataParallel:
+def wrapped(model: nn.Module, max_in_flight: int = 2, wire: str = "native", **options: Any) -> Any:
     """`model` under our wrapper; small buckets unless said otherwise."""
-    options.setdefault("bucket_cap_mb", SMALL_CAP_MB)
-    config = ReduceConfig(wire=wire, sync_mode=Asynchronous(max_in_flight))  # type: ignore[arg-type]
-    return fusedreduce.DistributedDataParallel(model, reduce=config, **options)
+    return ddp_models.wrapped(model, wire, sync_mode=Asynchronous(max_in_flight), **options)
 
 
 def step(ddp: nn.Module, optimizer: Optimizer, rank: int, number: int) -> None:
@@ -286,7 +283,7 @@ def scales(rank: int, world: int) -> tuple[int, float]:
     with pytest.raises(ValueError, match="FusedGradScaler"):
         ddp.flush(optimizer)
     with pytest.raises(TypeError, match="Optimizer"):
-        ddp.flush(ddp, step=last)  # type: ignore[arg-type]
+        ddp.flush(ddp, step=last)
     report = ddp.flush(optimizer, step=last)
     assert report.relative_drift < 1e-5
     assert_same_on_all_ranks([one.detach() for one in ddp.parameters()])

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_models import SMALL_CAP_MB, Branches, batch, loss_of, mlp
+from support.ddp_models import Branches, batch, loss_of, mlp, wrapped
+from support.leaf_steps import assert_same, copies
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
@@ -20,31 +21,14 @@ import fusedreduce
 from fusedreduce.config import Asynchronous, BoundedStaleness, FlushReport, Synchronous
 
 
-def _stale(model: nn.Module, k: int, wire: str = "native", **options: Any) -> fusedreduce.DistributedDataParallel:
-    config = fusedreduce.ReduceConfig(wire=wire, sync_mode=BoundedStaleness(k))  # type: ignore[arg-type]
-    options.setdefault("bucket_cap_mb", SMALL_CAP_MB)
-    return fusedreduce.DistributedDataParallel(model, reduce=config, **options)
-
-
-def _gradients(module: nn.Module) -> list[torch.Tensor | None]:
-    return [None if one.grad is None else one.grad.clone() for one in module.parameters()]
-
-
-def _same(actual: list[torch.Tensor | None], expected: list[torch.Tensor | None], what: object) -> None:
-    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        assert (one is None) == (other is None), (what, index)
-        assert one is None or other is None or torch.equal(one, other), (what, index)
-
-
 def synchronous_mode_k_steps_later(rank: int, world: int, k: int, wire: str, find_unused: bool) -> None:
     """Two wrappers over the same weights, which stay: one's gradients are the other's of k steps before, to the bit."""
     torch.manual_seed(0)
     model = Branches() if find_unused else mlp()
-    cap: dict[str, Any] = {"bucket_cap_mb": SMALL_CAP_MB, "find_unused_parameters": find_unused}
-    config = fusedreduce.ReduceConfig(wire=wire, policy="static")  # type: ignore[arg-type]
-    now = fusedreduce.DistributedDataParallel(copy.deepcopy(model), reduce=config, **cap)
-    later_config = fusedreduce.ReduceConfig(wire=wire, policy="static", sync_mode=BoundedStaleness(k))  # type: ignore[arg-type]
-    later = fusedreduce.DistributedDataParallel(copy.deepcopy(model), reduce=later_config, **cap)
+    now, later = (
+        wrapped(copy.deepcopy(model), wire, policy="static", find_unused_parameters=find_unused, sync_mode=mode)
+        for mode in (Synchronous(), BoundedStaleness(k))
+    )
     assert later.sync_mode == BoundedStaleness(k)
     averages = []
     for step in range(8):
@@ -54,9 +38,9 @@ def synchronous_mode_k_steps_later(rank: int, world: int, k: int, wire: str, fin
                 with ddp.no_sync():
                     _loss(ddp, rank, 100 + step).backward()
             _loss(ddp, rank, step).backward()
-        averages.append(_gradients(now.module))
+        averages.append(copies(now.module.parameters()))
         nothing: list[torch.Tensor | None] = [None] * len(averages[0])
-        _same(_gradients(later.module), averages[step - k] if step >= k else nothing, step)
+        assert_same(copies(later.module.parameters()), averages[step - k] if step >= k else nothing, step)
     later.zero_grad()
     total: list[torch.Tensor | None] = [None] * len(averages[0])
     for average in averages[8 - k :]:
@@ -65,7 +49,7 @@ def synchronous_mode_k_steps_later(rank: int, world: int, k: int, wire: str, fin
                 had = total[index]
                 total[index] = one.clone() if had is None else had + one
     assert later.flush() == FlushReport(steps=k)
-    _same(_gradients(later.module), total, "flush")
+    assert_same(copies(later.module.parameters()), total, "flush")
 
 
 def _loss(ddp: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -80,14 +64,14 @@ def resumed(rank: int, world: int, k: int) -> None:
 
     def train(until: int, saved_at: int | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        ddp = _stale(mlp(), k)
+        ddp = wrapped(mlp(), sync_mode=BoundedStaleness(k))
         optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
         for step in range(until):
             if step == saved_at:
                 kept = [
                     copy.deepcopy(one) for one in (ddp.state_dict(), optimizer.state_dict(), ddp.reduce_state_dict())
                 ]
-                ddp = _stale(mlp(), k, bucket_cap_mb=None)
+                ddp = wrapped(mlp(), sync_mode=BoundedStaleness(k), bucket_cap_mb=None)
                 optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
                 ddp.load_state_dict(kept[0])
                 optimizer.load_state_dict(kept[1])
@@ -115,9 +99,9 @@ def refusals(rank: int, world: int) -> None:
         {"delay_all_reduce_named_params": [("0.weight", next(model.parameters()))]},
     ):
         with pytest.raises(ValueError, match=f"{next(iter(options))} exclude each other"):
-            _stale(model, 1, **options)
+            wrapped(model, sync_mode=BoundedStaleness(1), **options)
     assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
-    ddp = _stale(model, 1)
+    ddp = wrapped(model, sync_mode=BoundedStaleness(1))
     with pytest.raises(ValueError, match="a comm hook exclude"):
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(ValueError, match="an optimizer in backward exclude"):
@@ -147,7 +131,7 @@ class _Precision:
 def modes_change(rank: int, world: int) -> None:
     """Between steps, after a flush; ranks that change to different modes all learn of it."""
     torch.manual_seed(0)
-    ddp = fusedreduce.DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_CAP_MB)
+    ddp = wrapped(mlp())
     for mode, k in ((Synchronous(), 0), (BoundedStaleness(2), 2), (Synchronous(), 0), (BoundedStaleness(1), 1)):
         ddp.set_sync_mode(mode)
         assert ddp.reduce_config.sync_mode == mode
@@ -180,7 +164,7 @@ def copied_under_way(rank: int, world: int) -> None:
 def different_modes(rank: int, world: int) -> None:
     """Ranks that are built with different modes all learn of it."""
     with pytest.raises(fusedreduce.AgreementError, match="sync_mode"):
-        _stale(mlp(), 1 + rank)
+        wrapped(mlp(), sync_mode=BoundedStaleness(1 + rank))
     dist.barrier()
 
 

@@ -193,7 +193,8 @@ def wrapped(model: nn.Module, wire: str = "native", *, surface: str = "wrapper",
         ddp.reduce_stats = state.stats  # type: ignore[assignment]
         return ddp
     options.setdefault("bucket_cap_mb", SMALL_CAP_MB)
-    config = fusedreduce.ReduceConfig(wire=wire, overlap=options.pop("overlap", True))  # type: ignore[arg-type]
+    ours: dict[str, Any] = {name: options.pop(name) for name in ("overlap", "policy", "sync_mode") if name in options}
+    config = fusedreduce.ReduceConfig(wire=wire, **ours)  # type: ignore[arg-type]
     return fusedreduce.DistributedDataParallel(model, reduce=config, **options)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -123,7 +123,7 @@ def clear(parameters: Sequence[torch.Tensor]) -> None:
         parameter.grad = None
 
 
-def copies(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+def copies(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Of all gradients, sparse ones as dense."""
     return [None if one.grad is None else one.grad.detach().clone().to_dense() for one in parameters]
 
