@@ -44,6 +44,23 @@ def _parameters(dtypes: Sequence[torch.dtype] = MIXES[0]) -> list[torch.Tensor]:
     return [torch.zeros(shape, dtype=one, requires_grad=True) for shape, one in zip(SHAPES, dtypes, strict=True)]
 
 
+def _of_three(communicator: Communicator, config: ReduceConfig, **options: Any) -> Reducer:
+    """Of one weight of three elements."""
+    return Reducer([torch.zeros(3, requires_grad=True)], communicator, config, **options)
+
+
+def _give(reducer: Reducer, value: float) -> None:
+    """A step with this gradient."""
+    step(reducer, [torch.full((3,), value)])
+
+
+def _given(reducer: Reducer, *values: float) -> None:
+    """Such steps, and zero_grad after each."""
+    for value in values:
+        _give(reducer, value)
+        clear(reducer.parameters)
+
+
 def _drawn(seed: int, dtypes: Sequence[torch.dtype] = MIXES[0]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -349,31 +366,30 @@ def test_backwards_under_no_sync_need_not_be_prepared() -> None:
 
 @pytest.mark.parametrize("prepared", [True, False])
 def test_zeroed_gradients_do_not_come_back_from_the_stash(prepared: bool) -> None:
-    parameters, communicator = [torch.zeros(3, requires_grad=True)], Loopback()
-    reducer = Reducer(parameters, communicator, _stale(1))
-    step(reducer, [torch.full((3,), 1.0)])
-    clear(parameters)
+    communicator = Loopback()
+    reducer = _of_three(communicator, _stale(1))
+    _give(reducer, 1.0)
+    clear(reducer.parameters)
     step(reducer, [torch.full((3,), 2.0)])  # `.grad` holds the average of the first step
     with reducer.no_sync():
-        loss = loss_of(parameters, [torch.full((3,), 9.0)])
+        loss = loss_of(reducer.parameters, [torch.full((3,), 9.0)])
         if prepared:
             reducer.prepare_for_backward(loss)
         loss.backward()
-    clear(parameters)
-    step(reducer, [torch.full((3,), 3.0)])
-    assert parameters[0].grad is not None
-    assert torch.equal(parameters[0].grad, communicator.mean(torch.full((3,), 2.0)))
+    clear(reducer.parameters)
+    _give(reducer, 3.0)
+    assert reducer.parameters[0].grad is not None
+    assert torch.equal(reducer.parameters[0].grad, communicator.mean(torch.full((3,), 2.0)))
 
 
 def test_every_wire_of_a_bucket_has_the_split_of_an_fp16_wire() -> None:
     def case(communicator: Communicator) -> list[float | None]:
-        parameters = [torch.zeros(3, requires_grad=True)]
-        reducer = Reducer(parameters, communicator, _stale(1, wire="fp16"))
+        reducer = _of_three(communicator, _stale(1, wire="fp16"))
         found = []
         for number in range(6):
-            clear(parameters)
-            step(reducer, [torch.full((3,), 2.0**number)])
-            gradient = parameters[0].grad
+            clear(reducer.parameters)
+            _give(reducer, 2.0**number)
+            gradient = reducer.parameters[0].grad
             found.append(None if gradient is None else gradient[0].item())
         return found
 
@@ -486,32 +502,26 @@ class Broken(Loopback):
 
 
 def test_a_collective_that_fails_is_raised_by_the_step_that_lands_it() -> None:
-    parameters, communicator = [torch.zeros(3, requires_grad=True)], Broken(1)
-    reducer = Reducer(parameters, communicator, _stale(2))
-    for _ in range(3):
-        step(reducer, [torch.ones(3)])
-        clear(parameters)
+    reducer = _of_three(Broken(1), _stale(2))
+    _given(reducer, 1.0, 1.0, 1.0)
     with pytest.raises(CollectiveError, match="Connection closed"):
-        step(reducer, [torch.ones(3)])
+        _give(reducer, 1.0)
     assert reducer.state is ReducerState.FAILED and reducer.stats()["steps_under_way"] == 3
     with pytest.raises(FusedReduceError):
         reducer.reset()
     assert reducer.stats()["steps_given_up"] == 3 and reducer.stats()["steps_under_way"] == 0
     reducer.set_communicator(Loopback())
-    clear(parameters)
+    clear(reducer.parameters)
     for number in range(5):
-        step(reducer, [torch.full((3,), 3.0 * number)])
+        _give(reducer, 3.0 * number)
         expected = None if number < 2 else torch.full((3,), number - 2 - 1.5)
-        assert_same([parameters[0].grad], [expected])
-        clear(parameters)
+        assert_same([reducer.parameters[0].grad], [expected])
+        clear(reducer.parameters)
 
 
 def test_flush_that_fails_leaves_a_reducer_that_says_so() -> None:
-    parameters, communicator = [torch.zeros(3, requires_grad=True)], Broken(1)
-    reducer = Reducer(parameters, communicator, _stale(2))
-    for _ in range(2):
-        step(reducer, [torch.ones(3)])
-        clear(parameters)
+    reducer = _of_three(Broken(1), _stale(2))
+    _given(reducer, 1.0, 1.0)
     with pytest.raises(CollectiveError, match="Connection closed"):
         reducer.flush()
     assert reducer.state is ReducerState.FAILED
@@ -520,15 +530,12 @@ def test_flush_that_fails_leaves_a_reducer_that_says_so() -> None:
 
 
 def test_a_checkpoint_that_fails_leaves_the_gradients_alone() -> None:
-    parameters, communicator = [torch.zeros(3, requires_grad=True)], Broken(1)
-    reducer = Reducer(parameters, communicator, _stale(2))
-    for _ in range(2):
-        step(reducer, [torch.ones(3)])
-        clear(parameters)
-    mine = parameters[0].grad = torch.full((3,), 7.0)
+    reducer = _of_three(Broken(1), _stale(2))
+    _given(reducer, 1.0, 1.0)
+    mine = reducer.parameters[0].grad = torch.full((3,), 7.0)
     with pytest.raises(CollectiveError, match="Connection closed"):
         reducer.state_dict()
-    assert parameters[0].grad is mine and mine.tolist() == [7.0] * 3
+    assert reducer.parameters[0].grad is mine and mine.tolist() == [7.0] * 3
     assert reducer.state is ReducerState.FAILED
 
 
@@ -578,8 +585,7 @@ def test_a_gradient_changed_after_it_was_packed_is_found_in_its_own_step() -> No
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_what_is_not_finite_is_raised_when_its_step_lands(k: int) -> None:
-    parameters, communicator = [torch.zeros(3, requires_grad=True)], Loopback()
-    reducer = Reducer(parameters, communicator, _stale(k, check_finite="raise"), names=["weight"])
+    reducer = _of_three(Loopback(), _stale(k, check_finite="raise"), names=["weight"])
     for number in range(6):
         gradient = torch.full((3,), float("inf") if number == 2 else 1.0)
         if number == 2 + k:
@@ -587,72 +593,68 @@ def test_what_is_not_finite_is_raised_when_its_step_lands(k: int) -> None:
                 step(reducer, [gradient])
         else:
             step(reducer, [gradient])
-        clear(parameters)
+        clear(reducer.parameters)
     assert [one.step for one in reducer.observed.finite_check().reports] == [3]
     reducer.check_finalized()
 
 
 def test_flush_raises_for_a_step_that_is_not_finite_and_can_go_on() -> None:
-    parameters = [torch.zeros(3, requires_grad=True)]
-    reducer = Reducer(parameters, Loopback(), _stale(3, check_finite="raise"))
+    reducer = _of_three(Loopback(), _stale(3, check_finite="raise"))
     for number in range(3):
-        step(reducer, [torch.full((3,), float("nan") if number == 1 else 3.0)])
-        clear(parameters)
+        _give(reducer, float("nan") if number == 1 else 3.0)
+        clear(reducer.parameters)
     with pytest.raises(NonFiniteGradientError):
         reducer.flush()
-    clear(parameters)
+    clear(reducer.parameters)
     assert reducer.flush().steps == 1
-    assert_same([parameters[0].grad], [torch.full((3,), -0.5)])
+    assert_same([reducer.parameters[0].grad], [torch.full((3,), -0.5)])
 
 
 # Flush, modes and what excludes them
 
 
 def test_flush_adds_to_what_is_there_and_refuses_what_waits_for_its_reduction() -> None:
-    parameters = [torch.zeros(3, requires_grad=True)]
-    reducer = Reducer(parameters, Loopback(), _stale(1))
+    reducer = _of_three(Loopback(), _stale(1))
     for _ in range(2):
-        clear(parameters)
-        step(reducer, [torch.full((3,), 3.0)])
+        clear(reducer.parameters)
+        _give(reducer, 3.0)
     assert reducer.flush() == FlushReport(1, 0.0, 0.0)
-    assert_same([parameters[0].grad], [torch.full((3,), -1.0)])
-    clear(parameters)
-    step(reducer, [torch.full((3,), 3.0)])
+    assert_same([reducer.parameters[0].grad], [torch.full((3,), -1.0)])
+    clear(reducer.parameters)
+    _give(reducer, 3.0)
     with reducer.no_sync():
-        step(reducer, [torch.full((3,), 3.0)])
+        _give(reducer, 3.0)
         with pytest.raises(FusedReduceError, match="no_sync"):
             reducer.flush()
-    clear(parameters)
+    clear(reducer.parameters)
     assert reducer.flush().steps == 1
 
 
 @pytest.mark.parametrize("zeroed_after", [False, True])
 def test_flush_gives_nothing_again_that_an_optimizer_has_stepped_with(zeroed_after: bool) -> None:
     """zero_grad, backward, step: what has landed last is still there when the loop ends."""
-    parameters = [torch.zeros(3, requires_grad=True)]
-    reducer = Reducer(parameters, Loopback([lambda mine: mine.clone()]), _stale(2))
-    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    reducer = _of_three(Loopback([torch.clone]), _stale(2))
+    optimizer = torch.optim.SGD(reducer.parameters, lr=1.0)
     for number in range(5):
         optimizer.zero_grad()
-        step(reducer, [torch.full((3,), 2.0**number)])
+        _give(reducer, 2.0**number)
         optimizer.step()
         if zeroed_after:
             optimizer.zero_grad()
     assert reducer.flush(optimizer).steps == 2
-    assert torch.equal(parameters[0].detach(), torch.full((3,), -31.0))
+    assert torch.equal(reducer.parameters[0].detach(), torch.full((3,), -31.0))
 
 
 def test_flush_adds_its_landings_up_also_behind_an_optimizers_step() -> None:
     """What was stepped with is not wanted again, but what lands in `flush` is, all of it."""
-    parameters = [torch.zeros(3, requires_grad=True)]
-    reducer = Reducer(parameters, Loopback([lambda mine: mine.clone()]), _stale(2))
-    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    reducer = _of_three(Loopback([torch.clone]), _stale(2))
+    optimizer = torch.optim.SGD(reducer.parameters, lr=1.0)
     for number in range(5):
         optimizer.zero_grad()
-        step(reducer, [torch.full((3,), 2.0**number)])
+        _give(reducer, 2.0**number)
         optimizer.step()
     assert reducer.flush().steps == 2
-    assert_same([parameters[0].grad], [torch.full((3,), 8.0 + 16.0)])
+    assert_same([reducer.parameters[0].grad], [torch.full((3,), 8.0 + 16.0)])
 
 
 def test_flush_leaves_no_optimizer_a_gradient_that_it_has_stepped_with() -> None:
@@ -669,20 +671,18 @@ def test_flush_leaves_no_optimizer_a_gradient_that_it_has_stepped_with() -> None
 
 def test_a_synchronous_reducer_has_nothing_to_flush_or_to_keep() -> None:
     for mode in (Synchronous(), BoundedStaleness(0)):
-        parameters = [torch.zeros(3, requires_grad=True)]
-        reducer = Reducer(parameters, Loopback(), ReduceConfig(sync_mode=mode))
-        step(reducer, [torch.full((3,), 3.0)])
+        reducer = _of_three(Loopback(), ReduceConfig(sync_mode=mode))
+        _give(reducer, 3.0)
         assert reducer.flush() == FlushReport() and reducer.state_dict() == {}
-        assert_same([parameters[0].grad], [torch.full((3,), -0.5)])
+        assert_same([reducer.parameters[0].grad], [torch.full((3,), -0.5)])
         reducer.load_state_dict({})
 
 
 def test_flush_takes_optimizers_or_a_step() -> None:
-    parameters = [torch.zeros(3, requires_grad=True)]
-    reducer = Reducer(parameters, Loopback(), _stale(1))
-    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    reducer = _of_three(Loopback(), _stale(1))
+    optimizer = torch.optim.SGD(reducer.parameters, lr=1.0)
     with pytest.raises(TypeError, match="flush takes torch.optim"):
-        reducer.flush(parameters)  # type: ignore[arg-type]
+        reducer.flush(reducer.parameters)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not both"):
         reducer.flush(optimizer, step=optimizer.step)
 
@@ -882,48 +882,48 @@ def test_what_was_told_and_scaled_goes_with_a_checkpoint() -> None:
 @pytest.mark.parametrize("mode", [BoundedStaleness(2), Asynchronous()])
 def test_an_autograd_grad_is_no_step_while_grad_holds_an_average(mode: Any) -> None:
     """The average, put back at the end of it, was taken for a gradient that it had made, and was reduced again."""
-    parameters, communicator = [torch.zeros(3, requires_grad=True)], Loopback()
-    reducer = Reducer(parameters, communicator, ReduceConfig(sync_mode=mode))
+    communicator = Loopback()
+    reducer = _of_three(communicator, ReduceConfig(sync_mode=mode))
     for value in (1.0, 2.0, 3.0):
-        step(reducer, [torch.full((3,), value)])
-    before = parameters[0].grad
+        _give(reducer, value)
+    before = reducer.parameters[0].grad
     assert before is not None
     had, calls = before.clone(), len(communicator.calls)
-    loss = loss_of(parameters, [torch.ones(3)])
+    loss = loss_of(reducer.parameters, [torch.ones(3)])
     reducer.prepare_for_backward(loss)
-    torch.autograd.grad(loss, parameters)
+    torch.autograd.grad(loss, reducer.parameters)
     assert reducer.steps == 3 and len(communicator.calls) == calls and reducer.state is ReducerState.ARMED
-    assert parameters[0].grad is not None and torch.equal(parameters[0].grad, had)
+    assert reducer.parameters[0].grad is not None and torch.equal(reducer.parameters[0].grad, had)
 
 
 @pytest.mark.parametrize("between", ["no_sync", "autograd.grad", "a step that applies nothing"])
 def test_flush_applies_nothing_twice_whatever_came_after_the_optimizers_step(between: str) -> None:
     """No zero_grad: `.grad` still holds the averages that the optimizer has stepped with, and flush must drop them."""
-    parameters, communicator = [torch.zeros(3, requires_grad=True)], Loopback()
-    reducer = Reducer(parameters, communicator, ReduceConfig(sync_mode=BoundedStaleness(2)))
-    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    communicator = Loopback()
+    reducer = _of_three(communicator, ReduceConfig(sync_mode=BoundedStaleness(2)))
+    optimizer = torch.optim.SGD(reducer.parameters, lr=1.0)
     for value in (1.0, 2.0, 3.0):
-        step(reducer, [torch.full((3,), value)])
+        _give(reducer, value)
     optimizer.step()
     expected = -communicator.mean(torch.full((3,), 1.0))
-    assert torch.equal(parameters[0], expected)
+    assert torch.equal(reducer.parameters[0], expected)
     if between == "no_sync":
         with reducer.no_sync():
             pass
     elif between == "autograd.grad":
-        loss = loss_of(parameters, [torch.ones(3)])
+        loss = loss_of(reducer.parameters, [torch.ones(3)])
         reducer.prepare_for_backward(loss)
-        torch.autograd.grad(loss, parameters)
+        torch.autograd.grad(loss, reducer.parameters)
     else:
         reducer.flush(optimizer)
         for value in (2.0, 3.0):
             expected -= communicator.mean(torch.full((3,), value))
-        parameters[0].grad = torch.ones(3)
+        reducer.parameters[0].grad = torch.ones(3)
         optimizer.step()
         expected -= 1
         for value in (2.0, 3.0):
-            step(reducer, [torch.full((3,), value)])
+            _give(reducer, value)
     reducer.flush(optimizer)
     for value in (2.0, 3.0):
         expected -= communicator.mean(torch.full((3,), value))
-    assert torch.equal(parameters[0], expected)
+    assert torch.equal(reducer.parameters[0], expected)
