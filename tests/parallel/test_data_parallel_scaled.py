@@ -20,18 +20,14 @@ from torch.utils.checkpoint import checkpoint
 import fusedreduce
 from fusedreduce import FusedGradScaler, FusedReduceError, ReduceConfig, clip_grad_norm_
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, SyncMode
-from fusedreduce.kernels import dispatch
 from fusedreduce.parallel.data_parallel import DataParallel
+
+pytestmark = pytest.mark.usefixtures("path")
 
 TIMEOUT_S = 20.0
 EVERY_MODE: tuple[SyncMode, ...] = (Synchronous(), BoundedStaleness(1), BoundedStaleness(2), Asynchronous(2))
 MODES = pytest.mark.parametrize("mode", EVERY_MODE, ids=str)
 FP32: dict[str, Any] = {"dtype": torch.float32}
-
-
-@pytest.fixture(autouse=True)
-def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_triton", lambda: None)
 
 
 @contextlib.contextmanager
@@ -76,27 +72,6 @@ class Weight:
         return float(self.module.weight.item())
 
 
-BOTH_WAYS = pytest.mark.parametrize("threads", [True, False], ids=["threads", "one_thread"])
-
-
-@pytest.mark.parametrize(
-    ("mode", "threads"),
-    [(mode, threads) for mode in EVERY_MODE for threads in (True, False) if threads or mode != Asynchronous(2)],
-    ids=str,
-)
-def test_each_step_is_unscaled_by_its_own_scale(mode: SyncMode, threads: bool) -> None:
-    loop = Weight(mode, 3, threads=threads)
-    late = mode.max_staleness if isinstance(mode, BoundedStaleness) else 0
-    with loop.dp:
-        for number in range(8):
-            loop.backward(1.0 * number, 2.0 * number, 4.0 * number)
-            loop.finish()
-            assert loop.steps == max(0, number + 1 - late), "a step without gradients is none"
-            loop.scaler.update(2.0 ** (number % 5 + 1))
-        assert loop.dp.flush(step=loop.finish).steps >= late
-        assert loop.weight() == -7.0 * sum(range(8))
-
-
 @MODES
 @pytest.mark.parametrize("replica", [0, 1, 2])
 def test_an_overflow_in_one_replica_skips_one_step_and_lowers_the_scale_once(mode: SyncMode, replica: int) -> None:
@@ -115,36 +90,6 @@ def test_an_overflow_in_one_replica_skips_one_step_and_lowers_the_scale_once(mod
         assert loop.steps == 8 - 1 - late
         loop.dp.flush(step=loop.finish)
         assert loop.weight() == -7.0 * 7
-
-
-def test_what_lands_in_flush_has_its_own_scale() -> None:
-    """Three steps overflow at the old scale; the last of them lands in flush, beside one of the new scale."""
-    loop = Weight(BoundedStaleness(2))
-    scales = []
-
-    def finish() -> None:
-        loop.finish()
-        scales.append(loop.scaler.get_scale())
-
-    with loop.dp:
-        for values in ((math.inf, 1.0), (math.inf, 1.0), (math.inf, 1.0), (1.0, 1.0)):
-            loop.backward(*values)
-            finish()
-        loop.dp.flush(step=finish)
-    assert scales == [1024.0, 1024.0, 512.0, 512.0, 512.0, 512.0], "lowered once"
-
-
-def test_a_step_without_gradients_does_not_count_for_growth() -> None:
-    loop = Weight(BoundedStaleness(3), growth_interval=2)
-    scales = []
-    with loop.dp:
-        for number in range(8):
-            loop.backward(1.0, 1.0)
-            if number % 2:
-                loop.scaler.unscale_(loop.optimizer)
-            loop.finish()
-            scales.append(loop.scaler.get_scale())
-    assert scales == [1024.0] * 4 + [2048.0] * 2 + [4096.0] * 2
 
 
 @MODES
