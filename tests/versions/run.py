@@ -28,6 +28,8 @@ TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 ENVIRONMENTS = (("2.11.0", "3.6.0"), ("2.15.0", "3.9.0"))
 HEAD = ("torch", "triton", "what", "passed", "failed", "exceptions", "on")
 KERNELS, MACHINE_CODE, SUITE, CONFORMANCE = "kernels, launches", "machine code", "every test", "torch's own tests"
+# By version of torch or Triton what fails there and is left so; docs/versions.md says why.
+KNOWN = {"3.8.0": {"pack[mixed, wire bf16, stats, div] on sm_100"}}
 _SHOWN = 12
 
 
@@ -50,6 +52,11 @@ class Row:
     passed: int
     failed: int
     exceptions: tuple[str, ...]
+
+    @property
+    def unknown(self) -> bool:
+        """Whether something failed that is no known exception."""
+        return not set(self.exceptions) <= KNOWN.get(self.triton, set()) | KNOWN.get(self.torch, set())
 
     def cells(self) -> tuple[str, ...]:
         """As a row of the page."""
@@ -180,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     PAGE.write_text(written(PAGE.read_text(), rows))
     for row in rows:
         print(*row.cells(), sep=" | ")
-    return int(any(row.failed for row in rows))
+    return int(any(row.unknown for row in rows))
 
 
 if __name__ == "__main__":
