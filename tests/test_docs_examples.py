@@ -38,6 +38,7 @@ SCRIPTS_OF_TARGETS = {
     "conformance": "tests/conformance/run.py",
     "demo": "fusedreduce/cli/demo.py",
     "gpu-check": "perf/gpu_check.py",
+    "versions": "tests/versions/run.py",
 }
 
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllreduceOptions, DebugLevel, get_debug_level, set_debug_level
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import CollectiveError, UnsupportedWireError
@@ -38,16 +38,6 @@ REDUCE_OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
-
-
-def _options_of(op: dist.ReduceOp.RedOpType) -> Any:
-    options: Any = AllreduceOptions()  # torch's stubs want a ReduceOp where its functions take one of its kinds
-    options.reduceOp, options.asyncOp = op, True
-    return options
-
-
-# What dist.all_reduce makes anew at every call, which takes it 5 to 8 us longer than the group's own.
-_ALL_REDUCE: Mapping[ReduceOp, Any] = {name: _options_of(op) for name, op in REDUCE_OPS.items()}
 _built: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
 _lost: MutableMapping[dist.ProcessGroup, str] = WeakKeyDictionary()  # shared by all communicators of a group
 # Gloo's two threads assign the name of the collective that has ended to one std::string without a lock (torch 2.13,
@@ -168,7 +158,9 @@ class ProcessGroupCommunicator:
         Returns:
             The collective in flight.
         """
-        return _Work(self.group.allreduce([tensor], _ALL_REDUCE[op]), (tensor,))
+        work = dist.all_reduce(tensor, op=REDUCE_OPS[op], group=self.group, async_op=True)
+        assert work is not None
+        return _Work(work, (tensor,))
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> _Work:
         """Starts a reduction as `all_reduce` does, of which only rank `root`'s tensor holds the result.
