@@ -55,9 +55,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_runtest_logfinish(nodeid: str) -> None:
-    faulthandler.cancel_dump_traceback_later()
     told = next((one for kind in ("failed", "skipped") for one in _phases if one.outcome == kind), _phases[-1])
+    _begin_the_limit()  # for what the test has queued and not waited for
     broken = _fault_of_the_gpu()
+    faulthandler.cancel_dump_traceback_later()
     _write(
         ended=nodeid,
         outcome="failed" if broken else told.outcome,

@@ -256,7 +256,7 @@ def main() -> int:
         "--limit", type=float, default=math.inf, help="seconds after which no further workload is begun"
     )
     parser.add_argument("--rehearse", action="store_true", help="two shapes at tiny sizes, 2 rounds")
-    parser.add_argument("--out", type=Path, required=True, help="folder for sweep.json")
+    parser.add_argument("--out", type=Path, required=True, help="folder for sweep.json, or sweep-2.json")
     asked = parser.parse_args()
     device = records.pick_device(asked.device)
     if device.type == "cpu" and not asked.rehearse:
@@ -266,12 +266,14 @@ def main() -> int:
     records.make_folder(asked.out)
     rows: list[dict[str, Any]] = []
     about = records.provenance(device)
+    earlier = len(list(asked.out.glob("sweep*.json")))
+    path = asked.out / f"sweep{f'-{earlier + 1}' if earlier else ''}.json"
 
     def emit(row: dict[str, Any]) -> None:
         rows.append(row)
         best = ranking(rows)[:RANKED]
         found = {**about, "rehearsal": asked.rehearse, "ranking": best, "rows": rows}
-        (asked.out / "sweep.json").write_text(json.dumps(found, indent=1) + "\n")
+        path.write_text(json.dumps(found, indent=1) + "\n")
         print(f"\n{row['model']} {row['pair']} {row['way']} {row['direction']}: in use {row['in_use_slower']:.3f}")
         for one in best:
             print(f"  {one['slower']:.3f} of the fastest, {one['ratio']:.3f} of what is in use: {one['shape']}")

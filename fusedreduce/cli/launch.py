@@ -75,13 +75,16 @@ def run_ranks(module: str, folder: Path, arguments: Sequence[str], ranks: int, *
     environment |= {"WORLD_SIZE": str(ranks), _LAUNCHER: str(os.getpid())}
     command = [sys.executable, "-m", module, str(folder), *arguments]
     started: list[subprocess.Popen[bytes]] = []
-    with _signals_raise():
+    with _signals_noted() as signals:
         try:
-            for rank in range(ranks):
-                own = {**environment, "RANK": str(rank)}
-                process = subprocess.Popen(command, env=own, stdout=subprocess.DEVNULL, start_new_session=True)
-                started.append(process)
-            _wait(started, folder)
+            try:
+                for rank in range(ranks):
+                    own = {**environment, "RANK": str(rank)}
+                    process = subprocess.Popen(command, env=own, stdout=subprocess.DEVNULL, start_new_session=True)
+                    started.append(process)
+            except OSError as error:
+                raise RankFailedError(f"the ranks could not be started: {one_line(error)}", None) from error
+            _wait(started, folder, signals)
         finally:
             for process in started:
                 process.kill()
@@ -138,9 +141,11 @@ def _reason_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.error.txt"
 
 
-def _wait(started: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Waits until all ranks have ended, or one has failed."""
+def _wait(started: Sequence[subprocess.Popen[bytes]], folder: Path, signals: Sequence[signal.Signals]) -> None:
+    """Waits until all ranks have ended, one has failed, or a signal has come."""
     while True:
+        if signals:
+            raise InterruptedRunError(signals[0])
         statuses = {rank: process.poll() for rank, process in enumerate(started)}
         if failed := {rank: status for rank, status in statuses.items() if status}:
             raise first_failure(failed, folder)
@@ -150,19 +155,18 @@ def _wait(started: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
 
 
 @contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Raises InterruptedRunError on the first signal; ignores later ones, during the clean-up."""
+def _signals_noted() -> Iterator[list[signal.Signals]]:
+    """Signals that ask to end are noted, not raised: between the start of a rank and its being known none may be."""
+    noted: list[signal.Signals] = []
 
     def handle(signum: int, frame: FrameType | None) -> None:
-        for one in _SIGNALS:
-            signal.signal(one, signal.SIG_IGN)
-        raise InterruptedRunError(signal.Signals(signum))
+        noted.append(signal.Signals(signum))
 
     # A signal that is ignored already stays so: under `nohup`, or in a script's background job.
     heeded = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
     before = {one: signal.signal(one, handle) for one in heeded}
     try:
-        yield
+        yield noted
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)

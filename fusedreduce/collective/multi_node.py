@@ -124,7 +124,7 @@ class MultiNodePeerGroup(PeerGroup):
             until_s = time.monotonic() + min(self.config.timeout_s, _FINISH_S)
             self._exchange.wait_until_acknowledged(self._finish_number, until_s)
         super()._release()
-        del self._exchange  # frees the store's port, also where sessions are kept
+        self._exchange.close()  # also where sessions are kept
         self._at_finish()
 
     def _submit(self, operation: Operation, all_called: bool) -> None:

@@ -142,19 +142,20 @@ class PeerGroup:
         Returns:
             Whether it has been started, or has failed.
         """
-        with self._changed:
-            while not operation.started:
-                left_s = operation.until_s - time.monotonic()
-                if left_s <= 0 and operation.verdict is None:  # the thread that was to decide may have been interrupted
-                    operation.deciding = True
-                    break
-                if not block:
-                    return False
-                self._changed.wait(left_s if left_s > 0 else 1.0)
-            calls = list(operation.calls.values())
-        if not operation.started:
+        while True:
+            with self._changed:
+                while not operation.started:
+                    left_s = operation.until_s - time.monotonic()
+                    if left_s <= 0 and operation.verdict is None:
+                        operation.deciding = True  # the thread that was to decide may have been interrupted
+                        break
+                    if not block:
+                        return False
+                    self._changed.wait(left_s if left_s > 0 else 1.0)
+                if operation.started:
+                    return True
+                calls = list(operation.calls.values())
             self._apply_verdict(operation, lost(calls, self.layout.peers, operation.name, self.config.timeout_s))
-        return True
 
     def result(self, operation: Operation, peer: int) -> torch.Tensor | None:
         """Returns the result of a started operation, on CUDA ready on the peer's current stream; blocks.

@@ -105,12 +105,22 @@ class Registry:
             if attempt.decider is call:
                 text = f"register: a peer gave up ({type(error).__name__}: {error})"
                 self._conclude(attempt, failed(PeerLost, text), None)
+            else:
+                self._withdraw(attempt, call, caller)
             raise
         assert attempt.verdict is not None
         if attempt.verdict.error is not None:
             raise attempt.verdict.raised()
         assert attempt.peer_group is not None
         return attempt.peer_group
+
+    def _withdraw(self, attempt: _Registration, call: Description, caller: Caller) -> None:
+        """Takes back the call of a peer that was interrupted while it waited, unless it is being decided on."""
+        with self._changed:
+            if attempt.decider is None and attempt.verdict is None:
+                attempt.calls.remove(call)
+                if attempt.callers.get(call.peer) is caller:
+                    del attempt.callers[call.peer]
 
     def _wait_for_verdict(self, attempt: _Registration, call: Description, local: int) -> bool:
         """Blocks until there is a verdict, or returns True if this caller must find it."""

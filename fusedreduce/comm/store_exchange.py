@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 _FINISHING = 1 << 32
 _LEAST_PAUSE_S = 30e-6
@@ -34,6 +34,11 @@ class KeyValueStore(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
 
 
+class _Closed:
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("the nodes have finished their exchanges")
+
+
 class StoreExchange:
     """One node's side of exchanges, each of which has a number, or name, of its own.
 
@@ -45,7 +50,7 @@ class StoreExchange:
     """
 
     def __init__(self, store: KeyValueStore, prefix: str, node: int, nodes: int) -> None:
-        self._store = store
+        self._store: KeyValueStore | _Closed = store
         self._prefix = prefix
         self._node = node
         self._nodes = nodes
@@ -79,12 +84,12 @@ class StoreExchange:
 
     def propose(self, number: int | str, verdict: str) -> str:
         """Makes `verdict` the verdict, unless there is one already; returns the verdict."""
-        return self._store.compare_set(self._key("v", number), "", verdict).decode()
+        return str(self._store.compare_set(self._key("v", number), "", verdict).decode())
 
     def verdict(self, number: int | str) -> str | None:
         """Returns the verdict, or None if there is none yet. Only before `acknowledge`."""
         key = self._key("v", number)
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return str(self._store.get(key).decode()) if self._store.check([key]) else None
 
     def wait_for_verdict(self, number: int | str, until_s: float) -> str | None:
         """Returns the verdict, or None if there is none by `until_s` (time.monotonic())."""
@@ -114,8 +119,12 @@ class StoreExchange:
     def first_failure(self, text: str) -> str:
         """Returns the text of the first node that called this, so that all report the same; `text` without a store."""
         with contextlib.suppress(RuntimeError):
-            return self._store.compare_set(f"{self._prefix}/failed", "", text).decode()
+            return str(self._store.compare_set(f"{self._prefix}/failed", "", text).decode())
         return text
+
+    def close(self) -> None:
+        """Drops the store, which frees the port of its host; what is asked for later raises RuntimeError."""
+        self._store = _Closed()
 
     def _key(self, what: str, number: int | str, node: int | None = None) -> str:
         return f"{self._prefix}/{what}/{number}" + ("" if node is None else f"/{node}")

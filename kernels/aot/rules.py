@@ -3,8 +3,8 @@
 Rules, by the names that a violation carries:
     vector width   In every block, what load_vector and store_vector move per thread is what the tile calls for, or a
                    whole multiple (unrolling): TILE_BYTES / (16 x threads) accesses a side, of 16 bytes on the wider
-                   side, of as many elements (8 or 4 bytes) or more on the narrower one. (SPREAD, and where gradients
-                   are divided: in all blocks together.)
+                   side, of as many elements (8 or 4 bytes) or more on the narrower one. (SPREAD, and DIVISIONS_SPREAD:
+                   in all blocks together.)
     narrow piece   What load_single and store_single move is one element per access, at most UNROLL_LIMIT of them in
                    a block: one head-or-tail piece, whose loop the compiler may unroll.
     branch         Every dtype branch is there, with vector and narrow accesses on each of its sides, and no other.
@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..triton_versions import VERSION
 from ..variants import Variant
 from .disassembly import Block, Frame, access_of, in_loop, shortest_turn
 from .provenance import SINGLE_FUNCTIONS, VECTOR_FUNCTIONS, Branch, Sources
@@ -37,7 +38,9 @@ ZEROING = ("pack",)
 SPREAD = ("combine",)
 # What reads a row of a table, or walks a tile once for each entry of one.
 LOOKING_UP = ("load_row", "load_place", "combine_tile")
-UNROLL_LIMIT = 8
+# From Triton 3.9 on the call that divides subnormal numbers may fall between the stores of a tile.
+DIVISIONS_SPREAD = VERSION >= (3, 9)
+UNROLL_LIMIT = 8 if VERSION >= (3, 9) else 4
 ITEMSIZES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 
@@ -132,8 +135,8 @@ def examine(
     faults.update(("", "stack", f"{name} is {value}") for name, value in must_be_zero.items() if value)
     if variant.branches:
         vectors = max(1, variant.constexprs["TILE_BYTES"] // (16 * threads))
-        # A division is a call where a divisor or quotient is subnormal, and that may fall between a tile's stores.
-        spread = variant.label.partition("[")[0] in SPREAD or not variant.constexprs.get("EXACT", True)
+        divides = not variant.constexprs.get("EXACT", True)
+        spread = variant.label.partition("[")[0] in SPREAD or (divides and DIVISIONS_SPREAD)
         for key, by_block in data.items():
             judged = {0: [width for widths in by_block.values() for width in widths]} if spread else by_block
             judged = judged if key.function in VECTOR_FUNCTIONS else by_block

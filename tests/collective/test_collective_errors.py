@@ -52,16 +52,19 @@ from fusedreduce.collective import (
     Session,
     SessionReset,
     UnsupportedDType,
+    peer_group,
     register,
 )
 from fusedreduce.collective.errors import BY_NAME
 from fusedreduce.collective.registration import Registry, _alone
+from fusedreduce.collective.transport import Transport
 from fusedreduce.collective.verdicts import (
     Description,
     Verdict,
     decode_descriptions,
     decode_verdict,
     encode,
+    failed,
     judge,
     lost,
 )
@@ -433,6 +436,51 @@ def test_who_is_interrupted_between_verdict_and_collective_loses_neither(monkeyp
         assert peers.run(case) == [torch.full((1,), 2.0)] * 2
 
 
+def test_a_timeout_while_the_last_peer_judges_waits_for_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers, sessions = Peers(2), {}
+    for number, one in enumerate(run_threads([lambda n=n: peers.register(n, timeout_s=0.2) for n in range(2)])):  # type: ignore[misc]
+        sessions[number] = one
+
+    def slowly(function: Any, seconds: float) -> Any:
+        def slow(*arguments: Any) -> Any:
+            time.sleep(seconds)
+            return function(*arguments)
+
+        return slow
+
+    with monkeypatch.context() as patched:
+        for name, seconds in (("judge", 0.3), ("lost", 0.4)):
+            whole = f"fusedreduce.collective.peer_group.{name}"
+            patched.setattr(whole, slowly(getattr(peer_group, name), seconds))
+        patched.setattr(Transport, "start", slowly(Transport.start, 0.6))
+        totals = run_threads([lambda one=one: one.all_reduce(torch.ones(1)) for one in sessions.values()])  # type: ignore[misc]
+    assert totals == [torch.full((1,), 2.0)] * 2
+    run_threads([lambda one=one: good(one) for one in sessions.values()])  # type: ignore[misc]
+
+
+def test_an_operation_that_fails_after_the_session_has_finished_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may still be in its wait()."""
+    peers = Peers(1, 2)
+
+    def case(number: int) -> tuple[Session, Any]:
+        session = peers.register(number)
+        operation = session._peer_group.add_call(Description(session.peer, "all_reduce", "sum", None), torch.ones(1))
+        assert session._peer_group.try_start(operation, block=True)
+        session.finish()
+        session._peer_group.abort(failed(PeerLost, "too late"))
+        return session, operation
+
+    ended = run_threads([lambda: case(0), lambda: case(1)])
+    monkeypatch.setattr(Transport, "result", _gone)
+    for session, operation in ended:
+        error = caught(lambda s=session, o=operation: s._peer_group.result(o, s.peer))  # type: ignore[misc]
+        assert type(error) is PeerLost and "the node is gone" in str(error)
+
+
+def _gone(*_: object) -> None:
+    raise RuntimeError("the node is gone")
+
+
 def _interrupted(*_: object) -> Verdict:
     raise KeyboardInterrupt
 
@@ -759,6 +807,15 @@ def test_who_is_interrupted_while_it_registers_keeps_nobody_waiting(monkeypatch:
     [error] = [one for one in found if one is not None]
     assert type(error) is PeerLost and "a peer gave up (KeyboardInterrupt" in str(error)
     assert len(errors) == 1 and time.monotonic() - began < TIMEOUT_S / 2
+    assert peers.run(good) == [None, None]
+
+
+def test_who_is_interrupted_while_it_waits_may_register_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = Peers(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(Registry, "_wait_for_verdict", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            peers.register(0)
     assert peers.run(good) == [None, None]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -82,7 +83,28 @@ def _masked_kernel(source, destination, kept, NUMEL: tl.constexpr):
     tl.store(destination + index, tl.load(source + index, mask=mask, other=0.0))
 
 
-def test_masks_of_several_comparisons_on_triton_3_9() -> None:
+def test_masks_of_several_comparisons_on_triton_3_9(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the version here: its refusal is put in, then mended."""
+    builder = interpreter.InterpreterBuilder
+    operate, load = builder.binary_op, builder.create_masked_load
+
+    def operate_as_in_3_9(self: Any, left: Any, right: Any, operation: Any) -> Any:
+        result = operate(self, left, right, operation)
+        if operation is np.bitwise_and and left.dtype.scalar is not tl.int1:
+            result.data = result.data.astype(np.int32)
+        return result
+
+    def load_as_in_3_9(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        if mask.data.dtype != bool:
+            raise ValueError("mask has unsupported dtype")
+        return load(self, pointers, mask, *others)
+
+    monkeypatch.setattr(builder, "binary_op", operate_as_in_3_9)
+    monkeypatch.setattr(builder, "create_masked_load", load_as_in_3_9)
     out = torch.empty(4)
+    with pytest.raises(triton.runtime.errors.InterpreterError):
+        _masked_kernel[(1,)](torch.ones(4), out, torch.tensor([1]), 4)
+    monkeypatch.setattr(triton_versions, "VERSION", (3, 9))
+    triton_versions.mend_interpreter()
     _masked_kernel[(1,)](torch.ones(4), out, torch.tensor([1]), 4)
     assert out.tolist() == [1.0, 1.0, 1.0, 0.0]

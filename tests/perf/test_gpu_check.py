@@ -264,7 +264,9 @@ def test_steps_are_programs_and_tests_that_exist(tmp_path: Path, rehearse: bool)
     named = [part for step in every for part in step.arguments if part.endswith(".py")]
     assert len(named) >= 5 and all((records.CHECKOUT / part).is_file() for part in named)
     assert gpu_check.OUTCOMES == outcomes.OUTCOMES
-    chosen = next(step.arguments[-1] for step in every if step.name == "memcheck")
+    memcheck = next(step for step in every if step.name == "memcheck")
+    assert dict(memcheck.environment)["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+    chosen = memcheck.arguments[-1]
     tests = (records.CHECKOUT / "tests/gpu/test_gpu.py").read_text()
     assert chosen.endswith(" and small") and f"def test_{chosen.partition(' ')[0]}" in tests
 

@@ -9,27 +9,34 @@ from pathlib import Path
 
 import pytest
 
+from fusedreduce import _public
+from fusedreduce.kernels import triton_versions
+
 SPEC = importlib.util.spec_from_file_location("versions_run", Path(__file__).with_name("run.py"))
 assert SPEC is not None and SPEC.loader is not None
 versions = sys.modules["versions_run"] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(versions)
 
 
-@pytest.mark.parametrize(
-    ("package", "use"),
-    [
-        ("torch", "import fusedreduce; fusedreduce.Reducer; fusedreduce.DataParallel"),
-        ("triton", "import fusedreduce.kernels.triton_versions"),
-    ],
-)
-@pytest.mark.parametrize("newer", [False, True])
-def test_a_newer_version_is_warned_of_once(package: str, use: str, newer: bool) -> None:
-    fake = f"import {package}; {package}.__version__ = '99.1.0+x'; " if newer else ""
-    done = subprocess.run(
-        [sys.executable, "-W", "always", "-c", fake + use], text=True, capture_output=True, check=True
-    )
-    assert done.stderr.count(f"fusedreduce has been tested with {package} up to ") == newer
-    assert done.stderr.count("this is 99.1.0") == newer
+USES = {
+    "torch": "import fusedreduce; fusedreduce.Reducer; fusedreduce.DataParallel",
+    "triton": "import fusedreduce.kernels.triton_versions",
+}
+
+
+def _warnings(program: str) -> str:
+    done = subprocess.run([sys.executable, "-W", "always", "-c", program], text=True, capture_output=True, check=True)
+    return done.stderr
+
+
+@pytest.mark.parametrize("package", USES)
+def test_a_newer_version_is_warned_of_once(package: str) -> None:
+    said = _warnings(f"import {package}; {package}.__version__ = '99.1.0+x'; {USES[package]}")
+    assert said.count(f"fusedreduce has been tested with {package} up to ") == said.count("this is 99.1.0") == 1
+
+
+def test_those_that_were_tried_are_not() -> None:
+    assert "fusedreduce has been tested" not in _warnings("; ".join(USES.values()))
 
 
 def test_rows_are_replaced_and_kept_in_order() -> None:
@@ -44,3 +51,12 @@ def test_rows_are_replaced_and_kept_in_order() -> None:
         ["3.9.0", versions.KERNELS, "11", "0", "none"],
     ]
     assert page.startswith("# Title\n") and page.endswith("\nWords.\n")
+
+
+def test_what_counts_as_tested_is_on_the_page() -> None:
+    rows = [[cell.strip() for cell in line.split("|")[1:5]] for line in versions.PAGE.read_text().splitlines()]
+    tried = {(torch[:4], triton[:3], what) for torch, triton, what, _ in (row for row in rows if len(row) == 4)}
+    for triton in triton_versions.TESTED:
+        name = ".".join(map(str, triton))
+        assert {("2.13", name, versions.KERNELS), ("2.13", name, versions.MACHINE_CODE)} <= tried
+    assert _public._NEWEST_TORCH in {torch for torch, _, _ in tried}
