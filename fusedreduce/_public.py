@@ -34,7 +34,7 @@ from .parallel.sync_server import SyncServer as SyncServer
 from .planning.bucketing import BucketCaps as BucketCaps
 from .reducer.reducer import Reducer as Reducer
 
-_NEWEST_TORCH = "2.13"  # of those in docs/versions.md
+_NEWEST_TORCH = "2.15"  # of those in docs/versions.md
 if tuple(map(int, torch.__version__.split(".")[:2])) > tuple(map(int, _NEWEST_TORCH.split("."))):
     warnings.warn(
         f"fusedreduce has been tested with torch up to {_NEWEST_TORCH}; this is {torch.__version__}", stacklevel=2

@@ -181,7 +181,7 @@ def test_a_scaled_and_an_unscaled_backward_of_one_step(
     run(surface, case, sync_mode=mode, wire=wire, scaler={"init_scale": 4.0})
 
 
-@cells()
+@cells(in_step)
 def test_a_checkpoint_between_backward_and_step_leaves_the_verdict_on_the_gradients(
     surface: str, mode: SyncMode, wire: str
 ) -> None:
