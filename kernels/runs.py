@@ -51,7 +51,10 @@ class Run:
 
 
 _known: MutableMapping[ChunkTable, tuple[Run, ...]] = WeakKeyDictionary()
-_of_thread = threading.local()
+# By thread. Not in a threading.local: a thread of Gloo's has a new Python state for each callback, with whose end that
+# would be freed, which ends the process on torch 2.11.
+_scratch: dict[int, dict[torch.dtype, dict[int, torch.Tensor]]] = {}
+_THREADS = 64  # that may keep some, of which many may have ended
 
 
 def runs(chunks: ChunkTable) -> tuple[Run, ...]:
@@ -99,8 +102,10 @@ def is_contiguous(size: Sequence[int], strides: Sequence[int]) -> bool:
 
 def scratch(dtype: torch.dtype, numel: int) -> torch.Tensor:
     """`numel` elements on CPU that this thread alone uses, until it asks for them again."""
-    kept: dict[torch.dtype, dict[int, torch.Tensor]] = _of_thread.__dict__.setdefault("scratch", {})
-    parts = kept.setdefault(dtype, {})
+    thread = threading.get_ident()
+    if thread not in _scratch and len(_scratch) >= _THREADS:
+        _scratch.clear()
+    parts = _scratch.setdefault(thread, {}).setdefault(dtype, {})
     part = parts.get(numel)
     if part is None:
         whole = parts[max(parts)] if parts else None

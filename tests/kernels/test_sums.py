@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import triton
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.buckets import FLOATS, Case, Guarded, assert_same, cases, poison
 from support.by_products import CPU, SUM_RTOL, assert_partials, expected_partials
 from support.interpreter_defects import store_as_interpreted
+from support.ranks import group_of_one
 
 from fusedreduce.kernels import cpu, reference, runs
 from fusedreduce.kernels import unpack as unpack_file
@@ -341,18 +343,39 @@ def test_the_number_of_threads_does_not_change_a_bit(dtype: torch.dtype) -> None
 def test_threads_have_scratch_memory_of_their_own() -> None:
     """Ranks may be threads, and torch's operators let others run: one's squares must not be another's."""
     held: list[torch.Tensor] = []
+    together = threading.Barrier(3)
 
     def use() -> None:
         held.append(runs.scratch(torch.float32, 100))
+        together.wait(10.0)
 
     threads = [threading.Thread(target=use) for _ in range(2)]
-    use()
     for thread in threads:
         thread.start()
+    use()
+    for thread in threads:
         thread.join()
     assert len({one.untyped_storage().data_ptr() for one in held}) == 3
     again = runs.scratch(torch.float32, 50)
-    assert again.data_ptr() == held[0].data_ptr(), "and none is allocated anew"
+    assert again.data_ptr() in {one.data_ptr() for one in held}, "and none is allocated anew"
+
+
+def test_scratch_memory_outlives_a_callback_of_gloos() -> None:
+    """Its thread has a new Python state for each, and torch 2.11 ends the process where tensors are freed with one."""
+    held: dict[int, list[torch.Tensor]] = {}
+
+    def use(future: torch.futures.Future[Any]) -> Any:
+        held.setdefault(threading.get_ident(), []).append(runs.scratch(torch.float64, 100))
+        return future.value()
+
+    with group_of_one():
+        for _ in range(20):
+            work = dist.all_reduce(torch.ones(8), async_op=True)
+            assert work is not None
+            work.get_future().then(use).wait()
+    assert sum(map(len, held.values())) == 20
+    for kept in held.values():
+        assert len({one.data_ptr() for one in kept}) == 1
 
 
 def test_scratch_memory_outlives_inference_mode() -> None:
