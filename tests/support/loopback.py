@@ -48,7 +48,7 @@ class Counted:
         self._ranks = ranks
 
     def wait(self) -> None:
-        """Done."""
+        """Returns at once: `result` is known from the beginning."""
 
     def result(self) -> list[torch.Tensor]:
         return [torch.tensor([self._ranks])]
