@@ -26,8 +26,8 @@ class BucketState(enum.Enum):
 class Bucket:
     """Gradients that are reduced together: a layout, its tables and a wire buffer.
 
-    The wire buffer belongs to the bucket alone and is allocated at its first step: two buckets in flight never share a
-    buffer, and no later step allocates one.
+    The wire buffer belongs to the bucket alone: two buckets in flight never share one. It is allocated at the bucket's
+    first step and kept; if `lazy`, it is allocated in each step and released at its end.
 
     Args:
         layout: slots of the wire, in elements.
@@ -38,6 +38,7 @@ class Bucket:
         shapes: size and strides of each slot's gradient, where they are always the same.
         chunks: the layout's chunk table; None: it is built.
         split: wire / result, a power of two (see `exchange.divisor_split`).
+        lazy: release the wire buffer at the end of each step.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Bucket:
         shapes: Sequence[Shape] | None = None,
         chunks: ChunkTable | None = None,
         split: float = 1.0,
+        lazy: bool = False,
     ) -> None:
         self.layout = layout
         self._dtypes = dtypes
@@ -58,6 +60,7 @@ class Bucket:
         self.on_cuda = device.type == "cuda"
         self.label = label
         self.split = split
+        self._lazy = lazy
         self.chunks = chunks or ChunkTable(layout.numels, layout.offsets, dtypes, layout.numel, shapes=shapes)
         self.compute_dtype = self.chunks.compute_dtype
         self.pointers = PointerTable()
@@ -69,8 +72,9 @@ class Bucket:
 
     def twin(self) -> Bucket:
         """Another bucket for the same gradients, with a wire and a pointer table of its own."""
+        chunks, split, lazy = self.chunks, self.split, self._lazy
         return Bucket(
-            self.layout, self._dtypes, self.wire_dtype, self.device, self.label, chunks=self.chunks, split=self.split
+            self.layout, self._dtypes, self.wire_dtype, self.device, self.label, chunks=chunks, split=split, lazy=lazy
         )
 
     @property
@@ -93,11 +97,17 @@ class Bucket:
         Returns:
             The event; None on CPU.
         """
+        wire = self._wire
+        if self._lazy:
+            self._wire = self.pointers.kept = None  # on CPU views of the wire are kept there
         if not self.on_cuda:
             return None
+        stream = torch.cuda.current_stream(self.device)
+        if self._lazy and wire is not None:
+            wire.record_stream(stream)  # else the stream that packed may reuse the memory first
         if self._unpacked is None:
             self._unpacked = torch.cuda.Event()
-        self._unpacked.record(torch.cuda.current_stream(self.device))
+        self._unpacked.record(stream)
         return self._unpacked
 
 

@@ -35,6 +35,7 @@ class BucketMaker:
         sparse_kinds: the agreed kinds of the sparse gradients.
         hook: state and comm hook, in place of our own wire; None: our own.
         keeps_gradients: the hook writes `.grad` itself.
+        lazy: wires, and the comm hook's buffers, are allocated in each step and released at its end.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -46,6 +47,7 @@ class BucketMaker:
     sparse_kinds: SparseKinds
     hook: tuple[object, CommHook] | None = None
     keeps_gradients: bool = False
+    lazy: bool = False
 
     def reduction(self, members: Members) -> Reduction:
         """Builds the reduction for a bucket: sparse, by the comm hook, or dense on our own wire."""
@@ -56,9 +58,17 @@ class BucketMaker:
             wire_dtype = self.config.wire_dtype(real_dtype(members.parameters[0].dtype))
             dtypes = {real_dtype(one.dtype) for one in members.parameters}
             split = divisor_split(wire_dtype, dtypes, self.communicator.size, self.config.op)
-            return DenseReduction(members, self.communicator, wire_dtype, as_views=self.as_views, split=split)
+            return DenseReduction(
+                members, self.communicator, wire_dtype, as_views=self.as_views, split=split, lazy=self.lazy
+            )
         return CommHookReduction(
-            members, state, hook, self.communicator, as_views=self.as_views, keeps_gradients=self.keeps_gradients
+            members,
+            state,
+            hook,
+            self.communicator,
+            as_views=self.as_views,
+            keeps_gradients=self.keeps_gradients,
+            lazy=self.lazy,
         )
 
 

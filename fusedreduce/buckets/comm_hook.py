@@ -33,6 +33,7 @@ class CommHookReduction(WritesPartials):
         communicator: the ranks.
         as_views: gradients become views of the buffer.
         keeps_gradients: the hook writes `.grad` itself, or steps the optimizer: nothing is copied out.
+        lazy: release the buffer at the end of each step.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class CommHookReduction(WritesPartials):
         *,
         as_views: bool = False,
         keeps_gradients: bool = False,
+        lazy: bool = False,
     ) -> None:
         self.members = members
         self._state = state
         self._hook = hook
         self._communicator = communicator
         self._as_views = as_views
+        self._lazy = lazy
         # The dtype between steps: torch's mixed precision puts other data behind the parameters during a step.
         self._dtype = real_dtype(members.parameters[0].dtype)
         self._buffer: torch.Tensor | None = None
@@ -131,7 +134,13 @@ class CommHookReduction(WritesPartials):
         """
         future, self._future = self._future, None
         assert future is not None
-        value = reduced_value(future, self.members, self._communicator)
+        self._write(reduced_value(future, self.members, self._communicator), unused, unscaling)
+        if self._lazy:
+            if self._buffer is not None and self._buffer.is_cuda:
+                self._buffer.record_stream(torch.cuda.current_stream(self.members.device))
+            self._buffer, self._aliases, self._views, self._shown = None, None, [], []
+
+    def _write(self, value: torch.Tensor, unused: Collection[int], unscaling: Unscaling) -> None:
         compute = torch.float64 if self._dtype is torch.float64 else torch.float32
         inverse = unscaling.factor(compute, self.members.device, 1.0)
         if self._keeps_gradients:

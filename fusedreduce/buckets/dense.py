@@ -39,6 +39,7 @@ class DenseReduction(WritesPartials):
         wire_dtype: what travels.
         as_views: gradients become views of the wire buffer, which has their dtype.
         split: wire / result, a power of two (see `exchange.divisor_split`).
+        lazy: release the wire buffer at the end of each step.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class DenseReduction(WritesPartials):
         *,
         as_views: bool = False,
         split: float = 1.0,
+        lazy: bool = False,
     ) -> None:
         assert split == 1.0 or not as_views, "a view of the wire is never unpacked, so the split would stay"
         self.members = members
@@ -58,7 +60,8 @@ class DenseReduction(WritesPartials):
         numels = [real_numel(parameter) for parameter in members.parameters]
         layout = aligned_layout(numels, wire_itemsize_bytes=wire_dtype.itemsize)
         real = [real_dtype(dtype) for dtype in self._dtypes]
-        self.bucket = Bucket(layout, real, wire_dtype, members.device, members.label, self._shapes, split=split)
+        shapes, label = self._shapes, members.label
+        self.bucket = Bucket(layout, real, wire_dtype, members.device, label, shapes, split=split, lazy=lazy)
         self._strides = [
             tuple(stride // 2 for stride in strides[:-1]) if dtype.is_complex else strides
             for (_, strides), dtype in zip(self._shapes, self._dtypes, strict=True)

@@ -23,13 +23,14 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
+from ..buckets.deferred_errors import in_backward
 from ..comm.init_process_group import warn_of_switches
 from ..comm.local.process_group import LocalProcessGroup, backend_name, communicator_of
 from ..config import Asynchronous, FlushReport, ReduceConfig, SyncMode
+from ..errors import FusedReduceError
 from ..planning.bucketing import BucketCaps
 from ..reducer import validation
 from ..reducer.reducer import Reducer
-from ..reducer.state import ReducerState
 from .ddp_arguments import Arguments, features_in_use
 from .ddp_reports import ReducerReports
 from .logging_data import Logger
@@ -46,7 +47,8 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
         args: torch's further arguments, in torch's order.
         reduce: how gradients are reduced; None: ReduceConfig(), which sends them in their own dtype.
         kwargs: torch's arguments. `process_group` may be `communicator.process_group()` of a LocalGroup's rank.
-            `batched_grad_copy` has no effect: copies are always fused.
+            `batched_grad_copy` has no effect: copies in both directions are always fused. `lazy_bucket_allocation`
+            (torch 2.15) has none with gradients that are views of a bucket, and in the asynchronous mode.
 
     Raises:
         AgreementError: ranks were given different models or settings; raised on every rank. (With init_sync=False
@@ -75,6 +77,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
         self._reduce_config = reduce or ReduceConfig()
         self._reduce_caps = BucketCaps()
         self._reduce_agreed = None
+        self._require_manual_backward_finalization = False
         problem = None
         try:
             self._reduce_caps = given.caps()
@@ -235,6 +238,66 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
         """
         self._ours().check_finalized()
 
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether `finalize_backward` ends each synchronised step, as in torch 2.15; set it between two steps.
+
+        A backward then ends with its collectives in flight and this rank's own gradients (with gradients that are views
+        of a bucket: undefined ones), so that other work can run beside the collectives. Until `finalize_backward`
+        whatever would use the gradients raises: the next forward, norms and clipping, loss scalers, optimizers.
+
+        Raises:
+            FusedReduceError: set after a forward whose backward is not finalized.
+            RuntimeError: torch delays the reduction of all parameters (delay_all_reduce_named_params).
+            ValueError: a mode other than Synchronous.
+        """
+        return self._require_manual_backward_finalization
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            self._check_manual_backward_finalization_supported()
+        if hasattr(self, "reducer"):
+            self._ours().require_manual_finalization(required)
+        self._require_manual_backward_finalization = required
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether the coming `finalize_backward` is possible only after backward has returned; ask after each forward.
+
+        Else a backward hook may call it, once all gradients are ready: of all that this package does, the only call
+        that waits for other ranks on an autograd thread. False where manual finalization is not required.
+        """
+        mixed = self._require_manual_backward_finalization and self.mixed_precision is not None
+        return mixed or (hasattr(self, "reducer") and self._ours().should_finalize_after_backward)
+
+    def finalize_backward(self) -> None:
+        """Ends the step, exactly once, where `require_manual_backward_finalization` is set.
+
+        Waits for the collectives (on CUDA the current stream does) and writes the averages to `.grad`.
+
+        Raises:
+            FusedReduceError: it is not required, not every gradient is ready, nothing is to be finalized (under
+                no_sync(), or a second time), or a backward hook has called it where `should_finalize_after_backward`.
+            RuntimeError: torch delays the reduction of all parameters (delay_all_reduce_named_params).
+            CollectiveError: a peer died, left, or did not answer within the process group's timeout.
+            NonFiniteGradientError: see `ReduceConfig.check_finite`.
+        """
+        self._check_manual_backward_finalization_supported()
+        if self.mixed_precision is not None and in_backward():
+            raise FusedReduceError(
+                f"rank {self._distributed_rank}: with mixed_precision a step cannot be finalized within its backward: "
+                "call finalize_backward() after backward()"
+            )
+        self._ours().finalize_backward()
+
+    def _check_manual_backward_finalization_supported(self) -> None:
+        if not hasattr(self, "reducer"):
+            raise RuntimeError(
+                "Manual backward finalization is not supported when all DDP parameters use "
+                "delay_all_reduce_named_params."
+            )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients, as `Module.zero_grad` does.
 
@@ -242,8 +305,8 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
             set_to_none: set `.grad` to None; False: fill with zeros. Gradients that are views of a bucket stay views
                 then, and are filled by one operator per bucket.
         """
-        if hasattr(self, "reducer") and self._ours().state is ReducerState.LAUNCHED:
-            self._ours().finalize()
+        if hasattr(self, "reducer"):
+            self._ours().cycle.complete_outside()
         if set_to_none or not hasattr(self, "reducer") or not self._ours().has_views:
             super().zero_grad(set_to_none)
             return
@@ -326,6 +389,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
             static_graph=static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             skip_unused_buckets=getattr(self, "skip_all_reduce_unused_params", False),
+            lazy_bucket_allocation=getattr(self, "lazy_bucket_allocation", False),
             exclusive=False,
             agreed=self._reduce_agreed,
         )
@@ -337,6 +401,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]
         logger = Logger(reducer, backend_name(self.process_group), caps.cap_bytes)
+        reducer.require_manual_finalization(self._require_manual_backward_finalization)
         self.reducer = TorchReducer(reducer, self, logger)  # type: ignore[assignment]
         self.logger = logger
         logger.set_construction_data_and_log(

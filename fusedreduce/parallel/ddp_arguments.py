@@ -49,6 +49,7 @@ _KNOWN_ARGUMENTS = frozenset(
         "bucket_cap_mb_list",
         "batched_grad_copy",
         "forward_sync_buffers",
+        "lazy_bucket_allocation",
     }
 )
 _TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)

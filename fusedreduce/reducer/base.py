@@ -21,9 +21,10 @@ from . import optimizer_hooks, validation
 from .join import JoinShadows
 from .modes import asynchronous
 from .pipeline import Pipeline
-from .plans import Plans
+from .plans import Forecast, Plans
 from .recording import Recording
 from .state import ReducerState
+from .step import unfinalized_text
 from .step_cycle import StepCycle
 from .unused_parameters import UsedMap
 
@@ -44,6 +45,7 @@ class ReducerBase:
         static_graph: bool = False,
         gradient_as_bucket_view: bool = False,
         skip_unused_buckets: bool = False,
+        lazy_bucket_allocation: bool = False,
         exclusive: bool = True,
         agreed: bool | None = None,
     ) -> None:
@@ -92,6 +94,7 @@ class ReducerBase:
             as_views=self.has_views,
             communicator=communicator,
             sparse_kinds=SparseKinds(numbers, self.names, self._device, communicator),
+            lazy=lazy_bucket_allocation and not self.has_views,
         )
         self._recording = Recording(self._plans, "reducer" if exclusive else "wrapper")
         self.pipeline = Pipeline(
@@ -118,6 +121,12 @@ class ReducerBase:
         self._attend_optimizers()
         if gradient_as_bucket_view and not self.has_views:
             self._warn_of_no_views()
+        if lazy_bucket_allocation and self.has_views:
+            warnings.warn(
+                "lazy_bucket_allocation=True has no effect where gradients are views of their buckets, which therefore "
+                "last as long as the gradients",
+                stacklevel=3,
+            )
         if self._agreed:
             self.pipeline.mode.open()
 
@@ -159,6 +168,55 @@ class ReducerBase:
     def should_rebuild(self) -> bool:
         """Whether the plan still waits for an order of readiness, as before and right after the first step."""
         return self._plans.wants_order
+
+    # Numbers
+
+    def get_backward_stats(self) -> list[int]:
+        """When each gradient was ready in the latest step.
+
+        Returns:
+            Per parameter, ns on the host clock from the end of forward. For times of every step see `bucket_times`.
+        """
+        return self.cycle.ordered.ready_times()
+
+    def bucket_times(self) -> list[tuple[int, int]]:
+        """When each bucket of the latest step was ready and when it was launched.
+
+        Returns:
+            Per bucket (ready, launched), ns on the host clock since backward began.
+        """
+        return self.cycle.step.bucket_times()
+
+    def plan_json(self) -> str:
+        """The plan in use, as JSON for a checkpoint or a file: `ReduceConfig(plan=...)` then keeps to it."""
+        return self._plans.json(self.plan)
+
+    def forecast(self) -> Forecast | None:
+        """What the planner's model predicts of a step with the plan in use; None where nothing was measured (yet)."""
+        return self._plans.forecast(self.plan)
+
+    def stats(self) -> dict[str, int | str]:
+        """Counters of this rank since the reducer was built.
+
+        Returns:
+            steps (synchronised backwards), buckets, buckets_reduced (in the latest step), collectives (since the
+            communicator was set), wire_bytes (payload of one step, padding included; without sparse and hooked
+            buckets), padding_bytes (of those), wire_allocations, restrided (gradients that were copied because their
+            strides were not their parameter's), plans (changes of plan that the ranks have agreed on since the
+            communicator was set), path (triton, interpreter, torch, none), state. In other sync modes also
+            steps_under_way and steps_given_up, or the counters of contributions.
+        """
+        return {
+            "steps": self.steps,
+            "buckets_reduced": self.cycle.buckets_reduced,
+            "plans": self._plans.scheduler.changes,
+            "state": self.state.value,
+            **self.pipeline.stats(),
+        }
+
+    def bucket_bytes(self) -> list[int]:
+        """Bytes of the gradients in each bucket, in launch order; padding not included."""
+        return [sum(self._plans.kinds[index].size_bytes for index in members) for members in self.plan]
 
     # Agreed and learned
 
@@ -328,9 +386,13 @@ class ReducerBase:
             closure: step() was given a closure.
 
         Raises:
-            FusedReduceError: a closure, where ranks share an autograd thread; or as `finalize`.
+            FusedReduceError: a closure, where ranks share an autograd thread; the step waits for `finalize_backward`;
+                or as `finalize`.
         """
-        if not self.cycle.waits_in_backward:
+        if self.cycle.manual:
+            if self.cycle.step.begun and self.cycle.state in (ReducerState.ARMED, ReducerState.LAUNCHED):
+                raise FusedReduceError(unfinalized_text(self.communicator.rank))
+        elif not self.cycle.waits_in_backward:
             if closure:
                 raise FusedReduceError(
                     "step(closure): the closure's backward ends before its gradients are reduced, as ranks share an "
@@ -341,7 +403,7 @@ class ReducerBase:
         self.pipeline.mode.optimizer_steps()
 
     def _attend_optimizers(self) -> None:
-        if self.cycle.waits_in_backward and not self.pipeline.mode.delays:
+        if self.cycle.waits_in_backward and not (self.cycle.manual or self.pipeline.mode.delays):
             optimizer_hooks.leave(self)
         else:
             optimizer_hooks.enter(self)

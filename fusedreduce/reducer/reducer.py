@@ -33,14 +33,13 @@ from ..buckets.loss_scale import LossScale
 from ..config import FlushReport, SyncMode
 from ..errors import FusedReduceError
 from . import optimizer_hooks, validation
-from .base import ReducerBase
+from .manual_finalization import ManualFinalization
 from .modes import asynchronous
 from .modes.mode import FlushRequest
-from .plans import Forecast
 from .state import ReducerState
 
 
-class Reducer(ReducerBase):
+class Reducer(ManualFinalization):
     """Averages the gradients of some parameters over a group of ranks, during backward.
 
     Args:
@@ -56,6 +55,9 @@ class Reducer(ReducerBase):
             cannot: a warning says how many bytes that takes.
         skip_unused_buckets: do not reduce a bucket whose parameters are all unused; every rank must then have the
             same unused parameters.
+        lazy_bucket_allocation: allocate each bucket's wire when it is packed and release it at the end of the step: the
+            memory is free for activations, and each step allocates anew. No effect on gradients that are views of the
+            wire (a warning says so), and in the asynchronous mode, whose wires are in flight between steps.
         exclusive: refuse parameters that another exclusive reducer already reduces. (Wrappers may be nested.)
         agreed: None: the ranks compare model and settings in the first `prepare_for_backward`. Else they have done so
             already, and this says whether their statistics are bitwise equal (see GradStats).
@@ -146,7 +148,7 @@ class Reducer(ReducerBase):
             CollectiveError: a peer died, left, or did not answer.
             NonFiniteGradientError: see ReduceConfig.check_finite.
         """
-        self.cycle.complete_outside()
+        self.cycle.complete()
         self.cycle.check_finalized()
 
     def launch_late(self) -> None:
@@ -178,7 +180,16 @@ class Reducer(ReducerBase):
         Raises:
             FusedReduceError: no step is armed, its backward has begun, or a gradient is expected on this rank.
         """
-        self.cycle.end_without_backward()
+        cycle = self.cycle
+        with cycle.lock:
+            if cycle.state is not ReducerState.ARMED or not cycle.step.begin_without_gradients():
+                raise FusedReduceError(
+                    f"rank {self.communicator.rank}: end_without_backward() needs an armed step, "
+                    "find_unused_parameters=True and outputs that depend on no parameter; here a gradient is expected, "
+                    f"or no step is armed (the reducer is {self.state.value}). Call backward() instead"
+                )
+            with torch.no_grad():  # as a backward runs
+                cycle.end_backward(cycle.step)
 
     def check_finalized(self) -> None:
         """Checks that the last synchronised backward was reduced to its end. A launched step is completed first.
@@ -258,6 +269,7 @@ class Reducer(ReducerBase):
                 "a comm hook": self.has_comm_hook,
                 "an optimizer in backward": self.steps_in_backward,
                 "a trace that is being recorded": self._recording.wants_step(),
+                "manual backward finalization": self.cycle.manual,
             }
             validation.check_mode(mode, present)
             if pending := self.pending():
@@ -405,32 +417,6 @@ class Reducer(ReducerBase):
         """Allows parameters to change their dtype during a step, as torch's mixed precision has them."""
         self.cycle.hooks.allow_other_dtypes()
 
-    # Numbers
-
-    def get_backward_stats(self) -> list[int]:
-        """When each gradient was ready in the latest step.
-
-        Returns:
-            Per parameter, ns on the host clock from the end of forward. For times of every step see `bucket_times`.
-        """
-        return self.cycle.ordered.ready_times()
-
-    def bucket_times(self) -> list[tuple[int, int]]:
-        """When each bucket of the latest step was ready and when it was launched.
-
-        Returns:
-            Per bucket (ready, launched), ns on the host clock since backward began.
-        """
-        return self.cycle.step.bucket_times()
-
-    def plan_json(self) -> str:
-        """The plan in use, as JSON for a checkpoint or a file: `ReduceConfig(plan=...)` then keeps to it."""
-        return self._plans.json(self.plan)
-
-    def forecast(self) -> Forecast | None:
-        """What the planner's model predicts of a step with the plan in use; None where nothing was measured (yet)."""
-        return self._plans.forecast(self.plan)
-
     def record_trace(self, folder: str | Path, limit: int = 100) -> AbstractContextManager[None]:
         """Records every synchronised step within the context, for `fusedreduce trace` and `fusedreduce plan`.
 
@@ -448,29 +434,6 @@ class Reducer(ReducerBase):
         self.cycle.refuse_closed()
         validation.check_mode(self.config.sync_mode, {"a trace": True})
         return self._recording.record(folder, limit)
-
-    def stats(self) -> dict[str, int | str]:
-        """Counters of this rank since the reducer was built.
-
-        Returns:
-            steps (synchronised backwards), buckets, buckets_reduced (in the latest step), collectives (since the
-            communicator was set), wire_bytes (payload of one step, padding included; without sparse and hooked
-            buckets), padding_bytes (of those), wire_allocations, restrided (gradients that were copied because their
-            strides were not their parameter's), plans (changes of plan that the ranks have agreed on since the
-            communicator was set), path (triton, interpreter, torch, none), state. In other sync modes also
-            steps_under_way and steps_given_up, or the counters of contributions.
-        """
-        return {
-            "steps": self.steps,
-            "buckets_reduced": self.cycle.buckets_reduced,
-            "plans": self._plans.scheduler.changes,
-            "state": self.state.value,
-            **self.pipeline.stats(),
-        }
-
-    def bucket_bytes(self) -> list[int]:
-        """Bytes of the gradients in each bucket, in launch order; padding not included."""
-        return [sum(self._plans.kinds[index].size_bytes for index in members) for members in self.plan]
 
     # Within
 

@@ -183,6 +183,14 @@ class Step:
         )
 
 
+def unfinalized_text(rank: int) -> str:
+    """Says that a step waits for `finalize_backward`, in torch's words."""
+    return (
+        "Expected to have finalized the prior backward pass before starting a new one, or using its gradients. Call "
+        f"finalize_backward() after backward() when require_manual_backward_finalization is true. (rank {rank})"
+    )
+
+
 def unfinished_text(
     missing: Sequence[int],
     names: Sequence[str],

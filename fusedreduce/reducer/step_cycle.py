@@ -9,7 +9,8 @@ that all ranks issue the same collectives in the same order whatever their own r
 callback of the autograd engine finishes the buckets in that order.
 
 Where ranks share an autograd thread (Communicator.waits_in_backward) that callback leaves the step LAUNCHED, and the
-calling thread completes it: in `Reducer.finalize`, or before it next reads a gradient (optimizer_hooks.py).
+calling thread completes it: in `Reducer.finalize`, or before it next reads a gradient (optimizer_hooks.py). With manual
+finalization (manual_finalization.py) only `finalize_backward` does.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .pipeline import Pipeline
 from .plans import Plans
 from .recording import Recording
 from .state import ARMED, CLOSED, FAILED, IDLE, LAUNCHED, LOST
-from .step import Step, unfinished_text
+from .step import Step, unfinalized_text, unfinished_text
 from .unused_parameters import tensors_in, unreachable
 
 _logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class StepCycle:
         unused_always_same: the search has found the same in every step.
         local_backward_expected: the next backward is not reduced on purpose.
         shares_parameters: another reducer, of a nested wrapper, writes the same gradients.
+        manual: `Reducer.finalize_backward` ends each step, and nothing else does.
         advises: the options are the user's choice, so warnings may suggest others.
         failures: the error that the latest step has failed with.
         on_error: called with the text of an error that a step has failed with.
@@ -105,6 +107,7 @@ class StepCycle:
         self.local_backward_expected = False
         self.exclusive = exclusive
         self.shares_parameters = validation.enter(self, self._parameters, self._names, exclusive=exclusive)
+        self.manual = False
         self.advises = True
         self.failures = Failures()
         self.on_error: Callable[[str], None] | None = None
@@ -265,18 +268,6 @@ class StepCycle:
                         self._note_failure(error)
                         raise
 
-    def end_without_backward(self) -> None:
-        """See `Reducer.end_without_backward`."""
-        with self.lock:
-            if self.state is not ARMED or not self.step.begin_without_gradients():
-                raise FusedReduceError(
-                    f"rank {self._communicator.rank}: end_without_backward() needs an armed step, "
-                    "find_unused_parameters=True and outputs that depend on no parameter; here a gradient is expected, "
-                    f"or no step is armed (the reducer is {self.state.value}). Call backward() instead"
-                )
-            with torch.no_grad():  # as a backward runs
-                self.end_backward(self.step)
-
     def end_first_static_step(self) -> None:
         """Ends a static graph's first step. A wrapper calls it; without one the hook on the outputs does."""
         with self.lock:
@@ -298,23 +289,30 @@ class StepCycle:
             for one in pipeline.observers:
                 one.backward_ended()
             pipeline.launch(step)
-            if self.waits_in_backward or not pipeline.mode.together:
+            if (self.waits_in_backward and not self.manual) or not pipeline.mode.together:
                 self._finish(step)
             else:
                 self.state = LAUNCHED
 
     def complete_outside(self) -> None:
+        """Completes a launched step before its gradients are used; raises where only `finalize_backward` may."""
+        if self.state is LAUNCHED and self.manual:
+            raise FusedReduceError(unfinalized_text(self._communicator.rank))
+        self.complete()
+
+    def complete(self) -> None:
         """Completes a launched step, for callers that may run within a backward or a capture, where nothing may wait.
 
         Raises:
-            FusedReduceError: called within a backward or a capture; or a gradient was changed while it was in flight.
+            FusedReduceError: called within a capture, or within a backward of ranks that share an autograd thread; or a
+                gradient was changed while it was in flight.
             CollectiveError: a peer died, left, or did not answer.
             NonFiniteGradientError: see ReduceConfig.check_finite.
         """
         if self.state is not LAUNCHED:
             return
         refuse_capture(self._device, self._communicator.rank)
-        if in_backward():
+        if in_backward() and not self.waits_in_backward:
             raise FusedReduceError(
                 f"rank {self._communicator.rank}: gradients that are still in flight are needed within another "
                 "backward, where nothing may wait for a peer. Call finalize() after each backward()"

@@ -9,7 +9,7 @@ import functools
 from typing import Any
 
 import pytest
-from parallel import ddp_cases, ddp_hook_cases, ddp_module_cases, ddp_surface_cases
+from parallel import ddp_cases, ddp_hook_cases, ddp_manual_cases, ddp_module_cases, ddp_surface_cases
 from support.ranks import RankPool
 
 WIRES = ("native", "bf16", "fp16")
@@ -215,3 +215,55 @@ def test_a_backward_of_compiled_autograd_is_refused_and_the_next_one_works(two: 
     for rank, texts in enumerate(two.run(ddp_surface_cases.compiled_autograd)):
         assert len(texts) == 6
         assert all(text.startswith(f"rank {rank}: compiled autograd runs this backward") for text in texts)
+
+
+# Steps that the caller ends
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True},
+        {"overlap": False, "policy": "static"},
+    ],
+    ids=lambda options: " ".join(options) or "plain",
+)
+def test_steps_that_the_caller_ends_have_the_same_bits(two: RankPool, wire: str, options: dict[str, Any]) -> None:
+    two.run(functools.partial(ddp_manual_cases.manual, **options), wire)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ddp_manual_cases.manual_after_or_within,
+        ddp_manual_cases.manual_refused,
+        ddp_manual_cases.manual_scaled,
+        ddp_manual_cases.manual_copied,
+        ddp_manual_cases.manual_join,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_the_end_of_a_step_is_the_callers(two: RankPool, case: Any) -> None:
+    two.run(case)
+
+
+@pytest.mark.skipif(not ddp_manual_cases.IN_TORCH, reason="torch has it from 2.15 on")
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
+def test_the_end_of_a_step_is_refused_where_torch_refuses_it(two: RankPool, options: dict[str, Any]) -> None:
+    two.run(functools.partial(ddp_manual_cases.as_torch, **options))
+
+
+@pytest.mark.skipif(not ddp_manual_cases.IN_TORCH, reason="torch has it from 2.15 on")
+@pytest.mark.parametrize("stats", [False, True])
+@pytest.mark.parametrize("wire", WIRES)
+def test_torchs_class_ends_the_step_of_our_hook(two: RankPool, wire: str, stats: bool) -> None:
+    two.run(ddp_manual_cases.manual_hook, wire, stats)
+
+
+@pytest.mark.skipif(not ddp_manual_cases.IN_TORCH, reason="torch has it from 2.15 on")
+def test_wires_are_lazy_as_torchs_argument_says(two: RankPool) -> None:
+    two.run(ddp_manual_cases.lazy)

@@ -136,6 +136,8 @@ CALLS: dict[str, Callable[[Rank], object]] = {
     "backward under no_sync": _no_sync,
     "finalize": lambda rank: rank.reducer.finalize(),
     "check_finalized": lambda rank: rank.reducer.check_finalized(),
+    "finalize_backward": lambda rank: rank.reducer.finalize_backward(),
+    "require_manual_finalization": lambda rank: rank.reducer.require_manual_finalization(True),
     "zero_grad": lambda rank: rank.reducer.zero_grad(),
     "flush": lambda rank: rank.reducer.flush(),
     "state_dict": lambda rank: rank.reducer.state_dict(),

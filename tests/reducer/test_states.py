@@ -93,6 +93,16 @@ ROWS: Mapping[str, Mapping[ReducerState, Outcome]] = {
     },
     "finalize": {**_CHECK},
     "check_finalized": {**_CHECK},
+    "finalize_backward": {
+        state: _refused(state, "manual backward finalization is not required", "raises: not required")
+        for state in ReducerState
+    },
+    "require_manual_finalization": {
+        IDLE: _fine(IDLE, "sets"),
+        ARMED: _refused(ARMED, "cannot be called after forward", "raises: armed"),
+        LAUNCHED: _refused(LAUNCHED, "cannot be called after forward", "raises: launched"),
+        **_UNUSABLE,
+    },
     "zero_grad": {
         IDLE: _fine(IDLE, "zeroes"),
         ARMED: _fine(ARMED, "zeroes"),
