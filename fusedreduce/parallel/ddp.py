@@ -117,6 +117,27 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
         self._ours().set_sync_mode(mode)
         self._reduce_config = self._ours().config
 
+    def set_bucket_size(self, size: int | BucketCaps) -> None:
+        """Changes bucket_cap_mb, in bytes. Call it on every rank at the same place, between two steps.
+
+        The next forward compares the limits across ranks and builds the buckets anew. A compiled model keeps the cuts
+        of its graph. Not within `join` once a rank has run out of inputs.
+
+        Args:
+            size: limit of every bucket in bytes of gradients; or BucketCaps. See `Reducer.set_bucket_size`.
+
+        Raises:
+            TypeError, ValueError: not a number of bytes from 1; a plan was given; a comm hook is registered.
+            FusedReduceError: a step is armed or not finished, or a trace is being recorded; or, with Asynchronous,
+                averages are outstanding.
+        """
+        reducer = self._ours()
+        reducer.set_bucket_size(size)
+        self._reduce_caps = caps = reducer.caps
+        self.bucket_bytes_cap = caps.cap_bytes  # torch.compile cuts its graphs by it
+        assert self.logger is not None
+        self.logger.set_bucket_cap_bytes(caps.cap_bytes)
+
     def flush(self, *optimizers: Optimizer, step: Callable[[], None] | None = None) -> FlushReport:
         """Applies the averages of every step in flight, in order. Call it on every rank at the same place.
 

@@ -123,6 +123,10 @@ class Logger:
                 _described({**self._integers, **self._strings}),
             )
 
+    def set_bucket_cap_bytes(self, bucket_cap_bytes: int) -> None:
+        """Notes another limit of the buckets than the wrapper was given."""
+        self._integers["bucket_cap_bytes"] = bucket_cap_bytes
+
     def set_runtime_stats_and_log(self) -> None:
         """Samples the previous step; called before each synchronised forward."""
         reducer = self._reducer

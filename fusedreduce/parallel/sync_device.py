@@ -30,6 +30,7 @@ class SyncDevice:
         reducer: reduces its gradients.
         epoch: number of its latest epoch; 0 before the first.
         state: between epochs, in an epoch, or closed.
+        caps: size limits of its buckets, from the next epoch on; None: torch's.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class SyncDevice:
     ) -> None:
         self.rank = rank
         self.state = DeviceState.IDLE
+        self.caps = caps
         self._epochs = epochs
         self.generation = epochs.generation
         self.epoch = self.generation.first - 1
@@ -99,6 +101,8 @@ class SyncDevice:
         try:
             if moved:
                 self.reducer.set_communicator(self.generation.communicators[self.rank])
+            if self.caps is not None and self.caps != self.reducer.caps:
+                self.reducer.set_bucket_size(self.caps)
             # With no tensor at all the reducer would expect every gradient.
             self.reducer.prepare_for_backward(tensors or [torch.zeros(())])
             self._announced = frozenset(range(len(self._nodes))).difference(self.reducer.cycle.unused_now)

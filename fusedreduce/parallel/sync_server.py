@@ -33,7 +33,7 @@ from ..config import ReduceConfig, Synchronous
 from ..errors import FusedReduceError
 from ..planning.bucketing import BucketCaps
 from .sync_device import SyncDevice
-from .sync_epochs import Epochs, devices_text
+from .sync_epochs import DeviceState, Epochs, devices_text
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class SyncServer:
         world_size: number of devices.
         op: "mean" over all devices, or "sum"; None: `config.op`.
         config: how gradients are reduced; None: ReduceConfig().
-        caps: size limits of buckets; None: torch's.
+        caps: size limits of buckets; None: torch's. Later: `set_bucket_size`.
         timeout_s: seconds that a device waits for the others.
 
     Raises:
@@ -118,6 +118,35 @@ class SyncServer:
             device = SyncDevice(self._epochs, rank, list(kept.values()), list(kept), self.config, self._caps)
             self._epochs.enter(device)
             return device
+
+    def set_bucket_size(self, size: int | BucketCaps) -> None:
+        """Changes the size limits of buckets, from the next epoch on. Call it once, while no device is in an epoch.
+
+        Args:
+            size: limit of every bucket in bytes of gradients; or BucketCaps. See `Reducer.set_bucket_size`.
+
+        Raises:
+            TypeError, ValueError: not a number of bytes from 1; or `config` has a plan.
+            FusedReduceError: a device is in an epoch, or the server is closed.
+        """
+        caps = BucketCaps.of(size)
+        if self.config.plan is not None:
+            raise ValueError(
+                "set_bucket_size() and ReduceConfig(plan=...) exclude each other, because the plan has its buckets "
+                "already: leave the plan out"
+            )
+        with self._epochs.lock:
+            self._epochs.check_open()
+            devices, given_up = self._epochs.devices.values(), self._epochs.failures
+            inside = [one for one in devices if one.state is DeviceState.ANNOUNCED and one.epoch not in given_up]
+            if inside:
+                raise FusedReduceError(
+                    f"{devices_text(sorted(one.rank for one in inside))} in an epoch, which would end in other buckets "
+                    "than it began in: call set_bucket_size() after sync() of every device"
+                )
+            self._caps = caps
+            for device in devices:
+                device.caps = caps
 
     def run(self, case: Callable[[SyncDevice], T]) -> list[T]:
         """Calls `case(device)` in a thread for each device, and waits for all.

@@ -48,6 +48,28 @@ class BucketCaps:
         if any(value < 1 for value in self.listed_bytes):
             raise ValueError(f"every limit must be at least 1 byte, got {self.listed_bytes}")
 
+    @classmethod
+    def of(cls, size: int | BucketCaps) -> BucketCaps:
+        """The limits that `set_bucket_size(size)` means.
+
+        Args:
+            size: the limit of every bucket in bytes, also of those that are cut by measured costs; or all limits.
+
+        Returns:
+            The limits.
+
+        Raises:
+            TypeError: neither an int nor BucketCaps.
+            ValueError: below 1 byte.
+        """
+        if isinstance(size, BucketCaps):
+            return size
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"a bucket size is a whole number of bytes, or BucketCaps; got {size!r}")
+        if size < 1:
+            raise ValueError(f"a bucket size must be at least 1 byte, got {size}")
+        return cls(first_bytes=size, cap_bytes=size, planned_bytes=size)
+
     @property
     def limits_bytes(self) -> tuple[int, ...]:
         """The limits for `assign_by_size`."""

@@ -239,7 +239,7 @@ class ReducerBase:
                 "static_graph": self.static_graph,
                 "gradient_as_bucket_view": self.gradient_as_bucket_view,
                 "skip_unused_buckets": self.skip_unused_buckets,
-                "plan": f"{plan_hash(self.plan):016x}",
+                "plan": f"{plan_hash(self._plans.recut(self.plan)):016x}",
                 "plan learned": self.rebuilt,
             }
             settings = validation.settings(self.config, self.caps, flags)
@@ -271,6 +271,47 @@ class ReducerBase:
             if new:
                 self._build_buckets(plan)
             return new
+
+    def set_bucket_size(self, size: int | BucketCaps) -> None:
+        """Changes the size limits of the buckets. Every rank calls it at the same place, between two steps.
+
+        The next `prepare_for_forward` or `prepare_for_backward` compares the limits across ranks, then builds the
+        buckets anew: in the order of readiness that the first step has shown, if one was learned. Gradients stay as
+        they are, also where they are views. With policy="planned" steps are then measured anew.
+
+        Args:
+            size: limit of every bucket in bytes of gradients, also of those that the planner cuts; or BucketCaps.
+
+        Raises:
+            TypeError, ValueError: not a number of bytes from 1; a plan was given; a comm hook is registered, which may
+                keep state per bucket.
+            FusedReduceError: a step is armed or not finished; a trace is being recorded; or, with Asynchronous,
+                averages are outstanding.
+        """
+        with self.cycle.lock:
+            self.cycle.check_finalized()
+            caps = BucketCaps.of(size)
+            if self.state is ReducerState.ARMED:
+                raise FusedReduceError(
+                    "a step is armed, and would end in other buckets than it began in: call set_bucket_size() after "
+                    "its backward, or after reset() on every rank"
+                )
+            if self.has_comm_hook:
+                raise ValueError(
+                    "set_bucket_size() and a comm hook exclude each other, because the hook may keep state per bucket: "
+                    "call it before the hook is registered"
+                )
+            if self._recording.wants_step():
+                raise FusedReduceError(
+                    "a trace is being recorded, for one size of buckets: leave its record_trace() context, then call "
+                    "set_bucket_size()"
+                )
+            mode = self.pipeline.mode
+            if not mode.together and (pending := mode.pending()):
+                raise FusedReduceError(f"{pending}: call flush() on every rank, then set_bucket_size()")
+            self._plans.set_caps(caps)
+            self.caps = caps
+            self._agreed = self._opened = False
 
     # Failures, changes, the end
 

@@ -4,6 +4,7 @@
     else, in the first step         one bucket per dtype and device
     after it                        rank 0's order of readiness, broadcast, cut by the policy
     from then on                    what all ranks agree on from measurements (scheduler.py)
+    after `set_caps`                that order, cut by the new limits; then measured anew
 
 With find_unused_parameters (and no static graph) no order is learned: buckets of limited size, in reverse order of
 registration, from the start. Every rank has the same plan in every step.
@@ -98,6 +99,7 @@ class Plans:
         self._config = config
         self._device = parameters[0].device
         self._order: tuple[int, ...] = ()
+        self._recut = False  # the limits have changed since the plan in use was cut
         self._model = Model(
             kinds=self.kinds,
             # The size of a sparse gradient is not known before it exists.
@@ -132,6 +134,21 @@ class Plans:
         self._learns = True
         self._follow(rebuilt=self.rebuilt)
 
+    def set_caps(self, caps: BucketCaps) -> None:
+        """Changes the size limits: the next plan is cut by them, and what was measured of other plans is forgotten.
+
+        Raises:
+            ValueError: a plan was given.
+        """
+        if self._given is not None:
+            raise ValueError(
+                "set_bucket_size() and ReduceConfig(plan=...) exclude each other, because the plan has its buckets "
+                "already: leave the plan out"
+            )
+        self._model = dataclasses.replace(self._model, caps=caps)
+        self._recut = True
+        self.scheduler.restart(self._model)
+
     def give_up_measuring(self) -> None:
         """Keeps the plan that follows the first step's order for good."""
         self._may_measure = False
@@ -140,7 +157,7 @@ class Plans:
     def restart(self) -> None:
         """Forgets, after an abandoned step, what some ranks may not know; the plan in use stays."""
         self._order = ()
-        self.scheduler.restart()
+        self.scheduler.restart(self._model)
 
     def return_to_first(self) -> None:
         """Returns to the first plan, because ranks have different ones."""
@@ -152,6 +169,12 @@ class Plans:
             return self._given
         model = self._model
         return first_plan(model.kinds, model.caps, model.cap_policy, learns=self.wants_order)
+
+    def recut(self, plan: Plan) -> Plan:
+        """The plan by the limits in use: another one than `plan` if `set_caps` was called since that was cut."""
+        if not self._recut:
+            return plan
+        return self._cut() if self.rebuilt else self.first()
 
     def note_order(self, order: Sequence[int] = ()) -> None:
         """Notes the order of readiness of the first step; a rank without inputs (join) has none."""
@@ -177,6 +200,9 @@ class Plans:
             CollectiveError: a peer did not answer.
         """
         if not (self.wants_order and self._order):
+            if self._recut:
+                plan, self._recut = self.recut(plan), False
+                return plan, 0
             return (self.scheduler.decide(plan) if self.measured else plan), 0
         order = torch.tensor(self._order, dtype=torch.int64).to(self._device)
         try:
@@ -184,13 +210,10 @@ class Plans:
         except RuntimeError as error:
             what = "broadcasting the order of readiness failed"
             raise collective_failed(what, self._communicator, error) from error
-        self._order = ()
+        self._order, self._recut = (), False
         self._follow(rebuilt=True)
-        found, model = order.tolist(), self._model
-        self.scheduler.learned(found)
-        if self._config.policy == "static":
-            return static_plan(model.kinds, model.caps, model.cap_policy, found), 1
-        return ready_plan(model.kinds, model.caps, model.cap_policy, found, share=model.share), 1
+        self.scheduler.learned(order.tolist())
+        return self._cut(), 1
 
     def issue(self) -> int:
         """See `StepCollective`: the exchange of measurements, or of decisions, where one is due."""
@@ -249,6 +272,13 @@ class Plans:
                 for name, numel, kind, group, wire_bytes, known_ns in rows
             ],
         )
+
+    def _cut(self) -> Plan:
+        """The plan that follows from rank 0's order of readiness in the first step."""
+        model, order = self._model, self.scheduler.schedule.arrival
+        if self._config.policy == "static":
+            return static_plan(model.kinds, model.caps, model.cap_policy, order)
+        return ready_plan(model.kinds, model.caps, model.cap_policy, order, share=model.share)
 
     def _follow(self, *, rebuilt: bool) -> None:
         self.rebuilt = rebuilt

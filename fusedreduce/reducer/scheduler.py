@@ -162,10 +162,14 @@ class Scheduler:
             self._numbers = self._mine(plan)
         return plan
 
-    def restart(self) -> None:
-        """Forgets everything, because ranks may know different things; every rank does so at the same place."""
-        self.readiness = Readiness(len(self._schedule.model.kinds))
-        self._schedule = Schedule(self._schedule.model, self._schedule.replan_every, arrival=self._schedule.arrival)
+    def restart(self, model: Model) -> None:
+        """Forgets all but the order of the first step; every rank does so at the same place.
+
+        Args:
+            model: what plans are made from now on.
+        """
+        self.readiness = Readiness(len(model.kinds))
+        self._schedule = Schedule(model, self._schedule.replan_every, arrival=self._schedule.arrival)
         self.due = self._schedule.due()
         self._looked, self._numbers, self._pending = {}, None, []
         self._reduced = self._compared = self._decision = None

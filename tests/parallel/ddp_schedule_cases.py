@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import datetime
+import pickle
 import random
 import time
 from collections.abc import Iterator
@@ -334,3 +336,127 @@ def wrapper_trace(rank: int, world: int, folder: str) -> None:
             assert times[0] >= 0 and times == sorted(times)
         assert max(one.launch_ns for one in marks) <= step.marks.backward_end_ns <= min(one.unpack_ns for one in marks)
         assert -5_000_000_000 < step.marks.forward_ns - step.marks.began_ns <= 0
+
+
+def bucket_sizes(rank: int, world: int, wire: Any, options: dict[str, Any]) -> None:
+    """Another size between steps: the same losses and weights as without, to the bit, and buckets of that size."""
+    sizes: dict[int, int | fusedreduce.BucketCaps] = {
+        3: 9_000,
+        6: 1,
+        9: 40_000,
+        10: fusedreduce.BucketCaps(),
+        14: 20_000,
+    }
+    found = []
+    for changes in (True, False):
+        ddp = fusedreduce.DistributedDataParallel(
+            layers(6), reduce=fusedreduce.ReduceConfig(wire=wire, policy="ready"), bucket_cap_mb=0.03, **options
+        )
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        losses: list[Any] = []
+        for step in range(18):
+            size = sizes.get(step)
+            if changes and size is not None:
+                ddp.set_bucket_size(size)
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            generator = torch.Generator().manual_seed(2 * step + rank)
+            if step % 4 == 1:
+                with ddp.no_sync():
+                    ddp(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+            loss = ddp(torch.randn(4, WIDTH, generator=generator)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            if changes and isinstance(size, int):
+                reducer = reducer_of(ddp)
+                bytes_of = {number: one.numel() * 4 for number, one in enumerate(reducer.parameters)}
+                assert all(sum(bytes_of[one] for one in members[:-1]) < size for members in reducer.plan)
+                assert ddp.bucket_bytes_cap == ddp._get_ddp_logging_data()["bucket_cap_bytes"] == size
+                assert same_everywhere(plan_hash(reducer.plan))
+        found.append([*losses, *[one.detach() for one in ddp.parameters()]])
+    for changed, same in zip(*found, strict=True):
+        assert torch.equal(changed, same)
+
+
+def different_bucket_sizes(rank: int, world: int) -> str:
+    """The same error on both, before anything is reduced; then all go on."""
+    ddp = fusedreduce.DistributedDataParallel(layers(3), bucket_cap_mb=0.03)
+    _train(ddp, 3)
+    before = ddp.reduce_stats()["collectives"]
+    ddp.set_bucket_size(10_000 + rank)
+    with pytest.raises(
+        fusedreduce.AgreementError, match="bucket_cap_bytes: 10000 on rank 0; 10001 on rank 1"
+    ) as raised:
+        _train(ddp, 1)
+    assert ddp.reduce_stats()["collectives"] == before
+    ddp.reset()
+    ddp.set_bucket_size(10_000)
+    _train(ddp, 2)
+    assert_same_on_all_ranks(gradients(ddp))
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        ddp.set_bucket_size(0)
+    assert ddp.bucket_bytes_cap == 10_000
+    return str(raised.value)
+
+
+def copied_bucket_sizes(rank: int, world: int) -> None:
+    """A copy and a pickle have the size in use; so does a wrapper's new reducer."""
+    ddp = fusedreduce.DistributedDataParallel(layers(3), bucket_cap_mb=0.03)
+    _train(ddp, 2)
+    ddp.set_bucket_size(1)
+    _train(ddp, 1)
+    for other in (pickle.loads(pickle.dumps(ddp)), copy.deepcopy(ddp)):
+        _train(other, 2)
+        assert reducer_of(other).caps == reducer_of(ddp).caps == fusedreduce.BucketCaps.of(1)
+        assert len(reducer_of(other).plan) == 6 and other.bucket_bytes_cap == 1
+        assert_same_on_all_ranks(gradients(other))
+
+
+def bucket_sizes_with_join(rank: int, world: int) -> None:
+    """A change while all ranks have inputs holds for a rank that has run out of them."""
+    ddp = fusedreduce.DistributedDataParallel(layers(3), bucket_cap_mb=0.03)
+    with ddp.join():
+        for step in range(4 + 3 * rank):
+            if step == 2:
+                ddp.set_bucket_size(1)
+            _train(ddp, 1)
+    assert len(reducer_of(ddp).plan) == 6
+    assert_same_on_all_ranks([reducer_of(ddp).parameters[0].detach()])
+
+
+def a_change_on_one_rank(rank: int, world: int, change: str) -> str:
+    """Collectives that do not match, as with every call that all ranks are to make: an error within the timeout."""
+    ddp = _with_short_timeout()
+    _train(ddp, 3)
+    if rank == 0:
+        getattr(ddp, change)(10_000 if change == "set_bucket_size" else fusedreduce.Synchronous())
+    with pytest.raises(fusedreduce.CollectiveError) as raised:
+        _train(ddp, 1)
+    return str(raised.value)
+
+
+def a_bucket_size_after_a_rank_has_joined(rank: int, world: int) -> str:
+    """The rank without inputs cannot compare it: an error within the timeout, torch's own on that rank."""
+    ddp = _with_short_timeout()
+
+    def train() -> None:
+        with ddp.join():
+            for step in range(3 + 3 * rank):
+                if step == 4:
+                    ddp.set_bucket_size(1)
+                _train(ddp, 1)
+
+    with pytest.raises(RuntimeError) as raised:
+        train()
+    return str(raised.value)
+
+
+def _with_short_timeout() -> fusedreduce.DistributedDataParallel:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    return fusedreduce.DistributedDataParallel(layers(3), process_group=group, bucket_cap_mb=0.03)
+
+
+def _train(ddp: nn.Module, steps: int) -> None:
+    for _ in range(steps):
+        ddp.zero_grad()
+        ddp(torch.ones(4, WIDTH)).square().mean().backward()

@@ -49,3 +49,42 @@ def test_a_trace_of_torchs_ddp_with_the_hook(two: RankPool, tmp_path: Path, wire
 
 def test_a_trace_of_the_wrapper(two: RankPool, tmp_path: Path) -> None:
     two.run(ddp_schedule_cases.wrapper_trace, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("wire", "options"),
+    [
+        ("native", {}),
+        ("native", {"gradient_as_bucket_view": True}),
+        ("native", {"find_unused_parameters": True}),
+        ("native", {"static_graph": True}),
+        ("bf16", {}),
+    ],
+)
+def test_bucket_sizes_change_between_steps(two: RankPool, wire: str, options: dict[str, bool]) -> None:
+    two.run(ddp_schedule_cases.bucket_sizes, wire, options)
+
+
+def test_different_bucket_sizes_are_the_same_error_on_every_rank(two: RankPool) -> None:
+    first, second = two.run(ddp_schedule_cases.different_bucket_sizes)
+    assert first == second
+
+
+def test_copies_have_the_bucket_size_in_use(two: RankPool) -> None:
+    two.run(ddp_schedule_cases.copied_bucket_sizes)
+
+
+def test_bucket_sizes_change_with_join(two: RankPool) -> None:
+    two.run(ddp_schedule_cases.bucket_sizes_with_join)
+
+
+@pytest.mark.parametrize("change", ["set_sync_mode", "set_bucket_size"])
+def test_a_change_on_one_rank_only_ends_on_both(two: RankPool, change: str) -> None:
+    first, second = two.run(ddp_schedule_cases.a_change_on_one_rank, change)
+    assert "comparing model and settings across ranks failed" in first
+    assert "the all-reduce of bucket 0 (2.bias, 2.weight, 1.bias, 1.weight) failed" in second
+
+
+def test_a_bucket_size_after_a_rank_has_joined_ends_on_both(two: RankPool) -> None:
+    _, second = two.run(ddp_schedule_cases.a_bucket_size_after_a_rank_has_joined)
+    assert "comparing model and settings across ranks failed" in second

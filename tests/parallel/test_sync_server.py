@@ -820,6 +820,41 @@ def test_settings_reach_the_reducer(wire: Any, mean: float) -> None:
         assert group.devices[0].reducer.stats()["buckets_reduced"] == 2
 
 
+def test_the_bucket_size_changes_between_epochs(threads: ThreadPoolExecutor) -> None:
+    """Also after an epoch that was given up, and for a device that is started again."""
+    with Group(2, caps=BucketCaps(cap_bytes=10**6)) as group:
+
+        def buckets() -> list[int]:
+            return [len(device.reducer.plan) for device in group.devices]
+
+        group.works()
+        assert buckets() == [1, 1]
+        group.server.set_bucket_size(1)
+        assert buckets() == [1, 1], "from the next epoch on"
+        group.works()
+        assert buckets() == [2, 2]
+        first, second = group.devices
+        first.announce(loss := loss_of(group.leaves[0][0], 1.0))
+        with pytest.raises(FusedReduceError, match=r"device 0 is in an epoch.*after sync\(\) of every device"):
+            group.server.set_bucket_size(10**6)
+        assert second.caps == BucketCaps.of(1)
+        waits = threads.submit(loss.backward)
+        second.abort(ValueError("enough"))
+        assert "enough" in caught(waits)
+        second.close()
+        group.server.set_bucket_size(10**6)
+        group.devices[1] = group.start(1)
+        group.works()
+        assert buckets() == [1, 1]
+        with pytest.raises(ValueError, match="at least 1 byte"):
+            group.server.set_bucket_size(0)
+    with pytest.raises(FusedReduceError, match="closed"):
+        group.server.set_bucket_size(1)
+    planned = SyncServer(1, config=ReduceConfig(plan="{}"))
+    with planned as server, pytest.raises(ValueError, match="exclude each other"):
+        server.set_bucket_size(1)
+
+
 def test_nothing_is_left_after_close() -> None:
     def count() -> tuple[int, int]:
         gc.collect()

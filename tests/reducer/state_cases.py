@@ -143,6 +143,7 @@ CALLS: dict[str, Callable[[Rank], object]] = {
     "state_dict": lambda rank: rank.reducer.state_dict(),
     "load_state_dict": lambda rank: rank.reducer.load_state_dict({}),
     "set_sync_mode": lambda rank: rank.reducer.set_sync_mode(Synchronous()),
+    "set_bucket_size": lambda rank: rank.reducer.set_bucket_size(100),
     "register_comm_hook": _register_comm_hook,
     "set_static_graph": lambda rank: rank.reducer.set_static_graph(),
     "record_trace": _record_trace,
@@ -153,7 +154,7 @@ CALLS: dict[str, Callable[[Rank], object]] = {
 
 
 # After these the next forward compares the ranks, which one thread that drives them all cannot.
-AGREES_ANEW = ("set_sync_mode", "set_communicator", "reset")
+AGREES_ANEW = ("set_sync_mode", "set_bucket_size", "set_communicator", "reset")
 
 
 # Drives

@@ -120,6 +120,12 @@ ROWS: Mapping[str, Mapping[ReducerState, Outcome]] = {
         LAUNCHED: _fine(IDLE, "completes the step, switches"),
         **_UNUSABLE,
     },
+    "set_bucket_size": {
+        IDLE: _fine(IDLE, "changes"),
+        ARMED: _refused(ARMED, r"a step is armed.*after its backward, or after reset\(\)", "raises: armed"),
+        LAUNCHED: _fine(IDLE, "completes the step, changes"),
+        **_UNUSABLE,
+    },
     "register_comm_hook": {
         IDLE: _fine(IDLE, "registers"),
         ARMED: _fine(ARMED, "registers"),
@@ -378,6 +384,8 @@ class Calls(RuleBasedStateMachine):
             return _refused(FAILED, CHANGED, "")
         if call == "register_comm_hook" and self.hooked and outcome.error is None:
             return _refused(IDLE if completes else state, "can only be called once", outcome.does, RuntimeError)
+        if call == "set_bucket_size" and self.hooked and outcome.error is None:
+            return _refused(IDLE, "set_bucket_size.. and a comm hook exclude", outcome.does, ValueError)
         if call == "set_static_graph" and state is not CLOSED:
             if self.static:
                 return _fine(state, "")

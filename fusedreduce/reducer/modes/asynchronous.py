@@ -191,7 +191,8 @@ class AsynchronousMode(DelayedMode):
             self._communicator.check_wire(wire, members.device)
             divisor = self._maker.config.divisor(self._communicator.size)
             ledgers.append(AsynchronousBucket(members, self._communicator, wire, divisor=divisor))
-        self._contributions = Contributions(ledgers, self._communicator, self._max_in_flight)
+        before = 0 if self._contributions is None else self._contributions.comparisons
+        self._contributions = Contributions(ledgers, self._communicator, self._max_in_flight, before)
 
 
 def check(config: ReduceConfig, names: Sequence[str], sparse: Sequence[bool]) -> None:

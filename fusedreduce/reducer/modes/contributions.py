@@ -75,6 +75,7 @@ class Contributions:
         ledgers: one per bucket, in the order of their collectives; the same on every rank.
         communicator: the ranks; nothing else issues collectives on it while a contribution may be in flight.
         max_in_flight: number of contributions that may be in flight at once, at least 1.
+        comparisons: how often ranks have compared their contributions over `communicator` before.
 
     Attributes:
         issued: number of contributions so far, on this rank.
@@ -84,14 +85,20 @@ class Contributions:
         failure: the error of a collective that failed; nothing else can be done after it.
     """
 
-    def __init__(self, ledgers: Sequence[AsynchronousBucket], communicator: Communicator, max_in_flight: int) -> None:
+    def __init__(
+        self,
+        ledgers: Sequence[AsynchronousBucket],
+        communicator: Communicator,
+        max_in_flight: int,
+        comparisons: int = 0,
+    ) -> None:
         self.ledgers = tuple(ledgers)
         self.max_in_flight = max_in_flight
         self._communicator = communicator
         self._device = self.ledgers[0].members.device
         self.issued = self.landed = self.steps = self.merged = 0
         self.failure = ""
-        self._comparisons = 0
+        self.comparisons = comparisons
         self._settled_steps = 0
         self._under_way: deque[_Contribution] = deque()
         self._open: list[Strip] | None = None  # the next contribution, as far as it is gathered
@@ -226,10 +233,10 @@ class Contributions:
     def _average_all(self, problem: str = "") -> int:
         """Has every contribution of all ranks averaged; returns how many were outstanding here."""
         before = self.landed
-        self._comparisons += 1
+        self.comparisons += 1
         try:
             held = self._communicator.compare_aside(
-                f"contributions {self._comparisons}",
+                f"contributions {self.comparisons}",
                 json.dumps([self.standing(), problem or self.failure]),
                 self._device,
             )
