@@ -37,6 +37,7 @@ _WITHOUT_A_DRIVER = (
 )
 KNOWN = {
     "3.8.0": ("pack[mixed, wire bf16, stats, div] on sm_100",),
+    "2.11.0": (*_WITHOUT_A_DRIVER, "test_dropin::test_a_cap_of_less_than_a_byte_is_what_it_is_for_torch"),
     "2.15.0": _WITHOUT_A_DRIVER,
 }
 _SHOWN = 12
