@@ -119,6 +119,12 @@ def _record_trace(rank: Rank) -> None:
         pass
 
 
+def _require_manual_finalization(rank: Rank) -> None:
+    """There and back: what follows is predicted without it."""
+    rank.reducer.require_manual_finalization(True)
+    rank.reducer.require_manual_finalization(False)
+
+
 def _register_comm_hook(rank: Rank) -> None:
     reducer = rank.reducer
 
@@ -137,7 +143,7 @@ CALLS: dict[str, Callable[[Rank], object]] = {
     "finalize": lambda rank: rank.reducer.finalize(),
     "check_finalized": lambda rank: rank.reducer.check_finalized(),
     "finalize_backward": lambda rank: rank.reducer.finalize_backward(),
-    "require_manual_finalization": lambda rank: rank.reducer.require_manual_finalization(True),
+    "require_manual_finalization": _require_manual_finalization,
     "zero_grad": lambda rank: rank.reducer.zero_grad(),
     "flush": lambda rank: rank.reducer.flush(),
     "state_dict": lambda rank: rank.reducer.state_dict(),
