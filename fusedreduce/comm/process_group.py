@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_le
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import CollectiveError, UnsupportedWireError
-from .protocol import ReduceOp
+from .protocol import ReduceOp, check_peer
 from .store_exchange import StoreExchange
 from .waiting import collective_failed, wait_for
 
@@ -47,6 +47,7 @@ _lost: MutableMapping[dist.ProcessGroup, str] = WeakKeyDictionary()  # shared by
 _sparse: MutableMapping[dist.ProcessGroup, Any] = WeakKeyDictionary()
 # Gathers into one tensor: into a list NCCL copies row by row, a small kernel per rank. torch 2.13 has renamed it.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 _REFUSAL = re.compile(r"type|dtype|support|implement", re.IGNORECASE)
 
 
@@ -76,6 +77,23 @@ class _Work:
     def wait(self) -> None:
         """Blocks until the tensor holds the result; on CUDA only orders the current stream behind it."""
         self.work.wait()
+
+
+@dataclass(frozen=True)
+class _Transfer(_Work):
+    """A send or receive, whose end Gloo tells only those who wait."""
+
+    _waiting: list[Callable[[], None]] = field(default_factory=list)
+
+    def notify(self, done: Callable[[], None]) -> None:
+        """Has `done()` called when `wait` has returned."""
+        self._waiting.append(done)
+
+    def wait(self) -> None:
+        """Blocks until the tensor was sent, or holds what was received; on CUDA only orders the current stream."""
+        self.work.wait()
+        while self._waiting:
+            self._waiting.pop()()
 
 
 class ProcessGroupCommunicator:
@@ -178,6 +196,31 @@ class ProcessGroupCommunicator:
         assert work is not None
         return _Work(work, (tensor,))
 
+    def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> tuple[_Work, torch.Tensor]:
+        """Starts a reduction as `all_reduce` does, of which each rank gets the part of its number, in place.
+
+        Over Gloo it is an all-reduce, which torch's own reduce-scatter is there too.
+
+        Args:
+            tensor: [ranks * n], as for `all_reduce`; its contents are undefined afterwards outside of the result.
+            op: the operation.
+
+        Returns:
+            The collective in flight, and the part that will hold the result: [n], in the memory of `tensor`.
+
+        Raises:
+            ValueError: the elements cannot be divided among the ranks.
+        """
+        if tensor.numel() % self.size:
+            raise ValueError(f"{tensor.numel()} elements cannot be divided among {self.size} ranks")
+        part = tensor.view(self.size, tensor.numel() // self.size)[self.rank]
+        if self._backend_name(tensor.device) == "gloo":
+            return self.all_reduce(tensor, op), part
+        scatter = getattr(dist, _REDUCE_SCATTER)
+        work = scatter(part, tensor.view(-1), op=REDUCE_OPS[op], group=self.group, async_op=True)
+        assert work is not None
+        return _Work(work, (tensor,)), part
+
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> _Work:
         """Starts the exchange of equal parts: `output` gets part `rank` of each rank's `input`.
 
@@ -238,6 +281,45 @@ class ProcessGroupCommunicator:
             source: a rank.
         """
         dist.broadcast(tensor, src=dist.get_global_rank(self.group, source), group=self.group)
+
+    def send(self, tensor: torch.Tensor, destination: int) -> _Work:
+        """Starts sending `tensor` to one rank, which calls `recv`.
+
+        Its end is known to `wait` only: over Gloo it is not `ready` before, and has no `future`.
+
+        Args:
+            tensor: dense and contiguous; not to be changed before the end.
+            destination: another rank.
+
+        Returns:
+            The transfer in flight.
+
+        Raises:
+            ValueError: `destination` is this rank, or there is no such rank.
+        """
+        check_peer("destination", destination, self.rank, self.size)
+        work = dist.isend(tensor, group=self.group, group_dst=destination)
+        assert work is not None
+        return _Transfer(work, (tensor,))
+
+    def recv(self, tensor: torch.Tensor, source: int) -> _Work:
+        """Starts overwriting `tensor` with what rank `source` sends; see `send`.
+
+        Args:
+            tensor: dense and contiguous; the dtype and number of elements of what is sent. Gloo does not compare
+                dtypes, writes only what has come if that is less, and ends the process if it is more.
+            source: another rank.
+
+        Returns:
+            The transfer in flight.
+
+        Raises:
+            ValueError: `source` is this rank, or there is no such rank.
+        """
+        check_peer("source", source, self.rank, self.size)
+        work = dist.irecv(tensor, group=self.group, group_src=source)
+        assert work is not None
+        return _Transfer(work, (tensor,))
 
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
         """Gathers every rank's payload; blocks. One collective, with `capacity_bytes` + 8 bytes per rank.

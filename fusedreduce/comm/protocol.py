@@ -107,6 +107,19 @@ class Communicator(Ranks, Protocol):
         """
         ...
 
+    def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> tuple[Pending, torch.Tensor]:
+        """Starts a reduction as `all_reduce` does, of which each rank gets the part of its number, in place.
+
+        Args:
+            tensor: [ranks * n], as for `all_reduce`; its contents are undefined afterwards outside of the result.
+            op: the operation.
+
+        Returns:
+            The collective in flight, and the part that will hold the result: [n], elements rank * n to (rank + 1) * n
+            of `tensor`, in its memory.
+        """
+        ...
+
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         """Starts the exchange of equal parts: `output` gets part `rank` of each rank's `input`.
 
@@ -147,6 +160,39 @@ class Communicator(Ranks, Protocol):
         Args:
             tensor: dense and contiguous; the same dtype and number of elements on all ranks.
             source: a rank.
+        """
+        ...
+
+    def send(self, tensor: torch.Tensor, destination: int) -> Pending:
+        """Starts sending `tensor` to one rank, which calls `recv`; the others take no part.
+
+        The n-th send from one rank to another meets the n-th `recv` there, whatever else the two have issued. Over
+        torch.distributed its end is known to `wait` only: it is not `ready` before, and has no `future`.
+
+        Args:
+            tensor: dense and contiguous; not to be changed before the end.
+            destination: another rank.
+
+        Returns:
+            The transfer in flight, which may not end before the other rank has issued its `recv`.
+
+        Raises:
+            ValueError: `destination` is this rank, or there is no such rank.
+        """
+        ...
+
+    def recv(self, tensor: torch.Tensor, source: int) -> Pending:
+        """Starts overwriting `tensor` with what rank `source` sends; see `send`.
+
+        Args:
+            tensor: dense and contiguous; the dtype and number of elements of what is sent.
+            source: another rank.
+
+        Returns:
+            The transfer in flight.
+
+        Raises:
+            ValueError: `source` is this rank, or there is no such rank.
         """
         ...
 
@@ -202,3 +248,9 @@ class Communicator(Ranks, Protocol):
             RuntimeError: a rank did not call it within the timeout.
         """
         ...
+
+
+def check_peer(what: str, peer: int, rank: int, size: int) -> None:
+    """Raises ValueError unless `peer` is one of `size` ranks and not `rank`; `what` names it in the message."""
+    if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < size or peer == rank:
+        raise ValueError(f"{what} must be one of 0 to {size - 1} and not this rank, {rank}; got {peer!r}")

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support import local_cases
 
 from fusedreduce.comm.agreement import agree
 from fusedreduce.comm.local import operations, sequence
@@ -109,6 +110,103 @@ def test_every_other_collective(size: int) -> None:
         assert total.is_coalesced() and total.to_dense().tolist() == [5.0] * size + [2.0 * size]
 
     LocalGroup(size, timeout_s=10).run(case)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 6),
+    numel=st.integers(0, 40),
+    strategy=st.sampled_from(STRATEGIES),
+    dtype=st.sampled_from((*DTYPES, torch.int32)),
+    op=st.sampled_from(local_cases.OPS),
+)
+def test_each_rank_gets_its_part_of_an_all_reduce(
+    size: int, numel: int, strategy: Strategy, dtype: torch.dtype, op: ReduceOp
+) -> None:
+    group = LocalGroup(size, strategy=strategy, timeout_s=10, one_thread=True)
+    ranks = [group.communicator(rank) for rank in range(size)]
+    mine = [(drawn(rank, size * numel) * 8).to(dtype) for rank in range(size)]
+    whole = [one.clone() for one in mine]
+    for pending in [rank.all_reduce(one, op) for rank, one in zip(ranks, whole, strict=True)]:
+        pending.wait()
+    given = [one.clone() for one in mine]
+    started = [rank.reduce_scatter(one, op) for rank, one in zip(ranks, given, strict=True)]
+    for number, (pending, part) in enumerate(started):
+        pending.wait()
+        at = slice(number * numel, (number + 1) * numel)
+        assert part.data_ptr() == given[number][at].data_ptr() and part.shape == (numel,)
+        assert torch.equal(part.view(torch.uint8), whole[0][at].view(torch.uint8))
+        mine[number][at] = part
+        assert torch.equal(mine[number].view(torch.uint8), given[number].view(torch.uint8)), "written outside"
+
+
+def test_transfers_meet_in_order_beside_everything_else() -> None:
+    """One thread drives three ranks: sends and receives in any order, with collectives between them."""
+    group = LocalGroup(3, one_thread=True)
+    ranks = [group.communicator(rank) for rank in range(3)]
+    got = [torch.zeros(2, dtype=torch.int64) for _ in range(4)]
+    first = ranks[2].recv(got[0], 0)
+    sums = [ranks[rank].all_reduce(torch.ones(1)) for rank in (0, 1)]
+    sent = [ranks[0].send(torch.tensor([number, peer]), peer) for number in (1, 2) for peer in (1, 2)]
+    assert first.ready() and sent[1].ready() and not sent[0].ready() and not sums[0].ready()
+    rest = [ranks[2].recv(got[1], 0), ranks[1].recv(got[2], 0), ranks[1].recv(got[3], 0)]
+    sums.append(ranks[2].all_reduce(torch.ones(1)))
+    for pending in (*sent, first, *rest, *sums):
+        pending.wait()
+    assert [one.tolist() for one in got] == [[1, 2], [2, 2], [1, 1], [2, 1]]
+    assert first.future().value()[0] is got[0] and not ranks[0]._channel._incomplete
+    local_cases.peers_that_cannot_be(ranks[1])
+    lonely = ranks[0].recv(torch.ones(1), 1)
+    with pytest.raises(CollectiveError, match="rank 1 cannot arrive: the thread that waits drives them too"):
+        lonely.wait()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.ones(4), ("transfer float32[3] on cpu from rank 0", "transfer float32[4] on cpu from rank 2")),
+        (torch.ones(3, dtype=torch.int32), ("float32[3] on cpu from rank 0", "int32[3] on cpu from rank 2")),
+        (torch.ones(6)[::2], ("rank 2: a tensor of strides (2,) is not contiguous",)),
+    ],
+)
+def test_both_ends_of_a_transfer_raise_who_brought_what(tensor: torch.Tensor, words: tuple[str, ...]) -> None:
+    had = tensor.clone()
+
+    def case(communicator: LocalCommunicator) -> str:
+        said = ""
+        if communicator.rank != 1:
+            ends = communicator.send(torch.zeros(3), 2) if communicator.rank == 0 else communicator.recv(tensor, 0)
+            with pytest.raises(CollectiveError) as found:
+                ends.wait()
+            said = str(found.value)
+        one = torch.ones(1)
+        communicator.all_reduce(one).wait()
+        assert one.item() == 3.0, "the channel goes on"
+        return said
+
+    first, none, last = LocalGroup(3, timeout_s=10).run(case)
+    assert first == last and none == "" and torch.equal(tensor, had)
+    assert "transfer 0 from rank 0 to rank 2 of channel together 0 among 3 local ranks" in first
+    assert all(one in first for one in words)
+
+
+def test_a_transfer_that_nobody_answers_ends() -> None:
+    group = LocalGroup(3, timeout_s=0.05)
+    ranks = [group.communicator(rank) for rank in range(3)]
+    pending = ranks[0].send(torch.ones(2), 1)
+    with pytest.raises(
+        CollectiveError, match=r"transfer 0 .* rank 1 did not issue it within 0\.05 s .*float32\[2\]"
+    ) as told:
+        pending.wait()
+    late = torch.zeros(2)
+    with pytest.raises(CollectiveError) as found:
+        ranks[1].recv(late, 0).wait()
+    assert str(found.value) == str(told.value) and not late.any()
+    pending = ranks[2].recv(late, 1)
+    ranks[0].abort(KeyError("stop"))
+    for attempt in (pending.wait, lambda: ranks[1].send(late, 2)):
+        with pytest.raises(CollectiveError, match="rank 0 gave up: KeyError: 'stop'"):
+            attempt()
 
 
 def test_of_sparse_16_bit_tensors_the_sum_is_rounded_once() -> None:
@@ -294,6 +392,9 @@ def test_channels_are_independent() -> None:
         (lambda c: c.reduce(torch.ones(1), 3), ("rank 0: there is no rank 3", "rank 2: there is no rank 3")),
         (lambda c: c.reduce(torch.ones(1), "max"), ("rank 2: there is no rank 'max'",)),
         (lambda c: c.all_to_all(torch.ones(4), torch.ones(4)), ("4 elements cannot be divided among 3 ranks",)),
+        (lambda c: c.reduce_scatter(torch.ones(4))[0], ("4 elements cannot be divided among 3 ranks",)),
+        (lambda c: c.reduce_scatter(torch.ones(3), "max" if c.rank else "sum")[0], ("reduce_scatter op sum", "op max")),
+        (lambda c: c.reduce_scatter(torch.ones(6)[::2])[0], ("a tensor of strides (2,) is not contiguous",)),
         (lambda c: c.all_to_all(torch.ones(3), torch.ones(6)), ("output and input of an all_to_all differ",)),
         (lambda c: c.all_reduce_sparse(torch.ones(3)), ("is not sparse COO",)),
     ],

@@ -59,7 +59,19 @@ def test_sums_of_more_are_as_near_to_the_exact_one(three: RankPool, four: RankPo
                     assert off.le(exact.abs() * unit / 2 + magnitude * compute * (size - 1)).all()
                     assert their_off.le(magnitude * unit * (size - 1)).all()
                 place += 1
-            place += len(local_cases.OPS) - 1 + 4
+            place += 2 * len(local_cases.OPS) - 1 + 5
+
+
+def test_a_part_of_a_reduce_scatter_has_the_bits_of_an_all_reduce(two: RankPool, three: RankPool) -> None:
+    for ranks in (two, three):
+        ranks.run(local_cases.scattered_as_reduced)
+
+
+def test_peers_over_torch(two: RankPool) -> None:
+    said, _ = two.run(local_cases.peers_over_torch)
+    assert (
+        said.startswith("rank 0: a message of rank 1 failed after 1.") and "Timed out waiting 1000ms for recv" in said
+    )
 
 
 def test_groups_apart_come_and_go(two: RankPool) -> None:

@@ -688,6 +688,20 @@ def test_what_torchs_functions_can_do_with_the_group() -> None:
         dealt = torch.empty(RANKS)
         dist.all_to_all_single(dealt, torch.arange(RANKS) + 10.0 * rank, group=group)
         assert dealt.tolist() == [10.0 * one + rank for one in range(RANKS)]
+        kept, part = torch.arange(2 * RANKS).view(2, RANKS) + rank, torch.empty(1, 2, dtype=torch.int64)
+        dist.reduce_scatter_tensor(part, kept, group=group)
+        assert part.tolist() == [[6 * rank + 3, 6 * rank + 6]] and kept[0, 0].item() == rank
+        after, before = (rank + 1) % RANKS, (rank - 1) % RANKS
+        received = torch.zeros(2, dtype=torch.complex64)
+        work = dist.isend(torch.full((2,), complex(rank)), group=group, group_dst=after)
+        other = dist.irecv(received, group=group, group_src=before)
+        assert (
+            work is not None
+            and work.wait()
+            and other is not None
+            and other.wait()
+            and received.tolist() == [before] * 2
+        )
         indices = torch.tensor([[rank, RANKS]])
         sparse = torch.sparse_coo_tensor(indices, torch.ones(2), (RANKS + 1,), check_invariants=True)
         dist.all_reduce(sparse, group=group)
@@ -731,13 +745,12 @@ def test_what_the_group_cannot_do_says_so() -> None:
     def case(communicator: LocalCommunicator, model: nn.Module) -> None:
         group, one = communicator.process_group(), torch.ones(RANKS)
         for attempt, said in (
-            (lambda: dist.reduce_scatter_tensor(torch.ones(1), one, group=group), "has no reduce_scatter"),
-            # What torch 2.11 calls for it.
-            (lambda: group._reduce_scatter_base(one, one, dist.ReduceScatterOptions()), "has no reduce_scatter"),
+            (lambda: dist.reduce_scatter(torch.ones(1), [one] * RANKS, group=group), "has no reduce_scatter"),
             (lambda: dist.all_reduce(one, dist.ReduceOp.AVG, group=group), "AVG is not supported; use one of sum, max"),
             (lambda: dist.all_to_all_single(one, one, [1, 0, 2], [1, 0, 2], group=group), "equal parts"),
             (lambda: group.allreduce([one.to_sparse()], dist.ReduceOp.MAX), "only sum sparse tensors"),
-            (lambda: group.send([one], 0, 0), "has no send"),
+            (lambda: group.send([one], (communicator.rank + 1) % RANKS, 7), "has no tags"),
+            (lambda: dist.irecv(one, group=group), "has no recv_anysource"),
         ):
             with pytest.raises(NotImplementedError, match=said):
                 attempt()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.comm.protocol import Communicator, ReduceOp
+from fusedreduce.comm.waiting import wait_for
 from fusedreduce.errors import CollectiveError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -51,6 +54,12 @@ def everything(communicator: Communicator, whole: bool) -> list[torch.Tensor]:
         output = torch.empty_like(source)
         communicator.all_to_all(output, source).wait()
         results.append(output)
+        for op in OPS:
+            one = contribution(rank, 12 * size, dtype, whole or op != "sum")
+            pending, part = communicator.reduce_scatter(one, op)
+            pending.wait()
+            results.append(part.clone())
+        results.append(around_the_ring(communicator, contribution(rank, 100, dtype, whole)))
     sparse = torch.sparse_coo_tensor(
         torch.tensor([[rank, 2, 5, rank]]), contribution(rank, 4, torch.float32, True), (8,), check_invariants=True
     )
@@ -62,6 +71,20 @@ def everything(communicator: Communicator, whole: bool) -> list[torch.Tensor]:
     return results
 
 
+def around_the_ring(communicator: Communicator, tensor: torch.Tensor) -> torch.Tensor:
+    """What the rank before has sent: twice, so that the order of transfers counts."""
+    rank, size = communicator.rank, communicator.size
+    received = [torch.empty_like(tensor) for _ in range(2)]
+    ended: list[int] = []
+    under_way = [communicator.send(one, (rank + 1) % size) for one in (tensor, -tensor)]
+    under_way += [communicator.recv(one, (rank - 1) % size) for one in received]
+    for number, pending in enumerate(under_way):
+        pending.notify(lambda number=number: ended.append(number))  # type: ignore[misc]
+        pending.wait()
+    assert ended == [0, 1, 2, 3] and torch.equal(received[1], -received[0])
+    return received[0]
+
+
 def over_torch(rank: int, world: int, whole: bool) -> list[torch.Tensor]:
     communicator = ProcessGroupCommunicator()
     assert communicator.waits_in_backward(torch.device("cpu"))
@@ -69,6 +92,48 @@ def over_torch(rank: int, world: int, whole: bool) -> list[torch.Tensor]:
     pending.wait()
     assert pending.ready()
     return everything(communicator, whole)
+
+
+def scattered_as_reduced(rank: int, world: int) -> None:
+    """A reduce-scatter's part has the bits of an all-reduce, is the tensor's own memory, and may be empty."""
+    communicator = ProcessGroupCommunicator()
+    for dtype in DTYPES:
+        for numel in (0, 1, 7, 1000):
+            whole = contribution(rank, numel * world, dtype, False)
+            one = whole.clone()
+            communicator.all_reduce(whole).wait()
+            pending, part = communicator.reduce_scatter(one)
+            pending.wait()
+            assert pending.ready() and part.shape == (numel,)
+            assert part.data_ptr() == one[rank * numel :].data_ptr()
+            wanted = whole[rank * numel : (rank + 1) * numel]
+            assert torch.equal(part.view(torch.uint8), wanted.view(torch.uint8))
+    with pytest.raises(ValueError, match=f"{world + 1} elements cannot be divided among {world} ranks"):
+        communicator.reduce_scatter(torch.ones(world + 1))
+
+
+def peers_that_cannot_be(communicator: Communicator) -> None:
+    for peer in (communicator.rank, -1, communicator.size, True, 0.0):
+        for call, name in ((communicator.send, "destination"), (communicator.recv, "source")):
+            with pytest.raises(
+                ValueError, match=f"{name} must be one of 0 to {communicator.size - 1} and not this rank"
+            ):
+                call(torch.ones(1), peer)  # type: ignore[arg-type]
+
+
+def peers_over_torch(rank: int, world: int) -> str:
+    """Peers that cannot be, and one that never answers."""
+    group = torch.distributed.new_group(timeout=datetime.timedelta(seconds=1))
+    communicator, said = ProcessGroupCommunicator(group), ""
+    peers_that_cannot_be(communicator)
+    if rank == 0:
+        try:
+            wait_for(communicator.recv(torch.ones(1), 1), "a message of rank 1", communicator)
+        except CollectiveError as error:
+            said = str(error)
+    ProcessGroupCommunicator().all_reduce(torch.ones(1)).wait()
+    torch.distributed.destroy_process_group(group)
+    return said
 
 
 def groups_apart(rank: int, world: int) -> Sequence[int]:

@@ -170,6 +170,15 @@ class Loopback:
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> Pending:
         return self.all_reduce(tensor, op)
 
+    def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> tuple[Pending, torch.Tensor]:
+        return self.all_reduce(tensor, op), tensor.view(self.size, -1)[self._rank]
+
+    def send(self, tensor: torch.Tensor, destination: int) -> Pending:
+        raise NotImplementedError
+
+    def recv(self, tensor: torch.Tensor, source: int) -> Pending:
+        raise NotImplementedError
+
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         """Every peer sends what this rank would send itself."""
         self.calls.append(Call("all_to_all", input.dtype, input.numel()))
@@ -291,6 +300,18 @@ class ThreadRank:
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> Pending:
         self._record("reduce", tensor)
         return self._poisoned(tensor, lambda one: self._communicator.reduce(one, root, op))
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> tuple[Pending, torch.Tensor]:
+        self._record("reduce_scatter", tensor)
+        return self._communicator.reduce_scatter(tensor, op)
+
+    def send(self, tensor: torch.Tensor, destination: int) -> Pending:
+        self._record("send", tensor)
+        return self._communicator.send(tensor, destination)
+
+    def recv(self, tensor: torch.Tensor, source: int) -> Pending:
+        self._record("recv", tensor)
+        return self._communicator.recv(tensor, source)
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         self._record("all_to_all", input)

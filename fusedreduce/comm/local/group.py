@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from ...errors import CollectiveError, UnsupportedWireError
-from ..protocol import ReduceOp
-from .operations import COMPUTED_WIDE, Resources
+from ..protocol import ReduceOp, check_peer
+from .operations import COMPUTED_WIDE, Resources, dense_problem, parts_problem
 from .rendezvous import Arrival, LocalPending
 from .sequence import Channel, Epoch, OwnerT
 from .strategies import Centralized, Strategy
@@ -299,7 +299,7 @@ class LocalCommunicator:
         Returns:
             The collective in flight.
         """
-        return self._issue("all_reduce", tensor, op=op, problem=_dense_problem(tensor))
+        return self._issue("all_reduce", tensor, op=op, problem=dense_problem(tensor))
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> LocalPending:
         """Starts a reduction as `all_reduce` does, of which only rank `root`'s tensor holds the result.
@@ -313,8 +313,22 @@ class LocalCommunicator:
             The collective in flight.
         """
         return self._issue(
-            "reduce", tensor, op=op, root=root, problem=_dense_problem(tensor) or self._root_problem(root)
+            "reduce", tensor, op=op, root=root, problem=dense_problem(tensor) or self._root_problem(root)
         )
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> tuple[LocalPending, torch.Tensor]:
+        """Starts a reduction as `all_reduce` does, of which each rank gets the part of its number, in place.
+
+        Args:
+            tensor: [ranks * n], as for `all_reduce`; other parts than the result keep what they hold.
+            op: the operation.
+
+        Returns:
+            The collective in flight, and the part that will hold the result: [n], in the memory of `tensor`.
+        """
+        problem = parts_problem(tensor, self.size)
+        part = tensor if problem else tensor.view(self.size, tensor.numel() // self.size)[self._rank]
+        return self._issue("reduce_scatter", tensor, op=op, problem=problem), part
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> LocalPending:
         """Starts the exchange of equal parts: `output` gets part `rank` of each rank's `input`.
@@ -326,12 +340,10 @@ class LocalCommunicator:
         Returns:
             The collective in flight.
         """
-        problem = _dense_problem(input) or _dense_problem(output)
+        problem = parts_problem(input, self.size) or dense_problem(output)
         if not problem and (output.numel() != input.numel() or output.dtype is not input.dtype):
             problem = f"output and input of an all_to_all differ: {output.numel()} {output.dtype}, {input.numel()} "
             problem += str(input.dtype)
-        if not problem and input.numel() % self.size:
-            problem = f"{input.numel()} elements cannot be divided among {self.size} ranks"
         return self._issue("all_to_all", input, output, problem=problem)
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> LocalPending:
@@ -356,7 +368,7 @@ class LocalCommunicator:
             The collective in flight, and the tensor that will hold the result, [ranks, n].
         """
         gathered = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
-        return self._issue("all_gather", tensor, gathered, problem=_dense_problem(tensor)), gathered
+        return self._issue("all_gather", tensor, gathered, problem=dense_problem(tensor)), gathered
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrites `tensor` on every rank with that of rank `source`; blocks until all ranks have called it.
@@ -366,9 +378,43 @@ class LocalCommunicator:
             source: a rank.
         """
         pending = self._issue(
-            "broadcast", tensor, root=source, problem=_dense_problem(tensor) or self._root_problem(source)
+            "broadcast", tensor, root=source, problem=dense_problem(tensor) or self._root_problem(source)
         )
         pending.wait()
+
+    def send(self, tensor: torch.Tensor, destination: int) -> LocalPending:
+        """Starts sending `tensor` to one rank, which calls `recv`; the others take no part.
+
+        The n-th send from one rank to another meets the n-th `recv` there, whatever else the two have issued.
+
+        Args:
+            tensor: dense and contiguous; not to be changed before the end.
+            destination: another rank.
+
+        Returns:
+            The transfer in flight, which ends once the other rank has issued its `recv`.
+
+        Raises:
+            ValueError: `destination` is this rank, or there is no such rank.
+        """
+        check_peer("destination", destination, self._rank, self.size)
+        return self._transfer(tensor, self._rank, destination)
+
+    def recv(self, tensor: torch.Tensor, source: int) -> LocalPending:
+        """Starts overwriting `tensor` with what rank `source` sends; see `send`.
+
+        Args:
+            tensor: dense and contiguous; the dtype and number of elements of what is sent.
+            source: another rank.
+
+        Returns:
+            The transfer in flight.
+
+        Raises:
+            ValueError: `source` is this rank, or there is no such rank.
+        """
+        check_peer("source", source, self._rank, self.size)
+        return self._transfer(tensor, source, self._rank)
 
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
         """Gathers every rank's payload; blocks.
@@ -416,32 +462,29 @@ class LocalCommunicator:
         payload: bytes = b"",
         problem: str = "",
     ) -> LocalPending:
-        devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda)
-        arrival = Arrival(
-            kind,
-            tensors,
-            op,
-            root,
-            payload,
-            tuple(torch.cuda.current_stream(device).record_event() for device in devices),
-            problem,
-            self._due_s(),
-            threading.get_ident(),
-        )
+        arrival = self._arrival(kind, tensors, op, root, payload, problem)
         place, self._issued = self._issued, self._issued + 1
         return self._channel.issue(self._rank, place, arrival)
+
+    def _transfer(self, tensor: torch.Tensor, source: int, destination: int) -> LocalPending:
+        arrival = self._arrival("transfer", (tensor,), problem=dense_problem(tensor))
+        return self._channel.transfer(self._rank, source, destination, arrival)
+
+    def _arrival(
+        self,
+        kind: str,
+        tensors: tuple[torch.Tensor, ...],
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        payload: bytes = b"",
+        problem: str = "",
+    ) -> Arrival:
+        devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda)
+        events = tuple(torch.cuda.current_stream(device).record_event() for device in devices)
+        return Arrival(kind, tensors, op, root, payload, events, problem, self._due_s(), threading.get_ident())
 
     def _due_s(self) -> float:
         return time.monotonic() + self.group.timeout_s
 
     def _root_problem(self, root: int) -> str:
         return "" if isinstance(root, int) and 0 <= root < self.size else f"there is no rank {root!r}"
-
-
-def _dense_problem(tensor: torch.Tensor) -> str:
-    """Why a tensor cannot be reduced as it lies in memory; "" if it can."""
-    if tensor.layout is not torch.strided:
-        return f"a tensor of layout {tensor.layout} is not dense"
-    if tensor.device.type not in ("cpu", "cuda"):
-        return f"a tensor on {tensor.device.type} cannot be used, only on cpu and cuda"
-    return "" if tensor.is_contiguous() else f"a tensor of strides {tensor.stride()} is not contiguous"

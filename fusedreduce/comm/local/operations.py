@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...kernels import dispatch
+from ...kernels.parts import Part
 from ..protocol import ReduceOp
 from .rendezvous import Arrival, Outcome
-from .strategies import Strategy
+from .strategies import Strategy, parts_within
 
 if TYPE_CHECKING:
     from ...kernels.combine import CombineTables
@@ -101,13 +102,27 @@ def _reduce(arrivals: Sequence[Arrival], resources: Resources) -> None:
     _reduce_into(tensors, [tensors[root]], arrivals[0].op, resources)
 
 
+def _reduce_scatter(arrivals: Sequence[Arrival], resources: Resources) -> None:
+    size, numel = len(arrivals), arrivals[0].tensors[0].numel()
+    shards = [arrival.tensors[0].view(size, numel // size) for arrival in arrivals]
+    order = resources.strategy.parts(size, numel)  # of the whole, so that a shard has the bits of an all-reduce
+    for rank in range(size):
+        tensors = [shard[rank] for shard in shards]
+        parts = parts_within(order, rank * (numel // size), (rank + 1) * (numel // size))
+        _reduce_into(tensors, [tensors[rank]], arrivals[0].op, resources, parts)
+
+
 def _reduce_into(
-    tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], op: ReduceOp | None, resources: Resources
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    op: ReduceOp | None,
+    resources: Resources,
+    parts: tuple[Part, ...] | None = None,
 ) -> None:
     first = tensors[0]
     assert op is not None
     if op == "sum" and first.dtype in COMPUTED_WIDE:
-        parts = resources.strategy.parts(len(tensors), first.numel())
+        parts = resources.strategy.parts(len(tensors), first.numel()) if parts is None else parts
         dispatch.combine(tensors, outputs, parts, tables=resources.tables(first.device))
         return
     # Of these only products round; they are computed in rank order.
@@ -144,6 +159,11 @@ def _all_to_all(arrivals: Sequence[Arrival], resources: Resources) -> None:
             row.copy_(sent[rank], non_blocking=True)
 
 
+def _transfer(arrivals: Sequence[Arrival], resources: Resources) -> None:
+    (source,), (destination,) = (arrival.tensors for arrival in arrivals)
+    destination.copy_(source.view_as(destination), non_blocking=True)
+
+
 def _broadcast(arrivals: Sequence[Arrival], resources: Resources) -> None:
     root = arrivals[0].root
     assert root is not None
@@ -159,5 +179,22 @@ _OPERATIONS: Mapping[str, Callable[[Sequence[Arrival], Resources], list[torch.Te
     "all_reduce_sparse": _all_reduce_sparse,
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
+    "reduce_scatter": _reduce_scatter,
+    "transfer": _transfer,
     "broadcast": _broadcast,
 }
+
+
+def dense_problem(tensor: torch.Tensor) -> str:
+    """Why a tensor cannot be used as it lies in memory; "" if it can."""
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout} is not dense"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"a tensor on {tensor.device.type} cannot be used, only on cpu and cuda"
+    return "" if tensor.is_contiguous() else f"a tensor of strides {tensor.stride()} is not contiguous"
+
+
+def parts_problem(tensor: torch.Tensor, size: int) -> str:
+    """Why a tensor cannot be divided among `size` ranks as it lies in memory; "" if it can."""
+    uneven = f"{tensor.numel()} elements cannot be divided among {size} ranks" if tensor.numel() % size else ""
+    return dense_problem(tensor) or uneven

@@ -88,6 +88,24 @@ class LocalProcessGroup(dist.ProcessGroup):
             )
         return LocalWork(self, [output], [(self.communicator.all_to_all(_flat(output), _flat(input)), None)])
 
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> LocalWork:
+        """Reduces every rank's input; this rank's output gets part `rank` of the result."""
+        buffer = _flat(input.detach().clone(memory_format=torch.contiguous_format))
+        pending, part = self.communicator.reduce_scatter(buffer, _op("reduce_scatter", opts))
+        return LocalWork(self, [output], [(pending, lambda: _flat(output).copy_(part))])
+
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> LocalWork:
+        """Sends each tensor to one rank; the n-th send from one rank to another meets the n-th recv there."""
+        _check_tag(tag)
+        works: list[_Started] = [(self.communicator.send(_flat(one), dstRank), None) for one in _listed(tensors)]
+        return LocalWork(self, _listed(tensors), works)
+
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> LocalWork:
+        """Overwrites each tensor with what one rank sends; see `send`."""
+        _check_tag(tag)
+        works: list[_Started] = [(self.communicator.recv(_flat(one), srcRank), None) for one in _listed(tensors)]
+        return LocalWork(self, _listed(tensors), works)
+
     def barrier(self, opts: Any = None) -> LocalWork:
         """Blocks until all ranks have called it."""
         self.communicator.all_gather_bytes(b"", 0, torch.device("cpu"))
@@ -96,6 +114,7 @@ class LocalProcessGroup(dist.ProcessGroup):
     # Older names of torch's
     _allgather_base = all_gather_single
     alltoall_base = all_to_all_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a LocalGroup lives in this process only: its process group can be neither pickled nor copied")
@@ -132,8 +151,8 @@ _Started = tuple[Pending, Callable[[], object] | None]
 def _refused(name: str) -> Callable[..., NoReturn]:
     def refuse(self: LocalProcessGroup, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            f"a LocalGroup has no {name}; it has all_reduce, reduce, broadcast, all_gather, all_to_all of equal parts "
-            "and barrier"
+            f"a LocalGroup has no {name}; it has all_reduce, reduce, broadcast, all_gather, all_to_all and "
+            "reduce_scatter_tensor of equal parts, send, recv and barrier"
         )
 
     return refuse
@@ -142,13 +161,9 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 for _name in (
     "gather",
     "scatter",
-    "send",
-    "recv",
     "recv_anysource",
     "alltoall",
     "reduce_scatter",
-    "reduce_scatter_single",
-    "_reduce_scatter_base",
     "reduce_scatter_single_coalesced",
     "reduce_scatter_tensor_coalesced",
     "all_gather_single_coalesced",
@@ -158,8 +173,7 @@ for _name in (
     "split_group",
     "merge_remote_group",
 ):
-    # The message has the public name: torch 2.11 calls "_reduce_scatter_base" for a reduce_scatter_tensor.
-    setattr(LocalProcessGroup, _name, _refused(_name.removeprefix("_").removesuffix("_base")))
+    setattr(LocalProcessGroup, _name, _refused(_name))
 
 
 class LocalWork(dist.Work):
@@ -286,6 +300,11 @@ def backend_name(group: dist.ProcessGroup) -> str:
 def _fail(error: CollectiveError, future: torch.futures.Future[Any]) -> NoReturn:
     """Raises in a callback, since C++ that waits for a future takes an exception set from Python for a result."""
     raise error
+
+
+def _check_tag(tag: int) -> None:
+    if tag:
+        raise NotImplementedError(f"a LocalGroup has no tags, it meets sends and receives in order; got tag {tag}")
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:

@@ -101,14 +101,14 @@ class Rendezvous:
 
     Attributes:
         name: which collective it is, for messages.
-        size: how many ranks take part.
+        ranks: those that take part.
         arrivals: by rank, while they are needed.
         arrived: ranks that have arrived, also after it has failed.
         aborted: it has failed because its epoch ended.
     """
 
     name: str
-    size: int
+    ranks: Sequence[int]
     lock: threading.RLock
     timeout_s: float
     state: State = State.GATHERING
@@ -134,7 +134,7 @@ class Rendezvous:
         if self.state is State.FAILED:
             return False
         self.arrivals[rank] = arrival
-        if len(self.arrivals) < self.size:
+        if len(self.arrivals) < len(self.ranks):
             return False
         self.state = State.WORKING
         return True
@@ -142,12 +142,12 @@ class Rendezvous:
     def perform(self, work: Callable[[Sequence[Arrival]], Outcome]) -> None:
         """Checks that all ranks issued the same collective, and performs it. The lock must not be held."""
         try:
-            arrivals = [self.arrivals[rank] for rank in range(self.size)]
+            arrivals = {rank: self.arrivals[rank] for rank in self.ranks}
             problem = disagreement(arrivals)
             if problem:
                 self._complete(None, f"{self.name}: {problem}")
             else:
-                self._complete(work(arrivals))
+                self._complete(work([*arrivals.values()]))
         except BaseException as error:
             self._complete(None, f"{self.name} failed: {type(error).__name__}: {error}", error)
             if not isinstance(error, Exception):
@@ -209,7 +209,7 @@ class Rendezvous:
 
     def missing(self) -> list[int]:
         """The ranks that have not arrived."""
-        return [rank for rank in range(self.size) if rank not in self.arrived]
+        return [rank for rank in self.ranks if rank not in self.arrived]
 
     def outcome_or_error(self) -> Outcome | None:
         """Returns the outcome, or None before the end; raises CollectiveError if it has failed."""
@@ -346,29 +346,28 @@ class LocalPending:
             future.set_result(result)
 
 
-def disagreement(arrivals: Sequence[Arrival]) -> str:
-    """Why these arrivals cannot be one collective, naming every rank; "" if they can."""
-    problems = [f"rank {rank}: {arrival.problem}" for rank, arrival in enumerate(arrivals) if arrival.problem]
+def disagreement(arrivals: Mapping[int, Arrival]) -> str:
+    """Why these arrivals, by rank, cannot be one collective, naming every rank; "" if they can."""
+    problems = [f"rank {rank}: {arrival.problem}" for rank, arrival in arrivals.items() if arrival.problem]
     if problems:
         return f"ranks gave arguments that cannot be used, so nothing was done: {'; '.join(problems)}"
-    if len({arrival.signature for arrival in arrivals}) == 1:
-        return "" if arrivals[0].kind == "broadcast" else _overlap(arrivals)
-    issued = "; ".join(_by_text(dict(enumerate(arrivals))))
-    return f"ranks issued different collectives, so nothing was done: {issued}"
+    if len({arrival.signature for arrival in arrivals.values()}) == 1:
+        return "" if next(iter(arrivals.values())).kind == "broadcast" else _overlap(arrivals)
+    return f"ranks issued different collectives, so nothing was done: {'; '.join(_by_text(arrivals))}"
 
 
-def _overlap(arrivals: Sequence[Arrival]) -> str:
+def _overlap(arrivals: Mapping[int, Arrival]) -> str:
     """Which two ranks gave overlapping memory, where one result would overwrite another; "" if none did."""
     ranges = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, rank)
-        for rank, arrival in enumerate(arrivals)
+        for rank, arrival in arrivals.items()
         for tensor in arrival.tensors
         if tensor.layout is torch.strided and tensor.numel()
     )
     for (_, end, rank), (begin, _, other) in zip(ranges, ranges[1:], strict=False):
         if begin < end:
             who = ranks_text([rank, other]) if rank != other else f"{ranks_text([rank])} twice"
-            return f"overlapping memory was given by {who} to {arrivals[0]}: give every rank a tensor of its own"
+            return f"overlapping memory was given by {who} to {arrivals[rank]}: give every rank a tensor of its own"
     return ""
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping
-from typing import Any, Protocol, TypeVar
+from collections import Counter
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -22,6 +23,8 @@ from .rendezvous import Arrival, LocalPending, Rendezvous
 
 _logger = logging.getLogger(__name__)
 OwnerT = TypeVar("OwnerT")
+# Of a collective in a channel: its number; the key of an exchange; number, source and destination of a transfer.
+Place: TypeAlias = int | str | tuple[int, int, int]
 
 
 class Group(Protocol):
@@ -136,7 +139,8 @@ class Channel:
         self.name = name
         self.children = Channels(epoch, f"{name}.")
         self.used_by: dict[int, int | None] = {}
-        self._incomplete: dict[int | str, Rendezvous] = {}
+        self._incomplete: dict[Place, Rendezvous] = {}
+        self._transfers: Counter[tuple[int, int, int]] = Counter()
         epoch.channels.add(self)
 
     def drop_incomplete(self) -> list[Rendezvous]:
@@ -145,13 +149,21 @@ class Channel:
         self._incomplete.clear()
         return incomplete
 
-    def issue(self, rank: int, place: int | str, arrival: Arrival) -> LocalPending:
+    def transfer(self, rank: int, source: int, destination: int, arrival: Arrival) -> LocalPending:
+        """Takes part in the next transfer of `rank` from one rank to another, as `issue` does."""
+        with self.epoch.group.lock:
+            number = self._transfers[rank, source, destination]
+            self._transfers[rank, source, destination] += 1
+        return self.issue(rank, (number, source, destination), arrival, (source, destination))
+
+    def issue(self, rank: int, place: Place, arrival: Arrival, ranks: Sequence[int] | None = None) -> LocalPending:
         """Takes part in a collective. Never blocks, but performs the collective if `rank` is the last to issue it.
 
         Args:
             rank: that issues it.
-            place: its number in the sequence, or its key.
+            place: its number in the sequence, its key, or of a transfer its number, source and destination.
             arrival: what the rank brings.
+            ranks: those that take part, in the order in which the collective gets their arrivals; None: all.
 
         Raises:
             CollectiveError: the group is closed, or a rank has given up.
@@ -161,9 +173,9 @@ class Channel:
             epoch.check(f"rank {rank} cannot issue {arrival}", rank)
             rendezvous = self._incomplete.get(place)
             if rendezvous is None:
-                where = f"collective {place}" if isinstance(place, int) else f"exchange {place!r}"
-                name = f"{where} of channel {self.name} among {group.size} local ranks"
-                rendezvous = self._incomplete[place] = Rendezvous(name, group.size, group.lock, group.timeout_s)
+                name = f"{_place_text(place)} of channel {self.name} among {group.size} local ranks"
+                ranks = range(group.size) if ranks is None else ranks
+                rendezvous = self._incomplete[place] = Rendezvous(name, ranks, group.lock, group.timeout_s)
             self.used_by[rank] = arrival.thread
             pending = LocalPending(
                 rendezvous, rank, arrival, lambda: self._deadlock(rendezvous), lambda: epoch.acknowledge(rank)
@@ -185,3 +197,9 @@ class Channel:
         if self.epoch.group.one_thread and missing and all(self.used_by.get(rank, me) == me for rank in missing):
             return f"{ranks_text(missing)} cannot arrive: the thread that waits drives them too"
         return ""
+
+
+def _place_text(place: Place) -> str:
+    if isinstance(place, tuple):
+        return f"transfer {place[0]} from rank {place[1]} to rank {place[2]}"
+    return f"collective {place}" if isinstance(place, int) else f"exchange {place!r}"
