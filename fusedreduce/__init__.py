@@ -34,6 +34,8 @@ __all__ = [
     "UnsupportedWireError",
     "clip_grad_norm_",
     "collective",
+    "create_data_parallel",
+    "create_distributed_data_parallel",
     "fused_hook",
     "init_process_group",
     "install",

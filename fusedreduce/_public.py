@@ -24,6 +24,8 @@ from .errors import TraceError as TraceError
 from .errors import UnsupportedWireError as UnsupportedWireError
 from .optim.clip import clip_grad_norm_ as clip_grad_norm_
 from .optim.grad_scaler import FusedGradScaler as FusedGradScaler
+from .parallel.create import create_data_parallel as create_data_parallel
+from .parallel.create import create_distributed_data_parallel as create_distributed_data_parallel
 from .parallel.data_parallel import DataParallel as DataParallel
 from .parallel.ddp import DistributedDataParallel as DistributedDataParallel
 from .parallel.hook import FusedHookState as FusedHookState

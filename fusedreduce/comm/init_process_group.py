@@ -4,6 +4,8 @@ torchrun --nproc-per-node 2 train.py      # sets RANK, WORLD_SIZE, MASTER_ADDR, 
 
 fusedreduce.init_process_group()          # in train.py: NCCL for CUDA tensors, Gloo for the others
 
+Who starts processes otherwise gives rank and world_size, and sets MASTER_ADDR and MASTER_PORT alone.
+
 Also warns of environment variables for torch's reducer that ours does not follow.
 """
 
@@ -21,10 +23,14 @@ import torch.distributed as dist
 from ..errors import FusedReduceError
 
 _CUDA_BACKEND = "nccl"
-_REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANKS = ("RANK", "WORLD_SIZE")
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 _LARGEST_PORT = 65535
 # More digits than any of these values has; Python refuses to parse thousands of them.
 _NUMBER = re.compile(r"-?[0-9]{1,18}", re.ASCII)
+_HINT_ADDRESS = (
+    "Set the address at which all ranks meet; on one machine MASTER_ADDR=127.0.0.1 and as MASTER_PORT any free port"
+)
 _HINT = "Start the processes with torchrun, which sets it: torchrun --nproc-per-node 2 SCRIPT"
 # By variable: whether its value changes what torch's reducer does, and what ours does instead. (torch 2.13's reducer
 # reads one more, TORCH_DISTRIBUTED_DEBUG, which ours follows. Those of process groups apply here too.)
@@ -48,19 +54,28 @@ def warn_of_switches() -> None:
             warnings.warn(f"{name}={value} is not followed by fusedreduce: {instead}", stacklevel=3)
 
 
-def init_process_group(backend: str = "auto", *, timeout: datetime.timedelta | None = None) -> None:
+def init_process_group(
+    backend: str = "auto",
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: datetime.timedelta | None = None,
+) -> None:
     """Initialises torch.distributed's default group from the environment that torchrun sets.
 
-    Where the backend is one for CUDA, LOCAL_RANK becomes the current CUDA device first.
+    Where the backend is one for CUDA, LOCAL_RANK becomes the current CUDA device first; without LOCAL_RANK `rank` does,
+    where one machine has a device for every rank.
 
     Args:
         backend: "auto": "cpu:gloo,cuda:nccl" where there is CUDA, else "gloo"; or what
             `torch.distributed.init_process_group` takes, such as "gloo" or "cuda:nccl".
+        rank: of this process, in place of RANK; together with `world_size`. Ranks meet at MASTER_ADDR and MASTER_PORT.
+        world_size: number of processes, in place of WORLD_SIZE.
         timeout: of the group's collectives; None: torch's default of the backend.
 
     Raises:
-        ValueError: a variable is missing, not a number or out of range, or there is no such backend; nothing has been
-            started.
+        ValueError: a variable or an argument is missing, not a number or out of range, or there is no such backend;
+            nothing has been started.
         FusedReduceError: torch.distributed is initialised already.
     """
     if dist.is_initialized():
@@ -71,44 +86,100 @@ def init_process_group(backend: str = "auto", *, timeout: datetime.timedelta | N
     if timeout is not None and not (isinstance(timeout, datetime.timedelta) and timeout > datetime.timedelta()):
         raise ValueError(f"timeout must be a positive datetime.timedelta or None, got {timeout!r}")
     chosen = backend_named(backend)
-    rank, size, _ = rank_size_address()
-    choose_device(chosen, size)
+    given, (rank, size, _) = rank, rank_size_address(rank, world_size)
+    choose_device(chosen, size, given)
     dist.init_process_group(chosen, timeout=timeout, rank=rank, world_size=size)
 
 
-def rank_size_address() -> tuple[int, int, tuple[str, int]]:
+def started_device(backend: str, rank: int | None, world_size: int | None) -> torch.device:
+    """Calls `init_process_group` unless torch.distributed is initialised.
+
+    Args:
+        backend: see `init_process_group`; without effect where torch.distributed is initialised.
+        rank: see `init_process_group`.
+        world_size: see `init_process_group`.
+
+    Returns:
+        The current CUDA device where torch.distributed has NCCL, else the CPU.
+
+    Raises:
+        ValueError: as `init_process_group`; or torch.distributed has been initialised with other values.
+    """
+    if not dist.is_initialized():
+        init_process_group(backend, rank=rank, world_size=world_size)
+    for name, asked, known in (("rank", rank, dist.get_rank()), ("world_size", world_size, dist.get_world_size())):
+        if asked is not None and asked != known:
+            raise ValueError(f"{name}={asked!r}, but torch.distributed has been initialised with {name}={known}")
+    if _CUDA_BACKEND in dist.get_backend_config():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def rank_size_address(rank: int | None = None, world_size: int | None = None) -> tuple[int, int, tuple[str, int]]:
     """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Args:
+        rank: in place of RANK, together with `world_size`.
+        world_size: in place of WORLD_SIZE.
 
     Returns:
         This process's rank, the number of processes, and the (host, port) of the rendezvous.
 
     Raises:
-        ValueError: a variable is missing, not a number or out of range.
+        ValueError: a variable or an argument is missing, not a number or out of range.
     """
-    missing = [name for name in _REQUIRED if name not in os.environ]
+    if (rank is None) != (world_size is None):
+        raise ValueError(
+            f"rank={rank!r} and world_size={world_size!r}: give both, or neither to take RANK and WORLD_SIZE from the "
+            "environment"
+        )
+    missing = [name for name in (*(_RANKS if rank is None else ()), *_ADDRESS) if name not in os.environ]
     if missing:
-        raise ValueError(f"not set in the environment: {', '.join(missing)}. {_HINT}")
-    size = _number("WORLD_SIZE", least=1)
-    rank = _number("RANK", most=size - 1, why="WORLD_SIZE - 1")
+        hint = _HINT if rank is None else _HINT_ADDRESS
+        raise ValueError(f"not set in the environment: {', '.join(missing)}. {hint}")
+    if rank is None or world_size is None:
+        size = _number("WORLD_SIZE", least=1)
+        rank = _number("RANK", most=size - 1, why="WORLD_SIZE - 1")
+    else:
+        size = world_size
+        if type(size) is not int or size < 1:
+            raise ValueError(f"world_size must be an integer of at least 1, got {size!r}")
+        if type(rank) is not int or not 0 <= rank < size:
+            raise ValueError(f"rank must be an integer from 0 to {size - 1} (world_size - 1), got {rank!r}")
     if not os.environ["MASTER_ADDR"].strip():
         raise _wrong("MASTER_ADDR", "must be the name or address of rank 0's machine")
     return rank, size, (os.environ["MASTER_ADDR"], _number("MASTER_PORT", least=1, most=_LARGEST_PORT))
 
 
-def choose_device(backend: str, size: int) -> None:
+def choose_device(backend: str, size: int, rank: int | None = None) -> None:
     """Makes LOCAL_RANK the current CUDA device, where the backend is one for CUDA.
 
     Args:
         backend: as torch takes it.
         size: number of all processes.
+        rank: taken where LOCAL_RANK is missing and this machine has `size` devices or more.
 
     Raises:
         ValueError: LOCAL_RANK is missing and needed, or is not the number of a CUDA device.
     """
     on_cuda = _CUDA_BACKEND in backend
-    local_rank = _local_rank(size, needed=on_cuda and torch.cuda.device_count() > 1)
+    if on_cuda and rank is not None and "LOCAL_RANK" not in os.environ and size <= torch.cuda.device_count():
+        torch.cuda.set_device(rank)
+        return
+    number = _local_rank(size, needed=on_cuda and torch.cuda.device_count() > 1)
     if on_cuda:
-        _set_device(local_rank)
+        _set_device(number)
+
+
+def local_rank() -> int:
+    """Reads LOCAL_RANK: this process's number on its machine. torch.distributed must be initialised.
+
+    Raises:
+        ValueError: it is missing, not a number or out of range.
+    """
+    number = _local_rank(dist.get_world_size(), needed=True)
+    assert number is not None
+    return number
 
 
 def backend_named(asked: str) -> str:

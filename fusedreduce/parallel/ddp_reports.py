@@ -11,6 +11,8 @@ import torch
 
 from ..buckets.gradient_table import GradientTable
 from ..buckets.stats.non_finite import NonFiniteReport
+from ..comm.init_process_group import local_rank
+from ..comm.local.group import LocalCommunicator
 from ..reducer.reducer import Reducer
 
 
@@ -22,6 +24,26 @@ class ReducerReports:
     def _ours(self) -> Reducer:
         """The wrapper's reducer."""
         raise NotImplementedError
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the process group."""
+        return self._ours().communicator.size
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the process group."""
+        return self._ours().communicator.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its machine: LOCAL_RANK; of a LocalGroup's rank, which is a thread, its rank.
+
+        Raises:
+            ValueError: LOCAL_RANK is missing, not a number or out of range.
+        """
+        communicator = self._ours().communicator
+        return communicator.rank if isinstance(communicator, LocalCommunicator) else local_rank()
 
     def reduce_stats(self) -> dict[str, int | str]:
         """Counters of this rank's reducer since it was built.

@@ -120,6 +120,56 @@ def test_a_local_size_without_a_local_rank(fake: Torch) -> None:
         init_process_group()
 
 
+ADDRESS = {name: GOOD[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+
+
+def test_rank_and_size_as_arguments(fake: Torch) -> None:
+    fake.environment(ADDRESS)
+    init_process_group(rank=1, world_size=2)
+    fake.environment(GOOD, LOCAL)
+    init_process_group("gloo", rank=0, world_size=2, timeout=datetime.timedelta(seconds=7))
+    assert fake.calls == [("gloo", None, 1, 2), ("gloo", datetime.timedelta(seconds=7), 0, 2)]
+
+
+def test_without_a_local_rank_the_given_rank_is_the_device_if_there_is_one_for_each(fake: Torch) -> None:
+    fake.have_cuda(4)
+    fake.environment(ADDRESS)
+    init_process_group(rank=2, world_size=4)
+    assert fake.calls == [("device", 2), ("cpu:gloo,cuda:nccl", None, 2, 4)]
+    with pytest.raises(ValueError, match="not set in the environment: LOCAL_RANK"):
+        init_process_group(rank=2, world_size=5)
+    fake.environment(ADDRESS, LOCAL)
+    init_process_group(rank=2, world_size=4)
+    assert fake.calls[2:] == [("device", 1), ("cpu:gloo,cuda:nccl", None, 2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "said"),
+    [
+        (0, None, "rank=0 and world_size=None: give both, or neither"),
+        (None, 2, "rank=None and world_size=2: give both, or neither"),
+        (2, 2, r"rank must be an integer from 0 to 1 \(world_size - 1\), got 2"),
+        (-1, 2, "rank must be an integer from 0 to 1 .*, got -1"),
+        (True, 2, "rank must be an integer .*, got True"),
+        ("0", 2, "rank must be an integer .*, got '0'"),
+        (0, 0, "world_size must be an integer of at least 1, got 0"),
+        (0, 2.0, "world_size must be an integer of at least 1, got 2.0"),
+    ],
+)
+def test_wrong_arguments(fake: Torch, rank: Any, world_size: Any, said: str) -> None:
+    fake.environment(ADDRESS)
+    with pytest.raises(ValueError, match=said):
+        init_process_group(rank=rank, world_size=world_size)
+    assert fake.calls == []
+
+
+def test_an_address_is_needed_still(fake: Torch) -> None:
+    fake.environment({})
+    with pytest.raises(ValueError, match="MASTER_ADDR, MASTER_PORT. .*on one machine MASTER_ADDR=127.0.0.1") as caught:
+        init_process_group(rank=0, world_size=1)
+    assert "torchrun" not in str(caught.value) and fake.calls == []
+
+
 NO_NUMBERS = ("", "two", "1.0", "1e1", " 1", "1 ", "+1", "1_0", "0x1", "٣", "1" * 5000, "--1", "1\n")
 WRONG = (
     *((name, text) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", *LOCAL) for text in (*NO_NUMBERS, "-1")),
