@@ -26,6 +26,7 @@ from .errors import (
     SessionReset,
     UnsupportedDType,
 )
+from .registration import reset
 from .session import Handle, Session, register
 
 __all__ = [
@@ -58,4 +59,5 @@ __all__ = [
     "Tree",
     "UnsupportedDType",
     "register",
+    "reset",
 ]

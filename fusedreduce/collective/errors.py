@@ -41,7 +41,7 @@ class PendingOperations(CollectiveSessionError):
 
 
 class SessionReset(CollectiveSessionError):
-    """A peer called `reset` while this one was in an operation."""
+    """A peer, or `collective.reset`, ended the session while this peer was in an operation, or registered."""
 
 
 class PeerLost(CollectiveSessionError, CollectiveError):

@@ -5,6 +5,7 @@ The store is used before anything else is made, so that a disagreement leaves no
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class NodeRegistration:
 
     def __init__(self) -> None:
         self._connection: tuple[str, KeyValueStore] | None = None
+        self._agreeing: StoreExchange | None = None
         self._known: int | None = 0  # of how many registrations in that store this node knows the end; None: of all
 
     def register(
@@ -86,7 +88,8 @@ class NodeRegistration:
         while True:
             try:
                 store, number, own = self._store(caller, until_s)
-                verdict = _agree(_exchange(store, number, layout), layout, calls, local, until_s, config.timeout_s)
+                self._agreeing = _exchange(store, number, layout)
+                verdict = _agree(self._agreeing, layout, calls, local, until_s, config.timeout_s)
                 if own:
                     store.compare_set(_NUMBER, str(number) if number else "", str(number + 1))
                     self._known = number + 1
@@ -99,6 +102,8 @@ class NodeRegistration:
                 if caller.shared is not None or layout.node == 0 or time.monotonic() >= until_s:
                     raise
                 time.sleep(0.01)
+            finally:
+                self._agreeing = None
         if verdict.error is not None:
             return verdict, None
         backend = caller.shared
@@ -113,6 +118,13 @@ class NodeRegistration:
             StoreExchange(store, f"{_PREFIX}/{number}/operation", layout.node, layout.nodes),
             at_finish if own else _nothing,
         )
+
+    def abandon(self, why: Verdict) -> None:
+        """Proposes `why` as the verdict on the registration that this node is agreeing on with others, if on any."""
+        exchange = self._agreeing
+        if exchange is not None:
+            with contextlib.suppress(RuntimeError):  # without the store, the others are not waiting in it either
+                exchange.propose(0, encode(why))
 
     def disconnect(self) -> None:
         """Drops the store, and so frees its port."""

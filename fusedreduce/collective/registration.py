@@ -28,6 +28,7 @@ from .verdicts import Description, Verdict, failed, judge, lost, peers_text
 
 _registries: MutableMapping[Any, Registry] = WeakKeyDictionary()
 _alone: dict[tuple[str, int], Registry] = {}  # of nodes with one peer and no group: by address and node
+_peer_groups: weakref.WeakSet[PeerGroup] = weakref.WeakSet()  # of all sessions, open or over
 _lock = threading.Lock()
 
 
@@ -114,6 +115,14 @@ class Registry:
         assert attempt.peer_group is not None
         return attempt.peer_group
 
+    def abandon(self, why: Verdict) -> None:
+        """Ends the registration that is being made, if there is one, with the verdict `why`."""
+        with self._changed:
+            attempt, self._current = self._current, None
+        if attempt is not None:
+            self._conclude(attempt, why, None)
+            self._nodes.abandon(why)
+
     def _withdraw(self, attempt: _Registration, call: Description, caller: Caller) -> None:
         """Takes back the call of a peer that was interrupted while it waited, unless it is being decided on."""
         with self._changed:
@@ -173,19 +182,42 @@ class Registry:
 
     def _conclude(self, attempt: _Registration, verdict: Verdict, peer_group: PeerGroup | None) -> None:
         """Records the verdict on a registration; only the first one counts."""
+        if peer_group is not None:
+            with _lock:
+                _peer_groups.add(peer_group)
         with self._changed:
-            if attempt.verdict is None:
+            abandoned = attempt.verdict
+            if abandoned is None:
                 attempt.verdict, attempt.peer_group = verdict, peer_group
                 attempt.callers.clear()
                 if peer_group is not None:  # else it stays, for the verdict on late callers
                     self._current, self._peer_group = None, weakref.ref(peer_group)
                 self._changed.notify_all()
+        if abandoned is not None and peer_group is not None:
+            peer_group.abort(abandoned)
 
     def _disconnect(self) -> None:
         self._nodes.disconnect()
         with _lock:
             for key in [key for key, registry in _alone.items() if registry is self]:
                 del _alone[key]
+
+
+def reset() -> None:
+    """Ends every session and every registration of this process, whatever their state, so that peers may register anew.
+
+    Peers that wait in one raise SessionReset, on other nodes too; a later operation of such a session raises
+    RegisterNotFirstOperation. A peer that is connecting to other nodes to register raises after its timeout at the
+    latest; one that had not come to a registration which another node has reset raises SessionReset when it does.
+    """
+    why = failed("SessionReset", "collective.reset() was called: the session is over, register again")
+    with _lock:
+        registries = {*_registries.values(), *_alone.values()}
+        peer_groups = list(_peer_groups)
+    for registry in registries:
+        registry.abandon(why)
+    for peer_group in peer_groups:
+        peer_group.abort(why)
 
 
 def _end_with_group(peer_group: PeerGroup, why: str) -> None:

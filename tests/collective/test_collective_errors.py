@@ -54,6 +54,7 @@ from fusedreduce.collective import (
     UnsupportedDType,
     peer_group,
     register,
+    reset,
 )
 from fusedreduce.collective.errors import BY_NAME
 from fusedreduce.collective.registration import Registry, _alone
@@ -643,6 +644,96 @@ def test_all_may_reset_at_once(peers: Peers) -> None:
 
     assert run_threads([lambda n=n: peer(n) for n in range(peers.total)]) == [None] * peers.total  # type: ignore[misc]
     assert peers.run(lambda s: good(s)) == [None] * peers.total
+
+
+def test_a_reset_of_the_module_ends_all_sessions_and_the_next_ones_are_new(peers: Peers) -> None:
+    other = Peers(2)
+
+    def peer(number: int) -> str:
+        session = peers.register(number)
+        good(session)
+        error = caught(lambda: session.all_reduce(torch.ones(1)) if number else session.broadcast(torch.ones(1)))
+        assert type(error) is SessionReset
+        assert type(caught(lambda: session.reduce(torch.ones(1)))) is RegisterNotFirstOperation
+        return str(error)
+
+    def of_the_other(number: int) -> str:
+        error = caught(lambda: other.register(number).all_reduce(torch.ones(1)))
+        assert type(error) is SessionReset
+        return str(error)
+
+    def resets() -> str:
+        time.sleep(0.2)
+        reset()
+        return ""
+
+    for _ in range(2):
+        began = time.monotonic()
+        waiting: list[Callable[[], str]] = [lambda number=number: peer(number) for number in range(1, peers.total)]  # type: ignore[misc]
+        results = run_threads(
+            [*waiting, lambda: late(peers, 0), lambda: of_the_other(0), lambda: late(other, 1), resets]
+        )
+        assert time.monotonic() - began < 5
+        assert {*results} == {"collective.reset() was called: the session is over, register again", ""}, results
+        assert results.count("") == 1
+    reset()
+    assert peers.run(lambda session: good(session)) == [None] * peers.total
+    assert other.run(lambda session: good(session)) == [None] * 2
+
+
+def late(peers: Peers, number: int) -> str:
+    """Registers, and does not come to the next operation."""
+    session = peers.register(number)
+    if peers.total > 2:
+        good(session)
+    time.sleep(0.5)
+    return str(caught(lambda: session.all_reduce(torch.ones(1))))
+
+
+def test_a_reset_of_the_module_ends_registrations(peers: Peers) -> None:
+    """Whoever waits for peers, here or on other nodes, is told at once; those that come later begin anew."""
+
+    def early(number: int) -> str:
+        error = caught(lambda: peers.register(number))
+        assert type(error) is SessionReset
+        return str(error)
+
+    waiting: list[Callable[[], str]] = [lambda number=number: early(number) for number in range(peers.total - 1)]  # type: ignore[misc]
+    last_node = range(peers.total - peers.local, peers.total)
+
+    def resets() -> str:
+        time.sleep(0.2)
+        reset()
+        return ""
+
+    for _ in range(2):
+        began = time.monotonic()
+        results = run_threads([*waiting, resets])
+        assert time.monotonic() - began < 5
+        assert {*results[:-1]} == {"collective.reset() was called: the session is over, register again"}, results
+        if peers.nodes > 1:  # the last node has not come to what the others were told, and is told the same
+            results = run_threads([lambda number=number: early(number) for number in last_node])  # type: ignore[misc]
+            assert {*results} == {"collective.reset() was called: the session is over, register again"}, results
+    reset()
+    assert peers.run(lambda session: good(session)) == [None] * peers.total
+
+
+def test_a_registration_that_is_abandoned_while_it_succeeds_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Registry._decide
+
+    def decide(*arguments: Any) -> Any:
+        decided = known(*arguments)
+        reset()
+        made.append(decided[1])
+        return decided
+
+    made: list[Any] = []
+    peers = Peers(2)
+    monkeypatch.setattr(Registry, "_decide", decide)
+    results = run_threads([lambda n=n: caught(lambda: peers.register(n)) for n in range(2)])  # type: ignore[misc]
+    assert same(results, SessionReset) and not made[0].is_open
+    monkeypatch.undo()
+    assert peers.run(lambda session: good(session)) == [None] * 2
 
 
 def test_leaving_by_an_exception_tells_the_others(peers: Peers) -> None:
