@@ -32,6 +32,7 @@ __all__ = [
     "TraceError",
     "Tree",
     "UnsupportedWireError",
+    "all_reduce",
     "clip_grad_norm_",
     "collective",
     "create_data_parallel",
@@ -39,6 +40,7 @@ __all__ = [
     "fused_hook",
     "init_process_group",
     "install",
+    "measure_collectives",
     "uninstall",
 ]
 

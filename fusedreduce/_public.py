@@ -5,6 +5,7 @@ import warnings
 import torch
 
 from . import collective as collective
+from .comm.differentiable import all_reduce as all_reduce
 from .comm.init_process_group import init_process_group as init_process_group
 from .comm.local.group import LocalGroup as LocalGroup
 from .comm.local.strategies import Centralized as Centralized
@@ -35,6 +36,7 @@ from .parallel.install import uninstall as uninstall
 from .parallel.sync_server import SyncServer as SyncServer
 from .planning.bucketing import BucketCaps as BucketCaps
 from .reducer.reducer import Reducer as Reducer
+from .trace.collective_metrics import measure_collectives as measure_collectives
 
 _NEWEST_TORCH = "2.15"  # of those in docs/versions.md
 if tuple(map(int, torch.__version__.split(".")[:2])) > tuple(map(int, _NEWEST_TORCH.split("."))):

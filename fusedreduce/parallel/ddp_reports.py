@@ -14,6 +14,7 @@ from ..buckets.stats.non_finite import NonFiniteReport
 from ..comm.init_process_group import local_rank
 from ..comm.local.group import LocalCommunicator
 from ..reducer.reducer import Reducer
+from ..trace.collective_metrics import CollectiveMetrics, measure_collectives
 
 
 class ReducerReports:
@@ -76,6 +77,19 @@ class ReducerReports:
             ValueError: a mode other than Synchronous, whose steps do not end with their own backward.
         """
         return self._ours().record_trace(folder, limit)
+
+    def measure_collectives(self) -> AbstractContextManager[CollectiveMetrics]:
+        """Counts and times the reducer's collectives while the context is open, see `measure_collectives`.
+
+        In the mode Asynchronous averages travel by a communicator of their own, and are not seen.
+
+        Returns:
+            The context manager, which gives the metrics.
+
+        Raises:
+            FusedReduceError: they are being measured already.
+        """
+        return measure_collectives(self._ours().communicator)
 
     def grad_norm(self, norm_type: float = 2.0, *, include_ignored: bool = False) -> torch.Tensor:
         """Norm over all reduced gradients, as they were reduced last with ReduceConfig(grad_stats=True), else as now.

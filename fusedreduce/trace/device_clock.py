@@ -95,6 +95,13 @@ class DeviceClock:
         times_ns = [self._since_base("probe", MISSING_NS), self._since_base(("probe", "done_ns"), MISSING_NS)]
         return [] if MISSING_NS in times_ns else times_ns
 
+    def take_ns(self, watched: object) -> int:
+        """Returns the ns from the mark of what was watched to its end, and forgets both; waits for the end."""
+        begin, end = self._events.pop(watched), self._events.pop((watched, "done_ns"))
+        end.synchronize()
+        elapsed_ms: float = begin.elapsed_time(end)
+        return round(elapsed_ms * 1e6)
+
     def _since_base(self, what: object, otherwise_ns: int) -> int:
         base, event = self._events.get("base"), self._events.get(what)
         if base is None or event is None:

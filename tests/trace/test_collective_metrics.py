@@ -1,0 +1,151 @@
+"""measure_collectives: counts and bytes of every operation, over threads and Gloo; times on a clock of the test's."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import RankPool
+from torch import nn
+
+import fusedreduce
+from fusedreduce.comm.local.group import LocalCommunicator
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
+from fusedreduce.trace import collective_metrics
+from fusedreduce.trace.collective_metrics import CollectiveMetrics, OperationMetrics
+
+CPU = torch.device("cpu")
+# What `everything` does with two ranks: (count, bytes of tensors, bytes on the link by a ring).
+WANTED = {
+    "all_reduce": (3, 3 * 400, 3 * 400.0),
+    "reduce": (1, 400, 400.0),
+    "reduce_scatter": (1, 400, 200.0),
+    "all_gather": (1, 800, 400.0),
+    "all_to_all": (1, 400, 200.0),
+    "all_reduce_sparse": (1, 3 * (8 + 4), 36.0),
+    "broadcast": (1, 400, 400.0),
+    "all_gather_bytes": (1, 6, 3.0),
+    "send": (1, 400, 400.0),
+    "recv": (1, 400, 400.0),
+}
+
+
+def everything(communicator: Any) -> CollectiveMetrics:
+    methods = dict(vars(communicator))
+    other = 1 - communicator.rank
+    communicator.all_reduce(torch.ones(7)).wait()
+    with fusedreduce.measure_collectives(communicator) as metrics:
+        with (
+            pytest.raises(fusedreduce.FusedReduceError, match="measured already"),
+            fusedreduce.measure_collectives(communicator),
+        ):
+            raise AssertionError("two at once")
+        assert metrics.total == OperationMetrics() and metrics.total.bytes_per_s == metrics.total.mean_s == 0
+        pendings = [communicator.all_reduce(torch.ones(100)) for _ in range(2)]
+        pendings.append(communicator.all_reduce(torch.ones(100), op="max"))
+        pendings.append(communicator.reduce(torch.ones(100), root=1))
+        pendings.append(communicator.reduce_scatter(torch.ones(100))[0])
+        pendings.append(communicator.all_gather(torch.ones(100))[0])
+        pendings.append(communicator.all_to_all(torch.empty(100), torch.ones(100)))
+        index = torch.tensor([[0, 4, 7]])
+        sparse = torch.sparse_coo_tensor(index, torch.ones(3), (9,), check_invariants=True)
+        pendings.append(communicator.all_reduce_sparse(sparse))
+        communicator.broadcast(torch.ones(100), 0)
+        assert communicator.all_gather_bytes(b"abc", 5, CPU) == [b"abc"] * 2
+        pendings += [communicator.send(torch.ones(100), other), communicator.recv(torch.empty(100), other)]
+        for pending in pendings:
+            pending.wait()
+        time.sleep(0.05)  # Gloo's threads call back a little later
+    communicator.all_reduce(torch.ones(7)).wait()
+    assert dict(vars(communicator)).keys() - {"_issued"} == methods.keys() - {"_issued"}, "nothing stays"
+    found = metrics.operations
+    assert {kind: (one.count, one.tensor_bytes, one.link_bytes) for kind, one in found.items()} == WANTED
+    assert all(0 < one.time_s < 10 and one.mean_s == one.time_s / one.count for one in found.values())
+    assert metrics.total.count == sum(count for count, *_ in WANTED.values())
+    assert metrics.total.time_s == pytest.approx(sum(one.time_s for one in found.values()))
+    one = found["all_reduce"]
+    assert one.bytes_per_s == one.tensor_bytes / one.time_s
+    return metrics
+
+
+def over_torch(rank: int, world: int) -> None:
+    everything(ProcessGroupCommunicator())
+
+
+def test_threads() -> None:
+    fusedreduce.LocalGroup(2, timeout_s=10).run(everything)
+
+
+def test_processes(two: RankPool) -> None:
+    two.run(over_torch)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_shares_of_the_link(ranks: int) -> None:
+    shares = {kind: share(ranks) for kind, share in collective_metrics._LINK_SHARES.items()}
+    if ranks == 1:
+        assert {kind: share for kind, share in shares.items() if share} == {"send": 1.0, "recv": 1.0}
+    part = (ranks - 1) / ranks
+    assert shares["all_reduce"] == shares["reduce_scatter"] + shares["all_gather"] == 2 * part
+
+
+def test_a_time_ends_when_the_last_rank_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now[0])
+    first, second = fusedreduce.LocalGroup(2, one_thread=True).communicators()
+    with fusedreduce.measure_collectives(first) as metrics:
+        first.all_reduce(torch.ones(250))
+        now[0] = 2_000_000_000
+        assert metrics.operations == {}, "only what has ended counts"
+        second.all_reduce(torch.ones(250))
+        now[0] = 5_000_000_000
+    assert metrics.total == OperationMetrics(1, 1000, 1000.0, 2.0) and metrics.total.bytes_per_s == 500
+
+
+def test_an_operation_that_is_not_issued_does_not_count() -> None:
+    (alone,) = fusedreduce.LocalGroup(1).communicators()
+    with fusedreduce.measure_collectives(alone) as metrics:
+        with pytest.raises(ValueError, match="destination"):
+            alone.send(torch.ones(1), 0)
+        alone.all_reduce(torch.ones(1)).wait()
+    assert {kind: one.count for kind, one in metrics.operations.items()} == {"all_reduce": 1}
+
+
+def test_a_wrappers_reducer() -> None:
+    """As many all-reduces as the wrapper counts itself, and their bytes."""
+
+    def case(communicator: LocalCommunicator) -> None:
+        ddp = fusedreduce.DistributedDataParallel(
+            nn.Linear(32, 16), reduce=fusedreduce.ReduceConfig(wire="bf16"), process_group=communicator.process_group()
+        )
+        for _ in range(3):
+            ddp(torch.ones(2, 32)).sum().backward()
+        before = ddp.reduce_stats()
+        with ddp.measure_collectives() as metrics:
+            for _ in range(5):
+                ddp(torch.ones(2, 32)).sum().backward()
+        after, found = ddp.reduce_stats(), metrics.operations["all_reduce"]
+        assert found.count == int(after["collectives"]) - int(before["collectives"]) > 0
+        assert found.tensor_bytes == 5 * int(after["wire_bytes"])
+
+    fusedreduce.LocalGroup(2, timeout_s=20).run(case)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_devices_time() -> None:
+    from support.ranks import group_of_one
+
+    with group_of_one("cuda"):
+        communicator = ProcessGroupCommunicator()
+        tensor = torch.ones(1_000_000, device="cuda")
+        communicator.all_reduce(tensor).wait()
+        torch.cuda.synchronize()
+        with fusedreduce.measure_collectives(communicator) as metrics:
+            for _ in range(2 * collective_metrics._MOST_UNREAD):
+                communicator.all_reduce(tensor).wait()
+            communicator.broadcast(tensor, 0)
+        found = metrics.operations
+    assert found["all_reduce"].count == 2 * collective_metrics._MOST_UNREAD and found["broadcast"].count == 1
+    assert all(0 < one.mean_s < 0.1 for one in found.values())
