@@ -237,7 +237,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
 
     @property
     def _distributed_rank(self) -> int:
-        return self.process_group.rank()
+        return self.rank
 
     def reset(self) -> None:
         """Makes the wrapper usable again after a backward that failed. Call it on every rank, within the timeout.

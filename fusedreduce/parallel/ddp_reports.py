@@ -12,7 +12,7 @@ import torch
 from ..buckets.gradient_table import GradientTable
 from ..buckets.stats.non_finite import NonFiniteReport
 from ..comm.init_process_group import local_rank
-from ..comm.local.group import LocalCommunicator
+from ..comm.local.process_group import LocalProcessGroup
 from ..reducer.reducer import Reducer
 from ..trace.collective_metrics import CollectiveMetrics, measure_collectives
 
@@ -21,6 +21,7 @@ class ReducerReports:
     """The part of DistributedDataParallel that reads only."""
 
     module: Any
+    process_group: Any
 
     def _ours(self) -> Reducer:
         """The wrapper's reducer."""
@@ -29,12 +30,12 @@ class ReducerReports:
     @property
     def world_size(self) -> int:
         """Number of ranks of the process group."""
-        return self._ours().communicator.size
+        return int(self.process_group.size())
 
     @property
     def rank(self) -> int:
         """This rank's number in the process group."""
-        return self._ours().communicator.rank
+        return int(self.process_group.rank())
 
     @property
     def local_rank(self) -> int:
@@ -43,8 +44,7 @@ class ReducerReports:
         Raises:
             ValueError: LOCAL_RANK is missing, not a number or out of range.
         """
-        communicator = self._ours().communicator
-        return communicator.rank if isinstance(communicator, LocalCommunicator) else local_rank()
+        return self.rank if isinstance(self.process_group, LocalProcessGroup) else local_rank()
 
     def reduce_stats(self) -> dict[str, int | str]:
         """Counters of this rank's reducer since it was built.
