@@ -108,7 +108,7 @@ class CollectiveMetrics:
         if getattr(self._within, "operation", False):
             return method(*args, **kwargs)
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-        clock = self._clock(communicator, tensors[0].device) if tensors and tensors[0].is_cuda else None
+        clock = self._clock(communicator, tensors)
         number = next(self._numbers)
         if clock is not None:
             clock.mark(number)
@@ -141,9 +141,10 @@ class CollectiveMetrics:
         with self._lock:
             self._ended[kind] += one + took
 
-    def _clock(self, communicator: Communicator, device: torch.device) -> DeviceClock | None:
+    def _clock(self, communicator: Communicator, tensors: Sequence[torch.Tensor]) -> DeviceClock | None:
         """The timing events of a CUDA device; None where its streams may not be made to wait, as in a StepProfile."""
-        if not communicator.waits_in_backward(device):
+        device = _device_of(tensors)
+        if device.type != "cuda" or not communicator.waits_in_backward(device):
             return None
         waits = functools.partial(wait_for, what="timing a collective", communicator=communicator)
         return self._clocks.setdefault(device, DeviceClock(device, waits))
@@ -186,6 +187,10 @@ def measure_collectives(communicator: Communicator) -> Iterator[CollectiveMetric
     finally:
         for kind in _LINK_SHARES:
             delattr(communicator, kind)
+
+
+def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _size_bytes(tensor: torch.Tensor) -> int:

@@ -89,6 +89,34 @@ def test_eight_peers_on_one_device_end_with_the_same_bytes(device: torch.device,
             place += 1
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_eight_peers_get_their_parts_and_hand_them_on(device: torch.device, strategy: Strategy) -> None:
+    """A reduce-scatter has the bits of an all-reduce; then each part goes to the next peer, on streams of their own."""
+    numel = pick(device, cpu=1001, cuda=100_003)
+
+    def case(communicator: LocalCommunicator) -> list[torch.Tensor]:
+        rank, results = communicator.rank, []
+        for dtype in DTYPES:
+            given = drawn(rank, PEERS * numel, dtype).to(device)
+            whole = given.clone()
+            pending, part = communicator.reduce_scatter(given)
+            pending.wait()
+            communicator.all_reduce(whole).wait()
+            assert torch.equal(bits(part), bits(whole[rank * numel : (rank + 1) * numel]))
+            received = torch.empty_like(part)
+            sent = communicator.send(part * 2, (rank + 1) % PEERS)
+            communicator.recv(received, (rank - 1) % PEERS).wait()
+            sent.wait()
+            before = (rank - 1) % PEERS
+            assert torch.equal(bits(received), bits(whole[before * numel : (before + 1) * numel] * 2))
+            results.append(bits(whole))
+        return results
+
+    first, *others = LocalGroup(PEERS, strategy=strategy, timeout_s=60).run(case)
+    for one in others:
+        assert all(torch.equal(mine, other) for mine, other in zip(one, first, strict=True))
+
+
 @pytest.mark.gpu
 def test_a_collective_is_behind_what_a_peer_has_queued_and_the_peer_behind_the_collective() -> None:
     """Each peer works on a stream of its own, which is busy for some milliseconds before and after."""

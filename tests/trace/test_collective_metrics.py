@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.device_time import DEVICE, FakeGpu
 from support.ranks import RankPool
 from torch import nn
 
@@ -131,6 +132,56 @@ def test_a_wrappers_reducer() -> None:
         assert found.tensor_bytes == 5 * int(after["wire_bytes"])
 
     fusedreduce.LocalGroup(2, timeout_s=20).run(case)
+
+
+class OnAStream:
+    """Ends on a device that is stood in for, at a time of its own."""
+
+    def __init__(self, gpu: FakeGpu, end_ns: int) -> None:
+        self._gpu = gpu
+        self._end_ns = end_ns
+
+    def wait(self) -> None:
+        self._gpu.current.wait_until(self._end_ns)
+
+
+class StoodIn:
+    """A rank of two whose collectives take 3 ms each on the device, behind what was queued before."""
+
+    size, rank, lost = 2, 0, ""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+
+    def waits_in_backward(self, device: torch.device) -> bool:
+        return True
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> OnAStream:
+        return OnAStream(self._gpu, self._gpu.current.now_ns + 3_000_000)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        self._gpu.work(2_000_000)
+
+    reduce = reduce_scatter = all_gather = all_gather_bytes = all_to_all = all_reduce_sparse = send = recv = all_reduce
+
+
+def test_on_cuda_the_devices_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From what was queued before; the issuing stream goes on meanwhile, and is not made to wait."""
+    gpu = FakeGpu(monkeypatch)
+    monkeypatch.setattr(collective_metrics, "_device_of", lambda tensors: DEVICE)
+    communicator: Any = StoodIn(gpu)
+    with fusedreduce.measure_collectives(communicator) as metrics:
+        for _ in range(2 * collective_metrics._MOST_UNREAD):
+            gpu.work(1_000_000)
+            communicator.all_reduce(torch.ones(250))
+        communicator.broadcast(torch.ones(250), 0)
+        assert len(metrics._unread) == collective_metrics._MOST_UNREAD, "no more events are kept"
+    count = 2 * collective_metrics._MOST_UNREAD
+    assert gpu.current.now_ns == count * 1_000_000 + 2_000_000
+    found = metrics.operations
+    assert not any(clock._events for clock in metrics._clocks.values())
+    assert found["broadcast"] == OperationMetrics(1, 1000, 1000.0, 0.002)
+    assert found["all_reduce"].time_s == pytest.approx(0.003 * count) and found["all_reduce"].count == count
 
 
 @pytest.mark.gpu
