@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .encoded_table import EncodedTable, Residuals
 from .parts import Part
 from .table import DTYPE_CODES, WIRE_DTYPES, ChunkTable, Partials, PointerTable, SourcePartials
 
@@ -109,6 +110,157 @@ def check_combine(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tenso
     ends = [0, *(part.end for part in parts)]
     if [part.begin for part in parts] != ends[:-1] or ends[-1] != first.numel():
         raise ValueError(f"the parts end at {ends[1:]} and do not cover {first.numel()} elements once, in order")
+
+
+def check_encode(
+    gradients: Sequence[torch.Tensor | None],
+    chunks: EncodedTable,
+    pointers: PointerTable,
+    encoded: torch.Tensor,
+    partials: SourcePartials | None,
+    residuals: Residuals | None,
+    draw: torch.Tensor | None,
+) -> None:
+    """Raises if the arguments of encode do not fit together, as `check_transfer` does.
+
+    Args:
+        gradients: P tensors; None: no gradient.
+        chunks: the layout's table.
+        pointers: the bucket's address table.
+        encoded: uint8 [chunks.layout.nbytes].
+        partials: statistics; None: none.
+        residuals: of P parameters; None: none.
+        draw: of stochastic rounding; None: rounding to nearest.
+
+    Raises:
+        ValueError: wrong count, size, device, layout, or memory that overlaps.
+        TypeError: wrong dtype.
+    """
+    _check_count(gradients, chunks)
+    _check_bytes("encoded bucket", encoded, chunks.layout.nbytes, encoded.device)
+    if partials is not None:
+        _check_partials(partials, chunks, encoded.device)
+    if residuals is not None:
+        _check_residuals(residuals, chunks.numels, encoded.device)
+    if draw is not None:
+        _check_draw(draw, encoded.device)
+    _check_gradients(gradients, chunks, pointers, encoded.device)
+    if not pointers.holds(gradients, chunks, encoded):
+        _check_overlap(gradients, chunks, encoded)
+        pointers.remember(gradients, chunks, encoded)
+
+
+def check_combine_encoded(
+    received: torch.Tensor,
+    chunks: EncodedTable,
+    output: torch.Tensor,
+    residuals: Residuals | None,
+    draw: torch.Tensor | None,
+) -> None:
+    """Raises if the arguments of combine_encoded do not fit together.
+
+    Args:
+        received: uint8 [contributions x chunks.layout.shard_bytes].
+        chunks: the layout's table.
+        output: uint8 [chunks.layout.shard_bytes].
+        residuals: of one tensor [chunks.layout.shard_numel]; None: none.
+        draw: of stochastic rounding; None: rounding to nearest.
+
+    Raises:
+        ValueError: wrong size, device, layout, or memory that overlaps.
+        TypeError: wrong dtype.
+    """
+    layout = chunks.layout
+    _check_bytes("output", output, layout.shard_bytes, output.device)
+    _check_contributions("received shards", received, layout.shard_bytes, output.device)
+    first, last = received.data_ptr(), output.data_ptr() + output.numel()
+    if output.numel() and first < last and output.data_ptr() < first + received.numel():
+        raise ValueError("the output overlaps the received shards: give it memory of its own")
+    if residuals is not None:
+        _check_residuals(residuals, (layout.shard_numel,), output.device)
+    if draw is not None:
+        _check_draw(draw, output.device)
+
+
+def check_decode(
+    gradients: Sequence[torch.Tensor | None],
+    chunks: EncodedTable,
+    pointers: PointerTable,
+    encoded: torch.Tensor,
+    scale: torch.Tensor,
+    partials: Partials | None,
+) -> None:
+    """Raises if the arguments of decode do not fit together, as `check_transfer` does.
+
+    Args:
+        gradients: P tensors; None: no gradient.
+        chunks: the layout's table.
+        pointers: the bucket's address table.
+        encoded: uint8 [contributions x chunks.layout.nbytes].
+        scale: one element of the compute dtype.
+        partials: statistics; None: none.
+
+    Raises:
+        ValueError: wrong count, size, device, layout, or memory that overlaps.
+        TypeError: wrong dtype.
+    """
+    _check_count(gradients, chunks)
+    _check_contributions("encoded buckets", encoded, chunks.layout.nbytes, encoded.device)
+    _check_scalar("scale", scale, chunks)
+    _check_device("scale", scale, encoded.device)
+    if partials is not None:
+        _check_partials(partials, chunks, encoded.device)
+    _check_gradients(gradients, chunks, pointers, encoded.device)
+    if not pointers.holds(gradients, chunks, encoded):
+        _check_overlap(gradients, chunks, encoded)
+        pointers.remember(gradients, chunks, encoded)
+
+
+def _check_bytes(what: str, tensor: torch.Tensor, nbytes: int, device: torch.device) -> None:
+    _check_device(what, tensor, device)
+    if tensor.dtype is not torch.uint8:
+        raise TypeError(f"the {what} is {tensor.dtype}, expected torch.uint8")
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() != nbytes:
+        raise ValueError(
+            f"the {what} must be contiguous with shape ({nbytes},), got shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()}"
+        )
+    if tensor.data_ptr() % 16:
+        raise ValueError(f"the {what} begins at an address that is no multiple of 16: clone it")
+
+
+def _check_contributions(what: str, tensor: torch.Tensor, nbytes: int, device: torch.device) -> None:
+    """Bytes of one contribution or several, one after the other."""
+    number = tensor.numel() // nbytes if nbytes else 0
+    _check_bytes(what, tensor, max(number, 1) * nbytes, device)
+
+
+def _check_residuals(residuals: Residuals, numels: Sequence[int], device: torch.device) -> None:
+    for name, dtype, length in (("live", torch.int64, 1), ("weights", torch.float32, 2)):
+        tensor: torch.Tensor = getattr(residuals, name)
+        _check_device(f"residuals.{name}", tensor, device)
+        if tensor.dtype is not dtype or tuple(tensor.shape) != (length,) or not tensor.is_contiguous():
+            raise ValueError(
+                f"residuals.{name} must be {dtype} of shape ({length},), got {tensor.dtype} of {tuple(tensor.shape)}"
+            )
+    for copy in residuals.copies:
+        if [one.numel() for one in copy] != list(numels):
+            raise ValueError(
+                f"residuals have {[one.numel() for one in copy]} elements, their slots expect {list(numels)}"
+            )
+        for slot, one in enumerate(copy):
+            _check_device(f"residual {slot}", one, device)
+            if one.dtype is not torch.float32 or one.dim() != 1 or not one.is_contiguous():
+                raise ValueError(
+                    f"residual {slot} must be torch.float32, flat and contiguous, got {one.dtype} of "
+                    f"shape {tuple(one.shape)}"
+                )
+
+
+def _check_draw(draw: torch.Tensor, device: torch.device) -> None:
+    _check_device("draw", draw, device)
+    if draw.dtype is not torch.int64 or tuple(draw.shape) != (4,) or not draw.is_contiguous():
+        raise ValueError(f"draw must be torch.int64 of shape (4,), got {draw.dtype} of {tuple(draw.shape)}")
 
 
 def _check_count(gradients: Sequence[torch.Tensor | None], chunks: ChunkTable) -> None:

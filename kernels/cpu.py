@@ -202,7 +202,7 @@ class _Slots:
     def unpack(self, gradients: Gradients, change: Change) -> None:
         """Writes the gradients; one may be its own slot."""
         if change is None:
-            _copy_all(gradients, self._views)
+            copy_all(gradients, self._views)
             return
         for run, part, _ in self._runs:
             if len(run.slots) == 1:
@@ -211,7 +211,7 @@ class _Slots:
             else:
                 block, staged = self._staged.get(run.begin) or self._stage(run)
                 _convert(part, block, self._compute, change)
-                _copy_all(run.members(gradients), staged)
+                copy_all(run.members(gradients), staged)
 
     def _stage(self, run: Run) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Memory laid out as a run of the wire, and views of its slots, with the gradients' shapes."""
@@ -244,11 +244,11 @@ def _gather(gradients: Gradients, run: Run, block: torch.Tensor, views: Sequence
             pass  # raised before anything is written: one is None, or a view of the wire
         else:
             return
-    if not _copy_all(views, gradients):
+    if not copy_all(views, gradients):
         torch._foreach_zero_([view for view, gradient in zip(views, gradients, strict=True) if gradient is None])
 
 
-def _copy_all(into: Gradients, source: Gradients) -> bool:
+def copy_all(into: Gradients, source: Gradients) -> bool:
     """Copies tensors into tensors of the same shapes, rounding to their dtypes; False if it skipped pairs with None."""
     try:  # 0.3 us each; to look for None first would add a quarter of that
         torch._foreach_copy_(into, source)  # type: ignore[arg-type]

@@ -65,9 +65,18 @@ class _Measured:
 
     def large(self, slot: int, memory: torch.Tensor) -> None:
         """Measures one slot, whose values must not change before `finish`."""
-        numel = self._chunks.chunk_numel
+        shard, row = self._chunks.shard_numel, int(self._chunks.first_rows[slot])
+        if shard is None:
+            self._rows(row, memory)
+            return
+        left = shard - self._chunks.offsets[slot] % shard  # rows end where a shard does
+        for part in (memory[:left], *memory[left:].split(shard)):
+            row += self._rows(row, part)
+
+    def _rows(self, row: int, memory: torch.Tensor) -> int:
+        """Measures rows of a slot from `row` on, all of full length but the last; returns how many."""
+        numel, first = self._chunks.chunk_numel, row
         block_numel = max(1, BLOCK_NUMEL // numel) * numel  # as many whole rows as fit into a block, but at least one
-        row = int(self._chunks.first_rows[slot])
         for values in memory.split(block_numel):
             whole = 0 if values.dtype is torch.float64 or numel % _FOLD else values.numel() // numel
             if whole:
@@ -78,6 +87,7 @@ class _Measured:
             if self._left_numel >= BLOCK_NUMEL:
                 self._leftovers()
             row += whole + len(rest)
+        return row - first
 
     def small(self, run: Run, gradients: Gradients) -> None:
         """Measures several slots together."""

@@ -51,7 +51,7 @@ class Launch:
         launches: number of kernels, or of torch operators on the torch path.
     """
 
-    function: Literal["pack", "unpack", "measure", "scale", "combine", "reduce_partials", "reduce_source_partials"]
+    function: str
     path: Path
     launches: int
 
@@ -122,7 +122,7 @@ def pack(
     """
     path = path_for(wire.device, (wire.dtype,), chunks.kinds)
     function = cpu.pack if path == "torch" else _triton().pack.pack
-    _call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials, vouched=vouched)
+    call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials, vouched=vouched)
 
 
 def unpack(
@@ -152,7 +152,7 @@ def unpack(
     """
     path = path_for(wire.device, chunks.kinds, (wire.dtype,))
     function = cpu.unpack if path == "torch" else _triton().unpack.unpack
-    _call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials, vouched=vouched)
+    call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials, vouched=vouched)
 
 
 def measure(
@@ -179,7 +179,7 @@ def measure(
     # dtypes as written, not read: the interpreter reads some numbers of bf16 wrongly too.
     path = path_for(partials.sums.device, chunks.kinds)
     function = cpu.measure if path == "torch" else _triton().walk.measure
-    _call("measure", path, function, gradients, chunks, pointers, partials, vouched=vouched)
+    call("measure", path, function, gradients, chunks, pointers, partials, vouched=vouched)
 
 
 def scale(
@@ -207,7 +207,7 @@ def scale(
     """
     path = path_for(factor.device, chunks.kinds)
     function = cpu.scale if path == "torch" else _triton().walk.scale
-    _call("scale", path, function, gradients, chunks, pointers, factor, partials, vouched=vouched)
+    call("scale", path, function, gradients, chunks, pointers, factor, partials, vouched=vouched)
 
 
 def new_combine_tables() -> CombineTables | None:
@@ -245,9 +245,9 @@ def combine(
     first = tensors[0]
     one_device = all(one.device == first.device for one in (*tensors, *outputs))
     if one_device and path_for(first.device, (first.dtype,)) == "triton" and _triton().combine.serves(parts):
-        _call("combine", "triton", _triton().combine.combine, tensors, outputs, parts, scale, tables)
+        call("combine", "triton", _triton().combine.combine, tensors, outputs, parts, scale, tables)
     else:
-        _call("combine", "torch", cpu.combine, tensors, outputs, parts, scale)
+        call("combine", "torch", cpu.combine, tensors, outputs, parts, scale)
 
 
 def reduce_partials(partials: Partials, spans: Spans) -> Totals:
@@ -262,7 +262,7 @@ def reduce_partials(partials: Partials, spans: Spans) -> Totals:
     """
     path = path_for(partials.sums.device, ())
     function = cpu_stats.reduce_partials if path == "torch" else _triton().stats.reduce_partials
-    totals: Totals = _call("reduce_partials", path, function, partials, spans)
+    totals: Totals = call("reduce_partials", path, function, partials, spans)
     return totals
 
 
@@ -278,7 +278,7 @@ def reduce_source_partials(partials: SourcePartials, spans: Spans) -> SourceTota
     """
     path = path_for(partials.flushed.device, ())
     function = cpu_stats.reduce_source_partials if path == "torch" else _triton().stats.reduce_source_partials
-    totals: SourceTotals = _call("reduce_source_partials", path, function, partials, spans)
+    totals: SourceTotals = call("reduce_source_partials", path, function, partials, spans)
     return totals
 
 
@@ -398,7 +398,8 @@ class OperatorCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _call(name: Any, path: Path, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def call(name: str, path: Path, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Calls `function`, the implementation of `name` on `path`, and counts its launches where somebody counts them."""
     if not _counting:
         return function(*arguments, **options)
     # The caller's dispatch modes would count these operators again, and those by which the interpreter runs a kernel.

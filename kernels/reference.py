@@ -66,7 +66,7 @@ def unpack(
         if destination is not None:
             store_rounded(destination, wire[offset : offset + end - begin].to(chunks.compute_dtype) * scale)
         if partials is not None:
-            _write_row(partials, row, begin, destination)
+            write_row(partials, row, begin, destination)
 
 
 def measure(
@@ -76,7 +76,7 @@ def measure(
     if not vouched:
         check_walk(gradients, chunks, pointers, None, partials)
     for row, (slot, begin, end, _, _) in enumerate(chunks.rows[: chunks.data_rows].tolist()):
-        _write_row(partials, row, begin, _elements(gradients, slot, begin, end))
+        write_row(partials, row, begin, _elements(gradients, slot, begin, end))
 
 
 def scale(
@@ -96,7 +96,7 @@ def scale(
         if values is not None:
             store_rounded(values, values.to(chunks.compute_dtype) * factor)
         if partials is not None:
-            _write_row(partials, row, begin, values)
+            write_row(partials, row, begin, values)
 
 
 def combine(
@@ -162,19 +162,21 @@ def _write_source_row(
     partials: SourcePartials, row: int, begin: int, source: torch.Tensor | None, packed: torch.Tensor
 ) -> None:
     """Writes one row of pack's statistics: of `source`, elements [begin, ...) of a gradient, that became `packed`."""
-    partials.first_non_finite[row] = -1 if source is None else _first_non_finite(source, begin)
+    partials.first_non_finite[row] = -1 if source is None else first_non_finite(source, begin)
     counts = source is not None and may_flush(source.dtype, packed.dtype)
     partials.flushed[row] = ((source != 0) & (packed == 0)).sum() if counts else 0
 
 
-def _write_row(partials: Partials, row: int, begin: int, values: torch.Tensor | None) -> None:
+def write_row(partials: Partials, row: int, begin: int, values: torch.Tensor | None) -> None:
+    """Writes one row of unpack's statistics: of `values`, elements [begin, ...) of a gradient; None: a missing one."""
     wide = torch.zeros(1, device=partials.sums.device) if values is None else values
     partials.sums[row] = wide.double().square().sum()
     partials.peaks[row] = wide.abs().amax()
-    partials.first_non_finite[row] = -1 if values is None else _first_non_finite(values, begin)
+    partials.first_non_finite[row] = -1 if values is None else first_non_finite(values, begin)
 
 
-def _first_non_finite(values: torch.Tensor, begin: int) -> torch.Tensor:
+def first_non_finite(values: torch.Tensor, begin: int) -> torch.Tensor:
+    """`begin` + the index of the first NaN or Inf of `values`, -1 for none."""
     bad = ~values.isfinite()
     return torch.where(bad.any(), begin + bad.int().argmax(), -1)
 

@@ -142,6 +142,8 @@ class ChunkTable:
         begins: first element of each slot within its memory; None: 0. (A comm hook's slots share one buffer.)
         chunk_numel: largest number of elements per row.
         shapes: size and strides of each slot's gradient, if they are always the same; saves work on CPU.
+        block_numel: slots begin at multiples of it, and padding that fills up a slot's last block has no rows.
+        shard_numel: rows end where a multiple of it does; None: nowhere else.
 
     Raises:
         ValueError: slots overlap, leave the wire, or a size is negative.
@@ -158,6 +160,8 @@ class ChunkTable:
         begins: Sequence[int] | None = None,
         chunk_numel: int = CHUNK_NUMEL,
         shapes: Sequence[Shape] | None = None,
+        block_numel: int = 1,
+        shard_numel: int | None = None,
     ) -> None:
         if not 0 < chunk_numel < 2**30:
             raise ValueError(f"chunk_numel must be in [1, 2**30), got {chunk_numel}")
@@ -169,6 +173,7 @@ class ChunkTable:
         self.shared = begins is not None
         self.wire_numel = wire_numel
         self.chunk_numel = chunk_numel
+        self.shard_numel = shard_numel
         if not len(self.numels) == len(self.offsets) == len(self.dtypes) == len(self.begins):
             raise ValueError(
                 f"{len(self.numels)} sizes, {len(self.offsets)} offsets, {len(self.dtypes)} dtypes and "
@@ -181,16 +186,19 @@ class ChunkTable:
         numel = np.asarray(self.numels, dtype=np.int64)
         offset = np.asarray(self.offsets, dtype=np.int64)
         begin = np.asarray(self.begins, dtype=np.int64)
-        gaps = _checked_gaps(numel, offset, begin, wire_numel)
+        gaps = _checked_gaps(numel, offset, begin, wire_numel, block_numel)
         self.gaps: tuple[tuple[int, int], ...] = tuple((int(lo), int(hi)) for lo, hi in gaps)
         # All gradients lie in one buffer as they do on the wire: a comm hook's, or there is but one.
         in_order = len(self.numels) == 1 or (self.shared and self.offsets == self.begins)
         self.one_buffer = in_order and not self.gaps
         code = np.asarray([DTYPE_CODES[dtype] for dtype in self.dtypes], dtype=np.int64)
-        data, counts = _cut(np.arange(len(numel)), begin, numel, offset, code, chunk_numel)
+        ranges = _divided(np.arange(len(numel)), begin, numel, offset, code, shard_numel)
+        data, counts = _cut(*ranges, chunk_numel)
+        counts = np.bincount(ranges[0], counts, len(numel)).astype(np.int64)
         none = np.full(len(gaps), len(numel))
         zeros = np.zeros(len(gaps), dtype=np.int64)
-        padding, _ = _cut(none, zeros, gaps[:, 1] - gaps[:, 0], gaps[:, 0], zeros + PADDING_CODE, chunk_numel)
+        lengths = gaps[:, 1] - gaps[:, 0]
+        padding, _ = _cut(*_divided(none, zeros, lengths, gaps[:, 0], zeros + PADDING_CODE, shard_numel), chunk_numel)
         self.rows: npt.NDArray[np.int64] = np.concatenate([data, padding])
         self.data_rows = len(data)
         # Slot s has the data rows [first_rows[s], first_rows[s + 1]).
@@ -249,12 +257,18 @@ def _checked_fp64(dtypes: Sequence[torch.dtype]) -> bool:
 
 
 def _checked_gaps(
-    numel: npt.NDArray[np.int64], offset: npt.NDArray[np.int64], begin: npt.NDArray[np.int64], wire_numel: int
+    numel: npt.NDArray[np.int64],
+    offset: npt.NDArray[np.int64],
+    begin: npt.NDArray[np.int64],
+    wire_numel: int,
+    block_numel: int,
 ) -> npt.NDArray[np.int64]:
-    """The [begin, end) ranges of the wire that no slot covers, as rows."""
+    """The [begin, end) ranges of the wire that no slot, filled up to whole blocks, covers, as rows."""
     if (numel < 0).any() or (offset < 0).any() or (begin < 0).any() or wire_numel < 0:
         raise ValueError("sizes, offsets and begins must not be negative")
-    ends = np.concatenate([[0], offset + numel])
+    if (offset % block_numel).any():
+        raise ValueError(f"slots begin at multiples of a block, {block_numel} elements, got {offset.tolist()}")
+    ends = np.concatenate([[0], offset + -(-numel // block_numel) * block_numel])
     begins = np.concatenate([offset, [wire_numel]])
     if (begins < ends).any():
         slot = int(np.argmax(begins < ends))
@@ -262,6 +276,32 @@ def _checked_gaps(
         raise ValueError(f"{where}, but slot {slot - 1} ends at {ends[slot]}: slots must ascend and not overlap")
     gaps = np.stack([ends, begins], axis=1)
     return gaps[gaps[:, 0] < gaps[:, 1]]
+
+
+# Parameter, begin, elements, offset and dtype code of each.
+_Ranges: TypeAlias = tuple[
+    npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]
+]
+
+
+def _divided(
+    parameter: npt.NDArray[np.int64],
+    begin: npt.NDArray[np.int64],
+    numel: npt.NDArray[np.int64],
+    offset: npt.NDArray[np.int64],
+    code: npt.NDArray[np.int64],
+    shard_numel: int | None,
+) -> _Ranges:
+    """Ranges that cross no shard, in the order of the slots that they are parts of."""
+    if shard_numel is None or not len(numel):
+        return parameter, begin, numel, offset, code
+    first = offset // shard_numel
+    parts = np.maximum((offset + numel - 1) // shard_numel - first + 1, 1)
+    slot = np.repeat(np.arange(len(numel)), parts)
+    shard = first[slot] + np.arange(len(slot)) - np.repeat(np.cumsum(parts) - parts, parts)
+    low = np.maximum(offset[slot], shard * shard_numel)
+    high = np.minimum((offset + numel)[slot], (shard + 1) * shard_numel)
+    return parameter[slot], begin[slot] + low - offset[slot], np.maximum(high - low, 0), low, code[slot]
 
 
 def _cut(

@@ -80,6 +80,35 @@ def aligned_layout(numels: Sequence[int], *, wire_itemsize_bytes: int, shards: i
     return Layout(tuple(slots), _round_up(end, shards * SMALL_ALIGN_BYTES // wire_itemsize_bytes))
 
 
+def block_layout(numels: Sequence[int], *, block_numel: int, shard_align: int, shards: int = 1) -> Layout:
+    """Lays parameters out one after the other, each at the begin of a block.
+
+    Args:
+        numels: elements of each parameter; 0 is allowed and takes no space.
+        block_numel: elements of a block.
+        shard_align: elements of which a shard is a multiple; a multiple of `block_numel`.
+        shards: equal parts of the bucket.
+
+    Returns:
+        A slot per parameter, in order, and the bucket's length.
+
+    Raises:
+        ValueError: a size is negative, `shard_align` is no multiple of `block_numel`, or `shards` is below 1.
+    """
+    if block_numel < 1 or shard_align < 1 or shard_align % block_numel:
+        raise ValueError(f"shard_align must be a multiple of block_numel, got {shard_align} and {block_numel}")
+    if shards < 1:
+        raise ValueError(f"shards must be at least 1, got {shards}")
+    slots = []
+    end = 0
+    for index, numel in enumerate(numels):
+        if numel < 0:
+            raise ValueError(f"parameter {index} has {numel} elements")
+        slots.append(Slot(numel, end))
+        end += _round_up(numel, block_numel)
+    return Layout(tuple(slots), _round_up(end, shards * shard_align))
+
+
 def flat_layout(numel: int) -> Layout:
     """One slot and no padding, for a buffer that has been flattened already (by DDP, for a comm hook).
 

@@ -124,7 +124,7 @@ def test_the_kernel_equals_the_reference(case: Sum) -> None:
     wanted = written_out([one.inner.clone() for one in tensors], case.parts, case.scale)
     outputs = case.outputs(tensors)
     with dispatch.count_launches() as counted:
-        dispatch._call(
+        dispatch.call(
             "combine",
             "interpreter",
             combine,

@@ -218,3 +218,20 @@ def test_gradients_that_take_turns_are_uploaded_once_each(monkeypatch: pytest.Mo
                 table.launched()
                 assert addresses.tolist() == [0 if one is None else one.data_ptr() for one in (*gradients, None)]
     assert table.uploads == 2
+
+
+def test_rows_end_where_a_shard_does() -> None:
+    chunks = ChunkTable(
+        [5, 0, 9], [0, 8, 8], [torch.float32] * 3, 24, chunk_numel=4, block_numel=4, shard_numel=12, begins=[2, 0, 7]
+    )
+    assert chunks.rows.tolist() == [
+        [0, 2, 6, 0, 0],
+        [0, 6, 7, 4, 0],
+        [2, 7, 11, 8, 0],
+        [2, 11, 15, 12, 0],
+        [2, 15, 16, 16, 0],
+        [3, 0, 4, 20, 4],
+    ]
+    assert chunks.first_rows.tolist() == [0, 2, 2, 5] and chunks.data_rows == 5
+    with pytest.raises(ValueError, match="multiples of a block, 4 elements"):
+        ChunkTable([5], [2], [torch.float32], 8, block_numel=4)

@@ -35,7 +35,7 @@ class Guarded:
         room = torch.empty(numel + 2 * GUARD + 128, dtype=values.dtype, device=values.device)
         aligned = (-room.data_ptr() // room.element_size()) % (64 // room.element_size())
         outer = room[aligned : aligned + numel + 2 * GUARD + shift]
-        outer.view(_bits(values.dtype)).fill_(-0x1235 & 0x7FFF)
+        outer.view(_bits(values.dtype)).fill_(0x6DCB if values.dtype.itemsize > 1 else 0xCB)
         start = GUARD + shift
         outer[start : start + numel] = values.reshape(-1)
         return cls(outer[start : start + numel], outer, outer.clone())
@@ -55,7 +55,7 @@ def poison(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _bits(dtype: torch.dtype) -> torch.dtype:
-    return {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:

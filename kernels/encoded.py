@@ -1,0 +1,112 @@
+"""Encoded buckets: gradients to encoded shards, sums of encoded shards, and back; by device, as `dispatch` does.
+
+    encode            gradients -> a bucket's encoded shards                  one launch
+    combine_encoded   W encodings of one shard -> their sum, encoded          one launch
+    decode            encoded buckets, one or several -> gradients            one launch
+
+Two ranks exchange whole buckets: all-gather, then `decode` adds both up in the order of ranks. Three and more exchange
+shards: all-to-all, `combine_encoded` by the shard's owner, all-gather, `decode`. Nothing here allocates: a bucket is
+[table.layout.nbytes] bytes, a shard [table.layout.shard_bytes], at addresses that are multiples of 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import cpu_encoded, dispatch
+from .encoded_table import EncodedTable, Residuals
+from .table import Partials, PointerTable, SourcePartials
+
+
+def encode(
+    gradients: Sequence[torch.Tensor | None],
+    chunks: EncodedTable,
+    pointers: PointerTable,
+    encoded: torch.Tensor,
+    divisor: float,
+    partials: SourcePartials | None = None,
+    *,
+    residuals: Residuals | None = None,
+    draw: torch.Tensor | None = None,
+    vouched: bool = False,
+) -> None:
+    """Flattens, divides and encodes `gradients` into `encoded`, every byte of it.
+
+    Args:
+        gradients: P tensors, dense in memory, on one device; None: no gradient, which counts as zeros.
+        chunks: the layout's table, with the size, dtype and place of each gradient.
+        pointers: this bucket's address table.
+        encoded: output, uint8 [chunks.layout.nbytes].
+        divisor: what to divide by, rounded to fp32 (fp64 for fp64 gradients); the quotient is rounded to fp32.
+        partials: filled in the same launch; None: no statistics. Nothing is `flushed`: small codes are no underflow.
+        residuals: what earlier steps have lost is added, and what this one loses written; None: no error feedback. Of
+            a block that is not finite it stays as it was.
+        draw: codes are rounded stochastically, by random bits that depend on the parameter, the element and this:
+            int64 [4] on the device: seed in [0, 2**32), stream (2 x rank for this function, 2 x rank + 1 for
+            `combine_encoded`), step, and a number that `combine_encoded` alone uses. None: rounding to nearest.
+        vouched: skip the checks of arguments; the caller has made them.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together; nothing is written then.
+    """
+    options = {"residuals": residuals, "draw": draw, "vouched": vouched}
+    dispatch.call(
+        "encode", "torch", cpu_encoded.encode, gradients, chunks, pointers, encoded, divisor, partials, **options
+    )
+
+
+def combine_encoded(
+    received: torch.Tensor,
+    chunks: EncodedTable,
+    output: torch.Tensor,
+    *,
+    residuals: Residuals | None = None,
+    draw: torch.Tensor | None = None,
+    vouched: bool = False,
+) -> None:
+    """Decodes the contributions to one shard, adds them up in fp32 in their order, and encodes the sum.
+
+    Args:
+        received: uint8 [contributions x chunks.layout.shard_bytes], one contribution after the other.
+        chunks: the layout's table.
+        output: uint8 [chunks.layout.shard_bytes], in memory of its own.
+        residuals: of the sum: one tensor per copy, [chunks.layout.shard_numel]; see `encode`.
+        draw: see `encode`; its last number stands for the parameter, so it should be the bucket's.
+        vouched: skip the checks of arguments; the caller has made them.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together; nothing is written then.
+    """
+    options = {"residuals": residuals, "draw": draw, "vouched": vouched}
+    dispatch.call("combine_encoded", "torch", cpu_encoded.combine_encoded, received, chunks, output, **options)
+
+
+def decode(
+    gradients: Sequence[torch.Tensor | None],
+    chunks: EncodedTable,
+    pointers: PointerTable,
+    encoded: torch.Tensor,
+    scale: torch.Tensor,
+    partials: Partials | None = None,
+    *,
+    vouched: bool = False,
+) -> None:
+    """Decodes buckets, adds them up in fp32 in their order, scales the sum and unflattens it into `gradients`.
+
+    Args:
+        gradients: P tensors, dense in memory, on one device; None: no gradient, its slot is skipped.
+        chunks: the layout's table, with the size, dtype and place of each gradient.
+        pointers: this bucket's address table.
+        encoded: uint8 [contributions x chunks.layout.nbytes]: the bucket, or whole buckets one after the other.
+        scale: one element on the device, fp32 (fp64 for fp64 gradients).
+        partials: filled in the same launch, from the values as stored; None: no statistics.
+        vouched: skip the checks of arguments; the caller has made them.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together; nothing is written then.
+    """
+    dispatch.call(
+        "decode", "torch", cpu_encoded.decode, gradients, chunks, pointers, encoded, scale, partials, vouched=vouched
+    )

@@ -1,0 +1,121 @@
+"""Encodings: blocks of elements as small signed integers with a scale each, and how a bucket's blocks lie in bytes.
+
+    scale = largest absolute value of the block / levels        int4: rounded up to bf16
+    code  = rint(value * (1 / scale))                           |code| <= levels, by construction
+    value = code * scale
+
+All in fp32, each operation correctly rounded, none fused with the next. A block whose scale would be below the smallest
+normal number, 2^-126, has scale 0 and codes 0. A block with a NaN or infinity has scale NaN and codes 0, so that all of
+it decodes to NaN. A slot's last block is filled up with zeros.
+
+A bucket is `shards` equal parts. A shard is one range of bytes: the scales of all of its blocks, then their codes.
+Scales beside each block would leave codes at addresses that are no multiple of 16 (260 bytes a block at int8), and a
+collective of their own would double the number of messages. A shard has as many blocks as make its scales a multiple of
+16 bytes: so there is no padding, and scales and codes of every block begin where accesses of 16 bytes can.
+
+Two codes of int4 lie in one byte: byte j of a block is the signed number 16 * high + low of the codes of elements
+j + block / 2 and j. Consecutive bytes so are consecutive elements of either half, whatever the width of an access; and
+the number is made by one multiplication and addition: low is its last four bits, signed, and high what then remains.
+
+Example, int8, 2 shards, 2048 elements: 4 blocks a shard, 16 bytes of scales and 1024 of codes, 2080 bytes in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+_ACCESS_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A way to encode blocks.
+
+    Args:
+        name: what it is called.
+        block_numel: elements of a block.
+        bits: of a code, 8 or 4.
+        scale_dtype: fp32, or bf16, to which scales are rounded up.
+    """
+
+    name: str
+    block_numel: int
+    bits: int
+    scale_dtype: torch.dtype
+
+    @property
+    def levels(self) -> int:
+        """The largest code."""
+        return int(2 ** (self.bits - 1) - 1)
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the codes of one block."""
+        return self.block_numel * self.bits // 8
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, scale and codes."""
+        return self.scale_dtype.itemsize + self.code_bytes
+
+    @property
+    def shard_align(self) -> int:
+        """Elements of which a shard is a multiple."""
+        return self.block_numel * _ACCESS_BYTES // self.scale_dtype.itemsize
+
+
+INT8 = Encoding("int8", block_numel=256, bits=8, scale_dtype=torch.float32)
+INT4 = Encoding("int4", block_numel=64, bits=4, scale_dtype=torch.bfloat16)
+ENCODINGS: Mapping[str, Encoding] = {one.name: one for one in (INT8, INT4)}
+
+
+@dataclass(frozen=True)
+class EncodedLayout:
+    """How a bucket lies in encoded bytes.
+
+    Args:
+        encoding: of its blocks.
+        shards: equal parts.
+        shard_blocks: blocks of each.
+    """
+
+    encoding: Encoding
+    shards: int
+    shard_blocks: int
+
+    @classmethod
+    def of(cls, encoding: Encoding, numel: int, shards: int) -> EncodedLayout:
+        """The layout of `numel` elements.
+
+        Raises:
+            ValueError: they are no multiple of shards x `encoding.shard_align`.
+        """
+        if shards < 1 or numel % (shards * encoding.shard_align):
+            raise ValueError(
+                f"{numel} elements are no {shards} shards of {encoding.name}: pad them to a multiple of "
+                f"{shards} x {encoding.shard_align}"
+            )
+        return cls(encoding, shards, numel // shards // encoding.block_numel)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of a shard."""
+        return self.shard_blocks * self.encoding.block_numel
+
+    @property
+    def scales_bytes(self) -> int:
+        """Bytes of a shard's scales, after which its codes begin."""
+        return self.shard_blocks * self.encoding.scale_dtype.itemsize
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of a shard."""
+        return self.shard_blocks * self.encoding.block_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the bucket."""
+        return self.shards * self.shard_bytes

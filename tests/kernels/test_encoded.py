@@ -1,0 +1,371 @@
+"""encode, combine_encoded and decode on CPU against their definition, bit for bit, and every byte written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.buckets import Guarded, assert_same, poison
+from support.by_products import assert_partials
+from support.encoded_buckets import EncodedCase, encoded_cases, guarded_bytes, table_of
+
+from fusedreduce.kernels import cpu_encoded, encoded, reference_encoded
+from fusedreduce.kernels.encoded_table import EncodedTable, Residuals
+from fusedreduce.kernels.encodings import ENCODINGS, INT4, INT8, Encoding
+from fusedreduce.kernels.table import PointerTable
+
+# numpy's remarks on the overflows and NaNs that these tests are about
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+CPU = torch.device("cpu")
+SCALES = (1.0, 0.5, 3.0, 1.0 / 65536.0)
+encodings = pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=ENCODINGS.keys())
+
+
+def inner(guarded: list[Guarded | None]) -> list[torch.Tensor | None]:
+    return [None if one is None else one.inner for one in guarded]
+
+
+def assert_encode_equals_the_reference(case: EncodedCase, function: Callable[..., None], **extra: Any) -> None:
+    """Bytes, residuals and statistics; gradients and everything beside the output as they were."""
+    chunks, gradients = case.table(), case.gradients()
+    found = []
+    for one, more in ((function, extra), (reference_encoded.encode, {})):
+        bucket, residuals = guarded_bytes(chunks.layout.nbytes), case.residuals(chunks.numels)
+        partials = chunks.new_source_partials(CPU)
+        one(
+            inner(gradients),
+            chunks,
+            PointerTable(),
+            bucket.inner,
+            case.bucket.scalar,
+            partials,
+            residuals=residuals,
+            draw=case.drawn(),
+            **more,
+        )
+        bucket.assert_edges_untouched()
+        found.append((bucket.inner, residuals, partials))
+    (bytes_, kept, partials), (wanted, wanted_kept, wanted_partials) = found
+    assert torch.equal(bytes_, wanted)
+    assert_residuals(kept, wanted_kept)
+    assert partials.first_non_finite.tolist() == wanted_partials.first_non_finite.tolist()
+    assert partials.flushed.tolist() == wanted_partials.flushed.tolist()
+    for gradient in gradients:
+        if gradient is not None:
+            assert_same(gradient.outer, gradient.before)
+
+
+def assert_residuals(kept: Residuals | None, wanted: Residuals | None) -> None:
+    """Both copies, bit for bit."""
+    assert (kept is None) == (wanted is None)
+    if kept is not None and wanted is not None:
+        for ours, theirs in zip(kept.copies, wanted.copies, strict=True):
+            for mine, other in zip(ours, theirs, strict=True):
+                assert_same(mine, other)
+
+
+def encoded_buckets(case: EncodedCase, chunks: EncodedTable) -> torch.Tensor:
+    """As many different buckets as there are contributions, made by the reference."""
+    numel = case.bucket.numels
+    parts = []
+    for number in range(case.contributions):
+        gradients = [None if one is None else one.inner * (number + 1) for one in case.gradients()]
+        bucket = guarded_bytes(chunks.layout.nbytes).inner
+        reference_encoded.encode(gradients, chunks, PointerTable(), bucket, 1.0)
+        parts.append(bucket)
+    assert len(numel) == len(chunks)
+    return guarded_bytes(0).inner if not parts else torch.cat(parts)
+
+
+def assert_combine_equals_the_reference(case: EncodedCase, function: Callable[..., None], **extra: Any) -> None:
+    """Bytes and residuals."""
+    chunks = case.table()
+    layout = chunks.layout
+    received = encoded_buckets(case, chunks).view(-1, max(layout.shard_bytes, 1))
+    received = received[:: layout.shards].contiguous().view(-1)
+    found = []
+    for one, more in ((function, extra), (reference_encoded.combine_encoded, {})):
+        output, residuals = guarded_bytes(layout.shard_bytes), case.residuals((layout.shard_numel,))
+        one(received, chunks, output.inner, residuals=residuals, draw=case.drawn(), **more)
+        output.assert_edges_untouched()
+        found.append((output.inner, residuals))
+    assert torch.equal(found[0][0], found[1][0])
+    assert_residuals(found[0][1], found[1][1])
+
+
+def assert_decode_equals_the_reference(
+    case: EncodedCase, scalar: float, function: Callable[..., None], **extra: Any
+) -> None:
+    """Gradients and statistics; every element of a gradient written, and no other."""
+    chunks = case.table()
+    buckets = encoded_buckets(case, chunks)
+    before, scale = buckets.clone(), torch.tensor([scalar], dtype=case.bucket.compute)
+    found = []
+    for one, more in ((function, extra), (reference_encoded.decode, {})):
+        gradients, partials = case.gradients(poisoned=True), chunks.new_partials(CPU)
+        one(inner(gradients), chunks, PointerTable(), buckets, scale, partials, **more)
+        found.append((gradients, partials))
+    assert torch.equal(buckets, before)
+    for ours, theirs in zip(found[0][0], found[1][0], strict=True):
+        if ours is not None and theirs is not None:
+            ours.assert_edges_untouched()
+            assert_same(ours.inner, theirs.inner)
+    assert_partials(found[0][1], found[1][1])
+
+
+@given(encoded_cases(), st.sampled_from([1024, 131072]))
+@settings(max_examples=300)
+def test_encode_equals_the_reference(case: EncodedCase, piece_numel: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_encoded, "PIECE_NUMEL", piece_numel)
+        assert_encode_equals_the_reference(case, cpu_encoded.encode)
+
+
+@given(encoded_cases(), st.sampled_from([1024, 131072]))
+@settings(max_examples=200)
+def test_combine_equals_the_reference(case: EncodedCase, piece_numel: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_encoded, "PIECE_NUMEL", piece_numel)
+        assert_combine_equals_the_reference(case, cpu_encoded.combine_encoded)
+
+
+@given(encoded_cases(), st.sampled_from(SCALES), st.sampled_from([1024, 131072]))
+@settings(max_examples=300)
+def test_decode_equals_the_reference(case: EncodedCase, scalar: float, piece_numel: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_encoded, "PIECE_NUMEL", piece_numel)
+        assert_decode_equals_the_reference(case, scalar, cpu_encoded.decode)
+
+
+@encodings
+def test_large_gradients_in_several_shards(encoding: Encoding) -> None:
+    """Rows that end where a shard does, and statistics of them."""
+    numels = (100_003, 5, 70_000, 33)
+    chunks = table_of(numels, encoding, 3)
+    gradients: list[torch.Tensor | None] = [torch.randn(numel) for numel in numels]
+    found = []
+    for module in (cpu_encoded, reference_encoded):
+        bucket, pointers = torch.empty(chunks.layout.nbytes, dtype=torch.uint8), PointerTable()
+        results: list[torch.Tensor | None] = [torch.empty(numel) for numel in numels]
+        partials = chunks.new_partials(CPU)
+        for _ in range(2):  # what is kept with the pointer table is used again
+            module.encode(gradients, chunks, pointers, bucket, 3.0)
+            module.decode(results, chunks, pointers, bucket, torch.ones(1), partials)
+        found.append((bucket, results, partials))
+    assert torch.equal(found[0][0], found[1][0])
+    for ours, theirs in zip(found[0][1], found[1][1], strict=True):
+        assert ours is not None and theirs is not None
+        assert_same(ours, theirs)
+    assert_partials(found[0][2], found[1][2])
+
+
+@given(encoded_cases())
+@settings(max_examples=100)
+def test_rows_cover_every_block_once(case: EncodedCase) -> None:
+    chunks = case.table()
+    layout, block = chunks.layout, case.encoding.block_numel
+    scales = torch.zeros(layout.nbytes, dtype=torch.int32)
+    covered = [torch.zeros(numel, dtype=torch.int32) for numel in chunks.numels]
+    for row, (slot, begin, end, offset, _) in enumerate(chunks.rows.tolist()):
+        first_scale, first_code, key, element = chunks.places[row].tolist()
+        blocks = -((begin - end) // block)
+        assert offset // layout.shard_numel == (offset + blocks * block - 1) // layout.shard_numel
+        assert first_code % 16 == 0 and end - begin <= chunks.chunk_numel
+        scales[first_scale : first_scale + blocks * case.encoding.scale_dtype.itemsize] += 1
+        scales[first_code : first_code + blocks * case.encoding.code_bytes] += 1
+        if slot < len(chunks):
+            covered[slot][begin:end] += 1
+            assert (key, element) == (chunks.keys[slot], begin)
+    assert (scales == 1).all() and all(bool((one == 1).all()) for one in covered)
+    assert chunks.first_rows[-1] == chunks.data_rows
+
+
+@encodings
+def test_slots_of_one_shared_buffer(encoding: Encoding) -> None:
+    """A comm hook's bucket: slots name their begin within one flat buffer, and need not lie as they do in blocks."""
+    numels, begins = (5, 700, 64), (0, 5, 705)
+    apart = table_of(numels, encoding, 2)
+    chunks = EncodedTable(
+        numels, apart.offsets, [torch.float32] * 3, apart.wire_numel, encoding, 2, begins=begins, chunk_numel=256
+    )
+    buffer = torch.randn(769)
+    buckets = [torch.empty(chunks.layout.nbytes, dtype=torch.uint8) for _ in range(3)]
+    draw = torch.tensor([1, 2, 3, 4])
+    cpu_encoded.encode([buffer] * 3, chunks, PointerTable(), buckets[0], 3.0, draw=draw)
+    reference_encoded.encode([buffer] * 3, chunks, PointerTable(), buckets[1], 3.0, draw=draw)
+    cpu_encoded.encode(buffer.split(numels), apart, PointerTable(), buckets[2], 3.0, draw=draw)
+    assert torch.equal(buckets[0], buckets[1]) and torch.equal(buckets[0], buckets[2])
+    result = torch.empty_like(buffer)
+    cpu_encoded.decode([result] * 3, chunks, PointerTable(), buckets[0], torch.ones(1))
+    one_by_one = [torch.empty(numel) for numel in numels]
+    cpu_encoded.decode(one_by_one, apart, PointerTable(), buckets[0], torch.ones(1))
+    assert_same(result, torch.cat(one_by_one))
+
+
+@encodings
+def test_what_is_lost_comes_back(encoding: Encoding) -> None:
+    """Over many steps the sum of what was decoded is that of the gradients, less the last residual."""
+    generator = torch.Generator().manual_seed(3)
+    chunks = table_of((1000,), encoding)
+    live = torch.zeros(1, dtype=torch.int64)
+    residuals = Residuals(([torch.zeros(1000)], [torch.zeros(1000)]), live, torch.ones(2))
+    bucket, result = torch.empty(chunks.layout.nbytes, dtype=torch.uint8), torch.empty(1000)
+    given_, decoded = torch.zeros(1000, dtype=torch.float64), torch.zeros(1000, dtype=torch.float64)
+    for _ in range(50):
+        gradient = torch.randn(1000, generator=generator) * 0.1 + 0.01
+        encoded.encode([gradient], chunks, PointerTable(), bucket, 1.0, residuals=residuals)
+        encoded.decode([result], chunks, PointerTable(), bucket, torch.ones(1))
+        live.fill_(1 - live.item())
+        given_ += gradient
+        decoded += result
+    left = residuals.copies[int(live)][0].double()
+    assert left.abs().max() > 0
+    assert (given_ - decoded - left).abs().max() < 1e-6
+
+
+def _combined(encoding: Encoding, **changes: Any) -> None:
+    chunks = table_of((300,), encoding)
+    arguments: dict[str, Any] = {
+        "received": torch.zeros(2 * chunks.layout.shard_bytes, dtype=torch.uint8),
+        "chunks": chunks,
+        "output": torch.zeros(chunks.layout.shard_bytes, dtype=torch.uint8),
+    }
+    encoded.combine_encoded(**{**arguments, **changes})
+
+
+def _encoded(encoding: Encoding, **changes: Any) -> None:
+    chunks = table_of((300,), encoding)
+    arguments: dict[str, Any] = {
+        "gradients": [torch.ones(300)],
+        "chunks": chunks,
+        "pointers": PointerTable(),
+        "encoded": torch.zeros(chunks.layout.nbytes, dtype=torch.uint8),
+        "divisor": 1.0,
+    }
+    encoded.encode(**{**arguments, **changes})
+
+
+def _decoded(encoding: Encoding, **changes: Any) -> None:
+    chunks = table_of((300,), encoding)
+    arguments: dict[str, Any] = {
+        "gradients": [torch.ones(300)],
+        "chunks": chunks,
+        "pointers": PointerTable(),
+        "encoded": torch.zeros(chunks.layout.nbytes, dtype=torch.uint8),
+        "scale": torch.ones(1),
+    }
+    encoded.decode(**{**arguments, **changes})
+
+
+BYTES = {INT8: 1040, INT4: 8 * 34}
+_SHARED = torch.zeros(4096, dtype=torch.uint8)
+_ONE = torch.tensor([0])
+_WEIGHTS = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "error", "message"),
+    [
+        (
+            _encoded,
+            {"encoded": torch.zeros(1041, dtype=torch.uint8)},
+            ValueError,
+            r"shape \(1040,\), got shape \(1041,\)",
+        ),
+        (_encoded, {"encoded": torch.zeros(1040, dtype=torch.int8)}, TypeError, "expected torch.uint8"),
+        (_encoded, {"encoded": _SHARED[1:1041]}, ValueError, "multiple of 16"),
+        (_encoded, {"gradients": []}, ValueError, "got 0 gradients"),
+        (_encoded, {"gradients": [torch.ones(299)]}, ValueError, "299 elements"),
+        (
+            _encoded,
+            {"gradients": [_SHARED[:1200].view(torch.float32)], "encoded": _SHARED[:1040]},
+            ValueError,
+            "overlaps",
+        ),
+        (_encoded, {"draw": torch.zeros(3, dtype=torch.int64)}, ValueError, "draw must be torch.int64"),
+        (
+            _encoded,
+            {"residuals": Residuals(([torch.ones(299)], [torch.ones(300)]), _ONE, _WEIGHTS)},
+            ValueError,
+            r"\[299\] elements",
+        ),
+        (
+            _encoded,
+            {"residuals": Residuals(([torch.ones(300)], [torch.ones(300).half()]), _ONE, _WEIGHTS)},
+            ValueError,
+            "residual 0 must be torch.float32",
+        ),
+        (
+            _encoded,
+            {"residuals": Residuals(([torch.ones(300)], [torch.ones(300)]), _ONE, torch.ones(1))},
+            ValueError,
+            "residuals.weights",
+        ),
+        (_combined, {"received": torch.zeros(1041, dtype=torch.uint8)}, ValueError, "received shards"),
+        (_combined, {"received": _SHARED[:2080], "output": _SHARED[1040:2080]}, ValueError, "overlaps"),
+        (_combined, {"draw": torch.zeros(4)}, ValueError, "draw must be"),
+        (_decoded, {"encoded": torch.zeros(2079, dtype=torch.uint8)}, ValueError, "encoded buckets"),
+        (_decoded, {"scale": torch.ones(2)}, TypeError, "one element of torch.float32"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    function: Callable[..., None], changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    function(INT8)
+    with pytest.raises(error, match=message):
+        function(INT8, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"wire_numel": 1000}, "1 x 1024"),
+        ({"offsets": [3]}, "multiples of a block, 256"),
+        ({"chunk_numel": 100}, "chunk_numel must be a multiple of a block"),
+        ({"keys": [2**32]}, r"\[0, 2\*\*32\)"),
+        ({"keys": []}, "0 keys for 1 slots"),
+    ],
+)
+def test_bad_tables_are_refused(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"numels": [300], "offsets": [0], "dtypes": [torch.float32], "wire_numel": 1024}
+    EncodedTable(**arguments, encoding=INT8, shards=1)
+    with pytest.raises(ValueError, match=message):
+        EncodedTable(**{**arguments, **changes}, encoding=INT8, shards=1)
+
+
+def test_the_example_of_the_docstring() -> None:
+    chunks = EncodedTable([300], [0], [torch.float32], 1024, INT8, 1)
+    assert chunks.rows.tolist() == [[0, 0, 300, 0, 0], [1, 0, 512, 512, 4]]
+    assert chunks.places.tolist() == [[0, 16, 0, 0], [8, 528, 0, 0]]
+
+
+@encodings
+def test_nothing_at_all(encoding: Encoding) -> None:
+    chunks, empty = table_of((0,), encoding), torch.empty(0, dtype=torch.uint8)
+    for module in (cpu_encoded, reference_encoded):
+        module.encode([torch.empty(0)], chunks, PointerTable(), empty, 1.0)
+        module.combine_encoded(empty, chunks, empty)
+        module.decode([torch.empty(0)], chunks, PointerTable(), empty, torch.ones(1))
+
+
+@encodings
+def test_gradients_in_their_own_shapes(encoding: Encoding) -> None:
+    """Channels-last gradients travel in the order of memory; views of small ones are made once."""
+    shape = (4, 3, 5, 2)
+    gradient = torch.randn(shape).to(memory_format=torch.channels_last)
+    layout = table_of((120,), encoding)
+    chunks = EncodedTable(
+        (120,), (0,), [torch.float32], layout.wire_numel, encoding, 1, shapes=[(shape, gradient.stride())]
+    )
+    bucket = torch.empty(chunks.layout.nbytes, dtype=torch.uint8)
+    cpu_encoded.encode([gradient], chunks, PointerTable(), bucket, 1.0)
+    flat = torch.empty(120)
+    cpu_encoded.decode([flat], table_of((120,), encoding), PointerTable(), bucket, torch.ones(1))
+    back = torch.full_like(gradient, 9.0)
+    cpu_encoded.decode([back], chunks, PointerTable(), bucket, torch.ones(1))
+    assert_same(back.permute(0, 2, 3, 1).reshape(-1), flat)
+    assert (back - gradient).abs().max() < 0.3 and not torch.equal(flat, poison(120, torch.float32))

@@ -1,0 +1,116 @@
+"""Random encoded buckets: the gradients of `buckets`, in blocks and shards, with residuals and random bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fusedreduce.kernels.encoded_table import EncodedTable, Residuals
+from fusedreduce.kernels.encodings import ENCODINGS, Encoding
+from fusedreduce.kernels.table import Shape
+from fusedreduce.planning.layout import block_layout
+from support.buckets import Case, Guarded, cases, divisors, poison
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+
+def table_of(
+    numels: tuple[int, ...],
+    encoding: Encoding,
+    shards: int = 1,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+    *,
+    keys: tuple[int, ...] | None = None,
+    chunk_numel: int = 8192,
+    shaped: bool = True,
+) -> EncodedTable:
+    """The table of these parameters, laid out one after the other."""
+    layout = block_layout(numels, block_numel=encoding.block_numel, shard_align=encoding.shard_align, shards=shards)
+    shapes: list[Shape] | None = [((numel,), (1,)) for numel in numels] if shaped else None
+    kinds = dtypes or (torch.float32,) * len(numels)
+    return EncodedTable(
+        numels, layout.offsets, kinds, layout.numel, encoding, shards, keys=keys, chunk_numel=chunk_numel, shapes=shapes
+    )
+
+
+@dataclass(frozen=True)
+class EncodedCase:
+    """What one example of a test consists of; of `bucket`, gaps and wire are not used."""
+
+    bucket: Case
+    encoding: Encoding
+    shards: int
+    contributions: int
+    shaped: bool
+    with_residuals: bool
+    weights: tuple[float, float]
+    draw: tuple[int, int, int, int] | None
+
+    def table(self) -> EncodedTable:
+        """The table of these slots."""
+        chunk = max(self.bucket.chunk_numel // self.encoding.block_numel, 1) * self.encoding.block_numel
+        keys = tuple((slot * 40503 + self.bucket.seed) % 2**32 for slot in range(len(self.bucket.numels)))
+        return table_of(
+            self.bucket.numels,
+            self.encoding,
+            self.shards,
+            self.bucket.dtypes,
+            keys=keys,
+            chunk_numel=chunk,
+            shaped=self.shaped,
+        )
+
+    def gradients(self, *, poisoned: bool = False) -> list[Guarded | None]:
+        """Gradients at any address, between sentinels; None: missing."""
+        bucket = self.bucket
+        return [
+            None
+            if missing
+            else Guarded.of(
+                poison(bucket.numels[slot], bucket.dtypes[slot]) if poisoned else bucket.values(slot), shift
+            )
+            for slot, (missing, shift) in enumerate(zip(bucket.missing, bucket.shifts, strict=True))
+        ]
+
+    def residuals(self, numels: tuple[int, ...]) -> Residuals | None:
+        """Residuals with the second copy live, the first poisoned; None: no error feedback."""
+        if not self.with_residuals:
+            return None
+        generator = torch.Generator().manual_seed(self.bucket.seed)
+        live = [torch.randn(numel, generator=generator) * 2.0**-8 for numel in numels]
+        written = [poison(numel, torch.float32) for numel in numels]
+        return Residuals((written, live), torch.tensor([1]), torch.tensor(self.weights))
+
+    def drawn(self) -> torch.Tensor | None:
+        """What random bits depend on; None: rounding to nearest."""
+        return None if self.draw is None else torch.tensor(self.draw)
+
+
+def encoded_cases(fp64: bool | None = None) -> SearchStrategy[EncodedCase]:
+    """Buckets as of `cases`, with every encoding, 1 to 3 shards, and all options."""
+    from hypothesis import strategies as st
+
+    @st.composite
+    def drawn(draw: st.DrawFn) -> EncodedCase:
+        number = st.integers(0, 2**32 - 1)
+        stochastic = draw(st.integers(0, 2)) == 0
+        return EncodedCase(
+            bucket=draw(cases(divisors(), fp64)),
+            encoding=draw(st.sampled_from(list(ENCODINGS.values()))),
+            shards=draw(st.integers(1, 3)),
+            contributions=draw(st.integers(1, 3)),
+            shaped=draw(st.booleans()),
+            with_residuals=draw(st.integers(0, 2)) == 0,
+            weights=draw(st.sampled_from([(1.0, 1.0), (1024.0, 2.0**-10), (0.3, 0.7)])),
+            draw=(draw(number), draw(number), draw(st.integers(0, 2**40)), draw(number)) if stochastic else None,
+        )
+
+    return drawn()
+
+
+def guarded_bytes(nbytes: int) -> Guarded:
+    """Poisoned bytes between sentinels, at an address that is a multiple of 64."""
+    return Guarded.of(torch.full((nbytes,), 0xA5, dtype=torch.uint8))
