@@ -26,8 +26,8 @@ from .reference import Gradients, first_non_finite, memory_of
 from .runs import scratch
 from .table import Partials, PointerTable, SourcePartials
 
-# Elements of a piece: 512 KiB of fp32, of which two are worked on at a time. In pieces of half the size encode and decode
-# take a quarter longer, in those of a quarter twice as long.
+# Elements of a piece: 512 KiB of fp32, of which two are worked on at a time. In pieces of half the size encode and
+# decode take a quarter longer, in those of a quarter twice as long.
 PIECE_NUMEL = 131072
 _SMALLEST_SCALE = 2.0**-126
 

@@ -60,10 +60,19 @@ class Launch:
 def _triton() -> Any:
     """The files with Triton kernels, imported when the first launch needs them (0.2 s); None without triton."""
     try:
-        from . import combine, pack, stats, unpack, variants, walk
+        from . import combine, combine_encoded, decode, encode, pack, stats, unpack, variants, walk
     except ImportError:  # no triton on this platform: the torch path serves every device
         return None
-    return SimpleNamespace(combine=combine, pack=pack, stats=stats, unpack=unpack, variants=variants, walk=walk)
+    files = combine, combine_encoded, decode, encode, pack, stats, unpack, variants, walk
+    return SimpleNamespace(**{file.__name__.rpartition(".")[2]: file for file in files})
+
+
+def launcher(path: Path, name: str, on_torch: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of that name in the file of that name, or `on_torch` if that is the path."""
+    if path == "torch":
+        return on_torch
+    function: Callable[..., Any] = getattr(getattr(_triton(), name), name)
+    return function
 
 
 def path_for(device: torch.device, written: Collection[torch.dtype], read: Collection[torch.dtype] = ()) -> Path:

@@ -50,11 +50,12 @@ def encode(
 
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
+        UnsupportedPairError: see `dispatch.path_for`.
     """
     options = {"residuals": residuals, "draw": draw, "vouched": vouched}
-    dispatch.call(
-        "encode", "torch", cpu_encoded.encode, gradients, chunks, pointers, encoded, divisor, partials, **options
-    )
+    path = dispatch.path_for(encoded.device, (encoded.dtype,), chunks.kinds)
+    function = dispatch.launcher(path, "encode", cpu_encoded.encode)
+    dispatch.call("encode", path, function, gradients, chunks, pointers, encoded, divisor, partials, **options)
 
 
 def combine_encoded(
@@ -78,9 +79,12 @@ def combine_encoded(
 
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
+        UnsupportedPairError: see `dispatch.path_for`.
     """
     options = {"residuals": residuals, "draw": draw, "vouched": vouched}
-    dispatch.call("combine_encoded", "torch", cpu_encoded.combine_encoded, received, chunks, output, **options)
+    path = dispatch.path_for(output.device, (output.dtype,))
+    function = dispatch.launcher(path, "combine_encoded", cpu_encoded.combine_encoded)
+    dispatch.call("combine_encoded", path, function, received, chunks, output, **options)
 
 
 def decode(
@@ -106,7 +110,8 @@ def decode(
 
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
+        UnsupportedPairError: see `dispatch.path_for`.
     """
-    dispatch.call(
-        "decode", "torch", cpu_encoded.decode, gradients, chunks, pointers, encoded, scale, partials, vouched=vouched
-    )
+    path = dispatch.path_for(encoded.device, chunks.kinds, (encoded.dtype,))
+    function = dispatch.launcher(path, "decode", cpu_encoded.decode)
+    dispatch.call("decode", path, function, gradients, chunks, pointers, encoded, scale, partials, vouched=vouched)

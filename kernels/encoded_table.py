@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.autograd.graph import increment_version
 
 from .encodings import EncodedLayout, Encoding
 from .table import CHUNK_NUMEL, ChunkTable, PointerTable, Shape
@@ -131,3 +132,20 @@ class Residuals:
     live: torch.Tensor
     weights: torch.Tensor
     tables: tuple[PointerTable, PointerTable] = field(default_factory=lambda: (PointerTable(), PointerTable()))
+
+
+def uploaded(residuals: Residuals | None, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+    """Arguments of a kernel for residuals: the addresses of both copies, `live` and `weights`."""
+    if residuals is None:
+        return None, None, None, None
+    first, second = (table.upload(copy, device) for table, copy in zip(residuals.tables, residuals.copies, strict=True))
+    return first, second, residuals.live, residuals.weights
+
+
+def launched(residuals: Residuals | None, output: torch.Tensor) -> None:
+    """Marks what a launch on the current stream reads and writes beside gradients."""
+    increment_version(output)
+    if residuals is not None:
+        for table, copy in zip(residuals.tables, residuals.copies, strict=True):
+            table.launched()
+            increment_version(copy)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 import triton
 
+from .encodings import Encoding
 from .kept_launch import KeptLaunch
 from .table import Partials
 from .triton_versions import mend_interpreter
@@ -26,6 +27,8 @@ TABLES: Mapping[str, str] = {"addresses": "*i64", "rows": "*i64"}
 PARTIALS: Mapping[str, str] = {"partial_sums": "*fp64", "partial_peaks": "*fp64", "first_non_finite": "*i64"}
 SOURCE_PARTIALS: Mapping[str, str] = {"first_non_finite": "*i64", "flushed": "*i64"}
 POINTERS = [*TABLES, "wire", "scalar", *PARTIALS, "flushed"]
+RESIDUALS: Mapping[str, str] = {"first_copy": "*i64", "second_copy": "*i64", "live": "*i64", "weights": "*fp32"}
+ENCODED_POINTERS = [*POINTERS, "places", "encoded", "geometry", "output", *RESIDUALS, "draw"]
 STATS_POINTERS = [
     "spans",
     "sums",
@@ -48,6 +51,8 @@ TRITON_NAMES: Mapping[torch.dtype, str] = {
     torch.float16: "fp16",
     torch.float64: "fp64",
     torch.int64: "i64",
+    torch.int8: "i8",
+    torch.uint8: "u8",
 }
 
 
@@ -161,7 +166,7 @@ class Variant:
     signature: Mapping[str, str]
     constexprs: Mapping[str, Any]
     num_warps: int
-    branches: tuple[tuple[str, str | None], ...]
+    branches: tuple[tuple[str | None, str | None], ...]
     label: str
     options: Mapping[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": True})
     _kept: dict[torch.device, KeptLaunch] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -236,6 +241,40 @@ def walk_variant(
         num_warps=tuning.num_warps,
         branches=branches,
         label=f"{name}[{label}]",
+    )
+
+
+def encoded_variant(
+    name: str,
+    kernel: Any,
+    arguments: Mapping[str, str],
+    switches: Mapping[str, bool],
+    encoding: Encoding,
+    tuning: Tuning,
+    backend: str,
+    *,
+    branches: tuple[tuple[str | None, str | None], ...],
+    words: Mapping[str, bool],
+) -> Variant:
+    """A variant of a kernel of encoded buckets, without fused arithmetic: codes are those of the definition."""
+    options = {"feedback": switches.get("FEEDBACK", False), "stochastic": switches.get("STOCHASTIC", False)}
+    constexprs = {
+        **switches,
+        "BITS": encoding.bits,
+        "BLOCK": encoding.block_numel,
+        "TILE_BYTES": tuning.tile_bytes,
+        "LANES": lanes(tuning, backend),
+    }
+    constexprs = {key: constexprs[key] for key in kernel.arg_names if key in constexprs}
+    label = ", ".join([encoding.name, *(word for word, there in {**words, **options}.items() if there)])
+    return Variant(
+        kernel=kernel,
+        signature={**arguments, **dict.fromkeys(constexprs, "constexpr")},
+        constexprs=constexprs,
+        num_warps=tuning.num_warps,
+        branches=branches,
+        label=f"{name}[{label}]",
+        options={"enable_fp_fusion": False},
     )
 
 

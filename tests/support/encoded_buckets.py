@@ -51,7 +51,7 @@ class EncodedCase:
 
     def table(self) -> EncodedTable:
         """The table of these slots."""
-        chunk = max(self.bucket.chunk_numel // self.encoding.block_numel, 1) * self.encoding.block_numel
+        chunk = max(self.bucket.chunk_numel // self.encoding.block_numel, 4) * self.encoding.block_numel
         keys = tuple((slot * 40503 + self.bucket.seed) % 2**32 for slot in range(len(self.bucket.numels)))
         return table_of(
             self.bucket.numels,

@@ -1,0 +1,182 @@
+"""Combine encoded contributions: the sum of several encodings of one shard, encoded again, in one launch.
+
+    value[i] = decoded_0[i] + decoded_1[i] + ... + weight * residual[i]      in fp32, in the contributions' order
+
+Shapes: uint8 [W x shard_bytes] -> uint8 [shard_bytes]. Bytes moved per element of the shard: (W + 1) x 1.016 (int8) or
+0.531 (int4); with residuals 4 read and 4 written more.
+
+Example, int8, a block of which one rank sent 1.0 and 3.0 (scale 3 / 127, codes 42 and 127) and another 3.0 and 1.0: the
+sums are 3.9921 twice, encoded with scale 3.9921 / 127 and codes 127.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import torch
+import triton
+import triton.language as tl
+
+from .blocks import decode_tile, encode_tile, load_half, load_residuals, store_half
+from .checks import check_combine_encoded
+from .encoded_table import EncodedTable, Residuals, launched, uploaded
+from .encodings import ENCODINGS, Encoding
+from .variants import (
+    ENCODED_POINTERS,
+    RESIDUALS,
+    Tuning,
+    Variant,
+    absent,
+    current_target,
+    encoded_variant,
+    tuning_for,
+)
+
+
+@triton.jit
+def combine_blocks(
+    received,
+    output,
+    geometry,
+    first,
+    before,
+    after,
+    weights,
+    draw,
+    SOURCE: tl.constexpr,
+    DESTINATION: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+):
+    """Adds up blocks [first, first + rows of a tile) of all contributions; `received` and `output` are addresses."""
+    VECTOR: tl.constexpr = 4 if FEEDBACK else 8
+    HALF: tl.constexpr = BLOCK // 2
+    CODE_BYTES: tl.constexpr = BLOCK * BITS // 8
+    SCALE_BYTES: tl.constexpr = 4 if BITS == 8 else 2
+    ROWS: tl.constexpr = TILE_BYTES // CODE_BYTES
+    number, shard_bytes = tl.load(geometry), tl.load(geometry + 2)
+    scales_bytes = tl.load(geometry + 3)
+    blocks = scales_bytes // SCALE_BYTES
+    inside = first + tl.arange(0, ROWS) < blocks
+    scales, codes = first * SCALE_BYTES, scales_bytes + first * CODE_BYTES
+    low, high = decode_tile(received + scales, received + codes, inside, ROWS, HALF, BITS, VECTOR)
+    for contribution in tl.range(1, number):
+        shard = received + contribution * shard_bytes
+        low_more, high_more = decode_tile(shard + scales, shard + codes, inside, ROWS, HALF, BITS, VECTOR)
+        low += low_more
+        high += high_more
+    if FEEDBACK:
+        count = (blocks - first) * BLOCK
+        index = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, HALF)[None, :]
+        start, end = before + first * BLOCK * 4, after + first * BLOCK * 4
+        middle = tl.where((before | after) % 16 == 0, count, 0)
+        rest = middle == 0
+        low_before = load_half(start, index, middle, count, rest, tl.float32, VECTOR)
+        high_before = load_half(start, index + HALF, middle, count, rest, tl.float32, VECTOR)
+        low += low_before * tl.load(weights)
+        high += high_before * tl.load(weights)
+    parameter = first
+    if STOCHASTIC:
+        parameter = tl.load(draw + 3)
+    low_sent, high_sent, finite = encode_tile(
+        low, high, output + scales, output + codes, inside, draw, parameter, first, BITS, VECTOR, STOCHASTIC
+    )
+    if FEEDBACK:
+        low = tl.where(finite[:, None], (low - low_sent) * tl.load(weights + 1), low_before)
+        high = tl.where(finite[:, None], (high - high_sent) * tl.load(weights + 1), high_before)
+        store_half(end, index, low, middle, count, rest, tl.float32, VECTOR)
+        store_half(end, index + HALF, high, middle, count, rest, tl.float32, VECTOR)
+
+
+@triton.jit(do_not_specialize=ENCODED_POINTERS)
+def _combine_encoded_kernel(
+    encoded,
+    output,
+    geometry,
+    first_copy,
+    second_copy,
+    live,
+    weights,
+    draw,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+):
+    """One program per tile."""
+    ROWS: tl.constexpr = TILE_BYTES // (BLOCK * BITS // 8)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    before, after = first, first
+    if FEEDBACK:
+        before, after = load_residuals(first_copy, second_copy, tl.load(live), 0)
+    combine_blocks(
+        encoded.to(tl.int64), output.to(tl.int64), geometry, first, before, after, weights, draw,
+        tl.int8, tl.int8, BITS, BLOCK, FEEDBACK, STOCHASTIC, TILE_BYTES,
+    )  # fmt: skip
+
+
+def combine_encoded(
+    received: torch.Tensor,
+    chunks: EncodedTable,
+    output: torch.Tensor,
+    *,
+    residuals: Residuals | None = None,
+    draw: torch.Tensor | None = None,
+    vouched: bool = False,
+    tuning: Tuning | None = None,
+) -> None:
+    """Adds up the contributions to one shard, in one launch; arguments as for `kernels.encoded.combine_encoded`.
+
+    Args:
+        tuning: launch shape; None: the architecture's.
+    """
+    if not vouched:
+        check_combine_encoded(received, chunks, output, residuals, draw)
+    layout, device = chunks.layout, output.device
+    target = current_target(device)
+    variant = combine_encoded_variant(
+        layout.encoding, residuals is not None, draw is not None, tuning or tuning_for(target), target[0]
+    )
+    rows = variant.constexprs["TILE_BYTES"] // layout.encoding.code_bytes
+    if layout.shard_blocks:
+        geometry = chunks.geometry(received.numel() // layout.shard_bytes, device)
+        arguments = received, output, geometry, *uploaded(residuals, device), draw
+        variant.launch(-(-layout.shard_blocks // rows), arguments)
+        launched(residuals, output)
+
+
+@functools.cache
+def combine_encoded_variant(
+    encoding: Encoding, feedback: bool, stochastic: bool, tuning: Tuning, backend: str
+) -> Variant:
+    """The compilation for this encoding and these options."""
+    kept = RESIDUALS if feedback else absent(RESIDUALS)
+    drawn = "*i64" if stochastic else "constexpr"
+    return encoded_variant(
+        "combine_encoded",
+        _combine_encoded_kernel,
+        {"encoded": "*u8", "output": "*u8", "geometry": "*i64", **kept, "draw": drawn},
+        {"FEEDBACK": feedback, "STOCHASTIC": stochastic},
+        encoding,
+        # Sums are fp32: a thread keeps as many of them as it has bytes of codes, or twice as many.
+        dataclasses.replace(tuning, tile_bytes=tuning.tile_bytes // (4 if encoding.bits == 8 else 8)),
+        backend,
+        branches=(("i8", "i8"),),
+        words={},
+    )
+
+
+def variants(tuning: Tuning, backend: str) -> tuple[Variant, ...]:
+    """All variants that this file can launch on one architecture."""
+    switches = list(itertools.product((False, True), repeat=2))
+    return tuple(
+        combine_encoded_variant(encoding, *options, tuning, backend)
+        for encoding in ENCODINGS.values()
+        for options in switches
+    )

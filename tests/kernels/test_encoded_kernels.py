@@ -1,0 +1,102 @@
+"""encode, combine_encoded and decode in Triton's interpreter against their definition: exact, nothing written twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+from hypothesis import given
+from hypothesis import strategies as st
+from support.buckets import assert_same
+from support.encoded_buckets import EncodedCase, encoded_cases, table_of
+from support.encoded_checks import (
+    SCALES,
+    assert_combine_equals_the_reference,
+    assert_decode_equals_the_reference,
+    assert_encode_equals_the_reference,
+)
+from support.interpreter_defects import store_as_interpreted
+from support.sweep import sweep
+
+from fusedreduce.kernels import dispatch, encoded, reference_encoded
+from fusedreduce.kernels.combine_encoded import combine_encoded
+from fusedreduce.kernels.decode import decode
+from fusedreduce.kernels.encode import encode
+from fusedreduce.kernels.encoded_table import EncodedTable
+from fusedreduce.kernels.encodings import ENCODINGS, Encoding
+from fusedreduce.kernels.table import PointerTable
+from fusedreduce.kernels.variants import Tuning
+
+pytestmark = [
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+    # numpy's remarks on the overflows and NaNs that these tests are about
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+encodings = pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=ENCODINGS.keys())
+tunings = st.sampled_from([Tuning(4096, 1), Tuning(16384, 1)])
+
+
+@given(encoded_cases(), tunings)
+@sweep(60)
+def test_encode_equals_the_reference(case: EncodedCase, tuning: Tuning) -> None:
+    assert_encode_equals_the_reference(case, encode, tuning=tuning)
+
+
+@given(encoded_cases(), tunings)
+@sweep(40)
+def test_combine_equals_the_reference(case: EncodedCase, tuning: Tuning) -> None:
+    assert_combine_equals_the_reference(case, combine_encoded, tuning=tuning)
+
+
+@given(encoded_cases(), st.sampled_from(SCALES), tunings)
+@sweep(60)
+def test_decode_equals_the_reference(case: EncodedCase, scalar: float, tuning: Tuning) -> None:
+    with pytest.MonkeyPatch.context() as patch:  # the one difference that is known, and is not ours
+        patch.setattr(reference_encoded, "store_rounded", store_as_interpreted)
+        assert_decode_equals_the_reference(case, scalar, decode, tuning=tuning)
+
+
+@encodings
+@pytest.mark.parametrize("begin", [1, 4, 5])
+def test_slots_of_one_shared_buffer(encoding: Encoding, begin: int) -> None:
+    """A comm hook's bucket: slots at any element of one flat buffer."""
+    numels, begins = (begin, 700, 64), (0, begin, begin + 700)
+    apart = table_of(numels, encoding, 2)
+    chunks = EncodedTable(
+        numels, apart.offsets, [torch.float32] * 3, apart.wire_numel, encoding, 2, begins=begins, chunk_numel=512
+    )
+    buffer = torch.randn(begin + 764)
+    bucket, wanted = (torch.empty(chunks.layout.nbytes, dtype=torch.uint8) for _ in range(2))
+    encode([buffer] * 3, chunks, PointerTable(), bucket, 3.0, tuning=Tuning(4096, 1))
+    reference_encoded.encode(buffer.split(numels), apart, PointerTable(), wanted, 3.0)
+    assert torch.equal(bucket, wanted)
+    result, expected = torch.empty_like(buffer), torch.empty_like(buffer)
+    decode([result] * 3, chunks, PointerTable(), bucket, torch.ones(1), tuning=Tuning(4096, 1))
+    reference_encoded.decode(expected.split(numels), apart, PointerTable(), bucket, torch.ones(1))
+    assert_same(result, expected)
+
+
+@encodings
+def test_one_launch_each(encoding: Encoding) -> None:
+    """Whatever the number of parameters; on CPU under the interpreter these are the kernels."""
+    chunks = table_of((300,) * 20, encoding, 2)
+    gradients = [torch.randn(300) for _ in range(20)]
+    bucket = torch.empty(chunks.layout.nbytes, dtype=torch.uint8)
+    output = torch.empty(chunks.layout.shard_bytes, dtype=torch.uint8)
+    with dispatch.count_launches() as counted:
+        encoded.encode(gradients, chunks, PointerTable(), bucket, 1.0)
+        encoded.combine_encoded(bucket, chunks, output)
+        encoded.decode(gradients, chunks, PointerTable(), bucket, torch.ones(1))
+    assert [(one.function, one.path, one.launches) for one in counted] == [
+        ("encode", "interpreter", 1),
+        ("combine_encoded", "interpreter", 1),
+        ("decode", "interpreter", 1),
+    ]
+
+
+@encodings
+def test_nothing_at_all(encoding: Encoding) -> None:
+    chunks, empty = table_of((0,), encoding), torch.empty(0, dtype=torch.uint8)
+    encode([torch.empty(0)], chunks, PointerTable(), empty, 1.0)
+    combine_encoded(empty, chunks, empty)
+    decode([torch.empty(0)], chunks, PointerTable(), empty, torch.ones(1))
