@@ -23,26 +23,47 @@ _SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def load_half(address, index, middle, end, rest, SOURCE: tl.constexpr, VECTOR: tl.constexpr):
-    """Elements before `middle` in wide accesses; if `rest`, those up to `end` one by one; zeros behind.
+def load_halves(address, index, half, middle, end, rest, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
+    """(elements at `index`, those `half` further): before `middle` in wide accesses; if `rest`, those up to `end` one
+    by one; zeros behind.
 
-    The second mask is of single elements, so its accesses are no wider, whatever the pointer claims. With a pointer
-    that claims less its elements would belong to other threads, and get there through shared memory.
+    The second masks are of single elements, so their accesses are no wider, whatever the pointer claims. With a pointer
+    that claims less their elements would belong to other threads, and get there through shared memory.
     """
-    pointer = tl.multiple_of(address.to(tl.pointer_type(SOURCE)), VECTOR * SOURCE.primitive_bitwidth // 8)
-    value = load_vector(pointer + index, index < tl.multiple_of(middle, VECTOR))
+    pointer = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), VECTOR * DTYPE.primitive_bitwidth // 8)
+    middle = tl.multiple_of(middle, VECTOR)
+    other = index + half
+    low = load_vector(pointer + index, index < middle)
+    high = load_vector(pointer + other, other < middle)
     if rest:
-        value = tl.where(index < middle, value, load_single(pointer + index, (index >= middle) & (index < end)))
-    return value
+        low = tl.where(index < middle, low, load_single(pointer + index, (index >= middle) & (index < end)))
+        high = tl.where(other < middle, high, load_single(pointer + other, (other >= middle) & (other < end)))
+    return low, high
 
 
 @triton.jit
-def store_half(address, index, value, middle, end, rest, DESTINATION: tl.constexpr, VECTOR: tl.constexpr):
-    """Elements before `middle` in wide accesses; if `rest`, those up to `end` one by one; as `load_half`."""
-    pointer = tl.multiple_of(address.to(tl.pointer_type(DESTINATION)), VECTOR * DESTINATION.primitive_bitwidth // 8)
-    store_vector(pointer + index, value, index < tl.multiple_of(middle, VECTOR))
+def store_halves(address, index, half, low, high, middle, end, rest, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
+    """Writes what `load_halves` reads."""
+    pointer = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), VECTOR * DTYPE.primitive_bitwidth // 8)
+    middle = tl.multiple_of(middle, VECTOR)
+    other = index + half
+    store_vector(pointer + index, low, index < middle)
+    store_vector(pointer + other, high, other < middle)
     if rest:
-        store_single(pointer + index, value, (index >= middle) & (index < end))
+        store_single(pointer + index, low, (index >= middle) & (index < end))
+        store_single(pointer + other, high, (other >= middle) & (other < end))
+
+
+@triton.jit
+def load_kept(address, index, half, middle, end, rest, SOURCE: tl.constexpr, VECTOR: tl.constexpr):
+    """Residuals, as `load_halves`."""
+    return load_halves(address, index, half, middle, end, rest, SOURCE, VECTOR)
+
+
+@triton.jit
+def store_kept(address, index, half, low, high, middle, end, rest, DESTINATION: tl.constexpr, VECTOR: tl.constexpr):
+    """Residuals, as `store_halves`."""
+    store_halves(address, index, half, low, high, middle, end, rest, DESTINATION, VECTOR)
 
 
 @triton.jit
@@ -118,15 +139,21 @@ def round_codes(value, inverse, finite, words, BITS: tl.constexpr, STOCHASTIC: t
 
 
 @triton.jit
-def random_words(draw, parameter, first_block, ROWS: tl.constexpr, HALF: tl.constexpr):
+def load_key(draw):
+    """(64 bits of seed and stream, step) of stochastic rounding."""
+    return tl.load(draw) | (tl.load(draw + 1) << 32), tl.load(draw + 2)
+
+
+@triton.jit
+def random_words(key, step, parameter, first_block, ROWS: tl.constexpr, HALF: tl.constexpr):
     """32 random bits for each pair of elements of blocks from `first_block` of a parameter on; see `philox`."""
-    key = tl.load(draw) | (tl.load(draw + 1) << 32)
-    step = (tl.load(draw + 2) & 0xFFFFFFFF).to(tl.uint32)
     QUADS: tl.constexpr = HALF // 4
     number = (first_block + tl.arange(0, ROWS))[:, None] * QUADS + tl.arange(0, QUADS)[None, :]
     low, high = (number & 0xFFFFFFFF).to(tl.uint32), (number >> 32).to(tl.uint32)
     zeros = tl.zeros_like(low)
-    first, second, third, fourth = tl.philox(key, low, high, zeros + parameter.to(tl.uint32), zeros + step)
+    first, second, third, fourth = tl.philox(
+        key, low, high, zeros + parameter.to(tl.uint32), zeros + (step & 0xFFFFFFFF).to(tl.uint32)
+    )
     pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
     return tl.reshape(pairs, (ROWS, HALF))
 
@@ -138,7 +165,8 @@ def encode_tile(
     scales,
     codes,
     inside,
-    draw,
+    key,
+    step,
     parameter,
     first_block,
     BITS: tl.constexpr,
@@ -154,7 +182,7 @@ def encode_tile(
     HALF: tl.constexpr = low.shape[1]
     scale, inverse, finite = block_scales(block_peaks(low, high), BITS)
     if STOCHASTIC:
-        words = random_words(draw, parameter, first_block, ROWS, HALF)
+        words = random_words(key, step, parameter, first_block, ROWS, HALF)
         low_code, low_bits = round_codes(low, inverse, finite, words & 0xFFFF, BITS, STOCHASTIC)
         high_code, high_bits = round_codes(high, inverse, finite, words >> 16, BITS, STOCHASTIC)
     else:

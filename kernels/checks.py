@@ -178,6 +178,8 @@ def check_combine_encoded(
         raise ValueError("the output overlaps the received shards: give it memory of its own")
     if residuals is not None:
         _check_residuals(residuals, (layout.shard_numel,), output.device)
+        if any(one.data_ptr() % 16 for copy in residuals.copies for one in copy):
+            raise ValueError("residuals of a shard begin at addresses that are multiples of 16: clone them")
     if draw is not None:
         _check_draw(draw, output.device)
 

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 
 import torch
 import triton
 import triton.language as tl
 
-from .blocks import decode_tile, encode_tile, load_half, load_residuals, store_half
+from .blocks import decode_tile, encode_tile, load_kept, load_key, load_residuals, store_kept
 from .checks import check_combine_encoded
 from .encoded_table import EncodedTable, Residuals, launched, uploaded
 from .encodings import ENCODINGS, Encoding
 from .variants import (
     ENCODED_POINTERS,
+    KEPT,
     RESIDUALS,
     Tuning,
     Variant,
@@ -54,11 +54,11 @@ def combine_blocks(
     TILE_BYTES: tl.constexpr,
 ):
     """Adds up blocks [first, first + rows of a tile) of all contributions; `received` and `output` are addresses."""
-    VECTOR: tl.constexpr = 4 if FEEDBACK else 8
+    VECTOR: tl.constexpr = 4 if FEEDBACK else 16
     HALF: tl.constexpr = BLOCK // 2
     CODE_BYTES: tl.constexpr = BLOCK * BITS // 8
     SCALE_BYTES: tl.constexpr = 4 if BITS == 8 else 2
-    ROWS: tl.constexpr = TILE_BYTES // CODE_BYTES
+    ROWS: tl.constexpr = TILE_BYTES // (BLOCK * 4 if FEEDBACK else CODE_BYTES)
     number, shard_bytes = tl.load(geometry), tl.load(geometry + 2)
     scales_bytes = tl.load(geometry + 3)
     blocks = scales_bytes // SCALE_BYTES
@@ -74,23 +74,21 @@ def combine_blocks(
         count = (blocks - first) * BLOCK
         index = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, HALF)[None, :]
         start, end = before + first * BLOCK * 4, after + first * BLOCK * 4
-        middle = tl.where((before | after) % 16 == 0, count, 0)
-        rest = middle == 0
-        low_before = load_half(start, index, middle, count, rest, tl.float32, VECTOR)
-        high_before = load_half(start, index + HALF, middle, count, rest, tl.float32, VECTOR)
+        # Whole blocks, at addresses that are multiples of 16: there is no rest.
+        low_before, high_before = load_kept(start, index, HALF, count, count, False, tl.float32, VECTOR)
         low += low_before * tl.load(weights)
         high += high_before * tl.load(weights)
-    parameter = first
+    key, step, parameter = first, first, first
     if STOCHASTIC:
+        key, step = load_key(draw)
         parameter = tl.load(draw + 3)
     low_sent, high_sent, finite = encode_tile(
-        low, high, output + scales, output + codes, inside, draw, parameter, first, BITS, VECTOR, STOCHASTIC
+        low, high, output + scales, output + codes, inside, key, step, parameter, first, BITS, VECTOR, STOCHASTIC
     )
     if FEEDBACK:
         low = tl.where(finite[:, None], (low - low_sent) * tl.load(weights + 1), low_before)
         high = tl.where(finite[:, None], (high - high_sent) * tl.load(weights + 1), high_before)
-        store_half(end, index, low, middle, count, rest, tl.float32, VECTOR)
-        store_half(end, index + HALF, high, middle, count, rest, tl.float32, VECTOR)
+        store_kept(end, index, HALF, low, high, count, count, False, tl.float32, VECTOR)
 
 
 @triton.jit(do_not_specialize=ENCODED_POINTERS)
@@ -110,7 +108,7 @@ def _combine_encoded_kernel(
     TILE_BYTES: tl.constexpr,
 ):
     """One program per tile."""
-    ROWS: tl.constexpr = TILE_BYTES // (BLOCK * BITS // 8)
+    ROWS: tl.constexpr = TILE_BYTES // (BLOCK * 4 if FEEDBACK else BLOCK * BITS // 8)
     first = tl.program_id(0).to(tl.int64) * ROWS
     before, after = first, first
     if FEEDBACK:
@@ -143,7 +141,8 @@ def combine_encoded(
     variant = combine_encoded_variant(
         layout.encoding, residuals is not None, draw is not None, tuning or tuning_for(target), target[0]
     )
-    rows = variant.constexprs["TILE_BYTES"] // layout.encoding.code_bytes
+    block_bytes = layout.encoding.code_bytes if residuals is None else 4 * layout.encoding.block_numel
+    rows = variant.constexprs["TILE_BYTES"] // block_bytes
     if layout.shard_blocks:
         geometry = chunks.geometry(received.numel() // layout.shard_bytes, device)
         arguments = received, output, geometry, *uploaded(residuals, device), draw
@@ -155,7 +154,10 @@ def combine_encoded(
 def combine_encoded_variant(
     encoding: Encoding, feedback: bool, stochastic: bool, tuning: Tuning, backend: str
 ) -> Variant:
-    """The compilation for this encoding and these options."""
+    """The compilation for this encoding and these options.
+
+    A tile is TILE_BYTES of codes, so that a thread adds up 32 values, or of residuals, if there are any.
+    """
     kept = RESIDUALS if feedback else absent(RESIDUALS)
     drawn = "*i64" if stochastic else "constexpr"
     return encoded_variant(
@@ -164,19 +166,17 @@ def combine_encoded_variant(
         {"encoded": "*u8", "output": "*u8", "geometry": "*i64", **kept, "draw": drawn},
         {"FEEDBACK": feedback, "STOCHASTIC": stochastic},
         encoding,
-        # Sums are fp32: a thread keeps as many of them as it has bytes of codes, or twice as many.
-        dataclasses.replace(tuning, tile_bytes=tuning.tile_bytes // (4 if encoding.bits == 8 else 8)),
+        tuning if feedback else dataclasses.replace(tuning, tile_bytes=tuning.tile_bytes * encoding.bits // 16),
         backend,
-        branches=(("i8", "i8"),),
+        branches=(("i8", "i8"), *(KEPT if feedback else ())),
         words={},
     )
 
 
 def variants(tuning: Tuning, backend: str) -> tuple[Variant, ...]:
-    """All variants that this file can launch on one architecture."""
-    switches = list(itertools.product((False, True), repeat=2))
+    """Of the variants that this file can launch on one architecture those with no option and with both."""
     return tuple(
-        combine_encoded_variant(encoding, *options, tuning, backend)
+        combine_encoded_variant(encoding, option, option, tuning, backend)
         for encoding in ENCODINGS.values()
-        for options in switches
+        for option in (False, True)
     )

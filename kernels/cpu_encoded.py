@@ -52,7 +52,7 @@ def encode(
             gradients, chunks, pointers, encoded, divisor, partials, residuals=residuals, draw=draw, vouched=True
         )
         return
-    scalar, exact = division(divisor, chunks.compute_dtype)
+    scalar, exact = division(divisor, torch.float32)
     change = None if scalar == 1.0 else (torch.mul if exact else torch.div, scalar)
     if partials is not None:
         partials.first_non_finite.fill_(-1)
@@ -265,10 +265,7 @@ class _Pieces:
             values.zero_()
         if not views:
             return
-        if self.chunks.fp64 and change is not None:  # rounded to fp32 when they have been divided
-            members = [None if one is None else change[0](one, change[1]) for one in members]
-            copy_all(views, members)
-        elif change is not None and len(members) == 1 and members[0] is not None and members[0].dtype is torch.float32:
+        if change is not None and len(members) == 1 and members[0] is not None and members[0].dtype is torch.float32:
             change[0](members[0], change[1], out=views[0])
         else:
             copy_all(views, members)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch.autograd.graph import increment_version
 
-from .blocks import decode_tile, store_half
+from .blocks import decode_tile, store_halves
 from .checks import check_decode
 from .chunk import STORED, gradient_sums, load_place, load_row, no_marks, no_sums, round_once
 from .encode import PLACE
@@ -88,8 +88,7 @@ def decode_chunk(
         rest = begin + TILE > middle
         low = round_once(low.to(COMPUTE) * factor, DESTINATION)
         high = round_once(high.to(COMPUTE) * factor, DESTINATION)
-        store_half(gradient, begin + index, low, middle, count, rest, DESTINATION, VECTOR)
-        store_half(gradient, begin + index + HALF, high, middle, count, rest, DESTINATION, VECTOR)
+        store_halves(gradient, begin + index, HALF, low, high, middle, count, rest, DESTINATION, VECTOR)
         if STATS:
             # What lies behind `count` is padding, which adds nothing, or is NaN as the rest of its block.
             low_seen = tl.reshape(low.to(COMPUTE), (VECTORS, VECTOR))

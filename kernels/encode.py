@@ -1,6 +1,6 @@
 """Encode: gradients, through a table of addresses, into the encoded shards of one bucket, in one launch.
 
-    value = round_fp32(gradient[i] / divisor) + weight * residual[i]        then as `encodings` says, block by block
+    value = gradient[i] / divisor + weight * residual[i]        in fp32, then as `encodings` says, block by block
 
 Shapes: P gradients of any sizes -> uint8 [layout.nbytes]. Bytes moved per element: gradient itemsize + 1.016 (int8) or
 0.531 (int4); with residuals 4 read and 4 written more; plus 72 bytes of tables per chunk. A missing gradient counts as
@@ -12,17 +12,17 @@ even), 127 and 0; it decodes to 1.0079, 2.0 and 0.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from .blocks import encode_tile, load_half, load_residuals, store_half
+from .blocks import encode_tile, load_halves, load_kept, load_key, load_residuals, store_kept
 from .checks import check_encode
-from .chunk import DIVIDE, MULTIPLY, PADDING, ROW, apply_scalar, careful_gradient, load_place, load_row
+from .chunk import DIVIDE, MULTIPLY, PADDING, ROW, apply_scalar, careful_gradient, load_row
 from .division import division
 from .encoded_table import EncodedTable, Residuals, launched, uploaded
 from .encodings import ENCODINGS, Encoding
@@ -30,6 +30,7 @@ from .table import PointerTable, SourcePartials
 from .variants import (
     ENCODED_POINTERS,
     GRADIENTS,
+    KEPT,
     RESIDUALS,
     SOURCE_PARTIALS,
     TABLES,
@@ -41,6 +42,8 @@ from .variants import (
     tuning_for,
 )
 
+# With statistics, with residuals, rounded stochastically.
+OPTIONS = ((False,) * 3, (True, False, False), (False, True, False), (False, False, True), (True,) * 3)
 # Columns of a row of EncodedTable.places: first scale, first code, parameter's number, first element.
 PLACE = tl.constexpr(4)
 
@@ -59,8 +62,10 @@ def encode_chunk(
     scalar,
     before,
     after,
-    weights,
-    draw,
+    weight,
+    back,
+    key,
+    step,
     parameter,
     first_block,
     SOURCE: tl.constexpr,
@@ -75,6 +80,7 @@ def encode_chunk(
     """Encodes `count` elements; returns how many blocks are not finite.
 
     `source`, `scales`, `codes`, `before` and `after` are addresses of the chunk's first; 0: zeros, and no residual.
+    Residuals are multiplied by `weight` when they are read, by `back` when they are written.
     """
     BYTES: tl.constexpr = SOURCE.primitive_bitwidth // 8
     # 16 bytes of the widest of what is read and written; of fp64 twice as many, or half a block would take two warps.
@@ -92,17 +98,17 @@ def encode_chunk(
     bad = tl.zeros((ROWS,), tl.int32)
     for start in tl.range(0, count, TILE):
         begin = tl.multiple_of(start, TILE)
-        low = load_half(source, begin + index, middle, present, begin + TILE > middle, SOURCE, VECTOR)
-        high = load_half(source, begin + index + HALF, middle, present, begin + TILE > middle, SOURCE, VECTOR)
-        COMPUTE: tl.constexpr = tl.float64 if BYTES == 8 else tl.float32
-        low = apply_scalar(low.to(COMPUTE), scalar, OP).to(tl.float32)
-        high = apply_scalar(high.to(COMPUTE), scalar, OP).to(tl.float32)
+        rest = begin + TILE > middle
+        low, high = load_halves(source, begin + index, HALF, middle, present, rest, SOURCE, VECTOR)
+        low = apply_scalar(low.to(tl.float32), scalar, OP)
+        high = apply_scalar(high.to(tl.float32), scalar, OP)
         if FEEDBACK:
             kept_rest = begin + TILE > kept_middle
-            low_before = load_half(before, begin + index, kept_middle, kept, kept_rest, tl.float32, VECTOR)
-            high_before = load_half(before, begin + index + HALF, kept_middle, kept, kept_rest, tl.float32, VECTOR)
-            low += low_before * tl.load(weights)
-            high += high_before * tl.load(weights)
+            low_before, high_before = load_kept(
+                before, begin + index, HALF, kept_middle, kept, kept_rest, tl.float32, VECTOR
+            )
+            low += low_before * weight
+            high += high_before * weight
         inside = begin + row * BLOCK < count
         first = begin // BLOCK
         low_sent, high_sent, finite = encode_tile(
@@ -111,7 +117,8 @@ def encode_chunk(
             scales + first * SCALE_BYTES,
             codes + first * (BLOCK * BITS // 8),
             inside,
-            draw,
+            key,
+            step,
             parameter,
             first_block + first,
             BITS,
@@ -119,10 +126,9 @@ def encode_chunk(
             STOCHASTIC,
         )
         if FEEDBACK:
-            low = tl.where(finite[:, None], (low - low_sent) * tl.load(weights + 1), low_before)
-            high = tl.where(finite[:, None], (high - high_sent) * tl.load(weights + 1), high_before)
-            store_half(after, begin + index, low, kept_middle, kept, kept_rest, tl.float32, VECTOR)
-            store_half(after, begin + index + HALF, high, kept_middle, kept, kept_rest, tl.float32, VECTOR)
+            low = tl.where(finite[:, None], (low - low_sent) * back, low_before)
+            high = tl.where(finite[:, None], (high - high_sent) * back, high_before)
+            store_kept(after, begin + index, HALF, low, high, kept_middle, kept, kept_rest, tl.float32, VECTOR)
         bad += (~finite).to(tl.int32)
     return count_faults(bad)
 
@@ -159,12 +165,17 @@ def _encode_kernel(
     codes = encoded.to(tl.int64) + tl.load(place + 1)
     parameter, element = tl.load(place + 2), tl.load(place + 3)
     before, after = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    weight, back = 1.0, 1.0
+    key, step = element, element
+    if STOCHASTIC:
+        key, step = load_key(draw)
     if FEEDBACK:
+        weight, back = tl.load(weights), tl.load(weights + 1)
         before, after = load_residuals(first_copy, second_copy, tl.load(live), tl.load(rows + program * ROW))
         before = tl.where(before == 0, 0, before + element * 4)
         after = tl.where(after == 0, 0, after + element * 4)
     OP: tl.constexpr = MULTIPLY if EXACT else DIVIDE
-    scalar = tl.full((), number, tl.float64 if FP64 else tl.float32)
+    scalar = tl.full((), number, tl.float32)
     BYTES: tl.constexpr = 8 if FP64 else 4
     size = tl.where(dtype == 0, BYTES, BYTES // 2) if not FP64 else BYTES
     present = address != 0
@@ -172,29 +183,29 @@ def _encode_kernel(
     first = element // BLOCK
     if FP64:
         faults = encode_chunk(
-            source, count, scales, codes, scalar, before, after, weights, draw, parameter, first,
+            source, count, scales, codes, scalar, before, after, weight, back, key, step, parameter, first,
             tl.float64, tl.int8, OP, BITS, BLOCK, FEEDBACK, STOCHASTIC, TILE_BYTES,
         )  # fmt: skip
     elif dtype == 0:
         faults = encode_chunk(
-            source, count, scales, codes, scalar, before, after, weights, draw, parameter, first,
+            source, count, scales, codes, scalar, before, after, weight, back, key, step, parameter, first,
             tl.float32, tl.int8, OP, BITS, BLOCK, FEEDBACK, STOCHASTIC, TILE_BYTES,
         )  # fmt: skip
     elif dtype == 1:
         faults = encode_chunk(
-            source, count, scales, codes, scalar, before, after, weights, draw, parameter, first,
+            source, count, scales, codes, scalar, before, after, weight, back, key, step, parameter, first,
             tl.bfloat16, tl.int8, OP, BITS, BLOCK, FEEDBACK, STOCHASTIC, TILE_BYTES,
         )  # fmt: skip
     else:
         faults = encode_chunk(
-            source, count, scales, codes, scalar, before, after, weights, draw, parameter, first,
+            source, count, scales, codes, scalar, before, after, weight, back, key, step, parameter, first,
             tl.float16, tl.int8, OP, BITS, BLOCK, FEEDBACK, STOCHASTIC, TILE_BYTES,
         )  # fmt: skip
     if STATS:
         found = tl.full((), -1, tl.int64)
-        if present & (faults > 0):
-            # Read again, rather than kept in registers.
-            address, begin = load_place(addresses, rows, program)
+        # Read again, rather than kept in registers.
+        address, begin, count, offset, dtype = load_row(addresses, rows, program)
+        if (address != 0) & (faults > 0):
             squares, found = careful_gradient(address, begin, count, dtype, FP64, LANES)
         data = dtype != PADDING
         tl.store(first_non_finite + program, found, mask=data)
@@ -223,7 +234,7 @@ def encode(
         check_encode(gradients, chunks, pointers, encoded, partials, residuals, draw)
     device = encoded.device
     target = current_target(device)
-    number, exact = division(divisor, chunks.compute_dtype)
+    number, exact = division(divisor, torch.float32)
     shape = tuning or tuning_for(target)
     options = partials is not None, residuals is not None, draw is not None
     variant = encode_variant(chunks.layout.encoding, chunks.fp64, exact, *options, shape, target[0])
@@ -258,16 +269,20 @@ def encode_variant(
         {**arguments, "draw": "*i64" if stochastic else "constexpr", **outputs},
         {"FP64": fp64, "EXACT": exact, "FEEDBACK": feedback, "STOCHASTIC": stochastic, "STATS": stats},
         encoding,
-        tuning,
+        # A tile has as many elements as one of fp32.
+        dataclasses.replace(tuning, tile_bytes=2 * tuning.tile_bytes) if fp64 else tuning,
         backend,
-        branches=tuple((gradient, "i8") for gradient in GRADIENTS[fp64]),
+        branches=(*((gradient, "i8") for gradient in GRADIENTS[fp64]), *(KEPT if feedback else ())),
         words={"fp64": fp64, "mixed": not fp64, "stats": stats, "div": not exact},
     )
 
 
 def variants(tuning: Tuning, backend: str) -> tuple[Variant, ...]:
-    """All variants that this file can launch on one architecture."""
-    switches = list(itertools.product((False, True), repeat=5))
+    """Of the variants that this file can launch on one architecture those with no option, with one, and with all."""
+    mixed = [*((False, True, *one) for one in OPTIONS), (False, False, *OPTIONS[-1])]
+    fp64 = [(True, True, *OPTIONS[0]), (True, False, *OPTIONS[-1])]
     return tuple(
-        encode_variant(encoding, *options, tuning, backend) for encoding in ENCODINGS.values() for options in switches
+        encode_variant(encoding, *choice, tuning, backend)
+        for encoding in ENCODINGS.values()
+        for choice in (*mixed, *fp64)
     )

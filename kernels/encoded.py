@@ -39,7 +39,7 @@ def encode(
         chunks: the layout's table, with the size, dtype and place of each gradient.
         pointers: this bucket's address table.
         encoded: output, uint8 [chunks.layout.nbytes].
-        divisor: what to divide by, rounded to fp32 (fp64 for fp64 gradients); the quotient is rounded to fp32.
+        divisor: what to divide by, in fp32 (fp64 gradients are rounded to it first).
         partials: filled in the same launch; None: no statistics. Nothing is `flushed`: small codes are no underflow.
         residuals: what earlier steps have lost is added, and what this one loses written; None: no error feedback. Of
             a block that is not finite it stays as it was.

@@ -1,6 +1,6 @@
 """Reference of encoded buckets: the definition of correct, in numpy, block by block.
 
-    encode:          blocks of round_fp32(gradient[i] / divisor) + residual, encoded
+    encode:          blocks of round_fp32(gradient[i]) / divisor + residual, encoded
     combine_encoded: the decoded contributions of one shard, added up in fp32 in their order, encoded again
     decode:          gradient[i] = round_once(sum of the contributions' decoded values * scale)
 
@@ -113,7 +113,7 @@ def encode(
     if not vouched:
         check_encode(gradients, chunks, pointers, encoded, partials, residuals, draw)
     layout, block = chunks.layout, chunks.layout.encoding.block_numel
-    by = torch.tensor(divisor, dtype=chunks.compute_dtype)
+    by = torch.tensor(divisor, dtype=torch.float32)
     for row, (slot, begin, end, offset, _) in enumerate(chunks.rows.tolist()):
         count = end - begin
         blocks = -(-count // block)
@@ -121,7 +121,7 @@ def encode(
         source = None if gradient is None else memory_of(gradient, begin, end)
         values = np.zeros(blocks * block, dtype=np.float32)
         if source is not None:
-            values[:count] = (source.cpu().to(chunks.compute_dtype) / by).to(torch.float32).numpy()
+            values[:count] = (source.cpu().to(torch.float32) / by).numpy()
         key, element = chunks.places[row, 2:].tolist()
         before, weights = None, np.ones(2, dtype=np.float32)
         if residuals is not None and slot < len(gradients):

@@ -28,6 +28,8 @@ PARTIALS: Mapping[str, str] = {"partial_sums": "*fp64", "partial_peaks": "*fp64"
 SOURCE_PARTIALS: Mapping[str, str] = {"first_non_finite": "*i64", "flushed": "*i64"}
 POINTERS = [*TABLES, "wire", "scalar", *PARTIALS, "flushed"]
 RESIDUALS: Mapping[str, str] = {"first_copy": "*i64", "second_copy": "*i64", "live": "*i64", "weights": "*fp32"}
+# Branches of kernels that read and write residuals.
+KEPT: tuple[tuple[str | None, str | None], ...] = (("fp32", None), (None, "fp32"))
 ENCODED_POINTERS = [*POINTERS, "places", "encoded", "geometry", "output", *RESIDUALS, "draw"]
 STATS_POINTERS = [
     "spans",

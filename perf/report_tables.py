@@ -250,6 +250,18 @@ TABLES: Mapping[str, Sequence[Shown]] = {
             ),
         ),
     ),
+    "encoded": (
+        Table(
+            part="encoded",
+            title="{case}, ns per element:",
+            columns=(
+                ("what", name),
+                ("ns", value("ns")),
+                ("p20 to p80", spread("ns")),
+                ("of the copy", ratio("ratio")),
+            ),
+        ),
+    ),
     "host": (
         Table(
             part="slopes",

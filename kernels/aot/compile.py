@@ -42,7 +42,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .. import combine, pack, stats, support, triton_versions, unpack, walk
+from .. import combine, combine_encoded, decode, encode, pack, stats, support, triton_versions, unpack, walk
 from ..variants import TRITON_NAMES, WARP_SIZE, Variant, interpreted, tuning_for
 from .disassembly import parse_gcn, parse_sass
 from .record import RECORD, BranchRow, Place, Row, Table, compare, dump, load
@@ -98,9 +98,10 @@ class Report:
 
 
 def all_variants(target: Target) -> tuple[Variant, ...]:
-    """All variants that can be launched on an architecture."""
+    """All variants that can be launched on an architecture (of encode, those with one option each and with all)."""
     launch = tuning_for(target.key), target.key[0]
-    walks = [variant for module in (pack, unpack, walk, combine) for variant in module.variants(*launch)]
+    modules = (pack, unpack, walk, combine, encode, combine_encoded, decode)
+    walks = [variant for module in modules for variant in module.variants(*launch)]
     return (*walks, *stats.variants())
 
 

@@ -22,7 +22,7 @@ from .disassembly import Frame
 VECTOR_FUNCTIONS = ("load_vector", "store_vector")
 SINGLE_FUNCTIONS = ("load_single", "store_single")
 REDUCING_CALLS = ("sum", "max", "min", "debug_barrier")
-_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "int8": "i8"}
 
 
 class Branch(NamedTuple):
@@ -85,8 +85,8 @@ class Sources:
     def branch(self, frames: Sequence[Frame]) -> Branch | None:
         """The dtype branch, by the arguments of the call that it was inlined through; None if that is ambiguous.
 
-        That call is to a function of SOURCE and DESTINATION (convert_chunk), of DESTINATION alone (zero_chunk) or of
-        SOURCE alone (measure_chunk, careful_sum).
+        That call is to a function of SOURCE and DESTINATION (convert_chunk), of DESTINATION alone (zero_chunk,
+        store_kept) or of SOURCE alone (measure_chunk, careful_sum, load_kept).
         """
         for depth, frame in enumerate(frames):
             names = getattr(self.function(frame), "arg_names", ())

@@ -6,11 +6,13 @@ Rules, by the names that a violation carries:
                    side, of as many elements (8 or 4 bytes) or more on the narrower one. (SPREAD, and DIVISIONS_SPREAD:
                    in all blocks together.)
     narrow piece   What load_single and store_single move is one element per access, at most UNROLL_LIMIT of them in
-                   a block: one head-or-tail piece, whose loop the compiler may unroll.
+                   a block: one head-or-tail piece, whose loop the compiler may unroll. (BLOCKED: any number of them.)
     branch         Every dtype branch is there, with vector and narrow accesses on each of its sides, and no other.
+                   (Codes, and kernels of WHOLE blocks: vector accesses.)
     placement      Gradients and wire are touched through those four functions alone; tables and partials by the
-                   kernel itself, outside its loops, or (tables alone) by LOOKING_UP.
-    exchange       No shared memory, barrier or shuffle, but for the reductions and debug_barrier of REDUCERS.
+                   kernel itself, outside its loops, or (tables alone) by LOOKING_UP; scales by SCALES.
+    exchange       No shared memory, barrier or shuffle, but for the reductions and debug_barrier of REDUCERS, and those
+                   within a warp of WARP_REDUCERS.
     memory         No atomics, generic addresses or other ways to memory.
     stack          No stack, no spills.
 
@@ -20,6 +22,7 @@ three lost its hints, it has 16 loads of 4 bytes, and "widest access: 16 bytes" 
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,17 +34,27 @@ from .disassembly import Block, Frame, access_of, in_loop, shortest_turn
 from .provenance import SINGLE_FUNCTIONS, VECTOR_FUNCTIONS, Branch, Sources
 
 # Where threads of a program may exchange values, besides kernels that have no dtype branches (the second stage).
-REDUCERS = ("chunk_sum", "chunk_faults", "careful_sum")
+REDUCERS = ("chunk_sum", "chunk_faults", "careful_sum", "count_faults")
+# Where threads of one warp may, without shared memory.
+WARP_REDUCERS = ("block_peaks",)
+WITHIN_A_WARP = ("SHFL", "REDUX", "ds_swizzle", "ds_bpermute", "v_permlane")
 # Kernels that fill missing gradients with zeros: one branch more, which writes only.
 ZEROING = ("pack",)
-# Kernels whose addresses come from a table in a loop: AMD's compiler makes a block of every such access.
-SPREAD = ("combine",)
+# Kernels whose addresses come from a table in a loop, or whose loops are short: the compilers for AMD (and sm_80) make
+# several blocks of a tile's accesses.
+SPREAD = ("combine", "combine_encoded", "decode")
 # What reads a row of a table, or walks a tile once for each entry of one.
-LOOKING_UP = ("load_row", "load_place", "combine_tile")
+LOOKING_UP = ("load_row", "load_place", "combine_tile", "combine_blocks", "load_residuals", "load_key")
+# What reads and writes the scales of encoded blocks.
+SCALES = ("load_scales", "store_scales")
+# Kernels of encoded blocks: a tile's last elements move one by one within the tile.
+BLOCKED = ("encode", "decode", "combine_encoded")
+# Those that move whole blocks at aligned addresses alone. (Codes are never anything else.)
+WHOLE = ("combine_encoded",)
 # From Triton 3.9 on the call that divides subnormal numbers may fall between the stores of a tile.
 DIVISIONS_SPREAD = VERSION >= (3, 9)
 UNROLL_LIMIT = 8 if VERSION >= (3, 9) else 4
-ITEMSIZES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+ITEMSIZES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "i8": 1}
 
 
 class Violation(NamedTuple):
@@ -98,7 +111,7 @@ def examine(
         threads: of one program.
         must_be_zero: what the compiler says of stack and spills.
     """
-    sources = Sources(variant)
+    sources, name = Sources(variant), variant.label.partition("[")[0]
     faults: Counter[tuple[str, str, str]] = Counter()
     reducers = REDUCERS if variant.branches else (variant.kernel.__name__,)
     data: defaultdict[_Key, dict[int, list[int]]] = defaultdict(dict)
@@ -115,8 +128,11 @@ def examine(
             elif access.space == "other":
                 faults[where, "memory", f"{opcode}{_at(frames)}"] += 1
             elif access.space == "exchange":
-                if not sources.reduces(frames, reducers):
+                within = opcode.startswith(WITHIN_A_WARP) or opcode.endswith("_dpp")
+                if not sources.reduces(frames, (*reducers, *(WARP_REDUCERS if within else ()))):
                     faults[where, "exchange", f"{opcode}{_at(frames)}"] += 1
+            elif access.space == "scalar" and name in BLOCKED:
+                continue  # kernel arguments where they are first needed: what threads share is no gradient
             elif writer in VECTOR_FUNCTIONS + SINGLE_FUNCTIONS:
                 if branch is None or access.space != "global":
                     faults[where, "placement", f"{opcode} of no branch, or scalar,{_at(frames)}"] += 1
@@ -126,21 +142,30 @@ def examine(
                     data[_Key(branch, writer)].setdefault(index, []).append(access.width)
             elif access.space == "scalar" and (not frames or frames[0].line == 0):
                 continue  # kernel arguments, for all the code that needs them
-            elif writer in LOOKING_UP and not access.store:
+            elif writer in SCALES or (writer in LOOKING_UP and not access.store):
                 continue
             elif writer != variant.kernel.__name__:
                 faults[where, "placement", f"{opcode} goes round {', '.join(VECTOR_FUNCTIONS)}, ...:{_at(frames)}"] += 1
             elif variant.branches and in_loop(blocks, index):
                 faults[where, "placement", f"{opcode} on a table in a loop{_at(frames)}"] += 1
-    faults.update(("", "stack", f"{name} is {value}") for name, value in must_be_zero.items() if value)
+    faults.update(("", "stack", f"{what} is {value}") for what, value in must_be_zero.items() if value)
     if variant.branches:
         vectors = max(1, variant.constexprs["TILE_BYTES"] // (16 * threads))
         divides = not variant.constexprs.get("EXACT", True)
-        spread = variant.label.partition("[")[0] in SPREAD or (divides and DIVISIONS_SPREAD)
+        spread = name in SPREAD or (divides and DIVISIONS_SPREAD)
+        blocked = name in BLOCKED
+        # Residuals may be wider than both sides of a branch.
+        least = (8 if variant.constexprs.get("FP64") else 4) if variant.constexprs.get("FEEDBACK") else 1
+        packed = variant.constexprs.get("BITS") == 4
         for key, by_block in data.items():
             judged = {0: [width for widths in by_block.values() for width in widths]} if spread else by_block
             judged = judged if key.function in VECTOR_FUNCTIONS else by_block
-            faults.update((str(key.branch), *fault) for fault in _width_faults(key, judged, vectors))
+            itemsize = _itemsize(key)
+            width = 16 // max(_wide_itemsize(key.branch), least) * itemsize
+            share = 2 if packed and itemsize == 1 else 1
+            limit = math.inf if blocked else UNROLL_LIMIT
+            found = _width_faults(key, judged, width, vectors * width, share, limit)
+            faults.update((str(key.branch), *fault) for fault in found)
         faults.update(_missing(variant, data))
     return Findings(
         violations=tuple(
@@ -153,19 +178,30 @@ def examine(
     )
 
 
-def _width_faults(key: _Key, by_block: Mapping[int, Sequence[int]], vectors: int) -> Iterator[tuple[str, str]]:
-    """Rules "vector width" and "narrow piece", for one side of one branch."""
+def _width_faults(
+    key: _Key, by_block: Mapping[int, Sequence[int]], width: int, total: int, share: int, limit: float
+) -> Iterator[tuple[str, str]]:
+    """Rules "vector width" and "narrow piece", for one side of one branch.
+
+    Args:
+        key: the side.
+        by_block: widths of its accesses.
+        width: of an access, at least.
+        total: bytes of a tile per thread; `share` of them in each byte of this side.
+        share: elements in a byte.
+        limit: most accesses of single elements in a block.
+    """
     itemsize = _itemsize(key)
     store = "stores" if key.function.startswith("store") else "loads"
     for widths in by_block.values():
         seen = ", ".join(f"{times} {store} of {width} bytes" for width, times in sorted(Counter(widths).items()))
         if key.function in SINGLE_FUNCTIONS:
-            if set(widths) != {itemsize} or len(widths) > UNROLL_LIMIT:
-                yield "narrow piece", f"{seen} in a block; wanted at most {UNROLL_LIMIT} of {itemsize}"
+            if set(widths) != {itemsize} or len(widths) > limit:
+                yield "narrow piece", f"{seen} in a block; wanted at most {limit} of {itemsize}"
             continue
-        width = 16 // _wide_itemsize(key.branch) * itemsize
-        if min(widths) < width or sum(widths) % (vectors * width):
-            yield "vector width", f"{seen} in a block; the tile calls for {vectors} of {width} or a multiple"
+        if min(widths) < width or sum(widths) * share % total:
+            wanted = f"{total // width // share} of {width}" if total >= width * share else f"1 of {width}"
+            yield "vector width", f"{seen} in a block; the tile calls for {wanted} or a multiple"
 
 
 def _missing(variant: Variant, data: Mapping[_Key, Any]) -> Iterator[tuple[str, str, str]]:
@@ -173,9 +209,14 @@ def _missing(variant: Variant, data: Mapping[_Key, Any]) -> Iterator[tuple[str, 
     wanted = [Branch(source, destination) for source, destination in variant.branches]
     if variant.label.partition("[")[0] in ZEROING:
         wanted.append(Branch(None, wanted[0].destination))
+    whole = variant.label.partition("[")[0] in WHOLE
     for branch in wanted:
-        sides = [side for side, dtype in zip(("load", "store"), branch, strict=True) if dtype]
-        absent = [f"{side}_{kind}" for side in sides for kind in ("vector", "single")]
+        absent = [
+            f"{side}_{kind}"
+            for side, dtype in zip(("load", "store"), branch, strict=True)
+            if dtype
+            for kind in (("vector",) if whole or dtype == "i8" else ("vector", "single"))
+        ]
         absent = [function for function in absent if _Key(branch, function) not in data]
         if absent:
             yield str(branch), "branch", f"missing: no {', '.join(absent)}"

@@ -119,6 +119,24 @@ def test_slots_of_one_shared_buffer(encoding: Encoding) -> None:
 
 
 @encodings
+def test_zeros_and_missing_gradients(encoding: Encoding) -> None:
+    """They are zeros, whatever memory held before; so are padding, and what is too small."""
+    chunks = table_of((300, 70, 1000), encoding)
+    bucket, wanted = (torch.empty(chunks.layout.nbytes, dtype=torch.uint8) for _ in range(2))
+    pointers = PointerTable()
+    cpu_encoded.encode([torch.full((n,), 1e9) for n in chunks.numels], chunks, pointers, bucket, 1.0)
+    tiny = torch.cat([torch.zeros(500), torch.full((500,), 1e-40)])
+    gradients = [torch.ones(300), None, tiny]
+    cpu_encoded.encode(gradients, chunks, pointers, bucket, 1.0)
+    reference_encoded.encode(gradients, chunks, PointerTable(), wanted, 1.0)
+    assert torch.equal(bucket, wanted)
+    results: list[torch.Tensor | None] = [torch.empty(300), None, torch.empty(1000)]
+    cpu_encoded.decode(results, chunks, pointers, bucket, torch.ones(1))
+    assert results[0] is not None and abs(results[0] - 1).max() < 2.0**-6
+    assert results[2] is not None and (results[2] == 0).all()
+
+
+@encodings
 def test_what_is_lost_comes_back(encoding: Encoding) -> None:
     """Over many steps the sum of what was decoded is that of the gradients, less the last residual."""
     generator = torch.Generator().manual_seed(3)
@@ -220,6 +238,12 @@ _WEIGHTS = torch.ones(2)
         (_combined, {"received": torch.zeros(1041, dtype=torch.uint8)}, ValueError, "received shards"),
         (_combined, {"received": _SHARED[:2080], "output": _SHARED[1040:2080]}, ValueError, "overlaps"),
         (_combined, {"draw": torch.zeros(4)}, ValueError, "draw must be"),
+        (
+            _combined,
+            {"residuals": Residuals(([torch.ones(1024)], [torch.ones(1025)[1:]]), _ONE, _WEIGHTS)},
+            ValueError,
+            "multiples of 16: clone them",
+        ),
         (_decoded, {"encoded": torch.zeros(2079, dtype=torch.uint8)}, ValueError, "encoded buckets"),
         (_decoded, {"scale": torch.ones(2)}, TypeError, "one element of torch.float32"),
     ],

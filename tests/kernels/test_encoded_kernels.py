@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -22,7 +24,7 @@ from fusedreduce.kernels import dispatch, encoded, reference_encoded
 from fusedreduce.kernels.combine_encoded import combine_encoded
 from fusedreduce.kernels.decode import decode
 from fusedreduce.kernels.encode import encode
-from fusedreduce.kernels.encoded_table import EncodedTable
+from fusedreduce.kernels.encoded_table import EncodedTable, Residuals
 from fusedreduce.kernels.encodings import ENCODINGS, Encoding
 from fusedreduce.kernels.table import PointerTable
 from fusedreduce.kernels.variants import Tuning
@@ -37,7 +39,7 @@ tunings = st.sampled_from([Tuning(4096, 1), Tuning(16384, 1)])
 
 
 @given(encoded_cases(), tunings)
-@sweep(60)
+@sweep(100)
 def test_encode_equals_the_reference(case: EncodedCase, tuning: Tuning) -> None:
     assert_encode_equals_the_reference(case, encode, tuning=tuning)
 
@@ -49,11 +51,65 @@ def test_combine_equals_the_reference(case: EncodedCase, tuning: Tuning) -> None
 
 
 @given(encoded_cases(), st.sampled_from(SCALES), tunings)
-@sweep(60)
+@sweep(100)
 def test_decode_equals_the_reference(case: EncodedCase, scalar: float, tuning: Tuning) -> None:
     with pytest.MonkeyPatch.context() as patch:  # the one difference that is known, and is not ours
         patch.setattr(reference_encoded, "store_rounded", store_as_interpreted)
         assert_decode_equals_the_reference(case, scalar, decode, tuning=tuning)
+
+
+@encodings
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_blocks_of_every_kind(encoding: Encoding, stochastic: bool) -> None:
+    """What is not finite, zero, too small for a scale, at its edge, huge; the last block is not full."""
+    block, smallest = encoding.block_numel, encoding.levels * 2.0**-126
+    firsts = (float("nan"), -float("nan"), float("inf"), 0.0, smallest, smallest * (1 - 2.0**-20), 3e38, 1.0)
+    gradient = torch.randn(len(firsts) * block - 3).clamp_(-1, 1)
+    for number, first in enumerate(firsts):
+        part = gradient[number * block : (number + 1) * block]
+        part *= abs(first) if first == first and first < float("inf") else 1.0
+        part[5] = first
+    chunks = table_of((len(gradient),), encoding)
+    draw = torch.tensor([3, 2**31 + 5, 7, 0]) if stochastic else None
+    found = []
+    both: list[tuple[Any, dict[str, Any]]] = [(encode, {"tuning": Tuning(4096, 1)}), (reference_encoded.encode, {})]
+    for function, extra in both:
+        copies = [torch.full_like(gradient, 2.0**-4)], [torch.zeros_like(gradient)]
+        residuals = Residuals(copies, torch.tensor([0]), torch.tensor([0.5, 2.0]))
+        bucket = torch.empty(chunks.layout.nbytes, dtype=torch.uint8)
+        partials = chunks.new_source_partials(torch.device("cpu"))
+        function([gradient], chunks, PointerTable(), bucket, 1.0, draw=draw, **extra)
+        plain = bucket.clone()
+        function([gradient], chunks, PointerTable(), bucket, 1.0, partials, residuals=residuals, draw=draw, **extra)
+        found.append((plain, bucket, copies[1][0], partials.first_non_finite))
+    for ours, wanted in zip(*found, strict=True):
+        assert torch.equal(ours, wanted)
+    assert (found[0][2][: 3 * block] == 2.0**-4).all(), "of a block that is not finite the residual stays"
+    result = torch.empty_like(gradient)
+    decode([result], chunks, PointerTable(), found[0][0], torch.ones(1), tuning=Tuning(4096, 1))
+    blocks = result[: 7 * block].view(7, block)
+    assert blocks[:3].isnan().all() and (blocks[[3, 5]] == 0).all()
+    assert blocks[4, 5] == smallest and abs(blocks[6, 5].item() / 3e38 - 1) < 2.0**-6
+
+
+@encodings
+def test_contributions_are_added_in_their_order(encoding: Encoding) -> None:
+    """(2^25 + 1) - 2^25 is 0 in fp32, and 1 in another order."""
+    chunks = table_of((700,), encoding)
+    layout = chunks.layout
+    parts = [torch.empty(layout.nbytes, dtype=torch.uint8) for _ in range(3)]
+    for part, value in zip(
+        parts, (2.0**25 * encoding.levels, 1.0 * encoding.levels, -(2.0**25) * encoding.levels), strict=True
+    ):
+        reference_encoded.encode([torch.full((700,), value)], chunks, PointerTable(), part, 1.0)
+    result, output = torch.empty(700), torch.empty(layout.shard_bytes, dtype=torch.uint8)
+    decode([result], chunks, PointerTable(), torch.cat(parts), torch.ones(1), tuning=Tuning(4096, 1))
+    combine_encoded(torch.cat(parts), chunks, output, tuning=Tuning(4096, 1))
+    wanted = torch.empty(700)
+    reference_encoded.decode([wanted], chunks, PointerTable(), torch.cat(parts), torch.ones(1))
+    assert_same(result, wanted)
+    reference_encoded.decode([wanted], chunks, PointerTable(), output, torch.ones(1))
+    assert (result == 0).all() and (wanted == 0).all()
 
 
 @encodings

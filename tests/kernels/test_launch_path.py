@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_driver import Compilations, FakeDriver, at_odd_address, run_compiled
-from support.launched import MIXED, Bucket, as_on_sm_90
+from support.launched import MIXED, Bucket, EncodedBucket, as_on_sm_90
 
 PARAMETERS = (1, 10, 1000)
 
@@ -79,9 +79,40 @@ def _step(bucket: Bucket, divisor: float, *, stats: bool) -> None:
         function(*given)
 
 
+def encoded_launches(driver: FakeDriver) -> list[dict[str, Any]]:
+    """Of encoded buckets, with and without options: what is launched, and what compiles first and later."""
+    rows = []
+    for options in (False, True):
+        counter = Compilations()
+        for divisor in (2.0, 3.0):
+            EncodedBucket(2, options=options, odd=False).launch(divisor, 1)
+        first = counter.names
+        counter = Compilations()
+        for parameters in PARAMETERS:
+            bucket = EncodedBucket(parameters, options=options, odd=parameters == 10)
+            driver.launches.clear()
+            bucket.launch(5.0 * parameters, parameters % 3 + 1)
+            rows.append(
+                {
+                    "launched": [launch.kernel for launch in driver.launches],
+                    "programs": [launch.grid for launch in driver.launches],
+                    "rows": len(bucket.chunks.rows),
+                    "data_rows": bucket.chunks.data_rows,
+                    "first": first,
+                    "later": counter.names,
+                }
+            )
+    return rows
+
+
 def main() -> None:
     driver = as_on_sm_90()
-    json.dump({"calls": one_launch_per_call(driver), "compiled": compilations_after_the_first()}, sys.stdout)
+    found = {
+        "calls": one_launch_per_call(driver),
+        "compiled": compilations_after_the_first(),
+        "encoded": encoded_launches(driver),
+    }
+    json.dump(found, sys.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +164,15 @@ def test_each_variant_compiles_once_and_nothing_compiles_later(observed: Any) ->
         if name.startswith("first"):
             wanted.append("_pack_kernel")  # by product, then by division
         assert compiled == wanted, name
+
+
+def test_encoded_buckets_take_three_launches_and_compile_nothing_later(observed: Any) -> None:
+    kernels = ["_encode_kernel", "_combine_encoded_kernel", "_decode_kernel"]
+    for row in observed["encoded"]:
+        assert row["launched"] == kernels and row["later"] == []
+        assert row["first"] == [*kernels, "_encode_kernel"]  # by product, then by division
+        assert [grid[0] for grid in row["programs"]][::2] == [row["rows"], row["data_rows"]]
+    assert len(observed["encoded"]) == 2 * len(PARAMETERS)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from triton.backends.compiler import GPUTarget
 
-from fusedreduce.kernels import pack, unpack, variants, walk
+from fusedreduce.kernels import combine_encoded, decode, encode, pack, unpack, variants, walk
 from fusedreduce.kernels import stats as stats_file
+from fusedreduce.kernels.encoded_table import Residuals
+from fusedreduce.kernels.encodings import INT8
 from fusedreduce.kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
+from support.encoded_buckets import table_of
 from support.fake_driver import FakeDriver, activate, at_odd_address
 
 MIXED = (torch.float32, torch.bfloat16, torch.float16)
@@ -17,7 +20,7 @@ MIXED = (torch.float32, torch.bfloat16, torch.float16)
 
 def as_on_sm_90() -> FakeDriver:
     """The stand-in driver, active, with CPU tensors taken for those of an sm_90."""
-    for module in (variants, pack, unpack, walk):
+    for module in (variants, pack, unpack, walk, encode, combine_encoded, decode):
         module.current_target = lambda device: ("cuda", 90)  # type: ignore[attr-defined]
     return activate(GPUTarget("cuda", 90, 32))
 
@@ -74,3 +77,36 @@ class Bucket:
         if stats:
             expected["measure"] = [*tables, *partials]
         return {name: [tensor.data_ptr() for tensor in tensors] for name, tensors in expected.items()}
+
+
+class EncodedBucket:
+    """Gradients of one encoded bucket in three shards, and everything that encode, combine_encoded and decode take."""
+
+    def __init__(self, parameters: int, *, options: bool, odd: bool) -> None:
+        place = at_odd_address if odd else torch.clone
+        numels = tuple(20_000 if slot == 0 else 7 * slot % 300 for slot in range(parameters))
+        kinds = tuple(MIXED[slot % len(MIXED)] for slot in range(parameters))
+        self.chunks = table_of(numels, INT8, 3, kinds)
+        self.gradients = [place(torch.zeros(numel, dtype=kind)) for numel, kind in zip(numels, kinds, strict=True)]
+        layout = self.chunks.layout
+        self.bucket = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        self.shard = torch.zeros(layout.shard_bytes, dtype=torch.uint8)
+        self.scale = place(torch.ones(1))
+        self.partials = self.chunks.new_partials(torch.device("cpu")) if options else None
+        self.sources = self.chunks.new_source_partials(torch.device("cpu")) if options else None
+        kept = [[place(torch.zeros(numel)) for numel in numels] for _ in range(2)]
+        whole = [[torch.zeros(layout.shard_numel)] for _ in range(2)]
+        live, weights = place(torch.tensor([0])), place(torch.ones(2))
+        draw = place(torch.tensor([1, 2, 3, 4]))
+        self.extra: dict[str, Any] = {}
+        self.of_shard: dict[str, Any] = {}
+        if options:
+            self.extra = {"residuals": Residuals((kept[0], kept[1]), live, weights), "draw": draw}
+            self.of_shard = {"residuals": Residuals((whole[0], whole[1]), live, weights), "draw": draw}
+
+    def launch(self, divisor: float, contributions: int) -> None:
+        """All three, one after the other."""
+        pointers, several = PointerTable(), self.bucket.repeat(contributions)
+        encode.encode(self.gradients, self.chunks, pointers, self.bucket, divisor, self.sources, **self.extra)
+        combine_encoded.combine_encoded(self.bucket, self.chunks, self.shard, **self.of_shard)
+        decode.decode(self.gradients, self.chunks, pointers, several, self.scale, self.partials)

@@ -1,0 +1,180 @@
+"""Encoded buckets as kernels: encode, decode and combine, in ns per element, beside a copy of the same elements.
+
+    python perf/bench_encoded.py                # the GPU if there is one, else CPU; a JSON in perf/results
+    python perf/bench_encoded.py --quick --out out/encoded
+
+A call encodes (decodes, combines) one bucket of fp32 gradients; `copy` is `copy_` of as many fp32 elements. Sets of
+buffers take turns, so that none is in the cache. `again` is encode and decode once more: how the two differ is the
+noise. How is timed: timing.py. What was decoded is compared with the definition first, bit for bit.
+
+What is demanded, on CPU with one thread: encode and decode in at most 1.5 ns (int8) and 2.5 ns (int4) per element, of
+tensors of 65,536 elements and more.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import kernel_cases
+import records
+import report_tables
+import timing
+import torch
+from records import BenchError, demand
+
+from fusedreduce.kernels import encoded, reference_encoded
+from fusedreduce.kernels.encoded_table import EncodedTable
+from fusedreduce.kernels.encodings import ENCODINGS, Encoding
+from fusedreduce.kernels.table import PointerTable
+from fusedreduce.planning.layout import block_layout
+
+MOST_NS = {"int8": 1.5, "int4": 2.5}
+LISTS = ("1x6553600", "100x65536", "6553x1000")
+QUICK_LISTS = ("3x5000",)
+LARGE_NUMEL = 65536
+BOTH, AGAIN, COPY = "encode + decode", "again", "copy"
+
+
+class Bucket:
+    """One set of buffers: gradients, what they are encoded to, and what is decoded."""
+
+    def __init__(self, numels: Sequence[int], encoding: Encoding, shards: int, device: torch.device, seed: int) -> None:
+        layout = block_layout(numels, block_numel=encoding.block_numel, shard_align=encoding.shard_align, shards=shards)
+        shapes = [((numel,), (1,)) for numel in numels]
+        kinds = [torch.float32] * len(numels)
+        self.table = EncodedTable(layout.numels, layout.offsets, kinds, layout.numel, encoding, shards, shapes=shapes)
+        generator = torch.Generator(device).manual_seed(seed)
+        self.source = torch.randn(sum(numels), generator=generator, device=device)
+        self.gradients = self.source.split(list(numels))
+        self.result = torch.empty_like(self.source)
+        self.results = self.result.split(list(numels))
+        self.sent, self.received = PointerTable(), PointerTable()
+        nbytes = self.table.layout.nbytes
+        self.encoded = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.shard = torch.empty(nbytes // shards, dtype=torch.uint8, device=device)
+        self.one = torch.ones(1, device=device)
+
+    def encode(self) -> None:
+        """As a reducer would: the arguments are known to be right."""
+        encoded.encode(self.gradients, self.table, self.sent, self.encoded, 2.0, vouched=True)
+
+    def decode(self) -> None:
+        """Into other gradients than were encoded."""
+        encoded.decode(self.results, self.table, self.received, self.encoded, self.one, vouched=True)
+
+    def both(self) -> None:
+        """One after the other."""
+        self.encode()
+        self.decode()
+
+    def combine(self) -> None:
+        """The shards of this bucket, as if they were contributions to one."""
+        encoded.combine_encoded(self.encoded, self.table, self.shard, vouched=True)
+
+    def copy(self) -> None:
+        """The limit."""
+        self.result.copy_(self.source)
+
+    def check(self) -> None:
+        """Raises BenchError unless what was decoded is right."""
+        bucket, wanted = torch.empty_like(self.encoded), torch.empty_like(self.result)
+        reference_encoded.encode(self.gradients, self.table, PointerTable(), bucket, 2.0)
+        pieces = wanted.split([one.numel() for one in self.results])
+        reference_encoded.decode(pieces, self.table, PointerTable(), bucket, self.one)
+        if not torch.equal(self.result, wanted):
+            raise BenchError("what was decoded is not what the definition decodes")
+
+
+def measure_row(text: str, encoding: Encoding, device: torch.device, *, shards: int, rounds: int) -> dict[str, Any]:
+    """One list of tensors, such as 100x65536.
+
+    Raises:
+        BenchError: what was decoded is wrong.
+    """
+    count, numel = _numbers(text)
+    elements = count * numel
+    sets = max(1, min(timing.MOST_SETS, -(-timing.CACHES * timing.cache_bytes(device) // (8 * elements))))
+    buckets = [Bucket([numel] * count, encoding, shards, device, seed) for seed in range(sets)]
+    calls: dict[str, list[timing.Call]] = {
+        BOTH: [one.both for one in buckets],
+        AGAIN: [one.both for one in buckets],
+        "encode": [one.encode for one in buckets],
+        "decode": [one.decode for one in buckets],
+        f"combine {shards}": [one.combine for one in buckets],
+        COPY: [one.copy for one in buckets],
+    }
+    check = timing.Check(poison=functools.partial(buckets[0].result.fill_, -9.0), check=buckets[0].check)
+    times = timing.measure(calls, device, rounds=rounds, checks={BOTH: check})
+    found = {}
+    for name, seconds in times.items():
+        worked = elements // shards if name.startswith("combine") else elements
+        tenths = statistics.quantiles([1e9 * one / worked for one in seconds], n=10, method="inclusive")
+        found[name] = {
+            "ns": tenths[4],
+            "p20_ns": tenths[1],
+            "p80_ns": tenths[7],
+            "ratio": statistics.median(mine / copy for mine, copy in zip(seconds, times[COPY], strict=True)),
+        }
+    return {
+        "part": "encoded",
+        "case": f"{encoding.name}, {text}",
+        "encoding": encoding.name,
+        "numel": numel,
+        "elements": elements,
+        "shards": shards,
+        "sets": sets,
+        "variants": found,
+    }
+
+
+def _numbers(text: str) -> tuple[int, int]:
+    count, _, numel = text.partition("x")
+    if not (count.isdecimal() and numel.isdecimal() and int(count) * int(numel)):
+        raise BenchError(f"{text!r} is no COUNTxNUMEL, such as 100x65536")
+    return int(count), int(numel)
+
+
+def demands(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is demanded of rows of a CPU."""
+    return [
+        demand(
+            row["case"] + ": encode + decode", row["variants"][BOTH]["ns"], "<=", MOST_NS[row["encoding"]], unit=" ns"
+        )
+        for row in rows
+        if row["numel"] >= LARGE_NUMEL
+    ]
+
+
+def main() -> int:
+    """Measures, prints the table, writes one JSON."""
+    parser = records.Parser(description=__doc__)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--tensors", nargs="+", metavar="COUNTxNUMEL", help=f"default: {' '.join(LISTS)}")
+    parser.add_argument("--shards", type=int, default=2, help="of a bucket, and contributions that are combined")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes and few rounds: does everything run?")
+    parser.add_record()
+    asked = parser.parse_args()
+    asked.rehearse |= asked.quick
+    if asked.rounds < 2 or asked.shards < 1:
+        raise BenchError("a median takes 2 rounds at least, and a bucket has a shard")
+    device = records.pick_device(asked.device)
+    kernel_cases.prove_path(device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    lists = asked.tensors or (QUICK_LISTS if asked.quick else LISTS)
+    rounds = 3 if asked.quick else asked.rounds
+    rows = [
+        measure_row(text, encoding, device, shards=asked.shards, rounds=rounds)
+        for encoding in ENCODINGS.values()
+        for text in lists
+    ]
+    judged = demands(rows) if device.type == "cpu" else []
+    return report_tables.publish(asked, "encoded", device, rows=rows, demands=judged, rounds=rounds)
+
+
+if __name__ == "__main__":
+    records.entry(main)
