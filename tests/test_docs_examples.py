@@ -242,13 +242,16 @@ def test_every_block_names_its_language_and_every_page_is_read() -> None:
 
 
 def test_the_example_of_the_kernels_does_what_its_comments_say() -> None:
-    (block,) = [block for block in blocks("python") if block.page.name == "kernels.md"]
+    packing, encoding = (block.code for block in blocks("python") if block.page.name == "kernels.md")
     seen: dict[str, Any] = {}
-    exec(block.code, seen)
+    exec(packing, seen)
     gradients, totals = seen["gradients"], seen["totals"]
     assert gradients[2] is None and gradients[0].abs().max() < 1.0, "divided by 4, and halved"
     stored = torch.stack([4.0 * one.double().square().sum() for one in gradients[:1]])
     torch.testing.assert_close(totals.parameter_sums[:1], stored, rtol=1e-6, atol=0)
+    exec(encoding.replace("bucket = ", "before = [one.clone() for one in weights]\nbucket = ", 1), seen)
+    for before, after in zip(seen["before"], seen["weights"], strict=True):
+        assert 0 < (before - after).abs().max() < before.abs().max() / 127
 
 
 def test_the_reference_has_every_public_name() -> None:
