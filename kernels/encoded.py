@@ -11,12 +11,14 @@ shards: all-to-all, `combine_encoded` by the shard's owner, all-gather, `decode`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from . import cpu_encoded, dispatch
 from .encoded_table import EncodedTable, Residuals
+from .encodings import Encoding
 from .table import Partials, PointerTable, SourcePartials
 
 
@@ -115,3 +117,49 @@ def decode(
     path = dispatch.path_for(encoded.device, chunks.kinds, (encoded.dtype,))
     function = dispatch.launcher(path, "decode", cpu_encoded.decode)
     dispatch.call("decode", path, function, gradients, chunks, pointers, encoded, scale, partials, vouched=vouched)
+
+
+@functools.cache
+def warm_up(
+    device: torch.device,
+    encoding: Encoding,
+    *,
+    fp64: bool = False,
+    stats: bool = False,
+    feedback: bool = False,
+    stochastic: bool = False,
+) -> None:
+    """Compiles the three kernels by running them on one element, once; does nothing on the torch path.
+
+    Args:
+        device: whose architecture is compiled for, with its index.
+        encoding: of the buckets.
+        fp64: gradients are fp64; else fp32, bf16 and fp16.
+        stats: with statistics too.
+        feedback: with residuals, and not without.
+        stochastic: with stochastic rounding, and not without.
+
+    Raises:
+        UnsupportedPairError: see `dispatch.path_for`.
+    """
+    dtype = torch.float64 if fp64 else torch.float32
+    if dispatch.path_for(device, (torch.uint8,), (dtype,)) != "triton":
+        return
+    chunks, pointers = EncodedTable([1], [0], [dtype], encoding.shard_align, encoding, 1), PointerTable()
+    gradients = [torch.zeros(1, dtype=dtype, device=device)]
+    bucket, output = (torch.empty(chunks.layout.nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    residuals = of_shard = draw = None
+    if feedback:
+        live, weights = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(2, device=device)
+        kept, sums = ([torch.zeros(numel, device=device) for _ in range(2)] for numel in (1, chunks.layout.shard_numel))
+        residuals, of_shard = (Residuals(([one], [other]), live, weights) for one, other in (kept, sums))
+    if stochastic:
+        draw = torch.zeros(4, dtype=torch.int64, device=device)
+    one = torch.ones(1, dtype=dtype, device=device)
+    for with_partials in (False, True) if stats else (False,):
+        sources = chunks.new_source_partials(device) if with_partials else None
+        partials = chunks.new_partials(device) if with_partials else None
+        for divisor in (1.0, 3.0):  # by product and by division: a step's divisor may be any number
+            encode(gradients, chunks, pointers, bucket, divisor, sources, residuals=residuals, draw=draw)
+        decode(gradients, chunks, pointers, bucket, one, partials)
+    combine_encoded(bucket, chunks, output, residuals=of_shard, draw=draw)

@@ -47,6 +47,11 @@ SUBSET = (
     "scale[mixed]",
     "combine[fp32]",
     "combine[bf16, stacked]",
+    "encode[int8, mixed]",
+    "encode[int4, fp64, stats, div, feedback, stochastic]",
+    "combine_encoded[int4]",
+    "combine_encoded[int8, feedback, stochastic]",
+    "decode[int8, mixed, stats]",
     "parameter_totals",
     "first_source",
 )

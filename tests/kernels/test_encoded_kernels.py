@@ -151,6 +151,23 @@ def test_one_launch_each(encoding: Encoding) -> None:
 
 
 @encodings
+def test_warming_up_launches_what_a_step_will(encoding: Encoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, wanted = torch.device("cpu"), ["encode", "encode", "decode", "combine_encoded"]
+    encoded.warm_up.cache_clear()
+    for path, options, launched in (
+        ("triton", {}, wanted),
+        ("triton", {"feedback": True, "stochastic": True, "stats": True}, [*wanted[:3], *wanted]),
+        ("triton", {"fp64": True}, wanted),
+        ("torch", {}, []),
+    ):
+        monkeypatch.setattr(dispatch, "path_for", lambda *arguments, path=path: path)
+        with dispatch.count_launches() as counted:
+            encoded.warm_up(device, encoding, **options)
+        assert [(one.function, one.launches) for one in counted] == [(name, 1) for name in launched]
+        encoded.warm_up.cache_clear()
+
+
+@encodings
 def test_nothing_at_all(encoding: Encoding) -> None:
     chunks, empty = table_of((0,), encoding), torch.empty(0, dtype=torch.uint8)
     encode([torch.empty(0)], chunks, PointerTable(), empty, 1.0)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bench_encoded
 import bench_kernels
 import layers
 import pytest
@@ -160,3 +161,22 @@ def test_the_rehearsal_measures_checks_and_leaves_a_record(tmp_path: Path, monke
     (path,) = tmp_path.glob("kernels_cpu_*.json")
     record = json.loads(path.read_text())
     assert record["rehearsal"] and {row["direction"] for row in record["rows"]} == {"pack", "unpack", "after"}
+
+
+def test_encoded_buckets_are_measured_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = "bench_encoded.py --device cpu --quick --tensors 2x300"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--out", str(tmp_path)])
+    monkeypatch.setattr(timing, "MOST_SETS", 2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(dispatch, "path_for", lambda *arguments: "torch")  # tests run with the interpreter
+    assert bench_encoded.main() == 0
+    (path,) = tmp_path.glob("encoded_cpu_*.json")
+    record = json.loads(path.read_text())
+    assert [row["case"] for row in record["rows"]] == ["int8, 2x300", "int4, 2x300"] and record["demands"] == []
+    rows = [{**row, "numel": 65536, "variants": {bench_encoded.BOTH: {"ns": 2.0}}} for row in record["rows"]]
+    assert [one["met"] for one in bench_encoded.demands(rows)] == [False, True]
+    monkeypatch.setattr(bench_encoded.Bucket, "decode", lambda bucket: None)
+    with pytest.raises(BenchError, match="not what the definition decodes"):
+        bench_encoded.main()
+    with pytest.raises(BenchError, match="COUNTxNUMEL"):
+        bench_encoded._numbers("3x")
