@@ -107,6 +107,11 @@ class Sources:
                 )
         return False
 
+    def touches_memory(self, frame: Frame) -> bool:
+        """Whether `tl.load` or `tl.store` is called on a line."""
+        calls = self._calls(self.function(frame), frame.line) if self.function(frame) else ()
+        return any(isinstance(call.func, ast.Attribute) and call.func.attr in ("load", "store") for call in calls)
+
     def _calls(self, function: Any, line: int) -> Iterator[ast.Call]:
         for node in ast.walk(self._trees[function]):
             if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or node.lineno):

@@ -146,6 +146,8 @@ def examine(
                 continue
             elif writer != variant.kernel.__name__:
                 faults[where, "placement", f"{opcode} goes round {', '.join(VECTOR_FUNCTIONS)}, ...:{_at(frames)}"] += 1
+            elif name in BLOCKED and not sources.touches_memory(frames[0]):
+                continue  # one instruction made of those of two branches, on the line of a call: both are narrow ones
             elif variant.branches and in_loop(blocks, index):
                 faults[where, "placement", f"{opcode} on a table in a loop{_at(frames)}"] += 1
     faults.update(("", "stack", f"{what} is {value}") for what, value in must_be_zero.items() if value)

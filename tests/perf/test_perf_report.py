@@ -127,6 +127,9 @@ CONTENT: dict[str, dict[str, Any]] = {
             row("stats", "2 x 8", {"ours": {**MS, "ratio": 1.0}, "ours bf16": {**MS, "ratio": 1.5}}, base="ours"),
         ],
     },
+    "encoded": {
+        "rows": [row("encoded", "int8, 5x40", {"encode": {"ns": 1.0, "p20_ns": 0.9, "p80_ns": 1.1, "ratio": 4.0}})],
+    },
     "host": {
         "rows": [
             row(
