@@ -24,10 +24,13 @@ _LEAST_GBIT_PER_S = 1e-6
 _MOST_GBIT_PER_S = 1e6
 Op = Literal["mean", "sum"]
 OPS: tuple[Op, ...] = ("mean", "sum")
-Wire = Literal["native", "bf16", "fp16"]
+Wire = Literal["native", "bf16", "fp16", "int8", "int4"]
 CheckFinite = Literal["off", "count", "raise"]
 CHECKS_FINITE: tuple[CheckFinite, ...] = ("off", "count", "raise")
 WIRES: Mapping[Wire, str | None] = {"native": None, "bf16": "bfloat16", "fp16": "float16"}  # torch's names
+ENCODED_WIRES: tuple[Wire, ...] = ("int8", "int4")
+Accumulation = Literal["wire", "fp32"]
+ACCUMULATIONS: tuple[Accumulation, ...] = ("wire", "fp32")
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,13 @@ class ReduceConfig:
     Args:
         wire: dtype on the wire. "native": the gradients' own (fp32 for a bucket of mixed dtypes); "bf16" or "fp16":
             divided by the world size in fp32, then rounded once. On fp16 the division is split: a power of two of
-            about the root of the world size is divided out after the sum, so that small values survive.
+            about the root of the world size is divided out after the sum, so that small values survive. "int8" or
+            "int4": blocks of 256 or 64 elements as integers of so many bits with a scale each; gradients with fewer
+            elements than a block, those of one dimension (norms, biases) and complex ones stay "native". Reducer and
+            wrapper only. See docs/wires.md.
+        accumulation: "wire": the backend adds 16-bit elements up, and rounds at every hop. "fp32": ranks exchange their
+            contributions, each is rounded once, and the sum in fp32 once more; only for the wires "bf16" and "fp16".
+            ("int8" and "int4" are always added up in fp32.) Reducer and wrapper only.
         op: "mean": the average over all ranks; "sum": their sum. (On an fp16 wire gradients are divided by a power of
             two of at least the world size before that sum, which then cannot overflow on the wire, and multiplied by it
             afterwards.) Reducer and wrapper only.
@@ -147,6 +156,7 @@ class ReduceConfig:
     """
 
     wire: Wire = "native"
+    accumulation: Accumulation = "wire"
     op: Op = "mean"
     stall_report_s: float | None = None
     overlap: bool = True
@@ -160,13 +170,14 @@ class ReduceConfig:
     sync_mode: SyncMode = Synchronous()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.wire, str) or self.wire not in WIRES:
-            accepted = ", ".join(map(repr, WIRES))
+        if not isinstance(self.wire, str) or self.wire not in (*WIRES, *ENCODED_WIRES):
+            accepted = ", ".join(map(repr, (*WIRES, *ENCODED_WIRES)))
             raise ValueError(f"unknown wire {self.wire!r}: use one of {accepted}")
         for name in ("overlap", "grad_stats"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         choices: Mapping[str, tuple[str, ...]] = {
+            "accumulation": ACCUMULATIONS,
             "op": OPS,
             "policy": POLICIES,
             "cap_policy": CAP_POLICIES,
@@ -176,6 +187,11 @@ class ReduceConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(map(repr, allowed))}")
+        if self.accumulation == "fp32" and self.wire not in ("bf16", "fp16"):
+            raise ValueError(
+                f"accumulation='fp32' is for the wires 'bf16' and 'fp16', got wire={self.wire!r}: a native wire is "
+                "added up in the gradients' own dtype, and 'int8' and 'int4' always in fp32"
+            )
         stall = self.stall_report_s
         if stall is not None and not (isinstance(stall, int | float) and math.isfinite(stall) and stall > 0):
             raise ValueError(f"stall_report_s must be a positive number of seconds or None, got {stall!r}")
@@ -189,6 +205,11 @@ class ReduceConfig:
                 "sync_mode must be Synchronous(), BoundedStaleness(max_staleness) or Asynchronous(), got "
                 f"{self.sync_mode!r}"
             )
+        if self.exchanges and not is_synchronous(self.sync_mode):
+            raise ValueError(
+                f"wire={self.wire!r} with accumulation={self.accumulation!r} and sync_mode={self.sync_mode!r} exclude "
+                "each other: contributions are exchanged within their own step. Use Synchronous(), or wire='bf16'"
+            )
         if not isinstance(self.plan, str | None):
             raise ValueError(f"plan must be the JSON text of a plan or None, got {type(self.plan).__name__}")
 
@@ -200,12 +221,31 @@ class ReduceConfig:
         """Returns what every rank divides its gradients by, unless a step has a divisor of its own."""
         return float(ranks) if self.op == "mean" else 1.0
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether contributions are exchanged and added up by this package."""
+        return self.accumulation == "fp32" or self.wire in ENCODED_WIRES
+
+    def wire_of(self, gradient: torch.Tensor) -> Wire:
+        """Returns what a gradient like `gradient` travels on: `wire`, or "native" where a small one is not encoded."""
+        if self.wire not in ENCODED_WIRES:
+            return self.wire
+        from .kernels.encodings import ENCODINGS
+
+        large = gradient.ndim > 1 and gradient.numel() >= ENCODINGS[self.wire].block_numel
+        return self.wire if large and not gradient.is_complex() else "native"
+
     def wire_dtype(self, gradient: torch.dtype) -> torch.dtype:
-        """Returns the dtype on the wire of a bucket of gradients of dtype `gradient`."""
+        """Returns the dtype on the wire of a bucket of gradients of dtype `gradient` that are not encoded."""
         return wire_dtype(self.wire) or gradient
 
     def wire_bytes(self, gradient: torch.Tensor) -> int:
         """Returns the bytes on the wire of a gradient like `gradient`; a complex one is sent as real pairs."""
+        if self.wire_of(gradient) in ENCODED_WIRES:
+            from .kernels.encodings import ENCODINGS
+
+            encoding = ENCODINGS[self.wire]
+            return -(-gradient.numel() // encoding.block_numel) * encoding.block_bytes
         if gradient.is_complex():
             return 2 * gradient.numel() * self.wire_dtype(gradient.dtype.to_real()).itemsize
         return gradient.numel() * self.wire_dtype(gradient.dtype).itemsize
@@ -221,7 +261,7 @@ def wire_dtype(wire: Wire) -> torch.dtype | None:
     """Returns a wire's dtype; None: the gradients' own."""
     import torch
 
-    name = WIRES[wire]
+    name = WIRES.get(wire)
     dtype: torch.dtype | None = None if name is None else getattr(torch, name)
     return dtype
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..kernels.table import ChunkTable, PointerTable, Shape
+from ..comm.protocol import Communicator, Pending
+from ..kernels import dispatch
+from ..kernels.table import ChunkTable, Partials, PointerTable, Shape, SourcePartials
 from ..planning.layout import Layout
 
 
@@ -39,6 +42,9 @@ class Bucket:
         chunks: the layout's chunk table; None: it is built.
         split: wire / result, a power of two (see `exchange.divisor_split`).
         lazy: release the wire buffer at the end of each step.
+
+    Attributes:
+        sent_split: contribution / this rank's share of the result: `split`, unless that is taken off before unpacking.
     """
 
     def __init__(
@@ -54,12 +60,11 @@ class Bucket:
         lazy: bool = False,
     ) -> None:
         self.layout = layout
-        self._dtypes = dtypes
         self.wire_dtype = wire_dtype
         self.device = device
         self.on_cuda = device.type == "cuda"
         self.label = label
-        self.split = split
+        self.split = self.sent_split = split
         self._lazy = lazy
         self.chunks = chunks or ChunkTable(layout.numels, layout.offsets, dtypes, layout.numel, shapes=shapes)
         self.compute_dtype = self.chunks.compute_dtype
@@ -67,29 +72,106 @@ class Bucket:
         self.state = BucketState.IDLE
         self.allocations = 0
         self.uses = 0
-        self._wire: torch.Tensor | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
         self._unpacked: torch.cuda.Event | None = None
 
     def twin(self) -> Bucket:
         """Another bucket for the same gradients, with a wire and a pointer table of its own."""
-        chunks, split, lazy = self.chunks, self.split, self._lazy
-        return Bucket(
-            self.layout, self._dtypes, self.wire_dtype, self.device, self.label, chunks=chunks, split=split, lazy=lazy
-        )
+        twin = copy.copy(self)
+        twin.pointers = PointerTable()
+        twin.state = BucketState.IDLE
+        twin.allocations = twin.uses = 0
+        twin._buffers, twin._unpacked = {}, None
+        return twin
+
+    @property
+    def wire_numel(self) -> int:
+        """Elements of the wire buffer."""
+        return self.layout.numel
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of one collective, padding included."""
-        return self.layout.numel * self.wire_dtype.itemsize
+        """Bytes that this rank sends to an all-reduce, or to what takes its place; padding included."""
+        return self.wire_numel * self.wire_dtype.itemsize
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of these that belong to no gradient."""
+        return self.layout.padding_numel * self.wire_dtype.itemsize
 
     def wire(self) -> torch.Tensor:
         """The wire buffer; on CUDA the current stream waits until the last unpack has read it."""
-        if self._wire is None:
-            self._wire = torch.empty(self.layout.numel, dtype=self.wire_dtype, device=self.device)
-            self.allocations += 1
-        elif self._unpacked is not None:
+        if "wire" in self._buffers and self._unpacked is not None:
             torch.cuda.current_stream(self.device).wait_event(self._unpacked)
-        return self._wire
+        return self.buffer("wire", self.wire_numel, self.wire_dtype)
+
+    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer that lives as long as the wire, allocated when it is first asked for."""
+        found = self._buffers.get(name)
+        if found is None:
+            found = self._buffers[name] = torch.empty(numel, dtype=dtype, device=self.device)
+            self.allocations += 1
+        return found
+
+    def check(self, communicator: Communicator) -> None:
+        """Raises UnsupportedWireError, on every rank, if the ranks' backend cannot add contributions up."""
+        communicator.check_wire(self.wire_dtype, self.device)
+
+    def pack(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        wire: torch.Tensor,
+        divisor: float,
+        partials: SourcePartials | None,
+        *,
+        vouched: bool,
+    ) -> None:
+        """Writes this rank's contribution; arguments as of `dispatch.pack`."""
+        dispatch.pack(gradients, self.chunks, self.pointers, wire, divisor, partials, vouched=vouched)
+
+    def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
+        """Starts to add contributions up.
+
+        Args:
+            wire: this rank's.
+            communicator: the ranks.
+
+        Returns:
+            What is in flight, and the buffer that `unpack` takes when it is done.
+
+        Raises:
+            RuntimeError: a collective could not be started.
+        """
+        return communicator.all_reduce(wire), wire
+
+    @property
+    def shadow_dtype(self) -> torch.dtype:
+        """The dtype of what `reduce_zeros` writes to."""
+        return self.wire_dtype
+
+    def reduce_zeros(self, zeros: torch.Tensor, communicator: Communicator) -> Pending:
+        """Takes part with zeros, for a rank without inputs.
+
+        Args:
+            zeros: [layout.numel] of `shadow_dtype`, to which the sum is written.
+            communicator: the ranks.
+
+        Returns:
+            What is in flight.
+        """
+        return self.reduce(zeros, communicator)[0]
+
+    def unpack(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        reduced: torch.Tensor,
+        scale: torch.Tensor,
+        partials: Partials | None,
+        *,
+        vouched: bool,
+    ) -> None:
+        """Writes gradients from what `reduce` has returned; arguments as of `dispatch.unpack`."""
+        dispatch.unpack(gradients, self.chunks, self.pointers, reduced, scale, partials, vouched=vouched)
 
     def unpacked(self) -> torch.cuda.Event | None:
         """Records that the current stream has read the wire buffer with what was launched so far.
@@ -97,14 +179,14 @@ class Bucket:
         Returns:
             The event; None on CPU.
         """
-        wire = self._wire
+        released = list(self._buffers.values()) if self._lazy else []
         if self._lazy:
-            self._wire = self.pointers.kept = None  # on CPU views of the wire are kept there
+            self._buffers, self.pointers.kept = {}, None  # on CPU views of the wire are kept there
         if not self.on_cuda:
             return None
         stream = torch.cuda.current_stream(self.device)
-        if self._lazy and wire is not None:
-            wire.record_stream(stream)  # else the stream that packed may reuse the memory first
+        for one in released:
+            one.record_stream(stream)  # else the stream that packed may reuse the memory first
         if self._unpacked is None:
             self._unpacked = torch.cuda.Event()
         self._unpacked.record(stream)

@@ -8,17 +8,22 @@ from dataclasses import dataclass
 import torch
 
 from ..comm.protocol import Communicator
-from ..config import ReduceConfig
+from ..config import ReduceConfig, Wire
 from ..kernels import dispatch
+from ..kernels.encodings import ENCODINGS
+from ..planning.layout import aligned_layout
 from ..planning.plan import ParameterKind, Plan
+from .bucket import Bucket
 from .comm_hook import CommHook, CommHookReduction
 from .dense import DenseReduction
 from .exchange import divisor_split
+from .exchanged import AccumulatedBucket, EncodedBucket
 from .reduction import Members, Reduction
+from .second_phases import SecondPhases
 from .sparse import SparseReduction
 from .sparse_kinds import SparseKinds
 from .streams import Streams
-from .tensors import real_dtype
+from .tensors import dense_shape, real_dtype, real_numel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,7 @@ class BucketMaker:
         sparse_kinds: the agreed kinds of the sparse gradients.
         hook: state and comm hook, in place of our own wire; None: our own.
         keeps_gradients: the hook writes `.grad` itself.
+        second_phases: issues the second collectives of buckets that are exchanged in two phases.
         lazy: wires, and the comm hook's buffers, are allocated in each step and released at its end.
     """
 
@@ -45,6 +51,7 @@ class BucketMaker:
     as_views: bool
     communicator: Communicator
     sparse_kinds: SparseKinds
+    second_phases: SecondPhases
     hook: tuple[object, CommHook] | None = None
     keeps_gradients: bool = False
     lazy: bool = False
@@ -55,12 +62,7 @@ class BucketMaker:
         if self.sparse[members.numbers[0]]:
             return SparseReduction(members, self.communicator, self.sparse_kinds, state, hook)
         if hook is None:
-            wire_dtype = self.config.wire_dtype(real_dtype(members.parameters[0].dtype))
-            dtypes = {real_dtype(one.dtype) for one in members.parameters}
-            split = divisor_split(wire_dtype, dtypes, self.communicator.size, self.config.op)
-            return DenseReduction(
-                members, self.communicator, wire_dtype, as_views=self.as_views, split=split, lazy=self.lazy
-            )
+            return DenseReduction(members, self.communicator, self._bucket(members), as_views=self.as_views)
         return CommHookReduction(
             members,
             state,
@@ -71,13 +73,50 @@ class BucketMaker:
             lazy=self.lazy,
         )
 
+    def _bucket(self, members: Members) -> Bucket:
+        """What travels for dense parameters of one wire."""
+        first, ranks = members.parameters[0], self.communicator.size
+        dtypes = [real_dtype(one.dtype) for one in members.parameters]
+        numels, shapes = list(map(real_numel, members.parameters)), list(map(dense_shape, members.parameters))
+        device, label = members.device, members.label
+        encoding = ENCODINGS.get(self.config.wire_of(first))
+        if encoding is not None:
+            phases, lazy = self.second_phases, self.lazy
+            return EncodedBucket(numels, dtypes, encoding, device, label, shapes, ranks=ranks, phases=phases, lazy=lazy)
+        wire = self.config.wire_dtype(real_dtype(first.dtype))
+        split = divisor_split(wire, set(dtypes), ranks, self.config.op)
+        if self.config.accumulation == "fp32" and wire.itemsize == 2 and ranks > 2:
+            return AccumulatedBucket(
+                numels,
+                dtypes,
+                wire,
+                device,
+                label,
+                shapes,
+                split=split,
+                ranks=ranks,
+                phases=self.second_phases,
+                lazy=self.lazy,
+            )
+        layout = aligned_layout(numels, wire_itemsize_bytes=wire.itemsize)
+        return Bucket(layout, dtypes, wire, device, label, shapes, split=split, lazy=self.lazy)
 
-def kind_of(parameter: torch.Tensor, sparse: bool) -> ParameterKind:
-    """What a plan must know of a parameter. fp32, bf16, fp16 and complex of these can share a bucket; fp64 cannot."""
+
+def kind_of(parameter: torch.Tensor, sparse: bool, wire: Wire) -> ParameterKind:
+    """What a plan must know of a parameter.
+
+    On a 16-bit wire fp32, bf16, fp16 and complex of these can share a bucket, on an encoded one too; fp64 cannot.
+
+    Args:
+        parameter: the parameter.
+        sparse: whether its gradient is.
+        wire: what its gradient travels on.
+    """
     real = real_dtype(parameter.dtype)
     size_bytes = parameter.numel() * parameter.element_size()
-    wide = real if real is torch.float64 else None
-    return ParameterKind(size_bytes, (parameter.dtype, parameter.device), (wide, parameter.device), sparse)
+    own = (wire, parameter.dtype, parameter.device)
+    wide = (wire, real if real is torch.float64 else None, parameter.device)
+    return ParameterKind(size_bytes, own, own if wire == "native" else wide, sparse)
 
 
 class BucketSet:
@@ -132,7 +171,7 @@ class BucketSet:
         return {
             "buckets": len(self),
             "wire_bytes": sum(one.wire_bytes for one in buckets),
-            "padding_bytes": sum(one.layout.padding_numel * one.wire_dtype.itemsize for one in buckets),
+            "padding_bytes": sum(one.padding_bytes for one in buckets),
             "restrided": sum(one.restrided for one in packed),
             "path": paths[0] if paths else "none",
         }

@@ -13,7 +13,7 @@ from ..comm.waiting import wait_for
 from ..kernels import dispatch
 from ..kernels.runs import is_contiguous
 from ..kernels.table import Partials, PointerTable, SourcePartials
-from ..planning.layout import aligned_layout, flat_layout
+from ..planning.layout import flat_layout
 from . import exchange
 from .bucket import Bucket, BucketState
 from .exchange import InFlight
@@ -27,7 +27,7 @@ from .reduction import (
     check_unchanged,
     row_spans,
 )
-from .tensors import as_real, dense_shape, like_parameter, none_missing, real_dtype, real_numel, versions_of
+from .tensors import as_real, dense_shape, like_parameter, none_missing, real_dtype, versions_of
 
 
 class DenseReduction(WritesPartials):
@@ -36,32 +36,17 @@ class DenseReduction(WritesPartials):
     Args:
         members: the bucket's parameters.
         communicator: the ranks to average over.
-        wire_dtype: what travels.
+        bucket: what travels, and how contributions are added up.
         as_views: gradients become views of the wire buffer, which has their dtype.
-        split: wire / result, a power of two (see `exchange.divisor_split`).
-        lazy: release the wire buffer at the end of each step.
     """
 
-    def __init__(
-        self,
-        members: Members,
-        communicator: Communicator,
-        wire_dtype: torch.dtype,
-        *,
-        as_views: bool = False,
-        split: float = 1.0,
-        lazy: bool = False,
-    ) -> None:
-        assert split == 1.0 or not as_views, "a view of the wire is never unpacked, so the split would stay"
+    def __init__(self, members: Members, communicator: Communicator, bucket: Bucket, *, as_views: bool = False) -> None:
+        assert bucket.split == 1.0 or not as_views, "a view of the wire is never unpacked, so the split would stay"
         self.members = members
         self._communicator = communicator
+        self.bucket = bucket
         self._shapes = [dense_shape(parameter) for parameter in members.parameters]
         self._dtypes = [parameter.dtype for parameter in members.parameters]
-        numels = [real_numel(parameter) for parameter in members.parameters]
-        layout = aligned_layout(numels, wire_itemsize_bytes=wire_dtype.itemsize)
-        real = [real_dtype(dtype) for dtype in self._dtypes]
-        shapes, label = self._shapes, members.label
-        self.bucket = Bucket(layout, real, wire_dtype, members.device, label, shapes, split=split, lazy=lazy)
         self._strides = [
             tuple(stride // 2 for stride in strides[:-1]) if dtype.is_complex else strides
             for (_, strides), dtype in zip(self._shapes, self._dtypes, strict=True)
@@ -85,7 +70,7 @@ class DenseReduction(WritesPartials):
 
     def launch(self, divisor: float) -> StartedCollective:
         """Packs the gradients and starts the all-reduce; keeps which tensors these were, and at which versions."""
-        divisor /= self.bucket.split
+        divisor /= self.bucket.sent_split
         self._staged = {}  # those of the last step: on CUDA a side stream may have read them until now
         gradients: list[torch.Tensor | None] = list(map(_grad, self.members.parameters))
         self._complete = none_missing(gradients)
@@ -208,14 +193,14 @@ class DenseReduction(WritesPartials):
         return self.bucket.allocations + sum(bucket.allocations for bucket, _ in self._others)
 
     def shadow(self) -> GradBucket:
-        """Zeros in place of this rank's gradients, as wide as the wire."""
-        wire = torch.zeros(self.bucket.layout.numel, dtype=self.bucket.wire_dtype, device=self.members.device)
-        slots = [wire[slot.offset : slot.offset + slot.numel] for slot in self.bucket.layout.slots]
-        return GradBucket(self.members.index, wire, slots, self.members.parameters, self.members.is_last)
+        """Zeros in place of this rank's gradients, as they lie on the wire once it is unpacked."""
+        zeros = torch.zeros(self.bucket.layout.numel, dtype=self.bucket.shadow_dtype, device=self.members.device)
+        slots = [zeros[slot.offset : slot.offset + slot.numel] for slot in self.bucket.layout.slots]
+        return GradBucket(self.members.index, zeros, slots, self.members.parameters, self.members.is_last)
 
     def run_shadow(self, bucket: GradBucket) -> Pending:
-        """Starts the all-reduce of zeros with what the other ranks pack."""
-        return self._communicator.all_reduce(bucket.buffer())
+        """Starts the collective of zeros with what the other ranks pack; their sum is written to the zeros."""
+        return self.bucket.reduce_zeros(bucket.buffer(), self._communicator)
 
     def zero_views(self) -> bool:
         """Zeroes all gradients at once if each is a view of the wire; returns whether it did."""

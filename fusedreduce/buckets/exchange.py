@@ -36,7 +36,7 @@ class InFlight:
     Args:
         bucket: which one.
         gradients: per slot the real memory that was packed; None where missing.
-        wire: the buffer that the collective reduces.
+        wire: what `Bucket.unpack` takes when the collective is done.
         pending: the collective.
         rank: of this process.
         in_place: the gradient itself is the wire.
@@ -98,18 +98,18 @@ def start(
     with _range("pack", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
         wire = _own_wire(gradients) if in_place else bucket.wire()
         by = divisor or communicator.size
-        dispatch.pack(gradients, bucket.chunks, bucket.pointers, wire, by, partials, vouched=vouched)
+        bucket.pack(gradients, wire, by, partials, vouched=vouched)
     bucket.state = BucketState.LAUNCHED
     issued_ns = time.perf_counter_ns()
     try:
         with _range("all_reduce", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
-            pending = communicator.all_reduce(wire)
+            pending, reduced = bucket.reduce(wire, communicator)
     except RuntimeError as error:
         bucket.state = BucketState.FAILED
         state = "divided by the number of ranks, but not summed" if in_place else "still this rank's own"
         what = f"the all-reduce of {bucket.label} could not be started (its gradients are {state})"
         raise collective_failed(what, communicator, error) from error
-    return InFlight(bucket, tuple(gradients), wire, pending, communicator.rank, in_place, issued_ns)
+    return InFlight(bucket, tuple(gradients), reduced, pending, communicator.rank, in_place, issued_ns)
 
 
 def finish(
@@ -138,7 +138,7 @@ def finish(
             with _range("unpack", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
                 by = scalar(1.0, bucket.compute_dtype, bucket.device) if scale is None else scale
                 into = in_flight.gradients if gradients is None else gradients
-                dispatch.unpack(into, bucket.chunks, bucket.pointers, in_flight.wire, by, partials, vouched=vouched)
+                bucket.unpack(into, in_flight.wire, by, partials, vouched=vouched)
         event = bucket.unpacked()
     except BaseException:
         bucket.state = BucketState.FAILED

@@ -259,16 +259,18 @@ class ProcessGroupCommunicator:
                 raise collective_failed(what, self, error) from error
         return _Work(_sparse[self.group].allreduce([tensor]), (tensor,))
 
-    def all_gather(self, tensor: torch.Tensor) -> tuple[_Work, torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[_Work, torch.Tensor]:
         """Starts gathering a tensor from all ranks.
 
         Args:
             tensor: [n], dense and contiguous; the same dtype and n on all ranks.
+            into: [ranks * n], dense and contiguous; may contain `tensor` as the part of this rank's number. None: new
+                memory.
 
         Returns:
             The collective in flight, and the tensor that will hold the result, [ranks, n].
         """
-        gathered = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        gathered = tensor.new_empty(self.size * tensor.numel()) if into is None else into
         work = getattr(dist, _ALL_GATHER)(gathered, tensor, group=self.group, async_op=True)
         assert work is not None
         return _Work(work, (tensor, gathered)), gathered.view(self.size, tensor.numel())

@@ -143,11 +143,13 @@ class Communicator(Ranks, Protocol):
         """
         ...
 
-    def all_gather(self, tensor: torch.Tensor) -> tuple[Pending, torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[Pending, torch.Tensor]:
         """Starts gathering a tensor from all ranks.
 
         Args:
             tensor: [n], dense and contiguous; the same dtype and n on all ranks.
+            into: [ranks * n], dense and contiguous; may contain `tensor` as the part of this rank's number. None: new
+                memory.
 
         Returns:
             The collective in flight, and the tensor that will hold the result, [ranks, n].

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from ..buckets.stats.non_finite import NonFiniteReport
-from ..config import CheckFinite, ReduceConfig, Wire
+from ..config import ENCODED_WIRES, CheckFinite, ReduceConfig, Wire
 from ..errors import FusedReduceError
 from .hook_reduction import HookReduction
 from .hook_trace import HookTrace
@@ -74,6 +74,11 @@ class FusedHookState:
             raise TypeError(
                 f"process_group must be a torch.distributed.ProcessGroup or None, got {process_group!r} "
                 "(the wire is a keyword: FusedHookState(wire='bf16'))"
+            )
+        if wire in ENCODED_WIRES:
+            raise ValueError(
+                f"fused_hook has no wire {wire!r}: use 'native', 'bf16' or 'fp16'; or the wrapper, "
+                f"DistributedDataParallel(..., reduce=ReduceConfig(wire={wire!r}))"
             )
         config = ReduceConfig(
             wire=wire, stall_report_s=stall_report_s, grad_stats=grad_stats, check_finite=check_finite

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from ..buckets.bucket_set import BucketMaker
+from ..buckets.second_phases import SecondPhases
 from ..buckets.sparse_kinds import SparseKinds
 from ..buckets.stats.grad_stats import GradStats
 from ..comm.protocol import Communicator
@@ -86,6 +87,7 @@ class ReducerBase:
         self.observed.alike = agreed is not False
         self._device = self.parameters[0].device
         numbers = [number for number, one in enumerate(self.sparse) if one]
+        second_phases = SecondPhases(communicator, self._device)
         maker = BucketMaker(
             parameters=self.parameters,
             names=self.names,
@@ -94,6 +96,7 @@ class ReducerBase:
             as_views=self.has_views,
             communicator=communicator,
             sparse_kinds=SparseKinds(numbers, self.names, self._device, communicator),
+            second_phases=second_phases,
             lazy=lazy_bucket_allocation and not self.has_views,
         )
         self._recording = Recording(self._plans, "reducer" if exclusive else "wrapper")
@@ -247,6 +250,8 @@ class ReducerBase:
             self._agreed = True
         self.pipeline.check_wires()
         self.pipeline.mode.open()
+        if self.config.exchanges and self.communicator.size > 2:
+            self.pipeline.maker.second_phases.open()
         self._opened = True
 
     def rebuild(self) -> bool:
@@ -326,7 +331,8 @@ class ReducerBase:
                 this in time; on every rank that did. The group cannot be used any more: call `set_communicator`.
         """
         with self.cycle.lock:
-            issued, plan_state = self.pipeline.issued, f"{plan_hash(self.plan):016x} {self.rebuilt}"
+            issued = self.pipeline.issued + self.pipeline.maker.second_phases.issued
+            plan_state = f"{plan_hash(self.plan):016x} {self.rebuilt}"
             self.give_up_step()
             try:
                 same = self.cycle.failures.compare(self.communicator, self._device, issued, plan_state)

@@ -152,12 +152,13 @@ class Pipeline:
         """
         if self.maker.hook is None:
             for bucket in self.buckets.packed():
-                self.maker.communicator.check_wire(bucket.bucket.wire_dtype, bucket.members.device)
+                bucket.bucket.check(self.maker.communicator)
 
     def set_communicator(self, communicator: Communicator) -> None:
         """Switches to `communicator`. `drop_step` and `build_buckets` must follow."""
         self.maker = dataclasses.replace(self.maker, communicator=communicator)
         self.maker.sparse_kinds.set_communicator(communicator)
+        self.maker.second_phases.set_communicator(communicator)
         self.used.set_communicator(communicator)
         self.mode.set_communicator(communicator)
         self.issued = 0
@@ -191,16 +192,18 @@ class Pipeline:
             reduction.drop_views()
         self.used.restart()
         self.maker.sparse_kinds.restart()
+        self.maker.second_phases.close()
 
     def release_buckets(self) -> None:
         """Releases the buckets and their wires; gradients that are views keep the buffer they refer to."""
         self.mode.release()
+        self.maker.second_phases.close()
         self.buckets = BucketSet((), self.maker)
 
     def stats(self) -> dict[str, int | str]:
         """The pipeline's part of `Reducer.stats`."""
         return {
-            "collectives": self.issued,
+            "collectives": self.issued + self.maker.second_phases.issued,
             "wire_allocations": self._allocations + self.buckets.wire_allocations(),
             **(found := self.buckets.stats()),
             "restrided": self._restrided + int(found["restrided"]),
@@ -278,6 +281,8 @@ class Pipeline:
         if before < step.next_bucket == len(reductions):
             if self.buckets.streams.on_cuda:
                 self.buckets.streams.wait_for_packs()
+                if self.maker.second_phases.follow_at_once:
+                    self.maker.second_phases.issue_all()
             for one in self.collectives:
                 self.issued += one.issue()
 

@@ -92,7 +92,7 @@ class Plans:
         self._learns = learns
         self.rebuilt = False
         self.in_use: Plan = ()
-        self.kinds = [kind_of(*one) for one in zip(parameters, sparse, strict=True)]
+        self.kinds = [kind_of(one, alone, config.wire_of(one)) for one, alone in zip(parameters, sparse, strict=True)]
         self._numels = [parameter.numel() for parameter in parameters]
         self._groups = [(parameter.dtype, parameter.device) for parameter in parameters]
         self._names = names
@@ -284,8 +284,9 @@ class Plans:
         self.rebuilt = rebuilt
         together = not isinstance(self._mode, Asynchronous)
         self.wants_order = self._learns and together and not rebuilt and self._given is None
-        several = self._communicator.size > 1
-        self.measured = rebuilt and self._may_measure and is_synchronous(self._mode) and several
+        size = self._communicator.size
+        one_phase = size > 1 and not (self._config.exchanges and size > 2)  # of two only the first would be timed
+        self.measured = rebuilt and self._may_measure and is_synchronous(self._mode) and one_phase
 
     def _loaded(self) -> Plan | None:
         """The given plan, if it was made for as many ranks."""

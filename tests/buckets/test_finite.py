@@ -564,7 +564,7 @@ class _Deaf(Loopback):
 
     when = ""
 
-    def all_gather(self, tensor: torch.Tensor) -> tuple[Pending, torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[Pending, torch.Tensor]:
         if self.when == "issue":
             raise RuntimeError("Connection refused by peer")
         pending, result = super().all_gather(tensor)

@@ -40,7 +40,7 @@ class HostSums(ProcessGroupCommunicator):
         _wait_for(tensor.device)
         return work
 
-    def all_gather(self, tensor: torch.Tensor) -> Any:
+    def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> Any:
         work, gathered = super().all_gather(tensor.to(CPU))
         work.wait()
         return work, gathered.to(tensor.device)

@@ -274,4 +274,4 @@ def lazy(rank: int, world: int) -> None:
         for model in (ddp, local):
             loss_of(model(batch(rank, step))).backward()
         assert_averaged(ddp.module, local)
-        assert all(bucket.bucket._wire is None for bucket in reducer_of(ddp).pipeline.buckets.packed())
+        assert all(not bucket.bucket._buffers for bucket in reducer_of(ddp).pipeline.buckets.packed())

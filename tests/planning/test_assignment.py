@@ -183,15 +183,15 @@ def test_limits_as_the_assignment_takes_them(caps: BucketCaps, expected: tuple[i
 
 
 def _kinds(*dtypes: torch.dtype, numel: int = 100) -> list[ParameterKind]:
-    return [kind_of(torch.empty(numel, dtype=dtype), False) for dtype in dtypes]
+    return [kind_of(torch.empty(numel, dtype=dtype), False, "bf16") for dtype in dtypes]
 
 
 def test_the_first_plan_of_a_reducer_that_learns_is_one_bucket_per_dtype_and_device() -> None:
     f32, bf16 = torch.float32, torch.bfloat16
     kinds = [dataclasses.replace(kind, size_bytes=100 * MIB) for kind in _kinds(f32, bf16, f32)]
-    kinds.append(kind_of(torch.empty(2, device="meta"), False))
+    kinds.append(kind_of(torch.empty(2, device="meta"), False, "bf16"))
     assert first_plan(kinds, BucketCaps(), "c10d", learns=True) == ((3,), (1,), (0, 2))
-    kinds[0] = kind_of(torch.empty(2), True)
+    kinds[0] = kind_of(torch.empty(2), True, "bf16")
     assert first_plan(kinds, BucketCaps(), "c10d", learns=True) == ((3,), (2,), (1,), (0,)), "a sparse one is alone"
 
 
@@ -217,8 +217,8 @@ def test_what_may_share_a_bucket() -> None:
     shared = learned_plan(kinds, caps, "c10d", order, share=True)
     assert shared == ((5, 2), (3, 4, 1, 0)), "pairs of fp64 are fp64, pairs of fp32 are fp32"
     assert learned_plan(kinds, caps, "c10d", order, share=False) == ((5,), (3,), (4,), (2,), (1,), (0,))
-    kinds[0] = kind_of(torch.empty(100, device="meta"), False)
-    kinds[1] = kind_of(torch.empty(100, dtype=bf16), True)
+    kinds[0] = kind_of(torch.empty(100, device="meta"), False, "bf16")
+    kinds[1] = kind_of(torch.empty(100, dtype=bf16), True, "bf16")
     shared = learned_plan(kinds, caps, "c10d", order, share=True)
     assert shared == ((1,), (5, 2), (3, 4), (0,)), "devices and sparse gradients never share"
 
@@ -229,7 +229,7 @@ def test_plans_cover_every_parameter_once(
     model: tuple[list[torch.Tensor], list[bool], list[int]], limits_bytes: list[int], flag: bool, policy: CapPolicy
 ) -> None:
     tensors, sparse, order = model
-    kinds = [kind_of(tensor, one) for tensor, one in zip(tensors, sparse, strict=True)]
+    kinds = [kind_of(tensor, one, "bf16") for tensor, one in zip(tensors, sparse, strict=True)]
     caps = BucketCaps(listed_bytes=tuple(limits_bytes))
     for plan in (
         first_plan(kinds, caps, policy, learns=flag),
@@ -239,9 +239,9 @@ def test_plans_cover_every_parameter_once(
 
 
 def test_sizes_are_bytes_of_the_gradient() -> None:
-    assert kind_of(torch.empty(3, dtype=torch.complex64), False).size_bytes == 24
-    assert kind_of(torch.empty(3, 0), False).size_bytes == 0
-    assert kind_of(torch.empty(3).expand(4, 3), False).size_bytes == 48
+    assert kind_of(torch.empty(3, dtype=torch.complex64), False, "native").size_bytes == 24
+    assert kind_of(torch.empty(3, 0), False, "native").size_bytes == 0
+    assert kind_of(torch.empty(3).expand(4, 3), False, "native").size_bytes == 48
 
 
 @pytest.mark.parametrize(

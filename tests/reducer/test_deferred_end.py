@@ -79,7 +79,7 @@ class OneThreadRank(Loopback):
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         raise AssertionError("one thread cannot wait for a broadcast")
 
-    def all_gather(self, tensor: torch.Tensor) -> tuple[Pending, torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[Pending, torch.Tensor]:
         raise AssertionError("nothing here gathers")
 
 

@@ -191,11 +191,13 @@ class Loopback:
         total = (tensor * (2 * self.size - 1)).coalesce()
         return LoopbackPending(lambda: total)
 
-    def all_gather(self, tensor: torch.Tensor) -> tuple[Pending, torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[Pending, torch.Tensor]:
         """Peers have what `gathered` makes of this rank's."""
         self.calls.append(Call("all_gather", tensor.dtype, tensor.numel()))
-        ranks = [tensor if rank == self._rank else self.gathered(rank, tensor) for rank in range(self.size)]
-        result = torch.full((self.size, tensor.numel()), -9, dtype=tensor.dtype)
+        mine = tensor.clone()
+        ranks = [mine if rank == self._rank else self.gathered(rank, mine) for rank in range(self.size)]
+        result = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype) if into is None else into
+        result = result.view(self.size, tensor.numel()).fill_(9)
         return LoopbackPending(lambda: result.copy_(torch.stack(ranks))), result
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
@@ -321,11 +323,11 @@ class ThreadRank:
         self._record("sparse", tensor)
         return self._communicator.all_reduce_sparse(tensor)
 
-    def all_gather(self, tensor: torch.Tensor) -> tuple[Pending, torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[Pending, torch.Tensor]:
         self._record("all_gather", tensor)
-        pending, gathered = self._communicator.all_gather(tensor)
-        shown = torch.full_like(gathered, -9)
-        return ThreadPending(pending, shown, gathered), shown
+        pending, gathered = self._communicator.all_gather(tensor.clone())
+        shown = torch.empty_like(gathered) if into is None else into.view_as(gathered)
+        return ThreadPending(pending, shown.fill_(9), gathered), shown
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         self._record("broadcast", tensor)

@@ -358,16 +358,19 @@ class LocalCommunicator:
         problem = "" if tensor.is_sparse else f"a tensor of layout {tensor.layout} is not sparse COO"
         return self._issue("all_reduce_sparse", tensor, problem=problem)
 
-    def all_gather(self, tensor: torch.Tensor) -> tuple[LocalPending, torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[LocalPending, torch.Tensor]:
         """Starts gathering a tensor from all ranks.
 
         Args:
             tensor: [n], dense and contiguous; the same dtype and n on all ranks.
+            into: [ranks * n], dense and contiguous; may contain `tensor` as the part of this rank's number. None: new
+                memory.
 
         Returns:
             The collective in flight, and the tensor that will hold the result, [ranks, n].
         """
-        gathered = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
+        gathered = tensor.new_empty(self.size * tensor.numel()) if into is None else into
+        gathered = gathered.view(self.size, tensor.numel())
         return self._issue("all_gather", tensor, gathered, problem=dense_problem(tensor)), gathered
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:

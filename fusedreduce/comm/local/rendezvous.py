@@ -361,7 +361,7 @@ def _overlap(arrivals: Mapping[int, Arrival]) -> str:
     ranges = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, rank)
         for rank, arrival in arrivals.items()
-        for tensor in arrival.tensors
+        for tensor in (arrival.tensors[1:] if _in_place(arrival, rank) else arrival.tensors)
         if tensor.layout is torch.strided and tensor.numel()
     )
     for (_, end, rank), (begin, _, other) in zip(ranges, ranges[1:], strict=False):
@@ -369,6 +369,14 @@ def _overlap(arrivals: Mapping[int, Arrival]) -> str:
             who = ranks_text([rank, other]) if rank != other else f"{ranks_text([rank])} twice"
             return f"overlapping memory was given by {who} to {arrivals[rank]}: give every rank a tensor of its own"
     return ""
+
+
+def _in_place(arrival: Arrival, rank: int) -> bool:
+    """Whether what a rank gathers is its own part of the result already."""
+    if arrival.kind != "all_gather":
+        return False
+    tensor, gathered = arrival.tensors
+    return tensor.data_ptr() == gathered.data_ptr() + rank * tensor.nbytes
 
 
 def record_use(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:

@@ -1,0 +1,224 @@
+"""Buckets whose contributions are exchanged and added up here, in fp32 and in the order of ranks, whatever travels.
+
+    AccumulatedBucket   16-bit elements, as the all-reduce of them would send; two phases (see second_phases.py)
+    EncodedBucket       8 or 4 bits an element, with scales. Up to two ranks gather each other's contribution, which
+                        unpacking adds up; more exchange shards in two phases
+
+A collective that reduces 16-bit elements rounds at every hop. Here a contribution is rounded once, its sum once more
+where there are two phases, and every rank decodes the same bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..comm.protocol import Communicator, Pending
+from ..kernels import dispatch, encoded
+from ..kernels.encoded_table import EncodedTable
+from ..kernels.encodings import Encoding
+from ..kernels.parts import Part
+from ..kernels.table import Partials, PointerTable, Shape, SourcePartials
+from ..planning.layout import aligned_layout, block_layout
+from .bucket import Bucket
+from .second_phases import SecondPhases
+
+
+class ExchangedBucket(Bucket):
+    """A bucket whose wire is this rank's contribution, cut into a shard per rank."""
+
+    def check(self, communicator: Communicator) -> None:
+        """Does nothing: the backend adds nothing up."""
+
+    def _exchange(self, wire: torch.Tensor, communicator: Communicator, phases: SecondPhases) -> Pending:
+        """Starts both phases; `wire` holds the sum in the end."""
+        received = self.buffer("received", wire.numel(), wire.dtype)
+        rank, shard = communicator.rank, wire.numel() // communicator.size
+        mine = wire[rank * shard : (rank + 1) * shard]
+
+        def begin_second(second: Communicator) -> Pending:
+            self._add_up(received.view(communicator.size, shard), mine)
+            return second.all_gather(mine, wire)[0]
+
+        return phases.follow(communicator.all_to_all(received, wire), begin_second, self.label)
+
+    def _add_up(self, received: torch.Tensor, sum_of_shard: torch.Tensor) -> None:
+        """Writes the sum of the contributions [ranks, shard] to this rank's shard."""
+        raise NotImplementedError
+
+
+class AccumulatedBucket(ExchangedBucket):
+    """Elements of 16 bits that are added up in fp32.
+
+    Args:
+        numels: elements of each gradient.
+        dtypes: real gradient dtype of each.
+        wire_dtype: bf16 or fp16.
+        device: of gradients and wire.
+        label: for messages.
+        shapes: size and strides of each gradient.
+        split: what contributions are multiplied by, a power of two (see `exchange.divisor_split`); their sum is divided
+            by it in fp32.
+        ranks: how many take part; three or more, else an all-reduce rounds no more often.
+        phases: issues second phases.
+        lazy: release the buffers at the end of each step.
+    """
+
+    def __init__(
+        self,
+        numels: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        wire_dtype: torch.dtype,
+        device: torch.device,
+        label: str,
+        shapes: Sequence[Shape],
+        *,
+        split: float,
+        ranks: int,
+        phases: SecondPhases,
+        lazy: bool,
+    ) -> None:
+        layout = aligned_layout(numels, wire_itemsize_bytes=wire_dtype.itemsize, shards=ranks)
+        super().__init__(layout, dtypes, wire_dtype, device, label, shapes, lazy=lazy)
+        self.sent_split = split
+        self._phases = phases
+        in_order = tuple((0, source) for source in range(1, ranks))
+        self._parts = (Part(0, layout.numel // ranks, in_order, 0),)
+
+    def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
+        """See `Bucket.reduce`."""
+        return self._exchange(wire, communicator, self._phases), wire
+
+    def _add_up(self, received: torch.Tensor, sum_of_shard: torch.Tensor) -> None:
+        dispatch.combine(list(received), [sum_of_shard], self._parts, 1.0 / self.sent_split)
+
+
+class EncodedBucket(ExchangedBucket):
+    """Blocks of elements as small integers with a scale each.
+
+    Args:
+        numels: elements of each gradient.
+        dtypes: real gradient dtype of each.
+        encoding: of the blocks.
+        device: of gradients and wire.
+        label: for messages.
+        shapes: size and strides of each gradient.
+        ranks: how many take part.
+        phases: issues second phases.
+        lazy: release the buffers at the end of each step.
+    """
+
+    chunks: EncodedTable
+
+    def __init__(
+        self,
+        numels: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        encoding: Encoding,
+        device: torch.device,
+        label: str,
+        shapes: Sequence[Shape],
+        *,
+        ranks: int,
+        phases: SecondPhases,
+        lazy: bool,
+    ) -> None:
+        self._ranks = ranks
+        self._phases = phases
+        shards = 1 if ranks <= 2 else ranks
+        align = encoding.shard_align
+        layout = block_layout(numels, block_numel=encoding.block_numel, shard_align=align, shards=shards)
+        table = EncodedTable(layout.numels, layout.offsets, dtypes, layout.numel, encoding, shards, shapes=shapes)
+        super().__init__(layout, dtypes, torch.uint8, device, label, shapes, table, lazy=lazy)
+
+    @property
+    def wire_numel(self) -> int:
+        """See `Bucket.wire_numel`: encoded bytes."""
+        return self.chunks.layout.nbytes
+
+    @property
+    def padding_bytes(self) -> int:
+        """See `Bucket.padding_bytes`."""
+        block = self.chunks.layout.encoding
+        used = sum(-(-slot.numel // block.block_numel) for slot in self.layout.slots)
+        return self.wire_bytes - used * block.block_bytes
+
+    def pack(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        wire: torch.Tensor,
+        divisor: float,
+        partials: SourcePartials | None,
+        *,
+        vouched: bool,
+    ) -> None:
+        """See `Bucket.pack`."""
+        encoded.encode(gradients, self.chunks, self.pointers, wire, divisor, partials, vouched=vouched)
+
+    def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
+        """See `Bucket.reduce`. What is returned holds one bucket, or of two ranks both."""
+        if self._ranks <= 2:
+            gathered = self.buffer("received", self._ranks * wire.numel(), wire.dtype)
+            return communicator.all_gather(wire, gathered)[0], gathered
+        return self._exchange(wire, communicator, self._phases), wire
+
+    @property
+    def shadow_dtype(self) -> torch.dtype:
+        """See `Bucket.shadow_dtype`: of decoded elements."""
+        return torch.float32
+
+    def reduce_zeros(self, zeros: torch.Tensor, communicator: Communicator) -> Pending:
+        """See `Bucket.reduce_zeros`."""
+        wire = torch.zeros(self.wire_numel, dtype=self.wire_dtype, device=self.device)  # decodes to zeros
+        pending, reduced = self.reduce(wire, communicator)
+        return _Decoded(pending, functools.partial(self._decode_flat, reduced, zeros))
+
+    def _decode_flat(self, reduced: torch.Tensor, into: torch.Tensor) -> None:
+        slots = [into[slot.offset : slot.offset + slot.numel] for slot in self.layout.slots]
+        of, dtypes = self.chunks, [torch.float32] * len(slots)
+        table = EncodedTable(of.numels, of.offsets, dtypes, of.wire_numel, of.layout.encoding, of.layout.shards)
+        encoded.decode(slots, table, PointerTable(), reduced, torch.ones(1, device=self.device))
+
+    def unpack(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        reduced: torch.Tensor,
+        scale: torch.Tensor,
+        partials: Partials | None,
+        *,
+        vouched: bool,
+    ) -> None:
+        """See `Bucket.unpack`."""
+        encoded.decode(gradients, self.chunks, self.pointers, reduced, scale, partials, vouched=vouched)
+
+    def _add_up(self, received: torch.Tensor, sum_of_shard: torch.Tensor) -> None:
+        encoded.combine_encoded(received.view(-1), self.chunks, sum_of_shard)
+
+
+class _Decoded:
+    """A collective in flight whose result is decoded when it has been waited for."""
+
+    def __init__(self, pending: Pending, decode: Callable[[], None]) -> None:
+        self._pending = pending
+        self._decode: Callable[[], None] | None = decode
+
+    def notify(self, done: Callable[[], None]) -> None:
+        """See `Pending`."""
+        self._pending.notify(done)
+
+    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """See `Pending`."""
+        return self._pending.future()
+
+    def ready(self) -> bool:
+        """See `Pending`."""
+        return self._pending.ready()
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        self._pending.wait()
+        decode, self._decode = self._decode, None
+        if decode is not None:
+            decode()
