@@ -32,7 +32,8 @@ Build = Callable[[nn.Module], nn.Module]
 
 WARMUP_ROUNDS = 4
 ROW_STEP_NUMEL = 16  # a cache line of fp32: every row of the input is as well aligned as the first
-TOLERANCE = {"native": 1e-6, "fp16": 2.0**-9, "bf16": 2.0**-6}  # of the largest mean: a few roundings to the wire
+# Of the largest mean: a few roundings to the wire.
+TOLERANCE = {"native": 1e-6, "fp16": 2.0**-9, "bf16": 2.0**-6, "int8": 2.0**-6, "int4": 2.0**-2}
 
 
 class Many(nn.Module):

@@ -5,7 +5,8 @@ torch DDP's four forms                  with and without views, with and without
 torch's 16-bit hooks                    with and without views, and with batched copies; one of these twice
 with buckets of 2, 4, 8 MiB             torch DDP and its bf16 hook, views: sizes that a user could find by trying
 torch PowerSGD rank 1, rank 4           an approximation: it is timed, and its gradients are only to be finite
-ours native, bf16, fp16; the hook       the wrapper by wire, native with views too; fused_hook on torch's DDP
+ours native, bf16, fp16, int8, int4     the wrapper by wire, native with views too
+the hook                                fused_hook on torch's DDP
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from step_variants import BF16, FLOOR, FP16, HOOK_BF16, NATIVE, NATIVE_VIEWS, TO
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
+import fusedreduce
+from fusedreduce.config import ENCODED_WIRES, Wire
+
 CLOCKED = "no DDP, clocked"
 POWERSGD = "powersgd"  # as Variant.wire: of no dtype
 POWERSGD_RANKS = (1, 4)
 POWERSGD_START = 2  # steps that are averaged exactly first; torch takes no fewer
+ENCODED = {f"ours {wire}": wire for wire in ENCODED_WIRES}
 OURS = (NATIVE, NATIVE_VIEWS, BF16, FP16, HOOK_BF16)
 ONE_BUCKET_MB = 100_000
 SIZES_MB = (2, 4, 8)
@@ -48,6 +53,8 @@ def variants() -> dict[str, Variant]:
         hook = harness.hooked(TORCH_HOOKS["bf16"], **options)
         found[sized("torch bf16_compress_hook, views", size_mb)] = Variant(build=hook, side="torch", wire="bf16")
     ours = {name: found[name] for name in OURS}
+    for name, wire in ENCODED.items():
+        ours[name] = Variant(build=_wrapped(wire), side="wrapper", wire=wire)
     torchs = {name: variant for name, variant in found.items() if variant.side == "torch" and name not in _LEFT_OUT}
     floor = found[FLOOR]
     return {FLOOR: floor, CLOCKED: floor, **torchs, AGAIN: found[STRONGEST], **ours}
@@ -107,6 +114,7 @@ def torch_best(medians_ms: dict[str, float], found: dict[str, Variant], *, sized
 def ours_best(medians_ms: dict[str, float], found: Collection[str]) -> dict[str, str]:
     """By wire the quickest of ours; where none has a time, the first that took part."""
     forms = {"native": (NATIVE, NATIVE_VIEWS), "bf16": (BF16,), "fp16": (FP16,)}
+    forms |= {wire: (name,) for name, wire in ENCODED.items()}
     taken = {wire: [name for name in names if name in found] for wire, names in forms.items()}
     return {wire: min(names, key=lambda name: medians_ms.get(name, math.inf)) for wire, names in taken.items() if names}
 
@@ -116,6 +124,14 @@ def noise(medians_ms: dict[str, float]) -> float | None:
     if AGAIN not in medians_ms or STRONGEST not in medians_ms:
         return None
     return medians_ms[AGAIN] / medians_ms[STRONGEST]
+
+
+def _wrapped(wire: Wire) -> harness.Build:
+    def build(model: nn.Module) -> nn.Module:
+        reduce = fusedreduce.ReduceConfig(wire=wire)
+        return fusedreduce.DistributedDataParallel(model, reduce=reduce, **harness.OWN_BUFFERS)
+
+    return build
 
 
 def _powersgd(rank: int) -> harness.Build:
