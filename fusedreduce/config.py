@@ -28,7 +28,8 @@ Wire = Literal["native", "bf16", "fp16", "int8", "int4"]
 CheckFinite = Literal["off", "count", "raise"]
 CHECKS_FINITE: tuple[CheckFinite, ...] = ("off", "count", "raise")
 WIRES: Mapping[Wire, str | None] = {"native": None, "bf16": "bfloat16", "fp16": "float16"}  # torch's names
-ENCODED_WIRES: tuple[Wire, ...] = ("int8", "int4")
+# Elements and bytes of a block, as in kernels/encodings.py.
+ENCODED_WIRES: Mapping[Wire, tuple[int, int]] = {"int8": (256, 260), "int4": (64, 34)}
 Accumulation = Literal["wire", "fp32"]
 ACCUMULATIONS: tuple[Accumulation, ...] = ("wire", "fp32")
 
@@ -230,9 +231,7 @@ class ReduceConfig:
         """Returns what a gradient like `gradient` travels on: `wire`, or "native" where a small one is not encoded."""
         if self.wire not in ENCODED_WIRES:
             return self.wire
-        from .kernels.encodings import ENCODINGS
-
-        large = gradient.ndim > 1 and gradient.numel() >= ENCODINGS[self.wire].block_numel
+        large = gradient.ndim > 1 and gradient.numel() >= ENCODED_WIRES[self.wire][0]
         return self.wire if large and not gradient.is_complex() else "native"
 
     def wire_dtype(self, gradient: torch.dtype) -> torch.dtype:
@@ -242,10 +241,8 @@ class ReduceConfig:
     def wire_bytes(self, gradient: torch.Tensor) -> int:
         """Returns the bytes on the wire of a gradient like `gradient`; a complex one is sent as real pairs."""
         if self.wire_of(gradient) in ENCODED_WIRES:
-            from .kernels.encodings import ENCODINGS
-
-            encoding = ENCODINGS[self.wire]
-            return -(-gradient.numel() // encoding.block_numel) * encoding.block_bytes
+            block_numel, block_bytes = ENCODED_WIRES[self.wire]
+            return -(-gradient.numel() // block_numel) * block_bytes
         if gradient.is_complex():
             return 2 * gradient.numel() * self.wire_dtype(gradient.dtype.to_real()).itemsize
         return gradient.numel() * self.wire_dtype(gradient.dtype).itemsize

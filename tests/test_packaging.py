@@ -70,6 +70,8 @@ MAY_GUARD_TRITON = ("fusedreduce/kernels/dispatch.py",)
 MAY_WAIT: dict[str, set[str]] = {
     "fusedreduce/comm/waiting.py": {"pending.wait", "completed.wait"},
     # what a Pending's own `wait` is made of
+    "fusedreduce/buckets/exchanged.py": {"self._pending.wait"},
+    "fusedreduce/buckets/second_phases.py": {"self.first.wait", "self._second.wait"},
     # and of what blocks, whose callers make the error
     "fusedreduce/comm/process_group.py": {"self.work.wait", "pending.wait"},
     "fusedreduce/collective/node_collectives.py": {"self._work.wait"},
