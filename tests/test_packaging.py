@@ -71,6 +71,7 @@ MAY_WAIT: dict[str, set[str]] = {
     "fusedreduce/comm/waiting.py": {"pending.wait", "completed.wait"},
     # what a Pending's own `wait` is made of
     "fusedreduce/buckets/exchanged.py": {"self._pending.wait"},
+    "fusedreduce/comm/protocol.py": {"piece.wait", "torch.futures.collect_all"},
     "fusedreduce/buckets/second_phases.py": {"self.first.wait", "self._second.wait"},
     # and of what blocks, whose callers make the error
     "fusedreduce/comm/process_group.py": {"self.work.wait", "pending.wait"},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -38,6 +39,37 @@ class Pending(Protocol):
             RuntimeError: a rank died, left, or did not answer within the group's timeout.
         """
         ...
+
+
+class Pieces:
+    """Several collectives in flight as one `Pending`.
+
+    Args:
+        pieces: in the order in which they were issued.
+    """
+
+    def __init__(self, pieces: Sequence[Pending]) -> None:
+        self._pieces = tuple(pieces)
+
+    def notify(self, done: Callable[[], None]) -> None:
+        """See `Pending`."""
+        ended = itertools.count(1)
+        for piece in self._pieces:
+            piece.notify(lambda: done() if next(ended) == len(self._pieces) else None)
+
+    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """See `Pending`."""
+        both = torch.futures.collect_all([piece.future() for piece in self._pieces])
+        return both.then(lambda all_: [tensor for one in all_.value() for tensor in one.value()])
+
+    def ready(self) -> bool:
+        """See `Pending`."""
+        return all(piece.ready() for piece in self._pieces)
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        for piece in self._pieces:
+            piece.wait()
 
 
 class Ranks(Protocol):
