@@ -60,7 +60,7 @@ class AccumulatedBucket(ExchangedBucket):
         label: for messages.
         shapes: size and strides of each gradient.
         split: what contributions are multiplied by, a power of two (see `exchange.divisor_split`); their sum is divided
-            by it in fp32.
+            by it in fp32. One below 1, for op="sum", is divided out by unpacking: the wire may not hold that sum.
         ranks: how many take part; three or more, else an all-reduce rounds no more often.
         phases: issues second phases.
         lazy: release the buffers at the end of each step.
@@ -81,7 +81,7 @@ class AccumulatedBucket(ExchangedBucket):
         lazy: bool,
     ) -> None:
         layout = aligned_layout(numels, wire_itemsize_bytes=wire_dtype.itemsize, shards=ranks)
-        super().__init__(layout, dtypes, wire_dtype, device, label, shapes, lazy=lazy)
+        super().__init__(layout, dtypes, wire_dtype, device, label, shapes, split=min(split, 1.0), lazy=lazy)
         self.sent_split = split
         self._phases = phases
         in_order = tuple((0, source) for source in range(1, ranks))
@@ -92,7 +92,7 @@ class AccumulatedBucket(ExchangedBucket):
         return self._exchange(wire, communicator, self._phases), wire
 
     def _add_up(self, received: torch.Tensor, sum_of_shard: torch.Tensor) -> None:
-        dispatch.combine(list(received), [sum_of_shard], self._parts, 1.0 / self.sent_split)
+        dispatch.combine(list(received), [sum_of_shard], self._parts, self.split / self.sent_split)
 
 
 class EncodedBucket(ExchangedBucket):

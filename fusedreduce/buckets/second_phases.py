@@ -100,6 +100,11 @@ class SecondPhases:
         self.issued = 0
 
     @property
+    def due(self) -> int:
+        """Second phases that are to be issued."""
+        return len(self._due)
+
+    @property
     def follow_at_once(self) -> bool:
         """Whether second phases follow the last bucket's first one, without a wait of the host."""
         return self._device.type == "cuda" and self._communicator.waits_in_backward(self._device)

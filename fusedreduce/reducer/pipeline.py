@@ -3,7 +3,8 @@
     once          a profiled step's probe, before the first bucket
     per bucket    launch: pack and start the collective, when the bucket is ready and next in the plan
     once          after the last bucket: the used map, the scheduler's report, the kinds of sparse gradients, the check
-                  for non-finite gradients; then the sums of sparse gradients whose kind no rank knew before
+                  for non-finite gradients; then the sums of sparse gradients whose kind no rank knew before, and the
+                  second phases of buckets that are exchanged in two, as far as they have not been issued
     per bucket    finish, in the same order: check that no gradient has changed since, wait, unpack
 
 step_cycle.py decides when a step begins and when buckets are launched, and the sync mode (modes/) how a step ends.
@@ -29,7 +30,7 @@ from ..buckets.stats.grad_stats import GradStats
 from ..buckets.tensors import any_gradient
 from ..comm.protocol import Communicator
 from ..comm.stall_monitor import StallMonitor, stall_report_after_s
-from ..comm.waiting import wait_for
+from ..comm.waiting import collective_failed, wait_for
 from ..config import ReduceConfig
 from ..errors import FusedReduceError
 from ..planning.plan import Plan
@@ -282,23 +283,24 @@ class Pipeline:
             if self.buckets.streams.on_cuda:
                 self.buckets.streams.wait_for_packs()
                 if self.maker.second_phases.follow_at_once:
-                    self.maker.second_phases.issue_all()
+                    self._issue_second_phases()
             for one in self.collectives:
                 self.issued += one.issue()
 
     def launch_late(self) -> None:
-        """Starts the sums of sparse gradients whose kind no rank knew at `launch`; waits until the ranks know it.
+        """Starts what had to wait for other collectives: sums of sparse gradients, and second phases of buckets.
 
-        Does nothing when it is called again in the same step.
+        A gradient's kind may be what no rank knew at `launch`. Does nothing when it is called again in the same step.
 
         Raises:
-            AgreementError, CollectiveError: as `SparseKinds.learn`.
+            AgreementError, CollectiveError: as `SparseKinds.learn`; a first phase failed.
         """
         with torch.no_grad():
             for sparse in self.buckets.sparse(self.maker.sparse_kinds.learn()):
                 with self.buckets.streams.on(sparse.members.device):
                     sparse.launch_late()
                 self.issued += 1
+            self._issue_second_phases()
 
     def finish_step(self, step: Step, *, shared: bool) -> Ended:
         """Ends a step whose buckets are all launched.
@@ -319,7 +321,7 @@ class Pipeline:
             launched = self.buckets.reductions
             if self._skip_unused_buckets:
                 launched = [one for one in launched if not self._skips(step, one.members)]
-        if self.maker.sparse_kinds.place:
+        if self.maker.sparse_kinds.place or self.maker.second_phases.due:
             # Before the check, which may raise on this rank alone: the other ranks wait for these sums.
             self.launch_late()
         with torch.no_grad():
@@ -414,6 +416,12 @@ class Pipeline:
         self.mode = make_mode(self.maker, self._stash, self.late)
         self.overlaps = self.maker.config.overlap and self.mode.together
         self.used.alone = self.observed.alone = not self.mode.together
+
+    def _issue_second_phases(self) -> None:
+        try:
+            self.maker.second_phases.issue_all()
+        except RuntimeError as error:
+            raise collective_failed("a reduction in two phases failed", self.maker.communicator, error) from error
 
     def _wait_to_time(self, collective: Any) -> None:
         wait_for(collective, "the collective whose end is timed", self.maker.communicator)

@@ -152,7 +152,8 @@ class Reducer(ManualFinalization):
         self.cycle.check_finalized()
 
     def launch_late(self) -> None:
-        """The part of `finalize` that starts collectives: sums of sparse gradients whose kind no rank knew before.
+        """The part of `finalize` that starts collectives: sums of sparse gradients whose kind no rank knew before, and
+        second phases of buckets that are exchanged in two.
 
         Needed only where one thread drives all ranks: call it for each of them before `finalize` waits for one.
 

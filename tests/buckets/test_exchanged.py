@@ -1,0 +1,542 @@
+"""Buckets that are exchanged and added up in fp32: against their definition, over threads, scripted peers, and alone.
+
+Many ranks are cheap where nobody issues a collective: `_together` calls what ranks do with their buckets in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from support.leaf_steps import CAPS, SCALER, clear, given, loss_scale, step
+from support.loopback import Loopback, ThreadWorld
+from support.wires import ENCODED, EXCHANGED, in_memory, reduced, settings
+
+from fusedreduce import (
+    AgreementError,
+    Asynchronous,
+    BoundedStaleness,
+    DataParallel,
+    NonFiniteGradientError,
+    ReduceConfig,
+    Reducer,
+    SyncServer,
+)
+from fusedreduce.buckets.bucket import Bucket
+from fusedreduce.buckets.exchange import divisor_split, scalar
+from fusedreduce.buckets.exchanged import AccumulatedBucket, EncodedBucket, ExchangedBucket
+from fusedreduce.buckets.second_phases import SecondPhases
+from fusedreduce.comm.protocol import Communicator
+from fusedreduce.kernels import reference_encoded
+from fusedreduce.kernels.encodings import ENCODINGS
+from fusedreduce.kernels.table import PointerTable
+
+pytestmark = pytest.mark.usefixtures("path")
+
+CPU = torch.device("cpu")
+# A block and more of either encoding, some with a part of a block at their end; and what is never encoded.
+SHAPES = ((7, 41), (3,), (2, 300), (16, 16), (0, 4), (300,), (5, 7), (1, 1031))
+
+
+def _parameters(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in SHAPES]
+
+
+def _gradients(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Whose elements, and blocks, are of different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    return [(one * 10.0 ** (index - 3)).to(dtype) for index, one in enumerate(drawn)]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _assert_bits(actual: torch.Tensor | None, expected: torch.Tensor, what: object = "") -> None:
+    assert actual is not None and actual.dtype is expected.dtype and actual.shape == expected.shape, what
+    assert torch.equal(_bits(actual), _bits(expected)), (what, actual.reshape(-1)[:4], expected.reshape(-1)[:4])
+
+
+# Against the definition
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_every_rank_gets_the_bytes_of_the_definition(wire: str, ranks: int) -> None:
+    steps = 3
+
+    def case(communicator: Communicator) -> list[list[torch.Tensor | None]]:
+        parameters, found = _parameters(), []
+        with Reducer(parameters, communicator, ReduceConfig(**settings(wire)), caps=CAPS) as reducer:
+            for number in range(steps):
+                step(reducer, _gradients(10 * number + communicator.rank))
+                found.append([one.grad for one in parameters])
+                clear(parameters)
+        return found
+
+    local = [[_gradients(10 * number + rank) for rank in range(ranks)] for number in range(steps)]
+    expected = [[reduced(one, [ranks] * ranks, wire) for one in zip(*of_step, strict=True)] for of_step in local]
+    for rank, held in enumerate(ThreadWorld(ranks).results(case)):
+        for number, gradients in enumerate(held):
+            for index, gradient in enumerate(gradients):
+                _assert_bits(gradient, expected[number][index], (rank, number, index))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("wire", EXCHANGED)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_of_other_dtypes(wire: str, ranks: int, dtype: torch.dtype) -> None:
+    def case(communicator: Communicator) -> list[torch.Tensor | None]:
+        parameters = _parameters(dtype)
+        step(Reducer(parameters, communicator, ReduceConfig(**settings(wire))), _gradients(communicator.rank, dtype))
+        return [one.grad for one in parameters]
+
+    for held in ThreadWorld(ranks).results(case):
+        for index, gradient in enumerate(held):
+            local = [_gradients(rank, dtype)[index] for rank in range(ranks)]
+            _assert_bits(gradient, reduced(local, [ranks] * ranks, wire), index)
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_sums_divisors_and_loss_scales(wire: str, ranks: int, own: bool, op: Any) -> None:
+    """5 ranks: what an fp16 wire holds of a mean is 2 times the mean, of a sum an eighth. A scale comes off once."""
+    divisors = [2.5 + rank if own else (float(ranks) if op == "mean" else 1.0) for rank in range(ranks)]
+    scale = 2.0**6
+
+    def case(communicator: Communicator) -> list[torch.Tensor | None]:
+        parameters = _parameters()
+        reducer = Reducer(parameters, communicator, ReduceConfig(op=op, **settings(wire)), caps=CAPS)
+        reducer.observed.units.attach(SCALER)
+        divisor = divisors[communicator.rank] if own else None
+        step(reducer, _gradients(communicator.rank), divisor=divisor, scale=loss_scale(scale))
+        return [one.grad for one in parameters]
+
+    for held in ThreadWorld(ranks).results(case):
+        for index, gradient in enumerate(held):
+            local = [_gradients(rank)[index] * scale for rank in range(ranks)]
+            _assert_bits(gradient, reduced(local, divisors, wire, op) / scale, index)
+
+
+def test_what_each_rank_can_hold_in_fp16_a_sum_of_all_can_hold_on_the_wire() -> None:
+    def case(communicator: Communicator) -> torch.Tensor | None:
+        parameters = [torch.zeros(3, requires_grad=True)]
+        config = ReduceConfig(op="sum", wire="fp16", accumulation="fp32")
+        step(Reducer(parameters, communicator, config), [torch.full((3,), 49152.0)])
+        return parameters[0].grad
+
+    for gradient in ThreadWorld(3).results(case):
+        assert torch.equal(gradient, torch.full((3,), 49152.0 * 3))
+
+
+@pytest.mark.parametrize(("mine", "theirs", "mean"), [(80000.0, 0.0, 20000.0), (2.0**-23, 2.0**-23, 2.0**-23)])
+def test_a_mean_that_fp16_holds_is_not_lost_on_the_way(mine: float, theirs: float, mean: float) -> None:
+    """Divided by 4 before the wire, the first of 4 ranks' 80000 fits; small ones are not flushed."""
+
+    def case(communicator: Communicator) -> torch.Tensor | None:
+        parameters = [torch.zeros(3, requires_grad=True)]
+        config = ReduceConfig(wire="fp16", accumulation="fp32")
+        step(Reducer(parameters, communicator, config), [torch.full((3,), theirs if communicator.rank else mine)])
+        return parameters[0].grad
+
+    for gradient in ThreadWorld(4).results(case):
+        assert torch.equal(gradient, torch.full((3,), mean))
+
+
+# Pieces of many ranks, without collectives
+
+
+def _no_phases() -> SecondPhases:
+    return SecondPhases(Loopback(), CPU)
+
+
+def _bucket(wire: str, numels: Sequence[int], ranks: int, dtype: torch.dtype = torch.float32) -> Bucket:
+    name, dtypes = wire.partition("+")[0], [dtype] * len(numels)
+    shapes = [((numel,), (1,)) for numel in numels]
+    if name in ENCODINGS:
+        return EncodedBucket(
+            numels, dtypes, ENCODINGS[name], CPU, "bucket", shapes, ranks=ranks, phases=_no_phases(), lazy=False
+        )
+    wire_dtype = torch.bfloat16 if name == "bf16" else torch.float16
+    split = divisor_split(wire_dtype, {dtype}, ranks)
+    return AccumulatedBucket(
+        numels, dtypes, wire_dtype, CPU, "bucket", shapes, split=split, ranks=ranks, phases=_no_phases(), lazy=False
+    )
+
+
+def _together(bucket: Bucket, local: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """The means of ranks' gradients, by what each of them would do with its bucket; ranks: two or more."""
+    ranks, wires = len(local), []
+    for gradients in local:
+        wire = torch.empty(bucket.wire_numel, dtype=bucket.wire_dtype)
+        bucket.pack(gradients, wire, ranks / bucket.sent_split, None, vouched=False)
+        wires.append(wire)
+    assert isinstance(bucket, ExchangedBucket)
+    if isinstance(bucket, EncodedBucket) and ranks == 2:
+        result = torch.cat(wires)
+    else:
+        shards = torch.stack(wires).view(ranks, ranks, -1)
+        result = torch.empty_like(wires[0])
+        for rank, mine in enumerate(result.view(ranks, -1)):
+            bucket._add_up(shards[:, rank].contiguous(), mine)
+    means = [torch.full_like(one, math.nan) for one in local[0]]
+    bucket.unpack(means, result, scalar(1.0 / bucket.split, bucket.compute_dtype, CPU), None, vouched=False)
+    return means
+
+
+def _normal(ranks: int, numel: int, seed: int = 0) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randn(numel, generator=generator)] for _ in range(ranks)]
+
+
+# Relative L2 error of the mean.
+LIMITS = {"bf16+fp32": 0.0025, "fp16+fp32": 0.0025, "int8": 0.010, "int4": 0.155}
+
+
+@pytest.mark.parametrize(
+    ("wire", "ranks"),
+    # Two ranks' 16-bit elements are all-reduced, which rounds as often.
+    [(wire, ranks) for wire in EXCHANGED for ranks in (2, 3, 8, 64) if ranks > 2 or wire in ENCODED],
+)
+def test_the_error_of_the_mean_of_gaussian_gradients(wire: str, ranks: int) -> None:
+    local = _normal(ranks, 40_000)
+    (mean,) = _together(_bucket(wire, [40_000], ranks), local)
+    exact = torch.stack([one.double() for (one,) in local]).mean(0)
+    error = float((mean.double() - exact).norm() / exact.norm())
+    assert LIMITS[wire] / 30 < error <= LIMITS[wire], error
+
+
+@pytest.mark.parametrize("ranks", [3, 16, 64, 256])
+def test_gradients_of_one_sign_at_16_bits_are_as_exact_at_any_number_of_ranks(ranks: int) -> None:
+    """Two roundings, each of at most 2^-8; what a ring adds up in bf16 is off by more, the more ranks there are."""
+    generator = torch.Generator().manual_seed(ranks)
+    local = [[0.5 + torch.rand(2000, generator=generator)] for _ in range(ranks)]
+    (mean,) = _together(_bucket("bf16+fp32", [2000], ranks), local)
+    exact = torch.stack([one.double() for (one,) in local]).mean(0)
+    bound = 2 * 2.0**-8 + 2.0**-16 + ranks * 2.0**-24
+    assert float(((mean.double() - exact) / exact).abs().max()) <= bound
+    ring = torch.zeros(2000, dtype=torch.bfloat16)
+    for (one,) in local:
+        ring += (one / ranks).bfloat16()
+    off = float(((ring.double() - exact) / exact).abs().max())
+    assert ranks < 16 or off > bound
+    assert ranks < 256 or off > 5 * bound
+
+
+@st.composite
+def _several(draw: st.DrawFn) -> tuple[int, list[int], torch.dtype, int, str]:
+    size = st.one_of(st.sampled_from([0, 1, 63, 64, 65, 255, 256, 257]), st.integers(0, 1500))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
+    numels = draw(st.lists(size, min_size=1, max_size=4))
+    return draw(st.integers(3, 6)), numels, dtype, draw(st.integers(0, 2**20)), draw(st.sampled_from(ENCODED))
+
+
+@hypothesis.given(_several())
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_random_buckets_are_what_the_reference_makes_of_them(
+    drawn: tuple[int, list[int], torch.dtype, int, str],
+) -> None:
+    """Whatever lies in their padding; a gradient that is missing counts as zeros."""
+    ranks, numels, dtype, seed, wire = drawn
+    generator = torch.Generator().manual_seed(seed)
+    local: list[list[Any]] = [
+        [(torch.randn(numel, generator=generator, dtype=torch.float64) * 10.0**rank).to(dtype) for numel in numels]
+        for rank in range(-3, ranks - 3)
+    ]
+    bucket = _bucket(wire, numels, ranks, dtype)
+    means = _together(bucket, local)
+    assert isinstance(bucket, EncodedBucket)
+    table, shard = bucket.chunks, bucket.chunks.layout.shard_bytes
+    wires = [torch.full((bucket.wire_numel,), 0xA5, dtype=torch.uint8) for _ in range(ranks)]
+    for gradients, one in zip(local, wires, strict=True):
+        reference_encoded.encode(gradients, table, PointerTable(), one, float(ranks))
+    summed = torch.empty_like(wires[0])
+    for rank in range(ranks):
+        part = slice(rank * shard, (rank + 1) * shard)
+        reference_encoded.combine_encoded(torch.cat([one[part] for one in wires]), table, summed[part])
+    expected = [torch.full_like(one, math.nan) for one in means]
+    reference_encoded.decode(expected, table, PointerTable(), summed, torch.ones(1, dtype=bucket.compute_dtype))
+    for index, (mean, one) in enumerate(zip(means, expected, strict=True)):
+        _assert_bits(mean, one, index)
+
+
+# Collectives
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_collectives_bytes_and_allocations(wire: str, ranks: int) -> None:
+    """Up to two ranks one collective a bucket, from three on two; buffers are kept, from the first step on."""
+    parameters = [torch.zeros(64, 64, requires_grad=True) for _ in range(3)]
+    communicator = Loopback([torch.clone] * (ranks - 1))
+    reducer = Reducer(parameters, communicator, ReduceConfig(policy="static", **settings(wire)), caps=CAPS)
+    gradients = [torch.randn(64, 64) for _ in parameters]
+    for _ in range(3):
+        step(reducer, gradients)
+        clear(parameters)
+    before, allocated = len(communicator.calls), reducer.stats()["wire_allocations"]
+    for _ in range(5):
+        step(reducer, gradients)
+        clear(parameters)
+    kinds = [call.kind for call in communicator.calls[before:]]
+    buckets = [one.bucket for one in reducer.pipeline.buckets.packed()]
+    assert len(buckets) == 3 and reducer.stats()["wire_allocations"] == allocated
+    one_phase = "all_gather" if wire in ENCODED else "all_reduce"
+    expected = ["all_to_all", "all_gather"] if ranks > 2 else [one_phase]
+    assert sorted(kinds) == sorted(expected * 15)
+    block = {"int8": 260 / 256, "int4": 34 / 64}.get(wire, 2.0)
+    for bucket in buckets:
+        assert bucket.wire_bytes - bucket.padding_bytes == 4096 * block
+        assert bucket.padding_bytes < ranks * (1024 if wire == "int8" else 512) * block
+    assert reducer.stats()["wire_bytes"] == sum(one.wire_bytes for one in buckets)
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+def test_nothing_is_read_before_it_has_been_waited_for(wire: str) -> None:
+    """What a Loopback gathers is poisoned until then. Its peers send what this rank does: its own shard is right."""
+    parameters, gradient = [torch.zeros(60, 60, requires_grad=True)], torch.randn(60, 60)
+    reducer = Reducer(parameters, Loopback([torch.clone] * 2), ReduceConfig(**settings(wire)))
+    step(reducer, [gradient])
+    (reduction,) = reducer.pipeline.buckets.packed()
+    mine, held = slice(0, reduction.bucket.layout.numel // 3), parameters[0].grad
+    assert held is not None
+    _assert_bits(in_memory(held)[mine], in_memory(reduced([gradient] * 3, [3.0] * 3, wire))[mine])
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+def test_lazy_buffers_are_released_at_the_end_of_each_step(wire: str) -> None:
+    def case(communicator: Communicator) -> None:
+        parameters = _parameters()
+        reducer = Reducer(parameters, communicator, ReduceConfig(**settings(wire)), lazy_bucket_allocation=True)
+        for number in range(3):
+            step(reducer, _gradients(number))
+            assert not any(one.bucket._buffers for one in reducer.pipeline.buckets.packed())
+            assert all(one.grad is not None and one.grad.isfinite().all() for one in parameters)
+            clear(parameters)
+
+    ThreadWorld(3).results(case)
+
+
+# Unused parameters, and values that are not finite
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_has_no_gradient_contributes_zeros(wire: str, ranks: int) -> None:
+    def case(communicator: Communicator) -> list[torch.Tensor | None]:
+        parameters, config = _parameters(), ReduceConfig(**settings(wire))
+        reducer = Reducer(parameters, communicator, config, caps=CAPS, find_unused_parameters=True)
+        gradients: list[torch.Tensor | None] = list(_gradients(communicator.rank))
+        gradients[2 + communicator.rank % 2] = None
+        gradients[7] = None
+        step(reducer, gradients)
+        return [one.grad for one in parameters]
+
+    zeros = [torch.zeros(shape) for shape in SHAPES]
+    for held in ThreadWorld(ranks).results(case):
+        assert held[7] is None
+        for index, gradient in enumerate(held[:7]):
+            local = [(zeros if index == 2 + rank % 2 else _gradients(rank))[index] for rank in range(ranks)]
+            _assert_bits(gradient, reduced(local, [ranks] * ranks, wire), index)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("wire", ENCODED)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_value_that_is_not_finite_makes_its_whole_block_nan(wire: str, ranks: int, bad: float) -> None:
+    block = ENCODINGS[wire].block_numel
+
+    def case(communicator: Communicator) -> torch.Tensor | None:
+        parameters, gradient = [torch.zeros(4, block, requires_grad=True)], torch.ones(4, block)
+        if communicator.rank == ranks - 1:
+            gradient[2, 5] = bad
+        step(Reducer(parameters, communicator, ReduceConfig(**settings(wire))), [gradient])
+        return parameters[0].grad
+
+    for gradient in ThreadWorld(ranks).results(case):
+        assert gradient[2].isnan().all() and not gradient[[0, 1, 3]].isnan().any()
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_rank_and_element_that_was_not_finite_is_named(wire: str, ranks: int) -> None:
+    """The element itself, not the first one of its block, though all of that is NaN."""
+
+    def case(communicator: Communicator) -> str:
+        parameters, gradients = _parameters(), _gradients(communicator.rank)
+        config = ReduceConfig(check_finite="raise", **settings(wire))
+        reducer = Reducer(parameters, communicator, config, names=[f"p{n}" for n in range(len(SHAPES))], caps=CAPS)
+        if communicator.rank == 1:
+            gradients[2].view(-1)[333] = math.nan
+        with pytest.raises(NonFiniteGradientError) as caught:
+            step(reducer, gradients)
+        clear(parameters)
+        step(reducer, _gradients(communicator.rank))
+        return str(caught.value).removeprefix(f"rank {communicator.rank}: ")
+
+    texts = ThreadWorld(ranks).results(case)
+    assert len(set(texts)) == 1 and "rank 1" in texts[0] and "p2" in texts[0] and "333" in texts[0], texts
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_statistics_are_of_decoded_values(wire: str, ranks: int) -> None:
+    def case(communicator: Communicator) -> list[float]:
+        parameters = _parameters()
+        config = ReduceConfig(grad_stats=True, **settings(wire))
+        reducer = Reducer(parameters, communicator, config, caps=CAPS)
+        for number in range(3):
+            step(reducer, _gradients(10 * number + communicator.rank))
+            held = torch.cat([one.grad.reshape(-1).double() for one in parameters if one.grad is not None])
+            norm, peak = reducer.observed.grad_norm(), reducer.observed.grad_norm(math.inf)
+            assert float(norm) == pytest.approx(float(held.norm()), rel=1e-6)
+            assert float(peak) == float(held.abs().max())
+            clear(parameters)
+        return [float(norm), float(peak)]
+
+    assert len({tuple(one) for one in ThreadWorld(ranks).results(case)}) == 1
+
+
+# What ranks refuse
+
+
+def _different(first: dict[str, Any], other: dict[str, Any]) -> Callable[[Communicator], None]:
+    def case(communicator: Communicator) -> None:
+        config = ReduceConfig(**(other if communicator.rank == 1 else first))
+        step(Reducer(_parameters(), communicator, config), _gradients(0))
+
+    return case
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("first", "other", "option"),
+    [
+        ("int8", "int4", "wire"),
+        ("native", "int8", "wire"),
+        ("bf16", "bf16+fp32", "accumulation"),
+        ("bf16+fp32", "fp16+fp32", "wire"),
+    ],
+)
+def test_ranks_of_different_wires_all_learn_of_it(first: str, other: str, option: str, ranks: int) -> None:
+    found = ThreadWorld(ranks).run(_different(settings(first), settings(other)))
+    assert all(isinstance(one, AgreementError) and option in str(one) for one in found), found
+    assert len({str(one) for one in found}) == 1
+
+
+def test_other_accumulations_and_other_modes_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown accumulation 'fp64': use one of 'wire', 'fp32'"):
+        ReduceConfig(wire="bf16", accumulation="fp64")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown wire 'int2': use one of 'native', .*'int8', 'int4'"):
+        ReduceConfig(wire="int2")  # type: ignore[arg-type]
+    for wire in ("native", "int8", "int4"):
+        with pytest.raises(ValueError, match="accumulation='fp32' is for the wires 'bf16' and 'fp16'"):
+            ReduceConfig(**settings(f"{wire}+fp32"))
+    for wire in EXCHANGED:
+        for mode in (BoundedStaleness(1), Asynchronous()):
+            with pytest.raises(ValueError, match="exclude each other: contributions are exchanged within their own"):
+                ReduceConfig(sync_mode=mode, **settings(wire))
+        assert ReduceConfig(sync_mode=BoundedStaleness(0), **settings(wire)).exchanges
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+def test_a_change_of_mode_and_a_comm_hook_are_refused_and_views_are_not_made(wire: str) -> None:
+    parameters = _parameters()
+    with pytest.warns(UserWarning, match="gradient_as_bucket_view=True has no effect with wire="):
+        reducer = Reducer(
+            parameters, Loopback([torch.clone]), ReduceConfig(**settings(wire)), gradient_as_bucket_view=True
+        )
+    with pytest.raises(ValueError, match="a comm hook exclude each other"):
+        reducer.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    with pytest.raises(ValueError, match="exclude each other: contributions are exchanged within their own"):
+        reducer.set_sync_mode(BoundedStaleness(1))
+    gradients = _gradients(0)
+    step(reducer, gradients)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        assert parameter.grad is not None
+        _assert_bits(parameter.grad, reduced([gradient] * 2, [2.0] * 2, wire))
+        buffers = [buffer for one in reducer.pipeline.buckets.packed() for buffer in one.bucket._buffers.values()]
+        assert parameter.grad.untyped_storage().data_ptr() not in {one.untyped_storage().data_ptr() for one in buffers}
+
+
+@pytest.mark.parametrize("wire", ENCODED)
+def test_what_is_not_encoded_stays_native(wire: str) -> None:
+    """Of one dimension, smaller than a block, complex; sparse gradients have no such wire anyway."""
+    config, block = ReduceConfig(**settings(wire)), ENCODINGS[wire].block_numel
+    for native in (
+        torch.zeros(4 * block),
+        torch.zeros(1, block - 1),
+        torch.zeros(4, block, dtype=torch.complex64),
+        torch.tensor(1.0),
+    ):
+        assert config.wire_of(native) == "native"
+        assert config.wire_bytes(native) == native.numel() * native.element_size()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        assert config.wire_of(torch.zeros(1, block, dtype=dtype)) == wire
+    assert config.wire_bytes(torch.zeros(2, block + 1)) == 3 * ENCODINGS[wire].block_bytes
+
+
+# Other surfaces
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_replicas_of_one_process(wire: str, threads: bool, replicas: int) -> None:
+    """Also where one thread drives all of them, so that none may wait for a second phase before all have issued it."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(40, 40)
+    parallel = DataParallel(
+        module, ["cpu"] * replicas, reduce=ReduceConfig(**settings(wire)), threads=threads, timeout_s=20.0
+    )
+    try:
+        for _ in range(3):
+            samples = torch.randn(4 * replicas, 40)
+            parallel.zero_grad()
+            parallel(samples).square().sum().backward()
+            held = [one.grad for one in module.parameters()]
+            local = []
+            for part in samples.chunk(replicas):
+                loss = torch.func.functional_call(module, dict(module.named_parameters()), (part,))
+                local.append(torch.autograd.grad(loss.square().sum(), list(module.parameters())))
+            for index, gradient in enumerate(held):
+                expected = reduced([one[index] for one in local], [1.0] * replicas, wire, "sum")
+                _assert_bits(gradient, expected, index)
+    finally:
+        parallel.close()
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+def test_devices_of_a_sync_server(wire: str) -> None:
+    server = SyncServer(3, config=ReduceConfig(**settings(wire)), timeout_s=20.0)
+
+    def device(rank: int) -> list[list[torch.Tensor | None]]:
+        parameters, found = _parameters(), []
+        mine = server.device(rank, [(f"p{number}", one) for number, one in enumerate(parameters)])
+        for number in range(3):
+            loss = given(parameters, _gradients(10 * number + rank))
+            mine.announce(loss)
+            loss.backward()
+            mine.sync()
+            found.append([one.grad for one in parameters])
+            clear(parameters)
+        mine.close()
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(device, range(3)))
+    server.close()
+    for held in results:
+        for number, gradients in enumerate(held):
+            for index, gradient in enumerate(gradients):
+                local = [_gradients(10 * number + rank)[index] for rank in range(3)]
+                _assert_bits(gradient, reduced(local, [3.0] * 3, wire), (number, index))

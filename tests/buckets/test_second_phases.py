@@ -1,0 +1,413 @@
+"""The order of second phases: whenever first phases end, and in whatever order, every rank issues them alike.
+
+First a simulation of several ranks in one thread, without tensors; then a Reducer whose first phases end by a script;
+then threads.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import torch
+from support.leaf_steps import CAPS, clear, step
+from support.loopback import Loopback, LoopbackPending, ThreadRank, ThreadWorld
+from support.wires import EXCHANGED, reduced, settings
+
+from fusedreduce import FusedReduceError, ReduceConfig, Reducer
+from fusedreduce.buckets.second_phases import SecondPhases, TwoPhases
+from fusedreduce.comm.protocol import Communicator, Pending
+from fusedreduce.errors import CollectiveError
+from fusedreduce.reducer.state import ReducerState
+
+pytestmark = pytest.mark.usefixtures("path")
+
+CPU = torch.device("cpu")
+
+
+# Ranks in one thread
+
+
+class Blocked(Exception):
+    """A wait for what peers have not issued yet; no RuntimeError, so that nobody takes it for a failed collective."""
+
+
+class World:
+    """Ranks that launch their buckets, each at its own time, and see first phases end when the script says so.
+
+    Attributes:
+        firsts: per rank the buckets whose phase one it has issued, in order.
+        seconds: per rank those of phase two.
+        shown: per rank the buckets whose phase one it sees the end of.
+        ended: per rank whether its backward has ended, so that it may wait.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.firsts: list[list[int]] = [[] for _ in range(ranks)]
+        self.seconds: list[list[int]] = [[] for _ in range(ranks)]
+        self.shown: list[set[int]] = [set() for _ in range(ranks)]
+        self.ended = [False] * ranks
+
+    def complete(self, bucket: int) -> bool:
+        """Whether all ranks have issued a bucket's phase one."""
+        return all(bucket in one for one in self.firsts)
+
+
+class First:
+    """One rank's phase one of a bucket."""
+
+    def __init__(self, world: World, rank: int, bucket: int) -> None:
+        self._world, self._rank, self._bucket = world, rank, bucket
+        world.firsts[rank].append(bucket)
+
+    def ready(self) -> bool:
+        return self._bucket in self._world.shown[self._rank] and self._world.complete(self._bucket)
+
+    def wait(self) -> None:
+        assert self.ready() or self._world.ended[self._rank], "something waits before the end of the step"
+        assert self._world.complete(self._bucket)
+
+
+class Second:
+    """One rank's phase two: the n-th of every rank meet, as on a communicator of their own."""
+
+    def __init__(self, world: World, rank: int, bucket: int) -> None:
+        self._world, self._place = world, len(world.seconds[rank])
+        world.seconds[rank].append(bucket)
+
+    def wait(self) -> None:
+        if any(len(one) <= self._place for one in self._world.seconds):
+            raise Blocked
+        assert len({one[self._place] for one in self._world.seconds}) == 1, "different buckets meet in one collective"
+
+
+class Apart(Loopback):
+    """Says which communicator second phases are issued on."""
+
+    def apart(self, devices: Collection[torch.device] = ()) -> Loopback:
+        return Apart([torch.clone] * (self.size - 1))
+
+
+def _simulate(draw: random.Random) -> tuple[World, int]:
+    """One step: launches, completions and ends of all ranks, in random order. How many second phases came early."""
+    ranks, buckets = draw.randint(2, 4), draw.randint(1, 6)
+    world, early = World(ranks), 0
+    user = [Apart([torch.clone] * (ranks - 1)) for _ in range(ranks)]
+    phases = [SecondPhases(one, CPU) for one in user]
+    for one in phases:
+        one.open()
+    flights: list[list[TwoPhases]] = [[] for _ in range(ranks)]
+    sees = draw.random()
+    while any(len(one) < buckets for one in flights):
+        rank = draw.randrange(ranks)
+        if draw.random() < sees:
+            world.shown[rank].add(draw.randrange(buckets))
+        elif len(flights[rank]) < buckets:
+            bucket = len(flights[rank])
+
+            def begin(second: Communicator, rank: int = rank, bucket: int = bucket) -> Any:
+                assert second is not user[rank], "on the user's communicator only the plan's order counts"
+                return Second(world, rank, bucket)
+
+            first: Any = First(world, rank, bucket)
+            flights[rank].append(phases[rank].follow(first, begin, f"bucket {bucket}"))
+            early += len(world.seconds[rank])
+    left = [list(one) for one in flights]
+    while any(left):
+        rank = draw.choice([one for one in range(ranks) if left[one]])
+        world.ended[rank] = True
+        try:
+            left[rank][0].wait()
+        except Blocked:
+            blocked = [one for one in range(ranks) if left[one]]
+            assert any(len(world.seconds[one]) < buckets for one in blocked), "every rank waits for another one"
+            continue
+        left[rank].pop(0)
+    assert all(one.issued == 0 and one.due == 0 for one in phases)
+    assert world.firsts == world.seconds == [list(range(buckets))] * ranks
+    return world, early
+
+
+def test_ten_thousand_random_completions() -> None:
+    draw, early = random.Random(0), 0
+    for _ in range(10_000):
+        early += _simulate(draw)[1]
+    assert early > 10_000, "second phases are issued while buckets are still being launched"
+
+
+# A reducer
+
+
+class Scripted(Loopback):
+    """A Loopback with the order of everything that is issued, whose first phases end when the script says so."""
+
+    def __init__(self, draw: random.Random, log: list[tuple[str, str, int]] | None = None, name: str = "user") -> None:
+        super().__init__([torch.clone] * 2)
+        self.draw = draw
+        self.log: list[tuple[str, str, int]] = [] if log is None else log
+        self.name = name
+        self.in_backward = False
+        self.parts: list[Scripted] = []
+        self.closed = False
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        self.log.append((self.name, "all_to_all", input.numel()))
+        pending = super().all_to_all(output, input)
+        assert isinstance(pending, LoopbackPending)
+        return ScriptedPending(self, pending)
+
+    def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[Pending, torch.Tensor]:
+        assert not self.closed
+        self.log.append((self.name, "all_gather", 3 * tensor.numel()))
+        return super().all_gather(tensor, into)
+
+    def apart(self, devices: Collection[torch.device] = ()) -> Loopback:
+        self.parts.append(Scripted(self.draw, self.log, f"private {len(self.parts)}"))
+        return self.parts[-1]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ScriptedPending:
+    """A collective that may be seen to have ended at any time, in any order."""
+
+    def __init__(self, communicator: Scripted, pending: LoopbackPending) -> None:
+        self._communicator = communicator
+        self._pending = pending
+        self._seen = False
+
+    def notify(self, done: Any) -> None:
+        self._pending.notify(done)
+
+    def future(self) -> Any:
+        return self._pending.future()
+
+    def ready(self) -> bool:
+        self._seen = self._seen or self._communicator.draw.random() < 0.3
+        return self._seen
+
+    def wait(self) -> None:
+        assert self._seen or not self._communicator.in_backward, "something waits before the last gradient is there"
+        self._pending.wait()
+
+
+def _shapes() -> list[tuple[int, ...]]:
+    return [(index + 1, 640) for index in range(6)]
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+def test_a_reducer_issues_both_phases_in_the_order_of_the_plan(wire: str) -> None:
+    """Whatever the order in which gradients become ready, and first phases end."""
+    draw = random.Random(1)
+    communicator = Scripted(draw)
+    parameters = [torch.zeros(shape, requires_grad=True) for shape in _shapes()]
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda _: count.append(1))
+    reducer = Reducer(parameters, communicator, ReduceConfig(policy="static", **settings(wire)), caps=CAPS)
+    count: list[int] = []
+    early = 0
+    for number in range(120):
+        count.clear()
+        communicator.log.clear()
+        communicator.in_backward = True
+        last = parameters[draw.randrange(6)]
+        order = draw.sample(range(6), 6)
+        order.append(order.pop(next(at for at, one in enumerate(order) if parameters[one] is last)))
+        # Its hook is behind the reducer's: what is issued after it is issued at the end of the step.
+        handle = last.register_post_accumulate_grad_hook(lambda _: setattr(communicator, "in_backward", False))
+        step(reducer, [torch.randn_like(one) for one in parameters], ready=order)
+        handle.remove()
+        clear(parameters)
+        sizes = [one.bucket.wire_numel for one in reducer.pipeline.buckets.packed()]
+        firsts = [size for name, kind, size in communicator.log if (name, kind) == ("user", "all_to_all")]
+        seconds = [size for name, kind, size in communicator.log if (name, kind) == ("private 0", "all_gather")]
+        exchanged = [entry for entry in communicator.log if entry[1] in ("all_to_all", "all_gather")]
+        assert firsts == seconds == sizes and len(exchanged) == 2 * len(sizes)
+        kinds = [kind for _, kind, _ in exchanged]
+        early += number > 0 and kinds != ["all_to_all"] * 6 + ["all_gather"] * 6
+    assert len(communicator.parts) == 1 and early > 20
+    assert reducer.stats()["buckets"] == 6
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+def test_reset_closes_the_communicator_of_second_phases_and_the_next_step_makes_another(wire: str) -> None:
+    communicator = Scripted(random.Random(2))
+    parameters = [torch.zeros(shape, requires_grad=True) for shape in _shapes()]
+    reducer = Reducer(parameters, communicator, ReduceConfig(policy="static", **settings(wire)), caps=CAPS)
+    gradients = [torch.randn_like(one) for one in parameters]
+    step(reducer, gradients)
+    clear(parameters)
+
+    def fails(_: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    handle = parameters[2].register_post_accumulate_grad_hook(fails)
+    with pytest.raises(ZeroDivisionError):
+        step(reducer, gradients)
+    handle.remove()
+    assert not communicator.parts[0].closed
+    reducer.reset()
+    assert communicator.parts[0].closed and reducer.pipeline.maker.second_phases.due == 0
+    clear(parameters)
+    step(reducer, gradients)
+    assert len(communicator.parts) == 2 and not communicator.parts[1].closed
+    expected = reduced([gradients[0]] * 3, [3.0] * 3, wire)
+    assert parameters[0].grad is not None and torch.equal(parameters[0].grad[0, :200], expected[0, :200]), (
+        "this rank's shard"
+    )
+    reducer.close()
+    assert communicator.parts[1].closed
+
+
+def test_a_gradient_that_was_changed_on_one_rank_leaves_the_others_their_averages() -> None:
+    """That rank has issued its second phases before it raises: its peers would wait for them."""
+
+    def case(communicator: Communicator) -> list[torch.Tensor | None] | str:
+        parameters = [torch.zeros(shape, requires_grad=True) for shape in _shapes()]
+        reducer = Reducer(parameters, communicator, ReduceConfig(wire="int8", policy="static"), caps=CAPS)
+        gradients = [torch.full_like(one, communicator.rank + 1.0) for one in parameters]
+        for _ in range(2):
+            clear(parameters)
+            step(reducer, gradients)
+        clear(parameters)
+        if communicator.rank == 1:
+
+            def change(_: torch.Tensor) -> None:
+                assert parameters[5].grad is not None
+                parameters[5].grad.mul_(2.0)
+
+            parameters[0].register_post_accumulate_grad_hook(change)  # the last, when the first has been packed
+            with pytest.raises(FusedReduceError) as caught:
+                step(reducer, gradients)
+            return str(caught.value)
+        step(reducer, gradients)
+        return [one.grad for one in parameters]
+
+    first, changed, last = ThreadWorld(3).results(case)
+    assert "the gradient of parameter 5 (parameter 5) was written to" in changed
+    for held in (first, last):
+        for gradient in held:
+            assert gradient.sub(2.0).abs().max() < 0.02
+
+
+# Threads
+
+
+class Slow(ThreadRank):
+    """A rank that sees collectives end some time later, and issues them after a while."""
+
+    def __init__(self, communicator: Any, draw: random.Random) -> None:
+        super().__init__(communicator)
+        self.draw = draw
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        time.sleep(self.draw.choice([0.0, 0.0, 0.0005]))
+        return SometimesReady(super().all_to_all(output, input), self.draw)
+
+
+class SometimesReady(ScriptedPending):
+    def __init__(self, pending: Pending, draw: random.Random) -> None:
+        self._pending: Any = pending
+        self._draw = draw
+
+    def ready(self) -> bool:
+        return bool(self._pending.ready()) and self._draw.random() < 0.5
+
+    def wait(self) -> None:
+        self._pending.wait()
+
+
+@pytest.mark.parametrize("wire", ["int8", "bf16+fp32"])
+def test_threads_that_see_first_phases_end_at_different_times(wire: str) -> None:
+    ranks, steps = 3, 60
+
+    def case(communicator: Any) -> list[list[torch.Tensor]]:
+        draw = random.Random(communicator.rank)
+        slow = Slow(communicator._communicator, draw)
+        parameters, found = [torch.zeros(shape, requires_grad=True) for shape in _shapes()], []
+        reducer = Reducer(parameters, slow, ReduceConfig(policy="static", **settings(wire)), caps=CAPS)
+        for number in range(steps):
+            generator = torch.Generator().manual_seed(100 * number + communicator.rank)
+            gradients = [torch.randn(one.shape, generator=generator) for one in parameters]
+            step(reducer, gradients, ready=draw.sample(range(6), 6))
+            if number % 20 == 0:
+                local = [torch.Generator().manual_seed(100 * number + rank) for rank in range(ranks)]
+                firsts = [torch.randn(parameters[0].shape, generator=one) for one in local]
+                assert parameters[0].grad is not None
+                assert torch.equal(parameters[0].grad, reduced(firsts, [ranks] * ranks, wire))
+            found.append([one.grad.clone() for one in parameters if one.grad is not None])
+            clear(parameters)
+        return found
+
+    first, *others = ThreadWorld(ranks).results(case)
+    for other in others:
+        for one, same in zip(first, other, strict=True):
+            assert len(one) == 6 and all(map(torch.equal, one, same))
+
+
+# Failures
+
+
+class Failing(Loopback):
+    """A phase of the second bucket fails: when it is waited for, or when it is issued."""
+
+    def __init__(self, phase: str, when: str) -> None:
+        super().__init__([torch.clone] * 2)
+        self.phase, self.when = phase, when
+
+    def _failing(self, kind: str, pending: Pending) -> Pending:
+        if self.phase != kind or self.count(kind) != 2:
+            return pending
+        if self.when == "issue":
+            raise RuntimeError("Connection refused by peer")
+
+        def closed() -> torch.Tensor:
+            raise RuntimeError("Connection closed by peer")
+
+        return LoopbackPending(closed)
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        return self._failing("all_to_all", super().all_to_all(output, input))
+
+    def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[Pending, torch.Tensor]:
+        pending, gathered = super().all_gather(tensor, into)
+        return self._failing("all_gather", pending), gathered
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+@pytest.mark.parametrize(
+    ("phase", "when", "text"),
+    [
+        ("all_to_all", "issue", r"bucket 1 \(p4\) could not be started"),
+        ("all_to_all", "wait", r"the all-to-all of bucket 1 \(p4\): Connection closed by peer"),
+        ("all_gather", "issue", r"starting the all-gather of bucket 1 \(p4\): Connection refused by peer"),
+        ("all_gather", "wait", r"the all-gather of bucket 1 \(p4\): Connection closed by peer"),
+    ],
+)
+def test_a_phase_that_fails_is_named_with_its_bucket(phase: str, when: str, text: str, wire: str) -> None:
+    communicator = Failing(phase, when)
+    parameters = [torch.zeros(shape, requires_grad=True) for shape in _shapes()]
+    names = [f"p{number}" for number in range(6)]
+    config = ReduceConfig(policy="static", plan=None, **settings(wire))
+    reducer = Reducer(parameters, communicator, config, names=names, caps=CAPS)
+    # A first step has one bucket.
+    communicator.phase, asked = "", phase
+    step(reducer, [torch.randn_like(one) for one in parameters])
+    clear(parameters)
+    communicator.calls.clear()
+    communicator.phase = asked
+    with pytest.raises(CollectiveError, match=text):
+        step(reducer, [torch.randn_like(one) for one in parameters])
+    assert communicator.lost and reducer.state is ReducerState.FAILED
+    communicator.aside = lambda mine: [mine] * 3
+    with pytest.raises(FusedReduceError, match=r"set_communicator\(\)"):
+        reducer.reset()
+    another = Loopback([torch.clone] * 2)
+    reducer.set_communicator(another)
+    clear(parameters)
+    step(reducer, [torch.randn_like(one) for one in parameters])
+    assert reducer.stats()["state"] == "idle" and another.count("all_gather") == another.count("all_to_all") > 0

@@ -1,0 +1,91 @@
+"""Wires by the names that tables of tests have for them, what they make of gradients, and what they may be off by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusedreduce import ReduceConfig
+from fusedreduce.buckets.exchange import divisor_split
+from fusedreduce.buckets.tensors import real_dtype
+from fusedreduce.config import Op
+from fusedreduce.kernels.encodings import ENCODINGS, Encoding
+from fusedreduce.kernels.reference_encoded import decode_blocks, encode_blocks
+
+# Those whose contributions are exchanged and added up in fp32.
+ENCODED = ("int8", "int4")
+EXCHANGED = (*ENCODED, "bf16+fp32", "fp16+fp32")
+
+
+def settings(wire: str) -> dict[str, Any]:
+    """Arguments of ReduceConfig for "int8", or for a wire and its accumulation, "bf16+fp32"."""
+    name, _, accumulation = wire.partition("+")
+    return {"wire": name, "accumulation": accumulation or "wire"}
+
+
+def encoding_of(gradient: torch.Tensor, wire: str) -> Encoding | None:
+    """The encoding in which it travels; None: it travels as it is, or as 16 bits."""
+    return ENCODINGS.get(ReduceConfig(**settings(wire)).wire_of(gradient))
+
+
+def in_memory(gradient: torch.Tensor) -> torch.Tensor:
+    """Its elements, flat, in the order of memory; of one without gaps."""
+    return gradient.detach().as_strided((gradient.numel(),), (1,))
+
+
+def half_quanta(gradient: torch.Tensor, wire: str) -> torch.Tensor:
+    """Per element, in memory's order, the most that encoding it once may be off by, fp64; 0 where it is not encoded.
+
+    Half a quantum: the largest absolute value of the element's block / levels / 2; for bf16 scales, which are rounded
+    up, a 128th more. And fp32's rounding of value, scale and their product.
+    """
+    flat = in_memory(gradient).double().abs()
+    encoding = encoding_of(gradient, wire)
+    if encoding is None:
+        return torch.zeros_like(flat)
+    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % encoding.block_numel)).view(-1, encoding.block_numel)
+    wider = 1.0 + 2.0**-7 if encoding.scale_dtype is torch.bfloat16 else 1.0
+    quantum = blocks.amax(1, keepdim=True) * wider / encoding.levels
+    return (quantum / 2 + blocks.amax(1, keepdim=True) * 2.0**-21).expand_as(blocks).reshape(-1)[: flat.numel()]
+
+
+def _decoded(values: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+    """fp32 values, encoded and decoded."""
+    blocks = torch.nn.functional.pad(values, (0, -values.numel() % encoding.block_numel)).view(-1, encoding.block_numel)
+    with np.errstate(all="ignore"):
+        decoded = decode_blocks(*encode_blocks(blocks.numpy(), encoding))
+    return torch.from_numpy(decoded).reshape(-1)[: values.numel()]
+
+
+def reduced(local: Sequence[torch.Tensor], divisors: Sequence[float], wire: str, op: Op = "mean") -> torch.Tensor:
+    """What every rank must have of contiguous gradients, given in rank order, by an exchanged wire: to the bit.
+
+    Each contribution is encoded, or rounded, once; they are added up in fp32 in rank order; three ranks and more encode
+    or round the sum once more; it is decoded, and rounded to the gradient's dtype.
+    """
+    first, ranks = local[0], len(local)
+    compute = torch.float64 if first.dtype is torch.float64 else torch.float32
+    encoding = encoding_of(first, wire)
+    name = wire.partition("+")[0]
+    sent = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+    # What is not encoded is added up by the group, here a LocalGroup: in fp32, or fp64, and rounded once.
+    dtype = sent or first.dtype
+    split = 1.0 if encoding else divisor_split(dtype, {real_dtype(first.dtype)}, ranks, op)
+    total = None
+    for gradient, divisor in zip(local, divisors, strict=True):
+        contribution = in_memory(gradient).to(compute) / (divisor / split)
+        if encoding is not None:
+            contribution = _decoded(contribution.float(), encoding)
+        else:
+            contribution = contribution.to(dtype).to(torch.float64 if dtype is torch.float64 else torch.float32)
+        total = contribution if total is None else total + contribution
+    assert total is not None
+    kept = min(split, 1.0) if "+" in wire and ranks > 2 else split
+    if encoding is None:
+        total = (total * (kept / split)).to(dtype)
+    elif ranks > 2:
+        total = _decoded(total, encoding)
+    return (total.to(compute) / kept).to(first.dtype).view_as(first)
