@@ -16,7 +16,7 @@ from ..planning.plan import ParameterKind, Plan
 from .bucket import Bucket
 from .comm_hook import CommHook, CommHookReduction
 from .dense import DenseReduction
-from .exchange import divisor_split
+from .exchange import accumulated_split, divisor_split
 from .exchanged import AccumulatedBucket, EncodedBucket
 from .reduction import Members, Reduction
 from .second_phases import SecondPhases
@@ -84,7 +84,6 @@ class BucketMaker:
             phases, lazy = self.second_phases, self.lazy
             return EncodedBucket(numels, dtypes, encoding, device, label, shapes, ranks=ranks, phases=phases, lazy=lazy)
         wire = self.config.wire_dtype(real_dtype(first.dtype))
-        split = divisor_split(wire, set(dtypes), ranks, self.config.op)
         if self.config.accumulation == "fp32" and wire.itemsize == 2 and ranks > 2:
             return AccumulatedBucket(
                 numels,
@@ -93,11 +92,12 @@ class BucketMaker:
                 device,
                 label,
                 shapes,
-                split=split,
+                split=accumulated_split(wire, ranks, self.config.op),
                 ranks=ranks,
                 phases=self.second_phases,
                 lazy=self.lazy,
             )
+        split = divisor_split(wire, set(dtypes), ranks, self.config.op)
         layout = aligned_layout(numels, wire_itemsize_bytes=wire.itemsize)
         return Bucket(layout, dtypes, wire, device, label, shapes, split=split, lazy=self.lazy)
 

@@ -27,6 +27,7 @@ from .reduction import (
     check_unchanged,
     row_spans,
 )
+from .second_phases import TwoPhases
 from .tensors import as_real, dense_shape, like_parameter, none_missing, real_dtype, versions_of
 
 
@@ -88,7 +89,10 @@ class DenseReduction(WritesPartials):
             )
         self._packed = gradients
         self._versions = list(map(_version, gradients)) if self._complete else versions_of(gradients)
-        return StartedCollective(self._in_flight.pending, self._in_flight.issued_ns)
+        pending = self._in_flight.pending
+        if isinstance(pending, TwoPhases) and self.bucket.on_cuda:
+            pending = pending.first  # a stream may wait for it, on this rank alone: phase two is not issued yet
+        return StartedCollective(pending, self._in_flight.issued_ns)
 
     @property
     def rows(self) -> int:

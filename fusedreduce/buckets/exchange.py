@@ -24,6 +24,7 @@ from torch.profiler import record_function
 from ..comm.protocol import Communicator, Pending
 from ..comm.waiting import collective_failed
 from ..config import Op
+from ..errors import CollectiveError
 from ..kernels import dispatch
 from ..kernels.table import Partials, SourcePartials
 from .bucket import Bucket, BucketState
@@ -104,6 +105,9 @@ def start(
     try:
         with _range("all_reduce", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
             pending, reduced = bucket.reduce(wire, communicator)
+    except CollectiveError:  # of a bucket before this one
+        bucket.state = BucketState.FAILED
+        raise
     except RuntimeError as error:
         bucket.state = BucketState.FAILED
         state = "divided by the number of ranks, but not summed" if in_place else "still this rank's own"
@@ -184,6 +188,26 @@ def divisor_split(wire: torch.dtype, gradients: Collection[torch.dtype], ranks: 
         a second time.
     """
     return fp16_split(ranks, op) if wire is torch.float16 and torch.float16 not in gradients else 1.0
+
+
+def accumulated_split(wire: torch.dtype, ranks: int, op: Op = "mean") -> float:
+    """What a contribution is multiplied by beside its division, where sums are in fp32 and no rounding is left to undo.
+
+    Contributions to a mean in fp16 are divided by a power of two, which costs no digit, and the rest comes off their
+    sum. It is at least 2, so that gradients of 80000 and 0 fit, and about the root of the ranks' number.
+
+    Args:
+        wire: dtype of the wire.
+        ranks: number of ranks, at least 3.
+        op: the reduction.
+
+    Returns:
+        The factor; for op="sum" that of `fp16_split`, which unpacking takes off: the wire may not hold the sum itself.
+    """
+    if wire is not torch.float16:
+        return 1.0
+    power = ranks.bit_length() - 1
+    return fp16_split(ranks, op) if op == "sum" else ranks / 2.0 ** max(1, power // 2)
 
 
 @functools.cache

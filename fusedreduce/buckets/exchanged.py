@@ -59,8 +59,8 @@ class AccumulatedBucket(ExchangedBucket):
         device: of gradients and wire.
         label: for messages.
         shapes: size and strides of each gradient.
-        split: what contributions are multiplied by, a power of two (see `exchange.divisor_split`); their sum is divided
-            by it in fp32. One below 1, for op="sum", is divided out by unpacking: the wire may not hold that sum.
+        split: what contributions are multiplied by (see `exchange.accumulated_split`); their sum is divided by it in
+            fp32. One below 1, for op="sum", is divided out by unpacking: the wire may not hold that sum.
         ranks: how many take part; three or more, else an all-reduce rounds no more often.
         phases: issues second phases.
         lazy: release the buffers at the end of each step.
@@ -84,6 +84,7 @@ class AccumulatedBucket(ExchangedBucket):
         super().__init__(layout, dtypes, wire_dtype, device, label, shapes, split=min(split, 1.0), lazy=lazy)
         self.sent_split = split
         self._phases = phases
+        self._tables = dispatch.new_combine_tables() if self.on_cuda else None
         in_order = tuple((0, source) for source in range(1, ranks))
         self._parts = (Part(0, layout.numel // ranks, in_order, 0),)
 
@@ -92,7 +93,8 @@ class AccumulatedBucket(ExchangedBucket):
         return self._exchange(wire, communicator, self._phases), wire
 
     def _add_up(self, received: torch.Tensor, sum_of_shard: torch.Tensor) -> None:
-        dispatch.combine(list(received), [sum_of_shard], self._parts, self.split / self.sent_split)
+        contributions, scale = list(received), self.split / self.sent_split
+        dispatch.combine(contributions, [sum_of_shard], self._parts, scale, self._tables)
 
 
 class EncodedBucket(ExchangedBucket):

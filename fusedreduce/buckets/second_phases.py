@@ -4,81 +4,76 @@
     between     the owner of a shard adds the contributions up in fp32, and encodes the sum
     phase two   all-gather: every rank gets every shard's sum                             issued here
 
-The order in which phase two may be issued follows a clock, and differs between ranks, where the host has to wait for
-phase one: on CPU. There phase two has a communicator of its own, on which only this order counts: as a bucket is
-launched, those whose phase one has ended are issued, and the rest at the end of the step. Nothing waits before. On CUDA
-nothing has to wait: phase two follows the last bucket's phase one on the same communicator.
+Where the host has to wait for phase one, the moment at which phase two may be issued follows a clock, and differs
+between ranks. There phase two has a communicator of its own, on which only the buckets' order counts. On CPU, those
+whose phase one has ended are issued as further buckets are launched, and the rest at the end of the step: nothing waits
+before. With NCCL nothing has to wait: phase two follows the last bucket's phase one on the same communicator.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
 from ..comm.protocol import Communicator, Pending
+from ..comm.waiting import collective_failed, wait_for
+
+# Communicators whose owner was dropped without `close`: at an arbitrary place and in any thread, maybe a backend's own,
+# where nothing may be closed. The next `open` closes them.
+_shelved: deque[Communicator] = deque()
 
 
 class TwoPhases:
-    """One bucket's exchange: a `Pending` of both phases.
+    """One bucket's exchange: a `Pending` of both phases, once `SecondPhases` has issued the second one.
 
     Args:
         first: phase one.
         begin_second: called when phase one has ended, with the communicator of phase two; returns phase two.
         label: names the bucket in errors.
-        phases: issues phase two.
     """
 
-    def __init__(
-        self, first: Pending, begin_second: Callable[[Communicator], Pending], label: str, phases: SecondPhases
-    ) -> None:
+    def __init__(self, first: Pending, begin_second: Callable[[Communicator], Pending], label: str) -> None:
         self.first = first
+        self.label = label
         self._begin_second = begin_second
-        self._label = label
-        self._phases = phases
         self._second: Pending | None = None
+        self._told: list[Callable[[], None]] = []
 
-    def issue_second(self, communicator: Communicator) -> None:
-        """Waits for phase one (on CUDA: the current stream does) and starts phase two.
-
-        Raises:
-            RuntimeError: phase one failed, or phase two could not be issued; says which.
-        """
-        phase = "the all-to-all"
-        try:
-            self.first.wait()
-            phase = "starting the all-gather"
-            self._second = self._begin_second(communicator)
-        except RuntimeError as error:
-            raise RuntimeError(f"{phase} of {self._label}: {error}") from error
+    def begin_second(self, communicator: Communicator) -> None:
+        """Starts phase two, when phase one has been waited for."""
+        self._second = self._begin_second(communicator)
+        for done in self._told:
+            self._second.notify(done)
 
     def notify(self, done: Callable[[], None]) -> None:
-        """As `Pending.notify`, of phase one."""
-        self.first.notify(done)
+        """See `Pending`."""
+        if self._second is None:
+            self._told.append(done)
+        else:
+            self._second.notify(done)
 
     def ready(self) -> bool:
-        """Whether `wait` would return without blocking."""
+        """See `Pending`."""
         return self._second is not None and self._second.ready()
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of both phases; waits until phase two is issued."""
-        self._phases.issue_all()
-        assert self._second is not None
-        return self._second.future()
+        """See `Pending`."""
+        return self._issued().future()
 
     def wait(self) -> None:
-        """Issues every second phase that is due, then waits for this one.
-
-        Raises:
-            RuntimeError: a phase of this bucket, or of one before it, failed; says which.
-        """
-        self._phases.issue_all()
-        assert self._second is not None
+        """See `Pending`."""
         try:
-            self._second.wait()
+            self._issued().wait()
         except RuntimeError as error:
-            raise RuntimeError(f"the all-gather of {self._label}: {error}") from error
+            raise RuntimeError(f"the all-gather of {self.label}: {error}") from error
+
+    def _issued(self) -> Pending:
+        assert self._second is not None, f"phase two of {self.label} is not issued"
+        return self._second
 
 
 class SecondPhases:
@@ -89,15 +84,18 @@ class SecondPhases:
         device: of the gradients.
 
     Attributes:
-        issued: second phases issued on `communicator` itself since it was set.
+        issued: second phases issued since the communicator was set.
+        issued_together: those of them that were issued on that communicator itself.
     """
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self._communicator = communicator
         self._device = device
         self._apart: Communicator | None = None
+        self._is_stale = False
+        self._shelf: weakref.finalize[[Communicator], SecondPhases] | None = None
         self._due: deque[TwoPhases] = deque()
-        self.issued = 0
+        self.issued = self.issued_together = 0
 
     @property
     def due(self) -> int:
@@ -110,18 +108,40 @@ class SecondPhases:
         return self._device.type == "cuda" and self._communicator.waits_in_backward(self._device)
 
     def open(self) -> None:
-        """Makes the communicator of second phases, where they need one of their own; every rank calls it, once.
+        """Makes the communicator of second phases, where they need one of their own; every rank calls it.
 
         Raises:
             CollectiveError: a rank did not come within the timeout.
         """
-        if self._apart is None and self._device.type == "cpu":
-            self._apart = self._communicator.apart()
+        with suppress(IndexError):  # ranks may be threads, which empty it together
+            while True:
+                _shelved.popleft().close()
+        if self._is_stale:
+            self.close()
+        if self._apart is None and not self.follow_at_once:
+            try:
+                self._apart = self._communicator.apart()
+            except RuntimeError as error:
+                what = "the group of second phases could not be made"
+                raise collective_failed(what, self._communicator, error) from error
+            self._shelf = weakref.finalize(self, _shelved.append, self._apart)
+            self._shelf.atexit = False
+
+    def restart(self) -> None:
+        """Forgets an abandoned step; every rank does so. The next `open` makes another communicator.
+
+        The one in use stays until then: peers may still wait for what is in flight on it.
+        """
+        self._due.clear()
+        self._is_stale = self._apart is not None
 
     def close(self) -> None:
-        """Forgets what is in flight, and closes the communicator of second phases; `open` makes another."""
+        """Forgets what is in flight, and closes the communicator of second phases."""
         self._due.clear()
+        self._is_stale = False
         if self._apart is not None:
+            assert self._shelf is not None
+            self._shelf.detach()
             self._apart.close()
             self._apart = None
 
@@ -129,7 +149,7 @@ class SecondPhases:
         """Switches to `communicator`."""
         self.close()
         self._communicator = communicator
-        self.issued = 0
+        self.issued = self.issued_together = 0
 
     def follow(self, first: Pending, begin_second: Callable[[Communicator], Pending], label: str) -> TwoPhases:
         """Registers a bucket whose phase one has just been issued, and issues what may be issued without waiting.
@@ -141,10 +161,13 @@ class SecondPhases:
 
         Returns:
             The exchange in flight.
+
+        Raises:
+            CollectiveError: see `issue_all`.
         """
-        both = TwoPhases(first, begin_second, label, self)
+        both = TwoPhases(first, begin_second, label)
         self._due.append(both)
-        if self._apart is not None:
+        if self._device.type == "cpu":
             while self._due and self._due[0].first.ready():
                 self._issue_next()
         return both
@@ -153,11 +176,18 @@ class SecondPhases:
         """Issues every second phase that is due; waits for first phases (on CUDA the current stream does).
 
         Raises:
-            RuntimeError: see `TwoPhases.issue_second`.
+            CollectiveError: a phase one failed, or a phase two could not be issued; names it and its bucket.
         """
         while self._due:
             self._issue_next()
 
     def _issue_next(self) -> None:
-        self._due.popleft().issue_second(self._apart or self._communicator)
-        self.issued += self._apart is None
+        both = self._due.popleft()
+        wait_for(both.first, lambda: f"the all-to-all of {both.label}", self._communicator)
+        try:
+            both.begin_second(self._apart or self._communicator)
+        except RuntimeError as error:
+            what = f"the all-gather of {both.label} could not be started"
+            raise collective_failed(what, self._communicator, error) from error
+        self.issued += 1
+        self.issued_together += self._apart is None

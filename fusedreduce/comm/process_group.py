@@ -48,8 +48,8 @@ _sparse: MutableMapping[dist.ProcessGroup, Any] = WeakKeyDictionary()
 # Gathers into one tensor: into a list NCCL copies row by row, a small kernel per rank. torch 2.13 has renamed it.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-# Gloo's all-gather sends a rank's whole tensor as one message, and now and then reads nothing while it writes that: 8 MiB
-# over 300 Mbit/s took 267 ms in the median and up to 361, in pieces 234, as an all-reduce of as many bytes.
+# Gloo's all-gather sends a rank's whole tensor as one message, and now and then reads nothing while it writes that:
+# 8 MiB over 300 Mbit/s took 267 ms in the median and up to 361, in pieces 234, as an all-reduce of as many bytes.
 _PIECE_BYTES = 256 * 1024
 _REFUSAL = re.compile(r"type|dtype|support|implement", re.IGNORECASE)
 
@@ -403,9 +403,9 @@ class ProcessGroupCommunicator:
 
     def close(self) -> None:
         """Destroys the group that `apart` made; does nothing where the group is the user's."""
-        if self._own and dist.is_initialized():
-            self._own = False
+        if self._own and self.group in c10d._world.pg_map:  # else its user has destroyed all groups
             dist.destroy_process_group(self.group)
+        self._own = False
 
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
         """Exchanges texts through the group's key-value store; blocks.

@@ -331,7 +331,7 @@ class ReducerBase:
                 this in time; on every rank that did. The group cannot be used any more: call `set_communicator`.
         """
         with self.cycle.lock:
-            issued = self.pipeline.issued + self.pipeline.maker.second_phases.issued
+            issued = self.pipeline.issued + self.pipeline.maker.second_phases.issued_together
             plan_state = f"{plan_hash(self.plan):016x} {self.rebuilt}"
             self.give_up_step()
             try:

@@ -30,7 +30,7 @@ from ..buckets.stats.grad_stats import GradStats
 from ..buckets.tensors import any_gradient
 from ..comm.protocol import Communicator
 from ..comm.stall_monitor import StallMonitor, stall_report_after_s
-from ..comm.waiting import collective_failed, wait_for
+from ..comm.waiting import wait_for
 from ..config import ReduceConfig
 from ..errors import FusedReduceError
 from ..planning.plan import Plan
@@ -193,7 +193,7 @@ class Pipeline:
             reduction.drop_views()
         self.used.restart()
         self.maker.sparse_kinds.restart()
-        self.maker.second_phases.close()
+        self.maker.second_phases.restart()
 
     def release_buckets(self) -> None:
         """Releases the buckets and their wires; gradients that are views keep the buffer they refer to."""
@@ -283,7 +283,7 @@ class Pipeline:
             if self.buckets.streams.on_cuda:
                 self.buckets.streams.wait_for_packs()
                 if self.maker.second_phases.follow_at_once:
-                    self._issue_second_phases()
+                    self.maker.second_phases.issue_all()
             for one in self.collectives:
                 self.issued += one.issue()
 
@@ -300,7 +300,7 @@ class Pipeline:
                 with self.buckets.streams.on(sparse.members.device):
                     sparse.launch_late()
                 self.issued += 1
-            self._issue_second_phases()
+            self.maker.second_phases.issue_all()
 
     def finish_step(self, step: Step, *, shared: bool) -> Ended:
         """Ends a step whose buckets are all launched.
@@ -416,12 +416,6 @@ class Pipeline:
         self.mode = make_mode(self.maker, self._stash, self.late)
         self.overlaps = self.maker.config.overlap and self.mode.together
         self.used.alone = self.observed.alone = not self.mode.together
-
-    def _issue_second_phases(self) -> None:
-        try:
-            self.maker.second_phases.issue_all()
-        except RuntimeError as error:
-            raise collective_failed("a reduction in two phases failed", self.maker.communicator, error) from error
 
     def _wait_to_time(self, collective: Any) -> None:
         wait_for(collective, "the collective whose end is timed", self.maker.communicator)
