@@ -29,7 +29,7 @@ from fusedreduce import (
     SyncServer,
 )
 from fusedreduce.buckets.bucket import Bucket
-from fusedreduce.buckets.exchange import divisor_split, scalar
+from fusedreduce.buckets.exchange import accumulated_split, scalar
 from fusedreduce.buckets.exchanged import AccumulatedBucket, EncodedBucket, ExchangedBucket
 from fusedreduce.buckets.second_phases import SecondPhases
 from fusedreduce.comm.protocol import Communicator
@@ -167,7 +167,7 @@ def _bucket(wire: str, numels: Sequence[int], ranks: int, dtype: torch.dtype = t
             numels, dtypes, ENCODINGS[name], CPU, "bucket", shapes, ranks=ranks, phases=_no_phases(), lazy=False
         )
     wire_dtype = torch.bfloat16 if name == "bf16" else torch.float16
-    split = divisor_split(wire_dtype, {dtype}, ranks)
+    split = accumulated_split(wire_dtype, ranks)
     return AccumulatedBucket(
         numels, dtypes, wire_dtype, CPU, "bucket", shapes, split=split, ranks=ranks, phases=_no_phases(), lazy=False
     )

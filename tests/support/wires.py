@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fusedreduce import ReduceConfig
-from fusedreduce.buckets.exchange import divisor_split
+from fusedreduce.buckets.exchange import accumulated_split, divisor_split
 from fusedreduce.buckets.tensors import real_dtype
 from fusedreduce.config import Op
 from fusedreduce.kernels.encodings import ENCODINGS, Encoding
@@ -73,7 +73,10 @@ def reduced(local: Sequence[torch.Tensor], divisors: Sequence[float], wire: str,
     sent = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
     # What is not encoded is added up by the group, here a LocalGroup: in fp32, or fp64, and rounded once.
     dtype = sent or first.dtype
+    exchanged = "+" in wire and ranks > 2
     split = 1.0 if encoding else divisor_split(dtype, {real_dtype(first.dtype)}, ranks, op)
+    if exchanged:
+        split = accumulated_split(dtype, ranks, op)
     total = None
     for gradient, divisor in zip(local, divisors, strict=True):
         contribution = in_memory(gradient).to(compute) / (divisor / split)
@@ -83,9 +86,9 @@ def reduced(local: Sequence[torch.Tensor], divisors: Sequence[float], wire: str,
             contribution = contribution.to(dtype).to(torch.float64 if dtype is torch.float64 else torch.float32)
         total = contribution if total is None else total + contribution
     assert total is not None
-    kept = min(split, 1.0) if "+" in wire and ranks > 2 else split
+    kept = min(split, 1.0) if exchanged else split
     if encoding is None:
-        total = (total * (kept / split)).to(dtype)
+        total = (total * torch.tensor(kept / split, dtype=total.dtype)).to(dtype)
     elif ranks > 2:
         total = _decoded(total, encoding)
     return (total.to(compute) / kept).to(first.dtype).view_as(first)
