@@ -117,6 +117,10 @@ class Bucket:
         """Raises UnsupportedWireError, on every rank, if the ranks' backend cannot add contributions up."""
         communicator.check_wire(self.wire_dtype, self.device)
 
+    def warm_up(self, *, stats: bool) -> None:
+        """Compiles the kernels that `pack` and `unpack` call; `stats`: those with statistics too."""
+        dispatch.warm_up(self.device, self.wire_dtype, fp64=self.chunks.fp64, stats=stats)
+
     def pack(
         self,
         gradients: Sequence[torch.Tensor | None],

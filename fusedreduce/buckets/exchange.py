@@ -25,7 +25,6 @@ from ..comm.protocol import Communicator, Pending
 from ..comm.waiting import collective_failed
 from ..config import Op
 from ..errors import CollectiveError
-from ..kernels import dispatch
 from ..kernels.table import Partials, SourcePartials
 from .bucket import Bucket, BucketState
 
@@ -62,7 +61,7 @@ def prepare(bucket: Bucket, *, stats: bool = False) -> None:
     """
     if bucket.device.type == "cuda":
         with torch.cuda.device(bucket.device):
-            dispatch.warm_up(bucket.device, bucket.wire_dtype, fp64=bucket.chunks.fp64, stats=stats)
+            bucket.warm_up(stats=stats)
             bucket.chunks.on(bucket.device)
             scalar(1.0 / bucket.split, bucket.compute_dtype, bucket.device)
 

@@ -147,6 +147,11 @@ class EncodedBucket(ExchangedBucket):
         used = sum(-(-slot.numel // block.block_numel) for slot in self.layout.slots)
         return self.wire_bytes - used * block.block_bytes
 
+    def warm_up(self, *, stats: bool) -> None:
+        """See `Bucket.warm_up`."""
+        encoded.warm_up(self.device, self.chunks.layout.encoding, fp64=self.chunks.fp64, stats=stats)
+        self.chunks.places_on(self.device)
+
     def pack(
         self,
         gradients: Sequence[torch.Tensor | None],
