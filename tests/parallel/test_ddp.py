@@ -6,11 +6,13 @@ What is the hook's alone: test_hook.py.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 from parallel import ddp_cases, ddp_hook_cases, ddp_manual_cases, ddp_module_cases, ddp_surface_cases
 from support.ranks import RankPool
+from support.wires import ENCODED
 
 WIRES = ("native", "bf16", "fp16")
 SURFACES = ("wrapper", "hook")
@@ -42,20 +44,21 @@ TRAINING = [
 ]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("surface", SURFACES)
+@pytest.mark.parametrize(("surface", "wire"), [*itertools.product(SURFACES, WIRES), ("wrapper", "int4")])
 @pytest.mark.parametrize("case", TRAINING, ids=lambda case: case.__name__)
 def test_training_gives_the_mean(two: RankPool, case: Any, surface: str, wire: str) -> None:
     two.run(functools.partial(case, surface=surface), wire)
 
 
-@pytest.mark.parametrize("surface", SURFACES)
+@pytest.mark.parametrize(
+    ("surface", "wire"), [("wrapper", "bf16"), ("hook", "bf16"), ("wrapper", "int8"), ("wrapper", "bf16+fp32")]
+)
 @pytest.mark.parametrize("case", TRAINING, ids=lambda case: case.__name__)
-def test_training_gives_the_mean_at_three_ranks(three: RankPool, case: Any, surface: str) -> None:
-    three.run(functools.partial(case, surface=surface), "bf16")
+def test_training_gives_the_mean_at_three_ranks(three: RankPool, case: Any, surface: str, wire: str) -> None:
+    three.run(functools.partial(case, surface=surface), wire)
 
 
-@pytest.mark.parametrize("wire", ["native", "bf16"])
+@pytest.mark.parametrize("wire", ["native", "bf16", "int8"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -95,7 +98,7 @@ def test_what_has_nothing_to_do_with_the_wire_works(two: RankPool, case: Any) ->
     two.run(case)
 
 
-@pytest.mark.parametrize("wire", ["native", "bf16"])
+@pytest.mark.parametrize("wire", ["native", "bf16", "int8", "bf16+fp32"])
 def test_the_group_can_be_changed_and_changed_back(three: RankPool, wire: str) -> None:
     three.run(ddp_surface_cases.changed_group, wire)
 
@@ -118,15 +121,25 @@ def test_gradients_of_gradients_are_each_ranks_own(two: RankPool) -> None:
     two.run(ddp_cases.gradients_of_gradients)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", [*WIRES, *ENCODED])
 def test_overlap_can_be_turned_off(two: RankPool, wire: str) -> None:
     for overlapped, at_the_end in two.run(ddp_cases.overlap, wire):
         assert overlapped >= 1 and at_the_end == 0
 
 
-# (inputs per rank, a 16-bit wire's tolerance is its unit times a few steps of 0.05)
+# (inputs per rank, a 16-bit wire's tolerance is its unit times a few steps of 0.05; an encoded one's, two half quanta)
 @pytest.mark.parametrize("by_initial", [True, False])
-@pytest.mark.parametrize(("wire", "tolerance"), [("native", 1e-6), ("bf16", 2e-3), ("fp16", 2e-4)])
+@pytest.mark.parametrize(
+    ("wire", "tolerance"),
+    [
+        ("native", 1e-6),
+        ("bf16", 2e-3),
+        ("fp16", 2e-4),
+        ("fp16+fp32", 2e-4),
+        ("int8", 2e-3),
+        ("int4", 2e-3 * 127 / 7),
+    ],
+)
 def test_join_with_uneven_inputs_and_both_divisors(
     three: RankPool, wire: str, tolerance: float, by_initial: bool
 ) -> None:
@@ -220,7 +233,7 @@ def test_a_backward_of_compiled_autograd_is_refused_and_the_next_one_works(two: 
 # Steps that the caller ends
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", [*WIRES, "int8"])
 @pytest.mark.parametrize(
     "options",
     [

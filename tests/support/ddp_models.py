@@ -17,9 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedreduce
+from support.wires import ENCODED, EXCHANGED, half_quanta, in_memory, settings
 
 UNIT = {"native": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 TINY = {"native": 2.0**-150, "bf16": 2.0**-134, "fp16": 2.0**-25}
+for _wire in EXCHANGED:
+    UNIT[_wire], TINY[_wire] = (one.get(_wire.removesuffix("+fp32"), one["native"]) for one in (UNIT, TINY))
 SMALL_CAP_MB = 0.004
 # First every parameter is hooked, then buckets are laid out anew and only those that complete one are.
 STEPS = 8
@@ -65,16 +68,25 @@ def assert_is_mean(averaged: list[torch.Tensor], local: list[torch.Tensor], wire
     """`averaged` is the mean over all ranks of `local`, within the roundings that the wire makes.
 
     Each of W contributions is rounded once to the wire's unit u, and at most W - 1 sums of them are: an error of at
-    most W u times the sum of |contribution|, and half of the smallest subnormal each where the wire underflows.
+    most W u times the sum of |contribution|, and half of the smallest subnormal each where the wire underflows. A wire
+    of 16 bits that is added up in fp32 rounds the sum once, whatever W: 2 u. An encoded one is off by half a quantum
+    for each contribution, and where it encodes the sum, by as much again and a twelfth: decoded contributions may be
+    larger than they were by half a quantum, of int4 a fourteenth of the block's largest. What is not encoded is native.
     """
     world = dist.get_world_size()
+    roundings = 2 if wire.endswith("+fp32") else world
     assert len(averaged) == len(local)
     for ours, mine in zip(averaged, local, strict=True):
         total, size = mine.double() / world, mine.double().abs() / world
         dist.all_reduce(total)
         dist.all_reduce(size)
         unit = max(UNIT[wire], torch.finfo(mine.dtype).eps / 2)
-        bound = factor * world * (1.01 * unit * size + 2 * TINY[wire])
+        bound = factor * roundings * (1.01 * unit * size + world * TINY[wire])
+        if wire in ENCODED:
+            quanta = torch.empty_like(total)
+            in_memory(quanta).copy_(half_quanta(mine, wire) / world)
+            dist.all_reduce(quanta)
+            bound += factor * (1.01 if world <= 2 else 1.01 + 13 / 12) * quanta
         worst = ((ours.double() - total).abs() - bound).max() if ours.numel() else torch.tensor(-1.0)
         assert worst <= 0, f"gradient off by {worst.item()} more than the {wire} wire explains"
 
@@ -194,7 +206,7 @@ def wrapped(model: nn.Module, wire: str = "native", *, surface: str = "wrapper",
         return ddp
     options.setdefault("bucket_cap_mb", SMALL_CAP_MB)
     ours: dict[str, Any] = {name: options.pop(name) for name in ("overlap", "policy", "sync_mode") if name in options}
-    config = fusedreduce.ReduceConfig(wire=wire, **ours)  # type: ignore[arg-type]
+    config = fusedreduce.ReduceConfig(**settings(wire), **ours)
     return fusedreduce.DistributedDataParallel(model, reduce=config, **options)
 
 

@@ -15,9 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusedreduce.buckets.second_phases import SecondPhases
 from support.ddp_models import batch, hooked, loss_of, mlp, wrapped
 
 GROUP_TIMEOUT_S = 5
+
+
+def _leave(phases: SecondPhases) -> None:
+    """In place of a second phase, of which the first has ended."""
+    phases._due[0].first.wait()
+    time.sleep(0.5)  # peers issue theirs meanwhile
+    os._exit(0)
 
 
 def main() -> None:
@@ -36,11 +44,14 @@ def main() -> None:
         ddp.zero_grad()
         loss = loss_of(ddp(batch(int(rank), step)))
         if victim and step == int(fault_step):
-            if fault == "leave":
+            if fault == "between":
+                SecondPhases._issue_next = _leave  # type: ignore[method-assign]
+            elif fault == "leave":
                 if wrapper:
                     os._exit(0)
                 return
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])
+            else:
+                os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])
         began = time.monotonic()
         try:
             loss.backward()

@@ -1,0 +1,240 @@
+"""What ranks run in test_ddp_wires.py: the wrapper on wires whose contributions are exchanged, over Gloo."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel.ddp_fault_cases import SLACK_S, _group, _in_time, _right_steps
+from support.ddp_models import (
+    SMALL_CAP_MB,
+    assert_averaged,
+    assert_same_on_all_ranks,
+    assert_step_averages,
+    batch,
+    loss_of,
+    mlp,
+    reducer_of,
+    train,
+    wrapped,
+)
+from support.wires import settings
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+
+import fusedreduce
+from fusedreduce.buckets.exchanged import ExchangedBucket
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
+from fusedreduce.trace.reader import read
+
+LONG = 110  # steps
+
+
+def long_run(rank: int, world: int, wire: str) -> None:
+    """Each step's averages, the same bytes on every rank; buckets of another size in the middle."""
+    ddp = train(rank, mlp(), wire, steps=LONG // 2)
+    buckets = int(ddp.reduce_stats()["buckets"])
+    ddp.set_bucket_size(1500)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for step in range(LONG // 2, LONG):
+        assert_step_averages(ddp, batch(rank, step), wire)
+        optimizer.step()
+        if step == LONG // 2 + 35:
+            allocated = ddp.reduce_stats()["wire_allocations"]
+    assert int(ddp.reduce_stats()["buckets"]) > buckets
+    assert ddp.reduce_stats()["wire_allocations"] == allocated
+    assert_same_on_all_ranks([parameter.detach() for parameter in ddp.parameters()])
+
+
+class Summed(torch.autograd.Function):
+    """A collective of the user's own in backward, as SyncBatchNorm has, whose GPU kernels a CPU has not."""
+
+    @staticmethod
+    def forward(ctx: Any, features: torch.Tensor) -> torch.Tensor:
+        total = features.detach().mean(0)
+        dist.all_reduce(total)
+        return features + 0.0 * total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (gradient,) = gradients
+        total = gradient.mean(0)
+        dist.all_reduce(total)
+        return gradient + total / dist.get_world_size()
+
+
+class Together(nn.Module):
+    """Layers with such a collective between any two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(4))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            features = Summed.apply(torch.tanh(layer(features)))
+        return features
+
+
+def own_collectives(rank: int, world: int, wire: str) -> None:
+    """The user's collectives in forward and backward, and ones that a hook issues: none meets one of ours."""
+    train(rank, Together(), wire, steps=12)
+    ddp = wrapped(mlp(), wire)
+    weight: Any = dict(ddp.module.named_parameters())["2.weight"]
+    sums = []
+
+    def reduces(_: torch.Tensor) -> None:
+        one = torch.tensor([float(rank + 1)])
+        dist.all_reduce(one)
+        sums.append(one.item())
+
+    weight.register_post_accumulate_grad_hook(reduces)
+    for step in range(12):
+        assert_step_averages(ddp, batch(rank, step), wire)
+    assert set(sums) == {world * (world + 1) / 2}
+
+
+def gathers(rank: int, world: int, wire: str) -> tuple[int, int, int]:
+    """All-gathers of a step on the user's group, and on the private one; and how many buckets are exchanged."""
+    ddp = wrapped(mlp(), wire, policy="static")
+    counts = {"user": 0, "private": 0}
+    make = ProcessGroupCommunicator.all_gather
+
+    def counted(self: Any, tensor: torch.Tensor, into: torch.Tensor | None = None) -> Any:
+        counts["private" if self._own else "user"] += 1
+        return make(self, tensor, into)
+
+    for step in range(4):
+        loss = loss_of(ddp(batch(rank, step)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ProcessGroupCommunicator, "all_gather", counted)
+            counts.update(user=0, private=0)
+            loss.backward()
+    exchanged = [one for one in reducer_of(ddp).pipeline.buckets.packed() if isinstance(one.bucket, ExchangedBucket)]
+    return counts["user"], counts["private"], len(exchanged)
+
+
+class Stops(nn.Module):
+    """Raises in the backward of its middle, when armed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = mlp(), nn.Linear(12, 40)
+        self.armed = False
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.first(features)
+        if self.armed:
+            hidden.register_hook(self._raise)
+        output: torch.Tensor = self.second(hidden)
+        return output
+
+    @staticmethod
+    def _raise(gradient: torch.Tensor) -> None:
+        raise KeyError("of the user")
+
+
+def reset_and_on(rank: int, world: int, wire: str) -> int:
+    """An exception on every rank while a bucket is between its phases, or not, as the ranks' clocks have it."""
+    ddp = wrapped(Stops(), wire, process_group=_group(world), policy="static", bucket_cap_mb=0.001)
+    model: Any = ddp.module
+    _right_steps(rank, ddp, wire=wire, steps=4)
+    groups = len(c10d._world.pg_map)
+    for number in range(4):
+        model.armed = True
+        ddp.zero_grad()
+        loss = loss_of(ddp(batch(rank, 0)))
+        if number % 2:
+            time.sleep(0.02 * rank)
+        with pytest.raises(KeyError, match="of the user"):
+            loss.backward()
+        model.armed = False
+        with _in_time():
+            ddp.reset()
+        _right_steps(rank, ddp, wire=wire, steps=3)
+        assert len(c10d._world.pg_map) == groups, "groups of second phases are not kept over a reset"
+    reducer_of(ddp).close()
+    return groups - len(c10d._world.pg_map)
+
+
+def late_peer(rank: int, world: int, wire: str) -> str:
+    """The last rank comes after the timeout: what the others raise; then a group of its own makes all right again."""
+    ddp = wrapped(mlp(), wire, process_group=_group(world))
+    _right_steps(rank, ddp, wire=wire, steps=3)
+    ddp.zero_grad()
+    loss = loss_of(ddp(batch(rank, 0)))
+    if rank == world - 1:
+        time.sleep(2.0 + 1.5)
+    began = time.monotonic()
+    with pytest.raises(fusedreduce.CollectiveError) as caught:
+        loss.backward()
+    assert time.monotonic() - began < 2.0 + SLACK_S
+    dist.barrier()
+    with _in_time(), pytest.raises(fusedreduce.FusedReduceError, match=r"make a new one on every rank"):
+        ddp.reset()
+    dist.barrier()
+    ddp._update_process_group(_group(world))
+    _right_steps(rank, ddp, wire=wire, steps=4)
+    return str(caught.value)
+
+
+def disagreement(rank: int, world: int, first: str, other: str) -> str:
+    """The last rank is given another wire."""
+    config = fusedreduce.ReduceConfig(**settings(other if rank == world - 1 else first))
+    with pytest.raises(fusedreduce.AgreementError) as caught:
+        fusedreduce.DistributedDataParallel(mlp(), reduce=config)
+    return str(caught.value)
+
+
+def refused(rank: int, world: int, wire: str) -> None:
+    """Comm hooks, views and modes."""
+    with pytest.warns(UserWarning, match="gradient_as_bucket_view=True has no effect with wire="):
+        ddp = wrapped(mlp(), wire, gradient_as_bucket_view=True)
+    with pytest.raises(ValueError, match="a comm hook exclude each other"):
+        ddp.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    with pytest.raises(ValueError, match="exclude each other: contributions are exchanged within their own step"):
+        ddp.set_sync_mode(fusedreduce.BoundedStaleness(1))
+    _right_steps(rank, ddp, wire=wire, steps=4)
+    buffers = [one for each in reducer_of(ddp).pipeline.buckets.packed() for one in each.bucket._buffers.values()]
+    held = {one.untyped_storage().data_ptr() for one in buffers}
+    for parameter in ddp.parameters():
+        assert parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() not in held
+
+
+def traced(rank: int, world: int, wire: str, folder: str) -> None:
+    """A trace of some steps; its bytes on the wire are those of the encoding."""
+    ddp = wrapped(mlp(), wire)
+    _right_steps(rank, ddp, wire=wire, steps=3)
+    with ddp.record_trace(folder):
+        _right_steps(rank, ddp, wire=wire, steps=5)
+    dist.barrier()
+    trace = read(Path(folder))[rank]
+    assert len(trace.steps) == 5
+    config = ddp.reduce_config
+    sent = {name: config.wire_bytes(one) for name, one in ddp.module.named_parameters()}
+    assert {one.name: one.wire_bytes for one in trace.parameters} == sent
+
+
+def wide(rank: int, world: int, wire: str) -> None:
+    """fp64 gradients travel encoded as well, in buckets of their own."""
+    train(rank, mlp().double(), wire, lambda r, s: batch(r, s).double(), steps=4, bucket_cap_mb=SMALL_CAP_MB)
+
+
+def own_copy(rank: int, world: int, wire: str) -> None:
+    """A copy of the wrapper has buckets, and a communicator of second phases, of its own."""
+    ddp = train(rank, mlp(), wire, steps=4)
+    twin = copy.deepcopy(ddp)
+    for step in range(4):
+        for one in (ddp, twin):
+            local = copy.deepcopy(one.module)
+            one.zero_grad()
+            loss_of(one(batch(rank, step))).backward()
+            local.zero_grad()
+            loss_of(local(batch(rank, step))).backward()
+            assert_averaged(one.module, local, wire)

@@ -1,0 +1,109 @@
+"""The wrapper on wires whose contributions are exchanged and added up in fp32, on 2 and 3 Gloo ranks.
+
+What it does on any wire: test_ddp.py, whose tables have these too.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from parallel import ddp_fault_cases, ddp_wire_cases
+from parallel.test_faults import SLACK_S, _start
+from support import fault_rank
+from support.ranks import RankPool
+from support.wires import ENCODED
+
+WORLDS = [(2, "int8"), (2, "int4"), (3, "int8"), (3, "int4"), (3, "bf16+fp32")]
+
+
+@pytest.mark.parametrize(("world", "wire"), WORLDS)
+def test_ranks_have_the_same_bytes_and_the_mean_in_a_hundred_steps(
+    two: RankPool, three: RankPool, world: int, wire: str
+) -> None:
+    {2: two, 3: three}[world].run(ddp_wire_cases.long_run, wire)
+
+
+@pytest.mark.parametrize("wire", ["int8", "bf16+fp32"])
+def test_collectives_of_the_users_own_in_between(three: RankPool, wire: str) -> None:
+    three.run(ddp_wire_cases.own_collectives, wire)
+
+
+def test_only_second_phases_are_on_the_private_group(two: RankPool, three: RankPool) -> None:
+    for user, private, exchanged in two.run(ddp_wire_cases.gathers, "int8"):
+        assert user == exchanged >= 2 and private == 0, "two ranks gather each encoded bucket"
+    for wire in ("int8", "bf16+fp32"):
+        for user, private, exchanged in three.run(ddp_wire_cases.gathers, wire):
+            assert user == 0 and private == exchanged >= 2
+
+
+@pytest.mark.parametrize("wire", ["int8", "bf16+fp32"])
+def test_after_an_error_of_the_users_own_reset_helps(three: RankPool, wire: str) -> None:
+    assert three.run(ddp_wire_cases.reset_and_on, wire) == [1, 1, 1], "close() destroys the group of second phases"
+
+
+@pytest.mark.parametrize("before", [0, 6])
+def test_reset_helps_two_ranks_too(two: RankPool, before: int) -> None:
+    two.run(ddp_fault_cases.user_error_in_backward, before, "int8")
+
+
+def test_a_late_peer_is_an_error_on_every_rank_and_a_new_group_helps(three: RankPool) -> None:
+    for rank, message in enumerate(three.run(ddp_wire_cases.late_peer, "int8")):
+        assert re.search(rf"rank {rank}: .*all-(to-all|gather|reduce) of bucket \d \(\d\.(weight|bias)", message), (
+            message
+        )
+
+
+@pytest.mark.parametrize("when", ["leave", "between"])
+def test_survivors_raise_in_time_and_name_phase_and_bucket(tmp_path: Path, when: str) -> None:
+    """The last of three ranks ends before its backward, or when it has taken part in phase one of a bucket."""
+    began = time.monotonic()
+    arguments = ("int8", "copy", when, "3", "wrapper")
+    ranks = [_start(rank, 3, tmp_path / "store", *arguments) for rank in range(3)]
+    phase = "all-to-all" if when == "leave" else "all-gather"
+    try:
+        for rank, process in enumerate(ranks[:-1]):
+            out, err = process.communicate(timeout=fault_rank.GROUP_TIMEOUT_S + SLACK_S)
+            assert process.returncode not in (0, None), out
+            assert "finished" not in out
+            assert "fusedreduce.errors.CollectiveError: " in err, err
+            assert re.search(rf"rank {rank}: .*{phase} of bucket \d+ \(\d\.weight", err), err
+            waited = re.search(r"raised after ([\d.]+) s", out)
+            assert waited is not None and float(waited[1]) < fault_rank.GROUP_TIMEOUT_S + 5
+        assert time.monotonic() - began < fault_rank.GROUP_TIMEOUT_S + SLACK_S
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize(("first", "other"), [("int8", "int4"), ("native", "int8"), ("bf16", "bf16+fp32")])
+def test_ranks_of_different_wires_are_all_told(three: RankPool, first: str, other: str) -> None:
+    messages = three.run(ddp_wire_cases.disagreement, first, other)
+    assert len(set(messages)) == 1 and "rank 2" in messages[0]
+    assert ("accumulation" if "+" in other else "wire") in messages[0]
+
+
+def test_hooks_views_and_modes_are_refused(two: RankPool, three: RankPool) -> None:
+    two.run(ddp_wire_cases.refused, "int8")
+    three.run(ddp_wire_cases.refused, "fp16+fp32")
+
+
+def test_traces_are_recorded(two: RankPool, three: RankPool, tmp_path: Path) -> None:
+    for world, pool in ((2, two), (3, three)):
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        pool.run(ddp_wire_cases.traced, "int8", str(folder))
+        assert len(list(folder.iterdir())) == world
+
+
+@pytest.mark.parametrize("wire", ENCODED)
+def test_fp64_gradients_travel_encoded(three: RankPool, wire: str) -> None:
+    three.run(ddp_wire_cases.wide, wire)
+
+
+def test_a_copy_has_buckets_of_its_own(three: RankPool) -> None:
+    three.run(ddp_wire_cases.own_copy, "int8")
