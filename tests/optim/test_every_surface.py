@@ -138,7 +138,7 @@ def test_parameters_that_nobody_reduces_step_all_the_same(surface: str, mode: Sy
 
 
 @pytest.mark.parametrize("change", [None, 2.0**3, 2.0**17])
-@cells(in_step, wires=("native", "bf16"))
+@cells(in_step, wires=("native", "bf16", "int8"))
 def test_four_micro_batches_with_a_scale_change_in_between(
     surface: str, mode: SyncMode, wire: str, change: float | None
 ) -> None:
@@ -205,13 +205,14 @@ def test_a_checkpoint_between_backward_and_step_leaves_the_verdict_on_the_gradie
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("fold", [False, True])
-@cells(in_step)
+@cells(in_step, wires=("native", "int8", "int4"))
 def test_clipping_is_of_what_has_landed(
     surface: str, mode: SyncMode, wire: str, fold: bool, reuse: bool, norm_type: float
 ) -> None:
-    size = 2.0 if norm_type == 2.0 else 1.0  # of four ones
 
     def case(loop: Loop) -> None:
+        size = loop.unit * (math.sqrt(loop.module.in_features) if norm_type == 2.0 else 1.0)
+
         def clip() -> float:
             return clip_grad_norm_(
                 loop.wrapper,

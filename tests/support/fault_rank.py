@@ -16,14 +16,16 @@ import torch
 import torch.distributed as dist
 
 from fusedreduce.buckets.second_phases import SecondPhases
+from fusedreduce.comm import process_group
 from support.ddp_models import batch, hooked, loss_of, mlp, wrapped
 
 GROUP_TIMEOUT_S = 5
 
 
 def _leave(phases: SecondPhases) -> None:
-    """In place of a second phase, of which the first has ended."""
-    phases._due[0].first.wait()
+    """In place of second phases, when the first phases have ended."""
+    for one in phases._due:
+        one.first.wait()
     time.sleep(0.5)  # peers issue theirs meanwhile
     os._exit(0)
 
@@ -45,7 +47,8 @@ def main() -> None:
         loss = loss_of(ddp(batch(int(rank), step)))
         if victim and step == int(fault_step):
             if fault == "between":
-                SecondPhases._issue_next = _leave  # type: ignore[method-assign]
+                process_group._Work.ready = lambda work: False  # type: ignore[method-assign]
+                SecondPhases.issue_all = _leave  # type: ignore[method-assign]
             elif fault == "leave":
                 if wrapper:
                     os._exit(0)

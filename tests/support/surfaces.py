@@ -20,14 +20,19 @@ from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, SyncMode
 from support.loopback import Loopback, ThreadWorld
 from support.ranks import group_of_one
+from support.wires import EXCHANGED, settings
 
 MODES: tuple[SyncMode, ...] = (Synchronous(), BoundedStaleness(1), BoundedStaleness(3), Asynchronous(2))
 SURFACES = ("reducer", "ranks", "wrapper", "data parallel", "one thread")
-WIRES = ("native", "bf16", "fp16")
+WIRES = ("native", "bf16", "fp16", *EXCHANGED)
+# The code of a block's largest value: what is a multiple of it by a number of few bits comes back as it was.
+UNITS = {"int8": 127.0, "int4": 7.0}
 
 
 def hole(surface: str, mode: SyncMode, wire: str = "native") -> str:
     """Why there is no such cell; nothing where there is one."""
+    if wire in EXCHANGED and mode != Synchronous():
+        return "they exclude each other: contributions are exchanged within their own step"
     if mode != Asynchronous(2):
         return ""
     if wire == "fp16":
@@ -77,6 +82,8 @@ def whole(surface: str, mode: SyncMode) -> bool:
 class Loop:
     """A training loop over one weight of four elements, zeros at first; each rank's gradient is what it is told.
 
+    On an encoded wire the weight has a block and more, and its gradients, weights and norms are in `UNITS`.
+
     Args:
         surface: one of `SURFACES`.
         communicator: of a rank that is a thread.
@@ -92,21 +99,23 @@ class Loop:
         *,
         fused: bool = False,
         scaler: dict[str, Any] | None = None,
+        wire: str = "native",
         **config: Any,
     ) -> None:
-        self.module = nn.Linear(4, 1, bias=False)
+        self.unit = UNITS.get(wire, 1.0)
+        self.module = nn.Linear(300 if wire in UNITS else 4, 1, bias=False)
         nn.init.zeros_(self.module.weight)
-        held, settings = list(self.module.parameters()), ReduceConfig(**config)
+        held, reduce = list(self.module.parameters()), ReduceConfig(**settings(wire), **config)
         self.wrapper: Any
         if surface in ("reducer", "ranks"):
-            self.wrapper = Reducer(held, communicator or Loopback([torch.clone]), settings)
+            self.wrapper = Reducer(held, communicator or Loopback([torch.clone]), reduce)
         elif surface == "wrapper":
-            self.wrapper = fusedreduce.DistributedDataParallel(self.module, reduce=settings)
+            self.wrapper = fusedreduce.DistributedDataParallel(self.module, reduce=reduce)
         else:
             threads = surface == "data parallel"
             devices = ["cpu"] * 2
             self.wrapper = fusedreduce.DataParallel(
-                self.module, devices, timeout_s=20.0, reduce=settings, threads=threads
+                self.module, devices, timeout_s=20.0, reduce=reduce, threads=threads
             )
         self.optimizer = torch.optim.SGD(held, lr=1.0, fused=fused)
         self.steps = 0
@@ -119,7 +128,10 @@ class Loop:
 
     def loss(self, gradient: float) -> torch.Tensor:
         """Of one forward, whose mean gradient over all ranks is `gradient` everywhere, if all ranks have the same."""
-        halves = torch.full((2, 4), gradient / 2)  # DataParallel's replicas have a sample each, and their sum counts
+        size = 2, self.module.in_features
+        halves = torch.full(
+            size, self.unit * gradient / 2
+        )  # DataParallel's replicas have a sample each, and their sum counts
         if not isinstance(self.wrapper, Reducer):
             total: torch.Tensor = self.wrapper(halves).sum()
             return total
@@ -159,14 +171,14 @@ class Loop:
     def weight(self) -> float:
         """The value of all four elements."""
         (value,) = set(self.module.weight.detach().reshape(-1).tolist())
-        return float(value)
+        return float(value) / self.unit
 
     def gradient(self) -> float | None:
         """The same of `.grad`."""
         if self.module.weight.grad is None:
             return None
         (value,) = set(self.module.weight.grad.reshape(-1).tolist())
-        return float(value)
+        return float(value) / self.unit
 
 
 def run(surface: str, case: Callable[[Loop], Any], **options: Any) -> Any:
