@@ -735,7 +735,7 @@ def test_torchs_scaler_trains_our_wrapper_on_an_fp16_wire(two: RankPool) -> None
         assert found["worst"] <= 0.1 and found["backoffs"] >= 5 and found["growths"] >= 5
 
 
-@pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
+@pytest.mark.parametrize("wire", ["native", "bf16", "fp16", "int8", "int4"])
 def test_a_step_is_skipped_on_all_ranks_or_on_none(two: RankPool, wire: str) -> None:
     two.run(amp_cases.skipped_together, wire)
 

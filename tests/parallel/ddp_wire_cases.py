@@ -221,6 +221,23 @@ def traced(rank: int, world: int, wire: str, folder: str) -> None:
     assert {one.name: one.wire_bytes for one in trace.parameters} == sent
 
 
+def bits(rank: int, world: int, wire: str, group: Any = None) -> list[torch.Tensor]:
+    """Gradients of some steps, and what they have made of the weights; without biases, which would travel native."""
+    model = nn.Sequential(nn.Linear(24, 32, bias=False), nn.Tanh(), nn.Linear(32, 40, bias=False))
+    generator = torch.Generator().manual_seed(0)  # the global one is that of all threads
+    with torch.no_grad():
+        for one in model.parameters():
+            one.copy_(torch.randn(one.shape, generator=generator) / 5)
+    ddp, found = wrapped(model, wire, process_group=group, policy="static"), []
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for step in range(6):
+        ddp.zero_grad()
+        loss_of(ddp(batch(rank, step))).backward()
+        found += [one.grad.clone() for one in ddp.parameters()]
+        optimizer.step()
+    return found + [one.detach() for one in ddp.parameters()]
+
+
 def wide(rank: int, world: int, wire: str) -> None:
     """fp64 gradients travel encoded as well, in buckets of their own."""
     train(rank, mlp().double(), wire, lambda r, s: batch(r, s).double(), steps=4, bucket_cap_mb=SMALL_CAP_MB)

@@ -28,6 +28,7 @@ from support.ddp_models import (
     reducer_of,
 )
 from support.leaf_steps import SCALER, assert_close, bits, exact_norms, loss_scale
+from support.wires import settings
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -62,14 +63,15 @@ class Observed:
         **options: Any,
     ) -> None:
         options.setdefault("bucket_cap_mb", SMALL_CAP_MB)
-        self.state = state or fusedreduce.FusedHookState(wire=wire, grad_stats=stats, check_finite=check)
         self.hooked = surface != "wrapper"
+        hooks = wire if self.hooked else "native"
+        self.state = state or fusedreduce.FusedHookState(wire=hooks, grad_stats=stats, check_finite=check)
         self.ddp: Any
         if surface == "hook":
             self.ddp = TorchDDP(model, **options)
         else:
             config = fusedreduce.ReduceConfig(
-                wire=wire, grad_stats=stats, check_finite=check, overlap=overlap, policy=policy
+                grad_stats=stats, check_finite=check, overlap=overlap, policy=policy, **settings(wire)
             )
             given = fusedreduce.ReduceConfig() if self.hooked else config
             self.ddp = fusedreduce.DistributedDataParallel(model, reduce=given, **options)

@@ -11,6 +11,7 @@ import pytest
 from parallel import observed_cases
 from support.leaf_steps import TRAVELS, Wire
 from support.ranks import RankPool
+from support.wires import EXCHANGED
 
 COMM_HOOKS = ("allreduce", "fp16", "fp16 around allreduce", "post-localSGD", "noop", "built-in allreduce")
 
@@ -26,13 +27,20 @@ NORMS = [
     if surface == "wrapper" or kind not in OF_THE_WRAPPER
     if kind in EVERYWHERE or travel[0] == "bf16" or travel[1]
 ]
+NORMS += [("wrapper", "int8", False, kind) for kind in (*EVERYWHERE, "static graph")]
 
 
 @pytest.mark.parametrize(("surface", "wire", "views", "kind"), NORMS)
 def test_norms_are_those_of_the_gradients_and_the_same_on_every_rank(
-    two: RankPool, surface: str, wire: Wire, views: bool, kind: str
+    two: RankPool, surface: str, wire: str, views: bool, kind: str
 ) -> None:
     two.run(observed_cases.norms, surface, kind, wire, views)
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+@pytest.mark.parametrize("kind", ["everything", "unused"])
+def test_norms_at_three_ranks_are_of_what_has_been_exchanged(three: RankPool, wire: str, kind: str) -> None:
+    three.run(observed_cases.norms, "wrapper", kind, wire, False)
 
 
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
@@ -64,23 +72,27 @@ def _join(rank: int, world: int, wire: str, batches: tuple[int, int], check: str
 
 @pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("check", ["off", "count", "raise"])
-@pytest.mark.parametrize("how", JOINS)
+@pytest.mark.parametrize("how", [*JOINS, "int8"])
 def test_a_rank_that_leaves_early_knows_what_the_others_know(two: RankPool, how: str, check: str, alike: bool) -> None:
-    wire = {"plain": "bf16", "unused": "fp16"}.get(how, "native")
-    mine, other = two.run(_join, wire, (7, 3), check, alike, JOINS[how])
+    wire = {"plain": "bf16", "unused": "fp16", "int8": "int8"}.get(how, "native")
+    mine, other = two.run(_join, wire, (7, 3), check, alike, JOINS.get(how, {}))
     assert mine == other, "equal on every rank"
     assert [one.step for one in mine] == {"off": [], "count": [2, 6], "raise": [6]}[check]
     assert all(one.culprits[0].rank == 0 and len(one.culprits) == 1 for one in mine)
 
 
 # How many: most where nothing but the surface is between a planting and its report.
-PLANTINGS = [("hook", "count", 340), ("hook", "raise", 24), ("wrapper", "count", 24), ("wrapper", "raise", 24)]
+PLANTINGS = [
+    (*how, *travel)
+    for how in [("hook", "count", 340), ("hook", "raise", 24), ("wrapper", "count", 24), ("wrapper", "raise", 24)]
+    for travel in [*TRAVELS, *((wire, False) for wire in EXCHANGED)]
+    if how[0] == "wrapper" or travel[0] not in EXCHANGED
+]
 
 
-@pytest.mark.parametrize(("surface", "check", "count"), PLANTINGS)
-@pytest.mark.parametrize(("wire", "views"), TRAVELS)
+@pytest.mark.parametrize(("surface", "check", "count", "wire", "views"), PLANTINGS)
 def test_random_plantings_are_found_on_every_rank_and_nothing_else_is(
-    three: RankPool, surface: str, wire: Wire, views: bool, check: str, count: int
+    three: RankPool, surface: str, wire: str, views: bool, check: str, count: int
 ) -> None:
     first, *others = three.run(observed_cases.plantings, surface, wire, check, views, count)
     assert others == [first, first] and bool(first) == (check == "raise")
@@ -107,8 +119,8 @@ def test_an_error_that_every_rank_raises_leaves_them_in_step(three: RankPool) ->
 
 
 @pytest.mark.parametrize("kind", ["plain", "sparse", "unused", "static graph", "reentrant, shared"])
-@pytest.mark.parametrize(("wire", "views"), TRAVELS)
-def test_a_loss_scale_comes_off_whatever_the_wire(two: RankPool, wire: Wire, views: bool, kind: str) -> None:
+@pytest.mark.parametrize(("wire", "views"), [*TRAVELS, ("int8", False), ("int4", False)])
+def test_a_loss_scale_comes_off_whatever_the_wire(two: RankPool, wire: str, views: bool, kind: str) -> None:
     """Bit for bit where no number is subnormal without the scale, which on an fp16 wire some are."""
     worst = max(two.run(observed_cases.scaled, kind, wire, views))
     assert worst <= (0.0 if wire != "fp16" else 1e-3)

@@ -10,16 +10,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from parallel import ddp_fault_cases, ddp_wire_cases
 from parallel.test_faults import SLACK_S, _start
 from support import fault_rank
 from support.ranks import RankPool
-from support.wires import ENCODED
+from support.wires import ENCODED, EXCHANGED
 
-WORLDS = [(2, "int8"), (2, "int4"), (3, "int8"), (3, "int4"), (3, "bf16+fp32")]
+from fusedreduce import LocalGroup
 
 
-@pytest.mark.parametrize(("world", "wire"), WORLDS)
+@pytest.mark.parametrize(("world", "wire"), [(2, "int8"), (3, "int4"), (3, "bf16+fp32")])
 def test_ranks_have_the_same_bytes_and_the_mean_in_a_hundred_steps(
     two: RankPool, three: RankPool, world: int, wire: str
 ) -> None:
@@ -98,6 +99,14 @@ def test_traces_are_recorded(two: RankPool, three: RankPool, tmp_path: Path) -> 
         folder.mkdir()
         pool.run(ddp_wire_cases.traced, "int8", str(folder))
         assert len(list(folder.iterdir())) == world
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+def test_ranks_that_are_threads_have_the_bits_of_gloo_ranks(three: RankPool, wire: str) -> None:
+    with LocalGroup(3, timeout_s=20.0) as group:
+        local = group.run(lambda one: ddp_wire_cases.bits(one.rank, 3, wire, one.process_group()))
+    for ours, theirs in zip(local, three.run(ddp_wire_cases.bits, wire), strict=True):
+        assert all(map(torch.equal, ours, theirs)) and len(ours) == len(theirs) == 14
 
 
 @pytest.mark.parametrize("wire", ENCODED)
