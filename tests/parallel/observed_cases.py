@@ -64,7 +64,7 @@ class Observed:
     ) -> None:
         options.setdefault("bucket_cap_mb", SMALL_CAP_MB)
         self.hooked = surface != "wrapper"
-        hooks = wire if self.hooked else "native"
+        hooks: Any = wire if self.hooked else "native"
         self.state = state or fusedreduce.FusedHookState(wire=hooks, grad_stats=stats, check_finite=check)
         self.ddp: Any
         if surface == "hook":

@@ -19,7 +19,7 @@ COMM_HOOKS = ("allreduce", "fp16", "fp16 around allreduce", "post-localSGD", "no
 SURFACES = ("wrapper", "hook", "hook in wrapper")
 EVERYWHERE = ("plain", "everything", "unused")  # with every wire; the others with two
 OF_THE_WRAPPER = ("sparse", "overlap off", "static policy", "skipped")
-NORMS = [
+NORMS: list[tuple[str, str, bool, str]] = [
     (surface, *travel, kind)
     for surface in SURFACES
     for kind in observed_cases.MODELS

@@ -47,8 +47,8 @@ def main() -> None:
         loss = loss_of(ddp(batch(int(rank), step)))
         if victim and step == int(fault_step):
             if fault == "between":
-                process_group._Work.ready = lambda work: False  # type: ignore[method-assign]
-                SecondPhases.issue_all = _leave  # type: ignore[method-assign]
+                process_group._Work.ready = lambda work: False  # type: ignore[method-assign, assignment]
+                SecondPhases.issue_all = _leave  # type: ignore[method-assign, assignment]
             elif fault == "leave":
                 if wrapper:
                     os._exit(0)
