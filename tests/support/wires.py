@@ -63,8 +63,8 @@ def _decoded(values: torch.Tensor, encoding: Encoding) -> torch.Tensor:
 def reduced(local: Sequence[torch.Tensor], divisors: Sequence[float], wire: str, op: Op = "mean") -> torch.Tensor:
     """What every rank must have of contiguous gradients, given in rank order, by an exchanged wire: to the bit.
 
-    Each contribution is encoded, or rounded, once; they are added up in fp32 in rank order; three ranks and more encode
-    or round the sum once more; it is decoded, and rounded to the gradient's dtype.
+    Each contribution is encoded (in fp32), or rounded, once; they are added up in fp32 in rank order; three ranks and
+    more encode or round the sum once more; it is decoded, and rounded to the gradient's dtype.
     """
     first, ranks = local[0], len(local)
     compute = torch.float64 if first.dtype is torch.float64 else torch.float32
@@ -79,10 +79,10 @@ def reduced(local: Sequence[torch.Tensor], divisors: Sequence[float], wire: str,
         split = accumulated_split(dtype, ranks, op)
     total = None
     for gradient, divisor in zip(local, divisors, strict=True):
-        contribution = in_memory(gradient).to(compute) / (divisor / split)
         if encoding is not None:
-            contribution = _decoded(contribution.float(), encoding)
+            contribution = _decoded(in_memory(gradient).float() / divisor, encoding)
         else:
+            contribution = in_memory(gradient).to(compute) / (divisor / split)
             contribution = contribution.to(dtype).to(torch.float64 if dtype is torch.float64 else torch.float32)
         total = contribution if total is None else total + contribution
     assert total is not None
