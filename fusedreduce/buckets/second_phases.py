@@ -84,6 +84,7 @@ class SecondPhases:
         device: of the gradients.
 
     Attributes:
+        due: those that are to be issued.
         issued: second phases issued since the communicator was set.
         issued_together: those of them that were issued on that communicator itself.
     """
@@ -94,13 +95,8 @@ class SecondPhases:
         self._apart: Communicator | None = None
         self._is_stale = False
         self._shelf: weakref.finalize[[Communicator], SecondPhases] | None = None
-        self._due: deque[TwoPhases] = deque()
+        self.due: deque[TwoPhases] = deque()
         self.issued = self.issued_together = 0
-
-    @property
-    def due(self) -> int:
-        """Second phases that are to be issued."""
-        return len(self._due)
 
     @property
     def follow_at_once(self) -> bool:
@@ -132,12 +128,12 @@ class SecondPhases:
 
         The one in use stays until then: peers may still wait for what is in flight on it.
         """
-        self._due.clear()
+        self.due.clear()
         self._is_stale = self._apart is not None
 
     def close(self) -> None:
         """Forgets what is in flight, and closes the communicator of second phases."""
-        self._due.clear()
+        self.due.clear()
         self._is_stale = False
         if self._apart is not None:
             assert self._shelf is not None
@@ -166,9 +162,9 @@ class SecondPhases:
             CollectiveError: see `issue_all`.
         """
         both = TwoPhases(first, begin_second, label)
-        self._due.append(both)
+        self.due.append(both)
         if self._device.type == "cpu":
-            while self._due and self._due[0].first.ready():
+            while self.due and self.due[0].first.ready():
                 self._issue_next()
         return both
 
@@ -178,11 +174,11 @@ class SecondPhases:
         Raises:
             CollectiveError: a phase one failed, or a phase two could not be issued; names it and its bucket.
         """
-        while self._due:
+        while self.due:
             self._issue_next()
 
     def _issue_next(self) -> None:
-        both = self._due.popleft()
+        both = self.due.popleft()
         wait_for(both.first, lambda: f"the all-to-all of {both.label}", self._communicator)
         try:
             both.begin_second(self._apart or self._communicator)

@@ -37,7 +37,8 @@ def all_reduce(tensor: torch.Tensor, communicator: Communicator, op: Differentia
         ValueError: another `op`; or a backward would have to wait for ranks that share its thread (a LocalGroup on
             CUDA).
         UnsupportedWireError: tensors of this dtype cannot be summed on this device; on every rank.
-        CollectiveError: a rank did not come within the timeout, or ranks came with different tensors.
+        CollectiveError: a rank did not come within the timeout; or, over a LocalGroup, ranks came with different
+            tensors. (torch.distributed does not compare them, and Gloo may end the process.)
     """
     if op not in ("sum", "mean"):
         raise ValueError(f"op must be 'sum' or 'mean', got {op!r}")

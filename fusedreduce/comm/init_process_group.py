@@ -91,16 +91,19 @@ def init_process_group(
     dist.init_process_group(chosen, timeout=timeout, rank=rank, world_size=size)
 
 
-def started_device(backend: str, rank: int | None, world_size: int | None) -> torch.device:
+def started_device(
+    backend: str, rank: int | None, world_size: int | None, group: dist.ProcessGroup | None = None
+) -> torch.device:
     """Calls `init_process_group` unless torch.distributed is initialised.
 
     Args:
         backend: see `init_process_group`; without effect where torch.distributed is initialised.
         rank: see `init_process_group`.
         world_size: see `init_process_group`.
+        group: whose backend counts; None: the default group.
 
     Returns:
-        The current CUDA device where torch.distributed has NCCL, else the CPU.
+        The current CUDA device where the group has NCCL, else the CPU.
 
     Raises:
         ValueError: as `init_process_group`; or torch.distributed has been initialised with other values.
@@ -110,7 +113,7 @@ def started_device(backend: str, rank: int | None, world_size: int | None) -> to
     for name, asked, known in (("rank", rank, dist.get_rank()), ("world_size", world_size, dist.get_world_size())):
         if asked is not None and asked != known:
             raise ValueError(f"{name}={asked!r}, but torch.distributed has been initialised with {name}={known}")
-    if _CUDA_BACKEND in dist.get_backend_config():
+    if _CUDA_BACKEND in dist.get_backend_config(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
@@ -171,15 +174,13 @@ def choose_device(backend: str, size: int, rank: int | None = None) -> None:
         _set_device(number)
 
 
-def local_rank() -> int:
-    """Reads LOCAL_RANK: this process's number on its machine. torch.distributed must be initialised.
+def local_rank() -> int | None:
+    """Reads LOCAL_RANK, this process's number on its machine; None: not set. torch.distributed must be initialised.
 
     Raises:
-        ValueError: it is missing, not a number or out of range.
+        ValueError: it is not a number, or out of range.
     """
-    number = _local_rank(dist.get_world_size(), needed=True)
-    assert number is not None
-    return number
+    return _local_rank(dist.get_world_size(), needed=False)
 
 
 def backend_named(asked: str) -> str:

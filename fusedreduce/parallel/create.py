@@ -45,7 +45,7 @@ def create_distributed_data_parallel(
 ) -> DistributedDataParallel:
     """Starts torch.distributed if it is not, moves `module` to this rank's device and wraps it.
 
-    The device is the current CUDA device where torch.distributed has NCCL, else the CPU. `init_process_group` makes
+    The device is the current CUDA device where the process group has NCCL, else the CPU. `init_process_group` makes
     each rank's own device the current one; who starts torch.distributed otherwise calls `torch.cuda.set_device` first.
 
     Args:
@@ -66,7 +66,7 @@ def create_distributed_data_parallel(
     """
     if isinstance(options.get("process_group"), LocalProcessGroup):
         return DistributedDataParallel(module, reduce=reduce, **options)
-    device = started_device(backend, rank, world_size)
+    device = started_device(backend, rank, world_size, options.get("process_group"))
     if device.type == "cuda":
         options.setdefault("device_ids", [device])
     return DistributedDataParallel(module.to(device), reduce=reduce, **options)

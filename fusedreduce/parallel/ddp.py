@@ -127,7 +127,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
             size: limit of every bucket in bytes of gradients; or BucketCaps. See `Reducer.set_bucket_size`.
 
         Raises:
-            TypeError, ValueError: not a number of bytes from 1; a plan was given; a comm hook is registered.
+            TypeError, ValueError: not a number of bytes from 1; a given plan is in use; a comm hook is registered.
             FusedReduceError: a step is armed or not finished, or a trace is being recorded; or, with Asynchronous,
                 averages are outstanding.
         """
@@ -264,8 +264,9 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
         """Whether `finalize_backward` ends each synchronised step, as in torch 2.15; set it between two steps.
 
         A backward then ends with its collectives in flight and this rank's own gradients (with gradients that are views
-        of a bucket: undefined ones), so that other work can run beside the collectives. Until `finalize_backward`
-        whatever would use the gradients raises: the next forward, norms and clipping, loss scalers, optimizers.
+        of a bucket: undefined ones), so that other work can run beside the collectives. Until `finalize_backward` the
+        next forward raises, and so do optimizers and this package's norms, clipping and loss scalers. torch's own are
+        noticed by `finalize_backward` if they write to a gradient, else not at all. No optimizer takes a closure.
 
         Raises:
             FusedReduceError: set after a forward whose backward is not finalized.

@@ -38,11 +38,11 @@ class ReducerReports:
         return int(self.process_group.rank())
 
     @property
-    def local_rank(self) -> int:
-        """This process's number on its machine: LOCAL_RANK; of a LocalGroup's rank, which is a thread, its rank.
+    def local_rank(self) -> int | None:
+        """This process's number on its machine: LOCAL_RANK, None if that is not set; of a LocalGroup's rank its rank.
 
         Raises:
-            ValueError: LOCAL_RANK is missing, not a number or out of range.
+            ValueError: LOCAL_RANK is not a number, or out of range.
         """
         return self.rank if isinstance(self.process_group, LocalProcessGroup) else local_rank()
 
@@ -81,7 +81,8 @@ class ReducerReports:
     def measure_collectives(self) -> AbstractContextManager[CollectiveMetrics]:
         """Counts and times the reducer's collectives while the context is open, see `measure_collectives`.
 
-        In the mode Asynchronous averages travel by a communicator of their own, and are not seen.
+        What travels by a communicator of its own is not seen: averages in the mode Asynchronous, and on CPU the second
+        phases of the wires "int8", "int4" and accumulation="fp32" on three and more ranks.
 
         Returns:
             The context manager, which gives the metrics.

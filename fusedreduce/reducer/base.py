@@ -288,7 +288,7 @@ class ReducerBase:
             size: limit of every bucket in bytes of gradients, also of those that the planner cuts; or BucketCaps.
 
         Raises:
-            TypeError, ValueError: not a number of bytes from 1; a plan was given; a comm hook is registered, which may
+            TypeError, ValueError: not a number of bytes from 1; a given plan is in use; a comm hook is there, which may
                 keep state per bucket.
             FusedReduceError: a step is armed or not finished; a trace is being recorded; or, with Asynchronous,
                 averages are outstanding.
@@ -433,12 +433,20 @@ class ReducerBase:
             closure: step() was given a closure.
 
         Raises:
-            FusedReduceError: a closure, where ranks share an autograd thread; the step waits for `finalize_backward`;
-                or as `finalize`.
+            FusedReduceError: a closure, where ranks share an autograd thread or finalization is manual; the step waits
+                for `finalize_backward`; or as `finalize`.
         """
         if self.cycle.manual:
-            if self.cycle.step.begun and self.cycle.state in (ReducerState.ARMED, ReducerState.LAUNCHED):
+            # (A comm hook may step the optimizer while its bucket is launched.)
+            if self.cycle.step.begun and self.cycle.state is ReducerState.ARMED and not self.has_comm_hook:
                 raise FusedReduceError(unfinalized_text(self.communicator.rank))
+            self.cycle.complete_outside()
+            if closure:
+                raise FusedReduceError(
+                    "step(closure) with manual finalization: the optimizer would read this rank's own gradients where "
+                    "the closure does not end its step. Call backward(), finalize_backward() and step() without a "
+                    "closure, or turn manual finalization off"
+                )
         elif not self.cycle.waits_in_backward:
             if closure:
                 raise FusedReduceError(

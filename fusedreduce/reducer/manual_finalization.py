@@ -21,7 +21,8 @@ class ManualFinalization(ReducerBase):
         """Sets whether `finalize_backward` ends each synchronised step, and nothing else does, from the next one on.
 
         A backward then ends with its collectives in flight and local gradients (as views of a bucket: undefined ones).
-        What would use these raises: the next forward, norms and clipping, loss scalers, optimizers, `zero_grad`.
+        The next forward, optimizers, `zero_grad` and this package's norms, clipping and loss scalers then raise. No
+        optimizer takes a closure.
 
         Args:
             required: whether the caller ends each step.

@@ -57,6 +57,9 @@ ONLY_ON_A_GPU: Mapping[str, str] = {
     "test_gpu_graphs.py::test_the_stall_monitor_looks_during_a_capture_and_does_not_invalidate_it": (
         "needs CUDA graphs; test_comm.py asks what the monitor's thread calls before it looks"
     ),
+    "test_collective_metrics.py::test_on_a_gpu_the_devices_time": (
+        "the clock is CUDA's events; beside it they are stood in for"
+    ),
     "test_gpu_local.py::test_a_collective_is_behind_what_a_peer_has_queued_and_the_peer_behind_the_collective": (
         "is about order between streams; on CPU whatever is done is done at once"
     ),
@@ -212,6 +215,11 @@ PLANTED = {
     ),
     "peers: one rank less": Planted(
         test_gpu_local.test_eight_peers_on_one_device_end_with_the_same_bytes, ONE_RANK_LESS, {"strategy": Ring()}
+    ),
+    "peers: nothing is scattered": Planted(
+        test_gpu_local.test_eight_peers_get_their_parts_and_hand_them_on,
+        lambda patch: patch.setitem(operations._OPERATIONS, "reduce_scatter", lambda *_: None),
+        {"strategy": Ring()},
     ),
     "peers: nothing is broadcast": Planted(
         test_gpu_local.test_every_other_collective,

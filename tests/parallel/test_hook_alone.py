@@ -57,7 +57,13 @@ def test_the_signature_is_the_one_torch_asks_for() -> None:
     assert fusedreduce.fused_hook.__qualname__ == "fused_hook"
 
 
-@pytest.mark.parametrize("wire", ["int8", "BF16", "", None, torch.bfloat16])
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_an_encoded_wire_is_the_wrappers(wire: Any) -> None:
+    with pytest.raises(ValueError, match=f"fused_hook has no wire '{wire}'.*DistributedDataParallel"):
+        fusedreduce.FusedHookState(wire=wire)
+
+
+@pytest.mark.parametrize("wire", ["int2", "BF16", "", None, torch.bfloat16])
 def test_an_unknown_wire_names_the_accepted_ones(wire: Any) -> None:
     with pytest.raises(ValueError, match="unknown wire .*'native', 'bf16', 'fp16'"):
         fusedreduce.FusedHookState(wire=wire)
@@ -137,7 +143,7 @@ def test_after_a_failure_of_this_rank_alone_the_state_says_that_it_cannot_be_use
     state = fusedreduce.FusedHookState()
     _hook(state, torch.ones(3))
     with monkeypatch.context() as patch:
-        patch.setattr("fusedreduce.buckets.exchange.dispatch.pack", _out_of_memory)
+        patch.setattr("fusedreduce.buckets.bucket.dispatch.pack", _out_of_memory)
         with pytest.raises(RuntimeError, match="out of memory"):
             _hook(state, torch.ones(3))
     with pytest.raises(fusedreduce.FusedReduceError, match="rank 0: an earlier reduction failed.*out of memory"):
@@ -308,7 +314,7 @@ def test_whatever_fails_on_this_rank_alone_ends_reducing(
         raise kind("only here")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fusedreduce.buckets.exchange.dispatch.pack", fail)
+        patch.setattr("fusedreduce.buckets.bucket.dispatch.pack", fail)
         with pytest.raises(kind, match="only here"):
             _hook(state, torch.ones(3))
     with pytest.raises(fusedreduce.FusedReduceError, match="an earlier reduction failed.*only here"):

@@ -111,7 +111,7 @@ def answer(**seconds: list[float]) -> dict[str, Any]:
         "seconds": named,
         "cpu_seconds": dict(named),
         "bytes": {name: [need.get(wires[name], 10)] * 3 for name in named},
-        "bounds": {"native": [0.6] * 3, "bf16": [0.4] * 3, "fp16": [0.4] * 3},
+        "bounds": {"native": [0.6] * 3, **{wire: [0.4] * 3 for wire in ("bf16", "fp16", "int8", "int4")}},
     }
 
 
@@ -148,7 +148,7 @@ def test_a_cell_is_as_slow_as_its_slowest_rank_and_compares_equal_bytes() -> Non
         "bf16": "torch fp16_compress_hook",
         "fp16": "torch fp16_compress_hook",
     }
-    assert found["bound_ms"] == {"native": 600.0, "bf16": 400.0, "fp16": 400.0}
+    assert found["bound_ms"] == {"native": 600.0, "bf16": 400.0, "fp16": 400.0, "int8": 400.0, "int4": 400.0}
     of_bound, of_torch = link_cells.ratios(found, "ours bf16")
     assert of_bound == pytest.approx(1.025) and of_torch == pytest.approx(0.41 / 0.48)
     assert link_cells.ratios(found, "torch PowerSGD rank 1") == (None, None)

@@ -229,6 +229,40 @@ def test_an_optimizer_in_a_hook_does_not_step_ahead_of_the_end() -> None:
     assert _is_mean(reducer, communicator)
 
 
+def test_no_optimizer_takes_a_closure() -> None:
+    """Its backward would leave the gradients of this rank, with which the optimizer would step."""
+    reducer, _ = _manual(steps=1)
+    before = [one.detach().clone() for one in reducer.parameters]
+
+    def closure() -> float:
+        _backward(reducer)
+        return 0.0
+
+    with pytest.raises(FusedReduceError, match=r"step\(closure\) with manual finalization"):
+        torch.optim.SGD(reducer.parameters, lr=1.0).step(closure)
+    assert all(map(torch.equal, before, reducer.parameters))
+
+
+def test_a_comm_hook_may_step_the_optimizer_of_its_bucket() -> None:
+    communicator = Loopback()
+    parameters = [torch.zeros(shape, requires_grad=True) for shape in SHAPES]
+    reducer = Reducer(parameters, communicator, caps=CAPS)
+    stepped = []
+
+    def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        torch.optim.SGD(bucket.parameters(), lr=0.0).step()
+        stepped.append(bucket.index())
+        return _averaged(communicator, bucket)
+
+    reducer.register_comm_hook(None, hook)
+    reducer.require_manual_finalization(True)
+    for number in range(3):
+        _backward(reducer, number)
+        reducer.finalize_backward()
+        clear(parameters)
+    assert len(stepped) > 3
+
+
 def test_too_early_in_a_backward_is_an_error_that_does_no_harm() -> None:
     reducer, communicator = _manual(steps=2)
     texts = []

@@ -24,7 +24,7 @@ GROUP_TIMEOUT_S = 5
 
 def _leave(phases: SecondPhases) -> None:
     """In place of second phases, when the first phases have ended."""
-    for one in phases._due:
+    for one in phases.due:
         one.first.wait()
     time.sleep(0.5)  # peers issue theirs meanwhile
     os._exit(0)

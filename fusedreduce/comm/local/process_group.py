@@ -92,7 +92,8 @@ class LocalProcessGroup(dist.ProcessGroup):
         """Reduces every rank's input; this rank's output gets part `rank` of the result."""
         buffer = _flat(input.detach().clone(memory_format=torch.contiguous_format))
         pending, part = self.communicator.reduce_scatter(buffer, _op("reduce_scatter", opts))
-        return LocalWork(self, [output], [(pending, lambda: _flat(output).copy_(part))])
+        into = _flat(output)
+        return LocalWork(self, [output], [(pending, lambda: into.copy_(part.view(into.shape)))])
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> LocalWork:
         """Sends each tensor to one rank; the n-th send from one rank to another meets the n-th recv there."""
