@@ -101,9 +101,12 @@ class Bucket:
 
     def wire(self) -> torch.Tensor:
         """The wire buffer; on CUDA the current stream waits until the last unpack has read it."""
-        if "wire" in self._buffers and self._unpacked is not None:
+        wire = self._buffers.get("wire")
+        if wire is None:
+            return self.buffer("wire", self.wire_numel, self.wire_dtype)
+        if self._unpacked is not None:
             torch.cuda.current_stream(self.device).wait_event(self._unpacked)
-        return self.buffer("wire", self.wire_numel, self.wire_dtype)
+        return wire
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer that lives as long as the wire, allocated when it is first asked for."""
