@@ -36,7 +36,21 @@ _WITHOUT_A_DRIVER = (
     "test_installed::test_a_hook_of_the_constructors_own_is_counted_once",
 )
 KNOWN = {
-    "3.8.0": ("pack[mixed, wire bf16, stats, div] on sm_100",),
+    "3.6.0": ("encode[", "combine_encoded["),
+    "3.8.0": (
+        "pack[mixed, wire bf16, stats, div] on sm_100",
+        "encode[int8, mixed, stats] on sm_100",
+        *(
+            f"combine[{dtype}{more}] on gfx942"
+            for dtype in ("fp32", "bf16", "fp16", "fp64")
+            for more in ("", ", stacked")
+        ),
+    ),
+    "3.9.0": (
+        "decode[int8, mixed, stats] on sm_100",
+        "encode[int8, mixed, stats, feedback, stochastic] on gfx942",
+        "encode[int8, mixed, stats, div, feedback, stochastic] on gfx942",
+    ),
     "2.11.0": (*_WITHOUT_A_DRIVER, "test_dropin::test_a_cap_of_less_than_a_byte_is_what_it_is_for_torch"),
     "2.15.0": _WITHOUT_A_DRIVER,
 }
