@@ -227,6 +227,10 @@ class ReduceConfig:
         """Whether contributions are exchanged and added up by this package."""
         return self.accumulation == "fp32" or self.wire in ENCODED_WIRES
 
+    def has_two_phases(self, ranks: int) -> bool:
+        """Returns whether so many ranks exchange shards of their contributions, and then the sums of these."""
+        return self.exchanges and ranks > 2
+
     def wire_of(self, gradient: torch.Tensor) -> Wire:
         """Returns what a gradient like `gradient` travels on: `wire`, or "native" where a small one is not encoded."""
         if self.wire not in ENCODED_WIRES:

@@ -32,6 +32,7 @@ from ..comm.local.threads import run_in_threads
 from ..config import ReduceConfig, Synchronous
 from ..errors import FusedReduceError
 from ..planning.bucketing import BucketCaps
+from ..reducer.plans import size_of_a_given_plan
 from .sync_device import SyncDevice
 from .sync_epochs import DeviceState, Epochs, devices_text
 
@@ -131,10 +132,7 @@ class SyncServer:
         """
         caps = BucketCaps.of(size)
         if self.config.plan is not None:
-            raise ValueError(
-                "set_bucket_size() and ReduceConfig(plan=...) exclude each other, because the plan has its buckets "
-                "already: leave the plan out"
-            )
+            raise size_of_a_given_plan()
         with self._epochs.lock:
             self._epochs.check_open()
             devices, given_up = self._epochs.devices.values(), self._epochs.failures

@@ -250,7 +250,7 @@ class ReducerBase:
             self._agreed = True
         self.pipeline.check_wires()
         self.pipeline.mode.open()
-        if self.config.exchanges and self.communicator.size > 2:
+        if self.config.has_two_phases(self.communicator.size):
             self.pipeline.maker.second_phases.open()
         self._opened = True
 

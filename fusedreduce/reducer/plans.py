@@ -54,6 +54,14 @@ class Forecast(NamedTuple):
     torch_finish_ms: float
 
 
+def size_of_a_given_plan() -> ValueError:
+    """The error for `set_bucket_size` where a plan was given."""
+    return ValueError(
+        "set_bucket_size() and ReduceConfig(plan=...) exclude each other, because the plan has its buckets already: "
+        "leave the plan out"
+    )
+
+
 class Plans:
     """The plans of one reducer.
 
@@ -141,10 +149,7 @@ class Plans:
             ValueError: a plan was given.
         """
         if self._given is not None:
-            raise ValueError(
-                "set_bucket_size() and ReduceConfig(plan=...) exclude each other, because the plan has its buckets "
-                "already: leave the plan out"
-            )
+            raise size_of_a_given_plan()
         self._model = dataclasses.replace(self._model, caps=caps)
         self._recut = True
         self.scheduler.restart(self._model)
@@ -285,8 +290,8 @@ class Plans:
         together = not isinstance(self._mode, Asynchronous)
         self.wants_order = self._learns and together and not rebuilt and self._given is None
         size = self._communicator.size
-        one_phase = size > 1 and not (self._config.exchanges and size > 2)  # of two only the first would be timed
-        self.measured = rebuilt and self._may_measure and is_synchronous(self._mode) and one_phase
+        modelled = size > 1 and not self._config.has_two_phases(size)  # the cost model has one collective per bucket
+        self.measured = rebuilt and self._may_measure and is_synchronous(self._mode) and modelled
 
     def _loaded(self) -> Plan | None:
         """The given plan, if it was made for as many ranks."""
