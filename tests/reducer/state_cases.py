@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from support.leaf_steps import clear, given
+from support.leaf_steps import SHAPES, clear, given
 
 from fusedreduce import BucketCaps, CollectiveError, Reducer, Synchronous
 from fusedreduce.buckets.grad_bucket import GradBucket
@@ -22,7 +22,6 @@ from fusedreduce.comm.protocol import Communicator
 from fusedreduce.reducer.state import ReducerState
 
 RANKS = 2
-SHAPES = ((3,), (5, 7), (1,), (40,))
 _TIMEOUT = datetime.timedelta(seconds=20)
 CHANGED = "was written to after it had been packed"
 CAPS = BucketCaps(first_bytes=64, cap_bytes=150)  # several buckets

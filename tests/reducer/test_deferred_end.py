@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.leaf_steps import CAPS, clear, given, loss_scale, scaled, step
+from support.leaf_steps import CAPS, SHAPES, clear, drawn, given, loss_scale, scaled, step
 from support.loopback import Call, Loopback, LoopbackPending, ThreadWorld
 from torch import nn
 from torch.optim import optimizer as optimizers
@@ -32,8 +32,6 @@ from fusedreduce.reducer import optimizer_hooks
 from fusedreduce.reducer.state import ReducerState
 
 pytestmark = pytest.mark.usefixtures("path")
-
-SHAPES = ((3,), (5, 7), (1,), (40,))
 
 
 class Meeting:
@@ -93,16 +91,11 @@ def _world(size: int, config: ReduceConfig | None = None) -> list[Reducer]:
     return reducers
 
 
-def _gradients(seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
-
-
 def _one_backward(reducers: Sequence[Reducer], number: int) -> None:
     """One backward over the sum of all replicas' losses."""
     losses = []
     for rank, reducer in enumerate(reducers):
-        loss = given(reducer.parameters, _gradients(100 * number + rank))
+        loss = given(reducer.parameters, drawn(100 * number + rank))
         reducer.prepare_for_backward(loss)
         losses.append(loss)
     torch.stack(losses).sum().backward()
@@ -113,7 +106,7 @@ def _all_mean(reducers: Sequence[Reducer], number: int) -> None:
     for index in range(len(SHAPES)):
         total = torch.zeros(SHAPES[index])
         for rank in range(size):
-            total += _gradients(100 * number + rank)[index] / size
+            total += drawn(100 * number + rank)[index] / size
         for reducer in reducers:
             assert torch.equal(reducer.parameters[index].grad, total)  # type: ignore[arg-type]
 
@@ -131,7 +124,7 @@ def test_peers_of_one_thread_share_one_backward(size: int, overlap: bool) -> Non
         _one_backward(reducers, number)
         for rank, reducer in enumerate(reducers):
             assert reducer.state is ReducerState.LAUNCHED and reducer.steps == number
-            for parameter, own in zip(reducer.parameters, _gradients(100 * number + rank), strict=True):
+            for parameter, own in zip(reducer.parameters, drawn(100 * number + rank), strict=True):
                 assert torch.equal(parameter.grad, own), "still this rank's own"  # type: ignore[arg-type]
         _finalize(reducers)
         assert {(reducer.state, reducer.steps) for reducer in reducers} == {(ReducerState.IDLE, number + 1)}
@@ -143,7 +136,7 @@ def test_peers_of_one_thread_share_one_backward(size: int, overlap: bool) -> Non
 def test_several_backwards_one_after_the_other() -> None:
     reducers = _world(3)
     for rank, reducer in enumerate(reducers):
-        loss = given(reducer.parameters, _gradients(rank))
+        loss = given(reducer.parameters, drawn(rank))
         reducer.prepare_for_backward(loss)
         loss.backward()
     _finalize(reducers)
@@ -163,14 +156,14 @@ def _launched(config: ReduceConfig | None = None, **options: Any) -> tuple[Reduc
 
 
 def _backward(reducer: Reducer, seed: int = 1) -> None:
-    loss = given(reducer.parameters, _gradients(seed))
+    loss = given(reducer.parameters, drawn(seed))
     reducer.prepare_for_backward(loss)
     loss.backward()
     assert reducer.state is ReducerState.LAUNCHED
 
 
 def _mean_of(reducer: Reducer, communicator: Loopback, seed: int = 1) -> bool:
-    pairs = zip(reducer.parameters, _gradients(seed), strict=True)
+    pairs = zip(reducer.parameters, drawn(seed), strict=True)
     return all(torch.equal(one.grad, communicator.mean(own)) for one, own in pairs)  # type: ignore[arg-type]
 
 
@@ -232,7 +225,7 @@ def test_an_optimizer_steps_with_the_mean() -> None:
     reducer, communicator = _launched()
     before = [one.detach().clone() for one in reducer.parameters]
     torch.optim.SGD(reducer.parameters, lr=1.0).step()
-    for parameter, was, own in zip(reducer.parameters, before, _gradients(1), strict=True):
+    for parameter, was, own in zip(reducer.parameters, before, drawn(1), strict=True):
         assert torch.equal(parameter, was - communicator.mean(own))
 
 
@@ -299,7 +292,7 @@ def test_a_gradient_that_was_changed_in_between_is_an_error(how: str) -> None:
 
 def test_a_second_backward_in_between_is_an_error() -> None:
     reducer, _ = _launched()
-    given(reducer.parameters, _gradients(5)).backward()
+    given(reducer.parameters, drawn(5)).backward()
     with pytest.raises(FusedReduceError, match="written to|replaced"):
         reducer.finalize()
 
@@ -360,7 +353,7 @@ def test_a_launched_step_can_be_given_up(how: str) -> None:
         else:
             reducer.set_communicator(communicator)
         assert reducer.state is ReducerState.IDLE and reducer.steps == 0
-    for parameter, own in zip(parameters, _gradients(1), strict=True):
+    for parameter, own in zip(parameters, drawn(1), strict=True):
         assert torch.equal(parameter.grad, own)  # type: ignore[arg-type]
     torch.optim.SGD(parameters, lr=0.0).step()
     if how in ("reset", "communicator"):
@@ -375,7 +368,7 @@ def test_partial_backwards_launch_with_the_last() -> None:
     communicator.may_wait = False
     parameters = [torch.randn(shape, requires_grad=True) for shape in SHAPES]
     reducer = Reducer(parameters, communicator, caps=CAPS)
-    gradients = _gradients(1)
+    gradients = drawn(1)
     losses = [
         given(parameters, [gradients[0], gradients[1], None, None]),
         given(parameters, [None, None, *gradients[2:]]),
@@ -398,7 +391,7 @@ def test_where_ranks_may_wait_nothing_is_launched_only() -> None:
     assert reducer.state is ReducerState.IDLE and reducer.steps == 1
 
 
-def test_a_closure_is_refused_where_its_backward_cannot_end_with_reduced_gradients() -> None:
+def test_a_closure_is_refused_where_its_backward_cannot_end_with_reduceddrawn() -> None:
     reducer, communicator = _launched()
     optimizer = torch.optim.LBFGS(reducer.parameters)
     reducer.finalize()
@@ -412,7 +405,7 @@ def test_backward_of_the_reducer_completes_the_step() -> None:
     reducer, communicator = _launched()
     reducer.finalize()
     clear(reducer.parameters)
-    loss = given(reducer.parameters, _gradients(7))
+    loss = given(reducer.parameters, drawn(7))
     reducer.prepare_for_backward(loss)
     reducer.backward(loss)
     assert reducer.steps == 2 and _mean_of(reducer, communicator, 7)
@@ -562,14 +555,14 @@ def test_a_rank_whose_outputs_reach_no_parameter_takes_part_with_zeros() -> None
                     assert reducer.cycle.unused_now == tuple(range(len(SHAPES)))
                     reducer.end_without_backward()
                 else:
-                    step(reducer, [*_gradients(number)[:-1], None])
+                    step(reducer, [*drawn(number)[:-1], None])
                     assert reducer.cycle.unused_now == (len(SHAPES) - 1,)
                 assert reducer.steps == number + 1
         return [one.grad for one in parameters]
 
     for held in ThreadWorld(2).results(case):
         assert held[-1] is None
-        for gradient, own in zip(held[:-1], _gradients(3)[:-1], strict=True):
+        for gradient, own in zip(held[:-1], drawn(3)[:-1], strict=True):
             assert torch.equal(gradient, own / 2)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given as cases
 from hypothesis import strategies as st
-from support.leaf_steps import CAPS, clear, given
+from support.leaf_steps import CAPS, SHAPES, clear, drawn, given
 from support.loopback import Loopback
 
 from fusedreduce import (
@@ -31,16 +31,10 @@ from fusedreduce.reducer.state import ReducerState
 
 pytestmark = pytest.mark.usefixtures("path")
 
-SHAPES = ((3,), (5, 7), (1,), (40,))
 UNFINALIZED = "Expected to have finalized the prior backward pass before starting a new one"
 NOTHING = "no gradient reduction requires finalization"
 TOO_EARLY = "called before all DDP buckets were ready"
 WITHIN = "cannot be finalized within its backward"
-
-
-def _gradients(seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
 def _manual(config: ReduceConfig | None = None, steps: int = 0, **options: Any) -> tuple[Reducer, Loopback]:
@@ -56,19 +50,19 @@ def _manual(config: ReduceConfig | None = None, steps: int = 0, **options: Any) 
 
 
 def _backward(reducer: Reducer, seed: int = 1) -> None:
-    loss = given(reducer.parameters, _gradients(seed))
+    loss = given(reducer.parameters, drawn(seed))
     reducer.prepare_for_backward(loss)
     loss.backward()
     assert reducer.state is ReducerState.LAUNCHED
 
 
 def _is_local(reducer: Reducer, seed: int = 1) -> bool:
-    pairs = zip(reducer.parameters, _gradients(seed), strict=True)
+    pairs = zip(reducer.parameters, drawn(seed), strict=True)
     return all(torch.equal(one.grad, own) for one, own in pairs)  # type: ignore[arg-type]
 
 
 def _is_mean(reducer: Reducer, communicator: Loopback, seed: int = 1) -> bool:
-    pairs = zip(reducer.parameters, _gradients(seed), strict=True)
+    pairs = zip(reducer.parameters, drawn(seed), strict=True)
     return all(torch.equal(one.grad, communicator.mean(own)) for one, own in pairs)  # type: ignore[arg-type]
 
 
@@ -115,7 +109,7 @@ def test_an_explicit_finalize_ends_it_too() -> None:
 USES: dict[str, Callable[[Reducer], object]] = {
     "check_finalized": Reducer.check_finalized,
     "forward": Reducer.prepare_for_forward,
-    "prepare": lambda reducer: reducer.prepare_for_backward(given(reducer.parameters, _gradients(2))),
+    "prepare": lambda reducer: reducer.prepare_for_backward(given(reducer.parameters, drawn(2))),
     "norm": lambda reducer: reducer.observed.grad_norm(),
     "norms": lambda reducer: reducer.observed.grad_norms(),
     "measured": lambda reducer: reducer.observed.measured_norm(),
@@ -192,7 +186,7 @@ def _backward_with(reducer: Reducer, seed: int, then: Callable[[], None], *, fir
     # The engine runs what was built last first.
     leaf = torch.zeros((), requires_grad=True)
     late = None if first else _Later.apply(leaf, then)
-    loss = given(reducer.parameters, _gradients(seed))
+    loss = given(reducer.parameters, drawn(seed))
     reducer.prepare_for_backward(loss)
     (loss + (_Later.apply(leaf, then) if late is None else late)).backward()
 
@@ -274,7 +268,7 @@ def test_too_early_in_a_backward_is_an_error_that_does_no_harm() -> None:
 
     for one in reducer.parameters:  # torch calls these ahead of the reducer's own, and so early for the last one too
         one.register_post_accumulate_grad_hook(lambda _: early())
-    loss = given(reducer.parameters, _gradients(1))
+    loss = given(reducer.parameters, drawn(1))
     reducer.prepare_for_backward(loss)
     early()
     loss.backward()
@@ -369,7 +363,7 @@ def test_ranks_that_share_a_thread_end_it_after_backward() -> None:
 def test_it_is_switched_between_steps_only(manual: bool) -> None:
     reducer, communicator = _manual()
     reducer.require_manual_finalization(manual)
-    loss = given(reducer.parameters, _gradients(1))
+    loss = given(reducer.parameters, drawn(1))
     reducer.prepare_for_backward(loss)
     with pytest.raises(FusedReduceError, match="cannot be called after forward while a backward pass is expected"):
         reducer.require_manual_finalization(not manual)
@@ -419,7 +413,7 @@ def test_any_order_of_calls_has_one_outcome(calls: list[str]) -> None:
             refused = UNFINALIZED if pending else ""
             with _raises(refused):
                 seed += 1
-                loss = given(reducer.parameters, _gradients(seed))
+                loss = given(reducer.parameters, drawn(seed))
                 reducer.prepare_for_backward(loss)
                 clear(reducer.parameters)
                 losses.append(loss)
@@ -460,7 +454,7 @@ def test_lazy_wires_are_released_at_the_end_of_a_step(wire: Any, hook: bool) -> 
             reducer.register_comm_hook(communicator, _averaged)
         averages: list[Any] = []
         for number in range(5):
-            loss = given(parameters, _gradients(number))
+            loss = given(parameters, drawn(number))
             reducer.prepare_for_backward(loss)
             assert bool(_alive(communicator)) is (number > 1 and not lazy)  # the first plan's wires are gone
             loss.backward()
@@ -489,13 +483,13 @@ def test_lazy_wires_of_steps_in_flight() -> None:
     config = ReduceConfig(sync_mode=BoundedStaleness(2))
     reducer = Reducer(parameters, communicator, config, caps=CAPS, lazy_bucket_allocation=True)
     for number in range(6):
-        loss = given(parameters, _gradients(number))
+        loss = given(parameters, drawn(number))
         reducer.prepare_for_backward(loss)
         loss.backward()
         if number >= 2:
             assert all(
                 torch.equal(one.grad, communicator.mean(own))  # type: ignore[arg-type]
-                for one, own in zip(parameters, _gradients(number - 2), strict=True)
+                for one, own in zip(parameters, drawn(number - 2), strict=True)
             )
         clear(parameters)
         assert number < 2 or len(_alive(communicator)) == 2 * len(reducer.plan)

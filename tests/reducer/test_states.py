@@ -17,7 +17,6 @@ from reducer.state_cases import (
     CALLS,
     CHANGED,
     RANKS,
-    SHAPES,
     Outcome,
     Rank,
     bring,
@@ -28,7 +27,7 @@ from reducer.state_cases import (
     gradient_value,
     in_turn,
 )
-from support.leaf_steps import given
+from support.leaf_steps import SHAPES, given
 from support.ranks import RankPool
 
 from fusedreduce import FusedReduceError

@@ -20,6 +20,7 @@ WIRE_DTYPES: dict[str, torch.dtype | None] = {"native": None, "bf16": torch.bflo
 # Several buckets, some with several parameters: of `leaves()`, and of other small ones.
 CAPS = BucketCaps(first_bytes=64, cap_bytes=150)
 NUMELS = (3, 35, 1, 40, 24, 7, 60)
+SHAPES = ((3,), (5, 7), (1,), (40,))
 
 
 class Scaler:
@@ -115,6 +116,12 @@ def leaves(
     """Parameters that hold `value`."""
     sizes = [(shape,) if isinstance(shape, int) else shape for shape in shapes]
     return [torch.full(size, value, dtype=dtype, requires_grad=True) for size in sizes]
+
+
+def drawn(seed: int) -> list[torch.Tensor]:
+    """Random gradients of SHAPES."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
 def clear(parameters: Sequence[torch.Tensor]) -> None:
