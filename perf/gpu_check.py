@@ -9,8 +9,9 @@ Its steps are processes, one after another, each with a time limit:
     kernels     bench_kernels.py: pack and unpack against the rate of a copy
     step        bench_step.py: launches, waits, GPU time and memory of a step that synchronises
     step-gpt2   the same of a GPT-2 that clips, with AdamW
+    encoded     bench_encoded.py: encode, combine and decode against a copy
     sweep       sweep.py: launch shapes of pack and unpack beside each other
-    memcheck    compute-sanitizer on a test of all kernels, where it is installed
+    memcheck    compute-sanitizer on tests of all kernels, where it is installed
 
 Whatever is known is in a file at once: gpu_check_<hardware>_<date>.json after each step, beside it .jsonl after each
 test and .log as it is printed, the benchmarks' records as each ends. Exit status 1 if a step fails or a demand is
@@ -50,6 +51,7 @@ OUTCOMES = "GPU_CHECK_OUTCOMES"  # as outcomes.py has it, which needs pytest
 # What compute-sanitizer looks at: torch's kernels are not ours to check.
 KERNELS = (
     *("_pack_kernel", "_unpack_kernel", "_walk_kernel"),
+    *("_encode_kernel", "_combine_encoded_kernel", "_decode_kernel"),
     *("_parameter_totals_kernel", "_total_kernel", "_parameter_sources_kernel", "_first_source_kernel"),
 )
 
@@ -83,9 +85,15 @@ BENCHMARKS = {
         "bench_step.py --device cuda --ranks 1 --models gpt2-small --clip --no-check",
         "bench_step.py --ranks 1 --models gpt2-tiny --clip --steps 2 --rehearse",
     ),
+    "encoded": (
+        30.0,
+        "bench_encoded.py --device cuda --no-check",
+        "bench_encoded.py --device cpu --quick --no-check",
+    ),
     "sweep": (100.0, "sweep.py --device cuda --limit 65", "sweep.py --rehearse"),
 }
 ON_GPU = ("-m", "gpu")
+EVERY_KERNEL = ("tests/gpu/test_gpu.py", "tests/gpu/test_gpu_encoded.py")
 REHEARSED_FILES = ("tests/gpu/test_gpu_graphs.py", "tests/gpu/test_gpu_large.py", "tests/gpu/test_gpu_ranks.py")
 
 
@@ -100,7 +108,7 @@ def steps(out: Path, rehearse: bool) -> tuple[Step, ...]:
     filters = [part for kernel in KERNELS for part in ("--kernel-name", f"kernel_substring={kernel}")]
     memcheck = Step(
         name="memcheck",
-        arguments=("-m", "pytest", "-q", "tests/gpu/test_gpu.py", *ON_GPU, "-k", "random_buckets and small"),
+        arguments=("-m", "pytest", "-q", *EVERY_KERNEL, *ON_GPU, "-k", "equal_the_reference and small"),
         limit_s=90.0,
         tool=("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *filters),
         # Each tensor is an allocation of its own: in torch's cache an access past one lies within another.

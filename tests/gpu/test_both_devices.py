@@ -20,6 +20,7 @@ from cli import test_demo, test_doctor
 from gpu import (
     test_gpu,
     test_gpu_data_parallel,
+    test_gpu_encoded,
     test_gpu_graphs,
     test_gpu_large,
     test_gpu_local,
@@ -36,7 +37,8 @@ from fusedreduce.cli.variants import variants
 from fusedreduce.comm.local import operations
 from fusedreduce.comm.local.strategies import Ring
 from fusedreduce.config import ReduceConfig
-from fusedreduce.kernels import combine, dispatch, pack, walk
+from fusedreduce.kernels import combine, dispatch, encode, encoded, pack, walk
+from fusedreduce.kernels.encodings import INT4
 from fusedreduce.reducer import modes, parameter_hooks
 from fusedreduce.trace.step_profile import StepProfile
 
@@ -202,6 +204,26 @@ PLANTED = {
         test_gpu.test_the_wrapper_launches_two_kernels_per_bucket_and_never_waits_for_the_gpu,
         twice(dispatch, "unpack"),
         {"wire": "native"},
+    ),
+    "encode: one bit": Planted(
+        test_gpu_encoded.test_random_encoded_buckets_equal_the_reference_bit_for_bit,
+        spoiled(encode, "encode", lambda _, *arguments: _flip_a_bit(arguments[3])),
+        {"size": "small"},
+    ),
+    "encode: two launches": Planted(
+        test_gpu_encoded.test_one_encoded_launch_each_whatever_the_number_of_parameters,
+        twice(encode, "encode"),
+        {"encoding": INT4},
+    ),
+    "encoded peers: a byte of a sum": Planted(
+        test_gpu_encoded.test_peers_on_one_device_get_the_bits_of_the_definition,
+        spoiled(encoded, "combine_encoded", lambda _, *arguments: _flip_a_bit(arguments[2][:1])),
+        {"wire": "int8"},
+    ),
+    "encoded wrapper: a gradient is not written": Planted(
+        test_gpu_encoded.test_the_wrapper_with_an_encoded_wire_never_waits_for_the_gpu,
+        given(encoded, "decode", lambda gradients, *rest: ([*gradients[:-1], None], *rest)),
+        {"wire": "int8"},
     ),
     "hook: half": Planted(test_gpu.test_the_hook_on_a_stream_of_its_own, HALF, BF16),
     "hook: norms": Planted(test_gpu.test_what_the_hook_finds_out_costs_no_wait, NORMS, {"wire": "native"}),

@@ -20,7 +20,7 @@ import records
 import report_tables
 import torch
 
-from fusedreduce.kernels import pack, stats, unpack, walk
+from fusedreduce.kernels import combine_encoded, decode, encode, pack, stats, unpack, walk
 
 SLEEPS = """
 import pathlib, subprocess, sys, time
@@ -266,9 +266,10 @@ def test_steps_are_programs_and_tests_that_exist(tmp_path: Path, rehearse: bool)
     assert gpu_check.OUTCOMES == outcomes.OUTCOMES
     memcheck = next(step for step in every if step.name == "memcheck")
     assert dict(memcheck.environment)["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
-    chosen = memcheck.arguments[-1]
-    tests = (records.CHECKOUT / "tests/gpu/test_gpu.py").read_text()
-    assert chosen.endswith(" and small") and f"def test_{chosen.partition(' ')[0]}" in tests
+    chosen, _, size = memcheck.arguments[-1].partition(" and ")
+    for part in gpu_check.EVERY_KERNEL:
+        tests = (records.CHECKOUT / part).read_text()
+        assert len(re.findall(rf'"{size}".*\ndef test_\w*{chosen}', tests)) == 1, part
 
 
 def test_benchmarks_know_the_options_that_they_are_given_on_a_gpu(
@@ -276,7 +277,7 @@ def test_benchmarks_know_the_options_that_they_are_given_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     scripts = [step for step in gpu_check.steps(tmp_path, False) if step.arguments[0].endswith(".py")]
-    assert [step.name for step in scripts] == ["kernels", "step", "step-gpt2", "sweep"]
+    assert [step.name for step in scripts] == ["kernels", "step", "step-gpt2", "encoded", "sweep"]
     for step in scripts:
         monkeypatch.setattr(sys, "argv", list(step.arguments))
         with pytest.raises(records.BenchError, match="no GPU"):  # and not: unrecognized arguments
@@ -284,6 +285,6 @@ def test_benchmarks_know_the_options_that_they_are_given_on_a_gpu(
 
 
 def test_the_sanitizer_looks_at_every_kernel() -> None:
-    modules = (pack, unpack, walk, stats)
+    modules = (pack, unpack, walk, encode, combine_encoded, decode, stats)
     kernels = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert kernels == set(gpu_check.KERNELS)  # substrings: "_pack_kernel" is none of "_unpack_kernel"

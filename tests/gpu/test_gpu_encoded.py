@@ -1,0 +1,198 @@
+"""Encoded wires on a GPU, and small on CPU: the reference's bits, one launch each, peers on one device, no wait.
+
+What is drawn is on CPU, and so is the reference. test_both_devices.py plants a fault in each.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from gpu.test_gpu import drawn
+from support.buckets import Guarded, assert_same
+from support.encoded_buckets import EncodedCase, guarded_bytes, table_of
+from support.encoded_checks import assert_residuals, encoded_buckets, inner
+from support.leaf_steps import given
+from support.on_device import no_wait, own_stream, paths, pick, synchronize
+from support.wires import EXCHANGED, reduced, settings
+from torch import nn
+
+from fusedreduce import BucketCaps, DistributedDataParallel, ReduceConfig, Reducer
+from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
+from fusedreduce.kernels import dispatch, encoded, reference_encoded
+from fusedreduce.kernels.encoded_table import EncodedTable, Residuals
+from fusedreduce.kernels.encodings import ENCODINGS, Encoding
+from fusedreduce.kernels.table import PointerTable
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflows and NaNs
+SCALES = (1.0, 3.0, 1.0 / 65536.0)
+PEERS = 4
+# More than a block of either encoding, a part of one, and what is never encoded.
+SHAPES = ((7, 41), (3,), (2, 300), (300,), (5, 7), (1, 1031))
+
+
+def encoded_case(seed: int, most_numel: int) -> EncodedCase:
+    """A bucket of any size and alignment, with any option, the same for the same seed."""
+    draw = random.Random(seed)
+    bits = (draw.getrandbits(32), draw.getrandbits(32), draw.getrandbits(40), draw.getrandbits(32))
+    return EncodedCase(
+        bucket=drawn(seed, most_numel),
+        encoding=draw.choice(list(ENCODINGS.values())),
+        shards=draw.randint(1, 3),
+        contributions=draw.randint(1, 3),
+        shaped=draw.random() < 0.5,
+        with_residuals=draw.random() < 0.4,
+        weights=draw.choice([(1.0, 1.0), (1024.0, 2.0**-10), (0.3, 0.7)]),
+        draw=bits if draw.random() < 0.4 else None,
+    )
+
+
+def _there(residuals: Residuals | None, device: torch.device) -> Residuals | None:
+    if residuals is None:
+        return None
+    copies = tuple([one.to(device) for one in copy] for copy in residuals.copies)
+    return Residuals((copies[0], copies[1]), residuals.live.to(device), residuals.weights.to(device))
+
+
+def _back(residuals: Residuals | None) -> Residuals | None:
+    return _there(residuals, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_random_encoded_buckets_equal_the_reference_bit_for_bit(device: torch.device, size: str) -> None:
+    """Bytes, residuals and gradients; on CPU test_encoded_kernels.py has many more examples."""
+    count = {"small": pick(device, cpu=6, cuda=80), "large": pick(device, cpu=1, cuda=12)}[size]
+    most_numel = 300 if size == "small" else pick(device, cpu=5_000, cuda=500_000)
+    with dispatch.count_launches() as counted:
+        for seed in range(count):
+            case = encoded_case(seed, most_numel)
+            try:
+                equals_the_reference(case, device, SCALES[seed % len(SCALES)])
+            except AssertionError as error:
+                error.add_note(str(case))
+                raise
+    assert {one.path for one in counted} <= paths(device)
+
+
+def equals_the_reference(case: EncodedCase, device: torch.device, scalar: float) -> None:
+    chunks, draw = case.table(), case.drawn()
+    layout = chunks.layout
+    there = None if draw is None else draw.to(device)
+    gradients = inner(case.gradients())
+    on_device = [None if one is None else _shifted(one, case, slot, device) for slot, one in enumerate(gradients)]
+
+    bucket, wanted = Guarded.of(guarded_bytes(layout.nbytes).inner.to(device)), guarded_bytes(layout.nbytes)
+    kept, wanted_kept = _there(case.residuals(chunks.numels), device), case.residuals(chunks.numels)
+    divisor, pointers = case.bucket.scalar, PointerTable()
+    encoded.encode(on_device, chunks, pointers, bucket.inner, divisor, residuals=kept, draw=there)
+    reference_encoded.encode(gradients, chunks, PointerTable(), wanted.inner, divisor, residuals=wanted_kept, draw=draw)
+    bucket.assert_edges_untouched()
+    assert torch.equal(bucket.inner.cpu(), wanted.inner)
+    assert_residuals(_back(kept), wanted_kept)
+
+    buckets = encoded_buckets(case, chunks)
+    received = buckets.view(-1, max(layout.shard_bytes, 1))[:: layout.shards].contiguous().view(-1)
+    shard, wanted = Guarded.of(guarded_bytes(layout.shard_bytes).inner.to(device)), guarded_bytes(layout.shard_bytes)
+    kept, wanted_kept = (case.residuals((layout.shard_numel,)) for _ in range(2))
+    kept = _there(kept, device)
+    encoded.combine_encoded(received.to(device), chunks, shard.inner, residuals=kept, draw=there)
+    reference_encoded.combine_encoded(received, chunks, wanted.inner, residuals=wanted_kept, draw=draw)
+    shard.assert_edges_untouched()
+    assert torch.equal(shard.inner.cpu(), wanted.inner)
+    assert_residuals(_back(kept), wanted_kept)
+
+    scale = torch.tensor([scalar], dtype=case.bucket.compute)
+    decoded, expected = inner(case.gradients(poisoned=True)), inner(case.gradients(poisoned=True))
+    into = [None if one is None else _shifted(one, case, slot, device) for slot, one in enumerate(decoded)]
+    encoded.decode(into, chunks, pointers, buckets.to(device), scale.to(device))
+    reference_encoded.decode(expected, chunks, PointerTable(), buckets, scale)
+    for ours, theirs in zip(into, expected, strict=True):
+        if ours is not None and theirs is not None:
+            assert_same(ours.cpu(), theirs)
+
+
+def _shifted(values: torch.Tensor, case: EncodedCase, slot: int, device: torch.device) -> torch.Tensor:
+    return Guarded.of(values.to(device), case.bucket.shifts[slot]).inner
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=ENCODINGS.keys())
+def test_one_encoded_launch_each_whatever_the_number_of_parameters(device: torch.device, encoding: Encoding) -> None:
+    for parameters in pick(device, cpu=(1, 5), cuda=(1, 10, 1000)):
+        chunks: EncodedTable = table_of((300,) * parameters, encoding)
+        gradients = [torch.ones(300, device=device) for _ in range(parameters)]
+        bucket = torch.empty(chunks.layout.nbytes, dtype=torch.uint8, device=device)
+        output, pointers = torch.empty_like(bucket), PointerTable()
+        with dispatch.count_launches() as counted:
+            encoded.encode(gradients, chunks, pointers, bucket, 1.0)
+            encoded.combine_encoded(bucket, chunks, output)
+            encoded.decode(gradients, chunks, pointers, output, torch.ones(1, device=device))
+        path = pick(device, cpu="interpreter", cuda="triton")
+        assert [(one.path, one.launches) for one in counted] == [(path, 1)] * 3
+        assert pointers.uploads == 1
+
+
+def _drawn(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) * 10.0 ** (index - 3) for index, shape in enumerate(SHAPES)]
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+def test_peers_on_one_device_get_the_bits_of_the_definition(device: torch.device, wire: str) -> None:
+    """Both phases, in several buckets."""
+    steps = pick(device, cpu=2, cuda=20)
+
+    def case(communicator: LocalCommunicator) -> list[list[torch.Tensor]]:
+        parameters = [torch.zeros(shape, device=device, requires_grad=True) for shape in SHAPES]
+        caps, found = BucketCaps(first_bytes=64, cap_bytes=2000), []
+        with Reducer(parameters, communicator, ReduceConfig(**settings(wire)), caps=caps) as reducer:
+            for number in range(steps):
+                loss = given(parameters, [one.to(device) for one in _drawn(PEERS * number + communicator.rank)])
+                reducer.prepare_for_backward(loss)
+                loss.backward()
+                reducer.finalize()
+                found.append([one.grad.cpu() for one in parameters if one.grad is not None])
+                for one in parameters:
+                    one.grad = None
+            assert reducer.stats()["path"] in paths(device)
+        return found
+
+    local = [[_drawn(PEERS * number + rank) for rank in range(PEERS)] for number in range(steps)]
+    expected = [[reduced(one, [PEERS] * PEERS, wire) for one in zip(*of_step, strict=True)] for of_step in local]
+    for held in LocalGroup(PEERS, timeout_s=60).run(case):
+        for ours, theirs in zip(held, expected, strict=True):
+            for mine, wanted in zip(ours, theirs, strict=True):
+                assert_same(mine, wanted)
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_the_wrapper_with_an_encoded_wire_never_waits_for_the_gpu(device: torch.device, group: None, wire: Any) -> None:
+    torch.manual_seed(0)
+    with own_stream(device):
+        model = nn.Sequential(*[nn.Linear(24, 24, bias=layer == 0) for layer in range(4)]).to(device)
+        cap_mb = 0.004
+        ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb, reduce=ReduceConfig(wire=wire, grad_stats=True))
+        for step in range(5):
+            batch = torch.randn(8, 24, device=device)
+            with ddp.no_sync():
+                ddp.zero_grad()
+                ddp(batch).square().mean().backward()
+                local = _gradients(model)
+            ddp.zero_grad()
+            loss = ddp(batch).square().mean()
+            if step < 3:
+                loss.backward()
+            else:
+                with no_wait(device), dispatch.count_launches() as counted:
+                    loss.backward()
+                assert {one.function for one in counted} >= {"encode", "decode"}
+                assert {one.path for one in counted} <= paths(device)
+            synchronize(device)
+            for ours, mine in zip(_gradients(model), local, strict=True):
+                assert_same(ours.cpu(), reduced([mine.cpu()], [1.0], wire))
+
+
+def _gradients(model: nn.Module) -> Sequence[torch.Tensor]:
+    return [one.grad.clone() for one in model.parameters() if one.grad is not None]
