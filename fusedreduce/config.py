@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 if TYPE_CHECKING:  # the command line checks settings before anything imports torch
     import torch
@@ -30,6 +30,8 @@ CHECKS_FINITE: tuple[CheckFinite, ...] = ("off", "count", "raise")
 WIRES: Mapping[Wire, str | None] = {"native": None, "bf16": "bfloat16", "fp16": "float16"}  # torch's names
 # Elements and bytes of a block, as in kernels/encodings.py.
 ENCODED_WIRES: Mapping[Wire, tuple[int, int]] = {"int8": (256, 260), "int4": (64, 34)}
+WirePatterns: TypeAlias = Mapping[str, Wire] | tuple[tuple[str, Wire], ...]
+WireOfParameter: TypeAlias = Callable[[str, Any], Wire]  # of its name and the parameter
 Accumulation = Literal["wire", "fp32"]
 ACCUMULATIONS: tuple[Accumulation, ...] = ("wire", "fp32")
 
@@ -121,8 +123,10 @@ class ReduceConfig:
             divided by the world size in fp32, then rounded once. On fp16 the division is split: a power of two of
             about the root of the world size is divided out after the sum, so that small values survive. "int8" or
             "int4": blocks of 256 or 64 elements as integers of so many bits with a scale each; gradients with fewer
-            elements than a block, those of one dimension (norms, biases) and complex ones stay "native". Reducer and
-            wrapper only. See docs/wires.md.
+            elements than a block, those of one dimension (norms, biases) and complex ones stay "native". By parameter:
+            a mapping of glob patterns of names (fnmatch) to wires, of which the first that matches counts and none
+            means "native", kept as a tuple of pairs; or a function of name and parameter, called when a reducer is
+            built. These may encode gradients of one dimension too. Reducer and wrapper only. See docs/wires.md.
         accumulation: "wire": the backend adds 16-bit elements up, and rounds at every hop. "fp32": ranks exchange their
             contributions, each is rounded once, and the sum in fp32 once more; only for the wires "bf16" and "fp16".
             ("int8" and "int4" are always added up in fp32.) Reducer and wrapper only.
@@ -156,7 +160,7 @@ class ReduceConfig:
         ValueError: a value is not accepted; the message lists those that are.
     """
 
-    wire: Wire = "native"
+    wire: Wire | WirePatterns | WireOfParameter = "native"
     accumulation: Accumulation = "wire"
     op: Op = "mean"
     stall_report_s: float | None = None
@@ -171,9 +175,9 @@ class ReduceConfig:
     sync_mode: SyncMode = Synchronous()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.wire, str) or self.wire not in (*WIRES, *ENCODED_WIRES):
-            accepted = ", ".join(map(repr, (*WIRES, *ENCODED_WIRES)))
-            raise ValueError(f"unknown wire {self.wire!r}: use one of {accepted}")
+        if isinstance(self.wire, Mapping):
+            object.__setattr__(self, "wire", tuple(self.wire.items()))
+        wires = self._named_wires()
         for name in ("overlap", "grad_stats"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -188,11 +192,6 @@ class ReduceConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(map(repr, allowed))}")
-        if self.accumulation == "fp32" and self.wire not in ("bf16", "fp16"):
-            raise ValueError(
-                f"accumulation='fp32' is for the wires 'bf16' and 'fp16', got wire={self.wire!r}: a native wire is "
-                "added up in the gradients' own dtype, and 'int8' and 'int4' always in fp32"
-            )
         stall = self.stall_report_s
         if stall is not None and not (isinstance(stall, int | float) and math.isfinite(stall) and stall > 0):
             raise ValueError(f"stall_report_s must be a positive number of seconds or None, got {stall!r}")
@@ -206,11 +205,8 @@ class ReduceConfig:
                 "sync_mode must be Synchronous(), BoundedStaleness(max_staleness) or Asynchronous(), got "
                 f"{self.sync_mode!r}"
             )
-        if self.exchanges and not is_synchronous(self.sync_mode):
-            raise ValueError(
-                f"wire={self.wire!r} with accumulation={self.accumulation!r} and sync_mode={self.sync_mode!r} exclude "
-                "each other: contributions are exchanged within their own step. Use Synchronous(), or wire='bf16'"
-            )
+        if wires is not None:
+            self.check_wires(wires)
         if not isinstance(self.plan, str | None):
             raise ValueError(f"plan must be the JSON text of a plan or None, got {type(self.plan).__name__}")
 
@@ -222,39 +218,99 @@ class ReduceConfig:
         """Returns what every rank divides its gradients by, unless a step has a divisor of its own."""
         return float(ranks) if self.op == "mean" else 1.0
 
-    @property
-    def exchanges(self) -> bool:
-        """Whether contributions are exchanged and added up by this package."""
-        return self.accumulation == "fp32" or self.wire in ENCODED_WIRES
+    def check_wires(self, wires: Collection[Wire]) -> None:
+        """Refuses wires that exclude other options.
 
-    def has_two_phases(self, ranks: int) -> bool:
-        """Returns whether so many ranks exchange shards of their contributions, and then the sums of these."""
-        return self.exchanges and ranks > 2
+        Args:
+            wires: of all parameters.
+
+        Raises:
+            ValueError: accumulation="fp32" without a wire of 16 bits; or an exchange in a mode other than Synchronous.
+        """
+        if self.accumulation == "fp32" and not is_accumulated(wires):
+            raise ValueError(
+                f"accumulation='fp32' is for the wires 'bf16' and 'fp16', got wire={self.wire!r}: a native wire is "
+                "added up in the gradients' own dtype, and 'int8' and 'int4' always in fp32"
+            )
+        exchanges = self.accumulation == "fp32" or any(one in ENCODED_WIRES for one in wires)
+        if exchanges and not is_synchronous(self.sync_mode):
+            raise ValueError(
+                f"wire={self.wire!r} with accumulation={self.accumulation!r} and sync_mode={self.sync_mode!r} exclude "
+                "each other: contributions are exchanged within their own step. Use Synchronous(), or wire='bf16'"
+            )
+
+    @property
+    def one_wire(self) -> Wire:
+        """The wire where it is one for all parameters, as that of a hook is."""
+        assert isinstance(self.wire, str)
+        return self.wire
+
+    @property
+    def wire_text(self) -> str:
+        """The wire's name; "by parameter" where they differ."""
+        return self.wire if isinstance(self.wire, str) else "by parameter"
 
     def wire_of(self, gradient: torch.Tensor) -> Wire:
-        """Returns what a gradient like `gradient` travels on: `wire`, or "native" where a small one is not encoded."""
-        if self.wire not in ENCODED_WIRES:
-            return self.wire
-        large = gradient.ndim > 1 and gradient.numel() >= ENCODED_WIRES[self.wire][0]
-        return self.wire if large and not gradient.is_complex() else "native"
+        """Returns what a gradient like `gradient` travels on by `one_wire`: "native" where it is not to be encoded."""
+        wire = self.one_wire
+        return "native" if wire in ENCODED_WIRES and gradient.ndim < 2 else possible_wire(gradient, wire)
 
     def wire_dtype(self, gradient: torch.dtype) -> torch.dtype:
-        """Returns the dtype on the wire of a bucket of gradients of dtype `gradient` that are not encoded."""
-        return wire_dtype(self.wire) or gradient
-
-    def wire_bytes(self, gradient: torch.Tensor) -> int:
-        """Returns the bytes on the wire of a gradient like `gradient`; a complex one is sent as real pairs."""
-        if self.wire_of(gradient) in ENCODED_WIRES:
-            block_numel, block_bytes = ENCODED_WIRES[self.wire]
-            return -(-gradient.numel() // block_numel) * block_bytes
-        if gradient.is_complex():
-            return 2 * gradient.numel() * self.wire_dtype(gradient.dtype.to_real()).itemsize
-        return gradient.numel() * self.wire_dtype(gradient.dtype).itemsize
+        """Returns the dtype of `one_wire` for gradients of dtype `gradient` that are not encoded."""
+        return wire_dtype(self.one_wire) or gradient
 
     def to_dict(self) -> dict[str, object]:
         """Returns the options as plain values, as ranks compare and log them; a plan as its digest."""
         digest = None if self.plan is None else hashlib.blake2b(self.plan.encode(), digest_size=8).hexdigest()
-        return {**dataclasses.asdict(self), "plan": digest, "sync_mode": repr(self.sync_mode)}
+        values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return {**values, "wire": self.wire_text, "plan": digest, "sync_mode": repr(self.sync_mode)}
+
+    def _named_wires(self) -> Collection[Wire] | None:
+        """The wires that `wire` names; None: a function decides.
+
+        Raises:
+            ValueError: one is unknown.
+        """
+        if isinstance(self.wire, str):
+            named: Collection[Wire] = (self.wire,)
+        elif isinstance(self.wire, tuple):
+            named = dict(self.wire).values()
+        elif callable(self.wire):
+            return None
+        else:
+            named = (cast("Wire", self.wire),)
+        for one in named:
+            check_wire_name(one)
+        return named
+
+
+def check_wire_name(wire: object) -> None:
+    """Raises ValueError, which lists those that there are, if there is no such wire."""
+    if not isinstance(wire, str) or wire not in (*WIRES, *ENCODED_WIRES):
+        accepted = ", ".join(map(repr, (*WIRES, *ENCODED_WIRES)))
+        raise ValueError(f"unknown wire {wire!r}: use one of {accepted}")
+
+
+def is_accumulated(wires: Collection[Wire]) -> bool:
+    """Whether accumulation="fp32" concerns one of `wires`."""
+    return not {"bf16", "fp16"}.isdisjoint(wires)
+
+
+def possible_wire(gradient: torch.Tensor, wire: Wire) -> Wire:
+    """Returns `wire`; "native" for a gradient like `gradient` that it cannot encode."""
+    if wire not in ENCODED_WIRES or (gradient.numel() >= ENCODED_WIRES[wire][0] and not gradient.is_complex()):
+        return wire
+    return "native"
+
+
+def wire_bytes(gradient: torch.Tensor, wire: Wire) -> int:
+    """Returns the bytes on the wire of a gradient like `gradient`; a complex one is sent as real pairs."""
+    if wire in ENCODED_WIRES:
+        block_numel, block_bytes = ENCODED_WIRES[wire]
+        return -(-gradient.numel() // block_numel) * block_bytes
+    if gradient.is_complex():
+        return 2 * gradient.numel() * (wire_dtype(wire) or gradient.dtype.to_real()).itemsize
+    return gradient.numel() * (wire_dtype(wire) or gradient.dtype).itemsize
 
 
 @functools.cache  # called for every bucket by the hook

@@ -111,7 +111,7 @@ def our_side(*, clips: bool) -> dict[str, Variant]:
             return fusedreduce.DistributedDataParallel(model, reduce=reduce, **options)
 
         clip = "reused" if reuse_norm else "folded"
-        return Variant(build=build, side="wrapper", wire=reduce.wire, clip=clip)
+        return Variant(build=build, side="wrapper", wire=reduce.wire_text, clip=clip)
 
     def hook(wire: Any) -> Variant:
         def build(model: nn.Module) -> nn.Module:

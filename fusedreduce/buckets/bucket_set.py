@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..comm.protocol import Communicator
-from ..config import ReduceConfig, Wire
+from ..config import ReduceConfig, Wire, wire_dtype
 from ..kernels import dispatch
 from ..kernels.encodings import ENCODINGS
 from ..planning.layout import aligned_layout
@@ -24,6 +24,7 @@ from .sparse import SparseReduction
 from .sparse_kinds import SparseKinds
 from .streams import Streams
 from .tensors import dense_shape, real_dtype, real_numel
+from .wire_table import WireTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,8 @@ class BucketMaker:
         parameters: all parameters of the reducer.
         names: their names.
         sparse: per parameter whether its gradient is sparse.
-        config: the wire, the reduction and the sync mode.
+        wires: what each travels on.
+        config: the reduction and the sync mode.
         as_views: gradients become views of their bucket.
         communicator: the ranks.
         sparse_kinds: the agreed kinds of the sparse gradients.
@@ -47,6 +49,7 @@ class BucketMaker:
     parameters: Sequence[torch.Tensor]
     names: Sequence[str]
     sparse: Sequence[bool]
+    wires: WireTable
     config: ReduceConfig
     as_views: bool
     communicator: Communicator
@@ -75,16 +78,16 @@ class BucketMaker:
 
     def _bucket(self, members: Members) -> Bucket:
         """What travels for dense parameters of one wire."""
-        first, ranks = members.parameters[0], self.communicator.size
+        first, ranks, name = members.parameters[0], self.communicator.size, self.wires[members.numbers[0]]
         dtypes = [real_dtype(one.dtype) for one in members.parameters]
         numels, shapes = list(map(real_numel, members.parameters)), list(map(dense_shape, members.parameters))
         device, label = members.device, members.label
-        encoding = ENCODINGS.get(self.config.wire_of(first))
+        encoding = ENCODINGS.get(name)
         if encoding is not None:
             phases, lazy = self.second_phases, self.lazy
             return EncodedBucket(numels, dtypes, encoding, device, label, shapes, ranks=ranks, phases=phases, lazy=lazy)
-        wire = self.config.wire_dtype(real_dtype(first.dtype))
-        if self.config.accumulation == "fp32" and wire.itemsize == 2 and ranks > 2:
+        wire = wire_dtype(name) or real_dtype(first.dtype)
+        if self.wires.accumulation == "fp32" and name != "native" and ranks > 2:
             return AccumulatedBucket(
                 numels,
                 dtypes,

@@ -13,6 +13,8 @@ from .protocol import Communicator
 
 CAPACITY_BYTES = 2048
 _PROBLEM_SHOWN = 300
+_WIRE_BYTES = 8  # a wire's name and a separator
+_WIRES_SHOWN = 8
 
 
 def agree(communicator: Communicator, what: str, settings: Mapping[str, object], device: torch.device) -> None:
@@ -52,8 +54,9 @@ def agree_on_parameters(
     device: torch.device,
     problem: str = "",
     arithmetic: str = "",
+    wires: Mapping[str, str] | None = None,
 ) -> bool:
-    """Compares a model and its settings across all ranks by two small blocking collectives (three where models differ).
+    """Compares a model and its settings across all ranks by two small blocking collectives (more where models differ).
 
     Args:
         communicator: the ranks that must agree; each calls this at the same place.
@@ -62,17 +65,20 @@ def agree_on_parameters(
         device: where the backend takes tensors.
         problem: why this rank cannot take part, which is reported to the others instead of leaving them waiting.
         arithmetic: what decides the last bits of sums on this rank; it may differ between ranks.
+        wires: what each parameter travels on, by name.
 
     Returns:
         Whether `arithmetic` is the same on every rank.
 
     Raises:
-        AgreementError: with the same text on every rank: the ranks' problems, the first parameter that differs, or
-            each differing setting.
+        AgreementError: with the same text on every rank: the ranks' problems, the first parameter that differs, the
+            parameters whose wires differ, or each differing setting.
     """
     hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in descriptions]
     digest = hashlib.blake2b(b"".join(hashes), digest_size=16).hexdigest()
     about = {"parameters": len(descriptions), "digest": digest, "problem": problem[:_PROBLEM_SHOWN]}
+    coded = "\n".join((wires or {}).values()).encode()
+    about["wires"] = hashlib.blake2b(coded, digest_size=8).hexdigest()
     by_rank = _gather_summaries(communicator, {**about, "arithmetic": arithmetic}, device)
     refusals = _problems(by_rank)
     if refusals:
@@ -99,8 +105,24 @@ def agree_on_parameters(
         raise AgreementError(
             f"parameter {first} appears not to match across ranks: {shown}. Build the same model on all"
         )
+    if wires and len({summary.get("wires") for summary in by_rank}) > 1:
+        listed = communicator.all_gather_bytes(coded, _WIRE_BYTES * len(wires), device)
+        raise AgreementError(_wires_text(list(wires), [raw.decode(errors="replace").split("\n") for raw in listed]))
     agree(communicator, "settings of the reduction", settings, device)
     return len({str(summary.get("arithmetic")) for summary in by_rank}) == 1
+
+
+def _wires_text(names: Sequence[str], by_rank: Sequence[Sequence[str]]) -> str:
+    """Says which parameters travel on different wires; `by_rank` has those of every parameter."""
+    differing = []
+    for name, wires in zip(names, zip(*by_rank, strict=True), strict=True):
+        if len(set(wires)) > 1:
+            ranks = {wire: [rank for rank, one in enumerate(wires) if one == wire] for wire in wires}
+            differing.append(f"{name}: " + "; ".join(f"{wire!r} on {ranks_text(of)}" for wire, of in ranks.items()))
+    return (
+        "ranks disagree on the wires of parameters, so nothing has been reduced. Give every rank the same "
+        f"ReduceConfig(wire=...). {shortened(differing, _WIRES_SHOWN, ' | ')}"
+    )
 
 
 def problems_of_ranks(communicator: Communicator, problem: str, device: torch.device) -> str:

@@ -6,7 +6,7 @@ All of it happens before torch's constructor sees them, whose own checks raise o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..buckets.tensors import real_dtype
+from ..buckets.wire_table import WireTable
 from ..comm.agreement import problems_of_ranks
 from ..comm.local.process_group import communicator_of
 from ..comm.protocol import Communicator
-from ..config import ReduceConfig
+from ..config import ReduceConfig, wire_dtype
 from ..errors import AgreementError, CollectiveError
 from ..planning.bucketing import MIB, BucketCaps
 from ..planning.plan_file import load as load_plan
@@ -146,16 +147,18 @@ class Arguments:
             return True
         named, sparse = self._reduced(), validation.sparse_parameters(self.module)
         communicator = self._communicator()
-        descriptions = []
+        descriptions, wires = [], dict[str, str]()
         try:
             self._check_reduced(named, config)
             descriptions = [validation.describe(one, name, id(one) in sparse) for name, one in named.items()]
+            wires = dict(zip(named, _table(config, named, sparse).wires, strict=True))
         except (RuntimeError, TypeError, ValueError) as error:
             problem = problem or error
         flags: dict[str, object] = {name: bool(self._given[name]) for name in _COMPARED_FLAGS if name in self._given}
         settings = validation.settings(config, caps, flags)
         try:
-            return validation.agree(communicator, descriptions, settings, self._device(), str(problem or ""))
+            told = str(problem or "")
+            return validation.agree(communicator, descriptions, settings, self._device(), told, wires)
         except AgreementError as error:
             if problem is not None and error.on_every_rank:
                 raise problem from None
@@ -181,15 +184,18 @@ class Arguments:
         named, sparse = self._reduced(), validation.sparse_parameters(self.module)
         problem = ""
         try:
+            table = _table(config, named, sparse)
             # First, and on every rank: with an unknown backend this issues a collective per dtype.
-            dense = (one.dtype for one in named.values() if id(one) not in sparse)
-            for dtype in sorted({config.wire_dtype(real_dtype(one)) for one in dense}, key=str):
+            dense = [
+                (one, wire) for one, wire in zip(named.values(), table.wires, strict=True) if id(one) not in sparse
+            ]
+            for dtype in sorted({wire_dtype(wire) or real_dtype(one.dtype) for one, wire in dense}, key=str):
                 communicator.check_wire(dtype, device)
             self.check_known()
             self.caps()
             self.check_mode(config)
             self._check_reduced(named, config)
-            asynchronous.check(config, list(named), [id(one) in sparse for one in named.values()])
+            asynchronous.check(config, table.wires, list(named), [id(one) in sparse for one in named.values()])
         except CollectiveError:
             raise
         except (RuntimeError, TypeError, ValueError) as error:
@@ -213,11 +219,13 @@ class Arguments:
         """The parameters that the reducer is to reduce, by name."""
         ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
         ignored |= {name for name, _ in self._given["delay_all_reduce_named_params"] or ()}
-        return {
-            name: parameter
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and name not in ignored
-        }
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        # As torch's class does, whose name for a shared parameter is the last of its names.
+        for prefix, module in self.module.named_modules():
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if parameter.requires_grad and name not in ignored:
+                    found[id(parameter)] = name, parameter
+        return dict(found.values())
 
     def _check_reduced(self, named: Mapping[str, torch.Tensor], config: ReduceConfig) -> None:
         """Raises what torch and the reducer would raise about the parameters, and about a plan given for them."""
@@ -232,6 +240,11 @@ class Arguments:
                 validation.check_one(parameter, name)
         if config.plan is not None:
             load_plan(config.plan, names=list(named), numels=[one.numel() for one in named.values()])
+
+
+def _table(config: ReduceConfig, named: Mapping[str, torch.Tensor], sparse: Collection[int]) -> WireTable:
+    """Resolves the wires of parameters by name; `sparse` has the ids of those with sparse gradients."""
+    return WireTable.of(config, list(named), list(named.values()), [id(one) in sparse for one in named.values()])
 
 
 def features_in_use(module: nn.Module, given: Mapping[str, Any], config: ReduceConfig) -> dict[str, bool]:

@@ -75,6 +75,11 @@ class FusedHookState:
                 f"process_group must be a torch.distributed.ProcessGroup or None, got {process_group!r} "
                 "(the wire is a keyword: FusedHookState(wire='bf16'))"
             )
+        if not isinstance(wire, str):
+            raise ValueError(
+                f"fused_hook has one wire for all parameters, got {wire!r}: for wires by parameter use the wrapper, "
+                "DistributedDataParallel(..., reduce=ReduceConfig(wire=...))"
+            )
         if wire in ENCODED_WIRES:
             raise ValueError(
                 f"fused_hook has no wire {wire!r}: use 'native', 'bf16' or 'fp16'; or the wrapper, "

@@ -69,7 +69,7 @@ class HookReduction:
         self._path = "none"
         # Where this process holds no memory it will not train: before set_device every rank's current GPU is the first.
         if torch.cuda.memory_reserved() > 0:
-            sent = wire_dtype(config.wire)
+            sent = wire_dtype(config.one_wire)
             for dtype in WIRE_DTYPES if sent is None else (sent,):
                 device = torch.device("cuda", torch.cuda.current_device())
                 dispatch.warm_up(device, dtype, stats=self.observed.wanted)

@@ -70,7 +70,7 @@ class HookStats:
         step = self._latest_step()
         names = None if module is None else _names_in(step, module)
         numels = [
-            counted_numel(numel, dtype, self._config.wire)
+            counted_numel(numel, dtype, self._config.one_wire)
             for rows in step.shown
             for numel, dtype in zip(rows.numels, rows.dtypes, strict=True)
         ]

@@ -17,7 +17,7 @@ import torch
 
 from ..comm.protocol import Communicator
 from ..comm.waiting import wait_for
-from ..config import ReduceConfig
+from ..config import ReduceConfig, wire_bytes
 from ..planning.bucketing import BucketCaps
 from ..planning.plan import Plan
 from ..planning.readiness import Readiness
@@ -184,7 +184,8 @@ class HookTrace:
                     name=f"parameter {index} {tuple(one.shape)}",
                     numel=one.numel(),
                     size_bytes=one.numel() * one.element_size(),
-                    wire_bytes=self._config.wire_bytes(one),
+                    wire=self._config.one_wire,
+                    wire_bytes=wire_bytes(one, self._config.one_wire),
                     group=group_text(one.dtype, one.device),
                     alone=id(one) in self._sparse,
                 )

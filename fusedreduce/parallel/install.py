@@ -54,7 +54,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
     def _drop_wire(self, hook: str) -> None:
         """Makes a reducer with the native wire, for a comm hook; between two steps, on every rank."""
         config = self.reduce_config
-        native = dataclasses.replace(config, wire="native", op="mean")
+        native = dataclasses.replace(config, wire="native", accumulation="wire", op="mean")
         if native == config or not hasattr(self, "reducer") or self._ours().has_comm_hook:
             return
         validation.check_mode(config.sync_mode, {"a comm hook": True})
@@ -62,7 +62,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         reducer.check_finalized()
         if reducer.state is ReducerState.ARMED:
             raise RuntimeError(
-                f"a comm hook replaces wire={config.wire!r}, but a forward waits for its backward: register "
+                f"a comm hook replaces wire={config.wire_text!r}, but a forward waits for its backward: register "
                 "the hook before that forward, or run a forward without backward under torch.no_grad()"
             )
         self._replace_reducer(native)

@@ -89,6 +89,26 @@ def _cut(
     return assign_by_size(sizes, groups, limits, order=order, alone=alone, cap_policy=cap_policy)
 
 
+def regrouped(plan: Plan, kinds: Sequence[ParameterKind], *, share: bool) -> Plan:
+    """`plan`, with buckets split whose parameters cannot be reduced together any more, as their wires have changed.
+
+    Args:
+        plan: has every parameter once.
+        kinds: of all parameters.
+        share: buckets of mixed dtypes are allowed.
+
+    Returns:
+        The plan; parts of a bucket are in its place, by the first parameter of each.
+    """
+    made: list[tuple[int, ...]] = []
+    for members in plan:
+        parts: dict[Hashable, list[int]] = {}
+        for number in members:
+            parts.setdefault(kinds[number].wide_group if share else kinds[number].group, []).append(number)
+        made += map(tuple, parts.values())
+    return tuple(made)
+
+
 def check_groups(plan: Plan, kinds: Sequence[ParameterKind], *, share: bool) -> None:
     """Refuses a given plan with buckets whose parameters cannot be reduced together.
 

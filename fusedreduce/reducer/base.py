@@ -12,6 +12,7 @@ from ..buckets.bucket_set import BucketMaker
 from ..buckets.second_phases import SecondPhases
 from ..buckets.sparse_kinds import SparseKinds
 from ..buckets.stats.grad_stats import GradStats
+from ..buckets.wire_table import WireTable
 from ..comm.protocol import Communicator
 from ..config import ReduceConfig
 from ..errors import FusedReduceError
@@ -56,6 +57,7 @@ class ReducerBase:
         self.names = tuple(names) if names is not None else tuple(f"parameter {index}" for index in range(count))
         self.sparse = tuple(sparse) if sparse is not None else (False,) * count
         validation.check_parameters(self.parameters, self.names, self.sparse)
+        self.wires = WireTable.of(self.config, self.names, self.parameters, self.sparse)
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.has_views = self.config.has_views(gradient_as_bucket_view)
         validation.check_mode(
@@ -65,7 +67,9 @@ class ReducerBase:
                 "skip_unused_buckets (skip_all_reduce_unused_params)": skip_unused_buckets,
             },
         )
-        asynchronous.check(self.config, self.names, self.sparse)
+        asynchronous.check(self.config, self.wires.wires, self.names, self.sparse)
+        if communicator.rank == 0:
+            self.wires.log(self.config, self.names, self.parameters, self.sparse)
         self.caps = caps or BucketCaps()
         self.communicator = communicator
         self.find_unused_parameters = find_unused_parameters
@@ -74,6 +78,7 @@ class ReducerBase:
             self.parameters,
             self.names,
             self.sparse,
+            self.wires,
             self.config,
             self.caps,
             communicator,
@@ -83,7 +88,7 @@ class ReducerBase:
         self._opened = False  # wires are known to the backend, and the mode has its communicator
         self._sync = True
         self.steps_in_backward = False  # the optimizer does, or the comm hook writes gradients itself
-        self.observed = GradStats(self.parameters, self.names, self.config, communicator)
+        self.observed = GradStats(self.parameters, self.names, self.wires.wires, self.config, communicator)
         self.observed.alike = agreed is not False
         self._device = self.parameters[0].device
         numbers = [number for number, one in enumerate(self.sparse) if one]
@@ -92,6 +97,7 @@ class ReducerBase:
             parameters=self.parameters,
             names=self.names,
             sparse=self.sparse,
+            wires=self.wires,
             config=self.config,
             as_views=self.has_views,
             communicator=communicator,
@@ -123,7 +129,9 @@ class ReducerBase:
         self.observed.before_reading = _weakly(self.cycle)
         self._attend_optimizers()
         if gradient_as_bucket_view and not self.has_views:
-            self._warn_of_no_views()
+            gradient_bytes = sum(kind.size_bytes for kind in self._plans.kinds if not kind.alone)
+            wire_bytes = int(self.pipeline.stats()["wire_bytes"])
+            warnings.warn(validation.no_views_text(self.config, wire_bytes, gradient_bytes), stacklevel=3)
         if lazy_bucket_allocation and self.has_views:
             warnings.warn(
                 "lazy_bucket_allocation=True has no effect where gradients are views of their buckets, which therefore "
@@ -246,11 +254,12 @@ class ReducerBase:
                 "plan learned": self.rebuilt,
             }
             settings = validation.settings(self.config, self.caps, flags)
-            self.observed.alike = validation.agree(self.communicator, descriptions, settings, self._device)
+            wires = dict(zip(self.names, self.wires.wires, strict=True))
+            self.observed.alike = validation.agree(self.communicator, descriptions, settings, self._device, wires=wires)
             self._agreed = True
         self.pipeline.check_wires()
         self.pipeline.mode.open()
-        if self.config.has_two_phases(self.communicator.size):
+        if self.wires.has_two_phases(self.communicator.size):
             self.pipeline.maker.second_phases.open()
         self._opened = True
 
@@ -462,18 +471,6 @@ class ReducerBase:
             optimizer_hooks.leave(self)
         else:
             optimizer_hooks.enter(self)
-
-    def _warn_of_no_views(self) -> None:
-        wire_bytes = int(self.pipeline.stats()["wire_bytes"])
-        dense = zip(self._plans.kinds, self.sparse, strict=True)
-        gradient_bytes = sum(kind.size_bytes for kind, sparse in dense if not sparse)
-        warnings.warn(
-            f"gradient_as_bucket_view=True has no effect with wire={self.config.wire!r}: gradients can be views of "
-            f"wire='native' only. Wire and gradients take {wire_bytes} bytes at the start of backward and "
-            f"{wire_bytes + gradient_bytes} at its end; as views with wire='native' they would take {gradient_bytes} "
-            "at both",
-            stacklevel=3,
-        )
 
     def _build_buckets(self, plan: Plan) -> None:
         """Builds the buckets of `plan`, between two steps."""

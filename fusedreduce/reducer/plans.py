@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..buckets.bucket_set import kind_of
+from ..buckets.wire_table import WireTable
 from ..comm.protocol import Communicator
 from ..comm.waiting import collective_failed
-from ..config import Asynchronous, ReduceConfig, SyncMode, is_synchronous
+from ..config import Asynchronous, ReduceConfig, SyncMode, is_synchronous, wire_bytes
 from ..planning.bucketing import BucketCaps
 from ..planning.cost_model import Costs
-from ..planning.plan import Plan, check_groups, first_plan
+from ..planning.plan import ParameterKind, Plan, check_groups, first_plan, regrouped
 from ..planning.plan_file import dump, load
 from ..planning.policies import ready_plan, static_plan
 from ..planning.schedule import Model
@@ -69,7 +70,8 @@ class Plans:
         parameters: all parameters of the reducer.
         names: their names.
         sparse: per parameter whether its gradient is sparse.
-        config: policy, wire, and maybe a plan.
+        wires: what each travels on.
+        config: policy, and maybe a plan.
         caps: size limits of the buckets.
         communicator: the ranks.
         learns: the first step shows an order of readiness to learn.
@@ -91,6 +93,7 @@ class Plans:
         parameters: Sequence[torch.Tensor],
         names: Sequence[str],
         sparse: Sequence[bool],
+        wires: WireTable,
         config: ReduceConfig,
         caps: BucketCaps,
         communicator: Communicator,
@@ -100,7 +103,9 @@ class Plans:
         self._learns = learns
         self.rebuilt = False
         self.in_use: Plan = ()
-        self.kinds = [kind_of(one, alone, config.wire_of(one)) for one, alone in zip(parameters, sparse, strict=True)]
+        self._parameters, self._sparse = parameters, sparse
+        self._wires = wires
+        self.kinds = self._kinds()
         self._numels = [parameter.numel() for parameter in parameters]
         self._groups = [(parameter.dtype, parameter.device) for parameter in parameters]
         self._names = names
@@ -110,11 +115,10 @@ class Plans:
         self._recut = False  # the limits have changed since the plan in use was cut
         self._model = Model(
             kinds=self.kinds,
-            # The size of a sparse gradient is not known before it exists.
-            wire_bytes=[0 if alone else config.wire_bytes(one) for one, alone in zip(parameters, sparse, strict=True)],
+            wire_bytes=self._wire_bytes(),
             caps=caps,
             cap_policy=config.cap_policy,
-            share=config.policy != "static" and config.wire != "native",
+            share=config.policy != "static",
             policy=config.policy,
             link=config.link,
             least_bytes=0 if config.link else _LEAST_PLANNED_BYTES,
@@ -154,6 +158,15 @@ class Plans:
         self._recut = True
         self.scheduler.restart(self._model)
 
+    def set_wires(self, wires: WireTable) -> None:
+        """Changes what parameters travel on: the next plan is cut for it, and what was measured is forgotten."""
+        self._wires = wires
+        self.kinds = self._kinds()
+        self._model = dataclasses.replace(self._model, kinds=self.kinds, wire_bytes=self._wire_bytes())
+        self._recut = True
+        self.scheduler.restart(self._model)
+        self._follow(rebuilt=self.rebuilt)
+
     def give_up_measuring(self) -> None:
         """Keeps the plan that follows the first step's order for good."""
         self._may_measure = False
@@ -171,7 +184,7 @@ class Plans:
     def first(self) -> Plan:
         """The plan of the first step."""
         if self._given is not None:
-            return self._given
+            return regrouped(self._given, self.kinds, share=self._model.share)
         model = self._model
         return first_plan(model.kinds, model.caps, model.cap_policy, learns=self.wants_order)
 
@@ -245,7 +258,7 @@ class Plans:
 
     def json(self, plan: Plan) -> str:
         """`plan` as JSON, for `ReduceConfig(plan=...)`."""
-        size, wire = self._communicator.size, self._config.wire
+        size, wire = self._communicator.size, self._config.wire_text
         return dump(plan, names=self._names, numels=self._numels, world_size=size, wire=wire)
 
     def trace_header(self, source: Source) -> dict[str, Any]:
@@ -256,7 +269,8 @@ class Plans:
         """
         model = self._model
         ready_ns = self.scheduler.readiness.best().tolist()
-        rows = zip(self._names, self._numels, model.kinds, self._groups, model.wire_bytes, ready_ns, strict=True)
+        wires, groups = self._wires.wires, self._groups
+        rows = zip(self._names, self._numels, model.kinds, groups, wires, model.wire_bytes, ready_ns, strict=True)
         return header(
             source=source,
             rank=self._communicator.rank,
@@ -269,14 +283,23 @@ class Plans:
                     name=name,
                     numel=numel,
                     size_bytes=kind.size_bytes,
+                    wire=wire,
                     wire_bytes=wire_bytes,
                     group=group_text(*group),
                     alone=kind.alone,
                     ready_ns=known_ns,
                 )
-                for name, numel, kind, group, wire_bytes, known_ns in rows
+                for name, numel, kind, group, wire, wire_bytes, known_ns in rows
             ],
         )
+
+    def _kinds(self) -> list[ParameterKind]:
+        return list(map(kind_of, self._parameters, self._sparse, self._wires.wires))
+
+    def _wire_bytes(self) -> list[int]:
+        # The size of a sparse gradient is not known before it exists.
+        rows = zip(self._parameters, self._sparse, self._wires.wires, strict=True)
+        return [0 if alone else wire_bytes(one, wire) for one, alone, wire in rows]
 
     def _cut(self) -> Plan:
         """The plan that follows from rank 0's order of readiness in the first step."""
@@ -290,7 +313,7 @@ class Plans:
         together = not isinstance(self._mode, Asynchronous)
         self.wants_order = self._learns and together and not rebuilt and self._given is None
         size = self._communicator.size
-        modelled = size > 1 and not self._config.has_two_phases(size)  # the cost model has one collective per bucket
+        modelled = size > 1 and not self._wires.has_two_phases(size)  # the cost model has one collective per bucket
         self.measured = rebuilt and self._may_measure and is_synchronous(self._mode) and modelled
 
     def _loaded(self) -> Plan | None:

@@ -263,7 +263,8 @@ class Reducer(ManualFinalization):
                     "backward, or after reset() on every rank"
                 )
             config = dataclasses.replace(self.config, sync_mode=mode)
-            asynchronous.check(config, self.names, self.sparse)
+            asynchronous.check(config, self.wires.wires, self.names, self.sparse)
+            config.check_wires(self.wires.wires)
             present = {
                 "gradient_as_bucket_view": self.has_views,
                 "skip_unused_buckets (skip_all_reduce_unused_params)": self.skip_unused_buckets,
@@ -388,7 +389,7 @@ class Reducer(ManualFinalization):
                 raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
             if self.config.wire != "native":
                 raise ValueError(
-                    f"wire={self.config.wire!r} and a comm hook exclude each other, because the hook decides what "
+                    f"wire={self.config.wire_text!r} and a comm hook exclude each other, because the hook decides what "
                     "travels: use wire='native', or no hook"
                 )
             validation.check_mode(self.config.sync_mode, {"a comm hook": True})

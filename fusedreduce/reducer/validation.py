@@ -112,6 +112,16 @@ def check_mode(mode: SyncMode, features: Mapping[str, bool]) -> None:
         )
 
 
+def no_views_text(config: ReduceConfig, wire_bytes: int, gradient_bytes: int) -> str:
+    """The warning that gradients are no views of their buckets, with what that takes in memory."""
+    return (
+        f"gradient_as_bucket_view=True has no effect with wire={config.wire_text!r}: gradients can be views of "
+        f"wire='native' only. Wire and gradients take {wire_bytes} bytes at the start of backward and "
+        f"{wire_bytes + gradient_bytes} at its end; as views with wire='native' they would take {gradient_bytes} at "
+        "both"
+    )
+
+
 def sharded_kind(parameter: torch.Tensor) -> str | None:
     """Returns "DTensor" or "FSDP" if one of these shards and reduces `parameter`, else None."""
     if type(parameter).__name__ == "FlatParameter" or getattr(parameter, "_is_flat_param", False):
@@ -143,8 +153,10 @@ def describe(parameter: torch.Tensor, name: str, sparse: bool) -> str:
 def settings(config: ReduceConfig, caps: BucketCaps, flags: dict[str, object]) -> dict[str, object]:
     """The options that must be the same on every rank, by name."""
     listed = hex(hash(caps.listed_bytes)) if len(caps.listed_bytes) > 16 else list(caps.listed_bytes)
+    values = config.to_dict()
+    del values["wire"]  # compared by parameter
     sizes = {"first_bucket_bytes": caps.first_bytes, "bucket_cap_bytes": caps.cap_bytes, "bucket_caps_bytes": listed}
-    return {**config.to_dict(), **sizes, "planned_bytes": caps.planned_bytes, **flags}
+    return {**values, **sizes, "planned_bytes": caps.planned_bytes, **flags}
 
 
 def agree(
@@ -153,6 +165,7 @@ def agree(
     settings: dict[str, object],
     device: torch.device,
     problem: str = "",
+    wires: Mapping[str, str] | None = None,
 ) -> bool:
     """Compares parameters and settings across ranks. A collective.
 
@@ -162,6 +175,7 @@ def agree(
         settings: what `settings` returns.
         device: device for the collective's tensors.
         problem: why this rank cannot take part, which the others then report; empty: it can.
+        wires: the wire of each parameter, by name.
 
     Returns:
         Whether all ranks' sums have the same last bits.
@@ -172,7 +186,7 @@ def agree(
     """
     try:
         arithmetic = dispatch.arithmetic(device)
-        return agree_on_parameters(communicator, descriptions, settings, device, problem, arithmetic)
+        return agree_on_parameters(communicator, descriptions, settings, device, problem, arithmetic, wires)
     except AgreementError:
         raise
     except RuntimeError as error:

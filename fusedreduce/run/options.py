@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fusedreduce.config import ReduceConfig
+from fusedreduce.config import ENCODED_WIRES, WIRES, ReduceConfig
 from fusedreduce.planning import plan_file
 
 PREFIX = "FUSEDREDUCE_"
@@ -92,7 +92,7 @@ def read(environment: Mapping[str, str]) -> Options:
         try:
             given[name] = _parser(name)(text)
             if name in FIELDS:
-                ReduceConfig(**{name: given[name]})
+                ReduceConfig(**{one: given[one] for one in given if one in FIELDS})
         except (OSError, ValueError) as error:
             raise ValueError(f"{flag(name)} ({variable(name)}={text!r}): {error}") from None
     switches = {name: given.pop(name, False) for name in SWITCHES}
@@ -102,6 +102,8 @@ def read(environment: Mapping[str, str]) -> Options:
 def metavar(name: str) -> str:
     """Placeholder of an option's value in --help."""
     words = {"plan": "FILE", "link": "US,GBIT_S", "replan_every": "STEPS", "stall_report_s": "SECONDS"}
+    if name == "wire":
+        return "{" + ",".join((*WIRES, *ENCODED_WIRES)) + ",PATTERN=WIRE}"
     return words.get(name) or "{" + ",".join(map(str, typing.get_args(_HINTS[name]))) + "}"
 
 
@@ -127,6 +129,8 @@ def _parser(name: str) -> Callable[[str], Any]:
         return _file
     if name == "link":
         return _link
+    if name == "wire":
+        return _wire
     kinds = typing.get_args(_HINTS[name]) or (_HINTS[name],)
     return next((kind for kind in (float, int) if kind in kinds), str)
 
@@ -135,6 +139,14 @@ def _switch(text: str) -> bool:
     if text.lower() not in (*_TRUE, *_FALSE):
         raise ValueError(f"use one of {', '.join((*_TRUE, *_FALSE))}")
     return text.lower() in _TRUE
+
+
+def _wire(text: str) -> str | dict[str, str]:
+    """A wire, or wires by pattern."""
+    if "=" not in text:
+        return text
+    pairs = [one.rpartition("=") for one in text.split(",")]
+    return {pattern: wire for pattern, _, wire in pairs}
 
 
 def _link(text: str) -> tuple[float, ...]:

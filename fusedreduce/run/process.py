@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from fusedreduce.config import wire_bytes
 from fusedreduce.parallel import install
 from fusedreduce.reducer.plans import Forecast
 from fusedreduce.reducer.reducer import Reducer
@@ -118,9 +119,9 @@ def first_line(module: str, reducer: Reducer) -> str:
     """The line about the first wrapper: what is sent, and which options have no effect."""
     config, ranks = reducer.config, reducer.communicator.size
     native, sent = _bytes(reducer)
-    parts = [f"wire {config.wire}", f"policy {config.policy}"]
+    parts = [f"wire {config.wire_text}", f"policy {config.policy}"]
     if ranks == 1:
-        rounded = "" if sent == native else f", though gradients are rounded to {config.wire}"
+        rounded = "" if sent == native else f", though gradients are rounded to {config.wire_text}"
         parts.append(f"nothing is sent{rounded}")
     else:
         instead = f" instead of {_amount(native)}" if sent != native else ""
@@ -128,7 +129,7 @@ def first_line(module: str, reducer: Reducer) -> str:
     if reducer.find_unused_parameters and not reducer.static_graph:
         parts.append("no bucket plan is learned, because of find_unused_parameters=True")
     if reducer.gradient_as_bucket_view and not reducer.has_views:
-        parts.append(f"gradient_as_bucket_view=True has no effect, because wire {config.wire} has no views")
+        parts.append(f"gradient_as_bucket_view=True has no effect, because wire {config.wire_text} has no views")
     return f"{module} on {ranks} rank{'s' if ranks > 1 else ''}: {', '.join(parts)}"
 
 
@@ -158,8 +159,9 @@ def last_line(ended: Sequence[Ended]) -> str:
 
 def _bytes(reducer: Reducer) -> tuple[int, int]:
     """Bytes of all dense gradients of one step, in their own dtype and on the wire."""
-    dense = [one for one, sparse in zip(reducer.parameters, reducer.sparse, strict=True) if not sparse]
-    return sum(one.numel() * one.element_size() for one in dense), sum(map(reducer.config.wire_bytes, dense))
+    rows = zip(reducer.parameters, reducer.sparse, reducer.wires.wires, strict=True)
+    dense = [(one, wire) for one, sparse, wire in rows if not sparse]
+    return sum(one.numel() * one.element_size() for one, _ in dense), sum(wire_bytes(*one) for one in dense)
 
 
 def _amount(size_bytes: int) -> str:

@@ -42,13 +42,15 @@ def kinds(trace: RankTrace) -> list[ParameterKind]:
     found = []
     for one in trace.parameters:
         dtype, _, device = one.group.partition(" ")
-        found.append(ParameterKind(one.size_bytes, one.group, (_WIDE.get(dtype), device), one.alone))
+        own = (one.wire, one.group)
+        wide = own if one.wire == "native" else (one.wire, (_WIDE.get(dtype), device))
+        found.append(ParameterKind(one.size_bytes, own, wide, one.alone))
     return found
 
 
 def shares(trace: RankTrace) -> bool:
     """Whether the recorded run could have buckets of mixed dtypes: not under torch's DDP, nor with the native wire."""
-    return trace.source != "hook" and trace.config["wire"] != "native"
+    return trace.source != "hook" and any(one.wire != "native" for one in trace.parameters)
 
 
 def ready_times_ns(trace: RankTrace) -> list[int]:

@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
+from ..config import Wire, check_wire_name
 from ..errors import TraceError
 from ..planning.bucketing import BucketCaps
 from ..planning.cost_model import Costs, Linear
@@ -133,7 +134,7 @@ def _model(trace: RankTrace) -> list[tuple[object, ...]]:
     """What must agree between ranks. Of groups, which parameters share one: ranks have different devices."""
     groups: dict[str, int] = {}
     rows = ((one, groups.setdefault(one.group, len(groups))) for one in trace.parameters)
-    return [(one.name, one.numel, one.size_bytes, one.wire_bytes, one.alone, group) for one, group in rows]
+    return [(one.name, one.numel, one.size_bytes, one.wire, one.wire_bytes, one.alone, group) for one, group in rows]
 
 
 def _read(path: Path) -> RankTrace:
@@ -195,11 +196,18 @@ def _parameter(row: Mapping[str, Any]) -> Parameter:
         name=fields.text(row, "name"),
         numel=fields.integer(row, "numel"),
         size_bytes=fields.integer(row, "size_bytes"),
+        wire=_wire(row),
         wire_bytes=fields.integer(row, "wire_bytes"),
         group=fields.text(row, "group"),
         alone=fields.boolean(row, "alone"),
         ready_ns=fields.integer(row, "ready_ns", least=MISSING_NS),
     )
+
+
+def _wire(row: Mapping[str, Any]) -> Wire:
+    wire = fields.word(row, "wire")
+    check_wire_name(wire)
+    return cast("Wire", wire)
 
 
 def _caps(data: Mapping[str, Any]) -> BucketCaps:

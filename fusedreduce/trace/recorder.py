@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..config import Wire
 from ..planning.bucketing import BucketCaps
 from ..planning.cost_model import Costs
 from ..planning.plan import Plan
@@ -29,7 +30,7 @@ from ..planning.timeline import MISSING_NS
 from .files import replace_text
 
 FORMAT = "fusedreduce-trace"
-VERSION = 1
+VERSION = 2
 Source = Literal["wrapper", "reducer", "hook"]
 
 
@@ -78,6 +79,7 @@ class Parameter:
         name: in the model.
         numel: its elements.
         size_bytes: of its gradient.
+        wire: what its gradient travels on.
         wire_bytes: of its gradient on the wire.
         group: its dtype and device, as `group_text` writes them.
         alone: it has a bucket of its own (a sparse gradient).
@@ -88,6 +90,7 @@ class Parameter:
     name: str
     numel: int
     size_bytes: int
+    wire: Wire
     wire_bytes: int
     group: str
     alone: bool

@@ -33,6 +33,7 @@ from fusedreduce.buckets.exchange import accumulated_split, scalar
 from fusedreduce.buckets.exchanged import AccumulatedBucket, EncodedBucket, ExchangedBucket
 from fusedreduce.buckets.second_phases import SecondPhases
 from fusedreduce.comm.protocol import Communicator
+from fusedreduce.config import wire_bytes
 from fusedreduce.kernels import reference_encoded
 from fusedreduce.kernels.encodings import ENCODINGS
 from fusedreduce.kernels.table import PointerTable
@@ -445,7 +446,7 @@ def test_other_accumulations_and_other_modes_are_refused() -> None:
         for mode in (BoundedStaleness(1), Asynchronous()):
             with pytest.raises(ValueError, match="exclude each other: contributions are exchanged within their own"):
                 ReduceConfig(sync_mode=mode, **settings(wire))
-        assert ReduceConfig(sync_mode=BoundedStaleness(0), **settings(wire)).exchanges
+        ReduceConfig(sync_mode=BoundedStaleness(0), **settings(wire))
 
 
 @pytest.mark.parametrize("wire", EXCHANGED)
@@ -479,10 +480,10 @@ def test_what_is_not_encoded_stays_native(wire: str) -> None:
         torch.tensor(1.0),
     ):
         assert config.wire_of(native) == "native"
-        assert config.wire_bytes(native) == native.numel() * native.element_size()
+        assert wire_bytes(native, config.wire_of(native)) == native.numel() * native.element_size()
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         assert config.wire_of(torch.zeros(1, block, dtype=dtype)) == wire
-    assert config.wire_bytes(torch.zeros(2, block + 1)) == 3 * ENCODINGS[wire].block_bytes
+    assert wire_bytes(torch.zeros(2, block + 1), config.one_wire) == 3 * ENCODINGS[wire].block_bytes
 
 
 # Other surfaces

@@ -190,7 +190,7 @@ def forget_times(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda found: found.update(version=2), "its version is 2"),
+        (lambda found: found.update(version=1), "its version is 1"),
         (forget_times, "the trace has no ready time of any gradient"),
     ],
 )

@@ -30,6 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 import fusedreduce
 from fusedreduce.buckets.exchanged import ExchangedBucket
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
+from fusedreduce.config import wire_bytes
 from fusedreduce.trace.reader import read
 
 LONG = 110  # steps
@@ -217,7 +218,7 @@ def traced(rank: int, world: int, wire: str, folder: str) -> None:
     trace = read(Path(folder))[rank]
     assert len(trace.steps) == 5
     config = ddp.reduce_config
-    sent = {name: config.wire_bytes(one) for name, one in ddp.module.named_parameters()}
+    sent = {name: wire_bytes(one, config.wire_of(one)) for name, one in ddp.module.named_parameters()}
     assert {one.name: one.wire_bytes for one in trace.parameters} == sent
 
 

@@ -175,7 +175,7 @@ def test_the_wire_gives_way_to_a_comm_hook(config: ReduceConfig, when: str, capl
     made.register_comm_hook(None, half_hook)
     assert made.reduce_config == ReduceConfig()
     assert_equal(gradients(made), wanted)
-    dropped = {"bf16mean": "wire='bf16'", "bf16sum": "wire='bf16' and op='sum'"}.get(config.wire + config.op)
+    dropped = {"bf16mean": "wire='bf16'", "bf16sum": "wire='bf16' and op='sum'"}.get(config.wire_text + config.op)
     assert [f"replaces {dropped}" in one.message for one in caplog.records] == [True] * bool(dropped)
     with pytest.raises(RuntimeError, match="only be called once"):
         made.register_comm_hook(None, half_hook)

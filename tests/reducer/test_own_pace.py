@@ -20,6 +20,7 @@ from fusedreduce import ReduceConfig, Reducer
 from fusedreduce.buckets.reduction import Members
 from fusedreduce.buckets.stats.grad_stats import GradStats
 from fusedreduce.buckets.streams import Streams
+from fusedreduce.buckets.wire_table import WireTable
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.config import Asynchronous, BoundedStaleness, Synchronous, SyncMode
@@ -477,6 +478,7 @@ def test_the_channel_is_connected_for_every_device_before_it_is_used() -> None:
         maker: Any = SimpleNamespace(
             parameters=[SimpleNamespace(device=devices[number % 2]) for number in range(4)],
             communicator=Recorded(),
+            wires=WireTable(("native",) * 4, "wire"),
             config=config(),
         )
         own = AsynchronousMode(maker, 1, GradientStash(parameters), DelayedAverages())
@@ -492,7 +494,7 @@ def test_the_channel_is_connected_for_every_device_before_it_is_used() -> None:
         assert events == [devices]
         for parameter in parameters:
             parameter.grad = torch.ones(3)
-        observed = GradStats(parameters, "abcd", maker.config, channel)
+        observed = GradStats(parameters, "abcd", maker.wires.wires, maker.config, channel)
         steps: Any = SimpleNamespace(observed=observed, buckets=buckets, rounds=0)
         with torch.no_grad():
             own.end_step(steps, [])

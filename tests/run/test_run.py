@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from fusedreduce import ReduceConfig
+from fusedreduce.config import Wire
 from fusedreduce.run import __main__ as command
 from fusedreduce.run import options
 
@@ -168,6 +169,14 @@ def test_the_page_has_every_flag_and_commands_that_parse() -> None:
         typed, program = command._split(line.split())
         command._parser().parse_args(typed)
         assert typed == ["--wire", "bf16"] and program[0] in ("train.py", "-m", "--"), line
+
+
+def test_wires_by_pattern_and_an_option_that_needs_its_wire() -> None:
+    asked = {"FUSEDREDUCE_WIRE": "*.bias=native,layer[a=1]*=bf16,*=int8", "FUSEDREDUCE_ACCUMULATION": "fp32"}
+    wires: dict[str, Wire] = {"*.bias": "native", "layer[a=1]*": "bf16", "*": "int8"}
+    assert options.read(asked).config == ReduceConfig(wire=wires, accumulation="fp32")
+    with pytest.raises(ValueError, match="--wire .*unknown wire 'int2'"):
+        options.read({"FUSEDREDUCE_WIRE": "*=int2"})
 
 
 def test_options_of_flags_and_environment(tmp_path: Path) -> None:

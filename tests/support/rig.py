@@ -50,7 +50,7 @@ def run(reducer: Reducer, gradients: Sequence[torch.Tensor], ready: Sequence[int
 def assert_mean(reducer: Reducer, local: Sequence[torch.Tensor]) -> None:
     """Each `.grad` is the mean over all ranks, where this one had `local`."""
     communicator: Any = reducer.communicator
-    wire = WIRE_DTYPES[reducer.config.wire]
+    wire = WIRE_DTYPES[reducer.config.one_wire]
     assert communicator.under_way == 0
     assert_same([one.grad for one in reducer.parameters], [communicator.mean(one, wire) for one in local])
 

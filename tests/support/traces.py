@@ -68,6 +68,7 @@ class FakeRun:
                 "name": f"layer{number}.weight",
                 "numel": numel,
                 "size_bytes": 4 * numel,
+                "wire": "bf16",
                 "wire_bytes": 2 * numel,
                 "group": group_text("torch.float32", "cpu"),
                 "alone": False,

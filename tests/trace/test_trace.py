@@ -142,7 +142,7 @@ def put(value: object, *path: str | int) -> Callable[[dict[str, Any]], None]:
 
 DAMAGE: tuple[tuple[Callable[[dict[str, Any]], None], str], ...] = (
     (put("torch-trace", "format"), "no trace of fusedreduce"),
-    (put(2, "version"), "its version is 2; this fusedreduce reads version 1"),
+    (put(1, "version"), "its version is 1; this fusedreduce reads version 2"),
     (put(True, "version"), '"version" must be whole'),
     (put(1.0, "version"), '"version" must be whole'),
     (drop("ranks"), '"ranks" is missing'),
@@ -517,9 +517,13 @@ class TestProblem:
         assert wide[0] == wide[1] != wide[2] == wide[3] and len({kind.group for kind in kinds(trace)}) == 4
         assert shares(trace) and len(set(problem([trace], COSTS).groups)) == 2
         assert len(set(problem([trace], COSTS, share=False).groups)) == 4
-        edit(tmp_path, put("native", "config", "wire"))
-        assert not shares(*read(tmp_path))
-        edit(tmp_path, put("bf16", "config", "wire"))
+        for number, wire in enumerate(("int8", "int8", "native", "bf16")):
+            edit(tmp_path, put(wire, "parameters", number, "wire"))
+        assert len(set(problem(read(tmp_path), COSTS).groups)) == 3
+        for number in range(4):
+            edit(tmp_path, put("native", "parameters", number, "wire"))
+        assert not shares(*read(tmp_path)) and len(set(problem(read(tmp_path), COSTS, share=True).groups)) == 4
+        edit(tmp_path, put("bf16", "parameters", 0, "wire"))
         edit(tmp_path, put("hook", "source"))
         assert not shares(*read(tmp_path))
 

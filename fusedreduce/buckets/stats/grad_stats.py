@@ -40,6 +40,7 @@ class GradStats:
     Args:
         parameters: all parameters of the reducer.
         names: their names.
+        wires: what each travels on.
         config: which statistics are collected in every step.
         communicator: the ranks.
 
@@ -56,6 +57,7 @@ class GradStats:
         self,
         parameters: Sequence[torch.Tensor],
         names: Sequence[str],
+        wires: Sequence[Wire],
         config: ReduceConfig,
         communicator: Communicator,
     ) -> None:
@@ -65,6 +67,7 @@ class GradStats:
         self.units = LossScaleState(parameters, self.table)
         self._parameters = parameters
         self._names = names
+        self._wires = wires
         self._config = config
         self._communicator = communicator
         self._required = False
@@ -132,7 +135,8 @@ class GradStats:
         totals = self._latest()
         wanted = self._collected and self._config.grad_stats
         flushed = self._by_products.source_totals().flushed if wanted else None
-        numels = [counted_numel(real_numel(one), real_dtype(one.dtype), self._config.wire) for one in self._parameters]
+        rows = zip(self._parameters, self._wires, strict=True)
+        numels = [counted_numel(real_numel(one), real_dtype(one.dtype), wire) for one, wire in rows]
         return plain_numbers(totals, flushed, numels, self._names if per_parameter else None)
 
     def finite_check(self) -> FiniteCheck:

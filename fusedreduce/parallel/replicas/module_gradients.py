@@ -109,7 +109,9 @@ class ModuleGradients:
         self.parameters = tuple(parameters)
         self.names = tuple(names)
         self.scaling = scaling
-        self.observed = GradStats(self.parameters, self.names, ReduceConfig(), LocalGroup(1).communicator(0))
+        self.observed = GradStats(
+            self.parameters, self.names, ["native"] * len(self.names), ReduceConfig(), LocalGroup(1).communicator(0)
+        )
         self.steps = 0
         self.late = DelayedSums()
         self.local_backward_expected = False

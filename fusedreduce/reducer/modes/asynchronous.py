@@ -13,7 +13,7 @@ and no average is applied in it, because it would be lost: it is applied in the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ...buckets.reduction import Members, Reduction
 from ...buckets.tensors import any_gradient, real_dtype
 from ...comm.protocol import Communicator
 from ...comm.waiting import collective_failed
-from ...config import Asynchronous, FlushReport, ReduceConfig
+from ...config import Asynchronous, FlushReport, ReduceConfig, Wire, wire_dtype
 from ...errors import AgreementError, CollectiveError
 from . import checkpoint
 from .asynchronous_bucket import AsynchronousBucket
@@ -187,7 +187,7 @@ class AsynchronousMode(DelayedMode):
             return
         ledgers = []
         for members in self._members:
-            wire = wire_dtype(self._maker, members)
+            wire = dtype_of_wire(self._maker, members)
             self._communicator.check_wire(wire, members.device)
             divisor = self._maker.config.divisor(self._communicator.size)
             ledgers.append(AsynchronousBucket(members, self._communicator, wire, divisor=divisor))
@@ -195,11 +195,12 @@ class AsynchronousMode(DelayedMode):
         self._contributions = Contributions(ledgers, self._communicator, self._max_in_flight, before)
 
 
-def check(config: ReduceConfig, names: Sequence[str], sparse: Sequence[bool]) -> None:
+def check(config: ReduceConfig, wires: Collection[Wire], names: Sequence[str], sparse: Sequence[bool]) -> None:
     """Refuses settings that the asynchronous mode does not support; accepts everything in other modes.
 
     Args:
         config: of the reducer.
+        wires: of the parameters.
         names: of the parameters.
         sparse: per parameter whether its gradient is sparse.
 
@@ -208,7 +209,7 @@ def check(config: ReduceConfig, names: Sequence[str], sparse: Sequence[bool]) ->
     """
     if not isinstance(config.sync_mode, Asynchronous):
         return
-    if config.wire == "fp16":
+    if "fp16" in wires:
         raise ValueError(
             "wire='fp16' and Asynchronous exclude each other: a rank that is ahead sends the sum of several steps, "
             "which overflows in fp16. Use wire='bf16'"
@@ -226,7 +227,7 @@ def check(config: ReduceConfig, names: Sequence[str], sparse: Sequence[bool]) ->
         )
 
 
-def wire_dtype(maker: BucketMaker, members: Members) -> torch.dtype:
+def dtype_of_wire(maker: BucketMaker, members: Members) -> torch.dtype:
     """The wire dtype of a bucket; fp32 for fp16 gradients, because sums of several steps overflow in fp16."""
-    wire = maker.config.wire_dtype(real_dtype(members.parameters[0].dtype))
+    wire = wire_dtype(maker.wires[members.numbers[0]]) or real_dtype(members.parameters[0].dtype)
     return torch.float32 if wire is torch.float16 else wire

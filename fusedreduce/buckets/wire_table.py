@@ -1,0 +1,118 @@
+"""WireTable: the wire of each parameter of a reducer, resolved from ReduceConfig.wire; the same on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..config import (
+    ENCODED_WIRES,
+    Accumulation,
+    ReduceConfig,
+    Wire,
+    check_wire_name,
+    is_accumulated,
+    possible_wire,
+)
+from ..errors import shortened
+
+_logger = logging.getLogger(__name__)
+_NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class WireTable:
+    """The wire of each parameter.
+
+    Args:
+        wires: by the parameter's number.
+        accumulation: of 16-bit wires, see ReduceConfig.
+    """
+
+    wires: tuple[Wire, ...]
+    accumulation: Accumulation
+
+    @classmethod
+    def of(
+        cls, config: ReduceConfig, names: Sequence[str], parameters: Sequence[torch.Tensor], sparse: Sequence[bool]
+    ) -> WireTable:
+        """Resolves `config.wire`. What cannot be encoded is "native", and sparse gradients are.
+
+        Args:
+            config: of the reducer.
+            names: of its parameters.
+            parameters: the parameters.
+            sparse: per parameter whether its gradient is.
+
+        Raises:
+            ValueError: a pattern matches no parameter; a function raised or returned no wire; or the wires exclude
+                another option.
+        """
+        asked = _asked(config, names, parameters)
+        wires: list[Wire] = [
+            "native" if alone else possible_wire(parameter, wire)
+            for wire, parameter, alone in zip(asked, parameters, sparse, strict=True)
+        ]
+        config.check_wires(asked)
+        return cls(tuple(wires), config.accumulation)
+
+    def __getitem__(self, number: int) -> Wire:
+        """The wire of a parameter."""
+        return self.wires[number]
+
+    @property
+    def encoded(self) -> tuple[int, ...]:
+        """The numbers of the parameters that travel encoded."""
+        return tuple(number for number, wire in enumerate(self.wires) if wire in ENCODED_WIRES)
+
+    def has_two_phases(self, ranks: int) -> bool:
+        """Returns whether so many ranks exchange shards of their contributions, and then the sums of these."""
+        exchanges = self.accumulation == "fp32" and is_accumulated(self.wires)
+        return ranks > 2 and (exchanges or not ENCODED_WIRES.keys().isdisjoint(self.wires))
+
+    def with_bf16(self, numbers: Collection[int]) -> WireTable:
+        """The table in which the parameters `numbers` travel as bf16."""
+        wires = tuple("bf16" if number in numbers else wire for number, wire in enumerate(self.wires))
+        return dataclasses.replace(self, wires=wires)
+
+    def log(
+        self, config: ReduceConfig, names: Sequence[str], parameters: Sequence[torch.Tensor], sparse: Sequence[bool]
+    ) -> None:
+        """Logs for which parameters `config.wire` may surprise; arguments as of `of`."""
+        left = [name for name, alone in zip(names, sparse, strict=True) if alone]
+        if left and self.encoded:
+            _logger.warning("sparse gradients are not encoded: %s stay native", shortened(left, _NAMES_SHOWN))
+        rounded = [names[number] for number in self.encoded if parameters[number].dtype is torch.float64]
+        if rounded:
+            _logger.warning(
+                "fp64 gradients of %s are rounded to %s", shortened(rounded, _NAMES_SHOWN), config.wire_text
+            )
+
+
+def _asked(config: ReduceConfig, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> list[Wire]:
+    """The wire that `config` asks for, per parameter, whether or not it can be encoded."""
+    wire = config.wire
+    if isinstance(wire, str):
+        return [config.wire_of(parameter) for parameter in parameters]
+    if callable(wire):
+        found: list[Wire] = []
+        for name, parameter in zip(names, parameters, strict=True):
+            try:
+                found.append(wire(name, parameter))
+                check_wire_name(found[-1])
+            except Exception as error:  # so that other ranks can be told, whatever it is
+                raise ValueError(f"ReduceConfig(wire=...) failed for {name}: {error!r}") from error
+        return found
+    pairs = tuple(dict(wire).items())
+    unused = [pattern for pattern, _ in pairs if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
+    if unused:
+        raise ValueError(
+            f"ReduceConfig(wire=...): no parameter's name matches {', '.join(map(repr, unused))}; there are "
+            f"{shortened(names, _NAMES_SHOWN)}"
+        )
+    return [next((one for pattern, one in pairs if fnmatch.fnmatchcase(name, pattern)), "native") for name in names]
