@@ -127,6 +127,11 @@ class ReduceConfig:
             a mapping of glob patterns of names (fnmatch) to wires, of which the first that matches counts and none
             means "native", kept as a tuple of pairs; or a function of name and parameter, called when a reducer is
             built. These may encode gradients of one dimension too. Reducer and wrapper only. See docs/wires.md.
+        wire_after: number of synchronised steps, counted since the ranks were set, in which gradients that are to be
+            encoded travel as "bf16"; a checkpoint (`Reducer.state_dict`) keeps count. Reducer and wrapper only.
+        least_sqnr_db: every 50 encoded steps measure what encoding loses of each gradient, as a signal-to-noise ratio
+            in dB, and return a parameter to "bf16" that is below this in three measurements in a row; None: nothing is
+            measured. What is usual: docs/wires.md. Reducer and wrapper only.
         accumulation: "wire": the backend adds 16-bit elements up, and rounds at every hop. "fp32": ranks exchange their
             contributions, each is rounded once, and the sum in fp32 once more; only for the wires "bf16" and "fp16".
             ("int8" and "int4" are always added up in fp32.) Reducer and wrapper only.
@@ -161,6 +166,8 @@ class ReduceConfig:
     """
 
     wire: Wire | WirePatterns | WireOfParameter = "native"
+    wire_after: int = 0
+    least_sqnr_db: float | None = None
     accumulation: Accumulation = "wire"
     op: Op = "mean"
     stall_report_s: float | None = None
@@ -192,6 +199,10 @@ class ReduceConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(map(repr, allowed))}")
+        _check_count("wire_after", self.wire_after, 0)
+        least = self.least_sqnr_db
+        if least is not None and not (type(least) in (int, float) and math.isfinite(least)):
+            raise ValueError(f"least_sqnr_db must be a finite number of dB or None, got {least!r}")
         stall = self.stall_report_s
         if stall is not None and not (isinstance(stall, int | float) and math.isfinite(stall) and stall > 0):
             raise ValueError(f"stall_report_s must be a positive number of seconds or None, got {stall!r}")
@@ -225,15 +236,18 @@ class ReduceConfig:
             wires: of all parameters.
 
         Raises:
-            ValueError: accumulation="fp32" without a wire of 16 bits; or an exchange in a mode other than Synchronous.
+            ValueError: an option is for other wires; or an exchange in a mode other than Synchronous.
         """
         if self.accumulation == "fp32" and not is_accumulated(wires):
             raise ValueError(
                 f"accumulation='fp32' is for the wires 'bf16' and 'fp16', got wire={self.wire!r}: a native wire is "
                 "added up in the gradients' own dtype, and 'int8' and 'int4' always in fp32"
             )
-        exchanges = self.accumulation == "fp32" or any(one in ENCODED_WIRES for one in wires)
-        if exchanges and not is_synchronous(self.sync_mode):
+        encodes = not ENCODED_WIRES.keys().isdisjoint(wires)
+        for name, default in (("wire_after", 0), ("least_sqnr_db", None)):
+            if getattr(self, name) != default and not encodes:
+                raise ValueError(f"{name} is for the wires 'int8' and 'int4', got wire={self.wire!r}")
+        if (encodes or self.accumulation == "fp32") and not is_synchronous(self.sync_mode):
             raise ValueError(
                 f"wire={self.wire!r} with accumulation={self.accumulation!r} and sync_mode={self.sync_mode!r} exclude "
                 "each other: contributions are exchanged within their own step. Use Synchronous(), or wire='bf16'"
@@ -247,8 +261,8 @@ class ReduceConfig:
 
     @property
     def wire_text(self) -> str:
-        """The wire's name; "by parameter" where they differ."""
-        return self.wire if isinstance(self.wire, str) else "by parameter"
+        """The wire's name; "mixed" where it is chosen by parameter."""
+        return self.wire if isinstance(self.wire, str) else "mixed"
 
     def wire_of(self, gradient: torch.Tensor) -> Wire:
         """Returns what a gradient like `gradient` travels on by `one_wire`: "native" where it is not to be encoded."""

@@ -94,6 +94,11 @@ class DenseReduction(WritesPartials):
             pending = pending.first  # a stream may wait for it, on this rank alone: phase two is not issued yet
         return StartedCollective(pending, self._in_flight.issued_ns)
 
+    def packed(self) -> Sequence[torch.Tensor | None]:
+        """Of a launched bucket the real memory of each gradient as it was packed; None where it is missing."""
+        assert self._in_flight is not None
+        return self._in_flight.gradients
+
     @property
     def rows(self) -> int:
         """Rows of its chunk table: one set of statistics each."""

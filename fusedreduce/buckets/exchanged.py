@@ -180,9 +180,10 @@ class EncodedBucket(ExchangedBucket):
         """See `Bucket.reduce_zeros`."""
         wire = torch.zeros(self.wire_numel, dtype=self.wire_dtype, device=self.device)  # decodes to zeros
         pending, reduced = self.reduce(wire, communicator)
-        return _Decoded(pending, functools.partial(self._decode_flat, reduced, zeros))
+        return _Decoded(pending, functools.partial(self.decode_flat, reduced, zeros))
 
-    def _decode_flat(self, reduced: torch.Tensor, into: torch.Tensor) -> None:
+    def decode_flat(self, reduced: torch.Tensor, into: torch.Tensor) -> None:
+        """Decodes the bucket, or buckets of two ranks, into fp32 [layout.numel]."""
         slots = [into[slot.offset : slot.offset + slot.numel] for slot in self.layout.slots]
         of, dtypes = self.chunks, [torch.float32] * len(slots)
         table = EncodedTable(of.numels, of.offsets, dtypes, of.wire_numel, of.layout.encoding, of.layout.shards)

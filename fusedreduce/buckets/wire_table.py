@@ -77,7 +77,8 @@ class WireTable:
 
     def with_bf16(self, numbers: Collection[int]) -> WireTable:
         """The table in which the parameters `numbers` travel as bf16."""
-        wires = tuple("bf16" if number in numbers else wire for number, wire in enumerate(self.wires))
+        chosen = frozenset(numbers)
+        wires = tuple("bf16" if number in chosen else wire for number, wire in enumerate(self.wires))
         return dataclasses.replace(self, wires=wires)
 
     def log(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from fusedreduce.config import CAP_POLICIES, CapPolicy
+from fusedreduce.config import CAP_POLICIES, ENCODED_WIRES, WIRES, CapPolicy, Wire
 from fusedreduce.errors import TraceError
 from fusedreduce.planning import plan_file
 from fusedreduce.planning.bucketing import MIB, BucketCaps
@@ -21,6 +21,7 @@ from fusedreduce.planning.simulation.clusters import Case
 from fusedreduce.planning.torch_caps import TorchCaps, nearest
 from fusedreduce.trace.files import replace_text
 from fusedreduce.trace.problem import kinds, known_costs, problem, ready_times_ns, shares
+from fusedreduce.trace.problem import on_wire as trace_on_wire
 from fusedreduce.trace.reader import RankTrace, read
 from fusedreduce.trace.report import start_ns
 
@@ -33,6 +34,12 @@ PLAN_FILE = "plan.json"
 _NOTES = """\
 In the model, ms since backward began: when the last collective ends, when the last gradient is reduced, and by how much
 that is later than the end of backward, packing included. recorded: the plan of the last recorded step."""
+_NOTES_ON_WIRES = """\
+In the model, ms since backward began, by each wire's plan of policy planned: when the last collective ends, when the
+last gradient is reduced, and by how much that is later than the end of backward, packing included. A collective costs
+what an all-reduce of as many bytes does; at int8 and int4 on three and more ranks, two latencies, though the second
+phase may begin late. Packing a gradient costs what it did in the recorded run: that int8 and int4 take longer to encode
+and decode, and the padding of their buckets, is not in the model."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -43,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
         description="Reads the traces that record_trace(FOLDER) wrote, applies the cost model to each policy, and "
         f"writes {PLAN_FILE}, for ReduceConfig(plan=...). Prints the bucket limits with which torch's own DDP comes "
         "nearest. With --simulate: how much communication each policy would expose on larger clusters, for that run "
-        "or, without FOLDER, for known models.",
+        "or, without FOLDER, for known models. With --wires: how much each wire would expose, in place of the plans.",
         epilog="Exit status: 0 all went well; 2 wrong usage, or FOLDER has no trace.",
         allow_abbrev=False,
     )
@@ -55,12 +62,15 @@ def add_parser(subparsers: Any) -> None:
         "--cap-mb", type=bucket_caps, metavar="MB", help="the largest bucket, in MiB (default: as recorded)"
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the file goes (default: beside the traces)")
+    parser.add_argument("--wires", action="store_true", help="compare wires instead, on the measured link")
     parser.add_argument("--simulate", action="store_true", help="run models of training on models of clusters")
     simulate.add_arguments(parser)
     parser.set_defaults(run=lambda arguments: _run(parser, arguments))
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if arguments.simulate and arguments.wires:
+        parser.error("--wires and --simulate exclude each other: simulated models take --wire")
     if arguments.folder is None:
         if arguments.simulate:
             simulate.run(arguments)
@@ -77,6 +87,10 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     share = shares(traces[0])
     asked = problem(traces, costs, caps.planned_limit_bytes, share=share)
     _check_times(parser, asked)
+    if arguments.wires:
+        print(f"fusedreduce plan: {_facts(traces, asked)}; {_link(costs.wire)}\n")
+        print(f"{_table_of_wires(traces, costs, caps)}\n\n{_NOTES_ON_WIRES}")
+        return 0
     out = writable(parser, arguments.out or beside(arguments.folder))
     plans = policies(traces, asked, caps, share=share)
     recorded = traces[0].plans[traces[0].steps[-1].plan] if traces[0].steps else None
@@ -88,6 +102,33 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     print(_for_torch(torch_caps(best, apart), best, apart))
     print(_keep(out, traces[0], plans["planned"]))
     return 0
+
+
+def on_wire(
+    traces: Sequence[RankTrace], wire: Wire, costs: Costs, caps: BucketCaps
+) -> tuple[Sequence[RankTrace], Problem]:
+    """The recorded run on another wire.
+
+    Args:
+        traces: of all ranks.
+        wire: the wire.
+        costs: of the recorded run.
+        caps: limits of the buckets.
+
+    Returns:
+        Its traces, and the planner's problem.
+    """
+    sent = [trace_on_wire(trace, wire) for trace in traces]
+    before, after = (sum(one.wire_bytes for one in trace.parameters) for trace in (traces[0], sent[0]))
+
+    def as_recorded(copies: Linear) -> Linear:
+        return Linear(fixed_ns=copies.fixed_ns, fs_per_byte=round(copies.fs_per_byte * before / max(after, 1)))
+
+    link = costs.wire
+    if wire in ENCODED_WIRES and traces[0].ranks > 2:
+        link = Linear(fixed_ns=2 * link.fixed_ns, fs_per_byte=link.fs_per_byte)
+    other = Costs(wire=link, pack=as_recorded(costs.pack), unpack=as_recorded(costs.unpack))
+    return sent, problem(sent, other, caps.planned_limit_bytes)
 
 
 def policies(traces: Sequence[RankTrace], asked: Problem, caps: BucketCaps, *, share: bool) -> dict[str, Plan]:
@@ -180,6 +221,25 @@ def _table(plans: Mapping[str, Plan], asked: Problem) -> str:
         rows.append([name, str(len(plan)), *(milliseconds(time_fs / FS_PER_NS) for time_fs in times)])
     headings = [("", "policy"), ("", "buckets"), ("last collective", "ms"), ("finish", "ms"), ("exposed", "ms")]
     return columns(headings, rows)
+
+
+def _table_of_wires(traces: Sequence[RankTrace], costs: Costs, caps: BucketCaps) -> str:
+    rows = []
+    for wire in (*WIRES, *ENCODED_WIRES):
+        sent, asked = on_wire(traces, wire, costs, caps)
+        plan = policies(sent, asked, caps, share=shares(sent[0]))["planned"]
+        found = timeline(plan, asked)
+        times = [found.last_done, found.finish, found.finish - found.backward_end]
+        rows.append(
+            [
+                wire,
+                f"{sum(asked.wire_bytes) / MIB:.2f}",
+                str(len(plan)),
+                *(milliseconds(time_fs / FS_PER_NS) for time_fs in times),
+            ]
+        )
+    headings = [("", "wire"), ("on the wire", "MiB"), ("", "buckets")]
+    return columns([*headings, ("last collective", "ms"), ("finish", "ms"), ("exposed", "ms")], rows)
 
 
 def _for_torch(found: TorchCaps, plan: Plan, asked: Problem) -> str:

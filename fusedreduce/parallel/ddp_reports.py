@@ -14,6 +14,7 @@ from ..buckets.stats.non_finite import NonFiniteReport
 from ..comm.init_process_group import local_rank
 from ..comm.local.process_group import LocalProcessGroup
 from ..reducer.reducer import Reducer
+from ..reducer.wire_schedule import ParameterWire
 from ..trace.collective_metrics import CollectiveMetrics, measure_collectives
 
 
@@ -61,6 +62,10 @@ class ReducerReports:
             JSON text, which `ReduceConfig(plan=...)` takes.
         """
         return self._ours().plan_json()
+
+    def wire_report(self) -> dict[str, ParameterWire]:
+        """By parameter's name what its gradient travels on, and what its encoding has lost: `Reducer.wire_report`."""
+        return self._ours().wire_report()
 
     def record_trace(self, folder: str | Path, limit: int = 100) -> AbstractContextManager[None]:
         """Records steps for `fusedreduce trace` and `fusedreduce plan` while the context is open.

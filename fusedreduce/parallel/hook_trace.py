@@ -183,6 +183,7 @@ class HookTrace:
                 Parameter(
                     name=f"parameter {index} {tuple(one.shape)}",
                     numel=one.numel(),
+                    ndim=one.ndim,
                     size_bytes=one.numel() * one.element_size(),
                     wire=self._config.one_wire,
                     wire_bytes=wire_bytes(one, self._config.one_wire),

@@ -54,7 +54,9 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
     def _drop_wire(self, hook: str) -> None:
         """Makes a reducer with the native wire, for a comm hook; between two steps, on every rank."""
         config = self.reduce_config
-        native = dataclasses.replace(config, wire="native", accumulation="wire", op="mean")
+        native = dataclasses.replace(
+            config, wire="native", accumulation="wire", wire_after=0, least_sqnr_db=None, op="mean"
+        )
         if native == config or not hasattr(self, "reducer") or self._ours().has_comm_hook:
             return
         validation.check_mode(config.sync_mode, {"a comm hook": True})

@@ -23,12 +23,13 @@ from . import optimizer_hooks, validation
 from .join import JoinShadows
 from .modes import asynchronous
 from .pipeline import Pipeline
-from .plans import Forecast, Plans
+from .plans import Plans
 from .recording import Recording
 from .state import ReducerState
 from .step import unfinalized_text
 from .step_cycle import StepCycle
 from .unused_parameters import UsedMap
+from .wire_schedule import WireSchedule
 
 
 class ReducerBase:
@@ -57,7 +58,7 @@ class ReducerBase:
         self.names = tuple(names) if names is not None else tuple(f"parameter {index}" for index in range(count))
         self.sparse = tuple(sparse) if sparse is not None else (False,) * count
         validation.check_parameters(self.parameters, self.names, self.sparse)
-        self.wires = WireTable.of(self.config, self.names, self.parameters, self.sparse)
+        table = WireTable.of(self.config, self.names, self.parameters, self.sparse)
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.has_views = self.config.has_views(gradient_as_bucket_view)
         validation.check_mode(
@@ -67,18 +68,20 @@ class ReducerBase:
                 "skip_unused_buckets (skip_all_reduce_unused_params)": skip_unused_buckets,
             },
         )
-        asynchronous.check(self.config, self.wires.wires, self.names, self.sparse)
+        asynchronous.check(self.config, table.wires, self.names, self.sparse)
         if communicator.rank == 0:
-            self.wires.log(self.config, self.names, self.parameters, self.sparse)
+            table.log(self.config, self.names, self.parameters, self.sparse)
         self.caps = caps or BucketCaps()
         self.communicator = communicator
+        self._device = self.parameters[0].device
+        self.wires = WireSchedule(table, self.config, self.names, communicator, self._device)
         self.find_unused_parameters = find_unused_parameters
         self.skip_unused_buckets = skip_unused_buckets
         self._plans = Plans(
             self.parameters,
             self.names,
             self.sparse,
-            self.wires,
+            self.wires.table,
             self.config,
             self.caps,
             communicator,
@@ -88,16 +91,15 @@ class ReducerBase:
         self._opened = False  # wires are known to the backend, and the mode has its communicator
         self._sync = True
         self.steps_in_backward = False  # the optimizer does, or the comm hook writes gradients itself
-        self.observed = GradStats(self.parameters, self.names, self.wires.wires, self.config, communicator)
+        self.observed = GradStats(self.parameters, self.names, table.wires, self.config, communicator)
         self.observed.alike = agreed is not False
-        self._device = self.parameters[0].device
         numbers = [number for number, one in enumerate(self.sparse) if one]
         second_phases = SecondPhases(communicator, self._device)
         maker = BucketMaker(
             parameters=self.parameters,
             names=self.names,
             sparse=self.sparse,
-            wires=self.wires,
+            wires=self.wires.table,
             config=self.config,
             as_views=self.has_views,
             communicator=communicator,
@@ -109,6 +111,7 @@ class ReducerBase:
         self.pipeline = Pipeline(
             maker,
             self._plans,
+            self.wires,
             self.observed,
             self._recording,
             UsedMap(count, self._device, communicator, always=find_unused_parameters, first=static_graph),
@@ -125,7 +128,7 @@ class ReducerBase:
         )
         self.times = self.pipeline.times
         self.late = self.pipeline.late
-        self.shadows = JoinShadows(self.pipeline, self._plans, self.observed)
+        self.shadows = JoinShadows(self.pipeline, self._plans, self.wires, self.observed)
         self.observed.before_reading = _weakly(self.cycle)
         self._attend_optimizers()
         if gradient_as_bucket_view and not self.has_views:
@@ -180,55 +183,6 @@ class ReducerBase:
         """Whether the plan still waits for an order of readiness, as before and right after the first step."""
         return self._plans.wants_order
 
-    # Numbers
-
-    def get_backward_stats(self) -> list[int]:
-        """When each gradient was ready in the latest step.
-
-        Returns:
-            Per parameter, ns on the host clock from the end of forward. For times of every step see `bucket_times`.
-        """
-        return self.cycle.ordered.ready_times()
-
-    def bucket_times(self) -> list[tuple[int, int]]:
-        """When each bucket of the latest step was ready and when it was launched.
-
-        Returns:
-            Per bucket (ready, launched), ns on the host clock since backward began.
-        """
-        return self.cycle.step.bucket_times()
-
-    def plan_json(self) -> str:
-        """The plan in use, as JSON for a checkpoint or a file: `ReduceConfig(plan=...)` then keeps to it."""
-        return self._plans.json(self.plan)
-
-    def forecast(self) -> Forecast | None:
-        """What the planner's model predicts of a step with the plan in use; None where nothing was measured (yet)."""
-        return self._plans.forecast(self.plan)
-
-    def stats(self) -> dict[str, int | str]:
-        """Counters of this rank since the reducer was built.
-
-        Returns:
-            steps (synchronised backwards), buckets, buckets_reduced (in the latest step), collectives (since the
-            communicator was set), wire_bytes (payload of one step, padding included; without sparse and hooked
-            buckets), padding_bytes (of those), wire_allocations, restrided (gradients that were copied because their
-            strides were not their parameter's), plans (changes of plan that the ranks have agreed on since the
-            communicator was set), path (triton, interpreter, torch, none), state. In other sync modes also
-            steps_under_way and steps_given_up, or the counters of contributions.
-        """
-        return {
-            "steps": self.steps,
-            "buckets_reduced": self.cycle.buckets_reduced,
-            "plans": self._plans.scheduler.changes,
-            "state": self.state.value,
-            **self.pipeline.stats(),
-        }
-
-    def bucket_bytes(self) -> list[int]:
-        """Bytes of the gradients in each bucket, in launch order; padding not included."""
-        return [sum(self._plans.kinds[index].size_bytes for index in members) for members in self.plan]
-
     # Agreed and learned
 
     def agree(self) -> None:
@@ -252,19 +206,20 @@ class ReducerBase:
                 "skip_unused_buckets": self.skip_unused_buckets,
                 "plan": f"{plan_hash(self._plans.recut(self.plan)):016x}",
                 "plan learned": self.rebuilt,
+                "steps before encoding": self.wires.state(),
             }
             settings = validation.settings(self.config, self.caps, flags)
-            wires = dict(zip(self.names, self.wires.wires, strict=True))
+            wires = dict(zip(self.names, self.wires.agreed.wires, strict=True))
             self.observed.alike = validation.agree(self.communicator, descriptions, settings, self._device, wires=wires)
             self._agreed = True
         self.pipeline.check_wires()
         self.pipeline.mode.open()
-        if self.wires.has_two_phases(self.communicator.size):
+        if self.wires.agreed.has_two_phases(self.communicator.size):
             self.pipeline.maker.second_phases.open()
         self._opened = True
 
     def rebuild(self) -> bool:
-        """Rebuilds the buckets if the ranks have agreed on another plan. A plan changes only here, between steps.
+        """Rebuilds the buckets if the ranks have agreed on another plan or wire. Both change only here, between steps.
 
         After the first step the plan follows rank 0's order of readiness, which one collective broadcasts. Later it is
         the one that the ranks have agreed on at the end of earlier steps.
@@ -278,10 +233,11 @@ class ReducerBase:
         """
         with self.cycle.lock:
             before = self.pipeline.buckets.plan
+            changed = self.wires.due and self._change_wires()
             plan, issued = self._plans.next(before)
             self.pipeline.issued += issued
             # Also where the order gives the same buckets, because streams are still those of a first step.
-            new = issued > 0 or plan != before
+            new = changed or issued > 0 or plan != before
             if new:
                 self._build_buckets(plan)
             return new
@@ -341,7 +297,7 @@ class ReducerBase:
         """
         with self.cycle.lock:
             issued = self.pipeline.issued + self.pipeline.maker.second_phases.issued_together
-            plan_state = f"{plan_hash(self.plan):016x} {self.rebuilt}"
+            plan_state = f"{plan_hash(self.plan):016x} {self.rebuilt} {self.wires.state()}"
             self.give_up_step()
             try:
                 same = self.cycle.failures.compare(self.communicator, self._device, issued, plan_state)
@@ -349,6 +305,8 @@ class ReducerBase:
                 self.cycle.state = ReducerState.LOST
                 raise
             if not same:
+                self.wires.restart()
+                self._change_wires()
                 # Some ranks had adopted the next plan, or an order of readiness, when others failed.
                 self._plans.return_to_first()
                 self._build_buckets(self._plans.first())
@@ -364,8 +322,10 @@ class ReducerBase:
             self._agreed = self._opened = False
             self._plans.restart()
             self.pipeline.drop_step()
+            self.wires.drop_step()
+            self._change_wires()
             # New wire buffers: a collective that is still in flight may write into the old ones.
-            self._build_buckets(self.plan)
+            self._build_buckets(self._plans.recut(self.plan))
 
     def set_communicator(self, communicator: Communicator) -> None:
         """Switches to another group of ranks, which agree on settings and learn a plan anew.
@@ -386,6 +346,7 @@ class ReducerBase:
             self._attend_optimizers()
             self.cycle.failures.restart_count()
             self._plans.set_communicator(communicator)
+            self.wires.set_communicator(communicator)
             self.observed.set_communicator(communicator)
             self.give_up_step()
             self._build_buckets(self._plans.first())
@@ -471,6 +432,14 @@ class ReducerBase:
             optimizer_hooks.leave(self)
         else:
             optimizer_hooks.enter(self)
+
+    def _change_wires(self) -> bool:
+        """Takes the wires of the next step; returns whether they are other ones, for which buckets must be built."""
+        changed = self.wires.advance()
+        if changed:
+            self._plans.set_wires(self.wires.table)
+            self.pipeline.set_wires(self.wires.table)
+        return changed
 
     def _build_buckets(self, plan: Plan) -> None:
         """Builds the buckets of `plan`, between two steps."""

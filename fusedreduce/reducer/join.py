@@ -14,6 +14,7 @@ from ..buckets.stats.grad_stats import GradStats
 from ..comm.waiting import wait_for
 from .pipeline import Pipeline
 from .plans import Plans
+from .wire_schedule import WireSchedule
 
 
 class JoinShadows:
@@ -22,12 +23,14 @@ class JoinShadows:
     Args:
         pipeline: has the buckets.
         plans: says whether plans follow measurements now.
+        wires: takes part for this rank in the comparison of what encodings lose.
         observed: takes part for this rank in the gradient statistics.
     """
 
-    def __init__(self, pipeline: Pipeline, plans: Plans, observed: GradStats) -> None:
+    def __init__(self, pipeline: Pipeline, plans: Plans, wires: WireSchedule, observed: GradStats) -> None:
         self._pipeline = pipeline
         self._plans = plans
+        self._wires = wires
         self._observed = observed
 
     def begin_step(self) -> list[GradBucket]:
@@ -92,6 +95,7 @@ class JoinShadows:
         for number in kinds.place:
             kinds.of_step.agreed_kind(number)  # raises if the others do
         plans.scheduler.complete()
+        self._wires.complete()
         pipeline.close_round(None)
         pipeline.issued += self._observed.end_shadow_step(pipeline.rounds)
         self._observed.check()

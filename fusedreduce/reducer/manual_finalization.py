@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from ..errors import FusedReduceError
 from . import validation
-from .base import ReducerBase
+from .reports import ReportingReducer
 from .state import ARMED, LAUNCHED
 
 
-class ManualFinalization(ReducerBase):
+class ManualFinalization(ReportingReducer):
     """See `Reducer`."""
 
     def require_manual_finalization(self, required: bool) -> None:

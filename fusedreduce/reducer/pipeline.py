@@ -18,7 +18,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,6 +28,7 @@ from ..buckets.loss_scale import Unscaling
 from ..buckets.reduction import Members, Reduction
 from ..buckets.stats.grad_stats import GradStats
 from ..buckets.tensors import any_gradient
+from ..buckets.wire_table import WireTable
 from ..comm.protocol import Communicator
 from ..comm.stall_monitor import StallMonitor, stall_report_after_s
 from ..comm.waiting import wait_for
@@ -41,29 +42,9 @@ from .modes.mode import DelayedAverages, Ended
 from .modes.steps_in_flight import unused_of
 from .plans import Plans
 from .recording import Recording
-from .step import Step, StepTimes
+from .step import Step, StepCollective, StepTimes
 from .unused_parameters import UsedMap, UsedSum
-
-
-class StepCollective(Protocol):
-    """A small collective after the last bucket of a step."""
-
-    @property
-    def active(self) -> bool:
-        """Whether it may be due in a step with the buckets and the mode in use: on every rank or on none."""
-        ...
-
-    def issue(self) -> int:
-        """Starts it, if it is due in this step: on every rank or on none. Returns how many collectives were issued.
-
-        Raises:
-            CollectiveError: it could not be started.
-        """
-        ...
-
-    def shadow(self) -> int:
-        """`issue` for a rank that has run out of inputs, whose part changes no result (join)."""
-        ...
+from .wire_schedule import WireSchedule
 
 
 class Pipeline:
@@ -72,6 +53,7 @@ class Pipeline:
     Args:
         maker: builds the buckets; another one takes effect with the next `build_buckets`.
         plans: gives the first plan, and says whether plans follow measurements now.
+        wires: what parameters travel on, which may change between two steps.
         observed: gradient statistics and the loss-scale state.
         recording: keeps profiled steps for a trace.
         used: the map of used parameters.
@@ -94,6 +76,7 @@ class Pipeline:
         self,
         maker: BucketMaker,
         plans: Plans,
+        wires: WireSchedule,
         observed: GradStats,
         recording: Recording,
         used: UsedMap,
@@ -105,6 +88,7 @@ class Pipeline:
         self.times = StepTimes()
         self.issued = 0
         self._plans = plans
+        self._wires = wires
         self.observed = observed
         self._recording = recording
         self._skip_unused_buckets = skip_unused_buckets
@@ -154,6 +138,12 @@ class Pipeline:
         if self.maker.hook is None:
             for bucket in self.buckets.packed():
                 bucket.bucket.check(self.maker.communicator)
+        if self._wires.counts:
+            self.maker.communicator.check_wire(torch.bfloat16, self.maker.parameters[0].device)
+
+    def set_wires(self, wires: WireTable) -> None:
+        """Changes what parameters travel on. `build_buckets` must follow."""
+        self.maker = dataclasses.replace(self.maker, wires=wires)
 
     def set_communicator(self, communicator: Communicator) -> None:
         """Switches to `communicator`. `drop_step` and `build_buckets` must follow."""
@@ -332,6 +322,8 @@ class Pipeline:
             ended = self.mode.end_step(self, launched)
             if self._plans.measured:
                 self._plans.scheduler.complete()
+            if self._wires.measuring:
+                self._wires.complete()
             installed, self._installed = self._installed, []
             for future in installed:
                 wait_for(future, "a future that the end of backward waits for", self.maker.communicator)
@@ -359,6 +351,8 @@ class Pipeline:
         """
         if self._plans.measured:
             self._plans.scheduler.close_round(looked)
+        if self._wires.counts:
+            self._wires.close_step()
         self.rounds += 1
         if looked is not None:
             self._recording.keep(self.rounds, self.buckets.plan, looked)
@@ -409,7 +403,13 @@ class Pipeline:
     # Within
 
     def _follow_settings(self) -> None:
-        known: tuple[StepCollective, ...] = (self.used, self._plans, self.maker.sparse_kinds, self.observed)
+        known: tuple[StepCollective, ...] = (
+            self.used,
+            self._plans,
+            self._wires,
+            self.maker.sparse_kinds,
+            self.observed,
+        )
         self.collectives = tuple(one for one in known if one.active)
 
     def _enter_mode(self) -> None:
@@ -440,6 +440,8 @@ class Pipeline:
             self._keep_unused(reduction.members)
         watched, issued_ns = reduction.launch(self._divisor)
         step.launched_ns[index] = issued_ns
+        if self._wires.measuring:
+            self._wires.measure(reduction)
         for one in self.observers:
             one.launched(index, watched, issued_ns)
         step.launched += 1

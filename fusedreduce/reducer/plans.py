@@ -269,8 +269,8 @@ class Plans:
         """
         model = self._model
         ready_ns = self.scheduler.readiness.best().tolist()
-        wires, groups = self._wires.wires, self._groups
-        rows = zip(self._names, self._numels, model.kinds, groups, wires, model.wire_bytes, ready_ns, strict=True)
+        described = zip(self._names, self._parameters, self._groups, self._wires.wires, strict=True)
+        rows = zip(described, model.kinds, model.wire_bytes, ready_ns, strict=True)
         return header(
             source=source,
             rank=self._communicator.rank,
@@ -281,7 +281,8 @@ class Plans:
             parameters=[
                 Parameter(
                     name=name,
-                    numel=numel,
+                    numel=parameter.numel(),
+                    ndim=parameter.ndim,
                     size_bytes=kind.size_bytes,
                     wire=wire,
                     wire_bytes=wire_bytes,
@@ -289,7 +290,7 @@ class Plans:
                     alone=kind.alone,
                     ready_ns=known_ns,
                 )
-                for name, numel, kind, group, wire, wire_bytes, known_ns in rows
+                for (name, parameter, group, wire), kind, wire_bytes, known_ns in rows
             ],
         )
 

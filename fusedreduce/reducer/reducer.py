@@ -263,8 +263,8 @@ class Reducer(ManualFinalization):
                     "backward, or after reset() on every rank"
                 )
             config = dataclasses.replace(self.config, sync_mode=mode)
-            asynchronous.check(config, self.wires.wires, self.names, self.sparse)
-            config.check_wires(self.wires.wires)
+            asynchronous.check(config, self.wires.agreed.wires, self.names, self.sparse)
+            config.check_wires(self.wires.agreed.wires)
             present = {
                 "gradient_as_bucket_view": self.has_views,
                 "skip_unused_buckets (skip_all_reduce_unused_params)": self.skip_unused_buckets,
@@ -363,6 +363,9 @@ class Reducer(ManualFinalization):
             try:
                 if state:  # that of the synchronous mode holds nothing
                     self.pipeline.mode.load_state_dict(self.pipeline, state)
+                    if self.wires.counts:
+                        self.wires.restart(self.pipeline.rounds)
+                        self._agreed = self._opened = False  # whether each rank has loaded the same
             except (AttributeError, KeyError, TypeError) as error:
                 raise ValueError(f"a damaged state of steps in flight: {type(error).__name__}: {error}") from error
 

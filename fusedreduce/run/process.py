@@ -159,7 +159,7 @@ def last_line(ended: Sequence[Ended]) -> str:
 
 def _bytes(reducer: Reducer) -> tuple[int, int]:
     """Bytes of all dense gradients of one step, in their own dtype and on the wire."""
-    rows = zip(reducer.parameters, reducer.sparse, reducer.wires.wires, strict=True)
+    rows = zip(reducer.parameters, reducer.sparse, reducer.wires.agreed.wires, strict=True)
     dense = [(one, wire) for one, sparse, wire in rows if not sparse]
     return sum(one.numel() * one.element_size() for one, _ in dense), sum(wire_bytes(*one) for one in dense)
 

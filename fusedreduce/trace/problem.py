@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
 
+from ..config import ENCODED_WIRES, Wire
 from ..planning.cost_model import Costs, fit, fit_copy
 from ..planning.link_timing import busy_periods, collective_times, last_to_issue
 from ..planning.plan import ParameterKind
 from ..planning.timeline import MISSING_NS, Problem
 from .reader import RankTrace, Step
-from .recorder import BucketMarks, StepMarks
+from .recorder import BucketMarks, Parameter, StepMarks
 
 _WIDE = {"float64": "float64", "complex128": "float64"}
 
@@ -46,6 +48,22 @@ def kinds(trace: RankTrace) -> list[ParameterKind]:
         wide = own if one.wire == "native" else (one.wire, (_WIDE.get(dtype), device))
         found.append(ParameterKind(one.size_bytes, own, wide, one.alone))
     return found
+
+
+def on_wire(trace: RankTrace, wire: Wire) -> RankTrace:
+    """`trace` as if the run had used `ReduceConfig(wire=wire)`; its times are those of the recorded run."""
+    return dataclasses.replace(trace, parameters=tuple(_sent(one, wire) for one in trace.parameters))
+
+
+def _sent(one: Parameter, wire: Wire) -> Parameter:
+    parts = 2 if one.group.startswith("complex") else 1
+    if wire in ENCODED_WIRES:
+        block_numel, block_bytes = ENCODED_WIRES[wire]
+        if parts == 1 and one.ndim > 1 and one.numel >= block_numel and not one.alone:
+            return dataclasses.replace(one, wire=wire, wire_bytes=-(-one.numel // block_numel) * block_bytes)
+    elif wire != "native" and not one.alone:
+        return dataclasses.replace(one, wire=wire, wire_bytes=2 * parts * one.numel)
+    return dataclasses.replace(one, wire="native", wire_bytes=0 if one.alone else one.size_bytes)
 
 
 def shares(trace: RankTrace) -> bool:

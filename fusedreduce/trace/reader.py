@@ -134,7 +134,10 @@ def _model(trace: RankTrace) -> list[tuple[object, ...]]:
     """What must agree between ranks. Of groups, which parameters share one: ranks have different devices."""
     groups: dict[str, int] = {}
     rows = ((one, groups.setdefault(one.group, len(groups))) for one in trace.parameters)
-    return [(one.name, one.numel, one.size_bytes, one.wire, one.wire_bytes, one.alone, group) for one, group in rows]
+    return [
+        (one.name, one.numel, one.ndim, one.size_bytes, one.wire, one.wire_bytes, one.alone, group)
+        for one, group in rows
+    ]
 
 
 def _read(path: Path) -> RankTrace:
@@ -195,6 +198,7 @@ def _parameter(row: Mapping[str, Any]) -> Parameter:
     return Parameter(
         name=fields.text(row, "name"),
         numel=fields.integer(row, "numel"),
+        ndim=fields.integer(row, "ndim"),
         size_bytes=fields.integer(row, "size_bytes"),
         wire=_wire(row),
         wire_bytes=fields.integer(row, "wire_bytes"),

@@ -78,6 +78,7 @@ class Parameter:
     Args:
         name: in the model.
         numel: its elements.
+        ndim: its dimensions.
         size_bytes: of its gradient.
         wire: what its gradient travels on.
         wire_bytes: of its gradient on the wire.
@@ -89,6 +90,7 @@ class Parameter:
 
     name: str
     numel: int
+    ndim: int
     size_bytes: int
     wire: Wire
     wire_bytes: int

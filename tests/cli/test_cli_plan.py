@@ -15,6 +15,7 @@ from support.traces import COSTS, FakeRun, edit
 
 from fusedreduce.cli import main, simulate
 from fusedreduce.cli import plan as command
+from fusedreduce.config import ENCODED_WIRES, WIRES
 from fusedreduce.planning import plan_file
 from fusedreduce.planning.bucketing import MIB, BucketCaps, assign_by_size
 from fusedreduce.planning.cost_model import Costs, Linear
@@ -206,6 +207,33 @@ def test_a_link_that_does_not_fit_has_to_be_given(tmp_path: Path, capsys: pytest
     FakeRun(plan=((3, 2, 1, 0),), costs=None).write(tmp_path)
     refused(["plan", str(tmp_path)], "its buckets have fewer than two sizes): pass --costs", capsys)
     assert main(["plan", str(tmp_path), "--costs", "20,10"]) == 0
+
+
+def test_wires_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a run at bf16 whose link decides: fewer bytes, an earlier end; the row of its own wire is that of the plan."""
+    assert main(["plan", str(folder), "--costs", "20,0.1"]) == 0
+    recorded = rows_of(capsys.readouterr().out)["planned"]
+    (folder / "plan.json").unlink()
+    assert main(["plan", str(folder), "--wires", "--costs", "20,0.1"]) == 0
+    out = capsys.readouterr().out
+    assert "2 ranks, cpu, wrapper; 24 parameters" in out and "all-reduce 20.0 us and 0.10 Gbit/s" in out
+    cells = [line.split() for line in out.splitlines()]
+    names: tuple[str, ...] = (*WIRES, *ENCODED_WIRES)
+    rows = {row[0]: [float(cell) for cell in row[1:]] for row in cells if row and row[0] in names}
+    assert tuple(rows) == names
+    assert rows["bf16"][1:] == rows["fp16"][1:] == recorded
+    for larger, smaller in (("native", "bf16"), ("bf16", "int8"), ("int8", "int4")):
+        assert all(rows[larger][column] > rows[smaller][column] for column in (0, 2, 3, 4)), (larger, smaller)
+    numels = RUN.numels
+    assert rows["native"][0] == round(4 * sum(numels) / MIB, 2)
+    assert rows["int4"][0] == round(sum(-(-numel // 64) * 34 for numel in numels) / MIB, 2)
+    # Packing costs what it did: on a link without a cost only the copies are left, and as many in every row.
+    assert main(["plan", str(folder), "--wires", "--costs", "0,1000000", "--cap-mb", "0.01"]) == 0
+    out = capsys.readouterr().out
+    ends = {line.split()[4] for line in out.splitlines() if line.split()[:1] and line.split()[0] in WIRES}
+    assert len(ends) == 1 and not (folder / "plan.json").exists()
+    refused(["plan", str(folder), "--wires", "--simulate"], "--wires and --simulate exclude each other", capsys)
+    refused(["plan", "--wires"], "required: FOLDER", capsys)
 
 
 def test_a_simulation_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ import fusedreduce
 from fusedreduce.buckets.exchanged import ExchangedBucket
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.config import wire_bytes
+from fusedreduce.reducer import wire_schedule
 from fusedreduce.trace.reader import read
 
 LONG = 110  # steps
@@ -256,3 +257,22 @@ def own_copy(rank: int, world: int, wire: str) -> None:
             local.zero_grad()
             loss_of(local(batch(rank, step))).backward()
             assert_averaged(one.module, local, wire)
+
+
+def changing_wires(rank: int, world: int) -> list[str]:
+    """What a weight travels on in each step, in which ranks run out of inputs one after the other."""
+    config = fusedreduce.ReduceConfig(wire={"*.bias": "native", "*": "int8"}, wire_after=3, least_sqnr_db=90.0)
+    ddp = fusedreduce.DistributedDataParallel(mlp(), reduce=config, bucket_cap_mb=SMALL_CAP_MB)
+    optimizer, found, every = torch.optim.SGD(ddp.parameters(), lr=0.05), list[str](), wire_schedule.MEASURE_EVERY
+    wire_schedule.MEASURE_EVERY = 2
+    try:
+        with ddp.join():
+            for step in range(7 + 4 * rank):
+                optimizer.zero_grad()
+                loss = loss_of(ddp(batch(rank, step)))
+                found.append(ddp.wire_report()["0.weight"].wire)
+                loss.backward()
+                optimizer.step()
+    finally:
+        wire_schedule.MEASURE_EVERY = every
+    return found

@@ -40,6 +40,12 @@ def test_only_second_phases_are_on_the_private_group(two: RankPool, three: RankP
             assert user == 0 and private == exchanged >= 2
 
 
+def test_wires_change_at_one_step_of_all_ranks_also_of_those_without_inputs(three: RankPool) -> None:
+    expected = ["bf16"] * 3 + ["int8"] * 6 + ["bf16"] * 6
+    for rank, found in enumerate(three.run(ddp_wire_cases.changing_wires)):
+        assert found == expected[: 7 + 4 * rank], rank
+
+
 @pytest.mark.parametrize("wire", ["int8", "bf16+fp32"])
 def test_after_an_error_of_the_users_own_reset_helps(three: RankPool, wire: str) -> None:
     assert three.run(ddp_wire_cases.reset_and_on, wire) == [1, 1, 1], "close() destroys the group of second phases"

@@ -294,7 +294,7 @@ def test_other_strides_and_sparse_flags_are_another_model() -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"config": ReduceConfig(wire="bf16")}, "wire"),
+        ({"config": ReduceConfig(wire="bf16")}, "parameter 0"),
         ({"config": ReduceConfig(overlap=False)}, "overlap"),
         ({"config": ReduceConfig(policy="static")}, "policy"),
         ({"config": ReduceConfig(cap_policy="strict")}, "cap_policy"),

@@ -8,6 +8,7 @@ import json
 import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -31,6 +32,8 @@ from fusedreduce.buckets.wire_table import WireTable
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import ENCODED_WIRES, WIRES, Wire
 from fusedreduce.planning.plan import ParameterKind, regrouped
+from fusedreduce.trace import problem
+from fusedreduce.trace.reader import RankTrace, read
 
 pytestmark = pytest.mark.usefixtures("path")
 
@@ -62,7 +65,7 @@ def table(config: ReduceConfig, names: Sequence[str] = NAMES, **options: Any) ->
 
 
 @hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=80)
+@hypothesis.settings(max_examples=50)
 def test_the_first_pattern_that_matches_counts_whatever_the_order_of_parameters(data: st.DataObject) -> None:
     names = data.draw(st.lists(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=6, unique=True))
     pattern = st.text("ab.*?", min_size=1, max_size=4)
@@ -146,7 +149,7 @@ def test_a_config_with_patterns_is_a_value_like_any_other() -> None:
         assert made == config
     assert config != ReduceConfig(wire=dict(reversed(MIXED.items())))
     for one in (config, ReduceConfig(wire=lambda name, parameter: "bf16")):
-        assert json.loads(json.dumps(one.to_dict()))["wire"] == "by parameter"
+        assert json.loads(json.dumps(one.to_dict()))["wire"] == "mixed"
 
 
 def test_what_stays_native_and_what_is_rounded_is_logged_once_by_rank_0(caplog: pytest.LogCaptureFixture) -> None:
@@ -154,7 +157,7 @@ def test_what_stays_native_and_what_is_rounded_is_logged_once_by_rank_0(caplog: 
         parameters = [torch.zeros(2, 300, dtype=torch.float64, requires_grad=True), torch.zeros(9, 9).requires_grad_()]
         config = ReduceConfig(wire="int8")
         with Reducer(parameters, communicator, config, names=("wide", "rows"), sparse=[False, True]) as reducer:
-            assert reducer.wires.wires == ("int8", "native")
+            assert reducer.wires.table.wires == ("int8", "native")
 
     with caplog.at_level(logging.WARNING):
         ThreadWorld(2).results(case)
@@ -208,7 +211,7 @@ def test_a_wrapper_compares_wires_before_it_is_made() -> None:
                             reduce=ReduceConfig(wire=wires[communicator.rank]),
                         )
                         ._ours()
-                        .wires.wires
+                        .wires.table.wires
                     )
                 except (AgreementError, ValueError) as error:
                     return error
@@ -242,7 +245,7 @@ def test_each_parameter_gets_the_bytes_of_its_own_wire(ranks: int, accumulation:
                 step(reducer, gradients)
                 found.append([parameter.grad for parameter in reducer.parameters])
                 for members in reducer.plan:
-                    assert len({reducer.wires[member] for member in members}) == 1
+                    assert len({reducer.wires.table[member] for member in members}) == 1
         return found  # type: ignore[return-value]
 
     wires = table(config)
@@ -287,7 +290,7 @@ def test_a_saved_plan_is_used_again_with_patterns_and_not_with_others() -> None:
 
     made = trained(ReduceConfig(wire=MIXED))
     again = trained(ReduceConfig(wire=MIXED, plan=made.plan_json()))
-    assert again.plan == made.plan and json.loads(made.plan_json())["wire"] == "by parameter"
+    assert again.plan == made.plan and json.loads(made.plan_json())["wire"] == "mixed"
     together = json.loads(trained(ReduceConfig(wire={"*": "bf16"})).plan_json())
     with pytest.raises(ValueError, match="was made for another wire"):
         _reducer(Loopback(), ReduceConfig(wire=MIXED, plan=json.dumps(together)))
@@ -310,9 +313,40 @@ def test_a_plan_whose_wires_have_changed_is_split_where_it_must_be(data: st.Data
     ]
 
 
+def test_a_trace_groups_parameters_as_the_run_did_and_knows_other_wires(tmp_path: Path) -> None:
+    """Of fp32, fp64, complex, sparse and 1-D gradients on wires of their own: as reducers on each wire say."""
+    fp32, fp64 = torch.float32, torch.float64
+    dtypes = (fp32, fp32, fp64, torch.bfloat16, fp32, torch.complex64, fp64)
+    sparse = [False, False, False, False, True, False, False]
+
+    def reducer(config: ReduceConfig) -> Reducer:
+        rows = zip(SHAPES, dtypes, strict=True)
+        parameters = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape, dtype in rows]
+        return Reducer(parameters, Loopback(), config, names=NAMES, sparse=sparse)
+
+    def recorded(made: Reducer, folder: Path) -> RankTrace:
+        with made.record_trace(folder):
+            pass
+        return read(folder / "rank0.json")[0]
+
+    def groups(kinds: Sequence[ParameterKind]) -> list[list[bool]]:
+        return [[one.wide_group == other.wide_group for one in kinds] for other in kinds]
+
+    live = reducer(ReduceConfig(wire={**MIXED, "b.weight": "int8"}))
+    trace = recorded(live, tmp_path)
+    assert groups(problem.kinds(trace)) == groups(live._plans.kinds)
+    assert tuple(one.wire for one in trace.parameters) == live.wires.table.wires
+    for wire in ALL:
+        other = reducer(ReduceConfig(wire=wire))
+        expected = recorded(other, tmp_path / wire)
+        found = problem.on_wire(trace, wire)
+        assert found.parameters == expected.parameters, wire
+        assert groups(problem.kinds(found)) == groups(other._plans.kinds), wire
+
+
 def test_a_comm_hook_and_views_need_the_wire_native() -> None:
-    with pytest.warns(UserWarning, match="gradient_as_bucket_view=True has no effect with wire='by parameter'"):
+    with pytest.warns(UserWarning, match="gradient_as_bucket_view=True has no effect with wire='mixed'"):
         reducer = _reducer(Loopback(), ReduceConfig(wire={"a.*": "int8"}), gradient_as_bucket_view=True)
     assert not reducer.has_views
-    with pytest.raises(ValueError, match="wire='by parameter' and a comm hook exclude each other"):
+    with pytest.raises(ValueError, match="wire='mixed' and a comm hook exclude each other"):
         reducer.register_comm_hook(None, lambda state, bucket: torch.futures.Future())

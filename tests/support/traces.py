@@ -67,6 +67,7 @@ class FakeRun:
             {
                 "name": f"layer{number}.weight",
                 "numel": numel,
+                "ndim": 2,
                 "size_bytes": 4 * numel,
                 "wire": "bf16",
                 "wire_bytes": 2 * numel,
