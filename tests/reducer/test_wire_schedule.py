@@ -17,7 +17,7 @@ from support.leaf_steps import CAPS, clear, shadow_step, step
 from support.loopback import Loopback, ThreadWorld
 from support.wires import reduced
 
-from fusedreduce import AgreementError, BucketCaps, ReduceConfig, Reducer
+from fusedreduce import AgreementError, BucketCaps, DataParallel, ReduceConfig, Reducer
 from fusedreduce.buckets.exchanged import EncodedBucket
 from fusedreduce.buckets.second_phases import SecondPhases
 from fusedreduce.comm.protocol import Communicator
@@ -222,6 +222,29 @@ def test_a_given_plan_is_split_where_wires_part() -> None:
         for number in range(6):
             step(reducer, _gradients(number, 0))
         assert sorted(map(len, reducer.plan)) == [1, 1, 3] and reducer.wires.table[1] == "bf16"
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_replicas_of_one_process_change_wires_together(threads: bool, often: int) -> None:
+    """Also where one thread drives all of them, so that no measurement may be waited for before all have issued it."""
+    torch.manual_seed(0)
+    module, ranks, last = torch.nn.Linear(40, 40), 3, 2 + 3 * often
+    config = ReduceConfig(wire={"bias": "native", "*": "int8"}, wire_after=2, least_sqnr_db=90.0)
+    parallel = DataParallel(module, ["cpu"] * ranks, reduce=config, threads=threads, timeout_s=20.0)
+    try:
+        for number in range(1, last + 3):
+            samples = torch.randn(4 * ranks, 40)
+            parallel.zero_grad()
+            parallel(samples).square().sum().backward()
+            local = []
+            for part in samples.chunk(ranks):
+                loss = torch.func.functional_call(module, dict(module.named_parameters()), (part,))
+                local.append(torch.autograd.grad(loss.square().sum(), module.weight)[0])
+            wire = "int8" if 2 < number <= last else "bf16"
+            held = module.weight.grad
+            assert held is not None and torch.equal(held, reduced(local, [1.0] * ranks, wire, "sum")), number
+    finally:
+        parallel.close()
 
 
 @pytest.mark.parametrize(

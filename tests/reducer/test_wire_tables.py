@@ -24,6 +24,7 @@ from fusedreduce import (
     Asynchronous,
     BoundedStaleness,
     DistributedDataParallel,
+    FusedHookState,
     LocalGroup,
     ReduceConfig,
     Reducer,
@@ -345,6 +346,8 @@ def test_a_trace_groups_parameters_as_the_run_did_and_knows_other_wires(tmp_path
 
 
 def test_a_comm_hook_and_views_need_the_wire_native() -> None:
+    with pytest.raises(ValueError, match="fused_hook has one wire for all parameters"):
+        FusedHookState(wire={"*": "int8"})  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="gradient_as_bucket_view=True has no effect with wire='mixed'"):
         reducer = _reducer(Loopback(), ReduceConfig(wire={"a.*": "int8"}), gradient_as_bucket_view=True)
     assert not reducer.has_views
