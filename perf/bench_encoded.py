@@ -5,7 +5,8 @@
 
 A call encodes (decodes, combines) one bucket of fp32 gradients; `copy` is `copy_` of as many fp32 elements. Sets of
 buffers take turns, so that none is in the cache. `again` is encode and decode once more: how the two differ is the
-noise. How is timed: timing.py. What was decoded is compared with the definition first, bit for bit.
+noise. `pack + unpack, bf16` is what a wire of 16 bits costs: docs/wires.md has from it when a smaller one pays. How is
+timed: timing.py. What was decoded is compared with the definition first, bit for bit.
 
 What is demanded, on CPU with one thread: encode and decode in at most 1.5 ns (int8) and 2.5 ns (int4) per element, of
 tensors of 65,536 elements and more.
@@ -24,18 +25,19 @@ import report_tables
 import timing
 import torch
 from records import BenchError, demand
+from report_wires import BF16, BOTH
 
-from fusedreduce.kernels import encoded, reference_encoded
+from fusedreduce.kernels import dispatch, encoded, reference_encoded
 from fusedreduce.kernels.encoded_table import EncodedTable
 from fusedreduce.kernels.encodings import ENCODINGS, Encoding
-from fusedreduce.kernels.table import PointerTable
-from fusedreduce.planning.layout import block_layout
+from fusedreduce.kernels.table import ChunkTable, PointerTable
+from fusedreduce.planning.layout import aligned_layout, block_layout
 
 MOST_NS = {"int8": 1.5, "int4": 2.5}
 LISTS = ("1x6553600", "100x65536", "6553x1000")
 QUICK_LISTS = ("3x5000",)
 LARGE_NUMEL = 65536
-BOTH, AGAIN, COPY = "encode + decode", "again", "copy"
+AGAIN, COPY = "again", "copy"
 
 
 class Bucket:
@@ -43,8 +45,8 @@ class Bucket:
 
     def __init__(self, numels: Sequence[int], encoding: Encoding, shards: int, device: torch.device, seed: int) -> None:
         layout = block_layout(numels, block_numel=encoding.block_numel, shard_align=encoding.shard_align, shards=shards)
-        shapes = [((numel,), (1,)) for numel in numels]
         kinds = [torch.float32] * len(numels)
+        shapes = [((numel,), (1,)) for numel in numels]
         self.table = EncodedTable(layout.numels, layout.offsets, kinds, layout.numel, encoding, shards, shapes=shapes)
         generator = torch.Generator(device).manual_seed(seed)
         self.source = torch.randn(sum(numels), generator=generator, device=device)
@@ -56,6 +58,10 @@ class Bucket:
         self.encoded = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.shard = torch.empty(nbytes // shards, dtype=torch.uint8, device=device)
         self.one = torch.ones(1, device=device)
+        plain = aligned_layout(numels, wire_itemsize_bytes=2)
+        self.chunks = ChunkTable(plain.numels, plain.offsets, kinds, plain.numel, shapes=shapes)
+        self.wire = torch.empty(plain.numel, dtype=torch.bfloat16, device=device)
+        self.packed, self.unpacked = PointerTable(), PointerTable()
 
     def encode(self) -> None:
         """As a reducer would: the arguments are known to be right."""
@@ -69,6 +75,11 @@ class Bucket:
         """One after the other."""
         self.encode()
         self.decode()
+
+    def bf16(self) -> None:
+        """The same to and from 16 bits."""
+        dispatch.pack(self.gradients, self.chunks, self.packed, self.wire, 2.0, vouched=True)
+        dispatch.unpack(self.results, self.chunks, self.unpacked, self.wire, self.one, vouched=True)
 
     def combine(self) -> None:
         """The shards of this bucket, as if they were contributions to one."""
@@ -104,6 +115,7 @@ def measure_row(text: str, encoding: Encoding, device: torch.device, *, shards: 
         "encode": [one.encode for one in buckets],
         "decode": [one.decode for one in buckets],
         f"combine {shards}": [one.combine for one in buckets],
+        BF16: [one.bf16 for one in buckets],
         COPY: [one.copy for one in buckets],
     }
     check = timing.Check(poison=functools.partial(buckets[0].result.fill_, -9.0), check=buckets[0].check)

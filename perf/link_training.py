@@ -11,13 +11,10 @@ the last SMOOTH steps. The target is reached when that is no higher than the tas
 
 from __future__ import annotations
 
-import functools
 import statistics
-import sysconfig
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import link_variants
@@ -25,15 +22,12 @@ import models
 import torch
 import torch.distributed as dist
 from torch import nn
+from training_data import BYTES, PLACES, Batch, Classifier, digits_batch, text_batch
 
 from fusedreduce.cli import digits
 
 SMOOTH = 10
-BYTES = 256
-SEQUENCES, PLACES = 8, 64
 _SEED = 0
-
-Batch = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,42 +41,6 @@ class TrainingTask:
     learning_rate: float
 
 
-class _Loss(nn.Module):
-    """A classifier whose forward is its loss."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.module(images), labels)
-
-
-@functools.cache
-def _digits() -> digits.Digits:
-    return digits.load()[0]
-
-
-def _digits_batch(step: int, rank: int, ranks: int) -> Batch:
-    training = _digits()
-    taken = training.select(digits.batch_rows(step, len(training), rank, ranks, _SEED))
-    return taken.images, taken.labels
-
-
-@functools.cache
-def _text() -> torch.Tensor:
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    return torch.frombuffer(
-        bytearray(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))), dtype=torch.uint8
-    )
-
-
-def _code_batch(step: int, rank: int, ranks: int) -> Batch:
-    text, generator = _text(), torch.Generator().manual_seed(step * ranks + rank)
-    starts = torch.randint(len(text) - PLACES, (SEQUENCES,), generator=generator)
-    return (torch.stack([text[start : start + PLACES + 1] for start in starts.tolist()]).long(),)
-
-
 def _code_model() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
@@ -91,13 +49,13 @@ def _code_model() -> nn.Module:
 
 TASKS: Mapping[str, TrainingTask] = {
     "digits": TrainingTask(
-        build=lambda: _Loss(digits.build_model(_SEED)),
-        batch=_digits_batch,
+        build=lambda: Classifier(digits.build_model(_SEED)),
+        batch=digits_batch,
         target=0.15,
         most_steps=400,
         learning_rate=3e-3,
     ),
-    "code": TrainingTask(build=_code_model, batch=_code_batch, target=2.7, most_steps=400, learning_rate=3e-4),
+    "code": TrainingTask(build=_code_model, batch=text_batch, target=2.7, most_steps=400, learning_rate=3e-4),
 }
 
 

@@ -1,4 +1,4 @@
-"""Writes what is measured into two pages of docs/ and README.md, from the records in perf/results and nothing else.
+"""Writes what is measured into three pages of docs/ and README.md, from the records in perf/results and nothing else.
 
     python perf/report.py            # tables and pictures
     python perf/report.py --check    # exit status 1 if the pages are not what the records give
@@ -19,16 +19,18 @@ import report_link
 import report_plots
 import report_summary
 import report_tables
+import report_wires
 from records import BenchError
 from render import Lines, Record
 
 DOCS = records.CHECKOUT / "docs"
-PAGE, TABLES_PAGE = DOCS / "performance.md", DOCS / "measurements.md"
+PAGE, TABLES_PAGE, WIRES_PAGE = DOCS / "performance.md", DOCS / "measurements.md", DOCS / "wires.md"
 README = records.CHECKOUT / "README.md"
 # Benchmarks of a table, by the block of the page that it is in.
 BLOCKS = tuple(name.replace("_", "-") for name in report_tables.TABLES)
 MISSED, SUMMARY, HEADLINE = "missed", "summary", "headline"
-ONLY_CPU = ("clip", "link", "schedule", "modes")
+WIRES, BREAK_EVEN = tuple(report_wires.BLOCKS), "break-even"
+ONLY_CPU = ("clip", "link", "schedule", "modes", "errors", "training")
 _BEGIN = re.compile(r"<!-- begin (?P<name>[a-z-]+)\b[^>]*-->\n")
 NO_GPU = "No result on a GPU yet."
 NOTHING = "Not measured yet."
@@ -71,6 +73,16 @@ def blocks(found: Sequence[Record]) -> dict[str, str]:
     made[MISSED] = _listed(found, report_tables.missed, "Nothing that was measured missed what it was to reach.")
     made[SUMMARY] = _summary(found)
     made[HEADLINE] = _headline(found)
+    return made | _wires(found)
+
+
+def _wires(found: Sequence[Record]) -> dict[str, str]:
+    """The blocks of the page on wires; what is calculated needs no record."""
+    on_cpu = {record["what"]: record for record in found if record["device"] == "cpu"}
+    made = {}
+    for name, (what, lines) in report_wires.BLOCKS.items():
+        made[name] = "\n".join(_of(lines, on_cpu[what])) if what in on_cpu else NOTHING
+    made[BREAK_EVEN] += "\n\n" + "\n".join(report_wires.calculated())
     return made
 
 
@@ -181,7 +193,7 @@ def filled(text: str, made: Mapping[str, str], *, needed: Sequence[str] = ()) ->
 def pages(found: Sequence[Record]) -> dict[Path, tuple[str, str]]:
     """What the pages hold, and what they are to hold."""
     made = blocks(found)
-    needed = {PAGE: [MISSED, SUMMARY], TABLES_PAGE: BLOCKS, README: [HEADLINE]}
+    needed = {PAGE: [MISSED, SUMMARY], TABLES_PAGE: BLOCKS, WIRES_PAGE: WIRES, README: [HEADLINE]}
     texts = {path: path.read_text() for path in needed}
     return {path: (text, filled(text, made, needed=needed[path])) for path, text in texts.items()}
 
@@ -216,7 +228,8 @@ def main() -> int:
         wrong = differences(found)
         if wrong:
             raise BenchError(f"{'; '.join(wrong)}: run perf/report.py")
-        print(f"docs/performance.md, docs/measurements.md and README.md are what {len(found)} records give")
+        names = ", ".join(str(path.relative_to(records.CHECKOUT)) for path in (PAGE, TABLES_PAGE, WIRES_PAGE, README))
+        print(f"{names} are what {len(found)} records give")
         return 0
     for path, (is_, should) in pages(found).items():
         if is_ != should:

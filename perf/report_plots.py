@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import report_link
+import report_wires
 from records import BenchError
 from render import Record
 from report_tables import OURS, TORCH_CASE, family, is_torchs
@@ -101,4 +102,5 @@ PICTURES: Mapping[str, Callable[[Record], Callable[[Path], None] | None]] = {
     "kernels": _kernels,
     "step": _step,
     "link": report_link.picture,
+    "errors": report_wires.picture,
 }

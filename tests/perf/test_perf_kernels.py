@@ -173,7 +173,7 @@ def test_encoded_buckets_are_measured_and_checked(tmp_path: Path, monkeypatch: p
     (path,) = tmp_path.glob("encoded_cpu_*.json")
     record = json.loads(path.read_text())
     assert [row["case"] for row in record["rows"]] == ["int8, 2x300", "int4, 2x300"] and record["demands"] == []
-    rows = [{**row, "numel": 65536, "variants": {bench_encoded.BOTH: {"ns": 2.0}}} for row in record["rows"]]
+    rows = [{**row, "numel": 65536, "variants": {report_wires.BOTH: {"ns": 2.0}}} for row in record["rows"]]
     assert [one["met"] for one in bench_encoded.demands(rows)] == [False, True]
     monkeypatch.setattr(bench_encoded.Bucket, "decode", lambda bucket: None)
     with pytest.raises(BenchError, match="not what the definition decodes"):

@@ -15,6 +15,7 @@ import report
 import report_plots
 import report_summary
 import report_tables
+import report_wires
 import step_variants
 from records import demand
 
@@ -37,10 +38,14 @@ KERNELS: dict[str, Any] = {
         "torch: foreach": {**US, "us": 25.0, "ratio": 2.5, "share_copy": 0.4, "share_cast": 0.4},
     },
 }
+ENCODED_NS = {report_wires.BOTH: 1.5, report_wires.BF16: 0.5}
 MODE = {"ms": 5.0, "p20_ms": 5.0, "p80_ms": 5.0, "flush_ms": 5.0, "ratio": 1.0, "held_up_ms": None}
 MS = {"ms": 2.0, "p20_ms": 1.5, "p80_ms": 2.5}
 LINK = {"failed": None, "wire": "bf16", "step_ms": 50.0}
 FINDING = {"what": "pack, one", "value": 0.5, "sign": ">=", "bound": 0.9, "unit": "x", "met": False}
+LOSS: dict[str, Any] = {"loss": 2.25, "spread": 0.01, "difference": 0.002, "difference_error": 0.0001}
+LOSS |= {"of_nearest": None, "of_nearest_error": None}
+FEEDBACK = {**LOSS, "of_nearest": -0.001, "of_nearest_error": 0.0005}
 CELL: dict[str, Any] = {
     "part": "steps",
     "case": "resnet18",
@@ -128,7 +133,30 @@ CONTENT: dict[str, dict[str, Any]] = {
         ],
     },
     "encoded": {
-        "rows": [row("encoded", "int8, 5x40", {"encode": {"ns": 1.0, "p20_ns": 0.9, "p80_ns": 1.1, "ratio": 4.0}})],
+        "rows": [
+            row(
+                "encoded",
+                "int8, 5x40",
+                {name: {"ns": ns, "p20_ns": 0.9, "p80_ns": 1.1, "ratio": 4.0} for name, ns in ENCODED_NS.items()},
+                encoding="int8",
+            )
+        ],
+    },
+    "errors": {
+        "rows": [
+            row("errors", "Gaussian", {"int8": {f"error_{2**power}": 0.00983 for power in range(1, 11)}}),
+            row("errors", "gradients of digits", {"bf16, ring": {f"error_{2**power}": None for power in range(1, 11)}}),
+        ],
+        "demands": [demand("Gaussian: int8", 0.0102, "<=", 0.01, unit="%")],
+    },
+    "training": {
+        "ranks": 2,
+        "seeds": 5,
+        "rows": [
+            row("exchanged", "text, SGD", {"ours native": LOSS, "ours int8": LOSS}, steps=9),
+            row("simulated", "text, SGD", {"native": LOSS, "int4": LOSS, "int4, feedback": FEEDBACK}, steps=9),
+        ],
+        "demands": [demand("text, SGD: ours int8", 0.002, "<=", 0.001, unit="%")],
     },
     "host": {
         "rows": [
@@ -243,6 +271,8 @@ MISSED = {
     "kernels": "- pack tiny: share of the copy: 0.5, at least 0.9\n",
     "step-clip": "- bf16, Many: 1.75 of 'torch DDP', at most 1\n- native, Many: not judged, it takes nothing\n",
     "link": "- resnet18 at 300 Mbit/s, bf16: 50 ms, 1.25 of 'torch hook', at most 36 ms\n",
+    "errors": "- Gaussian: int8: 1.02%, at most 1%\n",
+    "training": "- text, SGD: ours int8: 0.2%, at most 0.1%\n",
     "schedule": "- 2 x 8: recording share: 2%, less than 1%\n- uniform: rank correlation: 0.5, at least 0.9\n",
     "modes": "- staleness 1: held up: not judged, synchronous was not\n",
     "data_parallel": "- mlp: ours, of one replica: 1.25, at most 1.05\n",
@@ -255,6 +285,8 @@ LOST = {
     "link": ["| 300 Mbit/s | 10 | 50 | 50 | - | 0.60 | 40 | 40 | 1.25 **slower** | - | - | 0.50 | - / - | 1.00 |"],
     "clip": ["| ours | 2.00 | 1.50 to 2.50 | 1.50 **slower** |", "| ours bf16 | 2.00 | 1.50 to 2.50 | 1.50 |"],
     "host": ["| ours bf16 | 5 | 1 to 9 | 3 | 2.50 **slower** |", "| no DDP | 1 | 1 to 9 | 3 | - |"],
+    "errors": ["| int8 | 0.983 % | 0.983 % |", "| bf16, ring | - | - |"],
+    "training": ["| ours int8 | 2.2500 | 1.00% | +0.200% ± 0.010% |", "± 0.010% | -0.100% ± 0.050% |"],
     "schedule": [
         "| 1.25 **slower** (3) |",
         "| 2.000% **MISSED** | 0.010% |",
@@ -284,9 +316,10 @@ def test_the_pages_are_what_the_records_give() -> None:
 
 def test_every_benchmark_has_a_block_and_every_block_a_place() -> None:
     made = report.blocks([])
-    assert set(made) == {*report.BLOCKS, report.MISSED, report.SUMMARY, report.HEADLINE}
+    assert set(made) == {*report.BLOCKS, *report.WIRES, report.MISSED, report.SUMMARY, report.HEADLINE}
     text = report.filled(report.TABLES_PAGE.read_text(), made, needed=report.BLOCKS)
     assert report.filled(text, made) == text
+    assert report.filled(report.WIRES_PAGE.read_text(), made, needed=report.WIRES)
     assert {report_tables.family(what) for what in CONTENT} == set(report_tables.TABLES)
     assert made["kernels"] == f"{report.NOTHING}\n\n{report.NO_GPU}"
 
@@ -300,6 +333,10 @@ def test_every_table_says_where_it_comes_from_and_what_is_lost(folder: Path) -> 
         assert all(str(records.provenance("cpu")[key]) in block for key in ("hardware", "commit", "command"))
     for block in ("kernels", "step", "host", "gpu-check"):
         assert report.NO_GPU in made[block]
+    assert "| int8, 5x40 | 1.50 | 0.50 | 0.98 | 7.9 |" in made["break-even"]
+    assert "| Gaussian, 2 to 64 ranks | - | - | 0.983 % | - |" in made["wire-errors"]
+    assert "| text, SGD | 2.2500 | 1.00% | - | - | +0.20% ± 0.01% | - | - |" in made["wire-losses"]
+    assert "| -0.10% ± 0.05% |" in made["wire-feedback"]
     for text in MISSED.values():
         assert text in f"{made[report.MISSED]}\n"
 
@@ -430,7 +467,7 @@ def test_what_is_written_by_hand_is_left_alone() -> None:
 
 def test_pictures_are_of_records_that_have_something_to_draw(folder: Path) -> None:
     found = report.latest_records(folder)
-    drawn = {f"performance_{what}_cpu.png" for what in ("kernels", "step-clip")}
+    drawn = {f"performance_{what}_cpu.png" for what in ("errors", "kernels", "step-clip")}
     assert {report_plots.name_of(record) for record in found} - {None} == {*drawn, "link.png"}
     assert report_plots.name_of({**records.provenance("cpu"), "what": "kernels", "rows": []}) is None
     pytest.importorskip("matplotlib")

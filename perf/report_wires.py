@@ -1,0 +1,156 @@
+"""What docs/wires.md shows of the records of errors, training and encoded buckets: short tables, and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import break_even
+from render import Lines, Record, Row, number, table
+
+BOTH, BF16 = "encode + decode", "pack + unpack, bf16"  # of bench_encoded.py
+# Of bench_errors.py.
+RING, SUMS, NODES, WITHIN = "bf16, ring", "bf16, fp32 sums", ", nodes of 8", ", fp32 within"
+FLAT_RANKS, NODE_RANKS = (2, 64), (16, 1024)
+COLOURS = {RING: "#b0b0b0", SUMS: "#2060a0", "int8": "#2e8b57", "int4": "#c06020"}
+GPU_RANKS = 8
+
+
+def errors(record: Record) -> Lines:
+    """Of each wire the largest error over ranks, by what was added up; a ring knows no nodes."""
+    ways = (
+        ("2 to 64 ranks", "", FLAT_RANKS),
+        ("nodes of 8", NODES, NODE_RANKS),
+        ("nodes of 8, fp32 within", NODES + WITHIN, NODE_RANKS),
+    )
+    lines = [
+        [
+            f"{row['case']}, {way}",
+            *(_largest(row, wire if wire == RING else wire + suffix, ranks) for wire in COLOURS),
+        ]
+        for row in record["rows"]
+        for way, suffix, ranks in ways
+    ]
+    return table(["largest error of the mean", *COLOURS], lines)
+
+
+def _largest(row: Row, name: str, ranks: tuple[int, int]) -> str:
+    least, most = ranks
+    values = row["variants"].get(name, {})
+    found = [one for key, one in values.items() if one is not None and least <= int(key.split("_")[1]) <= most]
+    return f"{100 * max(found):#.3g} %" if found else "-"
+
+
+def _rows_of(record: Record, part: str) -> list[Row]:
+    return [row for row in record["rows"] if row["part"] == part]
+
+
+def _off(row: Row, name: str, key: str = "difference") -> str:
+    values = row["variants"].get(name)
+    return "-" if values is None else f"{values[key]:+.2%} ± {values[f'{key}_error']:.2%}"
+
+
+def losses(record: Record) -> Lines:
+    """Differences to native's final loss, of ranks that exchange."""
+    shown = ("native, nudged", "ours bf16", "ours int8", "ours int4", "torch PowerSGD rank 4")
+    lines = [
+        [
+            row["case"],
+            number(row["variants"]["ours native"]["loss"], 4),
+            f"{row['variants']['ours native']['spread']:.2%}",
+            *(_off(row, name) for name in shown),
+        ]
+        for row in _rows_of(record, "exchanged")
+    ]
+    return table(["final loss", "native", "its seeds' spread", *shown], lines)
+
+
+def feedback(record: Record) -> Lines:
+    """Differences to rounding to nearest, of what is simulated."""
+    names = [f"{wire}, {how}" for wire in ("int8", "int4") for how in ("stochastic", "feedback")]
+    lines = [
+        [
+            row["case"],
+            f"{row['variants']['native']['spread']:.2%}",
+            *(_off(row, wire) for wire in ("int8", "int4")),
+            *(_off(row, name, "of_nearest") for name in names),
+        ]
+        for row in _rows_of(record, "simulated")
+    ]
+    headings = ["final loss", "seeds' spread", "int8, to native", "int4, to native"]
+    return table([*headings, *(f"{name}, to nearest" for name in names)], lines)
+
+
+def here(record: Record) -> Lines:
+    """Two ranks on this machine, by measurement."""
+    lines = []
+    for row in record["rows"]:
+        wire, spent = row["encoding"], row["variants"]
+        more_ns = spent[BOTH]["ns"] - spent[BF16]["ns"]
+        saved = break_even.saved_bytes(wire, "bf16", 2)
+        speed = break_even.break_even_gbit(saved, more_ns)
+        lines.append([row["case"], number(spent[BOTH]["ns"]), number(spent[BF16]["ns"]), number(saved), _below(speed)])
+    headings = ["two ranks, measured on CPU", "encode + decode ns", "pack + unpack at bf16 ns"]
+    return table([*headings, "bytes saved to bf16", "pays below, Gbit/s"], lines)
+
+
+def calculated() -> Lines:
+    """An H100, by calculation."""
+    lines = []
+    for wire in ("bf16", "int8", "int4"):
+        for beside in ("native", "bf16"):
+            if wire != beside:
+                saved = break_even.saved_bytes(wire, beside, GPU_RANKS)
+                spent = break_even.memory_bytes(wire, GPU_RANKS)
+                speed = _below(break_even.on_h100_gbit(wire, beside, GPU_RANKS))
+                lines.append([f"{wire}, beside {beside}", number(saved), number(spent), speed])
+    headings = [f"{GPU_RANKS} ranks, calculated for an H100", "bytes saved", "bytes of memory"]
+    return table([*headings, "pays below, Gbit/s"], lines)
+
+
+def _below(speed: float | None) -> str:
+    return "any speed" if speed is None else number(speed, 0 if speed >= 10 else 1)
+
+
+def picture(record: Record) -> Callable[[Path], None] | None:
+    """Error against the number of ranks, of normal values and of values of one sign."""
+    rows = [row for row in record["rows"] if row["case"] in ("Gaussian", "one sign")]
+    if not rows:
+        return None
+
+    def save(path: Path) -> None:
+        from matplotlib import pyplot
+
+        figure, panels = pyplot.subplots(
+            1, len(rows), figsize=(10, 4.2), layout="constrained", squeeze=False, sharey=True, facecolor="white"
+        )
+        for panel, row in zip(panels[0], rows, strict=True):
+            for name, colour in COLOURS.items():
+                for suffix, style in (("", "-"), (NODES, "--")):
+                    values = row["variants"].get(name + suffix, {})
+                    points = [(int(key.split("_")[1]), 100 * one) for key, one in values.items() if one is not None]
+                    if points:
+                        label = name + suffix if name != RING else "bf16, torch's ring"
+                        panel.plot(*zip(*points, strict=True), style, marker="o", ms=3, color=colour, label=label)
+            panel.set_xscale("log", base=2)
+            panel.set_yscale("log")
+            panel.set_title(row["case"], fontsize=11, loc="left")
+            panel.set_xlabel("ranks")
+            panel.grid(color="#e6e6e6")
+            panel.spines[["top", "right"]].set_visible(False)
+        panels[0][0].set_ylabel("relative error of the mean, %")
+        handles, labels = panels[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+        pyplot.close(figure)
+
+    return save
+
+
+# The page's blocks that are of a record: of which benchmark, and what makes one of its latest on CPU.
+BLOCKS: Mapping[str, tuple[str, Callable[[Record], Lines]]] = {
+    "wire-errors": ("errors", errors),
+    "wire-losses": ("training", losses),
+    "wire-feedback": ("training", feedback),
+    "break-even": ("encoded", here),
+}
