@@ -13,6 +13,7 @@ BOTH, BF16 = "encode + decode", "pack + unpack, bf16"  # of bench_encoded.py
 RING, SUMS, NODES, WITHIN = "bf16, ring", "bf16, fp32 sums", ", nodes of 8", ", fp32 within"
 FLAT_RANKS, NODE_RANKS = (2, 64), (16, 1024)
 COLOURS = {RING: "#b0b0b0", SUMS: "#2060a0", "int8": "#2e8b57", "int4": "#c06020"}
+SHOWN_RANKS = (2, 8, 64, 256, 1024)
 GPU_RANKS = 8
 
 
@@ -134,6 +135,8 @@ def picture(record: Record) -> Callable[[Path], None] | None:
                         panel.plot(*zip(*points, strict=True), style, marker="o", ms=3, color=colour, label=label)
             panel.set_xscale("log", base=2)
             panel.set_yscale("log")
+            panel.set_xticks(SHOWN_RANKS, [f"{ranks:,}" for ranks in SHOWN_RANKS])
+            panel.yaxis.set_major_formatter("{x:g}")
             panel.set_title(row["case"], fontsize=11, loc="left")
             panel.set_xlabel("ranks")
             panel.grid(color="#e6e6e6")

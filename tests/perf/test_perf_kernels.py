@@ -12,6 +12,7 @@ import bench_encoded
 import bench_kernels
 import layers
 import pytest
+import report_wires
 import timing
 import torch
 import workload
