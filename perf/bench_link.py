@@ -4,6 +4,7 @@
     fusedreduce bench link --quick                       # ResNet-18 at 1 Gbit/s, six ways: about a minute
     fusedreduce bench link --models mlp-8m --rates 300 2000 --variants "ours bf16" "batched copies, views"
     fusedreduce bench link --train --rates 1000          # time to a common loss, on digits and on Python's sources
+    fusedreduce bench link --ranks 3 --models resnet18   # takes as many cores: else its numbers are not shown
     torchrun ... -m fusedreduce.cli bench link --here    # over the network between the machines that torchrun started
 
 Two ranks, each with a core and a network namespace of its own, joined by a bridge; tbf gives every link the rate. A
@@ -51,7 +52,7 @@ ROOM = Path(__file__).with_name("link_room.py")
 MODELS = ("resnet18", "gpt2-7m", "mlp-8m", "many:2000x64")
 RATES_MBIT = (300.0, 1000.0, 2000.0, 5000.0, None)
 TRAIN_RATES_MBIT = (1000.0,)
-TRAINED = (*(name for name in link_variants.QUICK if name != link_variants.AGAIN), *POWERSGD)
+TRAINED = (*(name for name in link_variants.QUICK if name != link_variants.AGAIN), *POWERSGD, *link_variants.ENCODED)
 ROUNDS, QUICK_ROUNDS = 20, 10
 LIMIT_S, QUICK_LIMIT_S = 7200.0, 300.0
 TRAIN_VARIANT_LIMIT_S = 300.0  # on its clock
@@ -240,7 +241,7 @@ def options() -> argparse.Namespace:
 
 
 def record_name(asked: argparse.Namespace, *, complete: bool) -> str:
-    """A run of all that has targets is "link", of which the README has its numbers; runs of less lie beside it.
+    """A run of all that has targets is "link", of which the README has its numbers; others lie beside it.
 
     Args:
         asked: from `options`.
@@ -248,6 +249,8 @@ def record_name(asked: argparse.Namespace, *, complete: bool) -> str:
     """
     if asked.train:
         return "link-train"
+    if asked.ranks != 2:
+        return f"link-{asked.ranks}ranks"
     all_models = set(asked.models) >= set(link_bound.TARGET_MODELS)
     all_rates = set(asked.rates) >= set(link_bound.TARGET_RATES_MBIT)
     judged = all_models and all_rates and not asked.variants
@@ -281,17 +284,22 @@ def main() -> int:
         found.ended_early = str(error)
     if all(row["part"] == "links" for row in found.rows):
         raise BenchError(found.ended_early)
-    demands = link_bound.demands(found.rows)
+    demands = demanded(asked, found)
     if not asked.train:
         print("\ntargets:" if demands else "\ntargets: none of what was measured has one")
     for one in demands:
         said = demand_text(one) + ("" if one["met"] is None else f": {verdict_word(one)}")
-        print(f"  {said}; the bound is {one['bound_ms']:.1f} ms")
+        print(f"  {said}" + (f"; the bound is {one['bound_ms']:.1f} ms" if "bound_ms" in one else ""))
     if writes:
         print(f"\n{write(asked, found, name=record_name(asked, complete=found.ended_early is None))}")
     if found.ended_early is not None:
         raise BenchError(f"{found.ended_early}: the rest is missing")
     return 1 if asked.check and not all(one["met"] for one in demands) else 0
+
+
+def demanded(asked: argparse.Namespace, found: Found) -> list[dict[str, Any]]:
+    """Of what was measured."""
+    return link_bound.demands(found.rows) + link_bound.encoded_demands(found.rows, asked.ranks)
 
 
 def write(asked: argparse.Namespace, found: Found, *, name: str) -> Path:
@@ -307,7 +315,7 @@ def write(asked: argparse.Namespace, found: Found, *, name: str) -> Path:
         warmup_rounds=asked.warmup,
         ended_early=found.ended_early,
         rows=found.rows,
-        demands=link_bound.demands(found.rows),
+        demands=demanded(asked, found),
     )
 
 

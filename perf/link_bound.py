@@ -35,6 +35,9 @@ BARRIER_BYTES = 1024  # by how much a barrier's own bytes, which are taken off, 
 TARGET_MODELS = ("resnet18", "gpt2-7m", "mlp-8m")
 TARGET_RATES_MBIT = (300, 1000)
 TARGET_SHARE = {"bf16": 0.90, "native": 0.95}
+# Of the step and of the bytes of our bf16, on two ranks at ENCODED_RATE_MBIT.
+ENCODED_SHARES = {"int8": (0.60, 0.53), "int4": (0.40, 0.28)}
+ENCODED_RATE_MBIT = 300
 BOUND_SHARE = 0.95  # who is this near to the bound can do no more
 # Bytes an element. (Of a model's norms and biases "int8" and "int4" send four; that is within WIRE_SLACK_SHARE.)
 ITEMSIZE = {"native": 4, "bf16": 2, "fp16": 2, "int8": 260 / 256, "int4": 34 / 64}
@@ -167,4 +170,23 @@ def demands(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     bound_ms=target.bound_ms,
                 )
             )
+    return found
+
+
+def encoded_demands(rows: Sequence[Mapping[str, Any]], ranks: int) -> list[dict[str, Any]]:
+    """What is required of int8 and int4 beside our bf16, of two ranks: of the step, and of the bytes on the wire."""
+    found: list[dict[str, Any]] = []
+    for cell in rows if ranks == 2 else ():
+        judged = cell["part"] == "steps" and cell["not_published"] is None and cell["rate_mbit"] == ENCODED_RATE_MBIT
+        if not judged or cell["case"] not in TARGET_MODELS or "bf16" not in cell["ours_best"]:
+            continue
+        bf16 = cell["variants"][cell["ours_best"]["bf16"]]
+        for wire, shares in ENCODED_SHARES.items():
+            if wire not in cell["ours_best"]:
+                continue
+            ours = cell["variants"][cell["ours_best"][wire]]
+            for what, key, share in zip(("step", "bytes"), ("step_ms", "sent_bytes"), shares, strict=True):
+                name = f"{cell['case']} at {cell['rate_mbit']:g} Mbit/s, {wire}: {what}, of our bf16's"
+                failed = ours["failed"] or bf16["failed"]
+                found.append(demand(name, ours[key] / bf16[key], "<=", share, why_not=failed))
     return found

@@ -28,6 +28,7 @@ from render import Cell as Render
 
 PICTURE = "link.png"
 BF16, FP16, HOOK = "ours bf16", "ours fp16", "fused_hook bf16, views"
+ENCODED = ("ours int8", "ours int4")
 LOCAL = "no DDP"
 HEADLINE_MBIT = 1000
 POWERSGD = ("torch PowerSGD rank 1", "torch PowerSGD rank 4")
@@ -101,6 +102,32 @@ _STEPS: Columns = (
 )
 
 
+def _of_bf16(name: str, key: str) -> Render:
+    """A variant's step or bytes as a share of our bf16's; what has failed has none."""
+
+    def cell(line: Line) -> str:
+        mine, bf16 = (line.row["variants"].get(one) for one in (name, BF16))
+        if mine is None or bf16 is None:
+            return "-"
+        return FAILED if mine["failed"] or bf16["failed"] else number(share_of(mine[key], bf16[key]))
+
+    return cell
+
+
+_ENCODED: Columns = (
+    ("link", _rate),
+    ("ours bf16 ms", lambda line: number(_ms(line.row, BF16), 0)),
+    *((f"{name} ms", lambda line, name=name: number(_ms(line.row, name), 0)) for name in ENCODED),
+    *((f"{name}, of bf16's step", _of_bf16(name, "step_ms")) for name in ENCODED),
+    *((f"{name}, of its bytes", _of_bf16(name, "sent_bytes")) for name in ENCODED),
+    ("PowerSGD rank 4 ms", lambda line: number(_ms(line.row, POWERSGD[1]), 0)),
+)
+
+
+def _has_encoded(cell: Row) -> bool:
+    return cell["not_published"] is None and any(name in cell["variants"] for name in ENCODED)
+
+
 def _models(record: Record) -> Lines:
     """A table per model with a line per rate."""
     lines: Lines = []
@@ -116,7 +143,8 @@ def _models(record: Record) -> Lines:
         first = mine[0]
         title = f"**{TITLES.get(model, model)}**: {first['parameters']:,} tensors, {first['elements']:,} elements."
         steps = Table(lines="rows", columns=_STEPS, where=lambda cell: cell["not_published"] is None)
-        lines += [title, "", *steps.render({**record, "rows": mine})]
+        encoded = Table(lines="rows", columns=_ENCODED, where=_has_encoded)
+        lines += [title, "", *(line for one in (steps, encoded) for line in one.render({**record, "rows": mine}))]
         lines += ["<details><summary>Which of torch's, and what is not shown</summary>", ""]
         lines += [*(f"- {note}" for cell in mine for note in _notes(cell)), "", "</details>", ""]
     return lines
@@ -158,9 +186,16 @@ def _targets(record: Record) -> Lines:
             verdict_word(one).replace("MISSED", MISSED),
         ]
         for one in record["demands"]
+        if "torch_ms" in one
+    ]
+    encoded = [
+        [one["what"], number(one["value"]), number(one["bound"]), verdict_word(one).replace("MISSED", MISSED)]
+        for one in record["demands"]
+        if "torch_ms" not in one
     ]
     headings = ["target", "ours ms", "torch's best ms", "bound ms", "required, at most", ""]
-    return [*table(headings, rows), ""] if rows else []
+    lines = [*table(headings, rows), ""] if rows else []
+    return lines + ([*table(["target", "found", "required, at most", ""], encoded), ""] if encoded else [])
 
 
 def _ended_early(record: Record) -> Lines:

@@ -231,6 +231,22 @@ def test_the_page_has_ratios_the_bound_and_what_is_lost(tmp_path: Path) -> None:
     assert (tmp_path / "link.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_encoded_wires_stand_beside_our_bf16_in_time_and_bytes() -> None:
+    slow = {**LINK, "rate_mbit": 300}
+    one = answer(**TIMES, ours_int8=[0.42] * 3, ours_int4=[0.41] * 3)
+    one["bounds"] |= {"int8": [0.2] * 3, "int4": [0.1] * 3}
+    sent = {"ours bf16": 20_000_000, "ours int8": 10_200_000, "ours int4": 5_800_000}
+    one["bytes"] |= {name: [nbytes] * 3 for name, nbytes in sent.items()}
+    one["seconds"]["ours bf16"] = [0.8] * 3
+    found = link_cells.cell("resnet18", slow, [one, one], shared_cores=False)
+    said = page(record([slow, found], demands=link_bound.encoded_demands([found], 2)))
+    assert "| 300 Mbit/s | 800 | 420 | - | 0.53 | failed | 0.51 | failed | - |" in said
+    assert "| resnet18 at 300 Mbit/s, int8: step, of our bf16's | 0.53 | 0.60 | met |" in said
+    assert "int4: bytes, of our bf16's | 0.29 | 0.28 | not judged, 11,600,000 bytes on the wire" in said
+    assert link_bound.encoded_demands([found], 3) == [] and link_bound.demands([found]) != []
+    assert "of bf16's step" not in page(record([LINK, cell()]))
+
+
 def test_what_was_measured_before_something_went_wrong_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def room(settings: Mapping[str, Any], limit_s: float) -> Iterator[dict[str, Any]]:
         yield {"rate_mbit": 1000, "raw": [{"rates": {str(2**24): 963.5e6}, "congestion_control": "cubic"}] * 2}
@@ -282,6 +298,8 @@ def test_options_say_which_jobs_there_are(monkeypatch: pytest.MonkeyPatch) -> No
         bench_link.TRAINED, key=list(link_variants.variants()).index
     )
     assert bench_link.record_name(train, complete=False) == "link-train"
+    assert {"ours int8", "ours int4", "torch PowerSGD rank 4"} <= {*bench_link.TRAINED}
+    assert bench_link.record_name(options(monkeypatch, "--ranks", "3"), complete=True) == "link-3ranks"
     for typed in (["--rates", "0"], ["--here", "--rates", "1000"], ["--train", "--models", "resnet18"]):
         with pytest.raises(BenchError):
             options(monkeypatch, *typed)
@@ -292,6 +310,7 @@ def test_options_say_which_jobs_there_are(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_takes_part_is_what_the_page_names() -> None:
     found = link_variants.variants()
     assert {report_link.LOCAL, report_link.BF16, report_link.FP16, report_link.HOOK} <= set(found)
+    assert tuple(link_variants.ENCODED) == report_link.ENCODED
     assert {*report_link.POWERSGD, *link_variants.QUICK, *bench_link.TRAINED} <= set(found)
     forms = [name for name, variant in found.items() if variant.side == "torch" and variant.wire == "native"]
     sizes = [link_variants.sized("torch DDP, views", size_mb) for size_mb in link_variants.SIZES_MB]
