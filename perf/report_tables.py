@@ -249,6 +249,7 @@ _LOSSES: Columns = (
     ("mean loss", value("loss", 4)),
     ("seeds' spread", percent("spread", 2)),
     ("to native", _off("difference")),
+    ("by seed", lambda line: " ".join(f"{loss:.4f}" for loss in line.get("losses"))),
 )
 
 

@@ -16,6 +16,7 @@ import break_even
 import harness
 import pytest
 import records
+import report
 import report_wires
 import torch
 import training_data
@@ -245,6 +246,25 @@ def test_runs_that_a_file_has_are_not_run_again(tmp_path: Path, monkeypatch: pyt
     cells.write_text("{}\n")
     with pytest.raises(BenchError, match="a line that is no run's"):
         bench_training.main()
+
+
+def test_what_the_page_says_of_training_is_so() -> None:
+    page = " ".join((records.CHECKOUT / "docs" / "wires.md").read_text().split())
+    (record,) = [one for one in report.latest_records(records.RESULTS) if one["what"] == "training"]
+    rows = {(row["part"], row["case"]): row["variants"] for row in record["rows"]}
+    assert "nowhere here does it help by more than the seeds' spread" in page
+    for (part, case), variants in rows.items():
+        for wire in ENCODINGS if part == "simulated" else ():
+            assert variants[f"{wire}, feedback"]["of_nearest"] > -variants["native"]["spread"], case
+    assert "There AdamW is behind at 4 bits, however codes are rounded" in page and "it has caught up" in page
+    for name in ("int4", "int4, stochastic", "int4, feedback"):
+        behind, caught_up = (rows["simulated", f"{task}, AdamW"][name] for task in ("digits, 100 steps", "digits"))
+        assert behind["difference"] > max(0.01, 2 * behind["difference_error"])
+        assert caught_up["difference"] < 0.003
+    assert "*text, SGD* is decided by one seed" in page
+    native, int4 = (rows["simulated", "text, SGD"][name]["losses"] for name in ("native", "int4"))
+    off = sorted(abs(one / other - 1) for one, other in zip(int4, native, strict=True))
+    assert off[-1] > 10 * off[-2]
 
 
 # When a wire pays
