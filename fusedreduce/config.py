@@ -135,6 +135,13 @@ class ReduceConfig:
         accumulation: "wire": the backend adds 16-bit elements up, and rounds at every hop. "fp32": ranks exchange their
             contributions, each is rounded once, and the sum in fp32 once more; only for the wires "bf16" and "fp16".
             ("int8" and "int4" are always added up in fp32.) Reducer and wrapper only.
+        stochastic_rounding: codes of the wires "int8" and "int4" are rounded up or down at random, so that a mean over
+            steps comes to the gradients' own, at about 1.4 times a step's error; False: to nearest. The same random
+            bits in every run: see docs/wires.md. Reducer and wrapper only.
+        error_feedback: what the wires "int8" and "int4" lose of a gradient is added to the next step's, for 8 more
+            bytes of memory per element. For SGD; AdamW may end with a higher loss. See docs/wires.md. Reducer and
+            wrapper only.
+        seed: of stochastic rounding, in [0, 2**32). Reducer and wrapper only.
         op: "mean": the average over all ranks; "sum": their sum. (On an fp16 wire gradients are divided by a power of
             two of at least the world size before that sum, which then cannot overflow on the wire, and multiplied by it
             afterwards.) Reducer and wrapper only.
@@ -169,6 +176,9 @@ class ReduceConfig:
     wire_after: int = 0
     least_sqnr_db: float | None = None
     accumulation: Accumulation = "wire"
+    stochastic_rounding: bool = False
+    seed: int = 0
+    error_feedback: bool = False
     op: Op = "mean"
     stall_report_s: float | None = None
     overlap: bool = True
@@ -185,7 +195,7 @@ class ReduceConfig:
         if isinstance(self.wire, Mapping):
             object.__setattr__(self, "wire", tuple(self.wire.items()))
         wires = self._named_wires()
-        for name in ("overlap", "grad_stats"):
+        for name in ("overlap", "grad_stats", "stochastic_rounding", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         choices: Mapping[str, tuple[str, ...]] = {
@@ -203,6 +213,8 @@ class ReduceConfig:
         least = self.least_sqnr_db
         if least is not None and not (type(least) in (int, float) and math.isfinite(least)):
             raise ValueError(f"least_sqnr_db must be a finite number of dB or None, got {least!r}")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be a whole number in [0, 2**32), got {self.seed!r}")
         stall = self.stall_report_s
         if stall is not None and not (isinstance(stall, int | float) and math.isfinite(stall) and stall > 0):
             raise ValueError(f"stall_report_s must be a positive number of seconds or None, got {stall!r}")
@@ -218,6 +230,9 @@ class ReduceConfig:
             )
         if wires is not None:
             self.check_wires(wires)
+            for name in ("stochastic_rounding", "error_feedback"):
+                if getattr(self, name) and ENCODED_WIRES.keys().isdisjoint(wires):
+                    raise ValueError(f"{name} is for the wires 'int8' and 'int4', got wire={self.wire!r}: leave it out")
         if not isinstance(self.plan, str | None):
             raise ValueError(f"plan must be the JSON text of a plan or None, got {type(self.plan).__name__}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -179,6 +179,9 @@ class Bucket:
     ) -> None:
         """Writes gradients from what `reduce` has returned; arguments as of `dispatch.unpack`."""
         dispatch.unpack(gradients, self.chunks, self.pointers, reduced, scale, partials, vouched=vouched)
+
+    def not_written(self, slots: Collection[int]) -> None:
+        """Called in a step that does not write the gradients of `slots`, because no rank has used them."""
 
     def unpacked(self) -> torch.cuda.Event | None:
         """Records that the current stream has read the wire buffer with what was launched so far.

@@ -16,8 +16,10 @@ from ..planning.plan import ParameterKind, Plan
 from .bucket import Bucket
 from .comm_hook import CommHook, CommHookReduction
 from .dense import DenseReduction
+from .draws import Draws
 from .exchange import accumulated_split, divisor_split
 from .exchanged import AccumulatedBucket, EncodedBucket
+from .feedback import Feedback
 from .reduction import Members, Reduction
 from .second_phases import SecondPhases
 from .sparse import SparseReduction
@@ -43,6 +45,8 @@ class BucketMaker:
         hook: state and comm hook, in place of our own wire; None: our own.
         keeps_gradients: the hook writes `.grad` itself.
         second_phases: issues the second collectives of buckets that are exchanged in two phases.
+        draws: what stochastic rounding draws by; None: codes are rounded to nearest.
+        feedback: residuals of encoded gradients; None: what encoding loses is lost.
         lazy: wires, and the comm hook's buffers, are allocated in each step and released at its end.
     """
 
@@ -55,6 +59,8 @@ class BucketMaker:
     communicator: Communicator
     sparse_kinds: SparseKinds
     second_phases: SecondPhases
+    draws: Draws | None = None
+    feedback: Feedback | None = None
     hook: tuple[object, CommHook] | None = None
     keeps_gradients: bool = False
     lazy: bool = False
@@ -78,14 +84,29 @@ class BucketMaker:
 
     def _bucket(self, members: Members) -> Bucket:
         """What travels for dense parameters of one wire."""
-        first, ranks, name = members.parameters[0], self.communicator.size, self.wires[members.numbers[0]]
+        first, name = members.parameters[0], self.wires[members.numbers[0]]
+        ranks, rank = self.communicator.size, self.communicator.rank
         dtypes = [real_dtype(one.dtype) for one in members.parameters]
         numels, shapes = list(map(real_numel, members.parameters)), list(map(dense_shape, members.parameters))
         device, label = members.device, members.label
         encoding = ENCODINGS.get(name)
         if encoding is not None:
-            phases, lazy = self.second_phases, self.lazy
-            return EncodedBucket(numels, dtypes, encoding, device, label, shapes, ranks=ranks, phases=phases, lazy=lazy)
+            bucket = EncodedBucket(
+                numels,
+                dtypes,
+                encoding,
+                device,
+                label,
+                shapes,
+                ranks=ranks,
+                phases=self.second_phases,
+                lazy=self.lazy,
+                keys=members.numbers,
+                draws=None if self.draws is None else self.draws.of_bucket(members.index, device, rank),
+            )
+            if self.feedback is not None:
+                bucket.feed_back(self.feedback.of_bucket(members.numbers, bucket.chunks, rank))
+            return bucket
         wire = wire_dtype(name) or real_dtype(first.dtype)
         if self.wires.accumulation == "fp32" and name != "native" and ranks > 2:
             return AccumulatedBucket(

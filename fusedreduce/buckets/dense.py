@@ -128,6 +128,13 @@ class DenseReduction(WritesPartials):
             return
         gradients, self._packed = self._packed, []
         self._unpack(in_flight, gradients, in_flight.gradients, self._complete, unused, scale)
+        if unused:
+            self.bucket.not_written([slot for slot, number in enumerate(self.members.numbers) if number in unused])
+
+    def skip(self) -> None:
+        """See `Reduction.skip`."""
+        super().skip()
+        self.bucket.not_written(range(len(self.members.numbers)))
 
     def detach_flight(self) -> InFlight:
         """Hands over what `launch` has started, with its wire; `rotate_wire` must follow before the next step."""

@@ -11,7 +11,7 @@ where there are two phases, and every rank decodes the same bytes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -23,6 +23,8 @@ from ..kernels.parts import Part
 from ..kernels.table import Partials, PointerTable, Shape, SourcePartials
 from ..planning.layout import aligned_layout, block_layout
 from .bucket import Bucket
+from .draws import BucketDraws
+from .feedback import BucketFeedback
 from .second_phases import SecondPhases
 
 
@@ -110,6 +112,8 @@ class EncodedBucket(ExchangedBucket):
         ranks: how many take part.
         phases: issues second phases.
         lazy: release the buffers at the end of each step.
+        keys: numbers of the parameters, for stochastic rounding: the same whatever the plan.
+        draws: what contributions and what sums are drawn by; None: codes are rounded to nearest.
     """
 
     chunks: EncodedTable
@@ -126,14 +130,24 @@ class EncodedBucket(ExchangedBucket):
         ranks: int,
         phases: SecondPhases,
         lazy: bool,
+        keys: Sequence[int] | None = None,
+        draws: BucketDraws | None = None,
     ) -> None:
         self._ranks = ranks
         self._phases = phases
+        self._draws = draws or BucketDraws(None, None)
+        self._feedback: BucketFeedback | None = None
+        self._feeds: BucketFeedback | None = None  # the step under way: None in one of zeros
         shards = 1 if ranks <= 2 else ranks
         align = encoding.shard_align
         layout = block_layout(numels, block_numel=encoding.block_numel, shard_align=align, shards=shards)
-        table = EncodedTable(layout.numels, layout.offsets, dtypes, layout.numel, encoding, shards, shapes=shapes)
+        numel, offsets = layout.numel, layout.offsets
+        table = EncodedTable(layout.numels, offsets, dtypes, numel, encoding, shards, shapes=shapes, keys=keys)
         super().__init__(layout, dtypes, torch.uint8, device, label, shapes, table, lazy=lazy)
+
+    def feed_back(self, feedback: BucketFeedback) -> None:
+        """Adds what is lost of each step to the next one, from the next `pack` on."""
+        self._feedback = feedback
 
     @property
     def wire_numel(self) -> int:
@@ -149,7 +163,12 @@ class EncodedBucket(ExchangedBucket):
 
     def warm_up(self, *, stats: bool) -> None:
         """See `Bucket.warm_up`."""
-        encoded.warm_up(self.device, self.chunks.layout.encoding, fp64=self.chunks.fp64, stats=stats)
+        encoding, fp64, stochastic = self.chunks.layout.encoding, self.chunks.fp64, self._draws.sum is not None
+        feedback = self._feedback is not None
+        encoded.warm_up(self.device, encoding, fp64=fp64, stats=stats, feedback=feedback, stochastic=stochastic)
+        if feedback:
+            # Sums are of fp32, and a rank without inputs has no feedback.
+            encoded.warm_up(self.device, encoding, stochastic=stochastic)
         self.chunks.places_on(self.device)
 
     def pack(
@@ -162,7 +181,21 @@ class EncodedBucket(ExchangedBucket):
         vouched: bool,
     ) -> None:
         """See `Bucket.pack`."""
-        encoded.encode(gradients, self.chunks, self.pointers, wire, divisor, partials, vouched=vouched)
+        self._feeds, residuals = self._feedback, None
+        if self._feeds is not None:
+            self._feeds.before_encode(gradients, divisor)
+            residuals = self._feeds.of_parameters
+        encoded.encode(
+            gradients,
+            self.chunks,
+            self.pointers,
+            wire,
+            divisor,
+            partials,
+            residuals=residuals,
+            draw=self._draws.contribution,
+            vouched=vouched,
+        )
 
     def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
         """See `Bucket.reduce`. What is returned holds one bucket, or of two ranks both."""
@@ -178,6 +211,7 @@ class EncodedBucket(ExchangedBucket):
 
     def reduce_zeros(self, zeros: torch.Tensor, communicator: Communicator) -> Pending:
         """See `Bucket.reduce_zeros`."""
+        self._feeds = None
         wire = torch.zeros(self.wire_numel, dtype=self.wire_dtype, device=self.device)  # decodes to zeros
         pending, reduced = self.reduce(wire, communicator)
         return _Decoded(pending, functools.partial(self.decode_flat, reduced, zeros))
@@ -201,8 +235,17 @@ class EncodedBucket(ExchangedBucket):
         """See `Bucket.unpack`."""
         encoded.decode(gradients, self.chunks, self.pointers, reduced, scale, partials, vouched=vouched)
 
+    def not_written(self, slots: Collection[int]) -> None:
+        """See `Bucket.not_written`."""
+        if self._feedback is not None:
+            self._feedback.keep(slots)
+
     def _add_up(self, received: torch.Tensor, sum_of_shard: torch.Tensor) -> None:
-        encoded.combine_encoded(received.view(-1), self.chunks, sum_of_shard)
+        received, residuals = received.view(-1), None
+        if self._feeds is not None:
+            self._feeds.before_combine(received, self.buffer("sum", self.chunks.layout.shard_numel, torch.float32))
+            residuals = self._feeds.of_sum
+        encoded.combine_encoded(received, self.chunks, sum_of_shard, residuals=residuals, draw=self._draws.sum)
 
 
 class _Decoded:

@@ -119,11 +119,13 @@ def clip_grad_norm_(
                 "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
                 "`error_if_nonfinite=False`"
             )
+        if gradients.reducer is not None:
+            gradients.reducer.note_clip(functools.partial(_coefficient, norm, max_norm))
         wide = any(one.dtype is torch.float64 for _, one in gradients.named)
         if optimizers and can_wait(optimizers) and not wide:
             clipped.fold(optimizers, ((norm + _EPSILON) / max_norm).clamp(min=1.0))  # keeps NaN
         else:
-            gradients.multiply((max_norm / (norm + _EPSILON)).clamp(max=1.0))
+            gradients.multiply(_coefficient(norm, max_norm))
             clipped.written = True
     return returned
 
@@ -221,6 +223,10 @@ def _check_reduced(reducer: Reduces) -> None:
         raise FusedReduceError(
             f"clip_grad_norm_ after a forward under no_sync(): these gradients have not been reduced. {_WHEN}"
         )
+
+
+def _coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    return (max_norm / (norm + _EPSILON)).clamp(max=1.0)
 
 
 def _optimizers(optimizer: object) -> tuple[Optimizer, ...]:

@@ -274,7 +274,7 @@ class DataParallel(nn.Module):
         """The steps in flight, to keep in a checkpoint beside the module's and the optimizer's state. Waits for them.
 
         Returns:
-            Plain tensors, numbers and names; empty in the synchronous mode.
+            Plain tensors, numbers and names; see `Reducer.state_dict`.
 
         Raises:
             ValueError: after close().

@@ -178,7 +178,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
         In the asynchronous mode every rank calls it at the same place, and each rank's state is its own.
 
         Returns:
-            Plain tensors by parameter name, and numbers; empty in the synchronous mode.
+            Plain tensors by parameter name, and numbers; see `Reducer.state_dict`.
 
         Raises:
             FusedReduceError: a step is not finished.

@@ -55,7 +55,14 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         """Makes a reducer with the native wire, for a comm hook; between two steps, on every rank."""
         config = self.reduce_config
         native = dataclasses.replace(
-            config, wire="native", accumulation="wire", wire_after=0, least_sqnr_db=None, op="mean"
+            config,
+            wire="native",
+            accumulation="wire",
+            wire_after=0,
+            least_sqnr_db=None,
+            stochastic_rounding=False,
+            error_feedback=False,
+            op="mean",
         )
         if native == config or not hasattr(self, "reducer") or self._ours().has_comm_hook:
             return

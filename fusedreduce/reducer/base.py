@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from ..buckets.bucket_set import BucketMaker
+from ..buckets.draws import Draws
+from ..buckets.feedback import Feedback
 from ..buckets.second_phases import SecondPhases
 from ..buckets.sparse_kinds import SparseKinds
 from ..buckets.stats.grad_stats import GradStats
@@ -105,6 +107,8 @@ class ReducerBase:
             communicator=communicator,
             sparse_kinds=SparseKinds(numbers, self.names, self._device, communicator),
             second_phases=second_phases,
+            draws=Draws(self.config.seed, count) if self.config.stochastic_rounding else None,
+            feedback=Feedback(self.parameters, self.names) if self.config.error_feedback else None,
             lazy=lazy_bucket_allocation and not self.has_views,
         )
         self._recording = Recording(self._plans, "reducer" if exclusive else "wrapper")

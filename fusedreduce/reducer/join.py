@@ -39,6 +39,7 @@ class JoinShadows:
         Returns:
             Zeros for every bucket, in launch order, each to be given to `run`.
         """
+        self._pipeline.begin_round()
         if self._plans.measured:
             self._pipeline.issued += self._plans.scheduler.open_round(None)
         self._observed.begin_shadow_step()

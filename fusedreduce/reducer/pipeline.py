@@ -122,6 +122,8 @@ class Pipeline:
         """Builds the buckets of `plan` in place of the old ones."""
         self._allocations += self.buckets.wire_allocations()
         self._restrided += int(self.buckets.stats()["restrided"])
+        if self.maker.feedback is not None:
+            self.maker.feedback.leave_buckets()
         self.buckets = BucketSet(plan, self.maker)
         self._plans.in_use = plan
         self.observed.collect_from(self.buckets.reductions)
@@ -222,6 +224,7 @@ class Pipeline:
             forward_ns: time.perf_counter_ns() when forward began.
             divisor: this rank's own for this step; None: the ranks that were counted, else the configured one.
         """
+        self.begin_round()
         self.observers = ()
         if profiled:
             wait = self._wait_to_time if watch else None
@@ -343,6 +346,11 @@ class Pipeline:
             self.used.clear_marks()
         self.end_statistics(ended)
 
+    def begin_round(self) -> None:
+        """Called before a synchronised step's backward, or before what takes its place (join)."""
+        if self.maker.draws is not None:
+            self.maker.draws.begin_step(self.rounds)
+
     def close_round(self, looked: StepProfile | None) -> None:
         """Counts a synchronised step that all ranks have ended, this one maybe without inputs (join).
 
@@ -399,6 +407,8 @@ class Pipeline:
                 self.observed.end_measured_step(ended.number)
             else:
                 self.issued += self.observed.end_step(ended.number, ended.left)
+                if self.maker.feedback is not None:
+                    self.maker.feedback.end_step(self.observed.found_non_finite())
 
     # Within
 
@@ -427,6 +437,8 @@ class Pipeline:
         if not self.mode.together:
             step.next_bucket = step.launched = len(self.buckets)
             return False
+        if self.maker.feedback is not None:
+            self.maker.feedback.begin_step(self.observed.units.unscaling().scale)
         self._kept = {}  # those of the last step: on CUDA a side stream may have read them until now
         if self._plans.measured:
             self.issued += self._plans.scheduler.open_round(self.profile)

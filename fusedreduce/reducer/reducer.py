@@ -243,6 +243,11 @@ class Reducer(ManualFinalization):
             if parameter.grad is not None:
                 parameter.grad.detach_().zero_()
 
+    def note_clip(self, coefficient: Callable[[], torch.Tensor]) -> None:
+        """Called when the reduced gradients are clipped: their residuals will be multiplied by `coefficient()` too."""
+        if self.pipeline.maker.feedback is not None:
+            self.pipeline.maker.feedback.clip(coefficient())
+
     # Steps that end later than with their own backward
 
     def set_sync_mode(self, mode: SyncMode) -> None:
@@ -324,15 +329,20 @@ class Reducer(ManualFinalization):
         """What `flush` would apply, in words; empty: nothing is outstanding."""
         return self.pipeline.mode.pending()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, gather: bool = True) -> dict[str, Any]:
         """The steps in flight, for a checkpoint. Waits for them.
 
-        In the asynchronous mode every rank calls it at the same place.
+        In the asynchronous mode, and with error feedback, every rank calls it at the same place.
+
+        Args:
+            gather: with every rank's residuals, by a collective; False: with this rank's alone, which do not load.
 
         Returns:
-            Plain tensors by parameter name, and numbers. Empty in the synchronous mode. With bounded staleness the same
-            on every rank. In the asynchronous mode this rank's outstanding correction: call flush() first if only one
-            rank saves.
+            Plain tensors by parameter name, and numbers. In the synchronous mode empty, but with `wire_after`,
+            stochastic rounding or error feedback the number of steps, and the residuals of every rank. It loads on any
+            number of ranks: the residuals of rank r are added to those of rank r mod that number. With bounded
+            staleness the same on every rank. In the asynchronous mode this rank's outstanding correction: call flush()
+            first if only one rank saves.
 
         Raises:
             FusedReduceError: a step is not finished.
@@ -341,7 +351,10 @@ class Reducer(ManualFinalization):
         with self.cycle.lock:
             self._check_agreed()
             try:
-                return self.pipeline.mode.state_dict(self.pipeline)
+                state, maker = self.pipeline.mode.state_dict(self.pipeline), self.pipeline.maker
+                if gather and maker.feedback is not None:
+                    state["residuals"] = maker.feedback.gathered(state["residuals"], maker.communicator)
+                return state
             except BaseException as error:
                 self.cycle.fail(error)
                 raise

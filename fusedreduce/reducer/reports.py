@@ -43,14 +43,17 @@ class ReportingReducer(ReducerBase):
             buckets), padding_bytes (of those), wire_allocations, restrided (gradients that were copied because their
             strides were not their parameter's), plans (changes of plan that the ranks have agreed on since the
             communicator was set), path (triton, interpreter, torch, none), state. In other sync modes also
-            steps_under_way and steps_given_up, or the counters of contributions.
+            steps_under_way and steps_given_up, or the counters of contributions. With error feedback also
+            residuals_dropped (of parameters, and of parts of them in a shard), for which the host waits.
         """
+        feedback = self.pipeline.maker.feedback
         return {
             "steps": self.steps,
             "buckets_reduced": self.cycle.buckets_reduced,
             "plans": self._plans.scheduler.changes,
             "state": self.state.value,
             **self.pipeline.stats(),
+            **({} if feedback is None else {"residuals_dropped": feedback.dropped()}),
         }
 
     def bucket_bytes(self) -> list[int]:

@@ -102,6 +102,40 @@ def own_collectives(rank: int, world: int, wire: str) -> None:
     assert set(sums) == {world * (world + 1) / 2}
 
 
+def feedback(rank: int, world: int, wire: Any, steps: int = 10) -> None:
+    """What was sent of some steps differs from the means by what is owed; in the end one rank has fewer inputs."""
+    config = fusedreduce.ReduceConfig(wire=wire, error_feedback=True, stochastic_rounding=True)
+    ddp = fusedreduce.DistributedDataParallel(mlp(), reduce=config, bucket_cap_mb=SMALL_CAP_MB)
+    names = [name for name, one in ddp.module.named_parameters() if one.ndim > 1]
+    sent = {name: torch.zeros((), dtype=torch.float64) for name in names}
+    largest = dict.fromkeys(names, 0.0)
+    with ddp.join():
+        for step in range(steps - rank):
+            local = copy.deepcopy(ddp.module)
+            loss_of(local(batch(rank, step))).backward()
+            loss_of(ddp(batch(rank, step))).backward()
+            held, own = (dict(one.named_parameters()) for one in (ddp.module, local))
+            for name in names if step < steps - world + 1 else ():
+                gradient, mean = held[name].grad, own[name].grad
+                assert gradient is not None and mean is not None
+                mean = mean.double() / world
+                dist.all_reduce(mean)
+                sent[name] = sent[name] + gradient.double() - mean
+                largest[name] = max(largest[name], float(gradient.abs().max()))
+            if step == steps - world:  # the last one of all ranks
+                state = ddp.reduce_state_dict()
+            ddp.zero_grad()
+    for name in names:
+        owed = state["residuals"][name].double().sum(0)
+        assert float((sent[name] + owed).abs().max()) <= 2.0**-20 * largest[name] < float(owed.abs().max())
+        assert_same_on_all_ranks([*state["residuals"][name]])
+    other = fusedreduce.DistributedDataParallel(mlp(), reduce=config, bucket_cap_mb=SMALL_CAP_MB)
+    other.load_reduce_state_dict(state)
+    again = other.reduce_state_dict()
+    assert again["rounds"] == state["rounds"] == steps - world + 1
+    assert all(torch.equal(one, again["residuals"][name]) for name, one in state["residuals"].items())
+
+
 def gathers(rank: int, world: int, wire: str) -> tuple[int, int, int]:
     """All-gathers of a step on the user's group, and on the private one; and how many buckets are exchanged."""
     ddp = wrapped(mlp(), wire, policy="static")

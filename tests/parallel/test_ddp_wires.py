@@ -27,6 +27,13 @@ def test_ranks_have_the_same_bytes_and_the_mean_in_a_hundred_steps(
     {2: two, 3: three}[world].run(ddp_wire_cases.long_run, wire)
 
 
+@pytest.mark.parametrize(("world", "wire"), [(2, "int8"), (3, "int4")])
+def test_what_was_sent_and_what_is_owed_come_to_the_means(
+    two: RankPool, three: RankPool, world: int, wire: str
+) -> None:
+    {2: two, 3: three}[world].run(ddp_wire_cases.feedback, wire)
+
+
 @pytest.mark.parametrize("wire", ["int8", "bf16+fp32"])
 def test_collectives_of_the_users_own_in_between(three: RankPool, wire: str) -> None:
     three.run(ddp_wire_cases.own_collectives, wire)

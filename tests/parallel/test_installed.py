@@ -159,7 +159,15 @@ def test_what_is_copied_or_pickled_is_of_the_same_class() -> None:
     assert type(pickle.loads(plain)) is DDP, "what torch's class has saved stays torch's"
 
 
-@pytest.mark.parametrize("config", [BF16, ReduceConfig(wire="bf16", op="sum"), ReduceConfig()])
+@pytest.mark.parametrize(
+    "config",
+    [
+        BF16,
+        ReduceConfig(wire="bf16", op="sum"),
+        ReduceConfig(wire="int8", stochastic_rounding=True, error_feedback=True),
+        ReduceConfig(),
+    ],
+)
 @pytest.mark.parametrize("when", ["at once", "after steps", "static graph", "static graph, after steps"])
 def test_the_wire_gives_way_to_a_comm_hook(config: ReduceConfig, when: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fusedreduce.parallel.install")
@@ -175,7 +183,9 @@ def test_the_wire_gives_way_to_a_comm_hook(config: ReduceConfig, when: str, capl
     made.register_comm_hook(None, half_hook)
     assert made.reduce_config == ReduceConfig()
     assert_equal(gradients(made), wanted)
-    dropped = {"bf16mean": "wire='bf16'", "bf16sum": "wire='bf16' and op='sum'"}.get(config.wire_text + config.op)
+    dropped = {"bf16mean": "wire='bf16'", "bf16sum": "wire='bf16' and op='sum'", "int8mean": "wire='int8'"}.get(
+        config.wire_text + config.op
+    )
     assert [f"replaces {dropped}" in one.message for one in caplog.records] == [True] * bool(dropped)
     with pytest.raises(RuntimeError, match="only be called once"):
         made.register_comm_hook(None, half_hook)

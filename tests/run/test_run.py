@@ -210,6 +210,21 @@ def test_options_of_flags_and_environment(tmp_path: Path) -> None:
     assert options.read({}) == options.Options(ReduceConfig(), fallback=False, quiet=False)
 
 
+def test_a_flag_that_is_for_one_wire_goes_with_that_wire() -> None:
+    """Each is checked with those before it."""
+    for config, given in (
+        (ReduceConfig(wire="bf16", accumulation="fp32"), {"wire": "bf16", "accumulation": "fp32"}),
+        (
+            ReduceConfig(wire="int8", stochastic_rounding=True, seed=7),
+            {"wire": "int8", "stochastic_rounding": "1", "seed": "7"},
+        ),
+    ):
+        variables = {options.variable(name): text for name, text in given.items()}
+        assert options.read(variables) == options.Options(config, fallback=False, quiet=False)
+        with pytest.raises(ValueError, match=r"^--(accumulation|stochastic-rounding) .*for the wires"):
+            options.read({**variables, "FUSEDREDUCE_WIRE": "native"})
+
+
 def test_flags_win_and_the_folder_comes_first_once(folder: Path) -> None:
     code = "import os, sys; print([os.environ.get(one) for one in sys.argv[1:]])"
     names = ("FUSEDREDUCE_WIRE", "FUSEDREDUCE_POLICY", "FUSEDREDUCE_OVERLAP", "PYTHONPATH")

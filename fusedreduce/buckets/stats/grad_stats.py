@@ -70,7 +70,7 @@ class GradStats:
         self._wires = wires
         self._config = config
         self._communicator = communicator
-        self._required = False
+        self._required = config.error_feedback  # which asks whether a step's gradients are finite
         self._by_products = PartialStats((), parameters, result=False, source=False)
         self._collected = False  # the latest synchronised step has collected statistics
         self.additions = 0

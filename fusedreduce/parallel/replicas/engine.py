@@ -97,6 +97,8 @@ class Engine:
         self.peers = Peers(self.replicas, devices, workers, config, timeout_s, threads=threads)
         trained = self.replicas.trained
         self.real = ModuleGradients(trained, self.replicas.names, scaling) if trained else None
+        if self.real is not None:
+            self.real.note_clip = self.peers.note_clip
         self._set_delayed()
         self._tables = [GradientTable(own) for own in self.replicas.trained_by] if trained else []
         self._stash: list[list[torch.Tensor | None]] = []

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,6 +62,9 @@ class _Begun:
 
     def __call__(self) -> None:
         self.ended = True
+
+
+def _nothing(coefficient: Callable[[], torch.Tensor]) -> None: ...
 
 
 def _task() -> int:
@@ -115,6 +118,9 @@ class ModuleGradients:
         self.steps = 0
         self.late = DelayedSums()
         self.local_backward_expected = False
+        self.note_clip: Callable[[Callable[[], torch.Tensor]], None] = (
+            _nothing  # see `Reducer.note_clip`; of all replicas
+        )
 
     # Called by the engine
 

@@ -98,6 +98,11 @@ class Peers:
             for scaler in scalers:
                 reducer.observed.units.attach(scaler)
 
+    def note_clip(self, coefficient: Callable[[], torch.Tensor]) -> None:
+        """See `Reducer.note_clip`."""
+        for reducer in self._reducers:
+            reducer.note_clip(coefficient)
+
     # Together
 
     def each(self, call: Callable[[int, Reducer], T]) -> list[T]:
@@ -131,22 +136,22 @@ class Peers:
                 raise
 
     def state(self) -> dict[str, Any]:
-        """Checkpoint of the steps in flight; see `Reducer.state_dict`."""
-        if self.synchronous or not self._reducers:
-            return {}
-        states = self.each(lambda _, reducer: reducer.state_dict())
-        # With BoundedStaleness averages are the same on all replicas.
-        kept = states if self.asynchronous else states[:1]
-        return {"replicas": kept}
+        """Checkpoint of the replicas' reducers; see `Reducer.state_dict`."""
+        states = self.each(lambda _, reducer: reducer.state_dict(gather=False))
+        kept = states if self.asynchronous else states[:1]  # in other modes the same of all replicas
+        if kept and "residuals" in kept[0]:
+            names = kept[0]["residuals"]
+            kept[0]["residuals"] = {name: torch.stack([one["residuals"][name] for one in states]) for name in names}
+        return {"replicas": kept} if any(kept) else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a checkpoint of steps in flight.
+        """Resumes from what `state` returned.
 
         Raises:
             ValueError: it is damaged, or belongs to another model, number of devices or mode.
         """
         kept = state.get("replicas", ())
-        if state and (self.synchronous or not kept):
+        if state and not (kept and self._reducers):
             raise ValueError(
                 f"the state holds what is in flight of {len(kept)} replicas, and this mode is {self.config.sync_mode}: "
                 "load it in the mode that it was saved in, or call flush() before saving"

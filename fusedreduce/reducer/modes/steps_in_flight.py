@@ -108,7 +108,10 @@ def state_of(in_flight: Sequence[StepInFlight], steps: Steps) -> dict[str, Any]:
 
 def load(state: Mapping[str, Any], steps: Steps, *, most: int) -> list[StepInFlight]:
     """Makes the steps of `state`, at most `most`, and goes on with its number of rounds."""
-    checkpoint.check(state, checkpoint.header(steps.maker, _MODE))
+    here = checkpoint.header(steps.maker, _MODE)
+    if state.get("steps") == []:
+        del here["world_size"]  # what else there is, any number of ranks can take up
+    checkpoint.check(state, here)
     if len(state["steps"]) > most:
         raise ValueError(
             f"the state holds {len(state['steps'])} steps in flight, but sync_mode allows {most} now: use the mode "

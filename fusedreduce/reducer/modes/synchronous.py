@@ -60,9 +60,23 @@ class SynchronousMode:
         return FlushReport()
 
     def state_dict(self, steps: Steps) -> dict[str, Any]:
-        """The number of steps, where `wire_after` counts them; else nothing is kept."""
-        return steps_in_flight.state_of((), steps) if steps.maker.config.wire_after else {}
+        """What encoded wires keep: the number of steps, and this rank's residuals."""
+        config, feedback = steps.maker.config, steps.maker.feedback
+        if not (config.wire_after or config.stochastic_rounding or config.error_feedback):
+            return {}
+        state = steps_in_flight.state_of((), steps)
+        return state if feedback is None else {**state, "residuals": feedback.own()}
 
     def load_state_dict(self, steps: Steps, state: Mapping[str, Any]) -> None:
-        """Takes a checkpoint without steps in flight; see `Mode`."""
+        """Takes a checkpoint without steps in flight, with every rank's residuals; see `Mode`."""
+        feedback, residuals = steps.maker.feedback, state.get("residuals", {})
+        if feedback is not None:
+            feedback.check(residuals)
+        elif residuals:
+            raise ValueError(
+                "this state has residuals of error feedback, which is off here: use error_feedback=True, or delete "
+                "state['residuals'] to drop what they hold"
+            )
         steps_in_flight.load(state, steps, most=0)
+        if feedback is not None:
+            feedback.load(residuals, steps.maker.communicator)
