@@ -217,7 +217,7 @@ def test_the_kernels_owe_what_the_torch_path_does(
     def case(communicator: Communicator) -> list[torch.Tensor]:
         config = _config(wire, stochastic_rounding=stochastic)
         with Reducer(leaves([(7, 41)]), communicator, config, find_unused_parameters=True) as reducer:
-            for number in range(3):
+            for number in range(2):
                 clear(reducer.parameters)
                 step(reducer, [_gradients(communicator.rank, number)[0]])
             assert reducer.stats()["path"] == path
@@ -235,8 +235,10 @@ def test_the_kernels_owe_what_the_torch_path_does(
 # What becomes of it
 
 
-@pytest.mark.parametrize("wire", ENCODED)
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("wire", "before", "after"),
+    [("int8", 2, 3), ("int4", 2, 3), ("int4", 3, 2), ("int8", 3, 1), ("int8", 2, 2), ("int4", 3, 3)],
+)
 def test_a_checkpoint_of_any_number_of_ranks_keeps_the_sum(wire: str, before: int, after: int) -> None:
     """Lost ranks' residuals go to rank r mod W, new ranks begin with none. Any rank's file will do."""
 
@@ -292,23 +294,27 @@ def _coefficient(reducer: Reducer) -> float:
 
 
 def test_a_clip_counts_once_and_that_of_a_step_that_is_skipped_does_not() -> None:
-    reducer = Reducer(leaves([(16, 16)]), Loopback([]), _config("int4"))
-    gradient = torch.randn(16, 16)
-    step(reducer, [gradient])
+    reducer = Reducer(leaves([(16, 16), (3,)]), Loopback([]), _config("int4"))
+    gradient, other = torch.randn(16, 16), torch.randn(3)
+    step(reducer, [gradient, other])
     norm = float(clip_grad_norm_(reducer, 4.0))
     assert _coefficient(reducer) == pytest.approx(4.0 / norm, rel=1e-5)
     clip_grad_norm_(reducer, 1.0)  # once more: 4 becomes 1
     assert _coefficient(reducer) == pytest.approx(1.0 / norm, rel=1e-5)
     owed = _owed(reducer)
-    for bad in (math.nan, math.inf):
+    for index, coefficient in ((0, math.nan), (1, 0.0)):  # by a block that decodes to NaN, and by an infinity
+        bad = [gradient.clone(), other.clone()]
+        bad[index].view(-1)[0] = math.inf
         clear(reducer.parameters)
-        step(reducer, [torch.full((16, 16), bad)])
-        clip_grad_norm_(reducer, 1.0)  # whose coefficient is NaN, or 0
+        step(reducer, bad)
+        norm = float(clip_grad_norm_(reducer, 1.0))
+        assert math.isnan(norm) == math.isnan(coefficient) and not math.isfinite(norm)
         assert all(map(torch.equal, owed, _owed(reducer)))
     clear(reducer.parameters)
-    step(reducer, [gradient])
+    step(reducer, [gradient, other])
     assert _coefficient(reducer) == 1.0
-    _assert_owed([owed], [_owed(reducer)], [gradient.double()], [reducer.parameters[0].grad], "after")
+    after, held = _owed(reducer), [one.grad for one in reducer.parameters]
+    _assert_owed([owed], [after], [gradient.double(), other.double()], held, "after")
 
 
 def test_a_norm_of_other_parameters_that_is_nan_leaves_residuals_alone() -> None:
@@ -406,8 +412,10 @@ def test_a_bucket_that_is_skipped_keeps_what_is_owed(ranks: int) -> None:
                 if number > 1:
                     gradients[2] = None
                 step(reducer, gradients)
-                assert (number > 1) == torch.equal(owed[2], _owed(reducer)[2])
-                assert not torch.equal(owed[3], _owed(reducer)[3])
+                left = [float((now - was).abs().max()) for now, was in zip(_owed(reducer), owed, strict=True)]
+                rounding = 2.0**-22 * float(owed[2].abs().max())
+                assert (number > 1) == (left[2] <= rounding) and left[3] > 0, left
+                clip_grad_norm_(reducer, 0.5 if number == 1 else math.inf)
                 clear(reducer.parameters)
 
     ThreadWorld(ranks).results(case)
