@@ -139,8 +139,7 @@ class ReduceConfig:
             steps comes to the gradients' own, at about 1.4 times a step's error; False: to nearest. The same random
             bits in every run: see docs/wires.md. Reducer and wrapper only.
         error_feedback: what the wires "int8" and "int4" lose of a gradient is added to the next step's, for 8 more
-            bytes of memory per element. For SGD; AdamW may end with a higher loss. See docs/wires.md. Reducer and
-            wrapper only.
+            bytes of memory per element. See docs/wires.md, also for whether it helps. Reducer and wrapper only.
         seed: of stochastic rounding, in [0, 2**32). Reducer and wrapper only.
         op: "mean": the average over all ranks; "sum": their sum. (On an fp16 wire gradients are divided by a power of
             two of at least the world size before that sum, which then cannot overflow on the wire, and multiplied by it
