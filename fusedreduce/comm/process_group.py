@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +20,7 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_le
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import CollectiveError, UnsupportedWireError
+from .nodes import launched_per_node
 from .protocol import Pending, Pieces, ReduceOp, check_peer
 from .store_exchange import StoreExchange
 from .waiting import collective_failed, wait_for
@@ -352,15 +354,17 @@ class ProcessGroupCommunicator:
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
         pending, gathered = self.all_gather(mine)
         pending.wait()
-        received = []
-        for row in gathered.cpu().numpy():
-            raw = bytes(row)
-            length = int.from_bytes(raw[:8], "little")
-            received.append(raw[8 : 8 + length])
-        return received
+        rows = map(bytes, gathered.cpu().numpy())
+        return [row[8 : 8 + int.from_bytes(row[:8], "little")] for row in rows]
 
-    def apart(self, devices: Collection[torch.device] = ()) -> ProcessGroupCommunicator:
-        """A communicator on a new group of the same ranks and backends, with this one's timeout.
+    def ranks_per_node(self) -> int:
+        """Returns how many consecutive ranks each node has, by torchrun's environment; see `nodes`."""
+        return launched_per_node(dist.get_process_group_ranks(self.group), dist.get_rank(), os.environ)
+
+    def apart(
+        self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None
+    ) -> ProcessGroupCommunicator:
+        """A communicator on a new group of some or all of its ranks, with its backends and timeout.
 
         Its ranks may issue collectives each at its own pace. Under `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch has each
         collective wait until all ranks have issued it, so the group is made without that.
@@ -373,6 +377,7 @@ class ProcessGroupCommunicator:
 
         Args:
             devices: of the tensors that the communicator is for.
+            ranks: see `Communicator.apart`.
 
         Raises:
             CollectiveError: a rank did not call it within the timeout, or the ranks could not be connected.
@@ -380,13 +385,15 @@ class ProcessGroupCommunicator:
         self._duplicates += 1
         mine = uuid.uuid4().hex
         name = "fusedreduce " + self.compare_aside(f"apart {self._duplicates}", mine, self._device())[0]
-        members = dist.get_process_group_ranks(self.group)
+        everyone = dist.get_process_group_ranks(self.group)
+        members = everyone if ranks is None else [everyone[rank] for rank in ranks]
+        name, place = f"{name} from {members[0]}", members.index(everyone[self.rank])
         timeout = datetime.timedelta(seconds=self.timeout_s())
         backend, store, make = c10d._world.pg_map[self.group][0], self._store(), c10d._new_process_group_helper
         debug_level = get_debug_level()
         set_debug_level(DebugLevel.OFF)
         try:
-            group, _ = make(self.size, self.rank, members, backend, store, c10d.GroupName(name), timeout=timeout)
+            group, _ = make(len(members), place, members, backend, store, c10d.GroupName(name), timeout=timeout)
         finally:
             set_debug_level(debug_level)
         c10d._world.pg_group_ranks[group] = {member: rank for rank, member in enumerate(members)}

@@ -246,17 +246,26 @@ class Communicator(Ranks, Protocol):
         """
         ...
 
-    def apart(self, devices: Collection[torch.device] = ()) -> Communicator:
-        """Duplicates the communicator (MPI_Comm_dup): its collectives are not ordered with this one's.
+    def ranks_per_node(self) -> int:
+        """Returns how many consecutive ranks each node has, by what launched this process; 1 where that says nothing.
+
+        Other ranks may be told otherwise.
+        """
+        ...
+
+    def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> Communicator:
+        """Duplicates the communicator (MPI_Comm_dup), or splits it: its collectives are not ordered with this one's.
 
         Every rank calls this at the same place, and later `close` on the result.
 
         Args:
             devices: of the tensors that it is for. Where ranks have to connect before the first collective on a device,
                 they have connected when this returns.
+            ranks: ascending, this one and those that give the same; every rank is in one such group (MPI_Comm_split).
+                None: all.
 
         Returns:
-            A communicator of the same ranks.
+            A communicator of those ranks, in their order.
 
         Raises:
             RuntimeError: a rank did not call it within the timeout, or the ranks could not be connected.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -87,7 +87,7 @@ class Second:
 class Apart(Loopback):
     """Says which communicator second phases are issued on."""
 
-    def apart(self, devices: Collection[torch.device] = ()) -> Loopback:
+    def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> Loopback:
         return Apart([torch.clone] * (self.size - 1))
 
 
@@ -165,7 +165,7 @@ class Scripted(Loopback):
         self.log.append((self.name, "all_gather", 3 * tensor.numel()))
         return super().all_gather(tensor, into)
 
-    def apart(self, devices: Collection[torch.device] = ()) -> Loopback:
+    def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> Loopback:
         self.parts.append(Scripted(self.draw, self.log, f"private {len(self.parts)}"))
         return self.parts[-1]
 

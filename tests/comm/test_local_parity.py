@@ -74,6 +74,14 @@ def test_peers_over_torch(two: RankPool) -> None:
     )
 
 
+def test_ranks_are_split_into_rows_and_columns(four: RankPool) -> None:
+    """Collectives of all of them at once, in another order on each rank."""
+    with LocalGroup(4, timeout_s=20.0) as group:
+        locally = group.run(lambda one: local_cases.rows_and_columns(one.rank, 4, one))
+    for rank, (ours, theirs) in enumerate(zip(locally, four.run(local_cases.rows_and_columns), strict=True)):
+        assert ours == theirs, rank
+
+
 def test_groups_apart_come_and_go(two: RankPool) -> None:
     for before, after in two.run(local_cases.groups_apart):
         assert after <= before

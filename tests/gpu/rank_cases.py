@@ -7,7 +7,7 @@ with streams. So each collective here copies to the host, sums there, copies bac
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class HostSums(ProcessGroupCommunicator):
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
         return super().compare_aside(key, text, CPU)
 
-    def apart(self, devices: Collection[torch.device] = ()) -> HostSums:
+    def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> HostSums:
         return self
 
 

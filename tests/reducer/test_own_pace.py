@@ -6,7 +6,7 @@ import copy
 import io
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -460,7 +460,9 @@ def test_the_channel_is_connected_for_every_device_before_it_is_used() -> None:
         class Recorded:
             rank, size = 0, 1
 
-            def apart(self, devices: Collection[torch.device] = ()) -> LocalCommunicator:
+            def apart(
+                self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None
+            ) -> LocalCommunicator:
                 events.append(list(devices))
                 issue = channel.all_reduce
 

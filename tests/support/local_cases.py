@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
-from fusedreduce.comm.protocol import Communicator, ReduceOp
+from fusedreduce.comm.protocol import Communicator, Pending, ReduceOp
 from fusedreduce.comm.waiting import wait_for
 from fusedreduce.errors import CollectiveError
 
@@ -161,6 +161,44 @@ def groups_apart(rank: int, world: int) -> Sequence[int]:
     communicator.all_reduce(torch.ones(1)).wait()
     threads.append(len(os.listdir("/proc/self/task")))
     return threads
+
+
+def rows_and_columns(rank: int, world: int, communicator: Communicator | None = None) -> list[list[float]]:
+    """Collectives among ranks 0 and 1, 2 and 3, and 0 and 2, 1 and 3; what each has received."""
+    whole = communicator or ProcessGroupCommunicator()
+    row = whole.apart(ranks=[rank // 2 * 2, rank // 2 * 2 + 1])
+    column = whole.apart(ranks=[rank % 2, rank % 2 + 2])
+    twice = row.apart()
+    assert (row.rank, column.rank, twice.rank) == (rank % 2, rank // 2, rank % 2)
+    assert row.size == column.size == twice.size == 2
+    found: list[torch.Tensor] = []
+    flights: list[Pending] = []
+    for one in (row, column, twice) if rank % 2 else (twice, column, row):
+        sent, received, own = torch.arange(4.0) + 10 * rank, torch.empty(4), torch.empty(8)
+        own[4 * one.rank : 4 * one.rank + 4] = sent
+        total = sent + 0.5
+        flights += [
+            one.all_to_all(received, sent.clone()),
+            one.all_gather(own[4 * one.rank :][:4], own)[0],
+            one.all_reduce(total),
+        ]
+        if one.rank == 0:
+            flights.append(one.send(sent, 1))
+            last = sent
+        else:
+            last = torch.empty(4)
+            flights.append(one.recv(last, 0))
+        part = one.reduce_scatter(sent.clone())
+        flights.append(part[0])
+        found += [received, own, total, last, part[1]]
+    for pending in flights:
+        pending.wait()
+    assert row.compare_aside("row", f"of {rank // 2}", torch.device("cpu")) == [f"of {rank // 2}"] * 2
+    whole.all_reduce(torch.ones(1)).wait()
+    for each in (twice, column, row):
+        each.close()
+    whole.all_reduce(torch.ones(1)).wait()
+    return [one.tolist() for one in found]
 
 
 def exchanges_aside(rank: int, world: int) -> list[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -99,7 +99,7 @@ class LocalGroup:
             self._refuse_closed()
             if rank in self.unaware:
                 self.unaware[rank].check(f"rank {rank} cannot make a communicator", rank)
-            return LocalCommunicator(self, self._epoch.roots.next_of(rank), rank)
+            return LocalCommunicator(self, self._epoch.roots.next_of(rank, tuple(range(self.size))), rank)
 
     def communicators(self) -> list[LocalCommunicator]:
         """A communicator for every rank, on a channel of their own: for a caller that drives or hands out all ranks.
@@ -114,7 +114,7 @@ class LocalGroup:
         """
         with self.lock:
             self._refuse_closed()
-            channel = Channel(self._epoch, f"together {self._together}")
+            channel = Channel(self._epoch, f"together {self._together}", tuple(range(self.size)))
             self._together += 1
             return [LocalCommunicator(self, channel, rank) for rank in range(self.size)]
 
@@ -214,32 +214,38 @@ class LocalCommunicator:
     def __init__(self, group: LocalGroup, channel: Channel, rank: int) -> None:
         self.group = group
         self._channel = channel
-        self._rank = rank
+        self._rank = rank  # within the group: of a communicator of some ranks not its own number
         self._issued = 0
         self.lost = ""
 
     @property
     def rank(self) -> int:
-        """This communicator's rank within the group."""
-        return self._rank
+        """This communicator's rank among its ranks."""
+        return self._channel.ranks.index(self._rank)
 
     @property
     def size(self) -> int:
-        """Number of ranks in the group."""
-        return self.group.size
+        """Number of its ranks."""
+        return len(self._channel.ranks)
 
-    def apart(self, devices: Collection[torch.device] = ()) -> LocalCommunicator:
-        """A communicator of the same ranks with a sequence of its own; the n-th that each rank makes here share one.
+    def ranks_per_node(self) -> int:
+        """Returns the number of ranks: they are one process."""
+        return self.size
+
+    def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> LocalCommunicator:
+        """A communicator of these ranks with a sequence of its own; the n-th that each rank makes here share one.
 
         It does not block: there is nothing to connect.
 
         Args:
             devices: not needed here.
+            ranks: see `Communicator.apart`.
 
         Raises:
             CollectiveError: the group is closed, or a rank has given up.
         """
-        return LocalCommunicator(self.group, self._channel.children.next_of(self._rank), self._rank)
+        members = self._channel.ranks if ranks is None else tuple(self._channel.ranks[rank] for rank in ranks)
+        return LocalCommunicator(self.group, self._channel.children.next_of(self._rank, members), self._rank)
 
     def process_group(self) -> LocalProcessGroup:
         """This rank as a process group: `DistributedDataParallel(model, process_group=communicator.process_group())`.
@@ -327,7 +333,7 @@ class LocalCommunicator:
             The collective in flight, and the part that will hold the result: [n], in the memory of `tensor`.
         """
         problem = parts_problem(tensor, self.size)
-        part = tensor if problem else tensor.view(self.size, tensor.numel() // self.size)[self._rank]
+        part = tensor if problem else tensor.view(self.size, tensor.numel() // self.size)[self.rank]
         return self._issue("reduce_scatter", tensor, op=op, problem=problem), part
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> LocalPending:
@@ -400,8 +406,8 @@ class LocalCommunicator:
         Raises:
             ValueError: `destination` is this rank, or there is no such rank.
         """
-        check_peer("destination", destination, self._rank, self.size)
-        return self._transfer(tensor, self._rank, destination)
+        check_peer("destination", destination, self.rank, self.size)
+        return self._transfer(tensor, self._rank, self._channel.ranks[destination])
 
     def recv(self, tensor: torch.Tensor, source: int) -> LocalPending:
         """Starts overwriting `tensor` with what rank `source` sends; see `send`.
@@ -416,8 +422,8 @@ class LocalCommunicator:
         Raises:
             ValueError: `source` is this rank, or there is no such rank.
         """
-        check_peer("source", source, self._rank, self.size)
-        return self._transfer(tensor, source, self._rank)
+        check_peer("source", source, self.rank, self.size)
+        return self._transfer(tensor, self._channel.ranks[source], self._rank)
 
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
         """Gathers every rank's payload; blocks.

@@ -264,6 +264,7 @@ class LocalPending:
     ) -> None:
         self._rendezvous = rendezvous
         self._rank = rank
+        self._place = rendezvous.ranks.index(rank)
         self._tensors = arrival.tensors
         self._due_s = arrival.due_s
         self._deadlock = deadlock
@@ -303,7 +304,7 @@ class LocalPending:
             for event in outcome.events:
                 current.wait_event(event)
             if outcome.results is not None:
-                record_use(outcome.results[self._rank], current)
+                record_use(outcome.results[self._place], current)
         if outcome.events:
             with self._rendezvous.lock:
                 self._rendezvous.arrivals.pop(self._rank, None)
@@ -339,7 +340,7 @@ class LocalPending:
             future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
             return
         assert outcome is not None
-        result = list(self._tensors[-1:]) if outcome.results is None else [outcome.results[self._rank]]
+        result = list(self._tensors[-1:]) if outcome.results is None else [outcome.results[self._place]]
         with contextlib.ExitStack() as streams:
             for stream in outcome.streams:  # the future's own events are recorded there
                 streams.enter_context(torch.cuda.stream(stream))
@@ -360,8 +361,8 @@ def _overlap(arrivals: Mapping[int, Arrival]) -> str:
     """Which two ranks gave overlapping memory, where one result would overwrite another; "" if none did."""
     ranges = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, rank)
-        for rank, arrival in arrivals.items()
-        for tensor in (arrival.tensors[1:] if _in_place(arrival, rank) else arrival.tensors)
+        for place, (rank, arrival) in enumerate(arrivals.items())
+        for tensor in (arrival.tensors[1:] if _in_place(arrival, place) else arrival.tensors)
         if tensor.layout is torch.strided and tensor.numel()
     )
     for (_, end, rank), (begin, _, other) in zip(ranges, ranges[1:], strict=False):
@@ -371,12 +372,12 @@ def _overlap(arrivals: Mapping[int, Arrival]) -> str:
     return ""
 
 
-def _in_place(arrival: Arrival, rank: int) -> bool:
-    """Whether what a rank gathers is its own part of the result already."""
+def _in_place(arrival: Arrival, place: int) -> bool:
+    """Whether what the rank at `place` gathers is its own part of the result already."""
     if arrival.kind != "all_gather":
         return False
     tensor, gathered = arrival.tensors
-    return tensor.data_ptr() == gathered.data_ptr() + rank * tensor.nbytes
+    return tensor.data_ptr() == gathered.data_ptr() + place * tensor.nbytes
 
 
 def record_use(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:

@@ -49,21 +49,21 @@ class Channels:
         self._epoch = epoch
         self._name = name
         self._numbers: dict[int, int] = {}
-        self._incomplete: dict[int, tuple[Channel, set[int]]] = {}
+        self._incomplete: dict[tuple[int, tuple[int, ...]], tuple[Channel, set[int]]] = {}
 
-    def next_of(self, rank: int) -> Channel:
-        """The next channel of `rank`. A channel that all ranks have is no longer referenced here."""
+    def next_of(self, rank: int, among: tuple[int, ...]) -> Channel:
+        """The next channel of `rank`, of the ranks `among`. One that they all have is no longer referenced here."""
         epoch = self._epoch
         with epoch.group.lock:
             epoch.check(f"rank {rank} cannot make a communicator", rank)
             number = self._numbers[rank] = self._numbers.get(rank, -1) + 1
-            if number not in self._incomplete:
-                self._incomplete[number] = (Channel(epoch, f"{self._name}{number}"), set())
-            channel, ranks = self._incomplete[number]
+            if (number, among) not in self._incomplete:
+                self._incomplete[number, among] = (Channel(epoch, f"{self._name}{number}", among), set())
+            channel, ranks = self._incomplete[number, among]
             ranks.add(rank)
             epoch.ranks.add(rank)
-            if len(ranks) == epoch.group.size:
-                del self._incomplete[number]
+            if len(ranks) == len(among):
+                del self._incomplete[number, among]
             return channel
 
 
@@ -130,13 +130,15 @@ class Channel:
     """A sequence of collectives, and those that are identified by a key instead of a place in the sequence.
 
     Attributes:
-        children: channels of the communicators that were duplicated from this one's.
+        ranks: the group's ranks that take part, in the order of the communicators' own ranks.
+        children: channels of the communicators that were duplicated, or split off, from this one's.
         used_by: by rank, the thread that used its communicator last. None: no thread has, and each rank has its own.
     """
 
-    def __init__(self, epoch: Epoch, name: str) -> None:
+    def __init__(self, epoch: Epoch, name: str, ranks: tuple[int, ...]) -> None:
         self.epoch = epoch
         self.name = name
+        self.ranks = ranks
         self.children = Channels(epoch, f"{name}.")
         self.used_by: dict[int, int | None] = {}
         self._incomplete: dict[Place, Rendezvous] = {}
@@ -163,7 +165,7 @@ class Channel:
             rank: that issues it.
             place: its number in the sequence, its key, or of a transfer its number, source and destination.
             arrival: what the rank brings.
-            ranks: those that take part, in the order in which the collective gets their arrivals; None: all.
+            ranks: those that take part, in the order in which the collective gets their arrivals; None: the channel's.
 
         Raises:
             CollectiveError: the group is closed, or a rank has given up.
@@ -173,8 +175,8 @@ class Channel:
             epoch.check(f"rank {rank} cannot issue {arrival}", rank)
             rendezvous = self._incomplete.get(place)
             if rendezvous is None:
-                name = f"{_place_text(place)} of channel {self.name} among {group.size} local ranks"
-                ranks = range(group.size) if ranks is None else ranks
+                name = f"{_place_text(place)} of channel {self.name} among {len(self.ranks)} local ranks"
+                ranks = self.ranks if ranks is None else ranks
                 rendezvous = self._incomplete[place] = Rendezvous(name, ranks, group.lock, group.timeout_s)
             self.used_by[rank] = arrival.thread
             pending = LocalPending(
