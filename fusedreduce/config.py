@@ -164,6 +164,9 @@ class ReduceConfig:
             CUDA waits for the GPU. (With FusedGradScaler, which finds its scale by overflows, nothing is raised.)
         cap_policy: "c10d": a bucket is closed once it has reached its limit; "strict": before it would exceed it.
             Reducer and wrapper only.
+        ranks_per_node: with the wires "int8" and "int4": gradients are added up among so many consecutive ranks first,
+            in 16-bit elements, and encoded across nodes. None: as many as torchrun says that each node has
+            (LOCAL_WORLD_SIZE); 1: encoded among all ranks. Reducer and wrapper only. See docs/wires.md.
         sync_mode: which step's averages `.grad` holds after a backward: Synchronous(), BoundedStaleness(k) or
             Asynchronous(). See docs/modes.md. Reducer and wrapper only.
 
@@ -189,6 +192,7 @@ class ReduceConfig:
     grad_stats: bool = False
     check_finite: CheckFinite = "off"
     sync_mode: SyncMode = Synchronous()
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.wire, Mapping):
@@ -222,6 +226,8 @@ class ReduceConfig:
         if type(every) is not int or not (every == 0 or every >= LEAST_REPLAN_EVERY):
             raise ValueError(f"replan_every must be 0 or at least {LEAST_REPLAN_EVERY} steps, got {every!r}")
         _check_link(self.link)
+        if self.ranks_per_node is not None:
+            _check_count("ranks_per_node", self.ranks_per_node, 1)
         if not isinstance(self.sync_mode, SyncMode):
             raise ValueError(
                 "sync_mode must be Synchronous(), BoundedStaleness(max_staleness) or Asynchronous(), got "

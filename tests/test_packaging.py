@@ -72,7 +72,7 @@ MAY_WAIT: dict[str, set[str]] = {
     # what a Pending's own `wait` is made of
     "fusedreduce/buckets/exchanged.py": {"self._pending.wait"},
     "fusedreduce/comm/protocol.py": {"piece.wait", "torch.futures.collect_all"},
-    "fusedreduce/buckets/second_phases.py": {"self._issued().wait"},
+    "fusedreduce/buckets/phases.py": {"self._last().wait"},
     # and of what blocks, whose callers make the error
     "fusedreduce/comm/process_group.py": {"self.work.wait", "pending.wait"},
     "fusedreduce/collective/node_collectives.py": {"self._work.wait"},

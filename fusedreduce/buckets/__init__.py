@@ -1,7 +1,7 @@
 """One bucket: its memory, its path through a step, and the statistics of its gradients (stats/).
 
     dense.py      pack -> all-reduce -> unpack, two launches: the wire is ours
-    exchanged.py  the same with contributions that are exchanged and added up here (second_phases.py)
+    exchanged.py  the same with contributions that are exchanged and added up here (phases.py), also in two_levels.py
     comm_hook.py  copy -> a comm hook (torch's contract) -> copy: the hook owns scale, cast and collective
     sparse.py     one sparse gradient: divide -> sparse all-reduce (or the hook)
 

@@ -20,12 +20,13 @@ from .draws import Draws
 from .exchange import accumulated_split, divisor_split
 from .exchanged import AccumulatedBucket, EncodedBucket
 from .feedback import Feedback
+from .phases import Phases
 from .reduction import Members, Reduction
-from .second_phases import SecondPhases
 from .sparse import SparseReduction
 from .sparse_kinds import SparseKinds
 from .streams import Streams
 from .tensors import dense_shape, real_dtype, real_numel
+from .two_levels import TwoLevelBucket
 from .wire_table import WireTable
 
 
@@ -44,7 +45,7 @@ class BucketMaker:
         sparse_kinds: the agreed kinds of the sparse gradients.
         hook: state and comm hook, in place of our own wire; None: our own.
         keeps_gradients: the hook writes `.grad` itself.
-        second_phases: issues the second collectives of buckets that are exchanged in two phases.
+        phases: issues the collectives of buckets that are exchanged in several phases.
         draws: what stochastic rounding draws by; None: codes are rounded to nearest.
         feedback: residuals of encoded gradients; None: what encoding loses is lost.
         lazy: wires, and the comm hook's buffers, are allocated in each step and released at its end.
@@ -58,7 +59,7 @@ class BucketMaker:
     as_views: bool
     communicator: Communicator
     sparse_kinds: SparseKinds
-    second_phases: SecondPhases
+    phases: Phases
     draws: Draws | None = None
     feedback: Feedback | None = None
     hook: tuple[object, CommHook] | None = None
@@ -91,6 +92,10 @@ class BucketMaker:
         device, label = members.device, members.label
         encoding = ENCODINGS.get(name)
         if encoding is not None:
+            if self.phases.per_node > 1:
+                return TwoLevelBucket(
+                    numels, dtypes, encoding, device, label, shapes, ranks=ranks, phases=self.phases, lazy=self.lazy
+                )
             bucket = EncodedBucket(
                 numels,
                 dtypes,
@@ -99,7 +104,7 @@ class BucketMaker:
                 label,
                 shapes,
                 ranks=ranks,
-                phases=self.second_phases,
+                phases=self.phases,
                 lazy=self.lazy,
                 keys=members.numbers,
                 draws=None if self.draws is None else self.draws.of_bucket(members.index, device, rank),
@@ -118,7 +123,7 @@ class BucketMaker:
                 shapes,
                 split=accumulated_split(wire, ranks, self.config.op),
                 ranks=ranks,
-                phases=self.second_phases,
+                phases=self.phases,
                 lazy=self.lazy,
             )
         split = divisor_split(wire, set(dtypes), ranks, self.config.op)

@@ -20,6 +20,7 @@ from .exchange import InFlight
 from .grad_bucket import GradBucket
 from .gradient_views import GradientViews
 from .loss_scale import Unscaling
+from .phases import Exchange
 from .reduction import (
     Members,
     StartedCollective,
@@ -27,7 +28,6 @@ from .reduction import (
     check_unchanged,
     row_spans,
 )
-from .second_phases import TwoPhases
 from .tensors import as_real, dense_shape, like_parameter, none_missing, real_dtype, versions_of
 
 
@@ -90,8 +90,8 @@ class DenseReduction(WritesPartials):
         self._packed = gradients
         self._versions = list(map(_version, gradients)) if self._complete else versions_of(gradients)
         pending = self._in_flight.pending
-        if isinstance(pending, TwoPhases) and self.bucket.on_cuda:
-            pending = pending.first  # a stream may wait for it, on this rank alone: phase two is not issued yet
+        if isinstance(pending, Exchange) and self.bucket.on_cuda:
+            pending = pending.issued[0]  # a stream may wait for it, on this rank alone: the others are not issued yet
         return StartedCollective(pending, self._in_flight.issued_ns)
 
     def packed(self) -> Sequence[torch.Tensor | None]:

@@ -1,6 +1,6 @@
 """Buckets whose contributions are exchanged and added up here, in fp32 and in the order of ranks, whatever travels.
 
-    AccumulatedBucket   16-bit elements, as the all-reduce of them would send; two phases (see second_phases.py)
+    AccumulatedBucket   16-bit elements, as the all-reduce of them would send; two phases (see phases.py)
     EncodedBucket       8 or 4 bits an element, with scales. Up to two ranks gather each other's contribution, which
                         unpacking adds up; more exchange shards in two phases
 
@@ -25,7 +25,7 @@ from ..planning.layout import aligned_layout, block_layout
 from .bucket import Bucket
 from .draws import BucketDraws
 from .feedback import BucketFeedback
-from .second_phases import SecondPhases
+from .phases import Phase, Phases
 
 
 class ExchangedBucket(Bucket):
@@ -34,17 +34,18 @@ class ExchangedBucket(Bucket):
     def check(self, communicator: Communicator) -> None:
         """Does nothing: the backend adds nothing up."""
 
-    def _exchange(self, wire: torch.Tensor, communicator: Communicator, phases: SecondPhases) -> Pending:
+    def _exchange(self, wire: torch.Tensor, communicator: Communicator, phases: Phases) -> Pending:
         """Starts both phases; `wire` holds the sum in the end."""
         received = self.buffer("received", wire.numel(), wire.dtype)
         rank, shard = communicator.rank, wire.numel() // communicator.size
         mine = wire[rank * shard : (rank + 1) * shard]
 
-        def begin_second(second: Communicator) -> Pending:
+        def gather_sums(ranks: Communicator) -> Pending:
             self._add_up(received.view(communicator.size, shard), mine)
-            return second.all_gather(mine, wire)[0]
+            return ranks.all_gather(mine, wire)[0]
 
-        return phases.follow(communicator.all_to_all(received, wire), begin_second, self.label)
+        first = Phase("all-to-all", "all", lambda ranks: ranks.all_to_all(received, wire))
+        return phases.start([first, Phase("all-gather", "all", gather_sums)], self.label)
 
     def _add_up(self, received: torch.Tensor, sum_of_shard: torch.Tensor) -> None:
         """Writes the sum of the contributions [ranks, shard] to this rank's shard."""
@@ -64,7 +65,7 @@ class AccumulatedBucket(ExchangedBucket):
         split: what contributions are multiplied by (see `exchange.accumulated_split`); their sum is divided by it in
             fp32. One below 1, for op="sum", is divided out by unpacking: the wire may not hold that sum.
         ranks: how many take part; three or more, else an all-reduce rounds no more often.
-        phases: issues second phases.
+        phases: issues what follows the first phase.
         lazy: release the buffers at the end of each step.
     """
 
@@ -79,7 +80,7 @@ class AccumulatedBucket(ExchangedBucket):
         *,
         split: float,
         ranks: int,
-        phases: SecondPhases,
+        phases: Phases,
         lazy: bool,
     ) -> None:
         layout = aligned_layout(numels, wire_itemsize_bytes=wire_dtype.itemsize, shards=ranks)
@@ -110,7 +111,7 @@ class EncodedBucket(ExchangedBucket):
         label: for messages.
         shapes: size and strides of each gradient.
         ranks: how many take part.
-        phases: issues second phases.
+        phases: issues what follows the first phase.
         lazy: release the buffers at the end of each step.
         keys: numbers of the parameters, for stochastic rounding: the same whatever the plan.
         draws: what contributions and what sums are drawn by; None: codes are rounded to nearest.
@@ -128,7 +129,7 @@ class EncodedBucket(ExchangedBucket):
         shapes: Sequence[Shape],
         *,
         ranks: int,
-        phases: SecondPhases,
+        phases: Phases,
         lazy: bool,
         keys: Sequence[int] | None = None,
         draws: BucketDraws | None = None,

@@ -8,6 +8,7 @@ Example, LOCAL_WORLD_SIZE = 4: ranks 0 to 7 are 4 per node; a group of ranks 0, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
@@ -40,12 +41,29 @@ def launched_per_node(members: Sequence[int], rank: int, environment: Mapping[st
     return counts.pop() if len(counts) == 1 and len({node for node, _ in runs}) == len(runs) else 1
 
 
-def agreed_per_node(communicator: Communicator, device: torch.device) -> int:
-    """How many ranks each node has; 1 if not all ranks are told the same. A collective, which blocks.
+def agreed_per_node(communicator: Communicator, members: Sequence[int], rank: int, device: torch.device) -> int:
+    """What `launched_per_node` says of this process's environment; 1 if not all ranks are told the same. It blocks.
 
     Args:
-        communicator: the ranks.
+        communicator: the group.
+        members: its ranks in the default group.
+        rank: of this process in the default group.
         device: where the backend takes tensors.
+
+    Raises:
+        RuntimeError: a rank did not answer.
     """
-    told = communicator.all_gather_bytes(str(communicator.ranks_per_node()).encode(), _MOST_DIGITS, device)
-    return int(told[0]) if len(set(told)) == 1 else 1
+    mine = str(launched_per_node(members, rank, os.environ)).encode()
+    told = communicator.all_gather_bytes(mine, _MOST_DIGITS, device)
+    return int(mine) if set(told) == {mine} else 1
+
+
+def node_of(rank: int, per_node: int) -> range:
+    """The ranks of a rank's node."""
+    first = rank // per_node * per_node
+    return range(first, first + per_node)
+
+
+def peers_across(rank: int, per_node: int, ranks: int) -> range:
+    """Of each node the rank with as many before it as `rank` has on its own."""
+    return range(rank % per_node, ranks, per_node)

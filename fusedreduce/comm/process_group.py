@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import os
 import re
 import time
 import uuid
@@ -20,7 +19,7 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_le
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import CollectiveError, UnsupportedWireError
-from .nodes import launched_per_node
+from .nodes import agreed_per_node
 from .protocol import Pending, Pieces, ReduceOp, check_peer
 from .store_exchange import StoreExchange
 from .waiting import collective_failed, wait_for
@@ -357,9 +356,9 @@ class ProcessGroupCommunicator:
         rows = map(bytes, gathered.cpu().numpy())
         return [row[8 : 8 + int.from_bytes(row[:8], "little")] for row in rows]
 
-    def ranks_per_node(self) -> int:
-        """Returns how many consecutive ranks each node has, by torchrun's environment; see `nodes`."""
-        return launched_per_node(dist.get_process_group_ranks(self.group), dist.get_rank(), os.environ)
+    def ranks_per_node(self, device: torch.device) -> int:
+        """Returns how many consecutive ranks each node has, by every rank's environment; see `nodes`. A collective."""
+        return agreed_per_node(self, dist.get_process_group_ranks(self.group), dist.get_rank(), device)
 
     def apart(
         self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None

@@ -246,10 +246,16 @@ class Communicator(Ranks, Protocol):
         """
         ...
 
-    def ranks_per_node(self) -> int:
-        """Returns how many consecutive ranks each node has, by what launched this process; 1 where that says nothing.
+    def ranks_per_node(self, device: torch.device) -> int:
+        """Returns how many consecutive ranks each node has; 1 where what launched them says nothing. It may block.
 
-        Other ranks may be told otherwise.
+        Every rank calls it, and gets the same.
+
+        Args:
+            device: where the backend takes tensors.
+
+        Raises:
+            RuntimeError: a rank did not call it within the timeout.
         """
         ...
 

@@ -11,7 +11,7 @@ import torch
 from ..buckets.bucket_set import BucketMaker
 from ..buckets.draws import Draws
 from ..buckets.feedback import Feedback
-from ..buckets.second_phases import SecondPhases
+from ..buckets.phases import Phases
 from ..buckets.sparse_kinds import SparseKinds
 from ..buckets.stats.grad_stats import GradStats
 from ..buckets.wire_table import WireTable
@@ -96,7 +96,6 @@ class ReducerBase:
         self.observed = GradStats(self.parameters, self.names, table.wires, self.config, communicator)
         self.observed.alike = agreed is not False
         numbers = [number for number, one in enumerate(self.sparse) if one]
-        second_phases = SecondPhases(communicator, self._device)
         maker = BucketMaker(
             parameters=self.parameters,
             names=self.names,
@@ -106,7 +105,7 @@ class ReducerBase:
             as_views=self.has_views,
             communicator=communicator,
             sparse_kinds=SparseKinds(numbers, self.names, self._device, communicator),
-            second_phases=second_phases,
+            phases=Phases(communicator, self._device),
             draws=Draws(self.config.seed, count) if self.config.stochastic_rounding else None,
             feedback=Feedback(self.parameters, self.names) if self.config.error_feedback else None,
             lazy=lazy_bucket_allocation and not self.has_views,
@@ -218,8 +217,9 @@ class ReducerBase:
             self._agreed = True
         self.pipeline.check_wires()
         self.pipeline.mode.open()
-        if self.wires.agreed.has_two_phases(self.communicator.size):
-            self.pipeline.maker.second_phases.open()
+        table, phases = self.wires.agreed, self.pipeline.maker.phases
+        if table.has_two_phases(self.communicator.size) and phases.open(table, self.config.ranks_per_node):
+            self._build_buckets(self.plan)
         self._opened = True
 
     def rebuild(self) -> bool:
@@ -300,7 +300,7 @@ class ReducerBase:
                 this in time; on every rank that did. The group cannot be used any more: call `set_communicator`.
         """
         with self.cycle.lock:
-            issued = self.pipeline.issued + self.pipeline.maker.second_phases.issued_together
+            issued = self.pipeline.issued + self.pipeline.maker.phases.issued_together
             plan_state = f"{plan_hash(self.plan):016x} {self.rebuilt} {self.wires.state()}"
             self.give_up_step()
             try:

@@ -62,7 +62,7 @@ class JoinShadows:
         self._observed.add_shadow(bucket, pending)
 
         def complete() -> None:
-            self._pipeline.maker.second_phases.issue_all()
+            self._pipeline.maker.phases.issue_all()
             what = f"the reduction of {reduction.members.label}, in which this rank takes part without inputs,"
             wait_for(pending, what, communicator)
 

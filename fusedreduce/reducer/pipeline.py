@@ -4,7 +4,7 @@
     per bucket    launch: pack and start the collective, when the bucket is ready and next in the plan
     once          after the last bucket: the used map, the scheduler's report, the kinds of sparse gradients, the check
                   for non-finite gradients; then the sums of sparse gradients whose kind no rank knew before, and the
-                  second phases of buckets that are exchanged in two, as far as they have not been issued
+                  later phases of buckets that are exchanged in several, as far as they have not been issued
     per bucket    finish, in the same order: check that no gradient has changed since, wait, unpack
 
 step_cycle.py decides when a step begins and when buckets are launched, and the sync mode (modes/) how a step ends.
@@ -151,7 +151,7 @@ class Pipeline:
         """Switches to `communicator`. `drop_step` and `build_buckets` must follow."""
         self.maker = dataclasses.replace(self.maker, communicator=communicator)
         self.maker.sparse_kinds.set_communicator(communicator)
-        self.maker.second_phases.set_communicator(communicator)
+        self.maker.phases.set_communicator(communicator)
         self.used.set_communicator(communicator)
         self.mode.set_communicator(communicator)
         self.issued = 0
@@ -185,18 +185,18 @@ class Pipeline:
             reduction.drop_views()
         self.used.restart()
         self.maker.sparse_kinds.restart()
-        self.maker.second_phases.restart()
+        self.maker.phases.restart()
 
     def release_buckets(self) -> None:
         """Releases the buckets and their wires; gradients that are views keep the buffer they refer to."""
         self.mode.release()
-        self.maker.second_phases.close()
+        self.maker.phases.close()
         self.buckets = BucketSet((), self.maker)
 
     def stats(self) -> dict[str, int | str]:
         """The pipeline's part of `Reducer.stats`."""
         return {
-            "collectives": self.issued + self.maker.second_phases.issued,
+            "collectives": self.issued + self.maker.phases.issued,
             "wire_allocations": self._allocations + self.buckets.wire_allocations(),
             **(found := self.buckets.stats()),
             "restrided": self._restrided + int(found["restrided"]),
@@ -275,25 +275,25 @@ class Pipeline:
         if before < step.next_bucket == len(reductions):
             if self.buckets.streams.on_cuda:
                 self.buckets.streams.wait_for_packs()
-                if self.maker.second_phases.follow_at_once:
-                    self.maker.second_phases.issue_all()
+                if self.maker.phases.follow_at_once:
+                    self.maker.phases.issue_all()
             for one in self.collectives:
                 self.issued += one.issue()
 
     def launch_late(self) -> None:
-        """Starts what had to wait for other collectives: sums of sparse gradients, and second phases of buckets.
+        """Starts what had to wait for other collectives: sums of sparse gradients, and later phases of buckets.
 
         A gradient's kind may be what no rank knew at `launch`. Does nothing when it is called again in the same step.
 
         Raises:
-            AgreementError, CollectiveError: as `SparseKinds.learn`; a first phase failed.
+            AgreementError, CollectiveError: as `SparseKinds.learn`; a phase failed.
         """
         with torch.no_grad():
             for sparse in self.buckets.sparse(self.maker.sparse_kinds.learn()):
                 with self.buckets.streams.on(sparse.members.device):
                     sparse.launch_late()
                 self.issued += 1
-            self.maker.second_phases.issue_all()
+            self.maker.phases.issue_all()
 
     def finish_step(self, step: Step, *, shared: bool) -> Ended:
         """Ends a step whose buckets are all launched.
@@ -314,7 +314,7 @@ class Pipeline:
             launched = self.buckets.reductions
             if self._skip_unused_buckets:
                 launched = [one for one in launched if not self._skips(step, one.members)]
-        if self.maker.sparse_kinds.place or self.maker.second_phases.due:
+        if self.maker.sparse_kinds.place or self.maker.phases.due:
             # Before the check, which may raise on this rank alone: the other ranks wait for these sums.
             self.launch_late()
         with torch.no_grad():

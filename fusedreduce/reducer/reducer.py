@@ -153,7 +153,7 @@ class Reducer(ManualFinalization):
 
     def launch_late(self) -> None:
         """The part of `finalize` that starts collectives: sums of sparse gradients whose kind no rank knew before, and
-        second phases of buckets that are exchanged in two.
+        later phases of buckets that are exchanged in several.
 
         Needed only where one thread drives all ranks: call it for each of them before `finalize` waits for one.
 

@@ -31,7 +31,7 @@ from fusedreduce import (
 from fusedreduce.buckets.bucket import Bucket
 from fusedreduce.buckets.exchange import accumulated_split, scalar
 from fusedreduce.buckets.exchanged import AccumulatedBucket, EncodedBucket, ExchangedBucket
-from fusedreduce.buckets.second_phases import SecondPhases
+from fusedreduce.buckets.phases import Phases
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import wire_bytes
 from fusedreduce.kernels import reference_encoded
@@ -156,8 +156,8 @@ def test_a_mean_that_fp16_holds_is_not_lost_on_the_way(mine: float, theirs: floa
 # Pieces of many ranks, without collectives
 
 
-def _no_phases() -> SecondPhases:
-    return SecondPhases(Loopback(), CPU)
+def _no_phases() -> Phases:
+    return Phases(Loopback(), CPU)
 
 
 def _bucket(wire: str, numels: Sequence[int], ranks: int, dtype: torch.dtype = torch.float32) -> Bucket:

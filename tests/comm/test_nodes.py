@@ -58,8 +58,11 @@ def test_what_does_not_fit_together_says_nothing(changed: dict[str, str]) -> Non
 
 
 @pytest.mark.parametrize(("peer", "expected"), [("2", 2), ("4", 1), ("1", 1)])
-def test_ranks_that_are_told_different_numbers_have_no_nodes(peer: str, expected: int) -> None:
+def test_ranks_that_are_told_different_numbers_have_no_nodes(
+    monkeypatch: pytest.MonkeyPatch, peer: str, expected: int
+) -> None:
+    for name, value in _told(0, 2).items():
+        monkeypatch.setenv(name, value)
     communicator = Loopback([torch.clone] * 3)
-    communicator.ranks_per_node = lambda: 2  # type: ignore[method-assign]
     communicator.payload = lambda rank, mine: peer.encode() if rank == 3 else mine
-    assert agreed_per_node(communicator, CPU) == expected
+    assert agreed_per_node(communicator, range(4), 0, CPU) == expected

@@ -19,7 +19,7 @@ from support.wires import reduced
 
 from fusedreduce import AgreementError, BucketCaps, DataParallel, ReduceConfig, Reducer
 from fusedreduce.buckets.exchanged import EncodedBucket
-from fusedreduce.buckets.second_phases import SecondPhases
+from fusedreduce.buckets.phases import Phases
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import ENCODED_WIRES, Wire
 from fusedreduce.kernels.encodings import ENCODINGS
@@ -267,7 +267,7 @@ def test_what_is_no_number_or_has_no_effect_is_refused(options: dict[str, Any], 
 
 
 def _bucket(numels: Sequence[int], wire: str, dtype: torch.dtype = torch.float32) -> EncodedBucket:
-    phases = SecondPhases(Loopback(), CPU)
+    phases = Phases(Loopback(), CPU)
     shapes = [((numel,), (1,)) for numel in numels]
     dtypes = [dtype] * len(numels)
     return EncodedBucket(numels, dtypes, ENCODINGS[wire], CPU, "bucket 0", shapes, ranks=3, phases=phases, lazy=False)

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedreduce.buckets.second_phases import SecondPhases
+from fusedreduce.buckets.phases import Phases
 from fusedreduce.comm import process_group
 from support.ddp_models import batch, hooked, loss_of, mlp, wrapped
 
 GROUP_TIMEOUT_S = 5
 
 
-def _leave(phases: SecondPhases) -> None:
+def _leave(phases: Phases) -> None:
     """In place of second phases, when the first phases have ended."""
     for one in phases.due:
-        one.first.wait()
+        one.issued[0].wait()
     time.sleep(0.5)  # peers issue theirs meanwhile
     os._exit(0)
 
@@ -48,7 +48,7 @@ def main() -> None:
         if victim and step == int(fault_step):
             if fault == "between":
                 process_group._Work.ready = lambda work: False  # type: ignore[method-assign, assignment]
-                SecondPhases.issue_all = _leave  # type: ignore[method-assign, assignment]
+                Phases.issue_all = _leave  # type: ignore[method-assign, assignment]
             elif fault == "leave":
                 if wrapper:
                     os._exit(0)

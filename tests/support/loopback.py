@@ -209,7 +209,7 @@ class Loopback:
         self.calls.append(Call("gather", torch.uint8, capacity_bytes))
         return [payload if rank == self._rank else self.payload(rank, payload) for rank in range(self.size)]
 
-    def ranks_per_node(self) -> int:
+    def ranks_per_node(self, device: torch.device) -> int:
         return self.size
 
     def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> Loopback:
@@ -339,8 +339,8 @@ class ThreadRank:
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
         return self._communicator.all_gather_bytes(payload, capacity_bytes, device)
 
-    def ranks_per_node(self) -> int:
-        return self._communicator.ranks_per_node()
+    def ranks_per_node(self, device: torch.device) -> int:
+        return self._communicator.ranks_per_node(device)
 
     def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> ThreadRank:
         return ThreadRank(self._communicator.apart(devices, ranks))

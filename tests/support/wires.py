@@ -60,6 +60,33 @@ def _decoded(values: torch.Tensor, encoding: Encoding) -> torch.Tensor:
     return torch.from_numpy(decoded).reshape(-1)[: values.numel()]
 
 
+def reduced_in_two_levels(
+    local: Sequence[torch.Tensor], divisors: Sequence[float], wire: str, per_node: int
+) -> torch.Tensor:
+    """`reduced` for nodes of `per_node` consecutive ranks: to the bit.
+
+    Contributions are divided and added up in fp32 (fp64) in rank order within a node; the sum is encoded; the nodes'
+    are added up in order, and encoded once more where there are three and more.
+    """
+    encoding = encoding_of(local[0], wire)
+    if encoding is None:
+        return reduced(local, divisors, wire)
+    compute = torch.float64 if local[0].dtype is torch.float64 else torch.float32
+    sent = [in_memory(one).to(compute) / divisor for one, divisor in zip(local, divisors, strict=True)]
+    sums = [_in_order(sent[first : first + per_node]) for first in range(0, len(sent), per_node)]
+    nodes = [_decoded(one.float(), encoding) for one in sums]
+    total = _in_order(nodes)
+    total = _decoded(total, encoding) if len(nodes) > 2 else total
+    return total.to(local[0].dtype).view_as(local[0])
+
+
+def _in_order(addends: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = addends[0]
+    for one in addends[1:]:
+        total = total + one
+    return total
+
+
 def reduced(local: Sequence[torch.Tensor], divisors: Sequence[float], wire: str, op: Op = "mean") -> torch.Tensor:
     """What every rank must have of contiguous gradients, given in rank order, by an exchanged wire: to the bit.
 

@@ -228,7 +228,7 @@ class LocalCommunicator:
         """Number of its ranks."""
         return len(self._channel.ranks)
 
-    def ranks_per_node(self) -> int:
+    def ranks_per_node(self, device: torch.device) -> int:
         """Returns the number of ranks: they are one process."""
         return self.size
 

@@ -1,4 +1,4 @@
-"""The order of second phases: whenever first phases end, and in whatever order, every rank issues them alike.
+"""The order of phases: whenever phases end, and in whatever order, every rank issues them alike.
 
 First a simulation of several ranks in one thread, without tensors; then a Reducer whose first phases end by a script;
 then threads.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ from support.loopback import Loopback, LoopbackPending, ThreadRank, ThreadWorld
 from support.wires import EXCHANGED, reduced, settings
 
 from fusedreduce import FusedReduceError, ReduceConfig, Reducer
-from fusedreduce.buckets.second_phases import SecondPhases, TwoPhases
+from fusedreduce.buckets.phases import ONE_LEVEL, Exchange, Phase, Phases, two_levels
+from fusedreduce.buckets.wire_table import WireTable
 from fusedreduce.comm.protocol import Communicator, Pending
 from fusedreduce.errors import CollectiveError
 from fusedreduce.reducer.state import ReducerState
@@ -36,107 +38,135 @@ class Blocked(Exception):
 
 
 class World:
-    """Ranks that launch their buckets, each at its own time, and see first phases end when the script says so.
+    """Ranks that launch their buckets, each at its own time, and see phases end when the script says so.
+
+    Args:
+        ranks: how many.
+        draw: decides.
 
     Attributes:
-        firsts: per rank the buckets whose phase one it has issued, in order.
-        seconds: per rank those of phase two.
-        shown: per rank the buckets whose phase one it sees the end of.
+        issued: by communicator (the ranks that take part, and which of theirs it is) and rank, what was issued there:
+            pairs of bucket and phase.
         ended: per rank whether its backward has ended, so that it may wait.
+        count: collectives issued by anyone.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.firsts: list[list[int]] = [[] for _ in range(ranks)]
-        self.seconds: list[list[int]] = [[] for _ in range(ranks)]
-        self.shown: list[set[int]] = [set() for _ in range(ranks)]
+    def __init__(self, ranks: int, draw: random.Random) -> None:
+        self.draw = draw
+        self.sees = draw.random()
+        self.issued: dict[tuple[tuple[int, ...], int], dict[int, list[tuple[int, int]]]] = {}
+        self.made: Counter[tuple[int, tuple[int, ...]]] = Counter()
         self.ended = [False] * ranks
-
-    def complete(self, bucket: int) -> bool:
-        """Whether all ranks have issued a bucket's phase one."""
-        return all(bucket in one for one in self.firsts)
+        self.count = 0
 
 
-class First:
-    """One rank's phase one of a bucket."""
+class Peer(Loopback):
+    """One rank's part of a communicator, whose n-th collective of every rank meet."""
 
-    def __init__(self, world: World, rank: int, bucket: int) -> None:
-        self._world, self._rank, self._bucket = world, rank, bucket
-        world.firsts[rank].append(bucket)
+    def __init__(self, world: World, rank: int, among: tuple[int, ...], number: int = 0) -> None:
+        super().__init__([torch.clone] * (len(among) - 1), among.index(rank))
+        self.world, self.mine, self.among, self.number = world, rank, among, number
+
+    def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> Peer:
+        among = self.among if ranks is None else tuple(ranks)
+        self.world.made[self.mine, among] += 1
+        return Peer(self.world, self.mine, among, self.world.made[self.mine, among])
+
+    def issue(self, bucket: int, phase: int) -> Meeting:
+        """This rank's part in a phase of a bucket."""
+        self.world.count += 1
+        sequences = self.world.issued.setdefault((self.among, self.number), {rank: [] for rank in self.among})
+        sequences[self.mine].append((bucket, phase))
+        return Meeting(self, sequences, len(sequences[self.mine]) - 1)
+
+
+class Meeting:
+    """A collective in flight, as one rank has it."""
+
+    def __init__(self, peer: Peer, sequences: dict[int, list[tuple[int, int]]], place: int) -> None:
+        self._peer, self._sequences, self._place = peer, sequences, place
+        self._seen = False
+
+    def notify(self, done: Any) -> None:
+        """Nobody asks."""
+
+    def future(self) -> Any:
+        raise NotImplementedError
+
+    def complete(self) -> bool:
+        """Whether every rank has issued it; then they must have issued the same."""
+        if any(len(one) <= self._place for one in self._sequences.values()):
+            return False
+        assert len({one[self._place] for one in self._sequences.values()}) == 1, "different buckets meet"
+        return True
 
     def ready(self) -> bool:
-        return self._bucket in self._world.shown[self._rank] and self._world.complete(self._bucket)
+        self._seen = self._seen or (self.complete() and self._peer.world.draw.random() < self._peer.world.sees)
+        return self._seen
 
     def wait(self) -> None:
-        assert self.ready() or self._world.ended[self._rank], "something waits before the end of the step"
-        assert self._world.complete(self._bucket)
-
-
-class Second:
-    """One rank's phase two: the n-th of every rank meet, as on a communicator of their own."""
-
-    def __init__(self, world: World, rank: int, bucket: int) -> None:
-        self._world, self._place = world, len(world.seconds[rank])
-        world.seconds[rank].append(bucket)
-
-    def wait(self) -> None:
-        if any(len(one) <= self._place for one in self._world.seconds):
+        assert self._seen or self._peer.world.ended[self._peer.mine], "something waits before the end of the step"
+        if not self.complete():
             raise Blocked
-        assert len({one[self._place] for one in self._world.seconds}) == 1, "different buckets meet in one collective"
 
 
-class Apart(Loopback):
-    """Says which communicator second phases are issued on."""
+def _simulate(draw: random.Random, nodes: int, per_node: int) -> int:
+    """One step: launches, completions and ends of all ranks, in random order. How many phases came early.
 
-    def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> Loopback:
-        return Apart([torch.clone] * (self.size - 1))
-
-
-def _simulate(draw: random.Random) -> tuple[World, int]:
-    """One step: launches, completions and ends of all ranks, in random order. How many second phases came early."""
-    ranks, buckets = draw.randint(2, 4), draw.randint(1, 6)
-    world, early = World(ranks), 0
-    user = [Apart([torch.clone] * (ranks - 1)) for _ in range(ranks)]
-    phases = [SecondPhases(one, CPU) for one in user]
+    Args:
+        draw: decides.
+        nodes: how many; 1: one level.
+        per_node: ranks of each.
+    """
+    ranks, buckets = nodes * per_node, draw.randint(1, 6)
+    levels = two_levels(nodes) if nodes > 1 else ONE_LEVEL
+    world = World(ranks, draw)
+    user = [Peer(world, rank, tuple(range(ranks))) for rank in range(ranks)]
+    phases = [Phases(one, CPU) for one in user]
     for one in phases:
-        one.open()
-    flights: list[list[TwoPhases]] = [[] for _ in range(ranks)]
-    sees = draw.random()
+        assert one.open(WireTable(("int8",), "wire"), per_node if nodes > 1 else None) == (nodes > 1)
+    flights: list[list[Exchange]] = [[] for _ in range(ranks)]
+
+    def begins(bucket: int, phase: int) -> Any:
+        return lambda communicator: communicator.issue(bucket, phase)
+
     while any(len(one) < buckets for one in flights):
         rank = draw.randrange(ranks)
-        if draw.random() < sees:
-            world.shown[rank].add(draw.randrange(buckets))
-        elif len(flights[rank]) < buckets:
+        if len(flights[rank]) < buckets:
             bucket = len(flights[rank])
-
-            def begin(second: Communicator, rank: int = rank, bucket: int = bucket) -> Any:
-                assert second is not user[rank], "on the user's communicator only the plan's order counts"
-                return Second(world, rank, bucket)
-
-            first: Any = First(world, rank, bucket)
-            flights[rank].append(phases[rank].follow(first, begin, f"bucket {bucket}"))
-            early += len(world.seconds[rank])
-    left = [list(one) for one in flights]
+            exchange = [Phase("a phase", among, begins(bucket, place)) for place, among in enumerate(levels)]
+            flights[rank].append(phases[rank].start(exchange, f"bucket {bucket}"))
+    early, left = sum(one.issued for one in phases), [list(one) for one in flights]
+    stuck: set[int] = set()
     while any(left):
-        rank = draw.choice([one for one in range(ranks) if left[one]])
+        free = [rank for rank in range(ranks) if left[rank] and rank not in stuck]
+        assert free, "every rank waits for another one"
+        rank, before = draw.choice(free), world.count
         world.ended[rank] = True
-        phases[rank].issue_all()
         try:
+            phases[rank].issue_all()
             left[rank][0].wait()
+            left[rank].pop(0)
         except Blocked:
-            blocked = [one for one in range(ranks) if left[one]]
-            assert any(len(world.seconds[one]) < buckets for one in blocked), "every rank waits for another one"
-            continue
-        left[rank].pop(0)
-    assert all((one.issued, one.issued_together, len(one.due)) == (buckets, 0, 0) for one in phases)
-    assert world.firsts == world.seconds == [list(range(buckets))] * ranks
-    return world, early
+            stuck.add(rank)
+        if world.count > before:
+            stuck.clear()
+    assert {(one.issued, one.issued_together, len(one.due)) for one in phases} == {(buckets * (len(levels) - 1), 0, 0)}
+    for phase in range(len(levels)):
+        in_order = [(bucket, phase) for bucket in range(buckets)]
+        found = [one for each in world.issued.values() for one in each.values() if (0, phase) in one]
+        assert found == [in_order] * ranks, "each phase has communicators of its own, and the order of the plan"
+    return early
 
 
-def test_ten_thousand_random_completions() -> None:
-    draw, early = random.Random(0), 0
-    for _ in range(10_000):
-        early += _simulate(draw)[1]
-    assert early > 10_000, "second phases are issued while buckets are still being launched"
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "times"), [(1, 2, 3000), (1, 3, 3500), (1, 4, 3500), (2, 2, 2000), (3, 2, 1000), (2, 3, 1000)]
+)
+def test_thousands_of_random_completions(nodes: int, per_node: int, times: int) -> None:
+    """In one level and in two."""
+    draw = random.Random(nodes * 10 + per_node)
+    early = sum(_simulate(draw, nodes, per_node) for _ in range(times))
+    assert early > times, "phases are issued while buckets are still being launched"
 
 
 # A reducer
@@ -252,7 +282,7 @@ def test_reset_closes_the_communicator_of_second_phases_and_the_next_step_makes_
     handle.remove()
     assert not communicator.parts[0].closed
     reducer.reset()
-    assert not reducer.pipeline.maker.second_phases.due
+    assert not reducer.pipeline.maker.phases.due
     assert not communicator.parts[0].closed, "peers may still wait for what is in flight there"
     clear(parameters)
     step(reducer, gradients)

@@ -1,0 +1,455 @@
+"""Encoded buckets in two levels: against their definition, over threads, threads and Gloo, and for many ranks."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from buckets.test_exchanged import SHAPES, _assert_bits, _gradients, _parameters
+from support.leaf_steps import CAPS, SCALER, clear, loss_scale, step
+from support.loopback import Loopback, ThreadRank, ThreadWorld
+from support.many_ranks import mean_in_two_levels
+from support.wires import ENCODED, reduced_in_two_levels
+from torch._C import _distributed_c10d as c10d
+
+from fusedreduce import DataParallel, NonFiniteGradientError, ReduceConfig, Reducer
+from fusedreduce.buckets.phases import Phases
+from fusedreduce.buckets.two_levels import TwoLevelBucket
+from fusedreduce.buckets.wire_table import WireTable
+from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
+from fusedreduce.comm.protocol import Communicator
+from fusedreduce.kernels.encodings import ENCODINGS
+
+pytestmark = pytest.mark.usefixtures("path")
+
+CPU = torch.device("cpu")
+
+
+def _config(wire: Any, per_node: int | None, **options: Any) -> ReduceConfig:
+    return ReduceConfig(wire=wire, ranks_per_node=per_node, **options)
+
+
+def _expected(
+    seed: int, ranks: int, wire: str, per_node: int, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    local = [_gradients(seed + rank, dtype) for rank in range(ranks)]
+    return [reduced_in_two_levels(one, [ranks] * ranks, wire, per_node) for one in zip(*local, strict=True)]
+
+
+# Against the definition
+
+
+@pytest.mark.parametrize(
+    ("wire", "ranks", "per_node", "steps"),
+    [("int8", 4, 2, 110), ("int4", 6, 2, 40), ("int8", 6, 3, 12), ("int4", 9, 3, 12), ("int4", 4, 2, 12)],
+)
+def test_every_rank_gets_the_bytes_of_the_definition(wire: str, ranks: int, per_node: int, steps: int) -> None:
+    """In many steps, with buckets of another size from the middle on."""
+
+    def case(communicator: Communicator) -> list[list[torch.Tensor | None]]:
+        parameters, found = _parameters(), []
+        with Reducer(parameters, communicator, _config(wire, per_node), caps=CAPS) as reducer:
+            for number in range(steps):
+                if number == steps // 2:
+                    before = reducer.plan
+                    reducer.set_bucket_size(3000)
+                step(reducer, _gradients(number % 4 * 10 + communicator.rank))
+                found.append([one.grad for one in parameters])
+                clear(parameters)
+            assert reducer.plan != before
+        return found
+
+    expected = [_expected(number * 10, ranks, wire, per_node) for number in range(4)]
+    for rank, held in enumerate(ThreadWorld(ranks).results(case)):
+        for number, gradients in enumerate(held):
+            for index, gradient in enumerate(gradients):
+                _assert_bits(gradient, expected[number % 4][index], (rank, number, index))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_gradients_of_other_dtypes(ranks: int, dtype: torch.dtype) -> None:
+    def case(communicator: Communicator) -> list[torch.Tensor | None]:
+        parameters = _parameters(dtype)
+        step(Reducer(parameters, communicator, _config("int8", 2)), _gradients(communicator.rank, dtype))
+        return [one.grad for one in parameters]
+
+    expected = _expected(0, ranks, "int8", 2, dtype)
+    for held in ThreadWorld(ranks).results(case):
+        for index, gradient in enumerate(held):
+            _assert_bits(gradient, expected[index], index)
+
+
+def test_divisors_loss_scales_and_sums() -> None:
+    scale, divisors = 2.0**6, [2.5, 3.0, 4.5, 7.0]
+
+    def case(communicator: Communicator) -> list[torch.Tensor | None]:
+        parameters = _parameters()
+        reducer = Reducer(parameters, communicator, _config("int8", 2, op="sum"), caps=CAPS)
+        reducer.observed.units.attach(SCALER)
+        divisor = divisors[communicator.rank]
+        step(reducer, _gradients(communicator.rank), divisor=divisor, scale=loss_scale(scale))
+        return [one.grad for one in parameters]
+
+    for held in ThreadWorld(4).results(case):
+        for index, gradient in enumerate(held):
+            local = [_gradients(rank)[index] * scale for rank in range(4)]
+            _assert_bits(gradient, reduced_in_two_levels(local, divisors, "int8", 2) / scale, index)
+
+
+# What travels where
+
+
+class Counted(ThreadRank):
+    """Counts the bytes that this rank gives to collectives, by the ranks that take part in them."""
+
+    def __init__(
+        self, communicator: LocalCommunicator, parts: dict[tuple[int, ...], list[tuple[str, Any, int]]]
+    ) -> None:
+        super().__init__(communicator)
+        self.parts = parts
+
+    def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> ThreadRank:
+        return Counted(self._communicator.apart(devices, ranks), self.parts)
+
+    def _record(self, kind: str, tensor: torch.Tensor) -> None:
+        self.parts.setdefault(self._communicator._channel.ranks, []).append((kind, tensor.dtype, tensor.nbytes))
+
+
+@pytest.mark.parametrize("wire", ENCODED)
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_encoded_bytes_alone_cross_nodes(wire: str, ranks: int) -> None:
+    """As many as the encoding has: of two nodes a rank's shard once, of more twice."""
+    shape, block = (64, 128 * ranks), ENCODINGS[wire]
+
+    def case(communicator: Any) -> dict[tuple[int, ...], list[tuple[str, Any, int]]]:
+        parameters = [torch.zeros(shape, requires_grad=True) for _ in range(3)]
+        counted = Counted(communicator._communicator, {})
+        reducer = Reducer(parameters, counted, _config(wire, 2, policy="static"), caps=CAPS)
+        for _ in range(3):
+            counted.parts.clear()
+            step(reducer, [torch.randn(shape) for _ in parameters])
+            clear(parameters)
+        assert len(reducer.plan) == 3
+        return counted.parts
+
+    for rank, parts in enumerate(ThreadWorld(ranks).results(case)):
+        node, across = (rank // 2 * 2, rank // 2 * 2 + 1), tuple(range(rank % 2, ranks, 2))
+        assert set(parts) == {node, across}, "the user's communicator has nothing to do"
+        numel, nodes = math.prod(shape), ranks // 2
+        encoded = numel // block.block_numel * block.block_bytes // 2  # of a local rank's shard
+        assert [kind for kind, _, _ in parts[across]].count("all_gather") == 3
+        assert {dtype for _, dtype, _ in parts[across]} == {torch.uint8}
+        sent = encoded if nodes == 2 else encoded + encoded // nodes
+        assert sum(nbytes for _, _, nbytes in parts[across]) == 3 * sent
+        within = sum(nbytes for kind, _, nbytes in parts[node] if kind == "reduce_scatter")
+        assert within == 3 * 4 * numel
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_buffers_are_kept_or_released(lazy: bool) -> None:
+    def case(communicator: Communicator) -> None:
+        parameters = _parameters()
+        reducer = Reducer(parameters, communicator, _config("int8", 2), caps=CAPS, lazy_bucket_allocation=lazy)
+        for number in range(8):
+            if number == 3:
+                allocated = reducer.stats()["wire_allocations"]
+            step(reducer, _gradients(number))
+            packed = [one.bucket for one in reducer.pipeline.buckets.packed()]
+            assert any(isinstance(one, TwoLevelBucket) for one in packed)
+            assert not (lazy and any(one._buffers for one in packed))
+            assert all(one.grad is not None and one.grad.isfinite().all() for one in parameters)
+            clear(parameters)
+        assert lazy or reducer.stats()["wire_allocations"] == allocated
+
+    ThreadWorld(6).results(case)
+
+
+# Unused parameters, values that are not finite, statistics
+
+
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_a_rank_that_has_no_gradient_contributes_zeros(ranks: int) -> None:
+    def case(communicator: Communicator) -> list[torch.Tensor | None]:
+        parameters = _parameters()
+        reducer = Reducer(parameters, communicator, _config("int8", 2), caps=CAPS, find_unused_parameters=True)
+        gradients: list[torch.Tensor | None] = list(_gradients(communicator.rank))
+        gradients[2 + communicator.rank % 2] = None
+        gradients[7] = None
+        step(reducer, gradients)
+        return [one.grad for one in parameters]
+
+    zeros = [torch.zeros(shape) for shape in SHAPES]
+    for held in ThreadWorld(ranks).results(case):
+        assert held[7] is None
+        for index, gradient in enumerate(held[:7]):
+            local = [(zeros if index == 2 + rank % 2 else _gradients(rank))[index] for rank in range(ranks)]
+            assert gradient is not None
+            assert torch.equal(gradient, reduced_in_two_levels(local, [ranks] * ranks, "int8", 2)), index
+
+
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_what_is_not_finite_is_named_and_its_block_is_nan(ranks: int) -> None:
+    def case(communicator: Communicator) -> tuple[str, torch.Tensor | None]:
+        parameters, gradients = _parameters(), _gradients(communicator.rank)
+        config = _config("int8", 2, check_finite="raise", grad_stats=True)
+        reducer = Reducer(parameters, communicator, config, names=[f"p{n}" for n in range(len(SHAPES))], caps=CAPS)
+        if communicator.rank == 1:
+            gradients[2].view(-1)[333] = math.inf
+        with pytest.raises(NonFiniteGradientError) as caught:
+            step(reducer, gradients)
+        bad = parameters[2].grad
+        clear(parameters)
+        step(reducer, _gradients(communicator.rank))
+        held = torch.cat([one.grad.reshape(-1).double() for one in parameters if one.grad is not None])
+        assert float(reducer.observed.grad_norm()) == pytest.approx(float(held.norm()), rel=1e-6)
+        return str(caught.value).removeprefix(f"rank {communicator.rank}: "), bad
+
+    found = ThreadWorld(ranks).results(case)
+    (text,) = {text for text, _ in found}
+    assert "rank 1" in text and "p2" in text and "333" in text
+    for _, gradient in found:
+        assert gradient.view(-1)[256:512].isnan().all() and gradient.view(-1)[:256].isfinite().all()
+
+
+# Who is asked, and what is refused
+
+
+def _kinds(reducer: Reducer) -> set[type]:
+    return {type(one.bucket) for one in reducer.pipeline.buckets.packed()}
+
+
+@pytest.mark.parametrize(
+    ("told", "asked", "expected"), [(2, None, True), (4, None, False), (2, 1, False), (1, 2, True)]
+)
+def test_nodes_are_those_that_ranks_are_told_unless_the_user_says_otherwise(
+    told: int, asked: int | None, expected: bool
+) -> None:
+    class Told(ThreadRank):
+        def ranks_per_node(self, device: torch.device) -> int:
+            return told
+
+    def case(communicator: Any) -> bool:
+        parameters = _parameters()
+        reducer = Reducer(parameters, Told(communicator._communicator), _config("int8", asked))
+        for number in range(2):
+            step(reducer, _gradients(number))
+            clear(parameters)
+        return TwoLevelBucket in _kinds(reducer)
+
+    assert ThreadWorld(4).results(case) == [expected] * 4
+
+
+def test_nodes_that_are_not_possible_are_refused_on_every_rank() -> None:
+    def case(communicator: Communicator) -> None:
+        step(Reducer(_parameters(), communicator, _config("int8", 3)), _gradients(0))
+
+    for error in ThreadWorld(4).run(case):
+        assert isinstance(error, ValueError)
+        assert "ranks_per_node=3 is not possible among 4 ranks: nodes differ" in str(error)
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="ranks_per_node must be a whole number of at least 1"):
+            ReduceConfig(ranks_per_node=wrong)  # type: ignore[arg-type]
+    parallel = DataParallel(torch.nn.Linear(40, 40), ["cpu"] * 4, reduce=_config("int8", 2), threads=False)
+    with pytest.raises(ValueError, match="ranks_per_node=2 is not possible among 4 ranks: the ranks share a thread"):
+        parallel(torch.randn(8, 40)).sum().backward()
+    parallel.close()
+
+
+def test_another_wire_and_two_ranks_have_one_level() -> None:
+    for ranks, config in (
+        (4, ReduceConfig(wire="bf16", accumulation="fp32", ranks_per_node=2)),
+        (2, _config("int8", 2)),
+    ):
+
+        def case(communicator: Communicator, config: ReduceConfig = config) -> bool:
+            reducer = Reducer(_parameters(), communicator, config)
+            step(reducer, _gradients(0))
+            return TwoLevelBucket in _kinds(reducer)
+
+        assert ThreadWorld(ranks).results(case) == [False] * ranks
+
+
+# Failures
+
+
+def test_reset_makes_other_communicators() -> None:
+    def case(communicator: Communicator) -> None:
+        parameters = _parameters()
+        reducer = Reducer(parameters, communicator, _config("int8", 2), caps=CAPS)
+        expected = _expected(0, 6, "int8", 2)
+        for number in range(4):
+            step(reducer, _gradients(communicator.rank))
+            for index, one in enumerate(parameters):
+                _assert_bits(one.grad, expected[index], (number, index))
+            clear(parameters)
+            made = set(reducer.pipeline.maker.phases._made.values())
+            handle = parameters[number].register_post_accumulate_grad_hook(_fails)
+            with pytest.raises(ZeroDivisionError):
+                step(reducer, _gradients(communicator.rank))
+            handle.remove()
+            clear(parameters)
+            reducer.reset()
+            assert not reducer.pipeline.maker.phases.due
+            reducer.prepare_for_forward()
+            assert made.isdisjoint(reducer.pipeline.maker.phases._made.values())
+        reducer.close()
+
+    ThreadWorld(6).results(case)
+
+
+def _fails(_: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+# Threads within a node, Gloo across
+
+
+class ThreadsAndGloo(Loopback):
+    """A rank of two processes with two threads each: a LocalGroup's within a process, Gloo's across."""
+
+    def __init__(self, node: int, local: LocalCommunicator, groups: Sequence[Any]) -> None:
+        super().__init__([torch.clone] * 3, 2 * node + local.rank)
+        self.local, self.groups = local, list(groups)
+
+    def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> Any:
+        if ranks is not None and ranks[1] == ranks[0] + 1:
+            return self.local.apart()
+        return Across(self.groups.pop(0), self._rank // 2)
+
+
+class Across(Loopback):
+    """A Gloo group of two ranks that no other thread uses."""
+
+    def __init__(self, gloo: Any, rank: int) -> None:
+        super().__init__([torch.clone], rank)
+        self.gloo = gloo
+
+    def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> Any:
+        assert into is not None
+        return Sent(self.gloo.allgather([[*into.view(2, -1)]], [tensor])), into
+
+
+class Sent:
+    """A collective of Gloo's in flight."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def notify(self, done: Any) -> None:
+        raise NotImplementedError
+
+    def future(self) -> Any:
+        raise NotImplementedError
+
+    def ready(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+def _process(node: int, folder: str, steps: int) -> None:
+    """Two ranks; each writes what it has got."""
+    timeout = datetime.timedelta(seconds=30)
+    # Of each thread one group; all are made before threads begin to use them.
+    groups = [c10d.ProcessGroupGloo(c10d.FileStore(f"{folder}/{one}", 2), node, 2, timeout) for one in range(2)]
+
+    def rank(local: LocalCommunicator) -> list[list[torch.Tensor]]:
+        communicator, found = ThreadsAndGloo(node, local, [groups[local.rank]]), []
+        phases = Phases(communicator, CPU)
+        phases.open(WireTable(("int8",), "wire"), 2)
+        numels = [one.numel() for one in _large(0)]
+        shapes = [((numel,), (1,)) for numel in numels]
+        buckets = [
+            TwoLevelBucket(
+                [numel],
+                [torch.float32],
+                ENCODINGS["int8"],
+                CPU,
+                f"bucket {n}",
+                [shape],
+                ranks=4,
+                phases=phases,
+                lazy=False,
+            )
+            for n, (numel, shape) in enumerate(zip(numels, shapes, strict=True))
+        ]
+        for number in range(steps):
+            flights = []
+            for bucket, gradient in zip(buckets, _large(10 * number + communicator.rank), strict=True):
+                wire = bucket.wire()
+                bucket.pack([gradient], wire, 4.0, None, vouched=False)
+                flights.append(bucket.reduce(wire, communicator))
+            phases.issue_all()
+            means = [torch.empty(numel) for numel in numels]
+            for bucket, mean, (pending, result) in zip(buckets, means, flights, strict=True):
+                pending.wait()
+                bucket.unpack([mean], result, torch.ones(1), None, vouched=False)
+            found.append(means)
+        return found
+
+    with LocalGroup(2, timeout_s=30.0) as group:
+        torch.save(group.run(rank), f"{folder}/of node {node}")
+
+
+def _large(seed: int) -> list[torch.Tensor]:
+    return [one.view(-1) for one in _gradients(seed) if one.ndim > 1 and one.numel() >= 256]
+
+
+def test_threads_within_a_node_and_gloo_across(tmp_path: Path) -> None:
+    """Two processes with two threads each; the same classes."""
+    steps = 12
+    context = torch.multiprocessing.get_context("fork")
+    processes = [context.Process(target=_process, args=(node, str(tmp_path), steps)) for node in range(2)]
+    for one in processes:
+        one.start()
+    for one in processes:
+        one.join(60)
+        assert one.exitcode == 0
+    for node in range(2):
+        for local, held in enumerate(torch.load(tmp_path / f"of node {node}")):
+            for number, means in enumerate(held):
+                ranks = [_large(10 * number + rank) for rank in range(4)]
+                for index, mean in enumerate(means):
+                    flat = [one[index].view(1, -1) for one in ranks]
+                    expected = reduced_in_two_levels(flat, [4.0] * 4, "int8", 2)
+                    _assert_bits(mean, expected.view(-1), (node, local, number, index))
+
+
+# Many ranks
+
+
+LIMITS = {"int8": 0.010, "int4": 0.155}
+
+
+@pytest.mark.parametrize("wire", ENCODED)
+@pytest.mark.parametrize(
+    ("nodes", "per_node"), [(2, 2), (2, 8), (3, 2), (8, 8), pytest.param(128, 8, marks=pytest.mark.full)]
+)
+def test_the_error_of_the_mean_of_gaussian_gradients(wire: Any, nodes: int, per_node: int) -> None:
+    numel, ranks = 40_000, nodes * per_node
+
+    def gradient(rank: int) -> torch.Tensor:
+        return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+    exact = torch.zeros(numel, dtype=torch.float64)
+    for rank in range(ranks):
+        exact += gradient(rank).double() / ranks
+    mean = mean_in_two_levels(gradient, nodes, per_node, wire)
+    error = float((mean.double() - exact).norm() / exact.norm())
+    assert LIMITS[wire] / 2 < error <= LIMITS[wire], error
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 2), (2, 3)])
+def test_the_simulation_is_what_threads_do(nodes: int, per_node: int) -> None:
+    local = [_gradients(rank)[7].view(-1) for rank in range(nodes * per_node)]
+    mean = mean_in_two_levels(lambda rank: local[rank], nodes, per_node, "int4")
+    flat = [one.view(1, -1) for one in local]
+    expected = reduced_in_two_levels(flat, [float(len(local))] * len(local), "int4", per_node)
+    _assert_bits(mean, expected.view(-1))
