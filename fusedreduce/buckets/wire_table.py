@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from ..errors import shortened
 
 _logger = logging.getLogger(__name__)
 _NAMES_SHOWN = 8
+LEAST_SHARD_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,32 @@ class WireTable:
         if rounded:
             _logger.warning(
                 "fp64 gradients of %s are rounded to %s", shortened(rounded, _NAMES_SHOWN), config.wire_text
+            )
+
+
+@functools.cache
+def warn_of_small_shards(encoded: frozenset[Wire], ranks: int, cap_bytes: int) -> None:
+    """Logs, once for the same arguments, if a full bucket that all ranks exchange has small shards.
+
+    Args:
+        encoded: the wires, "int8" or "int4".
+        ranks: how many exchange it.
+        cap_bytes: of a full bucket, in bytes of fp32 gradients.
+    """
+    for wire in sorted(encoded):
+        block_numel, block_bytes = ENCODED_WIRES[wire]
+        shard_bytes = cap_bytes // 4 // block_numel * block_bytes // ranks
+        if shard_bytes < LEAST_SHARD_BYTES:
+            cap_mb = -(-LEAST_SHARD_BYTES * ranks * block_numel * 4 // (block_bytes * 2**20))
+            _logger.warning(
+                "wire=%r among %d ranks: full buckets have shards of %d bytes, fewer than %d, so that the number of "
+                "messages decides how long they take. Raise bucket_cap_mb to %d, or, on nodes of several ranks, have "
+                "them exchanged in two levels: ReduceConfig(ranks_per_node=...)",
+                wire,
+                ranks,
+                shard_bytes,
+                LEAST_SHARD_BYTES,
+                cap_mb,
             )
 
 

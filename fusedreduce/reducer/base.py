@@ -14,7 +14,7 @@ from ..buckets.feedback import Feedback
 from ..buckets.phases import Phases
 from ..buckets.sparse_kinds import SparseKinds
 from ..buckets.stats.grad_stats import GradStats
-from ..buckets.wire_table import WireTable
+from ..buckets.wire_table import WireTable, warn_of_small_shards
 from ..comm.protocol import Communicator
 from ..config import ReduceConfig
 from ..errors import FusedReduceError
@@ -220,6 +220,10 @@ class ReducerBase:
         table, phases = self.wires.agreed, self.pipeline.maker.phases
         if table.has_two_phases(self.communicator.size) and phases.open(table, self.config.ranks_per_node):
             self._build_buckets(self.plan)
+        ranks = self.communicator.size
+        if self.communicator.rank == 0 and table.encoded and ranks > 2 and phases.per_node == 1:
+            encoded = frozenset(table[number] for number in table.encoded)
+            warn_of_small_shards(encoded, ranks, self.caps.cap_bytes)
         self._opened = True
 
     def rebuild(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from fusedreduce import DataParallel, NonFiniteGradientError, ReduceConfig, Reducer
 from fusedreduce.buckets.phases import Phases
 from fusedreduce.buckets.two_levels import TwoLevelBucket
-from fusedreduce.buckets.wire_table import WireTable
+from fusedreduce.buckets.wire_table import WireTable, warn_of_small_shards
 from fusedreduce.comm.local.group import LocalCommunicator, LocalGroup
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels.encodings import ENCODINGS
@@ -273,6 +274,43 @@ def test_another_wire_and_two_ranks_have_one_level() -> None:
             return TwoLevelBucket in _kinds(reducer)
 
         assert ThreadWorld(ranks).results(case) == [False] * ranks
+
+
+@pytest.mark.parametrize(
+    ("wire", "ranks", "cap_mb", "shard_bytes"),
+    [
+        ("int8", 101, 25, None),
+        ("int8", 102, 25, 65254),
+        ("int8", 1024, 25, 6500),
+        ("int4", 53, 25, None),
+        ("int4", 54, 25, 64474),
+    ],
+)
+def test_small_shards_of_one_level_are_warned_of_once(
+    caplog: pytest.LogCaptureFixture, wire: Any, ranks: int, cap_mb: int, shard_bytes: int | None
+) -> None:
+    warn_of_small_shards.cache_clear()
+    for _ in range(2):
+        warn_of_small_shards(frozenset({wire}), ranks, cap_mb * 2**20)
+    assert len(caplog.records) == (shard_bytes is not None)
+    if shard_bytes is not None:
+        said = caplog.text
+        assert f"wire='{wire}' among {ranks} ranks: full buckets have shards of {shard_bytes} bytes" in said
+        enough = re.search(r"Raise bucket_cap_mb to (\d+)", said)
+        assert enough is not None
+        warn_of_small_shards(frozenset({wire}), ranks, int(enough[1]) * 2**20)
+        assert len(caplog.records) == 1, "what it says helps"
+
+
+@pytest.mark.parametrize(("per_node", "warned"), [(1, True), (2, False)])
+def test_rank_0_warns_where_all_ranks_exchange(caplog: pytest.LogCaptureFixture, per_node: int, warned: bool) -> None:
+    warn_of_small_shards.cache_clear()
+
+    def case(communicator: Communicator) -> None:
+        step(Reducer(_parameters(), communicator, _config("int8", per_node), caps=CAPS), _gradients(0))
+
+    ThreadWorld(4).results(case)
+    assert caplog.text.count("two levels") == warned
 
 
 # Failures

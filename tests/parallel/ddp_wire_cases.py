@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,8 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 import fusedreduce
-from fusedreduce.buckets.exchanged import ExchangedBucket
+from fusedreduce.buckets.exchanged import EncodedBucket, ExchangedBucket
+from fusedreduce.buckets.two_levels import TwoLevelBucket
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.config import wire_bytes
 from fusedreduce.reducer import wire_schedule
@@ -257,14 +261,14 @@ def traced(rank: int, world: int, wire: str, folder: str) -> None:
     assert {one.name: one.wire_bytes for one in trace.parameters} == sent
 
 
-def bits(rank: int, world: int, wire: str, group: Any = None) -> list[torch.Tensor]:
+def bits(rank: int, world: int, wire: str, group: Any = None, **options: Any) -> list[torch.Tensor]:
     """Gradients of some steps, and what they have made of the weights; without biases, which would travel native."""
     model = nn.Sequential(nn.Linear(24, 32, bias=False), nn.Tanh(), nn.Linear(32, 40, bias=False))
     generator = torch.Generator().manual_seed(0)  # the global one is that of all threads
     with torch.no_grad():
         for one in model.parameters():
             one.copy_(torch.randn(one.shape, generator=generator) / 5)
-    ddp, found = wrapped(model, wire, process_group=group, policy="static"), []
+    ddp, found = wrapped(model, wire, process_group=group, policy="static", **options), []
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     for step in range(6):
         ddp.zero_grad()
@@ -310,3 +314,87 @@ def changing_wires(rank: int, world: int) -> list[str]:
     finally:
         wire_schedule.MEASURE_EVERY = every
     return found
+
+
+@contextlib.contextmanager
+def nodes_of(per_node: int, rank: int) -> Iterator[None]:
+    """The environment of a rank as torchrun sets it on nodes with so many ranks each."""
+    told = {"RANK": rank, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in told.items():
+            patch.setenv(name, str(value))
+        yield
+
+
+def two_levels(rank: int, world: int, wire: str) -> int:
+    """`long_run` on nodes of two ranks; steps without synchronisation, resets and the end of the wrapper."""
+    with nodes_of(2, rank):
+        groups = len(c10d._world.pg_map)
+        long_run(rank, world, wire)
+        ddp = wrapped(mlp(), wire, process_group=_group(world), policy="static")
+        _right_steps(rank, ddp, wire=wire, steps=3)
+        kinds = {type(one.bucket) for one in reducer_of(ddp).pipeline.buckets.packed()}
+        assert TwoLevelBucket in kinds and EncodedBucket not in kinds
+        own = len(c10d._world.pg_map)
+        ddp.zero_grad()
+        local = copy.deepcopy(ddp.module)
+        with ddp.no_sync():
+            loss_of(ddp(batch(rank, 50))).backward()
+        for model in (ddp, local):
+            loss_of(model(batch(rank, 51))).backward()
+        loss_of(local(batch(rank, 50))).backward()
+        assert_averaged(ddp.module, local, wire)
+        for _ in range(2):
+            with _in_time():
+                ddp.reset()
+            _right_steps(rank, ddp, wire=wire, steps=2)
+            assert len(c10d._world.pg_map) == own
+        reducer_of(ddp).close()
+        own -= len(c10d._world.pg_map)
+        del ddp
+        gc.collect()
+        another = wrapped(mlp(), wire)  # makes groups, and closes those of the wrapper that was dropped
+        _right_steps(rank, another, wire=wire, steps=1)
+        assert len(c10d._world.pg_map) <= groups + 1 + 3
+        dist.barrier()
+        return own
+
+
+def two_levels_join(rank: int, world: int, wire: str) -> None:
+    """Ranks with fewer inputs take part with zeros."""
+    with nodes_of(2, rank):
+        ddp = wrapped(mlp(), wire)
+        counts = [3, 5, 4, 7]
+        seen = 0
+        with ddp.join(divide_by_initial_world_size=True):
+            for step in range(counts[rank]):
+                ddp.zero_grad()
+                loss_of(ddp(batch(rank, step))).backward()
+                seen += 1
+        assert seen == counts[rank]
+        last = [one.grad.clone() for one in ddp.parameters()] if rank == 3 else None
+        # Of the last step rank 3 alone had inputs: its gradient, divided by all ranks.
+        if last is not None:
+            local = copy.deepcopy(ddp.module)
+            local.zero_grad()
+            loss_of(local(batch(rank, counts[rank] - 1))).backward()
+            for ours, one in zip(last, local.parameters(), strict=True):
+                assert one.grad is not None
+                assert float((ours - one.grad / world).norm()) <= 0.02 * float((one.grad / world).norm())
+
+
+def two_levels_traced(rank: int, world: int, wire: str, folder: str) -> None:
+    """A trace on one rank only does not disturb the order of phases."""
+    with nodes_of(2, rank):
+        ddp = wrapped(mlp(), wire)
+        _right_steps(rank, ddp, wire=wire, steps=3)
+        with ddp.record_trace(folder) if rank == 1 else contextlib.nullcontext():
+            _right_steps(rank, ddp, wire=wire, steps=4)
+        dist.barrier()
+    assert len(list(Path(folder).iterdir())) == 1
+
+
+def two_level_bits(rank: int, world: int, wire: str, group: Any = None) -> list[torch.Tensor]:
+    """`bits` on nodes of two ranks."""
+    with nodes_of(2, rank) if group is None else contextlib.nullcontext():
+        return bits(rank, world, wire, group, ranks_per_node=None if group is None else 2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,52 @@ def test_survivors_raise_in_time_and_name_phase_and_bucket(tmp_path: Path) -> No
             waited = re.search(r"raised after ([\d.]+) s", out)
             assert waited is not None and float(waited[1]) < fault_rank.GROUP_TIMEOUT_S + 5
         assert time.monotonic() - began < fault_rank.GROUP_TIMEOUT_S + SLACK_S
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+def test_two_levels_where_the_launcher_says_so(four: RankPool) -> None:
+    assert four.run(ddp_wire_cases.two_levels, "int8") == [3, 3, 3, 3], "close() destroys the groups of phases"
+
+
+def test_two_levels_and_ranks_without_inputs(four: RankPool) -> None:
+    four.run(ddp_wire_cases.two_levels_join, "int8")
+
+
+def test_a_trace_of_one_rank_leaves_the_order_of_phases(four: RankPool, tmp_path: Path) -> None:
+    four.run(ddp_wire_cases.two_levels_traced, "int8", str(tmp_path))
+
+
+def test_two_levels_of_threads_have_the_bits_of_gloo_ranks(four: RankPool) -> None:
+    with LocalGroup(4, timeout_s=20.0) as group:
+        local = group.run(lambda one: ddp_wire_cases.two_level_bits(one.rank, 4, "int4", one.process_group()))
+    for ours, theirs in zip(local, four.run(ddp_wire_cases.two_level_bits, "int4"), strict=True):
+        assert all(map(torch.equal, ours, theirs)) and len(ours) == len(theirs) == 14
+
+
+@pytest.mark.parametrize("phase", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_survivors_of_two_levels_raise_in_time_and_name_phase_and_bucket(tmp_path: Path, phase: int) -> None:
+    """The last of 2 x 2 ranks ends when so many phases of every bucket have been issued."""
+    arguments = ("int8", "copy", f"phase {phase}", "3", "wrapper")
+    ranks = [_start(rank, 4, tmp_path / "store", *arguments) for rank in range(4)]
+    try:
+        for rank, process in enumerate(ranks[:-1]):
+            out, err = process.communicate(timeout=fault_rank.GROUP_TIMEOUT_S + SLACK_S)
+            assert process.returncode not in (0, None) and "finished" not in out, out
+            where = "(reduce-scatter within the node|all-gather across nodes|all-gather within the node)"
+            assert re.search(rf"CollectiveError: rank {rank}: .*the {where} of bucket \d+ \(\d\.weight", err), err
+            waited = re.search(r"raised after ([\d.]+) s", out)
+            assert waited is not None and float(waited[1]) < fault_rank.GROUP_TIMEOUT_S + 5
     finally:
         for process in ranks:
             if process.poll() is None:

@@ -198,6 +198,9 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_OF_OURS = ("overlap", "policy", "sync_mode", "ranks_per_node")
+
+
 def wrapped(model: nn.Module, wire: str = "native", *, surface: str = "wrapper", **options: Any) -> Any:
     """`model` under our wrapper, or under torch's with our hook; small buckets unless said otherwise."""
     if surface == "hook":
@@ -205,7 +208,7 @@ def wrapped(model: nn.Module, wire: str = "native", *, surface: str = "wrapper",
         ddp.reduce_stats = state.stats  # type: ignore[assignment]
         return ddp
     options.setdefault("bucket_cap_mb", SMALL_CAP_MB)
-    ours: dict[str, Any] = {name: options.pop(name) for name in ("overlap", "policy", "sync_mode") if name in options}
+    ours: dict[str, Any] = {name: options.pop(name) for name in _OF_OURS if name in options}
     config = fusedreduce.ReduceConfig(**settings(wire), **ours)
     return fusedreduce.DistributedDataParallel(model, reduce=config, **options)
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedreduce.buckets.phases import Phases
+from fusedreduce.buckets.phases import Exchange, Phases
 from fusedreduce.comm import process_group
+from fusedreduce.comm.protocol import Communicator
 from support.ddp_models import batch, hooked, loss_of, mlp, wrapped
 
 GROUP_TIMEOUT_S = 5
@@ -30,6 +31,19 @@ def _leave(phases: Phases) -> None:
     os._exit(0)
 
 
+def _leave_after(phases: int) -> None:
+    """Has this rank end once so many phases of every bucket have been issued."""
+    begin = Exchange.begin_next
+
+    def begin_next(exchange: Exchange, communicator: Communicator) -> None:
+        if len(exchange.issued) == phases:
+            time.sleep(0.5)  # peers issue theirs meanwhile
+            os._exit(0)
+        begin(exchange, communicator)
+
+    Exchange.begin_next = begin_next  # type: ignore[method-assign, assignment]
+
+
 def main() -> None:
     """Trains; the last rank dies, stops or leaves in the middle of a step."""
     rank, world, store, wire, as_view, fault, fault_step, *wrapper = sys.argv[1:]
@@ -39,6 +53,8 @@ def main() -> None:
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timeout
     )
     options: dict[str, Any] = {"gradient_as_bucket_view": as_view == "view"}
+    if fault.startswith("phase"):  # on two nodes
+        options["ranks_per_node"] = 2
     model = mlp()
     ddp = wrapped(model, wire, **options) if wrapper else hooked(model, wire, **options)[0]
     victim = int(rank) == int(world) - 1
@@ -49,6 +65,8 @@ def main() -> None:
             if fault == "between":
                 process_group._Work.ready = lambda work: False  # type: ignore[method-assign, assignment]
                 Phases.issue_all = _leave  # type: ignore[method-assign, assignment]
+            elif fault.startswith("phase"):
+                _leave_after(int(fault.removeprefix("phase ")))
             elif fault == "leave":
                 if wrapper:
                     os._exit(0)
