@@ -102,7 +102,7 @@ def read(environment: Mapping[str, str]) -> Options:
 def metavar(name: str) -> str:
     """Placeholder of an option's value in --help."""
     words = {"plan": "FILE", "link": "US,GBIT_S", "replan_every": "STEPS", "stall_report_s": "SECONDS"}
-    words |= {"wire_after": "STEPS", "least_sqnr_db": "DB", "seed": "NUMBER"}
+    words |= {"wire_after": "STEPS", "least_sqnr_db": "DB", "ranks_per_node": "RANKS", "seed": "NUMBER"}
     if name == "wire":
         return "{" + ",".join((*WIRES, *ENCODED_WIRES)) + ",PATTERN=WIRE}"
     return words.get(name) or "{" + ",".join(map(str, typing.get_args(_HINTS[name]))) + "}"
