@@ -165,8 +165,9 @@ class ReduceConfig:
         cap_policy: "c10d": a bucket is closed once it has reached its limit; "strict": before it would exceed it.
             Reducer and wrapper only.
         ranks_per_node: with the wires "int8" and "int4": gradients are added up among so many consecutive ranks first,
-            in 16-bit elements, and encoded across nodes. None: as many as torchrun says that each node has
-            (LOCAL_WORLD_SIZE); 1: encoded among all ranks. Reducer and wrapper only. See docs/wires.md.
+            in fp32, and their sums encoded across nodes. None: as many as torchrun says that each node has
+            (LOCAL_WORLD_SIZE), or 1 with stochastic rounding or error feedback; 1: encoded among all ranks. Reducer and
+            wrapper only. See docs/wires.md.
         sync_mode: which step's averages `.grad` holds after a backward: Synchronous(), BoundedStaleness(k) or
             Asynchronous(). See docs/modes.md. Reducer and wrapper only.
 
@@ -228,6 +229,12 @@ class ReduceConfig:
         _check_link(self.link)
         if self.ranks_per_node is not None:
             _check_count("ranks_per_node", self.ranks_per_node, 1)
+            for name in ("stochastic_rounding", "error_feedback"):
+                if self.ranks_per_node > 1 and getattr(self, name):
+                    raise ValueError(
+                        f"{name} and ranks_per_node={self.ranks_per_node} exclude each other: what is encoded across "
+                        "nodes is no rank's own contribution. Use ranks_per_node=1"
+                    )
         if not isinstance(self.sync_mode, SyncMode):
             raise ValueError(
                 "sync_mode must be Synchronous(), BoundedStaleness(max_staleness) or Asynchronous(), got "

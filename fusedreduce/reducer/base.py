@@ -218,7 +218,9 @@ class ReducerBase:
         self.pipeline.check_wires()
         self.pipeline.mode.open()
         table, phases = self.wires.agreed, self.pipeline.maker.phases
-        if table.has_two_phases(self.communicator.size) and phases.open(table, self.config.ranks_per_node):
+        of_contributions = self.config.stochastic_rounding or self.config.error_feedback
+        per_node = 1 if of_contributions else self.config.ranks_per_node
+        if table.has_two_phases(self.communicator.size) and phases.open(table, per_node):
             self._build_buckets(self.plan)
         ranks = self.communicator.size
         if self.communicator.rank == 0 and table.encoded and ranks > 2 and phases.per_node == 1:

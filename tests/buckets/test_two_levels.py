@@ -262,6 +262,24 @@ def test_nodes_that_are_not_possible_are_refused_on_every_rank() -> None:
     parallel.close()
 
 
+@pytest.mark.parametrize("option", ["stochastic_rounding", "error_feedback"])
+def test_what_is_of_single_contributions_has_one_level(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} and ranks_per_node=2 exclude each other"):
+        _config("int8", 2, **{option: True})
+
+    class Told(ThreadRank):
+        def ranks_per_node(self, device: torch.device) -> int:
+            raise AssertionError("nobody asks")
+
+    def case(communicator: Any) -> bool:
+        config = ReduceConfig(wire="int8", **{option: True})  # type: ignore[arg-type]
+        reducer = Reducer(_parameters(), Told(communicator._communicator), config)
+        step(reducer, _gradients(0))
+        return TwoLevelBucket in _kinds(reducer)
+
+    assert ThreadWorld(4).results(case) == [False] * 4
+
+
 def test_another_wire_and_two_ranks_have_one_level() -> None:
     for ranks, config in (
         (4, ReduceConfig(wire="bf16", accumulation="fp32", ranks_per_node=2)),
