@@ -126,7 +126,8 @@ class ReduceConfig:
             elements than a block, those of one dimension (norms, biases) and complex ones stay "native". By parameter:
             a mapping of glob patterns of names (fnmatch) to wires, of which the first that matches counts and none
             means "native", kept as a tuple of pairs; or a function of name and parameter, called when a reducer is
-            built. These may encode gradients of one dimension too. Reducer and wrapper only. See docs/wires.md.
+            built. These may encode gradients of one dimension too, and are of reducer and wrapper only. See
+            docs/wires.md.
         wire_after: number of synchronised steps, counted since the ranks were set, in which gradients that are to be
             encoded travel as "bf16"; a checkpoint (`Reducer.state_dict`) keeps count. Reducer and wrapper only.
         least_sqnr_db: every 50 encoded steps measure what encoding loses of each gradient, as a signal-to-noise ratio
@@ -134,7 +135,7 @@ class ReduceConfig:
             measured. What is usual: docs/wires.md. Reducer and wrapper only.
         accumulation: "wire": the backend adds 16-bit elements up, and rounds at every hop. "fp32": ranks exchange their
             contributions, each is rounded once, and the sum in fp32 once more; only for the wires "bf16" and "fp16".
-            ("int8" and "int4" are always added up in fp32.) Reducer and wrapper only.
+            ("int8" and "int4" are always added up in fp32.)
         stochastic_rounding: codes of the wires "int8" and "int4" are rounded up or down at random, so that a mean over
             steps comes to the gradients' own, at about 1.4 times a step's error; False: to nearest. The same random
             bits in every run: see docs/wires.md. Reducer and wrapper only.
@@ -166,8 +167,7 @@ class ReduceConfig:
             Reducer and wrapper only.
         ranks_per_node: with the wires "int8" and "int4": gradients are added up among so many consecutive ranks first,
             in fp32, and their sums encoded across nodes. None: as many as torchrun says that each node has
-            (LOCAL_WORLD_SIZE), or 1 with stochastic rounding or error feedback; 1: encoded among all ranks. Reducer and
-            wrapper only. See docs/wires.md.
+            (LOCAL_WORLD_SIZE), or 1 with stochastic rounding or error feedback; 1: encoded among all ranks. See docs/wires.md.
         sync_mode: which step's averages `.grad` holds after a backward: Synchronous(), BoundedStaleness(k) or
             Asynchronous(). See docs/modes.md. Reducer and wrapper only.
 

@@ -52,8 +52,8 @@ class Partials:
     peaks: torch.Tensor
     first_non_finite: torch.Tensor
 
-    def part(self, begin: int, end: int) -> Partials:
-        """Views of rows [begin, end)."""
+    def part(self, begin: int, end: int | None) -> Partials:
+        """Views of rows [begin, end); None: to the last one."""
         return Partials(self.sums[begin:end], self.peaks[begin:end], self.first_non_finite[begin:end])
 
 
@@ -71,8 +71,8 @@ class SourcePartials:
     first_non_finite: torch.Tensor
     flushed: torch.Tensor
 
-    def part(self, begin: int, end: int) -> SourcePartials:
-        """Views of rows [begin, end)."""
+    def part(self, begin: int, end: int | None) -> SourcePartials:
+        """Views of rows [begin, end); None: to the last one."""
         return SourcePartials(self.first_non_finite[begin:end], self.flushed[begin:end])
 
 

@@ -2,6 +2,7 @@
 
     dense.py      pack -> all-reduce -> unpack, two launches: the wire is ours
     exchanged.py  the same with contributions that are exchanged and added up here (phases.py), also in two_levels.py
+                  and of a comm hook's buckets maybe a part (partly_encoded.py)
     comm_hook.py  copy -> a comm hook (torch's contract) -> copy: the hook owns scale, cast and collective
     sparse.py     one sparse gradient: divide -> sparse all-reduce (or the hook)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import itertools
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -44,8 +45,13 @@ class Bucket:
         lazy: release the wire buffer at the end of each step.
 
     Attributes:
+        collective: what adds contributions up, for messages.
+        collectives: how many that takes.
         sent_split: contribution / this rank's share of the result: `split`, unless that is taken off before unpacking.
     """
+
+    collective = "all-reduce"
+    collectives = 1
 
     def __init__(
         self,
@@ -98,6 +104,10 @@ class Bucket:
     def padding_bytes(self) -> int:
         """Bytes of these that belong to no gradient."""
         return self.layout.padding_numel * self.wire_dtype.itemsize
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Per slot its rows of statistics, [begin, end)."""
+        return list(itertools.pairwise(self.chunks.first_rows.tolist()))
 
     def wire(self) -> torch.Tensor:
         """The wire buffer; on CUDA the current stream waits until the last unpack has read it."""
@@ -205,13 +215,14 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketKey:
-    """What the layout and the tables of a comm hook's bucket depend on."""
+    """What the layout and the tables of a comm hook's bucket depend on; `shapes` of the parameters on encoded wires."""
 
     index: int
     numel: int
     dtype: torch.dtype
     wire_dtype: torch.dtype
     device: torch.device
+    shapes: tuple[torch.Size, ...] = ()
 
 
 class BucketCache:

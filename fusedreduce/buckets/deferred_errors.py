@@ -70,7 +70,10 @@ class DeferredErrors:
         return error
 
     def raise_at_the_end_of_backward(
-        self, communicator: Ranks | None, end_step: Callable[[], None] | None = None
+        self,
+        communicator: Ranks | None,
+        end_step: Callable[[], None] | None = None,
+        before: Callable[[], None] | None = None,
     ) -> None:
         """Queues the raising of errors. Called by the hook of the last bucket.
 
@@ -79,19 +82,26 @@ class DeferredErrors:
         Args:
             communicator: the ranks of the reductions in flight; None: none could be started.
             end_step: called once all of them are done, if nothing went wrong; outside backward at once.
+            before: called before anything waits for them; in backward only.
         """
         with self._lock:
             futures, self._futures = self._futures, []
         if in_backward():
-            _queue_callback(functools.partial(self._raise, futures, communicator, end_step))
+            _queue_callback(functools.partial(self._raise, futures, communicator, end_step, before))
         elif end_step is not None and not self._any_failed(futures, communicator):
             error = self._ended(end_step)
             if error is not None:
                 _raise(error)
 
     def _raise(
-        self, futures: list[torch.futures.Future[Any]], communicator: Ranks | None, end_step: Callable[[], None] | None
+        self,
+        futures: list[torch.futures.Future[Any]],
+        communicator: Ranks | None,
+        end_step: Callable[[], None] | None,
+        before: Callable[[], None] | None,
     ) -> None:
+        if before is not None:
+            before()
         failed = self._any_failed(futures, communicator)
         error = self.pop_error()
         if error is not None and failed:

@@ -31,6 +31,9 @@ from .phases import Phase, Phases
 class ExchangedBucket(Bucket):
     """A bucket whose wire is this rank's contribution, cut into a shard per rank."""
 
+    collective = "exchange"
+    collectives = 2
+
     def check(self, communicator: Communicator) -> None:
         """Does nothing: the backend adds nothing up."""
 
@@ -45,7 +48,7 @@ class ExchangedBucket(Bucket):
             return ranks.all_gather(mine, wire)[0]
 
         first = Phase("all-to-all", "all", lambda ranks: ranks.all_to_all(received, wire))
-        return phases.start([first, Phase("all-gather", "all", gather_sums)], self.label)
+        return phases.start([first, Phase("all-gather", "all", gather_sums)], self.label, self.device)
 
     def _add_up(self, received: torch.Tensor, sum_of_shard: torch.Tensor) -> None:
         """Writes the sum of the contributions [ranks, shard] to this rank's shard."""
@@ -135,6 +138,7 @@ class EncodedBucket(ExchangedBucket):
         draws: BucketDraws | None = None,
     ) -> None:
         self._ranks = ranks
+        self.collectives = 1 if ranks <= 2 else 2
         self._phases = phases
         self._draws = draws or BucketDraws(None, None)
         self._feedback: BucketFeedback | None = None

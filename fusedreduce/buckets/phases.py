@@ -16,6 +16,7 @@ of their step wait, and for the phase before the least that they have not issued
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -69,13 +70,16 @@ class Exchange:
     Args:
         phases: in order, two or more.
         label: names the bucket in errors.
+        device: of the bucket.
     """
 
-    def __init__(self, phases: Sequence[Phase], label: str) -> None:
+    def __init__(self, phases: Sequence[Phase], label: str, device: torch.device) -> None:
         self.phases = phases
         self.label = label
         self.issued: list[Pending] = []
+        self._device = device
         self._told: list[Callable[[], None]] = []
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     @property
     def next_phase(self) -> Phase:
@@ -93,6 +97,12 @@ class Exchange:
         if self.complete:
             for done in self._told:
                 self.issued[-1].notify(done)
+            self._chain_future()
+
+    def fail(self, error: Exception) -> None:
+        """Has the future raise `error`: the last phase will not be issued."""
+        if self._future is not None:
+            self._future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
 
     @property
     def complete(self) -> bool:
@@ -111,8 +121,13 @@ class Exchange:
         return self.complete and self.issued[-1].ready()
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """See `Pending`."""
-        return self._last().future()
+        """See `Pending`; may be asked for once, before the last phase is issued or after."""
+        assert self._future is None
+        devices: list[int | str | torch.device] | None = [self._device] if self._device.type == "cuda" else None
+        self._future = torch.futures.Future(devices=devices)
+        if self.complete:
+            self._chain_future()
+        return self._future
 
     def wait(self) -> None:
         """See `Pending`."""
@@ -120,6 +135,10 @@ class Exchange:
             self._last().wait()
         except RuntimeError as error:
             raise RuntimeError(f"{self.text(-1)}: {error}") from error
+
+    def _chain_future(self) -> None:
+        if self._future is not None:
+            self.issued[-1].future().add_done_callback(functools.partial(_complete, self._future, self.text(-1)))
 
     def _last(self) -> Pending:
         assert self.complete, f"{self.text(len(self.issued))} is not issued"
@@ -159,6 +178,10 @@ class Phases:
     def due(self) -> list[Exchange]:
         """The exchanges with a phase that is to be issued."""
         return [one for queue in self._due for one in queue]
+
+    def is_open(self, wires: WireTable) -> bool:
+        """Whether `open` has nothing to do for these wires."""
+        return self._settled and not self._is_stale and all(one in self._made for one in self._needed(wires))
 
     def open(self, wires: WireTable, ranks_per_node: int | None) -> bool:
         """Makes the communicators of phases that need one of their own; every rank calls it.
@@ -212,12 +235,13 @@ class Phases:
         self._settled, self.per_node = False, 1
         self.issued = self.issued_together = 0
 
-    def start(self, phases: Sequence[Phase], label: str) -> Exchange:
+    def start(self, phases: Sequence[Phase], label: str, device: torch.device) -> Exchange:
         """Issues the first phase of a bucket, and of all buckets what may be issued without waiting.
 
         Args:
             phases: see `Exchange`.
             label: names the bucket in errors.
+            device: of the bucket.
 
         Returns:
             The exchange in flight.
@@ -226,7 +250,7 @@ class Phases:
             RuntimeError: the first phase could not be issued.
             CollectiveError: see `issue_all`.
         """
-        exchange = Exchange(phases, label)
+        exchange = Exchange(phases, label, device)
         exchange.begin_next(self._communicator_of(exchange))
         self._due[1].append(exchange)
         self._issue_ready()
@@ -235,6 +259,8 @@ class Phases:
     def issue_all(self) -> None:
         """Issues every phase that is due; waits for those before (on CUDA the current stream does).
 
+        An exchange that fails stays due, and so do those behind it, whose phases peers may issue after its own.
+
         Raises:
             CollectiveError: a phase failed, or the next could not be issued; names it and its bucket.
         """
@@ -242,6 +268,12 @@ class Phases:
             while queue:
                 self._issue_next(queue)
                 self._issue_ready()
+
+    def give_up(self, error: Exception) -> None:
+        """Has the futures of all that are due raise `error`, with which `issue_all` has failed."""
+        for exchange in self.due:
+            exchange.fail(error)
+        self._forget()
 
     def _issue_ready(self) -> None:
         if self._device.type == "cpu":
@@ -252,13 +284,13 @@ class Phases:
     def _issue_next(self, queue: deque[Exchange]) -> None:
         exchange = queue[0]
         wait_for(exchange.issued[-1], lambda: exchange.text(len(exchange.issued) - 1), self._communicator)
-        queue.popleft()
         communicator = self._communicator_of(exchange)
         try:
             exchange.begin_next(communicator)
         except RuntimeError as error:
             what = f"{exchange.text(len(exchange.issued))} could not be started"
             raise collective_failed(what, self._communicator, error) from error
+        queue.popleft()
         self.issued += 1
         self.issued_together += communicator is self._communicator
         if not exchange.complete:
@@ -302,3 +334,15 @@ class Phases:
             own = node_of(whole.rank, per_node)
             ranks = own if among == "node" else peers_across(whole.rank, per_node, whole.size)
         return whole.apart([self._device] if self.follow_at_once else (), ranks)
+
+
+def _complete(
+    future: torch.futures.Future[list[torch.Tensor]], what: str, last: torch.futures.Future[list[torch.Tensor]]
+) -> None:
+    """Called when the last phase has ended, maybe by a backend's thread: references no group."""
+    try:
+        value = last.value()
+    except RuntimeError as error:
+        future.set_exception(RuntimeError(f"{what}: {error}"))  # type: ignore[arg-type]  # torch's annotation is wrong
+    else:
+        future.set_result(value)

@@ -50,6 +50,7 @@ class TwoLevelBucket(EncodedBucket):
         super().__init__(numels, dtypes, encoding, device, label, shapes, ranks=ranks, phases=phases, lazy=lazy)
         self.wire_dtype = self.compute_dtype
         self._per_node, self._nodes = phases.per_node, ranks // phases.per_node
+        self.collectives = len(two_levels(self._nodes))
         # Rows of data as of `chunks`, and in addition those of padding within blocks, which is on this wire.
         total, shard = self.layout.numel, self.chunks.shard_numel
         self._packed = ChunkTable(numels, self.layout.offsets, dtypes, total, shapes=shapes, shard_numel=shard)
@@ -142,7 +143,7 @@ class TwoLevelBucket(EncodedBucket):
             acts[1:] = [("all-to-all", spread_sums), ("all-gather", gather_totals), ("all-gather", gather_all)]
         levels = two_levels(self._nodes)
         phases = [Phase(name, among, begin) for (name, begin), among in zip(acts, levels, strict=True)]
-        return self._phases.start(phases, self.label), gathered
+        return self._phases.start(phases, self.label, self.device), gathered
 
     def _encode_sum(self, total: torch.Tensor, sent: torch.Tensor) -> None:
         """Encodes the node's sum of this rank's shard."""

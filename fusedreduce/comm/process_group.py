@@ -128,8 +128,6 @@ class ProcessGroupCommunicator:
                 "reduce over it"
             )
         self.size = dist.get_world_size(self.group)
-        # Ranks make their communicators in the same order, so that the n-th of a group is the same on all ranks.
-        self._serial = _built[self.group] = _built.get(self.group, 0) + 1
         self._prefix = ""
         self._own = False
         self._duplicates = 0
@@ -448,12 +446,14 @@ class ProcessGroupCommunicator:
     def _keys(self) -> str:
         """The prefix of this communicator's keys in the store.
 
-        A new group may have the store of an earlier one, with what was written there, so each rank counts in the store
-        how often it has had a communicator of this number.
+        The n-th communicator of a group that needs keys is the same on all ranks, whatever others each has made. A new
+        group may have the store of an earlier one, with what was written there, so each rank counts in the store how
+        often it has had a communicator of this number.
         """
         if not self._prefix:
-            times = self._store().add(f"fusedreduce/{self._serial}/{self.rank}", 1)
-            self._prefix = f"fusedreduce/{self._serial}/{times}"
+            serial = _built[self.group] = _built.get(self.group, 0) + 1
+            times = self._store().add(f"fusedreduce/{serial}/{self.rank}", 1)
+            self._prefix = f"fusedreduce/{serial}/{times}"
         return self._prefix
 
     def _gloo_of_one_thread(self) -> Any:

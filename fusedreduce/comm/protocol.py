@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal, Protocol
@@ -46,10 +47,12 @@ class Pieces:
 
     Args:
         pieces: in the order in which they were issued.
+        names: of pieces, for errors of the future; "": it needs none.
     """
 
-    def __init__(self, pieces: Sequence[Pending]) -> None:
+    def __init__(self, pieces: Sequence[Pending], names: Sequence[str] = ()) -> None:
         self._pieces = tuple(pieces)
+        self._names = names or ("",) * len(pieces)
 
     def notify(self, done: Callable[[], None]) -> None:
         """See `Pending`."""
@@ -59,7 +62,9 @@ class Pieces:
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """See `Pending`."""
-        both = torch.futures.collect_all([piece.future() for piece in self._pieces])
+        # An error that was set from Python is a value to `collect_all`; one that a callback raises is not.
+        named = zip(self._pieces, self._names, strict=True)
+        both = torch.futures.collect_all([one.future().then(functools.partial(_value, name)) for one, name in named])
         return both.then(lambda all_: [tensor for one in all_.value() for tensor in one.value()])
 
     def ready(self) -> bool:
@@ -70,6 +75,13 @@ class Pieces:
         """See `Pending`."""
         for piece in self._pieces:
             piece.wait()
+
+
+def _value(name: str, done: torch.futures.Future[list[torch.Tensor]]) -> list[torch.Tensor]:
+    try:
+        return done.value()
+    except RuntimeError as error:
+        raise RuntimeError(f"{name}: {error}" if name else str(error)) from error
 
 
 class Ranks(Protocol):

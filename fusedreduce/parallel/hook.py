@@ -7,7 +7,9 @@ all-reduces, and writes the result back into the bucket's own buffer, which it r
 `gradient_as_bucket_view=True` nothing is copied after that. A bucket takes one launch and one collective at wire
 "native" (in place), two launches and one collective with a 16-bit wire. Norms, the finite check, and counts of
 elements that the wire flushes to zero come out of the same launches on request; at wire "native" out of one or two
-more launches, which only read.
+more launches, which only read. On the wires "int8" and "int4", and with accumulation="fp32", ranks exchange their
+contributions instead, by two collectives a bucket on three and more ranks; parameters of a bucket that are not encoded
+take one more.
 
 Errors are raised at the end of backward, with their own class; see buckets/deferred_errors.py. If options are wrong,
 nothing is reduced: buffers are returned unchanged, gradients stay local, and the next step works.
@@ -26,7 +28,7 @@ from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from ..buckets.stats.non_finite import NonFiniteReport
-from ..config import ENCODED_WIRES, CheckFinite, ReduceConfig, Wire
+from ..config import Accumulation, CheckFinite, ReduceConfig, Wire
 from ..errors import FusedReduceError
 from .hook_reduction import HookReduction
 from .hook_trace import HookTrace
@@ -38,12 +40,14 @@ class FusedHookState:
     The state may be built before `init_process_group`, registered on several DDP modules that use the same group, and
     pickled or copied (without its process group, buffers, names and reports). torch does not register hooks again when
     it loads a DDP module: register it yourself. The buffers take half the bytes of fp32 gradients at a 16-bit wire, and
-    none at wire "native".
+    none at wire "native"; what is exchanged takes two buffers, or on two ranks the room of three contributions.
 
     Args:
         process_group: the group that DDP was given; None: the default group, as in torch's own hooks. Gradients are
             divided by its size.
-        wire: dtype that travels: "native" (the bucket's own), "bf16" or "fp16"; see ReduceConfig.
+        wire: what travels: "native" (the bucket's own dtype), "bf16", "fp16", "int8" or "int4"; see ReduceConfig.
+        accumulation: "wire", or "fp32" for the wires "bf16" and "fp16"; see ReduceConfig.
+        ranks_per_node: with the wires "int8" and "int4", see ReduceConfig.
         stall_report_s: seconds after which an unfinished reduction is logged (CUDA only); None: 80 % of the group's
             timeout.
         grad_stats: collect norms and related statistics in every synchronised step. All ranks then need bitwise
@@ -60,6 +64,8 @@ class FusedHookState:
         process_group: dist.ProcessGroup | None = None,
         wire: Wire = "native",
         *,
+        accumulation: Accumulation = "wire",
+        ranks_per_node: int | None = None,
         stall_report_s: float | None = None,
         grad_stats: bool = False,
         check_finite: CheckFinite = "off",
@@ -80,13 +86,13 @@ class FusedHookState:
                 f"fused_hook has one wire for all parameters, got {wire!r}: for wires by parameter use the wrapper, "
                 "DistributedDataParallel(..., reduce=ReduceConfig(wire=...))"
             )
-        if wire in ENCODED_WIRES:
-            raise ValueError(
-                f"fused_hook has no wire {wire!r}: use 'native', 'bf16' or 'fp16'; or the wrapper, "
-                f"DistributedDataParallel(..., reduce=ReduceConfig(wire={wire!r}))"
-            )
         config = ReduceConfig(
-            wire=wire, stall_report_s=stall_report_s, grad_stats=grad_stats, check_finite=check_finite
+            wire=wire,
+            accumulation=accumulation,
+            ranks_per_node=ranks_per_node,
+            stall_report_s=stall_report_s,
+            grad_stats=grad_stats,
+            check_finite=check_finite,
         )
         self._begin(process_group, config)
 
@@ -104,8 +110,8 @@ class FusedHookState:
 
         Returns:
             steps (synchronised backwards, counted per DDP module), buckets (in the latest step), collectives (those of
-            check_finite included), wire_bytes (payload of all dense buckets), wire_allocations (wire buffers
-            allocated), path (triton, interpreter or torch).
+            check_finite included), wire_bytes (payload of all dense buckets), wire_allocations (wire buffers, and those
+            that contributions are received in), path (triton, interpreter or torch).
         """
         return self._reduction.stats()
 
@@ -245,7 +251,8 @@ def fused_hook(state: FusedHookState, bucket: GradBucket) -> torch.futures.Futur
         AgreementError: ranks use different options; raised on every rank.
         UnsupportedWireError: the backend cannot sum this bucket's wire dtype; raised on every rank.
         TypeError: a bucket of integers.
-        ValueError: a buffer that is not contiguous (set_buffer).
+        ValueError: a buffer that is not contiguous (set_buffer); or, where contributions are exchanged, one that has
+            not the elements of the bucket's parameters.
         CollectiveError: a peer died, left or did not answer in time; names the bucket.
         NonFiniteGradientError: check_finite="raise", and a gradient held a NaN or Inf; raised on every rank, joined
             ranks included. The step is complete, and the next one works.

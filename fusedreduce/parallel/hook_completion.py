@@ -15,6 +15,7 @@ from ..buckets.exchange import InFlight
 from ..buckets.stats.bucket_partials import BucketPartials
 from ..comm.stall_monitor import StallMonitor
 from ..comm.waiting import collective_error
+from ..errors import CollectiveError
 from .hook_trace import HookTrace
 
 
@@ -60,9 +61,12 @@ class Finish:
         try:
             try:
                 reduced.value()
+            except CollectiveError:
+                ours.state = BucketState.FAILED
+                raise
             except RuntimeError as error:
                 ours.state = BucketState.FAILED
-                raise collective_error(f"the all-reduce of {ours.label} failed", rank, error) from error
+                raise collective_error(f"the {ours.collective} of {ours.label} failed", rank, error) from error
             if self._trace is not None:
                 self._trace.unpack(self._index)
             done = self._unpack()

@@ -1,7 +1,8 @@
 """HookReduction: what `fused_hook` does with the buckets that DDP shows it.
 
-A bucket is prepared (which raises on every rank or none), packed into its wire, and all-reduced; the callback in
-hook_completion.py unpacks it. Errors wait for the end of backward.
+A bucket is prepared (which raises on every rank or none), packed into its wire, and all-reduced or exchanged; the
+callback in hook_completion.py unpacks it. Errors wait for the end of backward, and so do later phases of exchanges
+that have not been issued by then, where DDP waits for the buckets only after that.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,24 +19,31 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from ..buckets import exchange
 from ..buckets.bucket import Bucket, BucketCache, BucketKey
 from ..buckets.deferred_errors import DeferredErrors, in_backward
+from ..buckets.exchanged import ExchangedBucket
+from ..buckets.phases import Phases
 from ..buckets.stats.bucket_partials import BucketPartials
 from ..buckets.streams import refuse_capture
-from ..buckets.tensors import as_real
+from ..buckets.tensors import as_real, real_numel
+from ..buckets.wire_table import WireTable
 from ..comm.agreement import agree
 from ..comm.local.group import LocalCommunicator
 from ..comm.local.process_group import communicator_of
 from ..comm.protocol import Communicator, Pending
 from ..comm.stall_monitor import StallMonitor, stall_report_after_s
 from ..comm.waiting import collective_failed, wait_for
-from ..config import ReduceConfig, wire_dtype
+from ..config import ENCODED_WIRES, ReduceConfig, wire_dtype
 from ..errors import AgreementError, CollectiveError, FusedReduceError
-from ..kernels import dispatch
+from ..kernels import dispatch, encoded
+from ..kernels.encodings import ENCODINGS
 from ..kernels.table import WIRE_DTYPES
-from ..planning.layout import flat_layout
+from ..trace.device_clock import Watched
+from .hook_buckets import make_bucket, phases_of
 from .hook_completion import Finish, FinishSparse
 from .hook_stats import HookStats, ShownStep
 from .hook_trace import HookTrace
 
+AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_current_node = torch._C._current_autograd_node
 # DDP rebuilds its buckets once: after its first step, with static_graph after its second.
 _RELAY_STEPS = 3
 
@@ -63,6 +72,9 @@ class HookReduction:
         self._group: dist.ProcessGroup | None = None  # the communicator's
         self._agreed = False
         self._monitor = StallMonitor()
+        self._wires = WireTable((config.one_wire,), config.accumulation)
+        self._exchanges = self._wires.has_two_phases(3)
+        self._phases: dict[str, Phases] = {}  # by type of device
         self._steps = 0
         self._counts = {"wire_bytes": 0, "collectives": 0, "wire_allocations": 0, "buckets": 0}
         self._buckets_this_step = 0
@@ -73,6 +85,8 @@ class HookReduction:
             for dtype in WIRE_DTYPES if sent is None else (sent,):
                 device = torch.device("cuda", torch.cuda.current_device())
                 dispatch.warm_up(device, dtype, stats=self.observed.wanted)
+            if config.one_wire in ENCODED_WIRES:
+                encoded.warm_up(device, ENCODINGS[config.one_wire], stats=self.observed.wanted)
 
     def stats(self) -> dict[str, int | str]:
         """See FusedHookState."""
@@ -87,6 +101,7 @@ class HookReduction:
             self._agreed = False
             # Peers may begin with a new state, so over a new group every rank agrees on every bucket again.
             self.buckets = BucketCache()
+            self._phases = {}
             self.errors.clear()
             self.observed.set_communicator(self._communicator)
         if self.errors.out_of_step is not None:
@@ -123,7 +138,7 @@ class HookReduction:
         if future is None:
             future = _done(bucket.buffer())
         if bucket.is_last():
-            self._end_step(step)
+            self._end_step(step, self._issue_or_defer(bucket) if self._phases else None)
         return future
 
     def _prepare(self, bucket: GradBucket, communicator: Communicator) -> tuple[Bucket, torch.Tensor] | None:
@@ -158,23 +173,28 @@ class HookReduction:
         if flat.is_complex():
             flat = as_real(flat).view(-1)
         wire_dtype = self.config.wire_dtype(flat.dtype)
-        key = BucketKey(bucket.index(), flat.numel(), flat.dtype, wire_dtype, flat.device)
+        shapes = tuple(one.shape for one in bucket.parameters()) if self._exchanges else ()
+        key = BucketKey(bucket.index(), flat.numel(), flat.dtype, wire_dtype, flat.device, shapes)
         with self._lock:
             ours = self.buckets.find(key, flat.data_ptr())
         if ours is None:
             parameters = bucket.parameters()
+            if self._exchanges and sum(map(real_numel, parameters)) != flat.numel():
+                raise ValueError(
+                    f"rank {communicator.rank}: the buffer of {_describe(bucket)} has {buffer.numel()} elements, but a "
+                    "wire that is exchanged needs those of its parameters: give set_buffer a tensor of as many"
+                )
             # Per bucket, not once per state: which calls agree must not depend on how ranks share states among modules.
             if not self.buckets.knows(key, parameters):
                 self._agree(bucket, communicator)
             communicator.check_wire(wire_dtype, flat.device)
-            layout = flat_layout(flat.numel())
-            split = exchange.divisor_split(wire_dtype, {flat.dtype}, communicator.size)
+            phases = self._phases.get(flat.device.type)
             with self._lock:
                 ours = self.buckets.check_out(
                     key,
                     flat.data_ptr(),
                     parameters,
-                    lambda: Bucket(layout, [flat.dtype], wire_dtype, flat.device, _describe(bucket), split=split),
+                    lambda: make_bucket(flat, parameters, self.config, communicator.size, _describe(bucket), phases),
                 )
         if ours.uses <= _RELAY_STEPS:
             # DDP may have put other parameters into a bucket of the same index, size and address.
@@ -204,7 +224,7 @@ class HookReduction:
             future = self._start_dense(bucket, communicator, *prepared, rows)
         self.errors.add_future(future)
         with self._lock:
-            self._counts["collectives"] += 1
+            self._counts["collectives"] += 1 if prepared is None else prepared[0].collectives
         return future
 
     def _start_dense(
@@ -219,31 +239,40 @@ class HookReduction:
         trace = self.trace
         allocations = ours.allocations
         report_after_s = stall_report_after_s(self.config.stall_report_s, communicator, flat.device)
-        in_place = ours.wire_dtype is flat.dtype
-        gradients, sources = [flat], None
+        exchanged = isinstance(ours, ExchangedBucket)
+        in_place = ours.wire_dtype is flat.dtype and not exchanged
+        gradients: Sequence[torch.Tensor] = [flat]
+        sources = None
+        if exchanged:
+            gradients = flat.split([real_numel(one) for one in bucket.parameters()])
         if rows is not None and in_place and self.observed.checks:
             rows.measure_source(flat)
         if rows is not None and not in_place:
-            assert rows.chunks is not None
-            ours.chunks, sources = rows.chunks, rows.source
-            gradients = [flat] * len(rows)
+            sources = rows.source
+            if rows.chunks is not None:
+                ours.chunks, gradients = rows.chunks, [flat] * len(rows)
         in_flight = exchange.start(
             ours,
             gradients,
             communicator,
-            divisor=communicator.size / ours.split,
+            divisor=communicator.size / ours.sent_split,
             in_place=in_place,
             vouched=True,
             partials=sources,
         )
+        pending = in_flight.pending
         if trace is not None:
-            trace.launched(bucket.index(), in_flight.pending, in_flight.issued_ns, communicator)
+            # On CUDA a stream waits for what is watched, here, before phase two is issued; but for no future.
+            watched: Watched = torch.futures.Future() if ours.on_cuda and ours.collectives > 1 else pending
+            trace.launched(bucket.index(), watched, in_flight.issued_ns, communicator)
         scale = None if ours.split == 1.0 else exchange.scalar(1.0 / ours.split, ours.compute_dtype, ours.device)
         finish = Finish(
             self.errors, self._monitor, report_after_s, in_flight, bucket.buffer(), trace, bucket.index(), scale, rows
         )
-        future = in_flight.pending.future().then(finish)
-        _wait_on_local_group(in_flight.pending, communicator)
+        future = pending.future().then(finish)
+        if isinstance(communicator, LocalCommunicator):
+            self._issue_phases()
+        _wait_on_local_group(pending, communicator)
         with self._lock:
             self._counts["wire_bytes"] += ours.wire_bytes
             self._counts["wire_allocations"] += ours.allocations - allocations
@@ -269,6 +298,11 @@ class HookReduction:
         seen = {f"bucket {bucket.index()}": f"{buffer.numel()} elements of {buffer.dtype}"}
         if self.config.grad_stats:
             seen["arithmetic of grad_stats"] = dispatch.arithmetic(buffer.device)
+        phases = None
+        if self._wires.has_two_phases(communicator.size):
+            phases = phases_of(self._group, communicator, buffer.device)
+            self._phases[buffer.device.type] = phases
+            seen["groups of phases"] = "made" if phases.is_open(self._wires) else "not made"
         try:
             agree(communicator, "options of fused_hook", {**self.config.to_dict(), **seen}, buffer.device)
         except AgreementError:
@@ -276,12 +310,37 @@ class HookReduction:
         except RuntimeError as error:
             what = f"comparing options before the first all-reduce of {_describe(bucket)} failed"
             raise collective_failed(what, communicator, error) from error
+        if phases is not None:
+            phases.open(self._wires, self.config.ranks_per_node)
         self._agreed = True
 
-    def _end_step(self, step: ShownStep | None) -> None:
+    def _issue_or_defer(self, bucket: GradBucket) -> Callable[[], None] | None:
+        """Called with the last bucket: issues later phases, or returns what issues them at the end of backward.
+
+        They are deferred where the host would wait for those before, so that what backward still does goes on: a peer
+        may wait for it. A callback of the engine that is queued by the node of a parameter's gradient comes before that
+        of torch's DDP, which waits for the buckets. With static_graph DDP waits at once, in the first step; so does its
+        join, and other callers of the hook.
+        """
+        deferrable = isinstance(bucket, GradBucket) and isinstance(_current_node(), AccumulateGrad)
+        if deferrable and not all(phases.follow_at_once for phases in self._phases.values()):
+            return self._issue_phases
+        self._issue_phases()
+        return None
+
+    def _issue_phases(self) -> None:
+        """Issues those that are due, also where this rank has failed: its peers would wait for them."""
+        for phases in self._phases.values():
+            try:
+                phases.issue_all()
+            except Exception as error:
+                self.errors.remember(error)
+                phases.give_up(error)
+
+    def _end_step(self, step: ShownStep | None, issue: Callable[[], None] | None) -> None:
         """Called with the last bucket: schedules errors to be raised at the end of backward.
 
-        `step` is None if the step failed, or if no statistics are collected.
+        `step` is None if the step failed, or if no statistics are collected; `issue` is to be called before.
         """
         if self.trace is not None:
             self.trace.last_shown()
@@ -290,10 +349,10 @@ class HookReduction:
             self._steps += 1
         if step is None:
             self.observed.drop_step()
-            self.errors.raise_at_the_end_of_backward(self._communicator)
+            self.errors.raise_at_the_end_of_backward(self._communicator, before=issue)
         else:
             end_step = functools.partial(self.observed.end_step, step, self._steps)
-            self.errors.raise_at_the_end_of_backward(self._communicator, end_step)
+            self.errors.raise_at_the_end_of_backward(self._communicator, end_step, issue)
 
 
 def _wait_on_local_group(pending: Pending, communicator: Communicator) -> None:

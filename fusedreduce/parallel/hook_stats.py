@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buckets.bucket import Bucket
+from ..buckets.exchanged import ExchangedBucket
 from ..buckets.stats.bucket_partials import BucketPartials, JoinedPartials
 from ..buckets.stats.grad_stats import counted_numel, norm_of, plain_numbers
 from ..buckets.stats.non_finite import FiniteCheck, NonFiniteReport, Started
@@ -139,7 +140,8 @@ class HookStats:
         if ours is not None:
             rows = self._rows.get(ours)
             if rows is None or not rows.holds(parameters):
-                rows = self._rows[ours] = BucketPartials(index, parameters, buffer.device, sparse=sparse)
+                spans = ours.spans() if isinstance(ours, ExchangedBucket) else None
+                rows = self._rows[ours] = BucketPartials(index, parameters, buffer.device, sparse=sparse, spans=spans)
             return rows
         key = (index, buffer.device, sparse, *map(id, parameters))
         rows = self._others.get(key)
@@ -234,7 +236,7 @@ def _locate(step: ShownStep, names: MutableMapping[torch.Tensor, str], number: i
     rows, slot = step.shown[bucket], number - step.firsts[bucket]
     parameter = rows.parameter(slot)
     given = None if parameter is None else names.get(parameter)
-    within = index - rows.begins[slot]
+    within = index - rows.origins[slot]
     element = within // 2 if rows.complex_[slot] else within
     return given or f"bucket {rows.index}, parameter {slot} of shape {rows.shapes[slot]}", element
 

@@ -135,7 +135,7 @@ def _simulate(draw: random.Random, nodes: int, per_node: int) -> int:
         if len(flights[rank]) < buckets:
             bucket = len(flights[rank])
             exchange = [Phase("a phase", among, begins(bucket, place)) for place, among in enumerate(levels)]
-            flights[rank].append(phases[rank].start(exchange, f"bucket {bucket}"))
+            flights[rank].append(phases[rank].start(exchange, f"bucket {bucket}", CPU))
     early, left = sum(one.issued for one in phases), [list(one) for one in flights]
     stuck: set[int] = set()
     while any(left):

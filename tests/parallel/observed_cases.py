@@ -64,8 +64,8 @@ class Observed:
     ) -> None:
         options.setdefault("bucket_cap_mb", SMALL_CAP_MB)
         self.hooked = surface != "wrapper"
-        hooks: Any = wire if self.hooked else "native"
-        self.state = state or fusedreduce.FusedHookState(wire=hooks, grad_stats=stats, check_finite=check)
+        hooks = settings(wire if self.hooked else "native")
+        self.state = state or fusedreduce.FusedHookState(grad_stats=stats, check_finite=check, **hooks)
         self.ddp: Any
         if surface == "hook":
             self.ddp = TorchDDP(model, **options)

@@ -51,7 +51,15 @@ def test_training_gives_the_mean(two: RankPool, case: Any, surface: str, wire: s
 
 
 @pytest.mark.parametrize(
-    ("surface", "wire"), [("wrapper", "bf16"), ("hook", "bf16"), ("wrapper", "int8"), ("wrapper", "bf16+fp32")]
+    ("surface", "wire"),
+    [
+        ("wrapper", "bf16"),
+        ("hook", "bf16"),
+        ("wrapper", "int8"),
+        ("hook", "int8"),
+        ("wrapper", "bf16+fp32"),
+        ("hook", "bf16+fp32"),
+    ],
 )
 @pytest.mark.parametrize("case", TRAINING, ids=lambda case: case.__name__)
 def test_training_gives_the_mean_at_three_ranks(three: RankPool, case: Any, surface: str, wire: str) -> None:
@@ -146,10 +154,16 @@ def test_join_with_uneven_inputs_and_both_divisors(
     assert max(three.run(ddp_cases.join, wire, (3, 9, 5), by_initial)) < tolerance
 
 
-@pytest.mark.parametrize(("wire", "tolerance"), [("native", 1e-6), ("bf16", 2e-3), ("fp16", 2e-4)])
+@pytest.mark.parametrize(("wire", "tolerance"), [("native", 1e-6), ("bf16", 2e-3), ("fp16", 2e-4), ("int8", 2e-3)])
 def test_join_with_uneven_inputs_through_the_hook(two: RankPool, wire: str, tolerance: float) -> None:
     case = functools.partial(ddp_cases.join, surface="hook")
     assert max(two.run(case, wire, (3, 5), True)) < tolerance
+
+
+@pytest.mark.parametrize(("wire", "tolerance"), [("int8", 2e-3), ("fp16+fp32", 2e-4)])
+def test_join_through_the_hook_where_sums_take_two_phases(three: RankPool, wire: str, tolerance: float) -> None:
+    case = functools.partial(ddp_cases.join, surface="hook")
+    assert max(three.run(case, wire, (3, 7, 0), True)) < tolerance
 
 
 JOINS: dict[str, tuple[tuple[int, int], str, dict[str, Any]]] = {

@@ -57,12 +57,6 @@ def test_the_signature_is_the_one_torch_asks_for() -> None:
     assert fusedreduce.fused_hook.__qualname__ == "fused_hook"
 
 
-@pytest.mark.parametrize("wire", ["int8", "int4"])
-def test_an_encoded_wire_is_the_wrappers(wire: Any) -> None:
-    with pytest.raises(ValueError, match=f"fused_hook has no wire '{wire}'.*DistributedDataParallel"):
-        fusedreduce.FusedHookState(wire=wire)
-
-
 @pytest.mark.parametrize("wire", ["int2", "BF16", "", None, torch.bfloat16])
 def test_an_unknown_wire_names_the_accepted_ones(wire: Any) -> None:
     with pytest.raises(ValueError, match="unknown wire .*'native', 'bf16', 'fp16'"):

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from parallel import local_ddp_cases
 from parallel.local_ddp_cases import STEPS, batches, loss_of, normed, trained
 from support.ranks import RankPool
+from support.wires import EXCHANGED, settings
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.distributed.algorithms.join import Join
@@ -428,18 +429,18 @@ def test_bf16_compression_is_refused_as_torch_does_without_nccl() -> None:
         on_ranks(case)
 
 
-@pytest.mark.parametrize("wire", ["native", "bf16", "fp16"])
-def test_our_hook_on_torchs_wrapper_gives_our_wrappers_bits(wire: Wire) -> None:
+@pytest.mark.parametrize("wire", ["native", "bf16", "fp16", *EXCHANGED])
+def test_our_hook_on_torchs_wrapper_gives_our_wrappers_bits(wire: str) -> None:
     def hooked(communicator: LocalCommunicator, model: nn.Module) -> list[torch.Tensor]:
         ddp = wrapped(communicator, model, TorchDDP)
-        state = fusedreduce.FusedHookState(ddp.process_group, wire, grad_stats=True, check_finite="raise")
+        state = fusedreduce.FusedHookState(ddp.process_group, grad_stats=True, check_finite="raise", **settings(wire))
         ddp.register_comm_hook(state, fusedreduce.fused_hook)
         found = train(ddp, communicator.rank, 10)
         assert state.stats()["steps"] == 10
         return [*found, state.grad_norm()]
 
     def ours(communicator: LocalCommunicator, model: nn.Module) -> list[torch.Tensor]:
-        ddp = wrapped(communicator, model, reduce=ReduceConfig(wire=wire, grad_stats=True))
+        ddp = wrapped(communicator, model, reduce=ReduceConfig(grad_stats=True, **settings(wire)))
         return [*train(ddp, communicator.rank, 10), ddp.grad_norm()]
 
     both = [on_ranks(hooked, normed), on_ranks(ours, normed)]
@@ -448,6 +449,29 @@ def test_our_hook_on_torchs_wrapper_gives_our_wrappers_bits(wire: Wire) -> None:
     assert_same([result[:-1] for results in both for result in results])
     # torch's fp32 sums of squares depend on where in memory a gradient lies, which differs between the two.
     torch.testing.assert_close(both[0][0][-1], both[1][0][-1], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_our_hook_exchanges_in_two_levels_as_our_wrapper_does(ranks: int) -> None:
+    """Two and three nodes of two ranks; biases are not encoded."""
+
+    def large(_: int) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 160), nn.ReLU(), nn.Linear(160, 3))
+
+    def hooked(communicator: LocalCommunicator, model: nn.Module) -> list[torch.Tensor]:
+        ddp = wrapped(communicator, model, TorchDDP)
+        state = fusedreduce.FusedHookState(ddp.process_group, "int8", ranks_per_node=2, check_finite="raise")
+        ddp.register_comm_hook(state, fusedreduce.fused_hook)
+        found = train(ddp, communicator.rank, 5)
+        assert max(one.collectives for one in state._reduction.buckets.buckets()) == (4 if ranks == 4 else 5)
+        return found
+
+    def ours(communicator: LocalCommunicator, model: nn.Module) -> list[torch.Tensor]:
+        config = ReduceConfig(wire="int8", ranks_per_node=2)
+        return train(wrapped(communicator, model, reduce=config), communicator.rank, 5)
+
+    assert_same(on_ranks(hooked, large, ranks) + on_ranks(ours, large, ranks))
 
 
 def test_sparse_gradients() -> None:

@@ -34,7 +34,7 @@ def hooked(
     """`model` under torch's DDP with our hook; small buckets unless said otherwise."""
     options.setdefault("bucket_cap_mb", SMALL_CAP_MB)
     ddp = DistributedDataParallel(model, **options)
-    state = state or fusedreduce.FusedHookState(options.get("process_group"), wire=wire)  # type: ignore[arg-type]
+    state = state or fusedreduce.FusedHookState(options.get("process_group"), **settings(wire))
     ddp.register_comm_hook(state, fusedreduce.fused_hook)
     return ddp, state
 

@@ -1,7 +1,8 @@
 """BucketPartials: rows of statistics of one bucket of torch's DDP, parameter by parameter.
 
 DDP's bucket is a flat buffer of its gradients without gaps; so all slots are parts of one tensor, and an index counts
-from the buffer's beginning. A sparse bucket has one row.
+from the buffer's beginning. On an exchanged wire each gradient has a slot of its own, from which an index counts. A
+sparse bucket has one row.
 
 JoinedPartials: the rows of all buckets of a step, next to each other.
 """
@@ -33,9 +34,18 @@ class BucketPartials:
         parameters: in the order in which they lie in the bucket.
         device: of the bucket.
         sparse: it holds one sparse gradient.
+        spans: per parameter its rows in the tables of an exchanged wire, [begin, end); None: the wire is no such one.
     """
 
-    def __init__(self, index: int, parameters: Sequence[torch.Tensor], device: torch.device, *, sparse: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        parameters: Sequence[torch.Tensor],
+        device: torch.device,
+        *,
+        sparse: bool,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
         self.index = index
         self.device = device
         self.shapes = [tuple(one.shape) for one in parameters]
@@ -43,13 +53,14 @@ class BucketPartials:
         self.numels = [real_numel(one) for one in parameters]
         self.dtypes = [real_dtype(one.dtype) for one in parameters]
         self._parameters = [weakref.ref(one) for one in parameters]
-        if sparse:
-            self.chunks, self.begins, self.spans = None, [0], [(0, 1)]
-        else:
-            *self.begins, end = itertools.accumulate(self.numels, initial=0)
+        *self.begins, end = itertools.accumulate(self.numels, initial=0)
+        self.origins = [0] * len(parameters)  # what indices count from
+        self.chunks, self.spans = None, spans or [(0, 1)]
+        if not sparse and spans is None:
+            self.origins = self.begins
             self.chunks = ChunkTable(self.numels, self.begins, self.dtypes, end, begins=self.begins)
             self.spans = list(itertools.pairwise(self.chunks.first_rows.tolist()))
-        self.rows = self.spans[-1][1]
+        self.rows = max(end for _, end in self.spans)
         self.result = new_partials(self.rows, device)
         self.source = new_source_partials(self.rows, device)
         # The rows that no launch writes on this wire say: nothing is non-finite, nothing is flushed.

@@ -1,0 +1,99 @@
+"""PartlyEncodedBucket: gradients of which some are encoded, and the others travel as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+
+import torch
+
+from ..comm.protocol import Communicator, Pending, Pieces
+from ..kernels.table import Partials, SourcePartials
+from .bucket import Bucket
+from .exchanged import EncodedBucket, ExchangedBucket
+
+
+class PartlyEncodedBucket(ExchangedBucket):
+    """Two parts, each with a wire and collectives of its own; those of the encoded one come first.
+
+    Args:
+        encoded: of the encoded gradients.
+        rest: of the others.
+        is_encoded: per gradient whether it is.
+    """
+
+    def __init__(self, encoded: EncodedBucket, rest: Bucket, is_encoded: Sequence[bool]) -> None:
+        table = encoded.chunks
+        super().__init__(encoded.layout, table.dtypes, encoded.wire_dtype, encoded.device, encoded.label, chunks=table)
+        self.collectives = encoded.collectives + rest.collectives
+        self._encoded, self._rest = encoded, rest
+        self._is_encoded = tuple(is_encoded)
+        self._is_other = tuple(not one for one in is_encoded)
+
+    def check(self, communicator: Communicator) -> None:
+        """See `Bucket.check`: of the gradients that are not encoded."""
+        self._rest.check(communicator)
+
+    @property
+    def wire_bytes(self) -> int:
+        """See `Bucket.wire_bytes`: of both parts."""
+        return self._encoded.wire_bytes + self._rest.wire_bytes
+
+    def spans(self) -> list[tuple[int, int]]:
+        """See `Bucket.spans`; the rows of encoded gradients come first."""
+        first, encoded = self.chunks.data_rows, iter(self._encoded.spans())
+        rest = ((first + begin, first + end) for begin, end in self._rest.spans())
+        return [next(encoded if is_encoded else rest) for is_encoded in self._is_encoded]
+
+    def wire(self) -> torch.Tensor:
+        """See `Bucket.wire`: of the encoded part."""
+        return self._encoded.wire()
+
+    def pack(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        wire: torch.Tensor,
+        divisor: float,
+        partials: SourcePartials | None,
+        *,
+        vouched: bool,
+    ) -> None:
+        """See `Bucket.pack`."""
+        encoded, others = self._parts(gradients)
+        rows = self.chunks.data_rows
+        first, second = (None, None) if partials is None else (partials.part(0, rows), partials.part(rows, None))
+        self._encoded.pack(encoded, wire, divisor, first, vouched=vouched)
+        self._rest.pack(others, self._rest.wire(), divisor, second, vouched=vouched)
+
+    def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
+        """See `Bucket.reduce`."""
+        pending, reduced = self._encoded.reduce(wire, communicator)
+        others, _ = self._rest.reduce(self._rest.wire(), communicator)
+        self.allocations = self._encoded.allocations + self._rest.allocations
+        return Pieces([pending, others], ["", f"the {self._rest.collective} of {self.label}"]), reduced
+
+    def unpack(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        reduced: torch.Tensor,
+        scale: torch.Tensor,
+        partials: Partials | None,
+        *,
+        vouched: bool,
+    ) -> None:
+        """See `Bucket.unpack`."""
+        encoded, others = self._parts(gradients)
+        rows = self.chunks.data_rows
+        first, second = (None, None) if partials is None else (partials.part(0, rows), partials.part(rows, None))
+        self._encoded.unpack(encoded, reduced, scale, first, vouched=vouched)
+        self._rest.unpack(others, self._rest.wire(), scale, second, vouched=vouched)
+
+    def unpacked(self) -> torch.cuda.Event | None:
+        """See `Bucket.unpacked`."""
+        self._encoded.unpacked()
+        return self._rest.unpacked()
+
+    def _parts(
+        self, gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        return list(compress(gradients, self._is_encoded)), list(compress(gradients, self._is_other))
