@@ -81,11 +81,6 @@ class FusedHookState:
                 f"process_group must be a torch.distributed.ProcessGroup or None, got {process_group!r} "
                 "(the wire is a keyword: FusedHookState(wire='bf16'))"
             )
-        if not isinstance(wire, str):
-            raise ValueError(
-                f"fused_hook has one wire for all parameters, got {wire!r}: for wires by parameter use the wrapper, "
-                "DistributedDataParallel(..., reduce=ReduceConfig(wire=...))"
-            )
         config = ReduceConfig(
             wire=wire,
             accumulation=accumulation,
@@ -94,6 +89,11 @@ class FusedHookState:
             grad_stats=grad_stats,
             check_finite=check_finite,
         )
+        if not isinstance(config.wire, str):
+            raise ValueError(
+                f"fused_hook has one wire for all parameters, got {wire!r}: for wires by parameter use the wrapper, "
+                "DistributedDataParallel(..., reduce=ReduceConfig(wire=...))"
+            )
         self._begin(process_group, config)
 
     def _begin(self, process_group: dist.ProcessGroup | None, config: ReduceConfig) -> None:

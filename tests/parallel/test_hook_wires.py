@@ -164,3 +164,11 @@ def test_an_accumulation_without_a_wire_of_16_bits_is_refused() -> None:
     for wire in ("native", "int8"):
         with pytest.raises(ValueError, match="accumulation='fp32' is for the wires 'bf16' and 'fp16'"):
             fusedreduce.FusedHookState(wire=wire, accumulation="fp32")
+
+
+def test_wires_by_parameter_are_the_wrappers() -> None:
+    for wire in ({"*": "int8"}, lambda name, parameter: "int8"):
+        with pytest.raises(
+            ValueError, match="fused_hook has one wire for all parameters, got .*DistributedDataParallel"
+        ):
+            fusedreduce.FusedHookState(wire=wire)  # type: ignore[arg-type]
