@@ -167,7 +167,8 @@ class ReduceConfig:
             Reducer and wrapper only.
         ranks_per_node: with the wires "int8" and "int4": gradients are added up among so many consecutive ranks first,
             in fp32, and their sums encoded across nodes. None: as many as torchrun says that each node has
-            (LOCAL_WORLD_SIZE), or 1 with stochastic rounding or error feedback; 1: encoded among all ranks. See docs/wires.md.
+            (LOCAL_WORLD_SIZE), or 1 with stochastic rounding or error feedback; 1: encoded among all ranks. See
+            docs/wires.md.
         sync_mode: which step's averages `.grad` holds after a backward: Synchronous(), BoundedStaleness(k) or
             Asynchronous(). See docs/modes.md. Reducer and wrapper only.
 
