@@ -153,6 +153,7 @@ class Phases:
         device: of the gradients.
 
     Attributes:
+        due: the exchanges with a phase that is to be issued.
         per_node: consecutive ranks of a node among which encoded contributions are added up first; 1: one level. Known
             from the first `open` on.
         issued: phases after a bucket's first, issued since the communicator was set.
@@ -164,7 +165,8 @@ class Phases:
         self._device = device
         self._made: dict[tuple[Among, int], Communicator] = {}  # by the ranks and, where each has its own, the phase
         self._is_stale = self._settled = False
-        self._due: tuple[deque[Exchange], ...] = tuple(deque() for _ in range(_MOST_PHASES))
+        self._queues: tuple[deque[Exchange], ...] = tuple(deque() for _ in range(_MOST_PHASES))  # by the phase
+        self.due: list[Exchange] = []
         self.per_node = 1
         self.issued = self.issued_together = 0
         weakref.finalize(self, _shelved.extend, self._made.values()).atexit = False
@@ -173,11 +175,6 @@ class Phases:
     def follow_at_once(self) -> bool:
         """Whether phases follow the last bucket's first one, without a wait of the host."""
         return self._device.type == "cuda" and self._communicator.waits_in_backward(self._device)
-
-    @property
-    def due(self) -> list[Exchange]:
-        """The exchanges with a phase that is to be issued."""
-        return [one for queue in self._due for one in queue]
 
     def is_open(self, wires: WireTable) -> bool:
         """Whether `open` has nothing to do for these wires."""
@@ -252,7 +249,8 @@ class Phases:
         """
         exchange = Exchange(phases, label, device)
         exchange.begin_next(self._communicator_of(exchange))
-        self._due[1].append(exchange)
+        self.due.append(exchange)
+        self._queues[1].append(exchange)
         self._issue_ready()
         return exchange
 
@@ -264,7 +262,7 @@ class Phases:
         Raises:
             CollectiveError: a phase failed, or the next could not be issued; names it and its bucket.
         """
-        for queue in self._due:
+        for queue in self._queues:
             while queue:
                 self._issue_next(queue)
                 self._issue_ready()
@@ -277,7 +275,7 @@ class Phases:
 
     def _issue_ready(self) -> None:
         if self._device.type == "cpu":
-            for queue in self._due:
+            for queue in self._queues:
                 while queue and queue[0].issued[-1].ready():
                     self._issue_next(queue)
 
@@ -293,15 +291,18 @@ class Phases:
         queue.popleft()
         self.issued += 1
         self.issued_together += communicator is self._communicator
-        if not exchange.complete:
-            self._due[len(exchange.issued)].append(exchange)
+        if exchange.complete:
+            self.due.remove(exchange)
+        else:
+            self._queues[len(exchange.issued)].append(exchange)
 
     def _communicator_of(self, exchange: Exchange) -> Communicator:
         among, place = exchange.next_phase.among, 0 if self.follow_at_once else len(exchange.issued)
         return self._communicator if (among, place) == _USERS else self._made[among, place]
 
     def _forget(self) -> None:
-        for queue in self._due:
+        self.due.clear()
+        for queue in self._queues:
             queue.clear()
 
     def _nodes(self, wires: WireTable, asked: int | None) -> int:

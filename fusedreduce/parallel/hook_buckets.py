@@ -32,10 +32,10 @@ from ..planning.layout import aligned_layout, flat_layout
 _phases: WeakValueDictionary[tuple[object, str], Phases] = WeakValueDictionary()
 
 
-def phases_of(group: object, communicator: Communicator, device: torch.device) -> Phases:
-    """The phases of all comm hooks over a group."""
+def phases_of(group: object, communicator: Communicator, device: torch.device, *, anew: bool = False) -> Phases:
+    """The phases of all comm hooks over a group; `anew`: of those that come from now on."""
     phases = _phases.get((group, device.type))
-    if phases is None:
+    if phases is None or anew:
         phases = _phases[group, device.type] = Phases(communicator, device)
     return phases
 

@@ -32,7 +32,7 @@ from ..comm.protocol import Communicator, Pending
 from ..comm.stall_monitor import StallMonitor, stall_report_after_s
 from ..comm.waiting import collective_failed, wait_for
 from ..config import ENCODED_WIRES, ReduceConfig, wire_dtype
-from ..errors import AgreementError, CollectiveError, FusedReduceError
+from ..errors import CollectiveError, FusedReduceError
 from ..kernels import dispatch, encoded
 from ..kernels.encodings import ENCODINGS
 from ..kernels.table import WIRE_DTYPES
@@ -298,21 +298,25 @@ class HookReduction:
         seen = {f"bucket {bucket.index()}": f"{buffer.numel()} elements of {buffer.dtype}"}
         if self.config.grad_stats:
             seen["arithmetic of grad_stats"] = dispatch.arithmetic(buffer.device)
-        phases = None
-        if self._wires.has_two_phases(communicator.size):
-            phases = phases_of(self._group, communicator, buffer.device)
-            self._phases[buffer.device.type] = phases
-            seen["groups of phases"] = "made" if phases.is_open(self._wires) else "not made"
         try:
             agree(communicator, "options of fused_hook", {**self.config.to_dict(), **seen}, buffer.device)
-        except AgreementError:
+            if self._wires.has_two_phases(communicator.size):
+                self._open_phases(communicator, buffer.device)
+        except FusedReduceError:
             raise
         except RuntimeError as error:
             what = f"comparing options before the first all-reduce of {_describe(bucket)} failed"
             raise collective_failed(what, communicator, error) from error
-        if phases is not None:
-            phases.open(self._wires, self.config.ranks_per_node)
         self._agreed = True
+
+    def _open_phases(self, communicator: Communicator, device: torch.device) -> None:
+        """Opens the phases of the group's states; other ones, where a rank has collected all its earlier states."""
+        phases = phases_of(self._group, communicator, device)
+        is_open = communicator.all_gather_bytes(bytes([phases.is_open(self._wires)]), 1, device)
+        if len(set(is_open)) > 1:
+            phases = phases_of(self._group, communicator, device, anew=True)
+        self._phases[device.type] = phases
+        phases.open(self._wires, self.config.ranks_per_node)
 
     def _issue_or_defer(self, bucket: GradBucket) -> Callable[[], None] | None:
         """Called with the last bucket: issues later phases, or returns what issues them at the end of backward.

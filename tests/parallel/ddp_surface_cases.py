@@ -99,7 +99,7 @@ DIFFERENCES = {
     "strides": "strides (1, 40)",
     "dtype": "torch.float64",
     "requires_grad": "inconsistent 5 params",
-    "wire": 'wire: "native"',
+    "wire": "'native' on ranks 0, 1; 'bf16' on rank 2",
     "flag": "find_unused_parameters: false",
     "static_graph": "static_graph: false",
     "views": "gradient_as_bucket_view: false",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -211,6 +212,19 @@ def groups_of_states(rank: int, world: int, wire: str) -> int:
     wrapper = wrapped(mlp(3), wire, process_group=group)  # ranks whose states have made different numbers of them
     assert_step_averages(wrapper, batch(rank, 0), wire)
     return len(made)
+
+
+def dropped_state(rank: int, world: int, wire: str) -> None:
+    """A module and its state that rank 0 alone has collected, when the next one over the group begins."""
+    group = _group(world)
+    kept = [hooked(mlp(1), wire, process_group=group)]
+    assert_step_averages(kept[0][0], batch(rank, 0), wire)
+    if rank == 0:
+        kept.clear()
+        gc.collect()
+    second, _ = hooked(mlp(2), wire, process_group=group)
+    for step in range(3):
+        assert_step_averages(second, batch(rank, step), wire)
 
 
 def nested(rank: int, world: int, wire: str) -> None:

@@ -63,6 +63,7 @@ def test_collectives_bytes_and_allocations(two: RankPool, three: RankPool, world
         hook_wire_cases.last_bucket_comes_early,
         hook_wire_cases.scaled,
         hook_wire_cases.nested,
+        hook_wire_cases.dropped_state,
     ],
     ids=lambda case: case.__name__,
 )
