@@ -8,8 +8,7 @@ Errors are relative, of all elements in the L2 norm, against a mean in fp64:
     bf16, ring            16-bit elements added in 16 bits rank by rank, as Gloo's and NCCL's rings add; simulated
     bf16, fp32 sums       accumulation="fp32": contributions are rounded once, their sum once more
     int8, int4            encoded once; from three ranks on the sum of a shard once more
-    ..., nodes of 8       the same among nodes. Within one, contributions are rounded to bf16 and added up in fp32, in
-                          the order of ranks, or (fp32 within) not rounded
+    ..., nodes of 8       contributions are added up in fp32 within a node, and the nodes' sums encoded in this way
 
 Of 131,072 normal values per rank; of Laplace's; of values of one sign; of gradients that two models have after a few
 steps, another batch for each rank. The same numbers come out everywhere, but for the models'.
@@ -41,7 +40,7 @@ RANKS = tuple(2**power for power in range(1, 11))
 MOST_FLAT, NODE = 64, 8
 NUMEL = 131_072  # a shard of 128 nodes is a multiple of 1,024 elements
 MODEL_STEPS, MODEL_RANKS = 50, 64
-RING, SUMS, WITHIN = "bf16, ring", "bf16, fp32 sums", ", fp32 within"
+RING, SUMS = "bf16, ring", "bf16, fp32 sums"
 IN_NODES = f", nodes of {NODE}"
 GAUSSIAN, LAPLACE, ONE_SIGN = "Gaussian", "Laplace", "one sign"
 LIMITS: Mapping[str, Mapping[str, float]] = {
@@ -87,8 +86,7 @@ class Sums:
     exact: Tensors = field(default_factory=list)
     ring: Tensors = field(default_factory=list)
     flat: list[Tensors] = field(default_factory=list)
-    nodes: list[Tensors] = field(default_factory=list)  # of contributions as they are
-    rounded_nodes: list[Tensors] = field(default_factory=list)
+    nodes: list[Tensors] = field(default_factory=list)
     ranks: int = 0
 
     def add(self, gradients: Tensors) -> None:
@@ -101,11 +99,10 @@ class Sums:
         torch._foreach_add_(self.ring, on_wire)
         if self.ranks < MOST_FLAT:
             self.flat.append(gradients)
-        for nodes, mine in ((self.nodes, gradients), (self.rounded_nodes, [one.float() for one in on_wire])):
-            if self.ranks % NODE == 0:
-                nodes.append([one.clone() for one in mine])
-            else:
-                torch._foreach_add_(nodes[-1], mine)
+        if self.ranks % NODE == 0:
+            self.nodes.append([one.clone() for one in gradients])
+        else:
+            torch._foreach_add_(self.nodes[-1], gradients)
         self.ranks += 1
 
     def errors(self) -> dict[str, float]:
@@ -116,9 +113,7 @@ class Sums:
             found[SUMS] = accumulated(self.flat) if self.ranks > 2 else self.ring
             found |= {name: exchanged(self.flat, encoding) for name, encoding in ENCODINGS.items()}
         if self.ranks > NODE:
-            for nodes, name in ((self.rounded_nodes, IN_NODES), (self.nodes, IN_NODES + WITHIN)):
-                found[SUMS + name] = accumulated(nodes)
-                found |= {wire + name: exchanged(nodes, encoding) for wire, encoding in ENCODINGS.items()}
+            found |= {name + IN_NODES: exchanged(self.nodes, encoding) for name, encoding in ENCODINGS.items()}
         return {name: relative_error(sums, self.exact) for name, sums in found.items()}
 
 
@@ -173,7 +168,7 @@ def demands(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     made = []
     for row in rows:
         for wire, most in LIMITS.get(row["case"], {}).items():
-            for name in (wire, wire + IN_NODES, wire + IN_NODES + WITHIN):
+            for name in (wire, wire + IN_NODES):
                 errors = [one for one in row["variants"].get(name, {}).values() if one is not None]
                 if errors:
                     made.append(demand(f"{row['case']}: {name}", max(errors), "<=", most, unit="%"))

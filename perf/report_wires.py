@@ -10,7 +10,7 @@ from render import Lines, Record, Row, number, table
 
 BOTH, BF16 = "encode + decode", "pack + unpack, bf16"  # of bench_encoded.py
 # Of bench_errors.py.
-RING, SUMS, NODES, WITHIN = "bf16, ring", "bf16, fp32 sums", ", nodes of 8", ", fp32 within"
+RING, SUMS, NODES = "bf16, ring", "bf16, fp32 sums", ", nodes of 8"
 FLAT_RANKS, NODE_RANKS = (2, 64), (16, 1024)
 COLOURS = {RING: "#b0b0b0", SUMS: "#2060a0", "int8": "#2e8b57", "int4": "#c06020"}
 SHOWN_RANKS = (2, 8, 64, 256, 1024)
@@ -19,11 +19,7 @@ GPU_RANKS = 8
 
 def errors(record: Record) -> Lines:
     """Of each wire the largest error over ranks, by what was added up; a ring knows no nodes."""
-    ways = (
-        ("2 to 64 ranks", "", FLAT_RANKS),
-        ("nodes of 8", NODES, NODE_RANKS),
-        ("nodes of 8, fp32 within", NODES + WITHIN, NODE_RANKS),
-    )
+    ways = (("2 to 64 ranks", "", FLAT_RANKS), ("nodes of 8", NODES, NODE_RANKS))
     lines = [
         [
             f"{row['case']}, {way}",

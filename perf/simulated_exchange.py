@@ -1,10 +1,7 @@
 """Several ranks' exchange of one encoded bucket in one process, by the kernels and in the order that ranks call them.
 
-    flat         two ranks: all-gather, decode adds both up. Three and more: shards, combine_encoded, decode.
-    two levels   within a node contributions are rounded to bf16 and added up in fp32, in the order of ranks; the nodes'
-                 sums are then exchanged as ranks' contributions are
-
-Nothing travels; what an element becomes does not depend on where.
+Two ranks: all-gather, and decode adds both up. Three and more: shards, combine_encoded, decode. Nothing travels; what
+an element becomes does not depend on where.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ class SimulatedExchange:
     Args:
         parameters: with the shapes of gradients, fp32.
         encoding: of contributions, and of their sums.
-        ranks: that exchange; nodes, where there are two levels.
+        ranks: that exchange.
         stochastic: codes are rounded stochastically.
         feedback: what a rank loses to its encoding is added in the next step. Two ranks alone.
         seed: of the draws.
