@@ -301,7 +301,7 @@ class _Pieces:
         block = self.chunks.layout.encoding.block_numel
         added = np.zeros((piece.blocks, block), dtype=np.float32)
         for slot, begin, end, at, _ in piece.parts:
-            first, blocks = (begin - self.chunks.begins[slot]) // block, -((begin - end) // block)
+            first, blocks = begin // block, -((begin - end) // block)
             key = self.chunks.keys[slot]
             added[at // block :][:blocks] = fractions((seed, stream), first, blocks, block, key, step)
         return torch.from_numpy(added)
@@ -334,8 +334,7 @@ class _Pieces:
 
     def _flat(self, piece: _Piece, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[_Part, torch.Tensor]]:
         for part in piece.parts:
-            origin = self.chunks.begins[part.slot]
-            yield part, tensors[part.slot][part.begin - origin : part.end - origin]
+            yield part, tensors[part.slot][part.begin : part.end]
 
 
 def _pieces_of(chunks: EncodedTable, pointers: PointerTable) -> _Pieces:

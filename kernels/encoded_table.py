@@ -33,7 +33,6 @@ class EncodedTable(ChunkTable):
         wire_numel: elements of the bucket, a multiple of `shards` x the encoding's `shard_align`.
         encoding: of its blocks.
         shards: equal parts of the bucket.
-        begins: first element of each slot within its memory; None: 0.
         chunk_numel: largest number of elements per row, a multiple of the encoding's block.
         shapes: size and strides of each slot's gradient, if they are always the same; saves work on CPU.
         keys: numbers of the parameters, [0, 2**32), for stochastic rounding: the same whatever the plan; None: the
@@ -56,7 +55,6 @@ class EncodedTable(ChunkTable):
         encoding: Encoding,
         shards: int,
         *,
-        begins: Sequence[int] | None = None,
         chunk_numel: int = CHUNK_NUMEL,
         shapes: Sequence[Shape] | None = None,
         keys: Sequence[int] | None = None,
@@ -70,7 +68,6 @@ class EncodedTable(ChunkTable):
             offsets,
             dtypes,
             wire_numel,
-            begins=begins,
             chunk_numel=chunk_numel,
             shapes=shapes,
             block_numel=block,
@@ -86,10 +83,8 @@ class EncodedTable(ChunkTable):
         scales = shard * self.layout.shard_bytes + nth * encoding.scale_dtype.itemsize
         codes = shard * self.layout.shard_bytes + self.layout.scales_bytes + nth * encoding.code_bytes
         key = np.asarray([*self.keys, 0], dtype=np.int64)[slot]
-        element = self.rows[:, 1] - np.asarray([*self.begins, 0], dtype=np.int64)[slot]
-        # int64 [rows, 4]: byte of the first scale, byte of the first code, the parameter's number, the first element
-        # in the parameter's own coordinates.
-        self.places: npt.NDArray[np.int64] = np.stack([scales, codes, key, element], axis=1)
+        # int64 [rows, 4]: byte of the first scale, byte of the first code, the parameter's number, the first element.
+        self.places: npt.NDArray[np.int64] = np.stack([scales, codes, key, self.rows[:, 1]], axis=1)
         self._places: dict[torch.device, torch.Tensor] = {}
         self._geometry: dict[tuple[int, torch.device], torch.Tensor] = {}
 

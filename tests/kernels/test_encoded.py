@@ -98,24 +98,21 @@ def test_rows_cover_every_block_once(case: EncodedCase) -> None:
 
 @encodings
 def test_slots_of_one_shared_buffer(encoding: Encoding) -> None:
-    """A comm hook's bucket: slots name their begin within one flat buffer, and need not lie as they do in blocks."""
-    numels, begins = (5, 700, 64), (0, 5, 705)
-    apart = table_of(numels, encoding, 2)
-    chunks = EncodedTable(
-        numels, apart.offsets, [torch.float32] * 3, apart.wire_numel, encoding, 2, begins=begins, chunk_numel=256
-    )
+    """A comm hook's bucket: gradients need not lie as they do in blocks."""
+    numels = (5, 700, 64)
+    chunks = table_of(numels, encoding, 2)
     buffer = torch.randn(769)
     buckets = [torch.empty(chunks.layout.nbytes, dtype=torch.uint8) for _ in range(3)]
     draw = torch.tensor([1, 2, 3, 4])
-    cpu_encoded.encode([buffer] * 3, chunks, PointerTable(), buckets[0], 3.0, draw=draw)
-    reference_encoded.encode([buffer] * 3, chunks, PointerTable(), buckets[1], 3.0, draw=draw)
-    cpu_encoded.encode(buffer.split(numels), apart, PointerTable(), buckets[2], 3.0, draw=draw)
+    cpu_encoded.encode(buffer.split(numels), chunks, PointerTable(), buckets[0], 3.0, draw=draw)
+    reference_encoded.encode(buffer.split(numels), chunks, PointerTable(), buckets[1], 3.0, draw=draw)
+    copies = [one.clone() for one in buffer.split(numels)]
+    cpu_encoded.encode(copies, chunks, PointerTable(), buckets[2], 3.0, draw=draw)
     assert torch.equal(buckets[0], buckets[1]) and torch.equal(buckets[0], buckets[2])
     result = torch.empty_like(buffer)
-    cpu_encoded.decode([result] * 3, chunks, PointerTable(), buckets[0], torch.ones(1))
-    one_by_one = [torch.empty(numel) for numel in numels]
-    cpu_encoded.decode(one_by_one, apart, PointerTable(), buckets[0], torch.ones(1))
-    assert_same(result, torch.cat(one_by_one))
+    cpu_encoded.decode(result.split(numels), chunks, PointerTable(), buckets[0], torch.ones(1))
+    cpu_encoded.decode(copies, chunks, PointerTable(), buckets[0], torch.ones(1))
+    assert_same(result, torch.cat(copies))
 
 
 @encodings

@@ -24,7 +24,7 @@ from fusedreduce.kernels import dispatch, encoded, reference_encoded
 from fusedreduce.kernels.combine_encoded import combine_encoded
 from fusedreduce.kernels.decode import decode
 from fusedreduce.kernels.encode import encode
-from fusedreduce.kernels.encoded_table import EncodedTable, Residuals
+from fusedreduce.kernels.encoded_table import Residuals
 from fusedreduce.kernels.encodings import ENCODINGS, Encoding
 from fusedreduce.kernels.table import PointerTable
 from fusedreduce.kernels.variants import Tuning
@@ -115,20 +115,17 @@ def test_contributions_are_added_in_their_order(encoding: Encoding) -> None:
 @encodings
 @pytest.mark.parametrize("begin", [1, 4, 5])
 def test_slots_of_one_shared_buffer(encoding: Encoding, begin: int) -> None:
-    """A comm hook's bucket: slots at any element of one flat buffer."""
-    numels, begins = (begin, 700, 64), (0, begin, begin + 700)
-    apart = table_of(numels, encoding, 2)
-    chunks = EncodedTable(
-        numels, apart.offsets, [torch.float32] * 3, apart.wire_numel, encoding, 2, begins=begins, chunk_numel=512
-    )
+    """A comm hook's bucket: gradients at any element of one flat buffer."""
+    numels = (begin, 700, 64)
+    chunks = table_of(numels, encoding, 2)
     buffer = torch.randn(begin + 764)
     bucket, wanted = (torch.empty(chunks.layout.nbytes, dtype=torch.uint8) for _ in range(2))
-    encode([buffer] * 3, chunks, PointerTable(), bucket, 3.0, tuning=Tuning(4096, 1))
-    reference_encoded.encode(buffer.split(numels), apart, PointerTable(), wanted, 3.0)
+    encode(buffer.split(numels), chunks, PointerTable(), bucket, 3.0, tuning=Tuning(4096, 1))
+    reference_encoded.encode(buffer.split(numels), chunks, PointerTable(), wanted, 3.0)
     assert torch.equal(bucket, wanted)
     result, expected = torch.empty_like(buffer), torch.empty_like(buffer)
-    decode([result] * 3, chunks, PointerTable(), bucket, torch.ones(1), tuning=Tuning(4096, 1))
-    reference_encoded.decode(expected.split(numels), apart, PointerTable(), bucket, torch.ones(1))
+    decode(result.split(numels), chunks, PointerTable(), bucket, torch.ones(1), tuning=Tuning(4096, 1))
+    reference_encoded.decode(expected.split(numels), chunks, PointerTable(), bucket, torch.ones(1))
     assert_same(result, expected)
 
 
