@@ -12,6 +12,7 @@ Example: slots of 5 and 3 elements at offsets 0 and 8, wire of 16, chunk_numel 4
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -222,6 +223,10 @@ class ChunkTable:
         if uploaded is None:
             uploaded = self._on_device[device] = torch.from_numpy(self.rows).to(device)
         return uploaded
+
+    def row_spans(self) -> list[tuple[int, int]]:
+        """Per slot its rows of statistics, [begin, end)."""
+        return list(itertools.pairwise(self.first_rows.tolist()))
 
     def spans(self, device: torch.device) -> Spans:
         """The rows of each slot in the partials of one launch; a new tensor at every call.

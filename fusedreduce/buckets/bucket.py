@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import itertools
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -107,7 +106,7 @@ class Bucket:
 
     def spans(self) -> list[tuple[int, int]]:
         """Per slot its rows of statistics, [begin, end)."""
-        return list(itertools.pairwise(self.chunks.first_rows.tolist()))
+        return self.chunks.row_spans()
 
     def wire(self) -> torch.Tensor:
         """The wire buffer; on CUDA the current stream waits until the last unpack has read it."""

@@ -8,17 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from ..comm.protocol import Communicator
-from ..config import ReduceConfig, Wire, wire_dtype
+from ..config import ReduceConfig, Wire
 from ..kernels import dispatch
-from ..kernels.encodings import ENCODINGS
-from ..planning.layout import aligned_layout
 from ..planning.plan import ParameterKind, Plan
 from .bucket import Bucket
 from .comm_hook import CommHook, CommHookReduction
 from .dense import DenseReduction
 from .draws import Draws
-from .exchange import accumulated_split, divisor_split
-from .exchanged import AccumulatedBucket, EncodedBucket
+from .exchanged import EncodedBucket
 from .feedback import Feedback
 from .phases import Phases
 from .reduction import Members, Reduction
@@ -26,7 +23,7 @@ from .sparse import SparseReduction
 from .sparse_kinds import SparseKinds
 from .streams import Streams
 from .tensors import dense_shape, real_dtype, real_numel
-from .two_levels import TwoLevelBucket
+from .wire_bucket import wire_bucket
 from .wire_table import WireTable
 
 
@@ -85,50 +82,24 @@ class BucketMaker:
 
     def _bucket(self, members: Members) -> Bucket:
         """What travels for dense parameters of one wire."""
-        first, name = members.parameters[0], self.wires[members.numbers[0]]
-        ranks, rank = self.communicator.size, self.communicator.rank
-        dtypes = [real_dtype(one.dtype) for one in members.parameters]
-        numels, shapes = list(map(real_numel, members.parameters)), list(map(dense_shape, members.parameters))
-        device, label = members.device, members.label
-        encoding = ENCODINGS.get(name)
-        if encoding is not None:
-            if self.phases.per_node > 1:
-                return TwoLevelBucket(
-                    numels, dtypes, encoding, device, label, shapes, ranks=ranks, phases=self.phases, lazy=self.lazy
-                )
-            bucket = EncodedBucket(
-                numels,
-                dtypes,
-                encoding,
-                device,
-                label,
-                shapes,
-                ranks=ranks,
-                phases=self.phases,
-                lazy=self.lazy,
-                keys=members.numbers,
-                draws=None if self.draws is None else self.draws.of_bucket(members.index, device, rank),
-            )
-            if self.feedback is not None:
-                bucket.feed_back(self.feedback.of_bucket(members.numbers, bucket.chunks, rank))
-            return bucket
-        wire = wire_dtype(name) or real_dtype(first.dtype)
-        if self.wires.accumulation == "fp32" and name != "native" and ranks > 2:
-            return AccumulatedBucket(
-                numels,
-                dtypes,
-                wire,
-                device,
-                label,
-                shapes,
-                split=accumulated_split(wire, ranks, self.config.op),
-                ranks=ranks,
-                phases=self.phases,
-                lazy=self.lazy,
-            )
-        split = divisor_split(wire, set(dtypes), ranks, self.config.op)
-        layout = aligned_layout(numels, wire_itemsize_bytes=wire.itemsize)
-        return Bucket(layout, dtypes, wire, device, label, shapes, split=split, lazy=self.lazy)
+        parameters, numbers, rank = members.parameters, members.numbers, self.communicator.rank
+        bucket = wire_bucket(
+            self.wires[numbers[0]],
+            self.config,
+            list(map(real_numel, parameters)),
+            [real_dtype(one.dtype) for one in parameters],
+            members.device,
+            members.label,
+            list(map(dense_shape, parameters)),
+            ranks=self.communicator.size,
+            phases=self.phases,
+            lazy=self.lazy,
+            keys=numbers,
+            draws=None if self.draws is None else self.draws.of_bucket(members.index, members.device, rank),
+        )
+        if self.feedback is not None and isinstance(bucket, EncodedBucket):
+            bucket.feed_back(self.feedback.of_bucket(numbers, bucket.chunks, rank))
+        return bucket
 
 
 def kind_of(parameter: torch.Tensor, sparse: bool, wire: Wire) -> ParameterKind:

@@ -17,7 +17,7 @@ from ..kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
 from .grad_bucket import GradBucket
 from .gradient_views import GradientViews
 from .loss_scale import Unscaling
-from .reduction import Members, StartedCollective, WritesPartials, check_unchanged, row_spans
+from .reduction import Members, StartedCollective, WritesPartials, check_unchanged
 from .tensors import as_real, dense_shape, like_parameter, real_dtype, real_numel, versions_of
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -116,7 +116,7 @@ class CommHookReduction(WritesPartials):
 
     def spans(self) -> list[tuple[int, int]]:
         """Per parameter its rows, [begin, end)."""
-        return row_spans(self._table())
+        return self._table().row_spans()
 
     def collect(self, source: SourcePartials | None, result: Partials | None) -> None:
         """Sets where statistics of the hook's input and of its result go, from the next step on."""

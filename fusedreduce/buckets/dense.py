@@ -26,7 +26,6 @@ from .reduction import (
     StartedCollective,
     WritesPartials,
     check_unchanged,
-    row_spans,
 )
 from .tensors import as_real, dense_shape, like_parameter, none_missing, real_dtype, versions_of
 
@@ -106,7 +105,7 @@ class DenseReduction(WritesPartials):
 
     def spans(self) -> list[tuple[int, int]]:
         """Per parameter its rows, [begin, end)."""
-        return row_spans(self.bucket.chunks)
+        return self.bucket.spans()
 
     def collect(self, source: SourcePartials | None, result: Partials | None) -> None:
         """Sets where statistics of packed and of unpacked gradients go, from the next step on."""

@@ -10,7 +10,7 @@ import torch
 from ..comm.protocol import Communicator, Pending, Pieces
 from ..kernels.table import Partials, SourcePartials
 from .bucket import Bucket
-from .exchanged import EncodedBucket, ExchangedBucket
+from .exchanged import ExchangedBucket
 
 
 class PartlyEncodedBucket(ExchangedBucket):
@@ -22,7 +22,7 @@ class PartlyEncodedBucket(ExchangedBucket):
         is_encoded: per gradient whether it is.
     """
 
-    def __init__(self, encoded: EncodedBucket, rest: Bucket, is_encoded: Sequence[bool]) -> None:
+    def __init__(self, encoded: Bucket, rest: Bucket, is_encoded: Sequence[bool]) -> None:
         table = encoded.chunks
         super().__init__(encoded.layout, table.dtypes, encoded.wire_dtype, encoded.device, encoded.label, chunks=table)
         self.collectives = encoded.collectives + rest.collectives

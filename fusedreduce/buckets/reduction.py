@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +11,7 @@ import torch
 
 from ..comm.protocol import Pending
 from ..errors import FusedReduceError
-from ..kernels.table import ChunkTable, Partials, SourcePartials
+from ..kernels.table import Partials, SourcePartials
 from ..planning.plan import bucket_label
 from .grad_bucket import GradBucket
 from .loss_scale import Unscaling
@@ -162,11 +161,6 @@ class WritesPartials:
             self.result.sums.zero_()
             self.result.peaks.zero_()
             self.result.first_non_finite.fill_(-1)
-
-
-def row_spans(chunks: ChunkTable) -> list[tuple[int, int]]:
-    """Per slot its rows of statistics, [begin, end)."""
-    return list(itertools.pairwise(chunks.first_rows.tolist()))
 
 
 def check_unchanged(

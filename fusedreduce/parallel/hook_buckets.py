@@ -16,17 +16,14 @@ from weakref import WeakValueDictionary
 import torch
 
 from ..buckets.bucket import Bucket
-from ..buckets.exchange import accumulated_split, divisor_split
-from ..buckets.exchanged import AccumulatedBucket, EncodedBucket
+from ..buckets.exchange import divisor_split
 from ..buckets.partly_encoded import PartlyEncodedBucket
 from ..buckets.phases import Phases
 from ..buckets.tensors import real_numel
-from ..buckets.two_levels import TwoLevelBucket
+from ..buckets.wire_bucket import wire_bucket
 from ..comm.protocol import Communicator
-from ..config import ENCODED_WIRES, ReduceConfig
-from ..kernels.encodings import ENCODINGS
-from ..kernels.table import Shape
-from ..planning.layout import aligned_layout, flat_layout
+from ..config import ENCODED_WIRES, ReduceConfig, Wire
+from ..planning.layout import flat_layout
 
 # By group and type of device: states that serve different modules on different ranks issue phases in one order too.
 _phases: WeakValueDictionary[tuple[object, str], Phases] = WeakValueDictionary()
@@ -62,50 +59,26 @@ def make_bucket(
         Its gradients are those of the parameters, each flat, if it is an `ExchangedBucket`; else the buffer.
     """
     device, dtype = flat.device, flat.dtype
-    wire_dtype = config.wire_dtype(dtype)
-    encoding = ENCODINGS.get(config.one_wire)
     is_encoded = [config.wire_of(one) in ENCODED_WIRES for one in parameters]
     numels = [real_numel(one) for one in parameters]
     # A backend's thread may free a bucket, and must not free the group with it.
     weak: Any = None if phases is None else weakref.proxy(phases)
-    if encoding is not None and any(is_encoded):
+
+    def part(wire: Wire, numels: Sequence[int]) -> Bucket:
+        shapes = [((numel,), (1,)) for numel in numels]
+        dtypes = [dtype] * len(numels)
+        return wire_bucket(wire, config, numels, dtypes, device, label, shapes, ranks=ranks, phases=weak, lazy=False)
+
+    if any(is_encoded):
         if not any(numel for numel, one in zip(numels, is_encoded, strict=True) if not one):
             is_encoded = [True] * len(numels)  # the others have no elements
-        chosen = list(compress(numels, is_encoded))
-        kind = EncodedBucket if phases is None or phases.per_node == 1 else TwoLevelBucket
-        encoded = kind(
-            chosen,
-            [dtype] * len(chosen),
-            encoding,
-            device,
-            label,
-            _flat_shapes(chosen),
-            ranks=ranks,
-            phases=weak,
-            lazy=False,
-        )
+        encoded = part(config.one_wire, list(compress(numels, is_encoded)))
         if all(is_encoded):
             return encoded
         others = [numel for numel, one in zip(numels, is_encoded, strict=True) if not one]
-        layout = aligned_layout(others, wire_itemsize_bytes=wire_dtype.itemsize)
-        rest = Bucket(layout, [dtype] * len(others), wire_dtype, device, label, _flat_shapes(others))
-        return PartlyEncodedBucket(encoded, rest, is_encoded)
-    if config.accumulation == "fp32" and wire_dtype.itemsize == 2 and ranks > 2:
-        return AccumulatedBucket(
-            numels,
-            [dtype] * len(numels),
-            wire_dtype,
-            device,
-            label,
-            _flat_shapes(numels),
-            split=accumulated_split(wire_dtype, ranks),
-            ranks=ranks,
-            phases=weak,
-            lazy=False,
-        )
+        return PartlyEncodedBucket(encoded, part("native", others), is_encoded)
+    if config.accumulation == "fp32" and ranks > 2:
+        return part(config.one_wire, numels)
+    wire_dtype = config.wire_dtype(dtype)
     split = divisor_split(wire_dtype, {dtype}, ranks)
     return Bucket(flat_layout(flat.numel()), [dtype], wire_dtype, device, label, split=split)
-
-
-def _flat_shapes(numels: Sequence[int]) -> list[Shape]:
-    return [((numel,), (1,)) for numel in numels]

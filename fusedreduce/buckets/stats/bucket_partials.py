@@ -59,7 +59,7 @@ class BucketPartials:
         if not sparse and spans is None:
             self.origins = self.begins
             self.chunks = ChunkTable(self.numels, self.begins, self.dtypes, end, begins=self.begins)
-            self.spans = list(itertools.pairwise(self.chunks.first_rows.tolist()))
+            self.spans = self.chunks.row_spans()
         self.rows = max(end for _, end in self.spans)
         self.result = new_partials(self.rows, device)
         self.source = new_source_partials(self.rows, device)
