@@ -258,6 +258,12 @@ def test_what_the_page_says_of_training_is_so() -> None:
         behind, caught_up = (rows["simulated", f"{task}, AdamW"][name] for task in ("digits, 100 steps", "digits"))
         assert behind["difference"] > max(0.01, 2 * behind["difference_error"])
         assert caught_up["difference"] < 0.003
+    assert "No final loss there differs from that of `native` by more than the seeds' spread" in page
+    assert "**`int4`** with SGD ends within that spread too" in page
+    for (part, case), variants in rows.items():
+        for wire in ("int8", "int4") if part == "exchanged" else ():
+            within = abs(variants[f"ours {wire}"]["difference"]) <= variants["ours native"]["spread"]
+            assert within == ((wire, case) != ("int4", "digits, 100 steps, AdamW")), (wire, case)
     assert "*text, SGD* is decided by one seed" in page
     native, int4 = (rows["simulated", "text, SGD"][name]["losses"] for name in ("native", "int4"))
     off = sorted(abs(one / other - 1) for one, other in zip(int4, native, strict=True))
