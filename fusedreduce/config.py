@@ -243,9 +243,6 @@ class ReduceConfig:
             )
         if wires is not None:
             self.check_wires(wires)
-            for name in ("stochastic_rounding", "error_feedback"):
-                if getattr(self, name) and ENCODED_WIRES.keys().isdisjoint(wires):
-                    raise ValueError(f"{name} is for the wires 'int8' and 'int4', got wire={self.wire!r}: leave it out")
         if not isinstance(self.plan, str | None):
             raise ValueError(f"plan must be the JSON text of a plan or None, got {type(self.plan).__name__}")
 
@@ -261,7 +258,7 @@ class ReduceConfig:
         """Refuses wires that exclude other options.
 
         Args:
-            wires: of all parameters.
+            wires: that are asked for, whether or not a model has parameters that can be encoded.
 
         Raises:
             ValueError: an option is for other wires; or an exchange in a mode other than Synchronous.
@@ -272,9 +269,10 @@ class ReduceConfig:
                 "added up in the gradients' own dtype, and 'int8' and 'int4' always in fp32"
             )
         encodes = not ENCODED_WIRES.keys().isdisjoint(wires)
-        for name, default in (("wire_after", 0), ("least_sqnr_db", None)):
+        of_encoded = {"wire_after": 0, "least_sqnr_db": None, "stochastic_rounding": False, "error_feedback": False}
+        for name, default in of_encoded.items():
             if getattr(self, name) != default and not encodes:
-                raise ValueError(f"{name} is for the wires 'int8' and 'int4', got wire={self.wire!r}")
+                raise ValueError(f"{name} is for the wires 'int8' and 'int4', got wire={self.wire!r}: leave it out")
         if (encodes or self.accumulation == "fp32") and not is_synchronous(self.sync_mode):
             raise ValueError(
                 f"wire={self.wire!r} with accumulation={self.accumulation!r} and sync_mode={self.sync_mode!r} exclude "

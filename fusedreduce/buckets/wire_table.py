@@ -60,7 +60,8 @@ class WireTable:
             "native" if alone else possible_wire(parameter, wire)
             for wire, parameter, alone in zip(asked, parameters, sparse, strict=True)
         ]
-        config.check_wires(asked)
+        if callable(config.wire):  # what it would return was not known when the settings were made
+            config.check_wires(asked)
         return cls(tuple(wires), config.accumulation)
 
     def __getitem__(self, number: int) -> Wire:

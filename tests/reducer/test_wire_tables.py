@@ -115,6 +115,13 @@ def test_a_function_is_asked_for_each_parameter_and_a_string_keeps_its_rule() ->
     assert table(ReduceConfig(wire={"*": "int8"})) == ("int8", "int8", "int8", "native", "int8", "int8", "native")
 
 
+@pytest.mark.parametrize("options", [{"wire_after": 3}, {"least_sqnr_db": 20.0}, {"error_feedback": True}])
+def test_options_of_encoded_wires_suit_a_model_that_has_nothing_to_encode(options: dict[str, Any]) -> None:
+    small = [torch.zeros(4), torch.zeros(2, 2)]
+    config = ReduceConfig(wire="int8", **options)
+    assert WireTable.of(config, ["a", "b"], small, [False] * 2).wires == ("native", "native")
+
+
 def test_wires_that_are_none_or_exclude_another_option_are_refused() -> None:
     for wrong in ("int2", {"*": "int2"}, {"*": None}, None, 3):
         with pytest.raises(ValueError, match="unknown wire .*: use one of 'native', "):
@@ -129,6 +136,10 @@ def test_wires_that_are_none_or_exclude_another_option_are_refused() -> None:
         ReduceConfig(wire={"a.*": "int8"}, accumulation="fp32")
     with pytest.raises(ValueError, match="accumulation='fp32' is for the wires"):
         table(ReduceConfig(wire=lambda name, parameter: "int8", accumulation="fp32"))
+    for option in ("stochastic_rounding", "error_feedback"):
+        unencoded = ReduceConfig(wire=lambda name, parameter: "bf16", **{option: True})  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"{option} is for the wires 'int8' and 'int4', got wire="):
+            table(unencoded)
     for mode in (BoundedStaleness(1), Asynchronous()):
         with pytest.raises(ValueError, match="exchanged within their own step"):
             ReduceConfig(wire={"a.*": "bf16", "b.*": "int4"}, sync_mode=mode)
