@@ -447,15 +447,14 @@ def test_a_step_that_has_failed_and_another_communicator_leave_what_is_owed() ->
     first.run(lambda one: case(one, second.communicator(one.rank)))
 
 
-def test_a_model_too_small_to_encode_and_a_function_that_encodes_nothing_owe_nothing() -> None:
-    for wire in ("int8", lambda name, parameter: "bf16"):
-        config = ReduceConfig(wire=wire, error_feedback=True, stochastic_rounding=True)
-        reducer = Reducer(leaves([(3,), (5, 7)]), Loopback([]), config)
-        for _ in range(2):
-            step(reducer, [torch.randn(3), torch.randn(5, 7)])
-            clear(reducer.parameters)
-        assert reducer.state_dict()["residuals"] == {}
-        reducer.load_state_dict(reducer.state_dict())
+def test_a_model_too_small_to_encode_owes_nothing() -> None:
+    config = ReduceConfig(wire="int8", error_feedback=True, stochastic_rounding=True)
+    reducer = Reducer(leaves([(3,), (5, 7)]), Loopback([]), config)
+    for _ in range(2):
+        step(reducer, [torch.randn(3), torch.randn(5, 7)])
+        clear(reducer.parameters)
+    assert reducer.state_dict()["residuals"] == {}
+    reducer.load_state_dict(reducer.state_dict())
 
 
 def test_ranks_with_and_without_it_disagree_before_training() -> None:
