@@ -227,7 +227,8 @@ def sqnr_db(bucket: EncodedBucket, gradients: Sequence[torch.Tensor | None]) -> 
     Returns:
         fp64 [slots] on the bucket's device, in dB; inf where nothing is lost, or a gradient is missing or not finite.
     """
-    wire = torch.empty(bucket.wire_numel, dtype=torch.uint8, device=bucket.device)
+    # In two levels the bucket's own wire is of elements.
+    wire = torch.empty(bucket.chunks.layout.nbytes, dtype=torch.uint8, device=bucket.device)
     encoded.encode(gradients, bucket.chunks, PointerTable(), wire, 1.0, vouched=True)
     decoded = torch.empty(bucket.layout.numel, dtype=torch.float32, device=bucket.device)
     bucket.decode_flat(wire, decoded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import re
@@ -367,6 +368,23 @@ def test_a_parameter_that_loses_too_much_returns_on_every_rank_at_one_step(
     (said,) = [one.getMessage() for one in caplog.records]
     ratio = f"{report['c'].sqnr_db:.1f} dB"
     assert said.startswith(f"c returns from int8 to bf16: its signal-to-quantization-noise ratio is {ratio}")
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_in_two_levels_the_same_is_measured(wire: Wire, often: int) -> None:
+    """Each rank's own contribution, though the bucket's wire is of elements there."""
+
+    def case(communicator: Communicator, per_node: int) -> dict[str, ParameterWire]:
+        config = ReduceConfig(wire=wire, least_sqnr_db=10.0, ranks_per_node=per_node)
+        with _reducer(communicator, config) as reducer:
+            for number in range(1, often + 2):
+                clear(reducer.parameters)
+                step(reducer, _gradients(number, communicator.rank))
+            assert reducer.pipeline.maker.phases.per_node == per_node
+            return reducer.wire_report()
+
+    one, two = (ThreadWorld(4).results(functools.partial(case, per_node=per_node)) for per_node in (1, 2))
+    assert one == two and one[0]["a"].sqnr_db is not None and one[0]["a"].sqnr_db > 10
 
 
 def test_a_single_measurement_decides_nothing_and_nothing_is_measured_unless_asked(often: int) -> None:
