@@ -25,15 +25,19 @@ from ..comm.protocol import Communicator
 from ..config import ENCODED_WIRES, ReduceConfig, Wire
 from ..planning.layout import flat_layout
 
-# By group and type of device: states that serve different modules on different ranks issue phases in one order too.
-_phases: WeakValueDictionary[tuple[object, str], Phases] = WeakValueDictionary()
+# By group, type of device, and what decides how many levels there are: states that serve different modules on different
+# ranks issue phases in one order too.
+_phases: WeakValueDictionary[tuple[object, ...], Phases] = WeakValueDictionary()
 
 
-def phases_of(group: object, communicator: Communicator, device: torch.device, *, anew: bool = False) -> Phases:
-    """The phases of all comm hooks over a group; `anew`: of those that come from now on."""
-    phases = _phases.get((group, device.type))
+def phases_of(
+    group: object, communicator: Communicator, device: torch.device, config: ReduceConfig, *, anew: bool = False
+) -> Phases:
+    """The phases of all comm hooks with these options over a group; `anew`: of those that come from now on."""
+    key = group, device.type, config.one_wire in ENCODED_WIRES, config.ranks_per_node
+    phases = _phases.get(key)
     if phases is None or anew:
-        phases = _phases[group, device.type] = Phases(communicator, device)
+        phases = _phases[key] = Phases(communicator, device)
     return phases
 
 

@@ -311,10 +311,10 @@ class HookReduction:
 
     def _open_phases(self, communicator: Communicator, device: torch.device) -> None:
         """Opens the phases of the group's states; other ones, where a rank has collected all its earlier states."""
-        phases = phases_of(self._group, communicator, device)
+        phases = phases_of(self._group, communicator, device, self.config)
         is_open = communicator.all_gather_bytes(bytes([phases.is_open(self._wires)]), 1, device)
         if len(set(is_open)) > 1:
-            phases = phases_of(self._group, communicator, device, anew=True)
+            phases = phases_of(self._group, communicator, device, self.config, anew=True)
         self._phases[device.type] = phases
         phases.open(self._wires, self.config.ranks_per_node)
 

@@ -31,6 +31,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
 from fusedreduce import Asynchronous, BoundedStaleness, LocalGroup, ReduceConfig
+from fusedreduce.buckets.exchanged import AccumulatedBucket, EncodedBucket
+from fusedreduce.buckets.two_levels import TwoLevelBucket
 from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.comm.local.process_group import LocalProcessGroup
 from fusedreduce.config import Wire
@@ -472,6 +474,26 @@ def test_our_hook_exchanges_in_two_levels_as_our_wrapper_does(ranks: int) -> Non
         return train(wrapped(communicator, model, reduce=config), communicator.rank, 5)
 
     assert_same(on_ranks(hooked, large, ranks) + on_ranks(ours, large, ranks))
+
+
+def test_states_with_other_options_over_one_group_have_levels_of_their_own() -> None:
+    options: list[dict[str, Any]] = [
+        {"wire": "bf16", "accumulation": "fp32"},
+        {"wire": "int8", "ranks_per_node": 1},
+        {"wire": "int8", "ranks_per_node": 2},
+    ]
+
+    def case(communicator: LocalCommunicator, _: nn.Module) -> list[type]:
+        group, held = communicator.process_group(), []
+        for some in options:
+            ddp = TorchDDP(nn.Linear(64, 64, bias=False), process_group=group)
+            state = fusedreduce.FusedHookState(group, **some)
+            ddp.register_comm_hook(state, fusedreduce.fused_hook)
+            ddp(torch.ones(1, 64)).sum().backward()
+            held.append((ddp, state))
+        return [type(bucket) for _, state in held for bucket in state._reduction.buckets.buckets()]
+
+    assert on_ranks(case, ranks=4) == [[AccumulatedBucket, EncodedBucket, TwoLevelBucket]] * 4
 
 
 def test_sparse_gradients() -> None:
