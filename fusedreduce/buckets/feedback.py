@@ -87,8 +87,11 @@ class Feedback:
         return bucket
 
     def leave_buckets(self) -> None:
-        """Called before buckets are built anew: keeps what shards have lost."""
-        self._fold()
+        """Called before buckets are built anew: keeps what shards have lost.
+
+        The new ones may travel on other wires for some steps, which end without writing a copy.
+        """
+        self._settle()
         self._buckets = []
 
     # A step
@@ -127,16 +130,12 @@ class Feedback:
 
     def own(self) -> dict[str, torch.Tensor]:
         """This rank's residuals by name, fp32 of the parameters' shapes, on CPU; those of shards are added to them."""
-        self._fold()
-        for copies in self._copies.values():
-            torch._foreach_mul_(copies, self._coefficient.to(copies[0].device).reshape(()))
-        self._coefficient.fill_(1.0)
+        self._settle()
         found = {}
         for number in sorted(self._copies):
-            first, second = self._copies[number]
-            live = torch.where(self._on[first.device].live > 0, second, first)
             size, strides = dense_shape(self._parameters[number])
-            found[self._names[number]] = live.as_strided(size, strides).contiguous().cpu()
+            live = self._copies[number][0].as_strided(size, strides)
+            found[self._names[number]] = live.clone(memory_format=torch.contiguous_format).cpu()
         return found
 
     def gathered(self, own: Mapping[str, torch.Tensor], communicator: Communicator) -> dict[str, torch.Tensor]:
@@ -210,6 +209,16 @@ class Feedback:
     def _fold(self) -> None:
         for bucket in self._buckets:
             bucket.fold()
+
+    def _settle(self) -> None:
+        """Makes both copies what the next step would read: with what shards hold, and the latest clip."""
+        self._fold()
+        for first, second in self._copies.values():
+            live = torch.where(self._on[first.device].live > 0, second, first)
+            live.mul_(self._coefficient.to(live.device))
+            first.copy_(live)
+            second.copy_(live)
+        self._coefficient.fill_(1.0)
 
 
 class _Part(NamedTuple):

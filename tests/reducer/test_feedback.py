@@ -296,7 +296,9 @@ def _coefficient(reducer: Reducer) -> float:
 def test_a_clip_counts_once_and_that_of_a_step_that_is_skipped_does_not() -> None:
     reducer = Reducer(leaves([(16, 16), (3,)]), Loopback([]), _config("int4"))
     gradient, other = torch.randn(16, 16), torch.randn(3)
-    step(reducer, [gradient, other])
+    for _ in range(2):  # behind the first step buckets are built anew
+        clear(reducer.parameters)
+        step(reducer, [gradient, other])
     norm = float(clip_grad_norm_(reducer, 4.0))
     assert _coefficient(reducer) == pytest.approx(4.0 / norm, rel=1e-5)
     clip_grad_norm_(reducer, 1.0)  # once more: 4 becomes 1
@@ -447,14 +449,38 @@ def test_a_step_that_has_failed_and_another_communicator_leave_what_is_owed() ->
     first.run(lambda one: case(one, second.communicator(one.rank)))
 
 
-def test_a_model_too_small_to_encode_owes_nothing() -> None:
-    config = ReduceConfig(wire="int8", error_feedback=True, stochastic_rounding=True)
-    reducer = Reducer(leaves([(3,), (5, 7)]), Loopback([]), config)
-    for _ in range(2):
-        step(reducer, [torch.randn(3), torch.randn(5, 7)])
-        clear(reducer.parameters)
-    assert reducer.state_dict()["residuals"] == {}
-    reducer.load_state_dict(reducer.state_dict())
+@pytest.mark.parametrize("after", [1, 2])
+def test_steps_at_16_bits_leave_what_is_owed(after: int) -> None:
+    """A clipped step's too, for an odd number of them and an even one."""
+
+    def case(communicator: Communicator, other: Communicator) -> None:
+        with Reducer(leaves(SHAPES), communicator, _config("int4", wire_after=after), caps=CAPS) as reducer:
+            for number in range(after + 3):
+                clear(reducer.parameters)
+                step(reducer, _gradients(communicator.rank, number))
+            clip_grad_norm_(reducer, 5.0)
+            owed = _owed(reducer)
+            assert any(bool(one.any()) for one in owed)
+            reducer.set_communicator(other)
+            for number in range(after):
+                clear(reducer.parameters)
+                step(reducer, _gradients(communicator.rank, number))
+            assert not reducer.wires.table.encoded
+            assert all(float((one - was).abs().max()) <= 1e-7 for one, was in zip(_owed(reducer), owed, strict=True))
+
+    first, second = LocalGroup(3, timeout_s=30), LocalGroup(3, timeout_s=30)
+    first.run(lambda one: case(one, second.communicator(one.rank)))
+
+
+def test_a_model_too_small_to_encode_and_a_function_that_encodes_nothing_owe_nothing() -> None:
+    for wire in ("int8", lambda name, parameter: "bf16"):
+        config = ReduceConfig(wire=wire, error_feedback=True, stochastic_rounding=True)
+        reducer = Reducer(leaves([(3,), (5, 7)]), Loopback([]), config)
+        for _ in range(2):
+            step(reducer, [torch.randn(3), torch.randn(5, 7)])
+            clear(reducer.parameters)
+        assert reducer.state_dict()["residuals"] == {}
+        reducer.load_state_dict(reducer.state_dict())
 
 
 def test_ranks_with_and_without_it_disagree_before_training() -> None:
