@@ -243,6 +243,7 @@ class ReduceConfig:
             )
         if wires is not None:
             self.check_wires(wires)
+            self._check_effects(wires)
         if not isinstance(self.plan, str | None):
             raise ValueError(f"plan must be the JSON text of a plan or None, got {type(self.plan).__name__}")
 
@@ -269,10 +270,6 @@ class ReduceConfig:
                 "added up in the gradients' own dtype, and 'int8' and 'int4' always in fp32"
             )
         encodes = not ENCODED_WIRES.keys().isdisjoint(wires)
-        of_encoded = {"wire_after": 0, "least_sqnr_db": None, "stochastic_rounding": False, "error_feedback": False}
-        for name, default in of_encoded.items():
-            if getattr(self, name) != default and not encodes:
-                raise ValueError(f"{name} is for the wires 'int8' and 'int4', got wire={self.wire!r}: leave it out")
         if (encodes or self.accumulation == "fp32") and not is_synchronous(self.sync_mode):
             raise ValueError(
                 f"wire={self.wire!r} with accumulation={self.accumulation!r} and sync_mode={self.sync_mode!r} exclude "
@@ -305,6 +302,17 @@ class ReduceConfig:
         values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         return {**values, "wire": self.wire_text, "plan": digest, "sync_mode": repr(self.sync_mode)}
 
+    def _check_effects(self, wires: Collection[Wire]) -> None:
+        """Raises ValueError for an option of encoded wires if `wires`, those that are named, are none.
+
+        Models whose parameters are too small to encode, and functions that encode nothing, are not refused.
+        """
+        if not ENCODED_WIRES.keys().isdisjoint(wires):
+            return
+        for name in ("wire_after", "least_sqnr_db", "stochastic_rounding", "error_feedback"):
+            if getattr(self, name) != getattr(ReduceConfig, name):
+                raise ValueError(f"{name} is for the wires 'int8' and 'int4', got wire={self.wire!r}: leave it out")
+
     def _named_wires(self) -> Collection[Wire] | None:
         """The wires that `wire` names; None: a function decides.
 
@@ -314,7 +322,9 @@ class ReduceConfig:
         if isinstance(self.wire, str):
             named: Collection[Wire] = (self.wire,)
         elif isinstance(self.wire, tuple):
-            named = dict(self.wire).values()
+            if not all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) for one in self.wire):
+                raise ValueError(f"patterns of wire must be strings, each with a wire, got {self.wire!r}")
+            named = [wire for _, wire in self.wire]
         elif callable(self.wire):
             return None
         else:

@@ -93,9 +93,8 @@ class WireTable:
             _logger.warning("sparse gradients are not encoded: %s stay native", shortened(left, _NAMES_SHOWN))
         rounded = [names[number] for number in self.encoded if parameters[number].dtype is torch.float64]
         if rounded:
-            _logger.warning(
-                "fp64 gradients of %s are rounded to %s", shortened(rounded, _NAMES_SHOWN), config.wire_text
-            )
+            wires = " and ".join(sorted({self[number] for number in self.encoded if names[number] in rounded}))
+            _logger.warning("fp64 gradients of %s are rounded to %s", shortened(rounded, _NAMES_SHOWN), wires)
 
 
 @functools.cache

@@ -39,10 +39,11 @@ class ReportingReducer(ReducerBase):
 
         Returns:
             steps (synchronised backwards), buckets, buckets_reduced (in the latest step), collectives (since the
-            communicator was set), wire_bytes (payload of one step, padding included; without sparse and hooked
-            buckets), padding_bytes (of those), wire_allocations, restrided (gradients that were copied because their
-            strides were not their parameter's), plans (changes of plan that the ranks have agreed on since the
-            communicator was set), path (triton, interpreter, torch, none), state. In other sync modes also
+            communicator was set), wire_bytes (payload of one step, padding included; without sparse and hooked buckets;
+            with encoded wires in two levels the fp32 elements that are added up within a node, of which fewer bytes
+            cross nodes, see docs/wires.md), padding_bytes (of those), wire_allocations, restrided (gradients that were
+            copied because their strides were not their parameter's), plans (changes of plan that the ranks have agreed
+            on since the communicator was set), path (triton, interpreter, torch, none), state. In other sync modes also
             steps_under_way and steps_given_up, or the counters of contributions. With error feedback also
             residuals_dropped (of parameters, and of parts of them in a shard), for which the host waits.
         """

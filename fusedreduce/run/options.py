@@ -147,6 +147,9 @@ def _wire(text: str) -> str | dict[str, str]:
     if "=" not in text:
         return text
     pairs = [one.rpartition("=") for one in text.split(",")]
+    alone = [wire for pattern, _, wire in pairs if not pattern]
+    if alone:
+        raise ValueError(f"{alone[0]!r} has no pattern: use PATTERN=WIRE,..., such as *.bias=native,*=int8")
     return {pattern: wire for pattern, _, wire in pairs}
 
 

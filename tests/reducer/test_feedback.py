@@ -16,6 +16,7 @@ from support.wires import ENCODED, settings
 
 from fusedreduce import (
     AgreementError,
+    BoundedStaleness,
     BucketCaps,
     DataParallel,
     FusedGradScaler,
@@ -540,6 +541,9 @@ def test_states_and_settings_that_are_refused() -> None:
     state = reducer.state_dict()
     with pytest.raises(ValueError, match="residuals of error feedback, which is off here"):
         Reducer(leaves(SHAPES), Loopback([]), ReduceConfig(wire="int4")).load_state_dict(state)
+    stale = Reducer(leaves(SHAPES), Loopback([]), ReduceConfig(sync_mode=BoundedStaleness(1)))
+    with pytest.raises(ValueError, match="residuals of error feedback, which is off here"):
+        stale.load_state_dict(state)
     owed = _owed(reducer)
     for wrong in ({"other": torch.zeros(1, 7, 41)}, {"parameter 0": torch.zeros(7, 41)}, {"parameter 0": 3}):
         with pytest.raises(ValueError, match="of another model|damaged"):

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from support.fake_driver import CHECKOUT
-from support.leaf_steps import CAPS, clear, shadow_step, step
+from support.leaf_steps import CAPS, clear, leaves, shadow_step, step
 from support.loopback import Loopback, ThreadWorld
 from support.wires import reduced
 
-from fusedreduce import AgreementError, BucketCaps, DataParallel, ReduceConfig, Reducer
+from fusedreduce import AgreementError, BucketCaps, DataParallel, ReduceConfig, Reducer, Synchronous
 from fusedreduce.buckets.exchanged import EncodedBucket
 from fusedreduce.buckets.phases import Phases
 from fusedreduce.comm.protocol import Communicator
@@ -262,6 +262,20 @@ def test_replicas_of_one_process_change_wires_together(threads: bool, often: int
 def test_what_is_no_number_or_has_no_effect_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ReduceConfig(**options)
+
+
+@pytest.mark.parametrize("wire", ["int8", lambda name, parameter: "bf16"])
+def test_a_model_too_small_to_encode_and_a_function_that_encodes_nothing_are_reduced(wire: Any) -> None:
+    config = ReduceConfig(wire=wire, wire_after=1, least_sqnr_db=35.0)
+    reducer = Reducer(leaves([(3,), (5, 7)]), Loopback([]), config)
+    for _ in range(3):
+        local = [torch.randn(3), torch.randn(5, 7)]
+        step(reducer, local)
+        expected = [one.bfloat16().float() if callable(wire) else one for one in local]
+        for parameter, mean in zip(reducer.parameters, expected, strict=True):
+            assert parameter.grad is not None and torch.equal(parameter.grad, mean)
+        clear(reducer.parameters)
+    reducer.set_sync_mode(Synchronous())
 
 
 # What encodings lose

@@ -126,6 +126,9 @@ def test_wires_that_are_none_or_exclude_another_option_are_refused() -> None:
     for wrong in ("int2", {"*": "int2"}, {"*": None}, None, 3):
         with pytest.raises(ValueError, match="unknown wire .*: use one of 'native', "):
             ReduceConfig(wire=wrong)  # type: ignore[arg-type]
+    for unpaired in ({1: "int8"}, ("int8",), (("*", "int8", "bf16"),)):
+        with pytest.raises(ValueError, match="patterns of wire must be strings, each with a wire, got"):
+            ReduceConfig(wire=unpaired)  # type: ignore[arg-type]
     functions: list[Any] = [lambda name, parameter: "int2", lambda name, parameter: {}[name]]
     for function in functions:
         with pytest.raises(ValueError, match=r"ReduceConfig\(wire=...\) failed for a.weight"):
@@ -167,7 +170,7 @@ def test_a_config_with_patterns_is_a_value_like_any_other() -> None:
 def test_what_stays_native_and_what_is_rounded_is_logged_once_by_rank_0(caplog: pytest.LogCaptureFixture) -> None:
     def case(communicator: Communicator) -> None:
         parameters = [torch.zeros(2, 300, dtype=torch.float64, requires_grad=True), torch.zeros(9, 9).requires_grad_()]
-        config = ReduceConfig(wire="int8")
+        config = ReduceConfig(wire={"rows": "native", "*": "int8"})
         with Reducer(parameters, communicator, config, names=("wide", "rows"), sparse=[False, True]) as reducer:
             assert reducer.wires.table.wires == ("int8", "native")
 

@@ -177,6 +177,8 @@ def test_wires_by_pattern_and_an_option_that_needs_its_wire() -> None:
     assert options.read(asked).config == ReduceConfig(wire=wires, accumulation="fp32")
     with pytest.raises(ValueError, match="--wire .*unknown wire 'int2'"):
         options.read({"FUSEDREDUCE_WIRE": "*=int2"})
+    with pytest.raises(ValueError, match=r"--wire .*'int8' has no pattern: use PATTERN=WIRE"):
+        options.read({"FUSEDREDUCE_WIRE": "*.bias=native,int8"})
 
 
 def test_options_of_flags_and_environment(tmp_path: Path) -> None:

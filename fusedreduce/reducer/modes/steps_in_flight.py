@@ -112,6 +112,11 @@ def load(state: Mapping[str, Any], steps: Steps, *, most: int) -> list[StepInFli
     if state.get("steps") == []:
         del here["world_size"]  # what else there is, any number of ranks can take up
     checkpoint.check(state, here)
+    if state.get("residuals") and steps.maker.feedback is None:
+        raise ValueError(
+            "this state has residuals of error feedback, which is off here: use error_feedback=True, or delete "
+            "state['residuals'] to drop what they hold"
+        )
     if len(state["steps"]) > most:
         raise ValueError(
             f"the state holds {len(state['steps'])} steps in flight, but sync_mode allows {most} now: use the mode "

@@ -72,11 +72,6 @@ class SynchronousMode:
         feedback, residuals = steps.maker.feedback, state.get("residuals", {})
         if feedback is not None:
             feedback.check(residuals)
-        elif residuals:
-            raise ValueError(
-                "this state has residuals of error feedback, which is off here: use error_feedback=True, or delete "
-                "state['residuals'] to drop what they hold"
-            )
         steps_in_flight.load(state, steps, most=0)
         if feedback is not None:
             feedback.load(residuals, steps.maker.communicator)
