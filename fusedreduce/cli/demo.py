@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedreduce.config import WIRES
+from fusedreduce.config import ENCODED_WIRES, WIRES
 from fusedreduce.trace.reader import read
 from fusedreduce.trace.report import merge
 
@@ -52,9 +52,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--wire",
         action="extend",
-        type=names(WIRES),
+        type=names((*WIRES, *ENCODED_WIRES)),
         metavar="WIRE[,WIRE...]",
-        help=f"what travels, of {', '.join(WIRES)}; may be repeated (default: all of them)",
+        help=f"what travels, of {', '.join((*WIRES, *ENCODED_WIRES))}; may be repeated (default: {', '.join(WIRES)})",
     )
     parser.add_argument(
         "--seed", type=whole(0), default=0, help="of the initial weights and the order of images (default: %(default)s)"

@@ -38,7 +38,7 @@ class Row:
         worst_loss_difference: of a step's loss from that of torch's own reduction: torch DDP's or torch scaled's.
         exact: that difference must be 0.
         worst_gradient_error: see `demo_worker.gradient_error`; worst over parameters, checked steps and ranks.
-        wire_bytes_per_step: gradients that a rank hands to all-reduces in one step, padding included.
+        wire_bytes_per_step: gradients that a rank hands to collectives in one step, padding included.
         path: triton, interpreter or torch.
         losses: mean over ranks, per step.
         difference: which parameter or buffer has other bytes on which ranks than on rank 0; None: none.
@@ -71,7 +71,7 @@ torch DDP: torch's own DistributedDataParallel. hook: the same with fused_hook a
   DistributedDataParallel in its place. scaled: loss scaled and gradients clipped, with torch's GradScaler and
   clip_grad_norm_ on torch DDP, with FusedGradScaler and our clip_grad_norm_ on the wrapper.
 losses off torch's by: the largest difference of a step's loss from torch DDP's, or torch scaled's; 0: the same bits.
-  What a 16-bit wire rounds off makes a run as different as another seed would: compare loss and accuracy.
+  What a wire rounds off makes a run as different as another seed would: compare loss and accuracy.
 gradient error: max |difference| / max |mean| per parameter, against the fp64 mean of the ranks' local gradients; the
   worst parameter, rank and step of every {CHECK_EVERY}th step.
 No times: those of so small a network say nothing about yours. `fusedreduce doctor --model N` forecasts a step on your

@@ -25,7 +25,7 @@ class Contender:
 
     Args:
         ddp: the wrapped model.
-        exchanged: returns the bytes that a rank handed to all-reduces in one step, and the path of the buckets'
+        exchanged: returns the bytes that a rank handed to collectives in one step, and the path of the buckets'
             arithmetic in the latest one: triton, interpreter or torch.
         wire: None: torch's own reduction.
         scaler: scales the loss, if it is enabled.

@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fusedreduce import DistributedDataParallel, FusedGradScaler, ReduceConfig, clip_grad_norm_
-
-_WIRES = ("native", "bf16", "fp16")
+from fusedreduce.config import ENCODED_WIRES, WIRES
 
 
 def missing(package: str, error: ImportError) -> str:
@@ -33,16 +32,16 @@ def missing(package: str, error: ImportError) -> str:
 
 
 def register(registry: Any, strategy: type) -> None:
-    """Registers strategies by name: fused_ddp, fused_ddp_bf16, fused_ddp_fp16, and each of them with Lightning's suffix
-    "_find_unused_parameters_true".
+    """Registers strategies by name: fused_ddp, and fused_ddp_bf16 and so on for each other wire; each of them also with
+    Lightning's suffix "_find_unused_parameters_true".
 
     Args:
         registry: of the Trainer or of Fabric.
         strategy: the class to register.
     """
-    for wire in _WIRES:
+    for wire in (*WIRES, *ENCODED_WIRES):
         name = "fused_ddp" if wire == "native" else f"fused_ddp_{wire}"
-        config = ReduceConfig(wire=wire)  # type: ignore[arg-type]
+        config = ReduceConfig(wire=wire)
         what = f"DDP with fusedreduce's buckets, gradients travel as {wire}"
         registry.register(name, strategy, description=what, override=True, reduce=config)
         registry.register(

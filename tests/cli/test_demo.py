@@ -253,9 +253,9 @@ def with_rows(
 
 def test_ranks_are_given_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, Sequence[str]]] = []
-    options = ("--ranks", "3", "--wire", "bf16", "--wire", "native,bf16", "--steps", "7", "--seed", "5")
+    options = ("--ranks", "3", "--wire", "bf16", "--wire", "int4,bf16", "--steps", "7", "--seed", "5")
     assert with_rows(monkeypatch, [row()], tmp_path, *options, asked=asked) == 0
-    assert asked == [(3, ["cpu", "bf16,native", "7", "5"])]
+    assert asked == [(3, ["cpu", "bf16,int4", "7", "5"])]
 
 
 def one_step(rank: int, world: int, folder: str) -> list[Row]:
@@ -459,7 +459,7 @@ class Libc:
         (["--ranks", "two"], "--ranks: must be a whole number from 1 on, got 'two'"),
         (["--steps", "0"], "--steps: must be a whole number from 1 on, got '0'"),
         (["--seed", "-1"], "--seed: must be a whole number from 0 on, got '-1'"),
-        (["--wire", "fp8"], "--wire: unknown name 'fp8': use native, bf16, fp16 or all"),
+        (["--wire", "fp8"], "--wire: unknown name 'fp8': use native, bf16, fp16, int8, int4 or all"),
         (["--wire", "bf16,"], "--wire: unknown name ''"),
         (["--device", "tpu"], "--device: invalid choice: 'tpu'"),
         (["--out", "/dev/null"], "--out: '/dev/null' is not a folder that can be written to"),

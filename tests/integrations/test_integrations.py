@@ -65,7 +65,8 @@ def test_names_of_strategies() -> None:
     lightning_parts.register(Registry(), str)
     assert seen["fused_ddp"] == (str, "native", False)
     assert seen["fused_ddp_bf16_find_unused_parameters_true"] == (str, "bf16", True)
-    assert len(seen) == 6
+    assert seen["fused_ddp_int4"] == (str, "int4", False)
+    assert len(seen) == 10
 
 
 def test_every_page_is_run_and_no_other() -> None:
