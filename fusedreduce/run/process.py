@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from fusedreduce.buckets.wire_table import WireTable
 from fusedreduce.config import wire_bytes
 from fusedreduce.parallel import install
 from fusedreduce.reducer.plans import Forecast
@@ -44,14 +45,14 @@ class Ended(NamedTuple):
         steps: number of synchronised steps.
         ranks: size of its group.
         native_bytes: of all gradients of a step, in their own dtype.
-        wire_bytes: of what was sent for them in a step; None: a comm hook decided.
+        sent_bytes: of what was sent for them in all steps; None: a comm hook decided.
         forecast: see `Reducer.forecast`.
     """
 
     steps: int
     ranks: int
     native_bytes: int
-    wire_bytes: int | None
+    sent_bytes: int | None
     forecast: Forecast | None
 
 
@@ -101,9 +102,9 @@ class PrintingInstallation(install.Installation):
 
     def _note(self, reducer: Reducer) -> None:
         if self._is_first and reducer.steps:
-            native, sent = _bytes(reducer)
-            ranks, forecast = reducer.communicator.size, reducer.forecast()
-            self._ended.append(Ended(reducer.steps, ranks, native, None if reducer.has_comm_hook else sent, forecast))
+            native, _ = _bytes(reducer, reducer.wires.table)
+            sent = None if reducer.has_comm_hook else _sent_bytes(reducer)
+            self._ended.append(Ended(reducer.steps, reducer.communicator.size, native, sent, reducer.forecast()))
 
     def _at_end(self) -> None:
         for end in self._live:
@@ -118,7 +119,7 @@ class PrintingInstallation(install.Installation):
 def first_line(module: str, reducer: Reducer) -> str:
     """The line about the first wrapper: what is sent, and which options have no effect."""
     config, ranks = reducer.config, reducer.communicator.size
-    native, sent = _bytes(reducer)
+    native, sent = _bytes(reducer, reducer.wires.agreed)
     parts = [f"wire {config.wire_text}", f"policy {config.policy}"]
     if ranks == 1:
         rounded = "" if sent == native else f", though gradients are rounded to {config.wire_text}"
@@ -126,6 +127,8 @@ def first_line(module: str, reducer: Reducer) -> str:
     else:
         instead = f" instead of {_amount(native)}" if sent != native else ""
         parts.append(f"{_amount(sent)} of gradients a step{instead}")
+    if config.wire_after and reducer.wires.agreed.encoded:
+        parts.append(f"the first {config.wire_after} at bf16")
     if reducer.find_unused_parameters and not reducer.static_graph:
         parts.append("no bucket plan is learned, because of find_unused_parameters=True")
     if reducer.gradient_as_bucket_view and not reducer.has_views:
@@ -137,16 +140,13 @@ def last_line(ended: Sequence[Ended]) -> str:
     """The line with the totals of all reducers of this process."""
     steps = sum(one.steps for one in ended)
     parts = [f"{steps} step{'s' if steps > 1 else ''}" + (f" of {len(ended)} reducers" if len(ended) > 1 else "")]
-    sums = [one for one in ended if one.wire_bytes is not None and one.ranks > 1]
-    native, sent = (
-        sum(one.steps * one.native_bytes for one in sums),
-        sum(one.steps * (one.wire_bytes or 0) for one in sums),
-    )
+    sums = [one for one in ended if one.sent_bytes is not None and one.ranks > 1]
+    native, sent = sum(one.steps * one.native_bytes for one in sums), sum(one.sent_bytes or 0 for one in sums)
     if sums and native != sent:
         parts.append(f"{_amount(sent)} of gradients sent instead of {_amount(native)} ({1 - sent / native:.0%} less)")
     elif sums:
         parts.append(f"{_amount(sent)} of gradients sent, in their own dtype")
-    if any(one.wire_bytes is None for one in ended):
+    if any(one.sent_bytes is None for one in ended):
         parts.append("a comm hook decided what was sent")
     longest = max(ended, key=lambda one: one.steps)
     if longest.forecast is not None:
@@ -157,9 +157,17 @@ def last_line(ended: Sequence[Ended]) -> str:
     return "; ".join(parts)
 
 
-def _bytes(reducer: Reducer) -> tuple[int, int]:
-    """Bytes of all dense gradients of one step, in their own dtype and on the wire."""
-    rows = zip(reducer.parameters, reducer.sparse, reducer.wires.agreed.wires, strict=True)
+def _sent_bytes(reducer: Reducer) -> int:
+    """Bytes of all dense gradients of all steps: before and since `wire_after`."""
+    agreed, now = reducer.wires.agreed, reducer.wires.table
+    before = min(reducer.steps, reducer.config.wire_after)
+    _, at_16_bits = _bytes(reducer, agreed.with_bf16(agreed.encoded))
+    return before * at_16_bits + (reducer.steps - before) * _bytes(reducer, now)[1]
+
+
+def _bytes(reducer: Reducer, wires: WireTable) -> tuple[int, int]:
+    """Bytes of all dense gradients of one step, in their own dtype and on `wires`."""
+    rows = zip(reducer.parameters, reducer.sparse, wires.wires, strict=True)
     dense = [(one, wire) for one, sparse, wire in rows if not sparse]
     return sum(one.numel() * one.element_size() for one, _ in dense), sum(wire_bytes(*one) for one in dense)
 

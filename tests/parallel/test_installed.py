@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.leaf_steps import clear, leaves, step
+from support.loopback import Loopback
 from support.ranks import group_of_one
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
@@ -23,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import fusedreduce
-from fusedreduce import ReduceConfig
+from fusedreduce import ReduceConfig, Reducer
 from fusedreduce.parallel import install
 from fusedreduce.reducer.plans import Forecast
 from fusedreduce.run import options, process
@@ -371,13 +373,25 @@ def test_nothing_is_raised_where_nobody_reads(
     installation.warn("x")
 
 
+def test_steps_before_encoding_count_as_what_they_sent() -> None:
+    reducer = Reducer(leaves([(64, 64)]), Loopback([torch.clone]), ReduceConfig(wire="int8", wire_after=2))
+    first = (
+        "M on 2 ranks: wire int8, policy planned, 4.16 kB of gradients a step instead of 16.38 kB, the first 2 at bf16"
+    )
+    assert process.first_line("M", reducer) == first
+    for expected in (8_192, 16_384, 16_384 + 4_160):
+        step(reducer, [torch.ones(64, 64)])
+        clear(reducer.parameters)
+        assert process._sent_bytes(reducer) == expected
+
+
 def test_the_last_line() -> None:
-    ended = process.Ended(100, 8, 4_000_000, 2_000_000, Forecast(80.0, 100.0, 90.0))
+    ended = process.Ended(100, 8, 4_000_000, 200_000_000, Forecast(80.0, 100.0, 90.0))
     assert process.last_line([ended]) == (
         "100 steps; 200.00 MB of gradients sent instead of 400.00 MB (50% less); 20% of backward and reduction "
         "exposed, by the planner's model; by that model torch's own class may be up to 10.0 ms a step faster here"
     )
-    native = ended._replace(wire_bytes=4_000_000, forecast=Forecast(80.0, 100.0, 120.0))
+    native = ended._replace(sent_bytes=400_000_000, forecast=Forecast(80.0, 100.0, 120.0))
     assert process.last_line([native]) == (
         "100 steps; 400.00 MB of gradients sent, in their own dtype; 20% of backward and reduction exposed, by "
         "the planner's model"
