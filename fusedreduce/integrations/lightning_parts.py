@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fusedreduce import DistributedDataParallel, FusedGradScaler, ReduceConfig, clip_grad_norm_
-from fusedreduce.config import ENCODED_WIRES, WIRES
+
+_WIRES = ("native", "bf16", "fp16", "int8", "int4")
 
 
 def missing(package: str, error: ImportError) -> str:
@@ -39,9 +40,9 @@ def register(registry: Any, strategy: type) -> None:
         registry: of the Trainer or of Fabric.
         strategy: the class to register.
     """
-    for wire in (*WIRES, *ENCODED_WIRES):
+    for wire in _WIRES:
         name = "fused_ddp" if wire == "native" else f"fused_ddp_{wire}"
-        config = ReduceConfig(wire=wire)
+        config = ReduceConfig(wire=wire)  # type: ignore[arg-type]
         what = f"DDP with fusedreduce's buckets, gradients travel as {wire}"
         registry.register(name, strategy, description=what, override=True, reduce=config)
         registry.register(
