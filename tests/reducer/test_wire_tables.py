@@ -139,10 +139,6 @@ def test_wires_that_are_none_or_exclude_another_option_are_refused() -> None:
         ReduceConfig(wire={"a.*": "int8"}, accumulation="fp32")
     with pytest.raises(ValueError, match="accumulation='fp32' is for the wires"):
         table(ReduceConfig(wire=lambda name, parameter: "int8", accumulation="fp32"))
-    for option in ("stochastic_rounding", "error_feedback"):
-        unencoded = ReduceConfig(wire=lambda name, parameter: "bf16", **{option: True})  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=f"{option} is for the wires 'int8' and 'int4', got wire="):
-            table(unencoded)
     for mode in (BoundedStaleness(1), Asynchronous()):
         with pytest.raises(ValueError, match="exchanged within their own step"):
             ReduceConfig(wire={"a.*": "bf16", "b.*": "int4"}, sync_mode=mode)
