@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from parallel import ddp_fault_cases
-from parallel.test_faults import SLACK_S, _start
-from support import fault_rank
+from parallel.test_faults import survivors_raise
 from support.ranks import RankPool
 
 # At the first step, in one bucket and with every parameter hooked; and when only the last of each bucket is.
@@ -105,21 +103,5 @@ def test_a_group_that_one_wrapper_has_lost_is_lost_for_all(two: RankPool) -> Non
 def test_survivors_raise_in_time_and_name_the_bucket(
     tmp_path: Path, world: int, wire: str, as_view: str, fault: str, step: int
 ) -> None:
-    began = time.monotonic()
-    arguments = (wire, as_view, fault, str(step), "wrapper")
-    ranks = [_start(rank, world, tmp_path / "store", *arguments) for rank in range(world)]
-    try:
-        for rank, process in enumerate(ranks[:-1]):
-            out, err = process.communicate(timeout=fault_rank.GROUP_TIMEOUT_S + SLACK_S)
-            assert process.returncode not in (0, None), out
-            assert "finished" not in out
-            assert "fusedreduce.errors.CollectiveError: " in err, err
-            assert re.search(rf"rank {rank}: .*all-reduce of bucket \d+ \((\d\.(weight|bias)(, )?)+\)", err), err
-            waited = re.search(r"raised after ([\d.]+) s", out)
-            assert waited is not None and float(waited[1]) < fault_rank.GROUP_TIMEOUT_S + 5
-        assert time.monotonic() - began < fault_rank.GROUP_TIMEOUT_S + SLACK_S
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
+    named = r"all-reduce of bucket \d+ \((\d\.(weight|bias)(, )?)+\)"
+    survivors_raise(tmp_path, world, wire, as_view, fault, str(step), "wrapper", named=named)

@@ -6,15 +6,13 @@ What it does on any wire: test_ddp.py, whose tables have these too.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from parallel import ddp_fault_cases, ddp_wire_cases
-from parallel.test_faults import SLACK_S, _start
-from support import fault_rank
+from parallel.test_faults import survivors_raise
 from support.ranks import RankPool
 from support.wires import ENCODED, EXCHANGED
 
@@ -73,24 +71,8 @@ def test_a_late_peer_is_an_error_on_every_rank_and_a_new_group_helps(three: Rank
 
 def test_survivors_raise_in_time_and_name_phase_and_bucket(tmp_path: Path) -> None:
     """The last of three ranks ends when it has taken part in phase one of every bucket, and in no phase two."""
-    began = time.monotonic()
-    arguments = ("int8", "copy", "between", "3", "wrapper")
-    ranks = [_start(rank, 3, tmp_path / "store", *arguments) for rank in range(3)]
-    try:
-        for rank, process in enumerate(ranks[:-1]):
-            out, err = process.communicate(timeout=fault_rank.GROUP_TIMEOUT_S + SLACK_S)
-            assert process.returncode not in (0, None), out
-            assert "finished" not in out
-            assert "fusedreduce.errors.CollectiveError: " in err, err
-            assert re.search(rf"rank {rank}: .*all-gather of bucket \d+ \(\d\.weight", err), err
-            waited = re.search(r"raised after ([\d.]+) s", out)
-            assert waited is not None and float(waited[1]) < fault_rank.GROUP_TIMEOUT_S + 5
-        assert time.monotonic() - began < fault_rank.GROUP_TIMEOUT_S + SLACK_S
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
+    named = r"all-gather of bucket \d+ \(\d\.weight"
+    survivors_raise(tmp_path, 3, "int8", "copy", "between", "3", "wrapper", named=named)
 
 
 @pytest.fixture(scope="module")
@@ -122,21 +104,9 @@ def test_two_levels_of_threads_have_the_bits_of_gloo_ranks(four: RankPool) -> No
 @pytest.mark.parametrize("phase", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_survivors_of_two_levels_raise_in_time_and_name_phase_and_bucket(tmp_path: Path, phase: int) -> None:
     """The last of 2 x 2 ranks ends when so many phases of every bucket have been issued."""
-    arguments = ("int8", "copy", f"phase {phase}", "3", "wrapper")
-    ranks = [_start(rank, 4, tmp_path / "store", *arguments) for rank in range(4)]
-    try:
-        for rank, process in enumerate(ranks[:-1]):
-            out, err = process.communicate(timeout=fault_rank.GROUP_TIMEOUT_S + SLACK_S)
-            assert process.returncode not in (0, None) and "finished" not in out, out
-            where = "(reduce-scatter within the node|all-gather across nodes|all-gather within the node)"
-            assert re.search(rf"CollectiveError: rank {rank}: .*the {where} of bucket \d+ \(\d\.weight", err), err
-            waited = re.search(r"raised after ([\d.]+) s", out)
-            assert waited is not None and float(waited[1]) < fault_rank.GROUP_TIMEOUT_S + 5
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
+    where = "(reduce-scatter within the node|all-gather across nodes|all-gather within the node)"
+    named = rf"the {where} of bucket \d+ \(\d\.weight"
+    survivors_raise(tmp_path, 4, "int8", "copy", f"phase {phase}", "3", "wrapper", named=named)
 
 
 @pytest.mark.parametrize(("first", "other"), [("int8", "int4"), ("native", "int8"), ("bf16", "bf16+fp32")])

@@ -26,6 +26,33 @@ def _start(rank: int, world: int, store: Path, *arguments: str) -> subprocess.Po
     )
 
 
+def survivors_raise(folder: Path, world: int, *arguments: str, named: str) -> None:
+    """Runs ranks of which the last goes away; each of the others raises in time and names what has failed.
+
+    Args:
+        folder: an empty one.
+        world: number of ranks.
+        arguments: of fault_rank.py, behind rank, world and store.
+        named: what the error names, as a regular expression.
+    """
+    began = time.monotonic()
+    ranks = [_start(rank, world, folder / "store", *arguments) for rank in range(world)]
+    try:
+        for rank, process in enumerate(ranks[:-1]):
+            out, err = process.communicate(timeout=fault_rank.GROUP_TIMEOUT_S + SLACK_S)
+            assert process.returncode not in (0, None) and "finished" not in out, out
+            assert re.search(rf"fusedreduce\.errors\.CollectiveError: rank {rank}: .*{named}", err), err
+            waited = re.search(r"raised after ([\d.]+) s", out)
+            assert waited is not None and float(waited[1]) < fault_rank.GROUP_TIMEOUT_S + 5
+        assert time.monotonic() - began < fault_rank.GROUP_TIMEOUT_S + SLACK_S
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.communicate()
+
+
 @pytest.mark.parametrize(
     ("world", "wire", "as_view", "fault", "step"),
     [
@@ -39,22 +66,5 @@ def _start(rank: int, world: int, store: Path, *arguments: str) -> subprocess.Po
 def test_survivors_raise_in_time_and_name_the_bucket(
     tmp_path: Path, world: int, wire: str, as_view: str, fault: str, step: int
 ) -> None:
-    began = time.monotonic()
-    ranks = [_start(rank, world, tmp_path / "store", wire, as_view, fault, str(step)) for rank in range(world)]
-    try:
-        for rank, process in enumerate(ranks[:-1]):
-            out, err = process.communicate(timeout=fault_rank.GROUP_TIMEOUT_S + SLACK_S)
-            assert process.returncode not in (0, None), out
-            assert "finished" not in out
-            last = err.strip().splitlines()[-1] if err.strip() else ""
-            assert "fusedreduce.errors.CollectiveError: " in err, err
-            assert re.search(rf"rank {rank}: .*all-reduce of bucket \d+ \(\d+ parameters of shapes \(", err), last
-            waited = re.search(r"raised after ([\d.]+) s", out)
-            assert waited is not None and float(waited[1]) < fault_rank.GROUP_TIMEOUT_S + 5
-        assert time.monotonic() - began < fault_rank.GROUP_TIMEOUT_S + SLACK_S
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-            process.communicate()
+    named = r"all-reduce of bucket \d+ \(\d+ parameters of shapes \("
+    survivors_raise(tmp_path, world, wire, as_view, fault, str(step), named=named)

@@ -8,16 +8,14 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from parallel import hook_cases, hook_wire_cases
-from parallel.test_faults import SLACK_S, _start
+from parallel.test_faults import survivors_raise
 from parallel.test_hook_alone import FakeBucket
-from support import fault_rank
 from support.ranks import RankPool, group_of_one
 from support.wires import EXCHANGED, settings
 
@@ -103,22 +101,8 @@ def test_a_late_peer_is_an_error_on_every_rank_and_a_new_group_helps(three: Rank
 
 def test_survivors_raise_in_time_and_name_phase_and_bucket(tmp_path: Path) -> None:
     """The last of three ranks ends when it has taken part in phase one of every bucket, and in no phase two."""
-    began = time.monotonic()
-    ranks = [_start(rank, 3, tmp_path / "store", "int8", "view", "between", "3") for rank in range(3)]
-    try:
-        for rank, process in enumerate(ranks[:-1]):
-            out, err = process.communicate(timeout=fault_rank.GROUP_TIMEOUT_S + SLACK_S)
-            assert process.returncode not in (0, None) and "finished" not in out, out
-            assert "fusedreduce.errors.CollectiveError: " in err, err
-            assert re.search(rf"rank {rank}: .*all-gather of bucket \d+ \(\d parameters of shapes", err), err
-            waited = re.search(r"raised after ([\d.]+) s", out)
-            assert waited is not None and float(waited[1]) < fault_rank.GROUP_TIMEOUT_S + 5
-        assert time.monotonic() - began < fault_rank.GROUP_TIMEOUT_S + SLACK_S
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
+    named = r"all-gather of bucket \d+ \(\d parameters of shapes"
+    survivors_raise(tmp_path, 3, "int8", "view", "between", "3", named=named)
 
 
 def test_ranks_of_different_wires_are_all_told_and_the_next_state_works(three: RankPool) -> None:
