@@ -30,7 +30,9 @@ GSO_BYTES = 64 * 1024  # the largest packet that the kernel hands down before it
 BURST_S = 1e-3
 MISSED_SHARE = 0.03  # of the nominal rate: a link that is off by more is not published
 BELOW_SHARE = 0.02  # a median below the bound by more than that is no measurement
-WIRE_SLACK_SHARE, WIRE_SLACK_BYTES = 0.02, 64 * 1024  # headers of 64 KiB packets, acknowledgements, padding, agreements
+# Headers of 64 KiB packets, acknowledgements, padding, agreements; and what "int8" and "int4" send of norms and biases,
+# four bytes an element.
+WIRE_SLACK_SHARE, WIRE_SLACK_BYTES = 0.03, 64 * 1024
 BARRIER_BYTES = 1024  # by how much a barrier's own bytes, which are taken off, may differ from one to the next
 TARGET_MODELS = ("resnet18", "gpt2-7m", "mlp-8m")
 TARGET_RATES_MBIT = (300, 1000)
@@ -39,7 +41,7 @@ TARGET_SHARE = {"bf16": 0.90, "native": 0.95}
 ENCODED_SHARES = {"int8": (0.60, 0.53), "int4": (0.40, 0.28)}
 ENCODED_RATE_MBIT = 300
 BOUND_SHARE = 0.95  # who is this near to the bound can do no more
-# Bytes an element. (Of a model's norms and biases "int8" and "int4" send four; that is within WIRE_SLACK_SHARE.)
+# Bytes an element.
 ITEMSIZE = {"native": 4, "bf16": 2, "fp16": 2, "int8": 260 / 256, "int4": 34 / 64}
 
 

@@ -82,7 +82,7 @@ TASKS: Mapping[str, Task] = {
         batch=training_data.text_batch,
         evaluation=training_data.text_evaluation,
         steps=400,
-        learning_rates={"AdamW": 2e-3, "SGD": 0.1},
+        learning_rates={"AdamW": 2e-3, "SGD": 0.05},
     ),
 }
 

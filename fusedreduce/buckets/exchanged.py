@@ -35,7 +35,7 @@ class ExchangedBucket(Bucket):
     collectives = 2
 
     def check(self, communicator: Communicator) -> None:
-        """Does nothing: the backend adds nothing up."""
+        """Does nothing: the backend adds nothing up, and `Phases.open` asks whether it can exchange."""
 
     def _exchange(self, wire: torch.Tensor, communicator: Communicator, phases: Phases) -> Pending:
         """Starts both phases; `wire` holds the sum in the end."""

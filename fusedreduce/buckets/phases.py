@@ -191,6 +191,7 @@ class Phases:
             Whether `per_node` has changed, so that the buckets have to be built anew.
 
         Raises:
+            UnsupportedWireError: the backend has no all-to-all; on every rank.
             ValueError: nodes of so many ranks are not possible; on every rank.
             CollectiveError: a rank did not come within the timeout.
         """
@@ -199,6 +200,7 @@ class Phases:
                 _shelved.popleft().close()
         if self._is_stale:
             self.close()
+        self._communicator.check_exchange(self._device)
         before = self.per_node
         try:
             if not self._settled:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import re
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
@@ -18,21 +17,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 from torch.distributed import distributed_c10d as c10d
 
-from ..errors import CollectiveError, UnsupportedWireError
+from ..errors import CollectiveError
+from .backend_support import BackendSupport
 from .nodes import agreed_per_node
 from .protocol import Pending, Pieces, ReduceOp, check_peer
 from .store_exchange import StoreExchange
 from .waiting import collective_failed, wait_for
 
-_ALL_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
-# The dtypes that each backend can sum, by device type. An unlisted backend is tried once with one element.
-_SUMMABLE: dict[tuple[str, str], frozenset[torch.dtype]] = {
-    ("gloo", "cpu"): _ALL_FLOATS,
-    # It can, but its collectives are not ordered with CUDA streams, on which unpack would run.
-    ("gloo", "cuda"): frozenset(),
-    ("nccl", "cuda"): _ALL_FLOATS,
-    ("mpi", "cpu"): frozenset({torch.float32, torch.float64}),
-}
 REDUCE_OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
@@ -52,7 +43,6 @@ _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_singl
 # Gloo's all-gather sends a rank's whole tensor as one message, and now and then reads nothing while it writes that:
 # 8 MiB over 300 Mbit/s took 267 ms in the median and up to 361, in pieces 234, as an all-reduce of as many bytes.
 _PIECE_BYTES = 256 * 1024
-_REFUSAL = re.compile(r"type|dtype|support|implement", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -131,7 +121,7 @@ class ProcessGroupCommunicator:
         self._prefix = ""
         self._own = False
         self._duplicates = 0
-        self._refusals: dict[tuple[torch.dtype, torch.device], str | None] = {}
+        self._support = BackendSupport()
 
     @property
     def lost(self) -> str:
@@ -155,14 +145,19 @@ class ProcessGroupCommunicator:
 
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
         """Raises UnsupportedWireError, on every rank, if the backend cannot sum tensors of `dtype` on `device`."""
-        if (dtype, device) not in self._refusals:
-            self._refusals[dtype, device] = self._refusal(dtype, device)
-        reason = self._refusals[dtype, device]
-        if reason is not None:
-            raise UnsupportedWireError(
-                f"backend {self._backend_name(device)!r} cannot all-reduce {dtype} on {device.type} ({reason}); "
-                "choose another wire, or another backend for this device"
-            )
+
+        def add(tried: torch.Tensor) -> None:
+            dist.all_reduce(tried, group=self.group)
+
+        self._support.check_sum(self, self._backend_name(device), dtype, device, add)
+
+    def check_exchange(self, device: torch.device) -> None:
+        """Raises UnsupportedWireError, on every rank, if the backend has no all-to-all on `device`."""
+
+        def exchange(tried: torch.Tensor) -> None:
+            dist.all_to_all_single(torch.empty_like(tried), tried, group=self.group)
+
+        self._support.check_exchange(self, self._backend_name(device), device, exchange)
 
     def waits_in_backward(self, device: torch.device) -> bool:
         """Returns True: no other rank needs this process's autograd threads."""
@@ -478,21 +473,6 @@ class ProcessGroupCommunicator:
             if kind == device.type and name:
                 return name
         return str(dist.get_backend(self.group))
-
-    def _refusal(self, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Why the backend cannot sum `dtype`, or None; the same on every rank, because the cause is."""
-        summable = _SUMMABLE.get((self._backend_name(device), device.type))
-        if summable is not None:
-            names = ", ".join(sorted(map(str, summable))) or "no dtype that fusedreduce could use"
-            return None if dtype in summable else f"there it can sum {names}"
-        try:
-            dist.all_reduce(torch.zeros(1, dtype=dtype, device=device), group=self.group)
-        except (RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, RuntimeError) and not _REFUSAL.search(str(error)):  # a rank that died, not a dtype
-                what = f"trying whether {self._backend_name(device)} can sum {dtype} failed"
-                raise collective_failed(what, self, error) from error
-            return f"{type(error).__name__}: {error}"
-        return None
 
 
 def _in_rank_order(texts: Mapping[int, str]) -> str:

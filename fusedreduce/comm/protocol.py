@@ -119,6 +119,10 @@ class Communicator(Ranks, Protocol):
         """Raises UnsupportedWireError, on every rank, if tensors of `dtype` cannot be summed on `device`."""
         ...
 
+    def check_exchange(self, device: torch.device) -> None:
+        """Raises UnsupportedWireError, on every rank, if there is no `all_to_all` on `device`."""
+        ...
+
     def waits_in_backward(self, device: torch.device) -> bool:
         """Returns whether `Pending.wait` may be called from autograd's hooks and callbacks on `device`.
 

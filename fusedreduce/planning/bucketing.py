@@ -24,6 +24,9 @@ DEFAULT_CAP_BYTES = 25 * MIB
 class BucketCaps:
     """How large buckets may grow, in bytes of gradients.
 
+    The defaults are torch's; where all are in use, wires that are exchanged may have smaller ones: see
+    `WireTable.default_caps`.
+
     Args:
         first_bytes: limit of the first bucket of each group; small, so that communication starts early.
         cap_bytes: limit of all others.

@@ -72,7 +72,7 @@ class Plans:
         sparse: per parameter whether its gradient is sparse.
         wires: what each travels on.
         config: policy, and maybe a plan.
-        caps: size limits of the buckets.
+        caps: size limits of the buckets; BucketCaps(): those of the wires.
         communicator: the ranks.
         learns: the first step shows an order of readiness to learn.
 
@@ -104,7 +104,7 @@ class Plans:
         self.rebuilt = False
         self.in_use: Plan = ()
         self._parameters, self._sparse = parameters, sparse
-        self._wires = wires
+        self._wires, self._caps = wires, caps
         self.kinds = self._kinds()
         self._numels = [parameter.numel() for parameter in parameters]
         self._groups = [(parameter.dtype, parameter.device) for parameter in parameters]
@@ -131,6 +131,7 @@ class Plans:
     def set_communicator(self, communicator: Communicator) -> None:
         """Switches to `communicator`, for which plans are learned anew."""
         self._communicator = communicator
+        self._model = dataclasses.replace(self._model, caps=self._limits())
         self.scheduler = Scheduler(self._model, self._config.replan_every, communicator, self._device)
         self._given = self._loaded()
         self._order = ()
@@ -154,7 +155,8 @@ class Plans:
         """
         if self._given is not None:
             raise size_of_a_given_plan()
-        self._model = dataclasses.replace(self._model, caps=caps)
+        self._caps = caps
+        self._model = dataclasses.replace(self._model, caps=self._limits())
         self._recut = True
         self.scheduler.restart(self._model)
 
@@ -162,7 +164,9 @@ class Plans:
         """Changes what parameters travel on: the next plan is cut for it, and what was measured is forgotten."""
         self._wires = wires
         self.kinds = self._kinds()
-        self._model = dataclasses.replace(self._model, kinds=self.kinds, wire_bytes=self._wire_bytes())
+        self._model = dataclasses.replace(
+            self._model, kinds=self.kinds, wire_bytes=self._wire_bytes(), caps=self._limits()
+        )
         self._recut = True
         self.scheduler.restart(self._model)
         self._follow(rebuilt=self.rebuilt)
@@ -293,6 +297,11 @@ class Plans:
                 for (name, parameter, group, wire), kind, wire_bytes, known_ns in rows
             ],
         )
+
+    def _limits(self) -> BucketCaps:
+        if self._caps != BucketCaps():
+            return self._caps
+        return self._wires.default_caps(self._communicator.size, self._device)
 
     def _kinds(self) -> list[ParameterKind]:
         return list(map(kind_of, self._parameters, self._sparse, self._wires.wires))

@@ -32,6 +32,9 @@ class HostSums(ProcessGroupCommunicator):
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
         super().check_wire(dtype, CPU)
 
+    def check_exchange(self, device: torch.device) -> None:
+        super().check_exchange(CPU)
+
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Any:
         host = tensor.to(CPU, copy=True)
         work = super().all_reduce(host, op)

@@ -131,28 +131,28 @@ def disagreement(rank: int, world: int, as_view: bool) -> tuple[str, str, bool, 
 
 def unsupported_wire(rank: int, world: int) -> tuple[str, str, bool]:
     """A backend that cannot sum the wire's dtype."""
-    from fusedreduce.comm import process_group
+    from fusedreduce.comm import backend_support
 
     ddp, state = hooked(mlp(), "bf16")
     local = copy.deepcopy(ddp.module)
     loss_of(local(batch(rank, 0))).backward()
-    known = process_group._SUMMABLE["gloo", "cpu"]
-    process_group._SUMMABLE["gloo", "cpu"] = known - {torch.bfloat16}
+    known = backend_support._SUMMABLE["gloo", "cpu"]
+    backend_support._SUMMABLE["gloo", "cpu"] = known - {torch.bfloat16}
     try:
         loss_of(ddp(batch(rank, 0))).backward()
     except Exception as error:
         kept = all(torch.equal(a, b) for a, b in zip(gradients(ddp), gradients(local), strict=True))
         return type(error).__name__, str(error), kept
     finally:
-        process_group._SUMMABLE["gloo", "cpu"] = known
+        backend_support._SUMMABLE["gloo", "cpu"] = known
     return "", "", False
 
 
 def unlisted_backend(rank: int, world: int) -> tuple[str, list[str]]:
     """A backend that is in no table is asked with one element, on every rank alike."""
-    from fusedreduce.comm import process_group
+    from fusedreduce.comm import backend_support, process_group
 
-    known = process_group._SUMMABLE.pop(("gloo", "cpu"))
+    known = backend_support._SUMMABLE.pop(("gloo", "cpu"))
     try:
         communicator = process_group.ProcessGroupCommunicator()
         device, failed = torch.device("cpu"), []
@@ -163,7 +163,38 @@ def unlisted_backend(rank: int, world: int) -> tuple[str, list[str]]:
                 failed.append(f"{dtype}: {error}")
         return "asked", failed
     finally:
-        process_group._SUMMABLE["gloo", "cpu"] = known
+        backend_support._SUMMABLE["gloo", "cpu"] = known
+
+
+def without_all_to_all(rank: int, world: int, door: str) -> tuple[str, str, bool]:
+    """A backend that is in no table, and has no all-to-all."""
+    from fusedreduce.comm import backend_support
+
+    def all_to_all(*_: object, **__: object) -> None:
+        raise RuntimeError("Backend mine does not support all_to_all_single")
+
+    if door == "hook":
+        ddp: Any = hooked(mlp(), "int8")[0]
+    else:
+        ddp = fusedreduce.DistributedDataParallel(mlp(), reduce=fusedreduce.ReduceConfig(wire="int8"))
+    local = copy.deepcopy(ddp.module)
+    loss_of(local(batch(rank, 0))).backward()
+    known, theirs = backend_support._SUMMABLE.pop(("gloo", "cpu")), dist.all_to_all_single
+    dist.all_to_all_single = all_to_all
+    try:
+        loss_of(ddp(batch(rank, 0))).backward()
+    except Exception as error:
+        held = gradients(ddp) if door == "hook" else [one.grad for one in ddp.parameters()]
+        kept = [None] * len(held) if door == "wrapper" else gradients(local)
+        return type(error).__name__, str(error), all(map(_same, held, kept))
+    finally:
+        backend_support._SUMMABLE["gloo", "cpu"] = known
+        dist.all_to_all_single = theirs
+    return "", "", False
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 def pickled(rank: int, world: int) -> None:

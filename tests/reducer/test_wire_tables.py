@@ -23,15 +23,16 @@ from fusedreduce import (
     AgreementError,
     Asynchronous,
     BoundedStaleness,
+    BucketCaps,
     DistributedDataParallel,
     FusedHookState,
     LocalGroup,
     ReduceConfig,
     Reducer,
 )
-from fusedreduce.buckets.wire_table import WireTable
+from fusedreduce.buckets.wire_table import LEAST_SHARD_BYTES, WireTable
 from fusedreduce.comm.protocol import Communicator
-from fusedreduce.config import ENCODED_WIRES, WIRES, Wire
+from fusedreduce.config import ENCODED_WIRES, WIRES, Accumulation, Wire
 from fusedreduce.planning.plan import ParameterKind, regrouped
 from fusedreduce.trace import problem
 from fusedreduce.trace.reader import RankTrace, read
@@ -363,3 +364,41 @@ def test_a_comm_hook_and_views_need_the_wire_native() -> None:
     assert not reducer.has_views
     with pytest.raises(ValueError, match="wire='mixed' and a comm hook exclude each other"):
         reducer.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+
+
+@hypothesis.given(wires=st.lists(st.sampled_from(ALL), min_size=1, max_size=4), ranks=st.integers(1, 1024))
+def test_buckets_that_are_exchanged_on_cpu_are_small_and_their_shards_are_not(wires: list[Wire], ranks: int) -> None:
+    accumulations: tuple[Accumulation, ...] = ("wire", "fp32")
+    for accumulation in accumulations:
+        table = WireTable(tuple(wires), accumulation)
+        caps = table.default_caps(ranks, torch.device("cpu"))
+        assert table.default_caps(ranks, torch.device("cuda")) == BucketCaps()
+        if not table.has_two_phases(ranks):
+            assert caps == BucketCaps()
+            continue
+        assert 2 * 2**20 <= caps.cap_bytes <= BucketCaps().cap_bytes
+        for wire in {*wires} - {"native"}:
+            numel, nbytes = ENCODED_WIRES.get(wire, (1, 2))
+            shard_bytes = caps.cap_bytes / 4 / numel * nbytes / ranks
+            assert shard_bytes >= LEAST_SHARD_BYTES or caps == BucketCaps(), (wire, shard_bytes)
+
+
+def test_the_user_limits_and_other_ranks_change_the_size_of_exchanged_buckets() -> None:
+    def sizes(ranks: int, **options: Any) -> list[int]:
+        plans: list[tuple[int, ...]] = []
+
+        def case(communicator: Communicator) -> None:
+            parameters = [torch.zeros(512, 1024, requires_grad=True) for _ in range(6)]  # 2 MiB each
+            reducer = Reducer(parameters, communicator, ReduceConfig(wire="int8"), **options)
+            for _ in range(2):
+                step(reducer, [torch.zeros(512, 1024)] * 6)
+            reducer.prepare_for_forward()
+            if communicator.rank == 0:
+                plans.extend(reducer.plan)
+
+        ThreadWorld(ranks).results(case)
+        return [len(members) for members in plans]
+
+    assert sizes(3) == [1] * 6
+    assert sizes(2) == [1, 5]
+    assert sizes(3, caps=BucketCaps(cap_bytes=8 * 2**20)) == [1, 4, 1]

@@ -139,6 +139,9 @@ class Loopback:
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
         """Everything can be summed here."""
 
+    def check_exchange(self, device: torch.device) -> None:
+        """Everything can be exchanged here."""
+
     def waits_in_backward(self, device: torch.device) -> bool:
         return self.may_wait
 
@@ -294,6 +297,9 @@ class ThreadRank:
 
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
         self._communicator.check_wire(dtype, device)
+
+    def check_exchange(self, device: torch.device) -> None:
+        self._communicator.check_exchange(device)
 
     def waits_in_backward(self, device: torch.device) -> bool:
         return self._communicator.waits_in_backward(device)

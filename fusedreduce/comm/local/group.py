@@ -235,10 +235,8 @@ class LocalCommunicator:
     def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> LocalCommunicator:
         """A communicator of these ranks with a sequence of its own; the n-th that each rank makes here share one.
 
-        It does not block: there is nothing to connect.
-
         Args:
-            devices: not needed here.
+            devices: not needed here: there is nothing to connect, and it does not block.
             ranks: see `Communicator.apart`.
 
         Raises:
@@ -292,6 +290,9 @@ class LocalCommunicator:
                 "another wire"
             )
         self.group.resources.prepare(dtype, device)
+
+    def check_exchange(self, device: torch.device) -> None:
+        """Does nothing: a LocalGroup has an all-to-all on every device that it can sum on."""
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> LocalPending:
         """Starts the elementwise reduction of `tensor` over all ranks, in place.
