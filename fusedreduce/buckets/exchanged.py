@@ -42,12 +42,13 @@ class ExchangedBucket(Bucket):
         received = self.buffer("received", wire.numel(), wire.dtype)
         rank, shard = communicator.rank, wire.numel() // communicator.size
         mine = wire[rank * shard : (rank + 1) * shard]
+        into, sent, total = (one.view(torch.uint8) for one in (received, wire, mine))  # what every backend exchanges
 
         def gather_sums(ranks: Communicator) -> Pending:
             self._add_up(received.view(communicator.size, shard), mine)
-            return ranks.all_gather(mine, wire)[0]
+            return ranks.all_gather(total, sent)[0]
 
-        first = Phase("all-to-all", "all", lambda ranks: ranks.all_to_all(received, wire))
+        first = Phase("all-to-all", "all", lambda ranks: ranks.all_to_all(into, sent))
         return phases.start([first, Phase("all-gather", "all", gather_sums)], self.label, self.device)
 
     def _add_up(self, received: torch.Tensor, sum_of_shard: torch.Tensor) -> None:

@@ -21,64 +21,63 @@ _SUMMABLE: dict[tuple[str, str], frozenset[torch.dtype]] = {
     ("mpi", "cpu"): frozenset({torch.float32, torch.float64}),
 }
 _REFUSAL = re.compile(r"type|dtype|support|implement", re.IGNORECASE)
-Collective = Callable[[torch.Tensor], object]  # waits; of one element per rank
 
 
 class BackendSupport:
-    """Which collectives the backends of a group have, as far as was asked: the same on every rank."""
+    """Which collectives the backends of one group have, as far as they were tried: the same on every rank."""
 
     def __init__(self) -> None:
-        self._refusals: dict[tuple[str, torch.dtype, torch.device], str] = {}  # empty: none
+        self._tried: dict[tuple[str, torch.device], str] = {}  # why it was refused; empty: it was not
 
-    def check_sum(
-        self, communicator: Communicator, backend: str, dtype: torch.dtype, device: torch.device, collective: Collective
-    ) -> None:
-        """Raises UnsupportedWireError if `backend` cannot sum tensors of `dtype` on `device`."""
-        summable = _SUMMABLE.get((backend, device.type))
-        known = None
-        if summable is not None:
-            names = ", ".join(sorted(map(str, summable))) or "no dtype that fusedreduce could use"
-            known = "" if dtype in summable else f"there it can sum {names}"
-        what = f"cannot all-reduce {dtype}"
-        self._check(communicator, backend, what, dtype, device, known, collective)
-
-    def check_exchange(
-        self, communicator: Communicator, backend: str, device: torch.device, collective: Collective
-    ) -> None:
-        """Raises UnsupportedWireError if `backend` has no all-to-all of bytes on `device`."""
-        summable = _SUMMABLE.get((backend, device.type))
-        known = None if summable is None else "" if summable else "it is not ordered with the device's streams"
-        what = "has no all-to-all, by which three and more ranks exchange what they add up in fp32,"
-        self._check(communicator, backend, what, torch.uint8, device, known, collective)
-
-    def _check(
+    def check(
         self,
         communicator: Communicator,
         backend: str,
-        what: str,
-        dtype: torch.dtype,
-        device: torch.device,
-        known: str | None,
-        collective: Collective,
+        verb: str,
+        tensor: torch.Tensor,
+        collective: Callable[[torch.Tensor], object],
+        advice: str = "choose another wire",
     ) -> None:
-        key = what, dtype, device
-        if key not in self._refusals:
-            tried = torch.zeros(communicator.size, dtype=dtype, device=device)
-            self._refusals[key] = (
-                known if known is not None else _refusal(communicator, f"{backend} {what}", tried, collective)
-            )
-        if reason := self._refusals[key]:
+        """Checks that a backend has a collective.
+
+        Args:
+            communicator: the ranks.
+            backend: its name.
+            verb: what the collective does, for the error.
+            tensor: one element per rank, of the dtype and on the device in question.
+            collective: called with `tensor` if the backend is not known; waits.
+            advice: what to do where it has not.
+
+        Raises:
+            UnsupportedWireError: it has not; on every rank.
+            CollectiveError: a peer did not answer.
+        """
+        device, summable = tensor.device, _SUMMABLE.get((backend, tensor.device.type))
+        if summable is None:
+            if (verb, device) not in self._tried:
+                self._tried[verb, device] = _refusal(communicator, f"{backend} can {verb}", tensor, collective)
+            refusal = self._tried[verb, device]
+        elif not summable:
+            refusal = "its collectives are not ordered with the device's streams"
+        elif tensor.dtype in (*summable, torch.uint8):  # bytes are only exchanged
+            refusal = ""
+        else:
+            refusal = f"there it can sum {', '.join(sorted(map(str, summable)))}"
+        if refusal:
             raise UnsupportedWireError(
-                f"backend {backend!r} {what} on {device.type} ({reason}); choose another wire, or another backend for "
+                f"backend {backend!r} cannot {verb} on {device.type} ({refusal}); {advice}, or another backend for "
                 "this device"
             )
 
 
-def _refusal(communicator: Communicator, what: str, tried: torch.Tensor, collective: Collective) -> str:
+def _refusal(
+    communicator: Communicator, what: str, tensor: torch.Tensor, collective: Callable[[torch.Tensor], object]
+) -> str:
     try:
-        collective(tried)
+        collective(tensor)
     except (RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, RuntimeError) and not _REFUSAL.search(str(error)):  # a rank that died, not a refusal
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, RuntimeError) and not _REFUSAL.search(text):  # a rank that died, not a refusal
             raise collective_failed(f"trying whether {what} failed", communicator, error) from error
-        return f"{type(error).__name__}: {error}"
+        return text
     return ""

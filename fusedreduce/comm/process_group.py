@@ -31,7 +31,9 @@ REDUCE_OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
     "product": dist.ReduceOp.PRODUCT,
 }
 _built: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
-_lost: MutableMapping[dist.ProcessGroup, str] = WeakKeyDictionary()  # shared by all communicators of a group
+# Shared by all communicators of a group, as ranks may have different ones.
+_lost: MutableMapping[dist.ProcessGroup, str] = WeakKeyDictionary()
+_supports: MutableMapping[dist.ProcessGroup, BackendSupport] = WeakKeyDictionary()
 # Gloo's two threads assign the name of the collective that has ended to one std::string without a lock (torch 2.13,
 # ProcessGroupGloo::runLoop). That of a sparse sum is too long for the string's own buffer, so that two that end at once
 # corrupt the heap: sparse sums run in a Gloo group of one thread, by the user's group. Its first sparse sum comes from
@@ -121,7 +123,7 @@ class ProcessGroupCommunicator:
         self._prefix = ""
         self._own = False
         self._duplicates = 0
-        self._support = BackendSupport()
+        self._support = _supports.setdefault(self.group, BackendSupport())
 
     @property
     def lost(self) -> str:
@@ -146,18 +148,21 @@ class ProcessGroupCommunicator:
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
         """Raises UnsupportedWireError, on every rank, if the backend cannot sum tensors of `dtype` on `device`."""
 
-        def add(tried: torch.Tensor) -> None:
-            dist.all_reduce(tried, group=self.group)
+        def add(tensor: torch.Tensor) -> None:
+            dist.all_reduce(tensor, group=self.group)
 
-        self._support.check_sum(self, self._backend_name(device), dtype, device, add)
+        one = torch.zeros(1, dtype=dtype, device=device)
+        self._support.check(self, self._backend_name(device), f"all-reduce {dtype}", one, add)
 
     def check_exchange(self, device: torch.device) -> None:
         """Raises UnsupportedWireError, on every rank, if the backend has no all-to-all on `device`."""
 
-        def exchange(tried: torch.Tensor) -> None:
-            dist.all_to_all_single(torch.empty_like(tried), tried, group=self.group)
+        def exchange(tensor: torch.Tensor) -> None:
+            dist.all_to_all_single(torch.empty_like(tensor), tensor, group=self.group)
 
-        self._support.check_exchange(self, self._backend_name(device), device, exchange)
+        each, verb = torch.zeros(self.size, dtype=torch.uint8, device=device), "exchange bytes (all-to-all)"
+        advice = "choose another wire and accumulation='wire'"
+        self._support.check(self, self._backend_name(device), verb, each, exchange, advice)
 
     def waits_in_backward(self, device: torch.device) -> bool:
         """Returns True: no other rank needs this process's autograd threads."""

@@ -191,8 +191,6 @@ class Arguments:
             ]
             for dtype in sorted({wire_dtype(wire) or real_dtype(one.dtype) for one, wire in dense}, key=str):
                 communicator.check_wire(dtype, device)
-            if table.has_two_phases(communicator.size):
-                communicator.check_exchange(device)
             self.check_known()
             self.caps()
             self.check_mode(config)

@@ -281,7 +281,7 @@ class Plans:
             ranks=self._communicator.size,
             device=self._device.type,
             config=self._config.to_dict(),
-            caps=model.caps,
+            caps=self._caps,
             parameters=[
                 Parameter(
                     name=name,

@@ -48,7 +48,8 @@ class Reducer(ManualFinalization):
         config: see ReduceConfig; None: the defaults.
         names: names of the parameters, for messages; None: "parameter 0", ...
         sparse: per parameter whether its gradient is a sparse COO tensor; None: none is.
-        caps: size limits of the buckets after the first step, in bytes; None: torch's.
+        caps: size limits of the buckets after the first step, in bytes; None: torch's, or where shards
+            are exchanged those of `WireTable.default_caps`.
         find_unused_parameters: search the graph of the outputs for parameters that get no gradient.
         static_graph: every step uses the same parameters equally often; allows reentrant checkpoints that share them.
         gradient_as_bucket_view: gradients become views of the wire, and `zero_grad` keeps them. With a 16-bit wire they

@@ -253,7 +253,7 @@ def test_a_reducer_issues_both_phases_in_the_order_of_the_plan(wire: str) -> Non
         step(reducer, [torch.randn_like(one) for one in parameters], ready=order)
         handle.remove()
         clear(parameters)
-        sizes = [one.bucket.wire_numel for one in reducer.pipeline.buckets.packed()]
+        sizes = [one.bucket.wire_bytes for one in reducer.pipeline.buckets.packed()]
         firsts = [size for name, kind, size in communicator.log if (name, kind) == ("user", "all_to_all")]
         seconds = [size for name, kind, size in communicator.log if (name, kind) == ("private 0", "all_gather")]
         exchanged = [entry for entry in communicator.log if entry[1] in ("all_to_all", "all_gather")]

@@ -89,8 +89,8 @@ def test_a_backend_in_no_table_is_asked(two: RankPool) -> None:
 def test_a_backend_that_cannot_exchange_is_refused_before_anything_is_reduced(three: RankPool, door: str) -> None:
     for kind, message, kept in three.run(hook_cases.without_all_to_all, door):
         assert kind == "UnsupportedWireError" and kept, (kind, message)
-        assert "'gloo' has no all-to-all, by which" in message, message
-        assert "on cpu (RuntimeError: Backend mine does not support" in message
+        refusal = "'gloo' cannot exchange bytes (all-to-all) on cpu (RuntimeError: Backend mine does not support"
+        assert refusal in message and "accumulation='wire'" in message, message
 
 
 def test_pickling_and_copying(two: RankPool) -> None:

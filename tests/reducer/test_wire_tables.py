@@ -384,14 +384,17 @@ def test_buckets_that_are_exchanged_on_cpu_are_small_and_their_shards_are_not(wi
 
 
 def test_the_user_limits_and_other_ranks_change_the_size_of_exchanged_buckets() -> None:
-    def sizes(ranks: int, **options: Any) -> list[int]:
+    def sizes(ranks: int, then: Callable[[Reducer], None] | None = None, after: int = 0, **options: Any) -> list[int]:
         plans: list[tuple[int, ...]] = []
 
         def case(communicator: Communicator) -> None:
             parameters = [torch.zeros(512, 1024, requires_grad=True) for _ in range(6)]  # 2 MiB each
-            reducer = Reducer(parameters, communicator, ReduceConfig(wire="int8"), **options)
+            config = ReduceConfig(wire="int8", wire_after=after)
+            reducer = Reducer(parameters, communicator, config, **options)
             for _ in range(2):
                 step(reducer, [torch.zeros(512, 1024)] * 6)
+            if then is not None:
+                then(reducer)
             reducer.prepare_for_forward()
             if communicator.rank == 0:
                 plans.extend(reducer.plan)
@@ -402,3 +405,8 @@ def test_the_user_limits_and_other_ranks_change_the_size_of_exchanged_buckets() 
     assert sizes(3) == [1] * 6
     assert sizes(2) == [1, 5]
     assert sizes(3, caps=BucketCaps(cap_bytes=8 * 2**20)) == [1, 4, 1]
+    assert sizes(3, lambda reducer: reducer.set_bucket_size(4 * 2**20)) == [2, 2, 2]
+    first = BucketCaps(cap_bytes=8 * 2**20)
+    assert sizes(3, lambda reducer: reducer.set_bucket_size(BucketCaps()), caps=first) == [1] * 6
+    assert sizes(3, after=2) == [1] * 6, "from the step on in which they are exchanged"
+    assert sizes(3, after=3) == [1, 5]
