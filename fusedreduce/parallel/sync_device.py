@@ -174,6 +174,12 @@ class SyncDevice:
             if self.state is not DeviceState.CLOSED:
                 self._abort_epoch(error, contributed=self.contributed)
 
+    def interrupt(self, error: BaseException) -> None:
+        """As `abort`, from another thread than the device's own: this device raises too."""
+        with self._epochs.lock:
+            if self.state is not DeviceState.CLOSED:
+                self._epochs.abort(self.epoch + self.contributed, self, error)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards within the context are not reduced; the next epoch reduces the accumulated gradients.

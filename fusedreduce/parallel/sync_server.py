@@ -171,8 +171,11 @@ class SyncServer:
         present = [device for device in devices if device is not None]
 
         def abort(rank: int | None, error: BaseException) -> None:
-            for device in present if rank is None else [present[rank]]:
-                device.abort(error)
+            if rank is not None:
+                present[rank].abort(error)
+                return
+            for device in present:
+                device.interrupt(error)
 
         try:
             return run_in_threads("device", [functools.partial(case, device) for device in present], abort)

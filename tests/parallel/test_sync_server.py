@@ -42,6 +42,7 @@ from fusedreduce import (
     Reducer,
     SyncServer,
 )
+from fusedreduce.buckets.exchange import scalar
 from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.kernels import dispatch
 from fusedreduce.parallel.sync_device import SyncDevice
@@ -369,6 +370,26 @@ def test_an_interrupt_of_the_caller_ends_a_run() -> None:
 
         with pytest.raises(KeyboardInterrupt):
             group.server.run(case)
+        group.works()
+
+
+def test_an_interrupt_between_two_epochs_ends_a_run() -> None:
+    meet, last = threading.Barrier(2), [-1, -1]
+    with Group(2) as group:
+
+        def case(device: SyncDevice) -> None:
+            for epoch in range(100):
+                device.backward(loss_of(group.leaves[device.rank][0], 1.0))
+                last[device.rank] = epoch
+                if epoch == 2:
+                    meet.wait(20)
+                    if device.rank == 0:
+                        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                    time.sleep(0.3)  # the caller gives the next epoch up
+
+        with pytest.raises(KeyboardInterrupt):
+            group.server.run(case)
+        assert last == [2, 2]
         group.works()
 
 
@@ -857,6 +878,7 @@ def test_the_bucket_size_changes_between_epochs(threads: ThreadPoolExecutor) -> 
 
 def test_nothing_is_left_after_close() -> None:
     def count() -> tuple[int, int]:
+        scalar.cache_clear()  # constants, kept from their first use on
         gc.collect()
         return threading.active_count(), sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
 
