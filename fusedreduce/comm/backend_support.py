@@ -34,8 +34,9 @@ class BackendSupport:
         communicator: Communicator,
         backend: str,
         verb: str,
-        tensor: torch.Tensor,
-        collective: Callable[[torch.Tensor], object],
+        dtype: torch.dtype,
+        device: torch.device,
+        collective: Callable[[], object],
         advice: str = "choose another wire",
     ) -> None:
         """Checks that a backend has a collective.
@@ -44,22 +45,23 @@ class BackendSupport:
             communicator: the ranks.
             backend: its name.
             verb: what the collective does, for the error.
-            tensor: one element per rank, of the dtype and on the device in question.
-            collective: called with `tensor` if the backend is not known; waits.
+            dtype: of the tensors.
+            device: of the tensors.
+            collective: tries it, and waits; called if the backend is not known.
             advice: what to do where it has not.
 
         Raises:
             UnsupportedWireError: it has not; on every rank.
             CollectiveError: a peer did not answer.
         """
-        device, summable = tensor.device, _SUMMABLE.get((backend, tensor.device.type))
+        summable = _SUMMABLE.get((backend, device.type))
         if summable is None:
             if (verb, device) not in self._tried:
-                self._tried[verb, device] = _refusal(communicator, f"{backend} can {verb}", tensor, collective)
+                self._tried[verb, device] = _refusal(communicator, f"{backend} can {verb}", collective)
             refusal = self._tried[verb, device]
         elif not summable:
             refusal = "its collectives are not ordered with the device's streams"
-        elif tensor.dtype in (*summable, torch.uint8):  # bytes are only exchanged
+        elif dtype in (*summable, torch.uint8):  # bytes are only exchanged
             refusal = ""
         else:
             refusal = f"there it can sum {', '.join(sorted(map(str, summable)))}"
@@ -70,11 +72,9 @@ class BackendSupport:
             )
 
 
-def _refusal(
-    communicator: Communicator, what: str, tensor: torch.Tensor, collective: Callable[[torch.Tensor], object]
-) -> str:
+def _refusal(communicator: Communicator, what: str, collective: Callable[[], object]) -> str:
     try:
-        collective(tensor)
+        collective()
     except (RuntimeError, TypeError, ValueError) as error:
         text = f"{type(error).__name__}: {error}"
         if isinstance(error, RuntimeError) and not _REFUSAL.search(text):  # a rank that died, not a refusal

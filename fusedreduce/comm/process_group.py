@@ -148,21 +148,20 @@ class ProcessGroupCommunicator:
     def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
         """Raises UnsupportedWireError, on every rank, if the backend cannot sum tensors of `dtype` on `device`."""
 
-        def add(tensor: torch.Tensor) -> None:
-            dist.all_reduce(tensor, group=self.group)
+        def add() -> None:
+            dist.all_reduce(torch.zeros(1, dtype=dtype, device=device), group=self.group)
 
-        one = torch.zeros(1, dtype=dtype, device=device)
-        self._support.check(self, self._backend_name(device), f"all-reduce {dtype}", one, add)
+        self._support.check(self, self._backend_name(device), f"all-reduce {dtype}", dtype, device, add)
 
     def check_exchange(self, device: torch.device) -> None:
         """Raises UnsupportedWireError, on every rank, if the backend has no all-to-all on `device`."""
 
-        def exchange(tensor: torch.Tensor) -> None:
-            dist.all_to_all_single(torch.empty_like(tensor), tensor, group=self.group)
+        def exchange() -> None:
+            sent = torch.zeros(self.size, dtype=torch.uint8, device=device)
+            dist.all_to_all_single(torch.empty_like(sent), sent, group=self.group)
 
-        each, verb = torch.zeros(self.size, dtype=torch.uint8, device=device), "exchange bytes (all-to-all)"
-        advice = "choose another wire and accumulation='wire'"
-        self._support.check(self, self._backend_name(device), verb, each, exchange, advice)
+        verb, advice = "exchange bytes (all-to-all)", "choose another wire and accumulation='wire'"
+        self._support.check(self, self._backend_name(device), verb, torch.uint8, device, exchange, advice)
 
     def waits_in_backward(self, device: torch.device) -> bool:
         """Returns True: no other rank needs this process's autograd threads."""
