@@ -21,7 +21,7 @@ from ..errors import CollectiveError
 from .backend_support import BackendSupport
 from .nodes import agreed_per_node
 from .protocol import Pending, Pieces, ReduceOp, check_peer
-from .store_exchange import StoreExchange
+from .store_exchange import KeyPrefixes, StoreExchange
 from .waiting import collective_failed, wait_for
 
 REDUCE_OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
@@ -30,14 +30,13 @@ REDUCE_OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
-_built: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
 # Shared by all communicators of a group, as ranks may have different ones.
+_prefixes: MutableMapping[dist.ProcessGroup, KeyPrefixes] = WeakKeyDictionary()
 _lost: MutableMapping[dist.ProcessGroup, str] = WeakKeyDictionary()
 _supports: MutableMapping[dist.ProcessGroup, BackendSupport] = WeakKeyDictionary()
 # Gloo's two threads assign the name of the collective that has ended to one std::string without a lock (torch 2.13,
 # ProcessGroupGloo::runLoop). That of a sparse sum is too long for the string's own buffer, so that two that end at once
-# corrupt the heap: sparse sums run in a Gloo group of one thread, by the user's group. Its first sparse sum comes from
-# the same communicator on every rank, since ranks issue collectives in one order.
+# corrupt the heap: sparse sums run in a Gloo group of one thread, by the user's group.
 _sparse: MutableMapping[dist.ProcessGroup, Any] = WeakKeyDictionary()
 # Gathers into one tensor: into a list NCCL copies row by row, a small kernel per rank. torch 2.13 has renamed it.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -122,7 +121,6 @@ class ProcessGroupCommunicator:
         self.size = dist.get_world_size(self.group)
         self._prefix = ""
         self._own = False
-        self._duplicates = 0
         self._support = _supports.setdefault(self.group, BackendSupport())
 
     @property
@@ -378,12 +376,12 @@ class ProcessGroupCommunicator:
         Raises:
             CollectiveError: a rank did not call it within the timeout, or the ranks could not be connected.
         """
-        self._duplicates += 1
-        mine = uuid.uuid4().hex
-        name = "fusedreduce " + self.compare_aside(f"apart {self._duplicates}", mine, self._device())[0]
+        name = uuid.uuid4().hex
+        if self.size > 1:
+            name = self._compare(self._next_prefix("apart"), "apart", name, self._device())[0]
         everyone = dist.get_process_group_ranks(self.group)
         members = everyone if ranks is None else [everyone[rank] for rank in ranks]
-        name, place = f"{name} from {members[0]}", members.index(everyone[self.rank])
+        name, place = f"fusedreduce {name} from {members[0]}", members.index(everyone[self.rank])
         timeout = datetime.timedelta(seconds=self.timeout_s())
         backend, store, make = c10d._world.pg_map[self.group][0], self._store(), c10d._new_process_group_helper
         debug_level = get_debug_level()
@@ -426,7 +424,13 @@ class ProcessGroupCommunicator:
         """
         if self.size == 1:
             return [text]
-        exchange = StoreExchange(self._store(), f"{self._keys()}/aside", self.rank, self.size)
+        # The n-th communicator of a group that compares is the same on all ranks, whatever others each has made.
+        self._prefix = self._prefix or self._next_prefix("communicator")
+        return self._compare(self._prefix, key, text, device)
+
+    def _compare(self, prefix: str, key: str, text: str, device: torch.device) -> list[str]:
+        """See `compare_aside`; the keys are under `prefix`."""
+        exchange = StoreExchange(self._store(), prefix, self.rank, self.size)
         timeout_s = self.timeout_s(device)
         until_s = time.monotonic() + timeout_s
         verdict = exchange.post(key, text, False, _in_rank_order) or exchange.wait_for_verdict(key, until_s)
@@ -442,18 +446,11 @@ class ProcessGroupCommunicator:
     def _store(self) -> Any:
         return c10d._get_process_group_store(self.group)
 
-    def _keys(self) -> str:
-        """The prefix of this communicator's keys in the store.
-
-        The n-th communicator of a group that needs keys is the same on all ranks, whatever others each has made. A new
-        group may have the store of an earlier one, with what was written there, so each rank counts in the store how
-        often it has had a communicator of this number.
-        """
-        if not self._prefix:
-            serial = _built[self.group] = _built.get(self.group, 0) + 1
-            times = self._store().add(f"fusedreduce/{serial}/{self.rank}", 1)
-            self._prefix = f"fusedreduce/{serial}/{times}"
-        return self._prefix
+    def _next_prefix(self, what: str) -> str:
+        """A new prefix of keys in the store; see `KeyPrefixes`."""
+        if self.group not in _prefixes:
+            _prefixes[self.group] = KeyPrefixes(self._store(), self.rank)
+        return _prefixes[self.group].next(what)
 
     def _gloo_of_one_thread(self) -> Any:
         """A Gloo backend of the same ranks, interfaces and timeout; blocks until all have called it."""
@@ -462,7 +459,7 @@ class ProcessGroupCommunicator:
         gloo: Any = c10d.ProcessGroupGloo  # torch's stubs name the options otherwise
         options = gloo._Options()
         options._devices, options._timeout, options._threads = theirs._devices, theirs._timeout, 1
-        store = c10d.PrefixStore(f"{self._keys()}/sparse", self._store())
+        store = c10d.PrefixStore(self._next_prefix("sparse"), self._store())
         return gloo(store, self.rank, self.size, options)
 
     def _device(self) -> torch.device:

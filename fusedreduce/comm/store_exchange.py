@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -32,6 +33,31 @@ class KeyValueStore(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
     def delete_key(self, key: str, /) -> bool: ...
+
+
+class KeyPrefixes:
+    """Prefixes of keys for the exchanges of a group of nodes, each used once.
+
+    The store may be that of an earlier group, with what was written there, so each node counts in it the groups that it
+    has had.
+
+    Args:
+        store: shared by all nodes.
+        node: this node's number.
+    """
+
+    def __init__(self, store: KeyValueStore, node: int) -> None:
+        self._group = store.add(f"fusedreduce/{node}", 1)
+        self._counts: Counter[str] = Counter()
+
+    def next(self, what: str) -> str:
+        """Returns a prefix that is the same on every node: the n-th one for the n-th `what` of the group.
+
+        Args:
+            what: names an event that all nodes reach in one order, whatever objects of theirs it concerns.
+        """
+        self._counts[what] += 1
+        return f"fusedreduce/{self._group}/{what}/{self._counts[what]}"
 
 
 class _Closed:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buckets import exchange
 from ..buckets.bucket import Bucket, BucketCache, BucketKey
@@ -70,7 +71,7 @@ class HookReduction:
         self._lock = threading.Lock()
         self._communicator: Communicator | None = None
         self._group: dist.ProcessGroup | None = None  # the communicator's
-        self._agreed = False
+        self._agreed: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()  # parameters of what is not packed
         self._monitor = StallMonitor()
         self._wires = WireTable((config.one_wire,), config.accumulation)
         self._exchanges = self._wires.has_two_phases(3)
@@ -98,9 +99,9 @@ class HookReduction:
         group = process_group if process_group is not None else dist.group.WORLD
         if self._communicator is None or self._group is not group:
             self._communicator, self._group = communicator_of(group), group
-            self._agreed = False
             # Peers may begin with a new state, so over a new group every rank agrees on every bucket again.
             self.buckets = BucketCache()
+            self._agreed.clear()
             self._phases = {}
             self.errors.clear()
             self.observed.set_communicator(self._communicator)
@@ -159,9 +160,12 @@ class HookReduction:
                 "waits inside backward, on a thread that these ranks share. Use fusedreduce.DistributedDataParallel"
             )
         refuse_capture(buffer.device, communicator.rank)
+        # Per bucket, not once per state: which calls agree must not depend on how ranks share states among modules.
         if not dense or buffer.numel() == 0:
-            if not self._agreed:
+            parameters = bucket.parameters()
+            if not any(one in self._agreed for one in parameters):
                 self._agree(bucket, communicator)
+                self._agreed.update(dict.fromkeys(parameters))
             return None
         if not buffer.is_contiguous():  # maybe a user's, by set_buffer
             raise ValueError(
@@ -184,7 +188,6 @@ class HookReduction:
                     f"rank {communicator.rank}: the buffer of {_describe(bucket)} has {buffer.numel()} elements, but a "
                     "wire that is exchanged needs those of its parameters: give set_buffer a tensor of as many"
                 )
-            # Per bucket, not once per state: which calls agree must not depend on how ranks share states among modules.
             if not self.buckets.knows(key, parameters):
                 self._agree(bucket, communicator)
             communicator.check_wire(wire_dtype, flat.device)
@@ -307,7 +310,6 @@ class HookReduction:
         except RuntimeError as error:
             what = f"comparing options before the first all-reduce of {_describe(bucket)} failed"
             raise collective_failed(what, communicator, error) from error
-        self._agreed = True
 
     def _open_phases(self, communicator: Communicator, device: torch.device) -> None:
         """Opens the phases of the group's states; other ones, where a rank has collected all its earlier states."""

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedreduce.comm.agreement import CAPACITY_BYTES, agree
 from fusedreduce.comm.stall_monitor import StallMonitor, stall_report_after_s
+from fusedreduce.comm.store_exchange import KeyPrefixes
 from fusedreduce.errors import AgreementError, FusedReduceError
 
 CPU = torch.device("cpu")
@@ -250,3 +252,13 @@ def test_where_the_mode_cannot_be_set_that_is_said_and_it_watches_all_the_same(
     (record,) = caplog.records
     assert why in record.message and "capture" in record.message
     assert [kind for kind, *_ in seen].count("query") == 3
+
+
+def test_prefixes_of_keys_are_those_of_every_node_and_new_in_a_group_that_has_an_earlier_ones_store() -> None:
+    store, used = dist.HashStore(), []  # type: ignore[attr-defined]
+    for _ in range(2):
+        nodes = [KeyPrefixes(store, node) for node in range(2)]
+        of_one, of_other = ([one.next(what) for what in ("apart", "sparse", "apart")] for one in nodes)
+        assert of_one == of_other
+        used += of_one
+    assert len(set(used)) == 6

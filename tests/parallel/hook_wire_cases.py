@@ -227,6 +227,33 @@ def dropped_state(rank: int, world: int, wire: str) -> None:
         assert_step_averages(second, batch(rank, step), wire)
 
 
+def shared_by_one_rank(rank: int, world: int, wire: str) -> None:
+    """One state on rank 0, on the others one for each module; the first one is gone when the second module begins."""
+    group = _group(world)
+    kept = [hooked(mlp(1), wire, process_group=group)]
+    assert_step_averages(kept[0][0], batch(rank, 0), wire)
+    state = kept[0][1] if rank == 0 else None
+    kept.clear()
+    gc.collect()
+    second, _ = hooked(mlp(2), wire, process_group=group, state=state)
+    for step in range(3):
+        assert_step_averages(second, batch(rank, step), wire)
+
+
+def sparse_and_shared_by_one_rank(rank: int, world: int, wire: str) -> None:
+    """The first sparse sum of a group comes from a state that rank 0 has for another module too."""
+    group = _group(world)
+    first, state = hooked(mlp(), wire, process_group=group)
+    assert_step_averages(first, batch(rank, 0), wire)
+    table = nn.Embedding(8, 4, sparse=True)
+    second, _ = hooked(table, wire, process_group=group, state=state if rank == 0 else None)
+    second(torch.tensor([rank])).sum().backward()
+    assert table.weight.grad is not None
+    expected = torch.zeros(8, 4)
+    expected[:world] = torch.tensor(1.0).div(world)
+    assert torch.equal(table.weight.grad.to_dense(), expected)
+
+
 def nested(rank: int, world: int, wire: str) -> None:
     """A DDP module with static_graph inside a reentrant checkpoint, whose node is evaluated meanwhile."""
     ddp, _ = hooked(mlp(), wire, static_graph=True)

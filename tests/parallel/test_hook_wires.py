@@ -62,6 +62,8 @@ def test_collectives_bytes_and_allocations(two: RankPool, three: RankPool, world
         hook_wire_cases.scaled,
         hook_wire_cases.nested,
         hook_wire_cases.dropped_state,
+        hook_wire_cases.shared_by_one_rank,
+        hook_wire_cases.sparse_and_shared_by_one_rank,
     ],
     ids=lambda case: case.__name__,
 )

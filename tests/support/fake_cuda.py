@@ -285,8 +285,9 @@ class FakeCuda(FakeMemory):
         }
         for name, fake in fakes.items():
             self._patch.setattr(dist, name, fake)
-        aside = "compare_aside"
-        self._patch.setattr(ProcessGroupCommunicator, aside, lambda one, key, text, device: [text] * self._ranks)
+        kind = ProcessGroupCommunicator
+        self._patch.setattr(kind, "_compare", lambda one, prefix, key, text, device: [text] * self._ranks)
+        self._patch.setattr(kind, "_next_prefix", lambda one, what: what)
 
 
 def _fields(totals: object) -> list[torch.Tensor]:
