@@ -40,12 +40,12 @@ class ExchangedBucket(Bucket):
     def _exchange(self, wire: torch.Tensor, communicator: Communicator, phases: Phases) -> Pending:
         """Starts both phases; `wire` holds the sum in the end."""
         received = self.buffer("received", wire.numel(), wire.dtype)
-        rank, shard = communicator.rank, wire.numel() // communicator.size
-        mine = wire[rank * shard : (rank + 1) * shard]
+        contributions = received.view(communicator.size, -1)
+        mine = wire.view(communicator.size, -1)[communicator.rank]
         into, sent, total = (one.view(torch.uint8) for one in (received, wire, mine))  # what every backend exchanges
 
         def gather_sums(ranks: Communicator) -> Pending:
-            self._add_up(received.view(communicator.size, shard), mine)
+            self._add_up(contributions, mine)  # no reference to `communicator`: a backend's thread may free this one
             return ranks.all_gather(total, sent)[0]
 
         first = Phase("all-to-all", "all", lambda ranks: ranks.all_to_all(into, sent))

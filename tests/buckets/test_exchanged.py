@@ -5,7 +5,9 @@ Many ranks are cheap where nobody issues a collective: `_together` calls what ra
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -31,7 +33,7 @@ from fusedreduce import (
 from fusedreduce.buckets.bucket import Bucket
 from fusedreduce.buckets.exchange import accumulated_split, scalar
 from fusedreduce.buckets.exchanged import AccumulatedBucket, EncodedBucket, ExchangedBucket
-from fusedreduce.buckets.phases import Phases
+from fusedreduce.buckets.phases import Exchange, Phase, Phases
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import wire_bytes
 from fusedreduce.kernels import reference_encoded
@@ -192,6 +194,27 @@ def _together(bucket: Bucket, local: Sequence[Sequence[torch.Tensor]]) -> list[t
     means = [torch.full_like(one, math.nan) for one in local[0]]
     bucket.unpack(means, result, scalar(1.0 / bucket.split, bucket.compute_dtype, CPU), None, vouched=False)
     return means
+
+
+class _Unissued:
+    """Phases of which none is issued."""
+
+    def start(self, phases: Sequence[Phase], label: str, device: torch.device) -> Exchange:
+        return Exchange(phases, label, device)
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+def test_what_is_in_flight_does_not_keep_the_group(wire: str) -> None:
+    """A backend's thread may free it, and would free the group with it."""
+    bucket, communicator = _bucket(wire, [2000], ranks=3), Loopback()
+    assert isinstance(bucket, AccumulatedBucket | EncodedBucket)
+    bucket._phases = _Unissued()  # type: ignore[assignment]
+    pending, _ = bucket.reduce(torch.zeros(bucket.wire_numel, dtype=bucket.wire_dtype), communicator)
+    alive = weakref.ref(communicator)
+    del communicator
+    gc.collect()
+    assert isinstance(pending, Exchange) and len(pending.phases) == 2
+    assert alive() is None
 
 
 def _normal(ranks: int, numel: int, seed: int = 0) -> list[list[torch.Tensor]]:
