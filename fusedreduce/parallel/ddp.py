@@ -350,7 +350,8 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
         Raises:
             RuntimeError: a hook is registered already.
             TypeError, ValueError: the hook's annotations are not those that torch expects.
-            ValueError: `wire` is not "native" or `op` not "mean", which the hook would replace.
+            ValueError: `wire` is not "native" or `op` not "mean", which the hook would replace; or `state` is a
+                FusedHookState whose wire is exchanged ("int8", "int4", accumulation="fp32"), which `reduce` has too.
         """
         self._check_comm_hook(hook)
         self._ours().register_comm_hook(state, hook)

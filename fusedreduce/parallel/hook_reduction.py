@@ -139,7 +139,7 @@ class HookReduction:
         if future is None:
             future = _done(bucket.buffer())
         if bucket.is_last():
-            self._end_step(step, self._issue_or_defer(bucket) if self._phases else None)
+            self._end_step(step, self._issue_or_defer() if self._phases else None)
         return future
 
     def _prepare(self, bucket: GradBucket, communicator: Communicator) -> tuple[Bucket, torch.Tensor] | None:
@@ -320,7 +320,7 @@ class HookReduction:
         self._phases[device.type] = phases
         phases.open(self._wires, self.config.ranks_per_node)
 
-    def _issue_or_defer(self, bucket: GradBucket) -> Callable[[], None] | None:
+    def _issue_or_defer(self) -> Callable[[], None] | None:
         """Called with the last bucket: issues later phases, or returns what issues them at the end of backward.
 
         They are deferred where the host would wait for those before, so that what backward still does goes on: a peer
@@ -328,7 +328,7 @@ class HookReduction:
         of torch's DDP, which waits for the buckets. With static_graph DDP waits at once, in the first step; so does its
         join, and other callers of the hook.
         """
-        deferrable = isinstance(bucket, GradBucket) and isinstance(_current_node(), AccumulateGrad)
+        deferrable = isinstance(_current_node(), AccumulateGrad)
         if deferrable and not all(phases.follow_at_once for phases in self._phases.values()):
             return self._issue_phases
         self._issue_phases()

@@ -41,9 +41,10 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         Raises:
             RuntimeError: a hook is registered already, or a forward waits for its backward.
             TypeError, ValueError: the hook's annotations are not those that torch expects.
-            ValueError: the sync_mode excludes comm hooks.
+            ValueError: the sync_mode excludes comm hooks, or `state` is a FusedHookState whose wire is exchanged.
         """
         self._check_comm_hook(hook)
+        validation.check_comm_hook(state)
         self._drop_wire(getattr(hook, "__qualname__", repr(hook)))
         super().register_comm_hook(state, hook)
 

@@ -397,8 +397,9 @@ class Reducer(ManualFinalization):
             RuntimeError: a hook is registered already.
             FusedReduceError: the last step is not finished, or has failed; or the reducer is closed.
             ValueError: the wire is not "native", op is not "mean", or the sync mode is not Synchronous: the hook would
-                take their place.
+                take their place; or `state` is a FusedHookState whose wire is exchanged.
         """
+        validation.check_comm_hook(state)
         with self.cycle.lock:
             self.check_finalized()
             maker = self.pipeline.maker

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..comm.agreement import agree_on_parameters
 from ..comm.protocol import Communicator
 from ..comm.waiting import collective_failed
-from ..config import ReduceConfig, SyncMode, is_synchronous
+from ..config import ENCODED_WIRES, ReduceConfig, SyncMode, is_synchronous
 from ..errors import AgreementError
 from ..kernels import dispatch
 from ..planning.bucketing import BucketCaps
@@ -91,6 +91,27 @@ def check_one(parameter: object, name: str) -> None:
         raise TypeError(
             f"{name} is {parameter.dtype} with layout {parameter.layout}, expected a dense floating-point or complex "
             "parameter: set requires_grad=False, or leave it out"
+        )
+
+
+def check_comm_hook(state: object) -> None:
+    """Refuses a FusedHookState whose wire is exchanged.
+
+    fused_hook issues the later phases behind the last bucket: here that is within backward, under the reducer's lock,
+    and the hook is not shown a sparse gradient that no rank has.
+
+    Args:
+        state: the comm hook's first argument.
+
+    Raises:
+        ValueError: it is such a state.
+    """
+    config = getattr(state, "config", None)
+    if isinstance(config, ReduceConfig) and (config.wire in ENCODED_WIRES or config.accumulation == "fp32"):
+        raise ValueError(
+            f"fused_hook with wire={config.wire_text!r} and accumulation={config.accumulation!r} is for torch's own "
+            "DistributedDataParallel. A reducer of fusedreduce has the wire itself: register no hook, and give it "
+            f"ReduceConfig(wire={config.wire_text!r}, accumulation={config.accumulation!r})"
         )
 
 

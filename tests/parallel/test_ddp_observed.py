@@ -39,7 +39,7 @@ def test_norms_are_those_of_the_gradients_and_the_same_on_every_rank(
 
 @pytest.mark.parametrize("wire", EXCHANGED)
 @pytest.mark.parametrize("kind", ["everything", "unused"])
-@pytest.mark.parametrize("surface", SURFACES)
+@pytest.mark.parametrize("surface", ["wrapper", "hook"])
 def test_norms_at_three_ranks_are_of_what_has_been_exchanged(
     three: RankPool, surface: str, wire: str, kind: str
 ) -> None:

@@ -18,6 +18,8 @@ from parallel.test_faults import survivors_raise
 from parallel.test_hook_alone import FakeBucket
 from support.ranks import RankPool, group_of_one
 from support.wires import EXCHANGED, settings
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
 from fusedreduce.config import ENCODED_WIRES
@@ -151,6 +153,32 @@ def test_an_accumulation_without_a_wire_of_16_bits_is_refused() -> None:
     for wire in ("native", "int8"):
         with pytest.raises(ValueError, match="accumulation='fp32' is for the wires 'bf16' and 'fp16'"):
             fusedreduce.FusedHookState(wire=wire, accumulation="fp32")
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+def test_our_own_reducers_refuse_it_before_anything_is_changed(wire: str) -> None:
+    bf16 = fusedreduce.ReduceConfig(wire="bf16")
+    name, _, accumulation = wire.partition("+")
+    told = rf"fused_hook with wire='{name}' and accumulation='{accumulation or 'wire'}' is for torch's own Distr"
+    with group_of_one():
+        state = fusedreduce.FusedHookState(**settings(wire))
+        reducer = fusedreduce.Reducer([nn.Parameter(torch.ones(3))], fusedreduce.ProcessGroupCommunicator())
+        with pytest.raises(ValueError, match=told):
+            reducer.register_comm_hook(state, fusedreduce.fused_hook)
+        reducer.close()
+        fusedreduce.install(bf16)
+        try:
+            for ddp in (fusedreduce.DistributedDataParallel(nn.Linear(3, 2)), TorchDDP(nn.Linear(3, 2))):
+                before = ddp.reduce_config
+                with pytest.raises(ValueError, match=told):
+                    ddp.register_comm_hook(state, fusedreduce.fused_hook)
+                assert ddp.reduce_config is before
+                ddp.register_comm_hook(fusedreduce.FusedHookState(wire="bf16"), fusedreduce.fused_hook)
+                ddp(torch.ones(1, 3)).sum().backward()
+                assert ddp.module.weight.grad.eq(1.0).all()
+            assert before == bf16
+        finally:
+            fusedreduce.uninstall()
 
 
 def test_wires_by_parameter_are_the_wrappers() -> None:
