@@ -3,8 +3,8 @@
     once          a profiled step's probe, before the first bucket
     per bucket    launch: pack and start the collective, when the bucket is ready and next in the plan
     once          after the last bucket: the used map, the scheduler's report, the kinds of sparse gradients, the check
-                  for non-finite gradients; then the sums of sparse gradients whose kind no rank knew before, and the
-                  later phases of buckets that are exchanged in several, as far as they have not been issued
+                  for non-finite gradients; then the later phases of buckets that are exchanged in several, as far as
+                  they have not been issued, and the sums of sparse gradients whose kind no rank knew before
     per bucket    finish, in the same order: check that no gradient has changed since, wait, unpack
 
 step_cycle.py decides when a step begins and when buckets are launched, and the sync mode (modes/) how a step ends.
@@ -281,7 +281,7 @@ class Pipeline:
                 self.issued += one.issue()
 
     def launch_late(self) -> None:
-        """Starts what had to wait for other collectives: sums of sparse gradients, and later phases of buckets.
+        """Starts what had to wait for other collectives: later phases of buckets, and sums of sparse gradients.
 
         A gradient's kind may be what no rank knew at `launch`. Does nothing when it is called again in the same step.
 
@@ -289,11 +289,11 @@ class Pipeline:
             AgreementError, CollectiveError: as `SparseKinds.learn`; a phase failed.
         """
         with torch.no_grad():
+            self.maker.phases.issue_all()  # first: a joined rank exchanges kinds when it has waited for all phases
             for sparse in self.buckets.sparse(self.maker.sparse_kinds.learn()):
                 with self.buckets.streams.on(sparse.members.device):
                     sparse.launch_late()
                 self.issued += 1
-            self.maker.phases.issue_all()
 
     def finish_step(self, step: Step, *, shared: bool) -> Ended:
         """Ends a step whose buckets are all launched.

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.leaf_steps import CAPS, clear, step
+from support.leaf_steps import CAPS, clear, copies, shadow_step, step
 from support.loopback import Loopback, LoopbackPending, ThreadRank, ThreadWorld
 from support.wires import EXCHANGED, reduced, settings
 
@@ -325,6 +325,26 @@ def test_a_gradient_that_was_changed_on_one_rank_leaves_the_others_their_average
     for held in (first, last):
         for gradient in held:
             assert gradient.sub(2.0).abs().max() < 0.02
+
+
+def test_a_rank_without_inputs_while_the_kind_of_a_sparse_gradient_is_not_known_yet() -> None:
+    """It takes part in the exchange of kinds only when it has all sums, and its peers wait for that exchange."""
+
+    def case(communicator: Communicator) -> list[torch.Tensor | None]:
+        dense, table = torch.zeros(4, 640, requires_grad=True), torch.zeros(8, 4, requires_grad=True)
+        config = ReduceConfig(wire="int8", policy="static")
+        reducer = Reducer([dense, table], communicator, config, sparse=[False, True])
+        if communicator.rank == 2:
+            shadow_step(reducer)
+        else:
+            rows = torch.sparse_coo_tensor(torch.tensor([[1, 3]]), torch.ones(2, 4), (8, 4), check_invariants=False)
+            step(reducer, [torch.ones_like(dense), rows])
+        return copies([dense, table])
+
+    first, second, _ = ThreadWorld(3).results(case)
+    for dense, table in (first, second):
+        assert dense is not None and dense.sub(2 / 3).abs().max() < 0.02
+        assert table is not None and table.sum(1).tolist() == pytest.approx([0, 8 / 3, 0, 8 / 3, 0, 0, 0, 0])
 
 
 # Threads
