@@ -109,7 +109,7 @@ class DeferredErrors:
         if error is None and end_step is not None and not failed:
             error = self._ended(end_step)
         if error is not None:
-            _queue_callback(functools.partial(_raise, error))
+            raise_last(error)
 
     def _any_failed(self, futures: list[torch.futures.Future[Any]], communicator: Ranks | None) -> bool:
         failed = False
@@ -136,6 +136,11 @@ class DeferredErrors:
 def in_backward() -> bool:
     """Whether this thread is running a backward."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def raise_last(error: Exception) -> None:
+    """Queues the raising of `error` behind the callbacks of this backward that are queued by now."""
+    _queue_callback(functools.partial(_raise, error))
 
 
 def _raise(error: Exception) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import FusedReduceError
+from ..buckets.deferred_errors import raise_last
+from ..errors import CollectiveError, FusedReduceError
 from .step import Step
 
 
@@ -71,7 +72,13 @@ class BackwardHooks:
 
             def end() -> None:
                 step.callbacks -= 1
-                on_end(owner, step)
+                try:
+                    on_end(owner, step)
+                except CollectiveError:  # no other reducer of these ranks can go on
+                    raise
+                except Exception as error:
+                    # The engine runs no callback behind one that raises, and peers wait for those of other reducers.
+                    raise_last(error)
 
             torch.autograd.Variable._execution_engine.queue_callback(end)
 

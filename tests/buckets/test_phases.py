@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.leaf_steps import CAPS, clear, copies, shadow_step, step
+from support.leaf_steps import CAPS, clear, copies, given, shadow_step, step
 from support.loopback import Loopback, LoopbackPending, ThreadRank, ThreadWorld
 from support.wires import EXCHANGED, reduced, settings
 
@@ -22,6 +22,7 @@ from fusedreduce import FusedReduceError, ReduceConfig, Reducer
 from fusedreduce.buckets.phases import ONE_LEVEL, Exchange, Phase, Phases, two_levels
 from fusedreduce.buckets.wire_table import WireTable
 from fusedreduce.comm.protocol import Communicator, Pending
+from fusedreduce.config import Wire
 from fusedreduce.errors import CollectiveError
 from fusedreduce.reducer.state import ReducerState
 
@@ -325,6 +326,49 @@ def test_a_gradient_that_was_changed_on_one_rank_leaves_the_others_their_average
     for held in (first, last):
         for gradient in held:
             assert gradient.sub(2.0).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_an_error_of_one_reducer_on_one_rank_leaves_its_peers_the_averages_of_another(wire: Wire) -> None:
+    """Both end in the same backward: the other one's later phases are issued although the first one has raised."""
+
+    def case(communicator: Communicator) -> str:
+        mine, other = [torch.zeros(shape, requires_grad=True) for shape in _shapes()], torch.zeros(4, 640)
+        other.requires_grad_()
+        first = Reducer(mine, communicator, ReduceConfig(policy="static"), caps=CAPS)
+        second = Reducer([other], communicator, ReduceConfig(wire=wire, policy="static"))
+
+        def both() -> None:
+            clear([*mine, other])
+            late = given([other], [torch.ones_like(other)])
+            early = given(mine, [torch.ones_like(one) for one in mine])  # made later: its backward begins first
+            second.prepare_for_backward(late)
+            first.prepare_for_backward(early)
+            (late + early).backward()
+
+        both()
+        both()
+        if communicator.rank == 1:
+
+            def change(_: torch.Tensor) -> None:
+                assert mine[5].grad is not None
+                mine[5].grad.mul_(2.0)
+
+            mine[0].register_post_accumulate_grad_hook(change)
+            with pytest.raises(FusedReduceError) as caught:
+                both()
+            assert (first.state, second.state) == (ReducerState.FAILED, ReducerState.IDLE)
+            assert "check_unchanged" in [entry.name for entry in caught.traceback], "of where it was found"
+            text = str(caught.value)
+        else:
+            other.register_hook(lambda _: time.sleep(0.2))  # rank 1 is not the last: its phase two is not issued early
+            both()
+            text = ""
+        assert other.grad is not None and other.grad.sub(1.0).abs().max() < 0.02
+        return text
+
+    texts = ThreadWorld(3).results(case)
+    assert texts[0] == texts[2] == "" and "the gradient of parameter 5 (parameter 5) was written to" in texts[1]
 
 
 def test_a_rank_without_inputs_while_the_kind_of_a_sparse_gradient_is_not_known_yet() -> None:

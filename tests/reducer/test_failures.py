@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-from support.leaf_steps import CAPS, clear, shadow_step, sparse_like
+from support.leaf_steps import CAPS, clear, given, shadow_step, sparse_like
 from support.leaf_steps import step as leaf_step
 from support.loopback import PEERS, Call, Counted, Loopback, ThreadWorld, constant
 from support.rig import (
@@ -33,6 +34,38 @@ pytestmark = pytest.mark.usefixtures("path")
 
 
 # Failures
+
+
+def _double(parameter: torch.Tensor, _: object) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2.0)
+
+
+@pytest.mark.parametrize("failing", ["change", "wait"])
+def test_of_two_reducers_that_fail_in_one_backward_the_first_error_is_raised(failing: str) -> None:
+    """The other one has ended its step too, unless a collective has failed."""
+    communicators = [Loopback(), Loopback()]
+    reducers = [
+        Reducer(drawn(((40,), (40,))), one, names=[f"{name}0", f"{name}1"], caps=CAPS)
+        for one, name in zip(communicators, "ab", strict=True)
+    ]
+    for reducer, communicator in zip(reducers, communicators, strict=True):
+        for _ in range(2):
+            leaf_step(reducer, drawn_like(reducer.parameters))
+            clear(reducer.parameters)
+        if failing == "wait":
+            communicator.fail_wait = communicator.count("all_reduce")
+        else:  # a gradient that has been packed
+            packed = reducer.parameters[1]
+            reducer.parameters[0].register_post_accumulate_grad_hook(functools.partial(_double, packed))
+    losses = [given(reducer.parameters, drawn_like(reducer.parameters)) for reducer in reducers]
+    for reducer, loss in zip(reducers, losses, strict=True):
+        reducer.prepare_for_backward(loss)
+    error, text = (CollectiveError, r"bucket 0 \(b1\)") if failing == "wait" else (FusedReduceError, "gradient of b1")
+    with pytest.raises(error, match=text):  # made last: its backward begins first
+        (losses[0] + losses[1]).backward()
+    other = ReducerState.ARMED if failing == "wait" else ReducerState.FAILED
+    assert [reducer.state for reducer in reducers] == [other, ReducerState.FAILED]
 
 
 @pytest.mark.parametrize("which", ["fail_issue", "fail_wait"])
