@@ -298,8 +298,9 @@ class ReducerBase:
     def reset(self) -> None:
         """Abandons a step that failed or was not finished. Every rank calls it, within the group's timeout.
 
-        Ranks compare, without a collective, how many collectives each has issued. Gradients stay as they are (those
-        that are views of a buffer become None): zero them.
+        Ranks compare, without a collective, how many collectives each has issued, and go on with the largest number of
+        steps that one of them has ended. Gradients stay as they are (those that are views of a buffer become None):
+        zero them.
 
         Raises:
             FusedReduceError: a collective failed, ranks have issued different numbers of them, or a rank did not call
@@ -310,10 +311,13 @@ class ReducerBase:
             plan_state = f"{plan_hash(self.plan):016x} {self.rebuilt} {self.wires.state()}"
             self.give_up_step()
             try:
-                same = self.cycle.failures.compare(self.communicator, self._device, issued, plan_state)
+                same, rounds = self.cycle.failures.compare(
+                    self.communicator, self._device, issued, self.pipeline.rounds, plan_state
+                )
             except FusedReduceError:
                 self.cycle.state = ReducerState.LOST
                 raise
+            self.pipeline.rounds = rounds  # a rank that has raised alone has not ended the step that its peers have
             if not same:
                 self.wires.restart()
                 self._change_wires()

@@ -34,23 +34,26 @@ class Failures:
         """Counts calls of reset() from zero, because another communicator was set."""
         self._resets = 0
 
-    def compare(self, communicator: Communicator, device: torch.device, issued: int, plan_state: str) -> bool:
+    def compare(
+        self, communicator: Communicator, device: torch.device, issued: int, rounds: int, plan_state: str
+    ) -> tuple[bool, int]:
         """Compares the ranks after a failure; each calls it, within the group's timeout.
 
         Args:
             communicator: the ranks.
             device: device whose timeout holds.
             issued: collectives that this rank has issued.
+            rounds: synchronised steps that this rank has ended.
             plan_state: the plan in use, and whether it was learned.
 
         Returns:
-            Whether all ranks have the same plan state.
+            Whether all ranks have the same plan state, and the largest number of steps that one has ended.
 
         Raises:
             FusedReduceError: the group cannot be used any more; on every rank that called this.
         """
         self._resets += 1
-        mine = f"{issued} {plan_state} {'failed' if communicator.lost else 'whole'}"
+        mine = f"{issued} {rounds} {plan_state} {'failed' if communicator.lost else 'whole'}"
         try:
             texts = communicator.compare_aside(f"reset {self._resets}", mine, device)
         except RuntimeError as error:
@@ -61,7 +64,8 @@ class Failures:
         by_rank = [text.split()[0] for text in texts]
         if len(set(by_rank)) > 1:
             raise lost_error(communicator, f"ranks have issued different numbers of collectives, by rank: {by_rank}")
-        return len(set(texts)) == 1
+        fields = [text.split(maxsplit=2) for text in texts]
+        return len({rest for _, _, rest in fields}) == 1, max(int(ended) for _, ended, _ in fields)
 
 
 def lost_error(communicator: Communicator, why: str) -> FusedReduceError:

@@ -25,6 +25,7 @@ from support.rig import (
 )
 
 from fusedreduce import AgreementError, BucketCaps, CollectiveError, FusedReduceError, ReduceConfig, Reducer
+from fusedreduce.buckets.stats.non_finite import NonFiniteReport
 from fusedreduce.comm.agreement import agree_on_parameters
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import dispatch
@@ -206,6 +207,38 @@ def test_reset_compares_how_far_each_rank_has_come() -> None:
     rig.reducer.set_communicator(third)
     with pytest.raises(FusedReduceError, match=r"not every rank called reset\(\) in time: timed out"):
         rig.reducer.reset()
+
+
+def test_after_reset_ranks_number_their_steps_alike() -> None:
+    """A rank that has raised alone has not ended the step that its peers have."""
+
+    def case(communicator: Communicator) -> tuple[int, NonFiniteReport]:
+        parameters = drawn(((40,), (40,)))
+        config = ReduceConfig(wire="int8", stochastic_rounding=True, check_finite="count", policy="static")
+        reducer = Reducer(parameters, communicator, config, caps=CAPS)
+        ones = [torch.ones_like(one) for one in parameters]
+        for _ in range(2):
+            leaf_step(reducer, ones)
+            clear(parameters)
+        if communicator.rank == 1:
+            change = functools.partial(_double, parameters[1])
+            handle = parameters[0].register_post_accumulate_grad_hook(change)
+            with pytest.raises(FusedReduceError, match="was written to"):
+                leaf_step(reducer, ones)
+            handle.remove()
+        else:
+            leaf_step(reducer, ones)
+        reducer.reset()
+        clear(parameters)
+        gradients = drawn_like(parameters)
+        gradients[0][communicator.rank] = float("nan")
+        leaf_step(reducer, gradients)
+        (report,) = reducer.observed.finite_check().reports
+        return reducer.state_dict()["rounds"], report
+
+    for rounds, report in ThreadWorld(3).results(case):
+        assert (rounds, report.step) == (4, 4)
+        assert report.reduced == ("parameter 0",) and len(report.culprits) == 3
 
 
 def test_in_a_new_group_resets_are_counted_anew() -> None:
