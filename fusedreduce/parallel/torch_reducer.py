@@ -103,6 +103,7 @@ class TorchReducer:
 
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
         self._joined = True
+        self.reducer.agree()  # as `prepare_for_backward`: buckets built in `_rebuild_buckets` may try the backend
         self.reducer.rebuild()
         return self.reducer.shadows.begin_step()
 

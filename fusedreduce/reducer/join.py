@@ -34,7 +34,7 @@ class JoinShadows:
         self._observed = observed
 
     def begin_step(self) -> list[GradBucket]:
-        """Begins a step; call it after `Reducer.rebuild`.
+        """Begins a step; call it after `Reducer.agree` and `Reducer.rebuild`.
 
         Returns:
             Zeros for every bucket, in launch order, each to be given to `run`.

@@ -17,6 +17,7 @@ from parallel.ddp_fault_cases import SLACK_S, _group, _in_time, _right_steps
 from support.ddp_models import (
     SMALL_CAP_MB,
     assert_averaged,
+    assert_is_mean,
     assert_same_on_all_ranks,
     assert_step_averages,
     batch,
@@ -33,6 +34,7 @@ from torch.distributed import distributed_c10d as c10d
 import fusedreduce
 from fusedreduce.buckets.exchanged import EncodedBucket, ExchangedBucket
 from fusedreduce.buckets.two_levels import TwoLevelBucket
+from fusedreduce.comm import backend_support
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.config import wire_bytes
 from fusedreduce.reducer import wire_schedule
@@ -381,6 +383,33 @@ def two_levels_join(rank: int, world: int, wire: str) -> None:
             for ours, one in zip(last, local.parameters(), strict=True):
                 assert one.grad is not None
                 assert float((ours - one.grad / world).norm()) <= 0.02 * float((one.grad / world).norm())
+
+
+def joined_ranks_of_an_unlisted_backend(rank: int, world: int) -> list[str]:
+    """Ranks run out of inputs before and after a change of wires, by which the backend first has to add up fp32."""
+    config = fusedreduce.ReduceConfig(wire={"*.bias": "bf16", "*": "int8"}, wire_after=3, policy="static")
+    found, group = list[str](), _group(world)
+    known = backend_support._SUMMABLE.pop(("gloo", "cpu"))
+    try:
+        with nodes_of(2, rank):
+            ddp = fusedreduce.DistributedDataParallel(mlp(), reduce=config, process_group=group)
+            with ddp.join():
+                for step in range(1 + 2 * rank):
+                    ddp.zero_grad()
+                    loss = loss_of(ddp(batch(rank, step)))
+                    found.append(ddp.wire_report()["0.weight"].wire)
+                    loss.backward()
+            ddp.zero_grad()
+            local = copy.deepcopy(ddp.module)
+            for model in (ddp, local):
+                loss_of(model(batch(rank, 9))).backward()
+            for kind, wire in (("weight", "int8"), ("bias", "bf16")):
+                pairs = zip(ddp.module.named_parameters(), local.parameters(), strict=True)
+                held = [(one.grad, other.grad) for (name, one), other in pairs if name.endswith(kind)]
+                assert_is_mean([one for one, _ in held], [one for _, one in held], wire)
+    finally:
+        backend_support._SUMMABLE["gloo", "cpu"] = known
+    return found
 
 
 def two_levels_traced(rank: int, world: int, wire: str, folder: str) -> None:

@@ -90,6 +90,11 @@ def test_two_levels_and_ranks_without_inputs(four: RankPool) -> None:
     four.run(ddp_wire_cases.two_levels_join, "int8")
 
 
+def test_ranks_without_inputs_take_part_where_a_backend_is_tried_in_the_middle(four: RankPool) -> None:
+    found = four.run(ddp_wire_cases.joined_ranks_of_an_unlisted_backend)
+    assert found == [(["bf16"] * 3 + ["int8"] * 4)[: 1 + 2 * rank] for rank in range(4)]
+
+
 def test_a_trace_of_one_rank_leaves_the_order_of_phases(four: RankPool, tmp_path: Path) -> None:
     four.run(ddp_wire_cases.two_levels_traced, "int8", str(tmp_path))
 
