@@ -35,7 +35,11 @@ class ExchangedBucket(Bucket):
     collectives = 2
 
     def check(self, communicator: Communicator) -> None:
-        """Does nothing: the backend adds nothing up, and `Phases.open` asks whether it can exchange."""
+        """See `Bucket.check`. A backend whose collectives can be used on this device sums fp32, or fp64 for fp64.
+
+        It adds up within a node at most; `Phases.open` asks whether it can exchange.
+        """
+        communicator.check_wire(self.compute_dtype, self.device)
 
     def _exchange(self, wire: torch.Tensor, communicator: Communicator, phases: Phases) -> Pending:
         """Starts both phases; `wire` holds the sum in the end."""

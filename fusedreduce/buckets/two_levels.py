@@ -70,10 +70,6 @@ class TwoLevelBucket(EncodedBucket):
         """See `Bucket.padding_bytes`."""
         return self.layout.padding_numel * self.wire_dtype.itemsize
 
-    def check(self, communicator: Communicator) -> None:
-        """See `Bucket.check`: the backend adds up within a node."""
-        Bucket.check(self, communicator)
-
     def warm_up(self, *, stats: bool) -> None:
         """See `Bucket.warm_up`."""
         super().warm_up(stats=stats)

@@ -29,6 +29,7 @@ from fusedreduce import (
     ReduceConfig,
     Reducer,
     SyncServer,
+    UnsupportedWireError,
 )
 from fusedreduce.buckets.bucket import Bucket
 from fusedreduce.buckets.exchange import accumulated_split, scalar
@@ -455,6 +456,23 @@ def test_ranks_of_different_wires_all_learn_of_it(first: str, other: str, option
     found = ThreadWorld(ranks).run(_different(settings(first), settings(other)))
     assert all(isinstance(one, AgreementError) and option in str(one) for one in found), found
     assert len({str(one) for one in found}) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("wire", EXCHANGED)
+def test_a_backend_that_cannot_be_used_on_the_device_is_refused_where_it_adds_nothing_up(wire: str, ranks: int) -> None:
+    """As Gloo for CUDA tensors, with whose streams its collectives are not ordered."""
+
+    class Unordered(Loopback):
+        def check_wire(self, dtype: torch.dtype, device: torch.device) -> None:
+            raise UnsupportedWireError("its collectives are not ordered with the device's streams")
+
+    communicator = Unordered([torch.clone] * (ranks - 1))
+    parameter = torch.zeros(4, 640, requires_grad=True)
+    with Reducer([parameter], communicator, ReduceConfig(policy="static", **settings(wire))) as reducer:
+        with pytest.raises(UnsupportedWireError, match="not ordered"):
+            step(reducer, [torch.ones_like(parameter)])
+        assert parameter.grad is None
 
 
 def test_other_accumulations_and_other_modes_are_refused() -> None:
