@@ -70,7 +70,8 @@ class PartlyEncodedBucket(ExchangedBucket):
         pending, reduced = self._encoded.reduce(wire, communicator)
         others, _ = self._rest.reduce(self._rest.wire(), communicator)
         self.allocations = self._encoded.allocations + self._rest.allocations
-        return Pieces([pending, others], ["", f"the {self._rest.collective} of {self.label}"]), reduced
+        names = ["", f"the {self._rest.collective} of {self.label}"]
+        return Pieces([pending, others], self.device, names), reduced
 
     def unpack(
         self,

@@ -121,7 +121,7 @@ class TwoLevelBucket(EncodedBucket):
 
         def gather_both(ranks: Communicator) -> Pending:
             nodes = zip(received.chunk(2), gathered.chunk(2), strict=True)
-            return Pieces([ranks.all_gather(one, into)[0] for one, into in nodes])
+            return Pieces([ranks.all_gather(one, into)[0] for one, into in nodes], self.device)
 
         def spread_sums(ranks: Communicator) -> Pending:
             self._encode_sum(total, sent)

@@ -275,7 +275,8 @@ class ProcessGroupCommunicator:
             numel = _PIECE_BYTES // tensor.itemsize
             parts = zip(rows.split(numel, dim=1), tensor.split(numel), strict=True)
             works = [dist.all_gather([*into], part, group=self.group, async_op=True) for into, part in parts]
-            return Pieces([_Work(work, (tensor, gathered)) for work in works if work is not None]), rows
+            pieces = [_Work(work, (tensor, gathered)) for work in works if work is not None]
+            return Pieces(pieces, tensor.device), rows
         work = getattr(dist, _ALL_GATHER)(gathered, tensor, group=self.group, async_op=True)
         assert work is not None
         return _Work(work, (tensor, gathered)), rows

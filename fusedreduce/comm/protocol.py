@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -47,11 +48,13 @@ class Pieces:
 
     Args:
         pieces: in the order in which they were issued.
+        device: of their tensors.
         names: of pieces, for errors of the future; "": it needs none.
     """
 
-    def __init__(self, pieces: Sequence[Pending], names: Sequence[str] = ()) -> None:
+    def __init__(self, pieces: Sequence[Pending], device: torch.device, names: Sequence[str] = ()) -> None:
         self._pieces = tuple(pieces)
+        self._device = device
         self._names = names or ("",) * len(pieces)
 
     def notify(self, done: Callable[[], None]) -> None:
@@ -62,10 +65,14 @@ class Pieces:
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """See `Pending`."""
+        devices: list[int | str | torch.device] | None = [self._device] if self._device.type == "cuda" else None
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
         # An error that was set from Python is a value to `collect_all`; one that a callback raises is not.
         named = zip(self._pieces, self._names, strict=True)
-        both = torch.futures.collect_all([one.future().then(functools.partial(_value, name)) for one, name in named])
-        return both.then(lambda all_: [tensor for one in all_.value() for tensor in one.value()])
+        parts = [one.future().then(functools.partial(_value, name)) for one, name in named]
+        all_ended = torch.futures.collect_all(parts)
+        all_ended.add_done_callback(functools.partial(_complete, future, parts, self._device))
+        return future
 
     def ready(self) -> bool:
         """See `Pending`."""
@@ -82,6 +89,28 @@ def _value(name: str, done: torch.futures.Future[list[torch.Tensor]]) -> list[to
         return done.value()
     except RuntimeError as error:
         raise RuntimeError(f"{name}: {error}" if name else str(error)) from error
+
+
+def _complete(
+    future: torch.futures.Future[list[torch.Tensor]],
+    parts: Sequence[torch.futures.Future[list[torch.Tensor]]],
+    device: torch.device,
+    all_ended: torch.futures.Future[Any],
+) -> None:
+    """Called when all parts have ended, or one has failed, maybe by a backend's thread.
+
+    On CUDA `collect_all` orders nothing: its future has no devices. The stream on which this sets the result waits for
+    each part, as do those of callbacks then.
+    """
+    on_cuda = device.type == "cuda"
+    with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else contextlib.nullcontext():
+        try:
+            all_ended.value()
+            result = [tensor for one in parts for tensor in one.wait()]
+        except RuntimeError as error:
+            future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+        else:
+            future.set_result(result)
 
 
 class Ranks(Protocol):

@@ -78,6 +78,9 @@ ONLY_ON_A_GPU: Mapping[str, str] = {
         "a fault that is planted here is not in the ranks' processes; beside it two on CPU do the same"
     ),
     "test_gpu_ranks.py::test_cuda_tensors_over_gloo_are_refused": "of CPU tensors they are not",
+    "test_gpu_order.py::test_a_future_of_several_collectives_is_behind_each_of_them": (
+        "is about order between streams; test_order.py finds its fault in the stand-ins' trace"
+    ),
     "test_gpu_order.py::test_the_trace_is_that_of_the_stand_ins": "compares a GPU's trace with that of CPU stand-ins",
     "test_gpu_modes.py::test_gradients_are_those_of_torchs_wrapper": (
         "torch's mixed precision needs CUDA's events, its bf16 hook NCCL"

@@ -21,7 +21,8 @@ from fusedreduce.buckets.bucket import Bucket
 from fusedreduce.buckets.stats.non_finite import FiniteCheck
 from fusedreduce.buckets.streams import Streams
 from fusedreduce.comm import process_group
-from fusedreduce.comm.process_group import ProcessGroupCommunicator
+from fusedreduce.comm.process_group import _ALL_GATHER, ProcessGroupCommunicator
+from fusedreduce.comm.protocol import Pieces
 from fusedreduce.kernels import dispatch, table, variants
 from fusedreduce.planning.layout import flat_layout
 from fusedreduce.reducer.scheduler import Scheduler
@@ -39,7 +40,7 @@ def _recorded(
     patch: pytest.MonkeyPatch, case: Case, plant: Callable[[pytest.MonkeyPatch], None] | None = None, **options: Any
 ) -> list[Entry]:
     """The trace of a case, whose model is on another device than the current one."""
-    cuda = FakeCuda(patch, home=1, **options)
+    cuda = FakeCuda(patch, home=1, **{"ranks": case.ranks, **options})
     with cuda.recording():
         if plant is not None:
             plant(patch)
@@ -196,6 +197,15 @@ def _beside(*, waits: bool, joins: bool) -> Callable[[pytest.MonkeyPatch], None]
     return lambda patch: patch.setattr(Streams, "beside", beside)
 
 
+def _ended_on_the_host(patch: pytest.MonkeyPatch) -> None:
+    """A future of several collectives as `collect_all` makes it, which has no devices."""
+    patch.setattr(
+        Pieces,
+        "future",
+        lambda self: torch.futures.collect_all([one.future() for one in self._pieces]).then(lambda _: list[Any]()),
+    )
+
+
 def _waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
     """What is waited for is taken as it is: check_finite's exchange."""
     inner = FiniteCheck.complete
@@ -268,6 +278,15 @@ FAULTS: Mapping[str, Fault] = {
         "bf16",
         "order",
         ("unpack", "all_reduce"),
+    ),
+    "contributions are added up before they have come": Fault(
+        lambda patch: patch.setattr(process_group._Work, "wait", lambda self: None),
+        "int8 on four",
+        "order",
+        ("combine_encoded", "all_to_all_single"),
+    ),
+    "a future of several collectives orders nothing": Fault(
+        _ended_on_the_host, "hook int8", "order", ("decode", _ALL_GATHER)
     ),
     "a small collective is not waited for": Fault(_waits_for_nothing, "observed", "order", ("copy", "all_gather")),
     "a plan's numbers are not waited for": Fault(

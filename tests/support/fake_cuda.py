@@ -24,8 +24,22 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusedreduce.buckets import exchange
 from fusedreduce.buckets import gradient_table as gradients
-from fusedreduce.comm.process_group import _ALL_GATHER, ProcessGroupCommunicator
-from fusedreduce.kernels import cpu_stats, dispatch, pack, reference, stats, unpack, variants, walk
+from fusedreduce.comm.process_group import _ALL_GATHER, _REDUCE_SCATTER, ProcessGroupCommunicator
+from fusedreduce.kernels import (
+    combine,
+    combine_encoded,
+    cpu_stats,
+    decode,
+    dispatch,
+    encode,
+    pack,
+    reference,
+    reference_encoded,
+    stats,
+    unpack,
+    variants,
+    walk,
+)
 from fusedreduce.kernels.table import PointerTable
 from fusedreduce.reducer import parameter_hooks
 from support.fake_backward import Backward
@@ -177,14 +191,14 @@ class FakeCuda(FakeMemory):
         tensor: Any = torch.Tensor
         plain_to, plain_group = tensor.to, torch._C._group_tensors_by_device_and_dtype
 
-        def to(one: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        def to(one: torch.Tensor, *args: Any, copy: bool = False, **options: Any) -> torch.Tensor:
             if args and isinstance(args[0], torch.Tensor):
                 like: torch.Tensor = args[0]
                 args = (like.device, like.dtype, *args[1:])
             device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **options)
             same: torch.Tensor = one if dtype is None else plain_to(one, dtype=dtype)
             if device is None or _full(device) == one.device:
-                return same
+                return same.clone() if copy and same is one else same
             return torch.empty_like(same, device=device).copy_(same.detach(), non_blocking=non_blocking)
 
         def pin_memory(one: torch.Tensor) -> torch.Tensor:
@@ -244,6 +258,10 @@ class FakeCuda(FakeMemory):
             (pack, reference, ("pack",)),
             (unpack, reference, ("unpack",)),
             (walk, reference, ("measure", "scale")),
+            (combine, reference, ("combine",)),
+            (encode, reference_encoded, ("encode",)),
+            (combine_encoded, reference_encoded, ("combine_encoded",)),
+            (decode, reference_encoded, ("decode",)),
             (stats, cpu_stats, ("reduce_partials", "reduce_source_partials")),
         ):
             for name in names:
@@ -257,7 +275,8 @@ class FakeCuda(FakeMemory):
             results = inner(*given, **options)
             if not self.dangles:  # else it would write where something else lies by now
                 with self.on_cpu():
-                    values = same(*[PointerTable() if isinstance(one, PointerTable) else one for one in given])
+                    tables = [PointerTable() if isinstance(one, PointerTable) else one for one in given]
+                    values = same(*(one for one in tables if not isinstance(one, combine.CombineTables)))
                     for one, value in zip(_fields(results), _fields(values), strict=True):
                         one.copy_(value)
             return results
@@ -273,14 +292,24 @@ class FakeCuda(FakeMemory):
             return FakeWork([tensor])
 
         def gathered(output: torch.Tensor, tensor: torch.Tensor, **_: Any) -> FakeWork:
-            output.view(self._ranks, -1).copy_(tensor)
+            output.view(-1, tensor.numel()).copy_(tensor.clone().view(1, -1))  # it may lie in the output
             return FakeWork([output])
+
+        def exchanged(output: torch.Tensor, tensor: torch.Tensor, *, group: Any, **_: Any) -> FakeWork:
+            ranks = dist.get_world_size(group)
+            output.view(ranks, -1).copy_(tensor.view(ranks, -1)[dist.get_rank(group)])
+            return FakeWork([output])
+
+        def scattered(output: torch.Tensor, tensor: torch.Tensor, *, group: Any, **_: Any) -> FakeWork:
+            ranks = dist.get_world_size(group)
+            return FakeWork([output.copy_(tensor.view(ranks, -1)[dist.get_rank(group)]).mul_(ranks)])
 
         fakes: dict[str, Callable[..., FakeWork]] = {
             "all_reduce": reduced,
             "reduce": reduced,
             _ALL_GATHER: gathered,
-            "all_to_all_single": lambda output, input, **_: FakeWork([output.copy_(input)]),
+            _REDUCE_SCATTER: scattered,
+            "all_to_all_single": exchanged,
             "broadcast": lambda tensor, *_, **__: FakeWork([tensor]),
         }
         for name, fake in fakes.items():

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedreduce.kernels.variants import Variant
-from support.order_check import HOST, Access, Stream
+from support.order_check import END, HOST, Access, Stream
 from support.order_trace import Awaited, Recorder, tensors_of
 
 _CPU = torch.device("cpu")
@@ -28,10 +28,12 @@ class _Uses(NamedTuple):
     Args:
         through: "r" and "w": with the tensors whose addresses its first pointer holds; the second has the rows.
         writes: numbers of the pointers that it writes. The others it reads.
+        copies: numbers of the pointers to addresses of residuals, of which it reads one copy and writes the other.
     """
 
     through: str
     writes: tuple[int, ...]
+    copies: tuple[int, ...] = ()
 
 
 _KERNELS: Mapping[str, _Uses] = {
@@ -39,6 +41,10 @@ _KERNELS: Mapping[str, _Uses] = {
     "unpack": _Uses("w", (4, 5, 6)),
     "measure": _Uses("r", (2, 3, 4)),
     "scale": _Uses("rw", (3, 4, 5)),
+    "encode": _Uses("r", (3, 10, 11), (5, 6)),
+    "combine_encoded": _Uses("", (1,), (3, 4)),
+    "decode": _Uses("w", (6, 7, 8)),
+    "combine": _Uses("", ()),
     "parameter_totals": _Uses("", (4, 5, 6)),
     "total": _Uses("", (4,)),
     "parameter_sources": _Uses("", (3, 4)),
@@ -145,9 +151,18 @@ class FakeMemory(Recorder):
         return (Access(memory.number, begin, begin + (last + 1) * tensor.itemsize, write),)
 
     def kernel(self, variant: Variant, arguments: Sequence[torch.Tensor | float | None]) -> Sequence[Access]:
-        does = _KERNELS[variant.label.partition("[")[0]]
+        name = variant.label.partition("[")[0]
+        does = _KERNELS[name]
         given = [(index in does.writes, one) for index, one in enumerate(arguments) if isinstance(one, torch.Tensor)]
         uses = [use for write, one in given for use in self.uses(one, write=write)]
+        if name == "combine":
+            uses += self._combined(*(one for one in arguments[:4] if isinstance(one, torch.Tensor)))
+        for index in does.copies:
+            table = arguments[index]
+            if isinstance(table, torch.Tensor):
+                with self.on_cpu():
+                    residuals = [self._at(address) for address in table.tolist() if address != 0]
+                uses += [Access(one.number, 0, END, write) for one in residuals for write in (False, True)]
         if not does.through:
             return uses
         with self.on_cpu():
@@ -158,7 +173,7 @@ class FakeMemory(Recorder):
                 continue
             itemsize = _ITEMSIZES[int(mine[0, 4])]
             begin, end = (address + int(place) * itemsize for place in (mine[:, 1].min(), mine[:, 2].max()))
-            memory = next(one for one in (*self._memories.values(), *self._gone[::-1]) if one.begin <= begin < one.end)
+            memory = self._at(begin)
             self.dangles |= memory in self._gone
             begin, end = begin - memory.begin, end - memory.begin
             uses += [Access(memory.number, begin, end, write=mode == "w") for mode in does.through]
@@ -176,6 +191,21 @@ class FakeMemory(Recorder):
             self.emit("keep", self.backend(awaited.device), number=memory.number)
 
     # Within
+
+    def _combined(
+        self, rows: torch.Tensor, steps: torch.Tensor, outputs: torch.Tensor, first: torch.Tensor
+    ) -> Sequence[Access]:
+        """What a launch of `combine` adds up, and where it writes the sum: by the addresses in its tables."""
+        with self.on_cpu():
+            size = int(rows[:, 1].max()) * first.itemsize
+            read = [address for _, address in steps.view(-1, 2).tolist() if address]
+            places = [(address, False) for address in read] + [(one, True) for one in outputs.tolist()[2:]]
+        found = [(self._at(address), address, write) for address, write in places]
+        return [Access(one.number, at - one.begin, at - one.begin + size, write) for one, at, write in found]
+
+    def _at(self, address: int) -> _Memory:
+        """What lies there, or has lain there latest."""
+        return next(one for one in (*self._memories.values(), *self._gone[::-1]) if one.begin <= address < one.end)
 
     def _memory(self, tensor: torch.Tensor) -> _Memory | None:
         return self._memories.get(tensors_of(tensor)[-1].untyped_storage()._cdata)

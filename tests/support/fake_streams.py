@@ -75,7 +75,7 @@ class FakeEvent:
 
 
 class FakeFuture(_FUTURE):  # type: ignore[misc]
-    """As torch.futures.Future with devices: done at once. Who waits has its current streams wait."""
+    """As torch.futures.Future with devices. Who waits has its current streams wait."""
 
     keep: Callable[[torch.Tensor, Any], None]  # as Tensor.record_stream
 
@@ -111,14 +111,19 @@ class FakeFuture(_FUTURE):  # type: ignore[misc]
     def then(self, callback: Callable[[Any], Any]) -> FakeFuture:
         """Calls it on streams from the pool; what it returns is there once these have come so far."""
         child = FakeFuture(devices=self.devices)
-        with contextlib.ExitStack() as streams:
-            for device in self.devices:
-                streams.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
-            self._wait()
-            try:
-                child.set_result(callback(self))
-            except Exception as error:
-                child.set_exception(error)
+
+        def call(_: Any) -> None:
+            with contextlib.ExitStack() as streams:
+                for device in self.devices:
+                    streams.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+                with contextlib.suppress(RuntimeError):  # one that has failed orders nothing
+                    self._wait()
+                try:
+                    child.set_result(callback(self))
+                except Exception as error:
+                    child.set_exception(error)
+
+        super().add_done_callback(call)
         return child
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:

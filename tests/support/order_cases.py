@@ -44,6 +44,7 @@ class Case:
         to_none: how gradients are zeroed.
         permitted: what of the package may have the host wait, by name: why.
         steps: how many.
+        ranks: that train, where there is no GPU.
         config, arguments: of the wrapper.
     """
 
@@ -57,6 +58,7 @@ class Case:
         to_none: bool = True,
         permitted: Mapping[str, str] | None = None,
         steps: int = _STEPS,
+        ranks: int = 2,
         config: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
@@ -67,6 +69,7 @@ class Case:
         self._to_none = to_none
         self._steps = steps
         self.permitted = permitted or {}
+        self.ranks = ranks
 
     def run(self, recorder: Recorder, device: torch.device) -> nn.Module:
         """Trains, on `device`; what was trained."""
@@ -323,6 +326,7 @@ def _compressed(model: nn.Module, _: Recorder) -> nn.Module:
 
 _BF16: Mapping[str, Any] = {"wire": "bf16"}
 _OBSERVED: Mapping[str, Any] = {"grad_stats": True, "check_finite": "count"}
+_FED_BACK: Mapping[str, Any] = {"wire": "int4", "error_feedback": True, "stochastic_rounding": True}
 _SETTLES = {"unused_parameters.py: nowhere": "which rank has used a parameter that this one has not (docs/limits.md)"}
 _KINDS = {"sparse_kinds.py: agreed_kind": "of what kind sparse gradients are, on all ranks (docs/limits.md)"}
 _ASKS = {"asynchronous_bucket.py: anywhere": "the same, of a contribution that has come"}
@@ -395,6 +399,21 @@ CASES: Mapping[str, Callable[[], Case]] = {
         model=lambda: Branches(late=True),
         wrap=_branched(_BF16, cap_mb=1, find_unused_parameters=True),
     ),
+    "int8": lambda: Case(config={"wire": "int8", **_OBSERVED}),
+    "int8 on four": lambda: Case(config={"wire": "int8", **_OBSERVED}, ranks=4),
+    "int4 with feedback": lambda: Case(config=_FED_BACK, body=scaled(clip=True), optimizer=_fused),
+    "int4 with feedback on four": lambda: Case(config=_FED_BACK, body=clipped(), ranks=4),
+    "int8 in two levels": lambda: Case(config={"wire": "int8", "ranks_per_node": 2}, ranks=4),
+    "int8 in two levels on eight": lambda: Case(config={"wire": "int8", "ranks_per_node": 2}, ranks=8),
+    "bf16 added up in fp32": lambda: Case(config={**_BF16, "accumulation": "fp32"}, ranks=4),
+    "streams, added up in fp32": lambda: Case(
+        model=Branches, wrap=_branched({**_BF16, "accumulation": "fp32"}), ranks=4
+    ),
+    "streams, int8 on four": lambda: Case(model=Branches, wrap=_branched({"wire": "int8"}), ranks=4),
+    "hook int8": lambda: Case(wrap=_hooked(wire="int8", views=True)),
+    "hook int8 on four": lambda: Case(wrap=_hooked(wire="int8", **_OBSERVED), ranks=4),
+    "hook int8 in two levels": lambda: Case(wrap=_hooked(wire="int8", ranks_per_node=2), ranks=4),
+    "hook bf16 added up in fp32": lambda: Case(wrap=_hooked(wire="bf16", accumulation="fp32"), ranks=4),
     "flushed": lambda: Case(config={**_OBSERVED, "sync_mode": BoundedStaleness(1)}, body=flushed),
 }
 
