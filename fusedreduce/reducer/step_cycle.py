@@ -289,10 +289,14 @@ class StepCycle:
             for one in pipeline.observers:
                 one.backward_ended()
             pipeline.launch(step)
-            if (self.waits_in_backward and not self.manual) or not pipeline.mode.together:
-                self._finish(step)
-            else:
+            if not (self.waits_in_backward and not self.manual) and pipeline.mode.together:
                 self.state = LAUNCHED
+            elif pipeline.maker.hook is not None and in_backward():
+                # Behind what comm hooks have queued: torch's mixed precision joins its stream there.
+                self.state = LAUNCHED
+                torch.autograd.Variable._execution_engine.queue_callback(self.complete)
+            else:
+                self._finish(step)
 
     def complete_outside(self) -> None:
         """Completes a launched step before its gradients are used; raises where only `finalize_backward` may."""

@@ -118,6 +118,28 @@ def what_a_hook_sees(rank: int, world: int, as_view: bool) -> None:
     assert len(seen) >= 2
 
 
+def hook_that_ends_behind_backward(rank: int, world: int) -> None:
+    """A hook's future is there once a callback has run that the hook has queued: torch's mixed precision joins its
+    stream in one."""
+
+    def doubling(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        buffer = bucket.buffer()
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: future.set_result(buffer.mul_(2)))
+        return future
+
+    options: dict[str, Any] = {"bucket_cap_mb": SMALL_CAP_MB}
+    models: list[TorchDDP] = [TorchDDP(mlp(), **options), fusedreduce.DistributedDataParallel(mlp(), **options)]
+    for ddp in models:
+        ddp.register_comm_hook(None, lambda state, bucket: doubling(state, bucket))
+    for step in range(STEPS):
+        for ddp in models:
+            ddp.zero_grad()
+            loss_of(ddp(batch(rank, step))).backward()
+        theirs, ours = (gradients(ddp) for ddp in models)
+        assert all(torch.equal(one, other) for one, other in zip(theirs, ours, strict=True)), f"step {step}"
+
+
 def hooks_refused(rank: int, world: int) -> None:
     """A second hook, one beside a 16-bit wire, one that is no hook, one that returns no future."""
     ddp = wrapped(mlp())

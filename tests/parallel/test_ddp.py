@@ -98,6 +98,7 @@ def test_what_ddp_does_works(two: RankPool, case: Any, wire: str) -> None:
         ddp_surface_cases.no_init_sync,
         ddp_surface_cases.refused,
         ddp_hook_cases.hooks_refused,
+        ddp_hook_cases.hook_that_ends_behind_backward,
         ddp_surface_cases.logged_error,
     ],
     ids=lambda case: case.__name__,

@@ -324,6 +324,32 @@ def _compressed(model: nn.Module, _: Recorder) -> nn.Module:
     return ddp
 
 
+def _doubled_beside(model: nn.Module, _: Recorder) -> nn.Module:
+    """With a hook that works on a stream of its own, and joins it at the end of backward, as torch's mixed precision."""
+    streams: list[Any] = []
+
+    def double(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        buffer: torch.Tensor = bucket.buffer()
+        if not streams:
+            streams.append(torch.cuda.Stream(buffer.device))
+        (stream,), current = streams, torch.cuda.current_stream(buffer.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            buffer.mul_(2.0)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(buffer)
+
+        def join() -> None:
+            torch.cuda.current_stream(buffer.device).wait_stream(stream)
+
+        torch.autograd.Variable._execution_engine.queue_callback(join)
+        return future
+
+    ddp = wrapped(model)
+    ddp.register_comm_hook(None, lambda state, bucket: double(state, bucket))
+    return ddp
+
+
 _BF16: Mapping[str, Any] = {"wire": "bf16"}
 _OBSERVED: Mapping[str, Any] = {"grad_stats": True, "check_finite": "count"}
 _FED_BACK: Mapping[str, Any] = {"wire": "int4", "error_feedback": True, "stochastic_rounding": True}
@@ -359,6 +385,7 @@ CASES: Mapping[str, Callable[[], Case]] = {
     "hook native views": lambda: Case(wrap=_hooked(views=True, **_OBSERVED)),
     "hook sparse": lambda: Case(model=Embedded, wrap=_hooked(wire="bf16")),
     "another hook": lambda: Case(wrap=_compressed),
+    "a hook beside": lambda: Case(wrap=_doubled_beside),
     "one step late": lambda: Case(config={**_BF16, "sync_mode": BoundedStaleness(1)}),
     "two steps late": lambda: Case(config={**_OBSERVED, "sync_mode": BoundedStaleness(2)}),
     "asynchronous": lambda: Case(config={**_BF16, "sync_mode": Asynchronous()}),
