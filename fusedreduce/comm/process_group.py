@@ -385,12 +385,16 @@ class ProcessGroupCommunicator:
         name, place = f"fusedreduce {name} from {members[0]}", members.index(everyone[self.rank])
         timeout = datetime.timedelta(seconds=self.timeout_s())
         backend, store, make = c10d._world.pg_map[self.group][0], self._store(), c10d._new_process_group_helper
-        debug_level = get_debug_level()
+        world, debug_level = c10d._get_default_group(), get_debug_level()
+        bound = world.bound_device_id
+        if self.size < world.size():
+            world.bound_device_id = None  # else torch splits its communicator, in which all of its ranks take part
         set_debug_level(DebugLevel.OFF)
         try:
             group, _ = make(len(members), place, members, backend, store, c10d.GroupName(name), timeout=timeout)
         finally:
             set_debug_level(debug_level)
+            world.bound_device_id = bound
         c10d._world.pg_group_ranks[group] = {member: rank for rank, member in enumerate(members)}
         communicator = ProcessGroupCommunicator(group)
         communicator._own = True

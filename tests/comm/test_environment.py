@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
+from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusedreduce import FusedReduceError, init_process_group
 from fusedreduce.comm.init_process_group import warn_of_switches
@@ -306,3 +308,28 @@ def test_a_group_apart_leaves_torchs_debug_level_as_it_was() -> None:
         assert get_debug_level() == DebugLevel.INFO
     finally:
         set_debug_level(before)
+
+
+@pytest.mark.parametrize(("ranks", "bound"), [(4, torch.device("cuda", 0)), (2, None)])
+def test_a_group_apart_is_split_from_the_default_group_by_all_of_its_ranks_or_by_none(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, bound: torch.device | None
+) -> None:
+    """NCCL's split of a communicator waits for every rank of it."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        world: Any = dist.group.WORLD
+        communicator = ProcessGroupCommunicator(world if ranks == 4 else dist.new_group(list(range(ranks))))
+        world.bound_device_id = torch.device("cuda", 0)
+
+        def make(*_: Any, **__: Any) -> None:
+            assert world.bound_device_id == bound
+            raise KeyError("seen")
+
+        monkeypatch.setattr(c10d, "_new_process_group_helper", make)
+        monkeypatch.setattr(communicator, "_next_prefix", lambda key: key)
+        monkeypatch.setattr(communicator, "_compare", lambda prefix, key, text, device: [text])
+        with pytest.raises(KeyError, match="seen"):
+            communicator.apart()
+        assert world.bound_device_id == torch.device("cuda", 0)
+    finally:
+        dist.destroy_process_group()

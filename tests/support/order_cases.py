@@ -325,7 +325,7 @@ def _compressed(model: nn.Module, _: Recorder) -> nn.Module:
 
 
 def _doubled_beside(model: nn.Module, _: Recorder) -> nn.Module:
-    """With a hook that works on a stream of its own, and joins it at the end of backward, as torch's mixed precision."""
+    """With a hook that works on a stream of its own and joins it at the end of backward, as torch's mixed precision."""
     streams: list[Any] = []
 
     def double(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
