@@ -133,11 +133,7 @@ class ProcessGroupCommunicator:
         _lost[self.group] = why
 
     def timeout_s(self, device: torch.device | None = None) -> float:
-        """Returns the seconds after which the backend fails a collective on `device`.
-
-        Args:
-            device: None: one that the group has a backend for.
-        """
+        """See `Communicator.timeout_s`."""
         # There is no public way to read it; every torch backend keeps it in its options.
         options = getattr(self.group._get_backend(device or self._device()), "options", None)
         timeout = getattr(options, "_timeout", None)
@@ -166,46 +162,20 @@ class ProcessGroupCommunicator:
         return True
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Work:
-        """Starts the elementwise reduction of `tensor` over all ranks, in place.
-
-        Args:
-            tensor: dense and contiguous; the same dtype and number of elements on all ranks.
-            op: the operation.
-
-        Returns:
-            The collective in flight.
-        """
+        """See `Communicator.all_reduce`."""
         work = dist.all_reduce(tensor, op=REDUCE_OPS[op], group=self.group, async_op=True)
         assert work is not None
         return _Work(work, (tensor,))
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> _Work:
-        """Starts a reduction as `all_reduce` does, of which only rank `root`'s tensor holds the result.
-
-        Args:
-            tensor: as for `all_reduce`; its contents are undefined afterwards on the other ranks.
-            root: the rank that gets the result.
-            op: the operation.
-
-        Returns:
-            The collective in flight.
-        """
+        """See `Communicator.reduce`."""
         source = dist.get_global_rank(self.group, root)
         work = dist.reduce(tensor, dst=source, op=REDUCE_OPS[op], group=self.group, async_op=True)
         assert work is not None
         return _Work(work, (tensor,))
 
     def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> tuple[_Work, torch.Tensor]:
-        """Starts a reduction as `all_reduce` does, of which each rank gets the part of its number, in place.
-
-        Over Gloo it is an all-reduce, which torch's own reduce-scatter is there too.
-
-        Args:
-            tensor: [ranks * n], as for `all_reduce`; its contents are undefined afterwards outside of the result.
-            op: the operation.
-
-        Returns:
-            The collective in flight, and the part that will hold the result: [n], in the memory of `tensor`.
+        """See `Communicator.reduce_scatter`. Over Gloo it is an all-reduce, as torch's own is there.
 
         Raises:
             ValueError: the elements cannot be divided among the ranks.
@@ -221,27 +191,13 @@ class ProcessGroupCommunicator:
         return _Work(work, (tensor,)), part
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> _Work:
-        """Starts the exchange of equal parts: `output` gets part `rank` of each rank's `input`.
-
-        Args:
-            output: [ranks * n]; dense and contiguous.
-            input: as `output`, and not the same memory.
-
-        Returns:
-            The collective in flight.
-        """
+        """See `Communicator.all_to_all`."""
         work = dist.all_to_all_single(output, input, group=self.group, async_op=True)
         assert work is not None
         return _Work(work, (output, input))
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> _Work:
-        """Starts the sum of a sparse COO tensor over all ranks.
-
-        Args:
-            tensor: the same shape and dtype on all ranks.
-
-        Returns:
-            The collective in flight; its future's value is a list of the result.
+        """See `Communicator.all_reduce_sparse`.
 
         Raises:
             CollectiveError: the first sum of a group connects its ranks, and one did not come within the timeout.
@@ -259,16 +215,7 @@ class ProcessGroupCommunicator:
         return _Work(_sparse[self.group].allreduce([tensor]), (tensor,))
 
     def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[Pending, torch.Tensor]:
-        """Starts gathering a tensor from all ranks.
-
-        Args:
-            tensor: [n], dense and contiguous; the same dtype and n on all ranks.
-            into: [ranks * n], dense and contiguous; may contain `tensor` as the part of this rank's number. None: new
-                memory.
-
-        Returns:
-            The collective in flight, and the tensor that will hold the result, [ranks, n].
-        """
+        """See `Communicator.all_gather`."""
         gathered = tensor.new_empty(self.size * tensor.numel()) if into is None else into
         rows = gathered.view(self.size, tensor.numel())
         if tensor.nbytes > _PIECE_BYTES and self._backend_name(tensor.device) == "gloo":
@@ -282,47 +229,20 @@ class ProcessGroupCommunicator:
         return _Work(work, (tensor, gathered)), rows
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrites `tensor` on every rank with that of rank `source`; blocks.
-
-        Args:
-            tensor: dense and contiguous; the same dtype and number of elements on all ranks.
-            source: a rank.
-        """
+        """See `Communicator.broadcast`."""
         dist.broadcast(tensor, src=dist.get_global_rank(self.group, source), group=self.group)
 
     def send(self, tensor: torch.Tensor, destination: int) -> _Work:
-        """Starts sending `tensor` to one rank, which calls `recv`.
-
-        Its end is known to `wait` only: over Gloo it is not `ready` before, and has no `future`.
-
-        Args:
-            tensor: dense and contiguous; not to be changed before the end.
-            destination: another rank.
-
-        Returns:
-            The transfer in flight.
-
-        Raises:
-            ValueError: `destination` is this rank, or there is no such rank.
-        """
+        """See `Communicator.send`. Over Gloo its end is known to `wait` only."""
         check_peer("destination", destination, self.rank, self.size)
         work = dist.isend(tensor, group=self.group, group_dst=destination)
         assert work is not None
         return _Transfer(work, (tensor,))
 
     def recv(self, tensor: torch.Tensor, source: int) -> _Work:
-        """Starts overwriting `tensor` with what rank `source` sends; see `send`.
+        """See `Communicator.recv`.
 
-        Args:
-            tensor: dense and contiguous; the dtype and number of elements of what is sent. Gloo does not compare
-                dtypes, writes only what has come if that is less, and ends the process if it is more.
-            source: another rank.
-
-        Returns:
-            The transfer in flight.
-
-        Raises:
-            ValueError: `source` is this rank, or there is no such rank.
+        Gloo does not compare dtypes, writes only what has come if that is less, and ends the process if it is more.
         """
         check_peer("source", source, self.rank, self.size)
         work = dist.irecv(tensor, group=self.group, group_src=source)
@@ -330,19 +250,7 @@ class ProcessGroupCommunicator:
         return _Transfer(work, (tensor,))
 
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
-        """Gathers every rank's payload; blocks. One collective, with `capacity_bytes` + 8 bytes per rank.
-
-        Args:
-            payload: this rank's.
-            capacity_bytes: the most that any rank's payload has; the same on all ranks.
-            device: where the backend takes tensors.
-
-        Returns:
-            The payloads, in rank order.
-
-        Raises:
-            ValueError: `payload` is longer than `capacity_bytes`.
-        """
+        """See `Communicator.all_gather_bytes`. One collective, with `capacity_bytes` + 8 bytes per rank."""
         if len(payload) > capacity_bytes:
             raise ValueError(f"a payload of {len(payload)} bytes does not fit into {capacity_bytes}")
         message = len(payload).to_bytes(8, "little") + payload.ljust(capacity_bytes, b"\0")
@@ -414,19 +322,7 @@ class ProcessGroupCommunicator:
         self._own = False
 
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
-        """Exchanges texts through the group's key-value store; blocks.
-
-        Args:
-            key: of this exchange: the same on every rank, and new each time.
-            text: this rank's.
-            device: whose timeout applies.
-
-        Returns:
-            Every rank's text, in rank order.
-
-        Raises:
-            CollectiveError: not all ranks called it in time; ranks that are late raise it too.
-        """
+        """See `Communicator.compare_aside`; through the group's key-value store."""
         if self.size == 1:
             return [text]
         # The n-th communicator of a group that compares is the same on all ranks, whatever others each has made.

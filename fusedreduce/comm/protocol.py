@@ -339,7 +339,7 @@ class Communicator(Ranks, Protocol):
             Every rank's text, in rank order.
 
         Raises:
-            RuntimeError: a rank did not call it within the timeout.
+            RuntimeError: a rank did not call it within the timeout; ranks that are late raise it too.
         """
         ...
 

@@ -233,11 +233,9 @@ class LocalCommunicator:
         return self.size
 
     def apart(self, devices: Collection[torch.device] = (), ranks: Sequence[int] | None = None) -> LocalCommunicator:
-        """A communicator of these ranks with a sequence of its own; the n-th that each rank makes here share one.
+        """See `Communicator.apart`: the n-th that each rank makes here share a sequence of collectives of their own.
 
-        Args:
-            devices: not needed here: there is nothing to connect, and it does not block.
-            ranks: see `Communicator.apart`.
+        There is nothing to connect for `devices`, and it does not block.
 
         Raises:
             CollectiveError: the group is closed, or a rank has given up.
@@ -295,58 +293,26 @@ class LocalCommunicator:
         """Does nothing: a LocalGroup has an all-to-all on every device that it can sum on."""
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> LocalPending:
-        """Starts the elementwise reduction of `tensor` over all ranks, in place.
+        """See `Communicator.all_reduce`.
 
         A sum is computed in fp32 (fp64 for fp64), in the strategy's order of additions, and rounded once.
-
-        Args:
-            tensor: dense and contiguous; the same dtype and number of elements on all ranks.
-            op: the operation.
-
-        Returns:
-            The collective in flight.
         """
         return self._issue("all_reduce", tensor, op=op, problem=dense_problem(tensor))
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum") -> LocalPending:
-        """Starts a reduction as `all_reduce` does, of which only rank `root`'s tensor holds the result.
-
-        Args:
-            tensor: as for `all_reduce`; its contents are undefined afterwards on the other ranks.
-            root: the rank that gets the result.
-            op: the operation.
-
-        Returns:
-            The collective in flight.
-        """
+        """See `Communicator.reduce`."""
         return self._issue(
             "reduce", tensor, op=op, root=root, problem=dense_problem(tensor) or self._root_problem(root)
         )
 
     def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> tuple[LocalPending, torch.Tensor]:
-        """Starts a reduction as `all_reduce` does, of which each rank gets the part of its number, in place.
-
-        Args:
-            tensor: [ranks * n], as for `all_reduce`; other parts than the result keep what they hold.
-            op: the operation.
-
-        Returns:
-            The collective in flight, and the part that will hold the result: [n], in the memory of `tensor`.
-        """
+        """See `Communicator.reduce_scatter`; other parts of `tensor` than the result keep what they hold."""
         problem = parts_problem(tensor, self.size)
         part = tensor if problem else tensor.view(self.size, tensor.numel() // self.size)[self.rank]
         return self._issue("reduce_scatter", tensor, op=op, problem=problem), part
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> LocalPending:
-        """Starts the exchange of equal parts: `output` gets part `rank` of each rank's `input`.
-
-        Args:
-            output: [ranks * n]; dense and contiguous.
-            input: as `output`, and not the same memory.
-
-        Returns:
-            The collective in flight.
-        """
+        """See `Communicator.all_to_all`."""
         problem = parts_problem(input, self.size) or dense_problem(output)
         if not problem and (output.numel() != input.numel() or output.dtype is not input.dtype):
             problem = f"output and input of an all_to_all differ: {output.numel()} {output.dtype}, {input.numel()} "
@@ -354,111 +320,42 @@ class LocalCommunicator:
         return self._issue("all_to_all", input, output, problem=problem)
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> LocalPending:
-        """Starts the sum of a sparse COO tensor over all ranks.
-
-        Args:
-            tensor: the same shape and dtype on all ranks.
-
-        Returns:
-            The collective in flight; its future's value is a list of the result.
-        """
+        """See `Communicator.all_reduce_sparse`."""
         problem = "" if tensor.is_sparse else f"a tensor of layout {tensor.layout} is not sparse COO"
         return self._issue("all_reduce_sparse", tensor, problem=problem)
 
     def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[LocalPending, torch.Tensor]:
-        """Starts gathering a tensor from all ranks.
-
-        Args:
-            tensor: [n], dense and contiguous; the same dtype and n on all ranks.
-            into: [ranks * n], dense and contiguous; may contain `tensor` as the part of this rank's number. None: new
-                memory.
-
-        Returns:
-            The collective in flight, and the tensor that will hold the result, [ranks, n].
-        """
+        """See `Communicator.all_gather`."""
         gathered = tensor.new_empty(self.size * tensor.numel()) if into is None else into
         gathered = gathered.view(self.size, tensor.numel())
         return self._issue("all_gather", tensor, gathered, problem=dense_problem(tensor)), gathered
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrites `tensor` on every rank with that of rank `source`; blocks until all ranks have called it.
-
-        Args:
-            tensor: dense and contiguous; the same dtype and number of elements on all ranks.
-            source: a rank.
-        """
+        """See `Communicator.broadcast`; blocks until all ranks have called it."""
         pending = self._issue(
             "broadcast", tensor, root=source, problem=dense_problem(tensor) or self._root_problem(source)
         )
         pending.wait()
 
     def send(self, tensor: torch.Tensor, destination: int) -> LocalPending:
-        """Starts sending `tensor` to one rank, which calls `recv`; the others take no part.
-
-        The n-th send from one rank to another meets the n-th `recv` there, whatever else the two have issued.
-
-        Args:
-            tensor: dense and contiguous; not to be changed before the end.
-            destination: another rank.
-
-        Returns:
-            The transfer in flight, which ends once the other rank has issued its `recv`.
-
-        Raises:
-            ValueError: `destination` is this rank, or there is no such rank.
-        """
+        """See `Communicator.send`."""
         check_peer("destination", destination, self.rank, self.size)
         return self._transfer(tensor, self._rank, self._channel.ranks[destination])
 
     def recv(self, tensor: torch.Tensor, source: int) -> LocalPending:
-        """Starts overwriting `tensor` with what rank `source` sends; see `send`.
-
-        Args:
-            tensor: dense and contiguous; the dtype and number of elements of what is sent.
-            source: another rank.
-
-        Returns:
-            The transfer in flight.
-
-        Raises:
-            ValueError: `source` is this rank, or there is no such rank.
-        """
+        """See `Communicator.recv`."""
         check_peer("source", source, self.rank, self.size)
         return self._transfer(tensor, self._channel.ranks[source], self._rank)
 
     def all_gather_bytes(self, payload: bytes, capacity_bytes: int, device: torch.device) -> list[bytes]:
-        """Gathers every rank's payload; blocks.
-
-        Args:
-            payload: this rank's.
-            capacity_bytes: the most that any rank's payload has; the same on all ranks.
-            device: not used: payloads stay on the host.
-
-        Returns:
-            The payloads, in rank order.
-
-        Raises:
-            ValueError: `payload` is longer than `capacity_bytes`.
-        """
+        """See `Communicator.all_gather_bytes`; payloads stay on the host, so `device` is not used."""
         if len(payload) > capacity_bytes:
             raise ValueError(f"a payload of {len(payload)} bytes does not fit into {capacity_bytes}")
         gathered = self._issue("all_gather_bytes", payload=payload).gathered()
         return [payload for payload in gathered if isinstance(payload, bytes)]
 
     def compare_aside(self, key: str, text: str, device: torch.device) -> list[str]:
-        """Exchanges texts as a rendezvous by `key`, whatever else ranks have issued; blocks.
-
-        Args:
-            key: of this exchange: the same on every rank, and new each time.
-            text: this rank's.
-            device: whose timeout applies.
-
-        Returns:
-            Every rank's text, in rank order.
-
-        Raises:
-            CollectiveError: not all ranks called it in time; ranks that are late raise it too.
-        """
+        """See `Communicator.compare_aside`: a rendezvous by `key`, whatever else ranks have issued."""
         arrival = Arrival("compare_aside", payload=text, due_s=self._due_s(), thread=threading.get_ident())
         gathered = self._channel.issue(self._rank, key, arrival).gathered()
         return [text for text in gathered if isinstance(text, str)]
