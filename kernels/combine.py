@@ -217,16 +217,10 @@ def combine(
 ) -> None:
     """Adds `tensors` up and writes the sum, times `scale`, into each of `outputs`, in one launch.
 
-    Args:
-        tensors: P tensors of one dtype (fp32, bf16, fp16, fp64) and size on one device, contiguous, at any address.
-        outputs: at least one tensor of the same dtype, size and device; each is one of `tensors` or overlaps none.
-        parts: ranges that cover every element once, in order, each with its order of additions.
-        scale: a finite factor.
-        tables: kept from launch to launch on one stream; None: made for this launch.
-        tuning: launch shape; None: the architecture's.
+    Arguments as for `kernels.dispatch.combine`, on one device, and orders of additions that `serves` allows.
 
-    Raises:
-        ValueError, TypeError: arguments that do not fit together; nothing is written then.
+    Args:
+        tuning: launch shape; None: the architecture's.
     """
     check_combine(tensors, outputs, parts)
     first, kept = tensors[0], tables if tables is not None else CombineTables()

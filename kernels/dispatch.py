@@ -117,13 +117,15 @@ def pack(
     """Flattens, divides and casts `gradients` into `wire`.
 
     Args:
-        gradients: P tensors, dense in memory, on one device; None: no gradient, its slot is filled with zeros.
+        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None: no
+            gradient, its slot is filled with zeros.
         chunks: the layout's table, with the size, dtype and wire offset of each gradient.
-        pointers: this bucket's address table.
-        wire: output [chunks.wire_numel]: fp32, bf16 or fp16 (fp64 gradients: fp64, bf16 or fp16).
+        pointers: this bucket's address table; belongs to this bucket alone.
+        wire: output [chunks.wire_numel], contiguous: fp32, bf16 or fp16 (fp64 gradients: fp64, bf16 or fp16).
         divisor: what to divide by, rounded to fp32 (fp64 for fp64 gradients).
-        partials: filled in the same launch; None: no statistics.
-        vouched: skip the checks of arguments; the caller has made them.
+        partials: from `chunks.new_source_partials`, filled in the same launch; None: no statistics. Of a gradient
+            packed in place the first non-finite value is found for divisors of at least 1 only.
+        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
 
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
@@ -146,14 +148,17 @@ def unpack(
 ) -> None:
     """Unflattens, scales and casts `wire` into `gradients`.
 
+    A gradient of the wire's dtype may be a view of its own slot of the wire; it is scaled in place then.
+
     Args:
-        gradients: P tensors, dense in memory, on one device; None: no gradient, its slot is skipped.
+        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None: no
+            gradient, its slot is skipped.
         chunks: the layout's table, with the size, dtype and wire offset of each gradient.
-        pointers: this bucket's address table.
-        wire: input [chunks.wire_numel]: fp32, bf16 or fp16 (fp64 gradients: fp64, bf16 or fp16).
+        pointers: this bucket's address table; belongs to this bucket alone.
+        wire: input [chunks.wire_numel], contiguous: fp32, bf16 or fp16 (fp64 gradients: fp64, bf16 or fp16).
         scale: one element on the device, fp32 (fp64 for fp64 gradients).
-        partials: filled in the same launch, from the values as stored; None: no statistics.
-        vouched: skip the checks of arguments; the caller has made them.
+        partials: from `chunks.new_partials`, filled in the same launch from the values as stored; None: no statistics.
+        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
 
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
@@ -172,14 +177,15 @@ def measure(
     *,
     vouched: bool = False,
 ) -> None:
-    """Fills `partials` with statistics of gradients as they are.
+    """Fills `partials` with statistics of gradients as they are; writes nothing else.
 
     Args:
-        gradients: P tensors, dense in memory, on one device; None: no gradient, which counts as zeros.
-        chunks: the layout's table, with the size and dtype of each gradient.
+        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None: no
+            gradient, which counts as zeros.
+        chunks: the layout's table, with the size and dtype of each gradient. Its wire offsets are not used.
         pointers: the address table of these gradients.
-        partials: output, from `chunks.new_partials`.
-        vouched: skip the checks of arguments; the caller has made them.
+        partials: output, from `chunks.new_partials`, on the gradients' device.
+        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
 
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
@@ -203,12 +209,13 @@ def scale(
     """Multiplies gradients by `factor`, in place.
 
     Args:
-        gradients: P tensors, dense in memory, on one device; None: no gradient, nothing is done.
-        chunks: the layout's table, with the size and dtype of each gradient.
+        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None: no
+            gradient, nothing is done.
+        chunks: the layout's table, with the size and dtype of each gradient. Its wire offsets are not used.
         pointers: the address table of these gradients.
         factor: one element on the device, fp32 (fp64 for fp64 gradients).
-        partials: filled in the same launch, from the values as stored; None: no statistics.
-        vouched: skip the checks of arguments; the caller has made them.
+        partials: from `chunks.new_partials`, filled in the same launch from the values as stored; None: no statistics.
+        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
 
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
@@ -241,11 +248,11 @@ def combine(
     tensors under TRITON_INTERPRET=1, since ranks of one process would wait for the interpreter at every collective.
 
     Args:
-        tensors: P contiguous tensors of one dtype (fp32, bf16, fp16, fp64) and size.
+        tensors: P contiguous tensors of one dtype (fp32, bf16, fp16, fp64) and size, at any address.
         outputs: at least one of the same dtype and size; each is one of `tensors` or overlaps none.
         parts: ranges that cover every element once, in order, each with its order of additions.
         scale: a finite factor.
-        tables: from `new_combine_tables`; None: made for this call.
+        tables: from `new_combine_tables`, kept from launch to launch on one stream; None: made for this call.
 
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
@@ -260,14 +267,14 @@ def combine(
 
 
 def reduce_partials(partials: Partials, spans: Spans) -> Totals:
-    """Adds partials of unpack, measure or scale up per parameter and in total.
+    """Adds partials of any number of launches up per parameter and in total.
 
     Args:
-        partials: fp64 and int64 [rows].
+        partials: fp64 and int64 [rows], as unpack, measure or scale filled them.
         spans: int64 [1 + 2 P] on their device: P, then begin and end row of each parameter.
 
     Returns:
-        Totals, parameters in the order of `spans`.
+        Totals [P], parameters in the order of `spans`.
     """
     path = path_for(partials.sums.device, ())
     function = cpu_stats.reduce_partials if path == "torch" else _triton().stats.reduce_partials
@@ -276,14 +283,14 @@ def reduce_partials(partials: Partials, spans: Spans) -> Totals:
 
 
 def reduce_source_partials(partials: SourcePartials, spans: Spans) -> SourceTotals:
-    """Reduces partials of pack per parameter and in total.
+    """Reduces partials of any number of packs per parameter and in total.
 
     Args:
-        partials: int64 [rows].
+        partials: int64 [rows], as pack filled them.
         spans: int64 [1 + 2 P] on their device: P, then begin and end row of each parameter.
 
     Returns:
-        SourceTotals, parameters in the order of `spans`.
+        SourceTotals [P], parameters in the order of `spans`.
     """
     path = path_for(partials.flushed.device, ())
     function = cpu_stats.reduce_source_partials if path == "torch" else _triton().stats.reduce_source_partials

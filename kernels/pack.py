@@ -104,22 +104,10 @@ def pack(
     vouched: bool = False,
     tuning: Tuning | None = None,
 ) -> None:
-    """Flattens, divides and casts `gradients` into `wire`, in one launch.
+    """Flattens, divides and casts `gradients` into `wire`, in one launch; arguments as for `kernels.dispatch.pack`.
 
     Args:
-        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None: no
-            gradient, its slot is filled with zeros.
-        chunks: the layout's table, with the size, dtype and wire offset of each gradient.
-        pointers: this bucket's address table; belongs to this bucket alone.
-        wire: output [chunks.wire_numel], contiguous: fp32, bf16 or fp16 (fp64 gradients: fp64, bf16 or fp16).
-        divisor: what to divide by, rounded to fp32 (fp64 for fp64 gradients).
-        partials: from `chunks.new_source_partials`, filled in the same launch; None: no statistics. Of a gradient
-            packed in place the first non-finite value is found for divisors of at least 1 only.
-        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
         tuning: launch shape; None: the architecture's.
-
-    Raises:
-        ValueError, TypeError: arguments that do not fit together; nothing is written then.
     """
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, None, partials)

@@ -156,15 +156,7 @@ FIRST_SOURCE = _variant(_first_source_kernel, "first_source", parameter_first="*
 
 
 def reduce_partials(partials: Partials, spans: Spans) -> Totals:
-    """Adds partials of any number of launches up per parameter and in total, in two launches.
-
-    Args:
-        partials: fp64 and int64 [rows], as unpack, measure or scale filled them.
-        spans: int64 [1 + 2 P] on their device: P, then begin and end row of each parameter.
-
-    Returns:
-        Totals [P], parameters in the order of `spans`.
-    """
+    """Adds partials up per parameter and in total, in two launches; as `kernels.dispatch.reduce_partials`."""
     parameters, device = spans.numel() // 2, partials.sums.device
     totals = Totals(
         parameter_sums=torch.empty(parameters, dtype=torch.float64, device=device),
@@ -181,15 +173,7 @@ def reduce_partials(partials: Partials, spans: Spans) -> Totals:
 
 
 def reduce_source_partials(partials: SourcePartials, spans: Spans) -> SourceTotals:
-    """Reduces partials of any number of packs per parameter and in total, in two launches.
-
-    Args:
-        partials: int64 [rows], as pack filled them.
-        spans: int64 [1 + 2 P] on their device: P, then begin and end row of each parameter.
-
-    Returns:
-        SourceTotals [P], parameters in the order of `spans`.
-    """
+    """Reduces partials of pack, in two launches; as `kernels.dispatch.reduce_source_partials`."""
     parameters, device = spans.numel() // 2, partials.flushed.device
     totals = SourceTotals(
         first_non_finite=torch.empty(parameters, dtype=torch.int64, device=device),

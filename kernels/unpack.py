@@ -85,23 +85,10 @@ def unpack(
     vouched: bool = False,
     tuning: Tuning | None = None,
 ) -> None:
-    """Unflattens, scales and casts `wire` into `gradients`, in one launch.
-
-    A gradient of the wire's dtype may be a view of its own slot of the wire; it is scaled in place then.
+    """Unflattens, scales and casts `wire` into `gradients`, in one launch; arguments as for `kernels.dispatch.unpack`.
 
     Args:
-        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None: no
-            gradient, its slot is skipped.
-        chunks: the layout's table, with the size, dtype and wire offset of each gradient.
-        pointers: this bucket's address table; belongs to this bucket alone.
-        wire: input [chunks.wire_numel], contiguous: fp32, bf16 or fp16 (fp64 gradients: fp64, bf16 or fp16).
-        scale: one element on the device, fp32 (fp64 for fp64 gradients).
-        partials: from `chunks.new_partials`, filled in the same launch from the values as stored; None: no statistics.
-        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
         tuning: launch shape; None: the architecture's.
-
-    Raises:
-        ValueError, TypeError: arguments that do not fit together; nothing is written then.
     """
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, scale, partials)

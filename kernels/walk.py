@@ -83,19 +83,10 @@ def measure(
     vouched: bool = False,
     tuning: Tuning | None = None,
 ) -> None:
-    """Fills `partials` with statistics of `gradients`, in one launch; writes nothing else.
+    """Fills `partials` with statistics of `gradients`, in one launch; arguments as for `kernels.dispatch.measure`.
 
     Args:
-        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None: no
-            gradient, which counts as zeros.
-        chunks: the layout's table, with the size and dtype of each gradient. Its wire offsets are not used.
-        pointers: the address table of these gradients.
-        partials: from `chunks.new_partials`, on the gradients' device.
-        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
         tuning: launch shape; None: the architecture's.
-
-    Raises:
-        ValueError, TypeError: arguments that do not fit together; nothing is written then.
     """
     if not vouched:
         check_walk(gradients, chunks, pointers, None, partials)
@@ -118,20 +109,10 @@ def scale(
     vouched: bool = False,
     tuning: Tuning | None = None,
 ) -> None:
-    """Multiplies `gradients` by `factor`, in place, in one launch.
+    """Multiplies `gradients` by `factor`, in place, in one launch; arguments as for `kernels.dispatch.scale`.
 
     Args:
-        gradients: P tensors on one device, dense in memory (any order of dimensions), at any address; None: no
-            gradient, nothing is done.
-        chunks: the layout's table, with the size and dtype of each gradient. Its wire offsets are not used.
-        pointers: the address table of these gradients.
-        factor: one element on the device, fp32 (fp64 for fp64 gradients).
-        partials: from `chunks.new_partials`, filled in the same launch from the values as stored; None: no statistics.
-        vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
         tuning: launch shape; None: the architecture's.
-
-    Raises:
-        ValueError, TypeError: arguments that do not fit together; nothing is written then.
     """
     if not vouched:
         check_walk(gradients, chunks, pointers, factor, partials)
