@@ -17,13 +17,13 @@ from ..kernels.table import ChunkTable, Partials, PointerTable, SourcePartials
 from .grad_bucket import GradBucket
 from .gradient_views import GradientViews
 from .loss_scale import Unscaling
-from .reduction import Members, StartedCollective, WritesPartials, check_unchanged
+from .reduction import Members, Reduction, StartedCollective, check_unchanged
 from .tensors import as_real, dense_shape, like_parameter, real_dtype, real_numel, versions_of
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
-class CommHookReduction(WritesPartials):
+class CommHookReduction(Reduction):
     """A dense bucket that a comm hook reduces: one dtype, no padding, gradients not yet divided.
 
     Args:
@@ -55,9 +55,7 @@ class CommHookReduction(WritesPartials):
         self._lazy = lazy
         # The dtype between steps: torch's mixed precision puts other data behind the parameters during a step.
         self._dtype = real_dtype(members.parameters[0].dtype)
-        self._buffer: torch.Tensor | None = None
-        self._views: list[torch.Tensor] = []
-        self._aliases: GradientViews | None = None
+        self._slots: list[torch.Tensor] = []
         self._future: torch.futures.Future[torch.Tensor] | None = None
         self._keeps_gradients = keeps_gradients
         self._shown: list[torch.Tensor] = []
@@ -69,13 +67,13 @@ class CommHookReduction(WritesPartials):
 
     def launch(self, divisor: float) -> StartedCollective:
         """Copies the gradients into the buffer and calls the hook."""
-        buffer, aliases = self._allocated()
+        views = self._allocated()
         present, into = [], []
-        for slot, (parameter, view) in enumerate(zip(self.members.parameters, self._views, strict=True)):
+        for slot, (parameter, view) in enumerate(zip(self.members.parameters, self._slots, strict=True)):
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()
-            elif not aliases.hold(slot, gradient):
+            elif not views.hold(slot, gradient):
                 if gradient.layout is not torch.strided:
                     raise TypeError(
                         f"rank {self._communicator.rank}: the gradient of {self.members.names[slot]} in "
@@ -89,14 +87,14 @@ class CommHookReduction(WritesPartials):
         if self.source is not None:
             assert self._unused is not None
             self.source.flushed.zero_()
-            self._measure(self._views, Partials(self._unused.sums, self._unused.peaks, self.source.first_non_finite))
+            self._measure(self._slots, Partials(self._unused.sums, self._unused.peaks, self.source.first_non_finite))
         if self._as_views:
             # Before the hook is called: one that steps the optimizer reads the result from `.grad`.
             for slot, parameter in enumerate(self.members.parameters):
                 # (With mixed precision the hook itself makes both fp32 before it returns.)
-                if parameter.grad is not None and parameter.dtype is aliases.dtypes[slot]:
-                    parameter.grad = aliases.restored(slot)
-        shown = GradBucket(self.members.index, buffer, self._shown, self.members.parameters, self.members.is_last)
+                if parameter.grad is not None and parameter.dtype is views.dtypes[slot]:
+                    parameter.grad = views.restored(slot)
+        shown = GradBucket(self.members.index, views.buffer, self._shown, self.members.parameters, self.members.is_last)
         self._future = call_hook(self._hook, self._state, shown)
         self._packed = [parameter.grad for parameter in self.members.parameters]
         self._versions = versions_of(self._packed)
@@ -136,9 +134,9 @@ class CommHookReduction(WritesPartials):
         assert future is not None
         self._write(reduced_value(future, self.members, self._communicator), unused, unscaling)
         if self._lazy:
-            if self._buffer is not None and self._buffer.is_cuda:
-                self._buffer.record_stream(torch.cuda.current_stream(self.members.device))
-            self._buffer, self._aliases, self._views, self._shown = None, None, [], []
+            if self._views is not None and self._views.buffer.is_cuda:
+                self._views.buffer.record_stream(torch.cuda.current_stream(self.members.device))
+            self._views, self._slots, self._shown = None, [], []
 
     def _write(self, value: torch.Tensor, unused: Collection[int], unscaling: Unscaling) -> None:
         compute = torch.float64 if self._dtype is torch.float64 else torch.float32
@@ -153,7 +151,8 @@ class CommHookReduction(WritesPartials):
             if self.result is not None:
                 self.skip()
             return
-        buffer, aliases = self._allocated()
+        views = self._allocated()
+        buffer = views.buffer
         numel = buffer.numel()
         if value.numel() != numel:
             raise ValueError(
@@ -170,51 +169,35 @@ class CommHookReduction(WritesPartials):
             if self._as_views:
                 buffer.copy_(value)
         if self.result is not None:
-            reduced = self._views if own or self._as_views else self._cut(value.to(self._dtype))
-            self._measure(reduced, self.result)
-        into, views = [], []
+            self._measure(self._slots if own or self._as_views else self._cut(value.to(self._dtype)), self.result)
+        into, reduced = [], []
         offset = 0
-        members = zip(self.members.numbers, self.members.parameters, self._views, strict=True)
+        members = zip(self.members.numbers, self.members.parameters, self._slots, strict=True)
         for slot, (number, parameter, view) in enumerate(members):
             begin, offset = offset, offset + view.numel()
             if number in unused:
                 continue
             if self._as_views:
-                parameter.grad = aliases.restored(slot)
+                parameter.grad = views.restored(slot)
                 continue
             if not own:
                 view = value.as_strided(view.shape, view.stride(), value.storage_offset() + begin)
             if parameter.grad is None or parameter.grad.is_conj():
-                parameter.grad = torch.empty_like(aliases.restored(slot))
+                parameter.grad = torch.empty_like(views.restored(slot))
             into.append(as_real(parameter.grad))
-            views.append(view)
+            reduced.append(view)
         if into:
-            torch._foreach_copy_(into, views)
+            torch._foreach_copy_(into, reduced)
 
     def shadow(self) -> GradBucket:
         """A bucket of zeros, for a rank without inputs."""
-        buffer = torch.zeros_like(self._allocated()[0])
+        buffer = torch.zeros_like(self._allocated().buffer)
         views = self._cut(buffer)
         return GradBucket(self.members.index, buffer, views, self.members.parameters, self.members.is_last)
 
     def run_shadow(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Calls the hook with zeros."""
         return call_hook(self._hook, self._state, bucket)
-
-    def zero_views(self) -> bool:
-        """Zeroes all gradients at once if each is a view of the buffer; returns whether it did."""
-        gradients = [parameter.grad for parameter in self.members.parameters]
-        if self._buffer is None or self._aliases is None or not self._aliases.hold_all(gradients):
-            return False
-        self._buffer.zero_()
-        return True
-
-    def drop_views(self) -> None:
-        """Sets gradients that are views of the buffer to None: a collective may still write there."""
-        aliases = [] if self._aliases is None else self._aliases.tensors
-        for parameter, alias in zip(self.members.parameters, aliases, strict=False):
-            if parameter.grad is alias:
-                parameter.grad = None
 
     def _table(self) -> ChunkTable:
         if self._chunks is None:
@@ -226,19 +209,17 @@ class CommHookReduction(WritesPartials):
     def _measure(self, views: Sequence[torch.Tensor], partials: Partials) -> None:
         dispatch.measure(views, self._table(), self._pointers, partials, vouched=True)
 
-    def _allocated(self) -> tuple[torch.Tensor, GradientViews]:
-        if self._buffer is None or self._aliases is None:
+    def _allocated(self) -> GradientViews:
+        if self._views is None:
             first = self.members.parameters[0]
             numel = sum(map(real_numel, self.members.parameters))
-            self._buffer = torch.empty(numel, dtype=self._dtype, device=first.device)
-            self._views = self._cut(self._buffer)
-            pairs = zip(self._views, self.members.parameters, strict=True)
+            buffer = torch.empty(numel, dtype=self._dtype, device=first.device)
+            self._slots = self._cut(buffer)
+            pairs = list(zip(self._slots, self.members.parameters, strict=True))
             # The hook gets tensors of its own, because it may write to them at any time.
-            self._shown = [
-                like_parameter(view, p) for view, p in zip(self._views, self.members.parameters, strict=True)
-            ]
-            self._aliases = GradientViews([like_parameter(view, parameter) for view, parameter in pairs])
-        return self._buffer, self._aliases
+            self._shown = [like_parameter(view, parameter) for view, parameter in pairs]
+            self._views = GradientViews(buffer, [like_parameter(view, parameter) for view, parameter in pairs])
+        return self._views
 
     def _cut(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         views = []

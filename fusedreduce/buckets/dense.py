@@ -21,16 +21,11 @@ from .grad_bucket import GradBucket
 from .gradient_views import GradientViews
 from .loss_scale import Unscaling
 from .phases import Exchange
-from .reduction import (
-    Members,
-    StartedCollective,
-    WritesPartials,
-    check_unchanged,
-)
+from .reduction import Members, Reduction, StartedCollective, check_unchanged
 from .tensors import as_real, dense_shape, like_parameter, none_missing, real_dtype, versions_of
 
 
-class DenseReduction(WritesPartials):
+class DenseReduction(Reduction):
     """A dense bucket on our own wire.
 
     Args:
@@ -56,7 +51,6 @@ class DenseReduction(WritesPartials):
         self._unused: Partials | None = None
         self.restrided = 0
         self._as_views = as_views
-        self._views: GradientViews | None = None
         self._flat: Bucket | None = None
         self._in_flight: InFlight | None = None
         # Bounded staleness: other wires of the same layout, each with the views of it.
@@ -217,21 +211,6 @@ class DenseReduction(WritesPartials):
         """Starts the collective of zeros with what the other ranks pack; their sum is written to the zeros."""
         return self.bucket.reduce_zeros(bucket.buffer(), self._communicator)
 
-    def zero_views(self) -> bool:
-        """Zeroes all gradients at once if each is a view of the wire; returns whether it did."""
-        gradients = [parameter.grad for parameter in self.members.parameters]
-        if self._views is None or not self._views.hold_all(gradients):
-            return False
-        self.bucket.wire().zero_()
-        return True
-
-    def drop_views(self) -> None:
-        """Sets gradients that are views of the wire to None: a collective may still write there."""
-        views = [] if self._views is None else self._views.tensors
-        for parameter, view in zip(self.members.parameters, views, strict=False):
-            if parameter.grad is view:
-                parameter.grad = None
-
     def _start_in_place(self, divisor: float) -> InFlight:
         wire = self.bucket.wire()
         if self._flat is None:
@@ -322,10 +301,11 @@ class DenseReduction(WritesPartials):
             wire = self.bucket.wire()
             slots = zip(self._shapes, self.bucket.layout.offsets, self.members.parameters, strict=True)
             self._views = GradientViews(
+                wire,
                 [
                     like_parameter(wire.as_strided(size, strides, offset), parameter)
                     for (size, strides), offset, parameter in slots
-                ]
+                ],
             )
         return self._views
 

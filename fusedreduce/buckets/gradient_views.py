@@ -12,10 +12,12 @@ class GradientViews:
     """One view per gradient, and a check that it still is one: a user may replace its data (`grad.data = ...`).
 
     Args:
+        buffer: what they are views of.
         tensors: the views, each with a version counter of its own, so that an all-reduce of the buffer changes none.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        self.buffer = buffer
         self.tensors = list(tensors)
         self.dtypes = [tensor.dtype for tensor in tensors]
         self._addresses = [tensor.data_ptr() for tensor in tensors]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from ..errors import FusedReduceError
 from ..kernels.table import Partials, SourcePartials
 from ..planning.plan import bucket_label
 from .grad_bucket import GradBucket
+from .gradient_views import GradientViews
 from .loss_scale import Unscaling
 
 
@@ -62,10 +63,19 @@ class StartedCollective(NamedTuple):
     issued_ns: int
 
 
-class Reduction(Protocol):
-    """One bucket's reduction, as the reducer drives it: launch, check_unchanged, finish."""
+class Reduction:
+    """One bucket's reduction, as the reducer drives it: launch, check_unchanged, finish.
+
+    Attributes:
+        members: the bucket's parameters.
+        source: where statistics of the packed gradients go; None: nowhere.
+        result: where those of the unpacked gradients go; None: nowhere.
+    """
 
     members: Members
+    source: SourcePartials | None = None
+    result: Partials | None = None
+    _views: GradientViews | None = None  # of the bucket's buffer, as far as gradients may be such
 
     def launch(self, divisor: float) -> StartedCollective:
         """Takes the gradients as they are now and starts their reduction.
@@ -80,11 +90,11 @@ class Reduction(Protocol):
             TypeError: a gradient is of another layout or dtype than its bucket.
             CollectiveError: the collective could not be issued.
         """
-        ...
+        raise NotImplementedError
 
     def check_unchanged(self) -> None:
         """Raises FusedReduceError if a gradient was replaced or written to after it had been packed."""
-        ...
+        raise NotImplementedError
 
     def finish(self, unused: Collection[int], unscaling: Unscaling) -> None:
         """Waits for the reduction and writes the gradients.
@@ -96,16 +106,16 @@ class Reduction(Protocol):
         Raises:
             CollectiveError: a peer died, left, or did not answer.
         """
-        ...
+        raise NotImplementedError
 
     @property
     def rows(self) -> int:
         """Number of rows of statistics."""
-        ...
+        raise NotImplementedError
 
     def spans(self) -> list[tuple[int, int]]:
         """Per parameter its rows, [begin, end)."""
-        ...
+        raise NotImplementedError
 
     def collect(self, source: SourcePartials | None, result: Partials | None) -> None:
         """Sets where statistics go, from the next step on.
@@ -114,42 +124,6 @@ class Reduction(Protocol):
             source: of the gradients that are packed; None: none are wanted.
             result: of the gradients that are unpacked; None: none are wanted.
         """
-        ...
-
-    def skip(self) -> None:
-        """Writes the statistics of a step in which this bucket is not reduced: zeros, nothing non-finite."""
-        ...
-
-    def zero_views(self) -> bool:
-        """Zeroes all gradients at once if each is a view of one buffer; returns whether it did."""
-        ...
-
-    def drop_views(self) -> None:
-        """Sets gradients that are views of a buffer to None: a collective may still write there."""
-        ...
-
-    def shadow(self) -> GradBucket:
-        """Zeros that a joined rank, one without inputs, contributes in place of gradients."""
-        ...
-
-    def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor] | None:
-        """Issues the collective of `launch` with what `shadow` returned; None where `launch` issues none."""
-        ...
-
-
-class WritesPartials:
-    """A reduction that writes statistics.
-
-    Attributes:
-        source: where those of the packed gradients go; None: nowhere.
-        result: where those of the unpacked gradients go; None: nowhere.
-    """
-
-    source: SourcePartials | None = None
-    result: Partials | None = None
-
-    def collect(self, source: SourcePartials | None, result: Partials | None) -> None:
-        """Sets where statistics of packed and of unpacked gradients go, from the next step on."""
         self.source, self.result = source, result
 
     def skip(self) -> None:
@@ -161,6 +135,29 @@ class WritesPartials:
             self.result.sums.zero_()
             self.result.peaks.zero_()
             self.result.first_non_finite.fill_(-1)
+
+    def zero_views(self) -> bool:
+        """Zeroes all gradients at once if each is a view of one buffer; returns whether it did."""
+        gradients = [parameter.grad for parameter in self.members.parameters]
+        if self._views is None or not self._views.hold_all(gradients):
+            return False
+        self._views.buffer.zero_()
+        return True
+
+    def drop_views(self) -> None:
+        """Sets gradients that are views of a buffer to None: a collective may still write there."""
+        views = [] if self._views is None else self._views.tensors
+        for parameter, view in zip(self.members.parameters, views, strict=False):
+            if parameter.grad is view:
+                parameter.grad = None
+
+    def shadow(self) -> GradBucket:
+        """Zeros that a joined rank, one without inputs, contributes in place of gradients."""
+        raise NotImplementedError
+
+    def run_shadow(self, bucket: GradBucket) -> Pending | torch.futures.Future[torch.Tensor] | None:
+        """Issues the collective of `launch` with what `shadow` returned; None where `launch` issues none."""
+        raise NotImplementedError
 
 
 def check_unchanged(

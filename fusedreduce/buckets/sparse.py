@@ -15,7 +15,7 @@ from .comm_hook import CommHook, call_hook, reduced_value
 from .grad_bucket import GradBucket
 from .gradient_table import summary, write_summary
 from .loss_scale import Unscaling
-from .reduction import Members, StartedCollective, WritesPartials, check_unchanged
+from .reduction import Members, Reduction, StartedCollective, check_unchanged
 from .sparse_kinds import KindsOfStep, SparseKinds, kind_of
 from .tensors import as_real, real_dtype, versions_of, writable_values
 
@@ -35,7 +35,7 @@ class SparseFlight:
     kinds: KindsOfStep
 
 
-class SparseReduction(WritesPartials):
+class SparseReduction(Reduction):
     """One parameter whose gradient is a sparse COO tensor, which torch's collective sums.
 
     Args:
@@ -167,13 +167,6 @@ class SparseReduction(WritesPartials):
         if self._hook is not None:
             return call_hook(self._hook, self._state, bucket)
         return self._communicator.all_reduce_sparse(bucket.buffer())
-
-    def zero_views(self) -> bool:
-        """Returns False: a sparse gradient is never a view."""
-        return False
-
-    def drop_views(self) -> None:
-        """Does nothing: a sparse gradient is never a view."""
 
     def _bucket_of(self, gradient: torch.Tensor) -> GradBucket:
         return GradBucket(self.members.index, gradient, [gradient], self.members.parameters, self.members.is_last)
