@@ -6,6 +6,8 @@ reference to the group, the group would join that thread from within it and abor
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ..buckets import exchange
@@ -19,6 +21,7 @@ from ..errors import CollectiveError
 from .hook_trace import HookTrace
 
 
+@dataclass(frozen=True, eq=False)
 class Finish:
     """Unpacks into DDP's bucket. On CUDA the callback's stream already waits for the collective.
 
@@ -34,30 +37,18 @@ class Finish:
         rows: take the bucket's partial statistics; None: none are collected.
     """
 
-    def __init__(
-        self,
-        errors: DeferredErrors,
-        monitor: StallMonitor,
-        report_after_s: float,
-        in_flight: InFlight,
-        buffer: torch.Tensor,
-        trace: HookTrace | None = None,
-        index: int = 0,
-        scale: torch.Tensor | None = None,
-        rows: BucketPartials | None = None,
-    ) -> None:
-        self._errors = errors
-        self._monitor = monitor
-        self._report_after_s = report_after_s
-        self._in_flight = in_flight
-        self._buffer = buffer
-        self._trace = trace
-        self._index = index
-        self._scale = scale
-        self._rows = rows
+    errors: DeferredErrors
+    monitor: StallMonitor
+    report_after_s: float
+    in_flight: InFlight
+    buffer: torch.Tensor
+    trace: HookTrace | None = None
+    index: int = 0
+    scale: torch.Tensor | None = None
+    rows: BucketPartials | None = None
 
     def __call__(self, reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        ours, rank = self._in_flight.bucket, self._in_flight.rank
+        ours, rank = self.in_flight.bucket, self.in_flight.rank
         try:
             try:
                 reduced.value()
@@ -67,28 +58,29 @@ class Finish:
             except RuntimeError as error:
                 ours.state = BucketState.FAILED
                 raise collective_error(f"the {ours.collective} of {ours.label} failed", rank, error) from error
-            if self._trace is not None:
-                self._trace.unpack(self._index)
+            if self.trace is not None:
+                self.trace.unpack(self.index)
             done = self._unpack()
-            if self._trace is not None:
-                self._trace.unpacked(self._index)
+            if self.trace is not None:
+                self.trace.unpacked(self.index)
         except Exception as error:
-            self._errors.remember(error)
+            self.errors.remember(error)
             raise
         if done is not None:
             what = f"rank {rank}: the reduction of {ours.label}"
-            self._monitor.watch(ours, what, done.query, self._report_after_s, ours.device)
-        return self._buffer
+            self.monitor.watch(ours, what, done.query, self.report_after_s, ours.device)
+        return self.buffer
 
     def _unpack(self) -> torch.cuda.Event | None:
-        if self._rows is None:
-            return exchange.finish(self._in_flight, scale=self._scale, vouched=True)
-        if self._in_flight.in_place:
-            self._rows.measure_result(self._in_flight.wire)
-            return exchange.finish(self._in_flight)
-        return exchange.finish(self._in_flight, scale=self._scale, partials=self._rows.result, vouched=True)
+        if self.rows is None:
+            return exchange.finish(self.in_flight, scale=self.scale, vouched=True)
+        if self.in_flight.in_place:
+            self.rows.measure_result(self.in_flight.wire)
+            return exchange.finish(self.in_flight)
+        return exchange.finish(self.in_flight, scale=self.scale, partials=self.rows.result, vouched=True)
 
 
+@dataclass(frozen=True, eq=False)
 class FinishSparse:
     """Returns the sum of a sparse bucket.
 
@@ -99,23 +91,22 @@ class FinishSparse:
         rows: take the bucket's partial statistics; None: none are collected.
     """
 
-    def __init__(self, errors: DeferredErrors, label: str, rank: int, rows: BucketPartials | None = None) -> None:
-        self._errors = errors
-        self._label = label
-        self._rank = rank
-        self._rows = rows
+    errors: DeferredErrors
+    label: str
+    rank: int
+    rows: BucketPartials | None = None
 
     def __call__(self, reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         try:
             value = reduced.value()[0]
         except RuntimeError as error:
-            failure = collective_error(f"the all-reduce of {self._label} failed", self._rank, error)
-            self._errors.remember(failure)
+            failure = collective_error(f"the all-reduce of {self.label} failed", self.rank, error)
+            self.errors.remember(failure)
             raise failure from error
-        if self._rows is not None:
+        if self.rows is not None:
             try:
-                self._rows.measure_sparse_result(value)
+                self.rows.measure_sparse_result(value)
             except Exception as error:
-                self._errors.remember(error)
+                self.errors.remember(error)
                 raise
         return value

@@ -6,7 +6,8 @@ Names, arguments and the order of calls are those of torch's private interface; 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -107,8 +108,8 @@ class TorchReducer:
         self.reducer.rebuild()
         return self.reducer.shadows.begin_step()
 
-    def _run_comm_hook(self, bucket: GradBucket) -> JoinedWork:
-        return JoinedWork(self.reducer.shadows.run(bucket))
+    def _run_comm_hook(self, bucket: GradBucket) -> SimpleNamespace:
+        return SimpleNamespace(wait=self.reducer.shadows.run(bucket))
 
     def _push_all_rebuilt_params(self) -> None:
         self._joined = False
@@ -164,25 +165,6 @@ class TorchReducer:
 
     def _log(self, error: Exception) -> None:
         self._logger.set_error_and_log(str(error))
-
-
-class JoinedWork:
-    """Work handle of one bucket's shadow collective, for torch's join.
-
-    Args:
-        complete: waits for the collective.
-    """
-
-    def __init__(self, complete: Callable[[], None]) -> None:
-        self._complete = complete
-
-    def wait(self) -> None:
-        """Blocks until the collective is done.
-
-        Raises:
-            CollectiveError: it failed.
-        """
-        self._complete()
 
 
 class LocalJoin(Join):
