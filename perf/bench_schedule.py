@@ -42,10 +42,10 @@ from torch import nn
 import fusedreduce
 from fusedreduce.buckets import exchange
 from fusedreduce.planning.bucketing import BucketCaps
-from fusedreduce.planning.plan import ParameterKind, Plan
+from fusedreduce.planning.plan import ParameterKind, Plan, ready_plan
 from fusedreduce.planning.plan_file import dump
-from fusedreduce.planning.planner import Problem, optimum, timeline
-from fusedreduce.planning.policies import ready_plan
+from fusedreduce.planning.planner import optimum
+from fusedreduce.planning.timeline import Problem, timeline
 from fusedreduce.trace import reader as trace_file
 from fusedreduce.trace.problem import problem as problem_of
 

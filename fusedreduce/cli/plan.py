@@ -14,10 +14,10 @@ from fusedreduce.errors import TraceError
 from fusedreduce.planning import plan_file
 from fusedreduce.planning.bucketing import MIB, BucketCaps
 from fusedreduce.planning.cost_model import FREE, FS_PER_BYTE_AT_1_GBIT_S, FS_PER_NS, Costs, Linear
-from fusedreduce.planning.plan import Plan
-from fusedreduce.planning.planner import Problem, ready_order, timeline
-from fusedreduce.planning.policies import best_plan, ready_plan, static_plan
+from fusedreduce.planning.plan import Plan, ready_plan, static_plan
+from fusedreduce.planning.planner import best_plan
 from fusedreduce.planning.simulation.clusters import Case
+from fusedreduce.planning.timeline import Problem, ready_order, timeline
 from fusedreduce.planning.torch_caps import TorchCaps, nearest
 from fusedreduce.trace.files import replace_text
 from fusedreduce.trace.problem import kinds, known_costs, problem, ready_times_ns, shares

@@ -57,10 +57,25 @@ def first_plan(kinds: Sequence[ParameterKind], caps: BucketCaps, cap_policy: Cap
     return tuple(reversed(_cut(kinds, limits, cap_policy, None, share=False)))
 
 
-def learned_plan(
+def static_plan(kinds: Sequence[ParameterKind], caps: BucketCaps, cap_policy: CapPolicy, order: Sequence[int]) -> Plan:
+    """The plan of the policy `static`: torch's rule, in the order in which gradients became ready.
+
+    Args:
+        kinds: of all parameters.
+        caps: limits.
+        cap_policy: how the limits are applied.
+        order: every parameter once, the first ready first.
+
+    Returns:
+        The plan.
+    """
+    return tuple(_cut(kinds, caps.limits_bytes, cap_policy, order, share=False))
+
+
+def ready_plan(
     kinds: Sequence[ParameterKind], caps: BucketCaps, cap_policy: CapPolicy, order: Sequence[int], *, share: bool
 ) -> Plan:
-    """The plan in the order in which gradients became ready.
+    """The plan of the policy `ready`: as `static`, but no bucket that is ready waits for one that is not.
 
     Args:
         kinds: of all parameters.
@@ -72,7 +87,9 @@ def learned_plan(
     Returns:
         The plan.
     """
-    return tuple(_cut(kinds, caps.limits_bytes, cap_policy, order, share=share))
+    place = {number: position for position, number in enumerate(order)}
+    plan = _cut(kinds, caps.limits_bytes, cap_policy, order, share=share)
+    return tuple(sorted(plan, key=lambda members: max(place[number] for number in members)))
 
 
 def _cut(

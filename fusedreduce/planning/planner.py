@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from .cuts import earliest
 from .plan import Plan
 from .several_groups import groups_of, plan_of, score_of, ways_to_cut
-from .timeline import MISSING_NS, Problem, Timeline, ready_order, timeline
-
-__all__ = ["MISSING_NS", "Problem", "Timeline", "choose", "optimum", "ready_order", "timeline"]
+from .timeline import Problem, timeline
 
 
 def optimum(problem: Problem) -> Plan:
@@ -60,3 +58,16 @@ def choose(problem: Problem, candidates: Mapping[str, Plan]) -> tuple[str, Plan]
 
     name = min(candidates, key=score)
     return name, candidates[name]
+
+
+def best_plan(problem: Problem, others: Mapping[str, Plan]) -> tuple[str, Plan]:
+    """The plan of the policy `planned`: of `ready`, `static` and the optimum the best in the model.
+
+    Args:
+        problem: as ranks have agreed on it; its cap limits the optimum, not the other plans.
+        others: the plans of `ready` and `static`, by name.
+
+    Returns:
+        The name of the best plan by `choose`, "optimum" or a name in `others`, and the plan.
+    """
+    return choose(problem, {**others, "optimum": optimum(problem)})

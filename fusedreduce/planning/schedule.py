@@ -27,10 +27,10 @@ from ..config import CapPolicy, Policy
 from .bucketing import BucketCaps
 from .cost_model import Costs, Linear, fit, fit_copy
 from .link_timing import CollectiveTimes, busy_periods
-from .plan import ParameterKind, Plan
+from .plan import ParameterKind, Plan, ready_plan, static_plan
 from .plan_file import plan_hash
-from .planner import MISSING_NS, Problem, ready_order, timeline
-from .policies import best_plan, ready_plan, static_plan
+from .planner import best_plan
+from .timeline import MISSING_NS, Problem, ready_order, timeline
 
 REPORTS = (11, 19, 27)
 FIRST_PROFILED = range(8, REPORTS[0])

@@ -26,9 +26,8 @@ from ..comm.waiting import collective_failed
 from ..config import Asynchronous, ReduceConfig, SyncMode, is_synchronous, wire_bytes
 from ..planning.bucketing import BucketCaps
 from ..planning.cost_model import Costs
-from ..planning.plan import ParameterKind, Plan, check_groups, first_plan, regrouped
+from ..planning.plan import ParameterKind, Plan, check_groups, first_plan, ready_plan, regrouped, static_plan
 from ..planning.plan_file import dump, load
-from ..planning.policies import ready_plan, static_plan
 from ..planning.schedule import Model
 from ..planning.timeline import timeline
 from ..trace.recorder import Parameter, Source, group_text, header

@@ -20,8 +20,7 @@ from fusedreduce.planning import plan_file
 from fusedreduce.planning.bucketing import MIB, BucketCaps, assign_by_size
 from fusedreduce.planning.cost_model import Costs, Linear
 from fusedreduce.planning.plan import Plan
-from fusedreduce.planning.planner import ready_order, timeline
-from fusedreduce.planning.timeline import MISSING_NS
+from fusedreduce.planning.timeline import MISSING_NS, ready_order, timeline
 from fusedreduce.trace.problem import problem
 from fusedreduce.trace.reader import read
 from fusedreduce.trace.recorder import group_text

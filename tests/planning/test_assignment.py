@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fusedreduce.buckets.bucket_set import kind_of
 from fusedreduce.config import CAP_POLICIES, CapPolicy
 from fusedreduce.planning.bucketing import MIB, BucketCaps, assign_by_size
-from fusedreduce.planning.plan import ParameterKind, bucket_label, first_plan, learned_plan
+from fusedreduce.planning.plan import ParameterKind, bucket_label, first_plan, ready_plan, static_plan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 numels = st.one_of(st.sampled_from([0, 1, 10, 20, 100]), st.integers(0, 60))
@@ -206,7 +206,7 @@ def test_listed_caps_hold_from_the_first_step_on() -> None:
     caps = BucketCaps(listed_bytes=(400, 1200))
     for learns in (True, False):
         assert first_plan(kinds, caps, "c10d", learns=learns) == ((1, 2, 3), (0,))
-    assert learned_plan(kinds, caps, "c10d", [3, 1, 0, 2], share=False) == ((3,), (1, 0, 2))
+    assert static_plan(kinds, caps, "c10d", [3, 1, 0, 2]) == ((3,), (1, 0, 2))
 
 
 def test_what_may_share_a_bucket() -> None:
@@ -214,13 +214,13 @@ def test_what_may_share_a_bucket() -> None:
     kinds = _kinds(f32, bf16, f64, f16, torch.complex64, torch.complex128)
     order = [5, 3, 4, 2, 1, 0]
     caps = BucketCaps(cap_bytes=25 * MIB)
-    shared = learned_plan(kinds, caps, "c10d", order, share=True)
+    shared = ready_plan(kinds, caps, "c10d", order, share=True)
     assert shared == ((5, 2), (3, 4, 1, 0)), "pairs of fp64 are fp64, pairs of fp32 are fp32"
-    assert learned_plan(kinds, caps, "c10d", order, share=False) == ((5,), (3,), (4,), (2,), (1,), (0,))
+    assert static_plan(kinds, caps, "c10d", order) == ((5,), (3,), (4,), (2,), (1,), (0,))
     kinds[0] = kind_of(torch.empty(100, device="meta"), False, "bf16")
     kinds[1] = kind_of(torch.empty(100, dtype=bf16), True, "bf16")
-    shared = learned_plan(kinds, caps, "c10d", order, share=True)
-    assert shared == ((1,), (5, 2), (3, 4), (0,)), "devices and sparse gradients never share"
+    shared = ready_plan(kinds, caps, "c10d", order, share=True)
+    assert shared == ((3, 4), (5, 2), (1,), (0,)), "devices and sparse gradients never share"
 
 
 @given(models(), limits, st.booleans(), st.sampled_from(CAP_POLICIES))
@@ -233,7 +233,8 @@ def test_plans_cover_every_parameter_once(
     caps = BucketCaps(listed_bytes=tuple(limits_bytes))
     for plan in (
         first_plan(kinds, caps, policy, learns=flag),
-        learned_plan(kinds, caps, policy, order, share=flag),
+        static_plan(kinds, caps, policy, order),
+        ready_plan(kinds, caps, policy, order, share=flag),
     ):
         assert sorted(index for bucket in plan for index in bucket) == list(range(len(kinds)))
 

@@ -17,7 +17,8 @@ from fusedreduce.planning.bucket_group import BucketGroup
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear
 from fusedreduce.planning.cuts import Terms, earliest
 from fusedreduce.planning.plan import Plan
-from fusedreduce.planning.planner import MISSING_NS, Problem, choose, optimum, ready_order, timeline
+from fusedreduce.planning.planner import choose, optimum
+from fusedreduce.planning.timeline import MISSING_NS, Problem, ready_order, timeline
 
 MIB = 1024 * 1024
 Score = tuple[int, int]

@@ -15,10 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fusedreduce.config import Policy
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.link_timing import CollectiveTimes, busy_periods, collective_times, last_to_issue
-from fusedreduce.planning.plan import ParameterKind, Plan
-from fusedreduce.planning.planner import MISSING_NS
-from fusedreduce.planning.policies import ready_plan
+from fusedreduce.planning.plan import ParameterKind, Plan, ready_plan
 from fusedreduce.planning.schedule import BucketTimes, Model, Schedule, StepTimes
+from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.reducer.step import Step
 
 PARAMETERS = 7

@@ -30,9 +30,8 @@ from fusedreduce.comm.local.group import LocalCommunicator
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.config import CapPolicy, Policy, SyncMode
 from fusedreduce.planning.bucketing import DEFAULT_CAP_BYTES
-from fusedreduce.planning.plan import Plan, first_plan
+from fusedreduce.planning.plan import Plan, first_plan, static_plan
 from fusedreduce.planning.plan_file import dump, load
-from fusedreduce.planning.policies import static_plan
 from fusedreduce.reducer import plans
 from fusedreduce.reducer.state import ReducerState
 from fusedreduce.trace.step_profile import StepProfile

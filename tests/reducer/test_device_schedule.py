@@ -24,10 +24,11 @@ from fusedreduce.comm.protocol import Pending, ReduceOp
 from fusedreduce.kernels import dispatch
 from fusedreduce.planning.bucketing import UNLIMITED_BYTES, BucketCaps
 from fusedreduce.planning.cost_model import FS_PER_NS, Costs, Linear
-from fusedreduce.planning.planner import timeline
-from fusedreduce.planning.policies import best_plan, ready_plan
+from fusedreduce.planning.plan import ready_plan
+from fusedreduce.planning.planner import best_plan
 from fusedreduce.planning.schedule import GAIN_PERCENT
 from fusedreduce.planning.simulation.models import MODELS
+from fusedreduce.planning.timeline import timeline
 
 MIB = 2**20
 # The first step shows rank 0's order. Rounds begin behind it, and the plan that round 27 leads to is in use from 29 on.

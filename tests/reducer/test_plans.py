@@ -21,9 +21,8 @@ from fusedreduce.buckets.reduction import StartedCollective
 from fusedreduce.comm.protocol import Communicator
 from fusedreduce.kernels import variants
 from fusedreduce.planning.cost_model import Costs, Linear
-from fusedreduce.planning.plan import ParameterKind, Plan
+from fusedreduce.planning.plan import ParameterKind, Plan, ready_plan, static_plan
 from fusedreduce.planning.plan_file import dump, load, plan_hash
-from fusedreduce.planning.policies import ready_plan, static_plan
 from fusedreduce.planning.readiness import Average, Readiness
 from fusedreduce.planning.schedule import head_of_line_ns
 from fusedreduce.planning.timeline import MISSING_NS

@@ -19,8 +19,8 @@ import numpy as np
 
 from ..bucketing import UNLIMITED_BYTES, BucketCaps
 from ..cost_model import FREE, FS_PER_NS, Costs, Linear
-from ..plan import ParameterKind, Plan
-from ..policies import best_plan, ready_plan, static_plan
+from ..plan import ParameterKind, Plan, ready_plan, static_plan
+from ..planner import best_plan
 from ..timeline import Problem
 from .models import Workload
 from .networks import Network, costs, fastest_fs, lines
