@@ -16,47 +16,6 @@ import numpy.typing as npt
 from .timeline import MISSING_NS
 
 
-class Average:
-    """Exponential averages of a row of times.
-
-    Args:
-        count: how many there are.
-        share: the weight of the latest sample, as (numerator, denominator).
-    """
-
-    def __init__(self, count: int, share: tuple[int, int] = (1, 2)) -> None:
-        self._share = share
-        self._values = np.full(count, MISSING_NS, dtype=np.int64)
-        self.samples = 0
-
-    def add(self, times_ns: Sequence[int]) -> None:
-        """Adds one step's times, in ns; MISSING_NS leaves its average unchanged.
-
-        Raises:
-            ValueError: the number of times is wrong, or one is below MISSING_NS.
-        """
-        new = np.asarray(times_ns, dtype=np.int64)
-        if new.shape != self._values.shape:
-            raise ValueError(f"expected {len(self._values)} times, got {new.size}")
-        if (new < MISSING_NS).any():
-            raise ValueError(f"a time of {int(new.min())} ns: backward cannot make a gradient before it begins")
-        part, whole = self._share
-        # The difference is taken first, so that times of 1e15 ns do not overflow.
-        moved = self._values + (new - self._values) * part // whole
-        moved = np.where(self._values == MISSING_NS, new, moved)
-        self._values = np.where(new == MISSING_NS, self._values, moved)
-        self.samples += 1
-
-    def values(self) -> list[int]:
-        """Returns the averages in ns; MISSING_NS where there was no sample."""
-        return [int(value) for value in self._values]
-
-    def clear(self) -> None:
-        """Removes all samples."""
-        self._values = np.full_like(self._values, MISSING_NS)
-        self.samples = 0
-
-
 class Readiness:
     """One rank's average ready times.
 
@@ -65,21 +24,35 @@ class Readiness:
     """
 
     def __init__(self, parameters: int) -> None:
-        self.host = Average(parameters)
-        self.device = Average(parameters)
+        self._missing = np.full(parameters, MISSING_NS, dtype=np.int64)
+        self._host = self._missing
+        self._device: npt.NDArray[np.int64] | None = None
 
     def add(self, host_ns: Sequence[int], device_ns: Sequence[int]) -> None:
-        """Adds one step's times.
+        """Adds one step's times; MISSING_NS leaves a parameter's average unchanged.
 
         Args:
             host_ns: per parameter, or MISSING_NS.
             device_ns: the same by device events; empty where there are none.
+
+        Raises:
+            ValueError: the number of times is wrong, or one is below MISSING_NS.
         """
-        self.host.add(host_ns)
+        self._host = _averaged(self._host, host_ns)
         if device_ns:
-            self.device.add(device_ns)
+            self._device = _averaged(self._missing if self._device is None else self._device, device_ns)
 
     def best(self) -> npt.NDArray[np.int64]:
         """Returns the average per parameter in ns, by device events if there are any; MISSING_NS: not known."""
-        source = self.device if self.device.samples else self.host
-        return np.asarray(source.values(), dtype=np.int64)
+        return self._host if self._device is None else self._device
+
+
+def _averaged(before: npt.NDArray[np.int64], times_ns: Sequence[int]) -> npt.NDArray[np.int64]:
+    new = np.asarray(times_ns, dtype=np.int64)
+    if new.shape != before.shape:
+        raise ValueError(f"expected {len(before)} times, got {new.size}")
+    if (new < MISSING_NS).any():
+        raise ValueError(f"a time of {int(new.min())} ns: backward cannot make a gradient before it begins")
+    # The difference is taken first, so that times of 1e15 ns do not overflow.
+    moved = np.where(before == MISSING_NS, new, before + (new - before) // 2)
+    return np.where(new == MISSING_NS, before, moved)

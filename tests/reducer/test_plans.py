@@ -23,7 +23,7 @@ from fusedreduce.kernels import variants
 from fusedreduce.planning.cost_model import Costs, Linear
 from fusedreduce.planning.plan import ParameterKind, Plan, ready_plan, static_plan
 from fusedreduce.planning.plan_file import dump, load, plan_hash
-from fusedreduce.planning.readiness import Average, Readiness
+from fusedreduce.planning.readiness import Readiness
 from fusedreduce.planning.schedule import head_of_line_ns
 from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.reducer.plans import Forecast
@@ -40,40 +40,41 @@ def _torch_path() -> Iterator[None]:
 
 
 def test_averages_are_exponential_and_know_what_is_missing() -> None:
-    average = Average(3)
-    assert average.values() == [MISSING_NS] * 3 and average.samples == 0
-    average.add([100, MISSING_NS, 10**15])
-    average.add([200, MISSING_NS, 10**15 + 2])
-    assert average.values() == [150, MISSING_NS, 10**15 + 1] and average.samples == 2
-    average.add([MISSING_NS, 0, MISSING_NS])
-    assert average.values() == [150, 0, 10**15 + 1]
-    average.clear()
-    assert average.values() == [MISSING_NS] * 3 and average.samples == 0
+    readiness = Readiness(3)
+    assert readiness.best().tolist() == [MISSING_NS] * 3
+    readiness.add([100, MISSING_NS, 10**15], [])
+    readiness.add([200, MISSING_NS, 10**15 + 2], [])
+    assert readiness.best().tolist() == [150, MISSING_NS, 10**15 + 1]
+    readiness.add([MISSING_NS, 0, MISSING_NS], [])
+    assert readiness.best().tolist() == [150, 0, 10**15 + 1]
 
 
 @pytest.mark.parametrize("wrong", [[1, 2], [1, 2, 3, 4], [1, -2, 3]])
 def test_averages_refuse_what_cannot_be(wrong: list[int]) -> None:
-    average = Average(3)
+    readiness = Readiness(3)
     with pytest.raises(ValueError, match="times|time of"):
-        average.add(wrong)
-    assert average.values() == [MISSING_NS] * 3
+        readiness.add(wrong, [])
+    assert readiness.best().tolist() == [MISSING_NS] * 3
 
 
 @given(st.lists(st.lists(st.integers(0, 10**15), min_size=4, max_size=4), min_size=1, max_size=9))
 def test_averages_keep_an_order_that_every_step_has(steps: list[list[int]]) -> None:
-    average = Average(4)
+    readiness = Readiness(4)
     for one in steps:
-        average.add(sorted(one))
-    assert average.values() == sorted(average.values())
-    assert min(map(min, steps)) <= average.values()[0] and average.values()[-1] <= max(map(max, steps))
+        readiness.add(sorted(one), [])
+    average = readiness.best().tolist()
+    assert average == sorted(average)
+    assert min(map(min, steps)) <= average[0] and average[-1] <= max(map(max, steps))
 
 
 def test_device_times_stand_apart_and_are_preferred() -> None:
     readiness = Readiness(2)
     readiness.add([1, 2], [])
     assert readiness.best().tolist() == [1, 2]
-    readiness.add([1, 2], [30, 40])
-    assert readiness.host.values() == [1, 2] and readiness.best().tolist() == [30, 40]
+    readiness.add([3, 4], [30, 40])
+    assert readiness.best().tolist() == [30, 40], "the first of their own"
+    readiness.add([5, 6], [50, 60])
+    assert readiness.best().tolist() == [40, 50]
 
 
 def kinds(groups: str) -> list[ParameterKind]:
@@ -334,7 +335,7 @@ def test_our_own_packing_is_no_part_of_readiness(monkeypatch: pytest.MonkeyPatch
 
         monkeypatch.setattr(DenseReduction, "launch", slow)
         train(reducer, given, 14)
-        ready_ns = reducer._plans.scheduler.readiness.host.values()
+        ready_ns = reducer._plans.scheduler.readiness.best().tolist()
         assert min(ready_ns) >= 0 and max(ready_ns) < 20_000_000, "of 60 ms that backward took"
         costs = reducer._plans.scheduler.schedule
         assert min(ns for one in costs._rounds for _, ns in one.pack) >= 20_000_000
@@ -355,7 +356,7 @@ def test_after_a_reset_ranks_know_the_same_again() -> None:
         reducer.reset()
         scheduler = reducer._plans.scheduler
         assert scheduler.schedule.costs is None and scheduler.schedule.round == 0
-        assert set(scheduler.readiness.host.values()) == {MISSING_NS}
+        assert set(scheduler.readiness.best().tolist()) == {MISSING_NS}
         train(reducer, given, 30)
         return reducer.plan, scheduler.schedule.costs, list(scheduler.schedule._rounds)
 
