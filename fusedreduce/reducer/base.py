@@ -182,10 +182,6 @@ class ReducerBase:
         """Whether the buckets follow an order of readiness already."""
         return self._plans.rebuilt
 
-    def should_rebuild(self) -> bool:
-        """Whether the plan still waits for an order of readiness, as before and right after the first step."""
-        return self._plans.wants_order
-
     # Agreed and learned
 
     def agree(self) -> None:

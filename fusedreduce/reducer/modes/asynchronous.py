@@ -140,7 +140,7 @@ class AsynchronousMode(DelayedMode):
                 contributions.drain(f"flush() while {NO_SYNC_WAITS}")  # raises, on every rank
             self._stash.stash_unused()
             try:
-                landed = contributions.drain().landed
+                landed = contributions.drain()
             finally:
                 self._stash.put_back()
             try:

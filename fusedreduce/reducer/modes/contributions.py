@@ -55,19 +55,6 @@ class _Contribution:
         return all(one.pending.ready() for one in self.in_flight)
 
 
-@dataclass(frozen=True)
-class Drained:
-    """The result of `drain`.
-
-    Args:
-        landed: number of contributions that were in flight, or had to be issued.
-        gives: whether any gradient was corrected.
-    """
-
-    landed: int
-    gives: bool
-
-
 class Contributions:
     """The contributions of one rank and their corrections. Called under a lock, by one thread at a time.
 
@@ -151,7 +138,7 @@ class Contributions:
 
     # What is outstanding
 
-    def drain(self, problem: str = "") -> Drained:
+    def drain(self, problem: str = "") -> int:
         """Waits until all ranks' contributions are averaged everywhere, and adds the outstanding correction to `.grad`.
 
         Every rank calls it, after any number of steps: those that have issued fewer contributions take part in the
@@ -161,17 +148,16 @@ class Contributions:
             problem: why this rank cannot take part; then no rank does. Empty: it can.
 
         Returns:
-            What was done.
+            Number of contributions that were in flight, or had to be issued.
 
         Raises:
             FusedReduceError: a rank had a problem; on every rank, and nothing has been done.
             CollectiveError: a contribution has failed, or a rank did not come within the timeout.
         """
         landed = self._average_all(problem)
-        gives = bool(self._owed_to)
         with self._working():
             self._subtract_owed()
-        return Drained(landed, gives)
+        return landed
 
     def owed(self) -> dict[int, torch.Tensor]:
         """This rank's outstanding correction by number of the parameter, once all is averaged. Every rank calls it.
@@ -199,12 +185,6 @@ class Contributions:
                 for number, view in zip(ledger.members.numbers, strip.views, strict=True):
                     if number in owed:
                         view.copy_(as_real(owed[number])).neg_()
-
-    def drop(self) -> None:
-        """Drops everything. New ledgers must follow: collectives may still write into the wires of these."""
-        self._under_way.clear()
-        self._open, self._owed = None, None
-        self._open_used, self._owed_to = set(), set()
 
     # The parts of `_average_all`, for a caller that drives several ranks
 
