@@ -24,14 +24,14 @@ def test_the_table_of_the_docs_is_what_the_simulation_gives() -> None:
 
 def test_what_the_pages_say_besides_is_so() -> None:
     page = " ".join((CHECKOUT / "docs" / "wires.md").read_text().split())
-    assert "a ring of 8 ranks makes about twice the error of one rounding" in page
+    assert "8 ranks: about twice the error of one rounding" in page
     assert "with the root of W / 2" in page
     for wire, ranks in itertools.product(DTYPES, (8, 64, 256, 1024)):
         roundings, _ = error(wire, "mixed signs", "ring", ranks)
         assert roundings == pytest.approx(math.sqrt(ranks / 2), rel=0.2)
-    assert "on 1,024 ranks by more than half" in page
+    assert "on 1,024 ranks means are too small by more than half" in page
     assert error("bf16", "alike", "ring", 1024)[1] < -0.5
-    assert "Trees stay within four roundings" in page
+    assert "A tree adds partial sums of like size, and stays within four roundings" in page
     assert max(error(wire, values, "tree", 1024)[0] for wire in DTYPES for values in VALUES) < 4
 
 
