@@ -1,8 +1,9 @@
 """Encoded buckets on CPU: what `reference_encoded` defines, in few operators; the same bits.
 
-A bucket is worked on in pieces that stay in the cache: gathered as fp32 and encoded, decoded and scattered. An operator
-costs 1 us at least, a piece about 25 of them. The two codes of a byte of int4 are put together and taken apart as
-floating-point numbers, in which 16 * high + low and its sixteenth are exact: torch's integer operators take longer.
+A bucket is worked on in pieces that stay in the cache: gathered as fp32 and encoded in place, decoded and scattered. An
+operator costs 1 us at least, making a view as well: a piece has about 20 operators, and views of memory are made once.
+The two codes of a byte of int4 are put together as floating-point numbers, in which 16 * high + low is exact, and taken
+apart as integers: so torch is quickest. Products are never added in one operator, as `addcmul` does not round them.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from .reference import Gradients, first_non_finite, memory_of
 from .runs import scratch
 from .table import Partials, PointerTable, SourcePartials
 
-# Elements of a piece: 512 KiB of fp32, of which two are worked on at a time. In pieces of half the size encode and
-# decode take a quarter longer, in those of a quarter twice as long.
-PIECE_NUMEL = 131072
+# Elements of a piece: 1 MiB of fp32. In pieces of half the size encode and decode take a sixth longer, in those of
+# twice the size as long.
+PIECE_NUMEL = 262144
 _SMALLEST_SCALE = 2.0**-126
 
 
@@ -57,19 +58,19 @@ def encode(
     if partials is not None:
         partials.first_non_finite.fill_(-1)
         partials.flushed.zero_()
-    layout, pieces = chunks.layout, _pieces_of(chunks, pointers)
+    encoding, stored, pieces = chunks.layout.encoding, _Stored(encoded, chunks.layout), _pieces_of(chunks, pointers)
     for piece in pieces.all:
-        memory = _Memory(piece.blocks, layout.encoding)
+        memory = pieces.memory(piece)
         pieces.gather(piece, gradients, memory.values, change)
         before = None if residuals is None else residuals.copies[int(residuals.live)]
         if residuals is not None and before is not None:
             pieces.gather_flat(piece, before, memory.work)
             memory.values.add_(memory.work.mul_(residuals.weights[0]))
-        shard = encoded[piece.shard * layout.shard_bytes :][: layout.shard_bytes]
+        into = stored.blocks(piece.shard, piece.first, piece.blocks)
         added = None if draw is None else pieces.fractions(piece, draw)
-        bad = _encode_blocks(memory, layout, shard, piece.first, added)
+        bad = _encode_blocks(memory, encoding, into, added, keep=residuals is not None)
         if residuals is not None and before is not None:
-            lost = _lost(memory, layout, shard, piece.first, residuals)
+            lost = _lost(memory, encoding, into, residuals)
             if bad is not None:
                 pieces.gather_flat(piece, before, memory.work)
                 lost[bad] = memory.work[bad]
@@ -93,12 +94,13 @@ def combine_encoded(
     if output.device.type != "cpu":
         reference_encoded.combine_encoded(received, chunks, output, residuals=residuals, draw=draw, vouched=True)
         return
-    layout, block = chunks.layout, chunks.layout.encoding.block_numel
-    shards = received.split(layout.shard_bytes) if layout.shard_blocks else ()
+    layout, encoding, block = chunks.layout, chunks.layout.encoding, chunks.layout.encoding.block_numel
+    contributions, stored = _Stored(received, layout), _Stored(output, layout)
     for first in range(0, layout.shard_blocks, PIECE_NUMEL // block):
         blocks = min(PIECE_NUMEL // block, layout.shard_blocks - first)
-        memory = _Memory(blocks, layout.encoding)
-        _sum_blocks(shards, layout, first, memory)
+        memory = _Memory(_room(blocks, encoding), blocks, encoding)
+        shards = range(received.numel() // layout.shard_bytes)
+        _sum_blocks(memory, encoding, [contributions.blocks(shard, first, blocks) for shard in shards])
         before = None
         if residuals is not None:
             before = residuals.copies[int(residuals.live)][0][first * block :][: blocks * block].view(blocks, block)
@@ -107,9 +109,10 @@ def combine_encoded(
         if draw is not None:
             seed, stream, step, number = draw.tolist()
             added = torch.from_numpy(fractions((seed, stream), first, blocks, block, number, step))
-        bad = _encode_blocks(memory, layout, output, first, added)
+        into = stored.blocks(0, first, blocks)
+        bad = _encode_blocks(memory, encoding, into, added, keep=residuals is not None)
         if residuals is not None and before is not None:
-            lost = _lost(memory, layout, output, first, residuals)
+            lost = _lost(memory, encoding, into, residuals)
             if bad is not None:
                 lost[bad] = before[bad]
             residuals.copies[1 - int(residuals.live)][0][first * block :][: blocks * block].copy_(lost.view(-1))
@@ -131,100 +134,141 @@ def decode(
     if encoded.device.type != "cpu":
         reference_encoded.decode(gradients, chunks, pointers, encoded, scale, partials, vouched=True)
         return
-    layout, pieces = chunks.layout, _pieces_of(chunks, pointers)
+    layout, stored, pieces = chunks.layout, _Stored(encoded, chunks.layout), _pieces_of(chunks, pointers)
     factor = scale.item()
-    shards = encoded.split(layout.shard_bytes) if layout.shard_blocks else ()
     for piece in pieces.all:
         if not piece.parts:
             continue
-        memory = _Memory(piece.blocks, layout.encoding)
-        _sum_blocks(shards[piece.shard :: layout.shards], layout, piece.first, memory)
+        memory = pieces.memory(piece)
+        shards = range(piece.shard, encoded.numel() // layout.shard_bytes, layout.shards)
+        contributions = [stored.blocks(shard, piece.first, piece.blocks) for shard in shards]
+        _sum_blocks(memory, layout.encoding, contributions)
         pieces.scatter(piece, memory.values, gradients, factor)
     if partials is not None:
         measure_gradients(gradients, chunks, partials)
 
 
-class _Memory:
-    """What this thread works on some blocks in: `values` and `work` [blocks, block], `half` [blocks, block / 2]."""
+class _Blocks(NamedTuple):
+    """Blocks where they lie: scales, fp32 [blocks] or the bits of bf16 as int16, and codes, int8 [blocks, bytes]."""
 
-    def __init__(self, blocks: int, encoding: Encoding) -> None:
-        shape = blocks, encoding.block_numel
-        numel = max(PIECE_NUMEL, blocks * encoding.block_numel)
-        values, work, half = scratch(torch.float32, 5 * numel // 2).split([numel, numel, numel // 2])
-        self.values = values[: blocks * encoding.block_numel].view(shape)
-        self.work = work[: blocks * encoding.block_numel].view(shape)
-        self.half = half[: blocks * encoding.block_numel // 2].view(blocks, -1)
+    scales: torch.Tensor
+    codes: torch.Tensor
+
+
+class _Stored:
+    """Shards in a buffer, one behind another."""
+
+    def __init__(self, buffer: torch.Tensor, layout: EncodedLayout) -> None:
+        self._layout = layout
+        buffer = buffer if buffer.numel() else torch.empty(0, dtype=torch.uint8)  # an empty one may lie at any address
+        self._scales = buffer.view(torch.float32 if layout.encoding.scale_dtype is torch.float32 else torch.int16)
+        self._codes = buffer.view(torch.int8)
+
+    def blocks(self, shard: int, first: int, count: int) -> _Blocks:
+        """`count` blocks of a shard, from its block `first` on."""
+        layout, scales, codes, size = self._layout, self._scales, self._codes, self._layout.encoding.code_bytes
+        begin = shard * layout.shard_bytes
+        scales_at = scales.storage_offset() + begin // scales.itemsize + first
+        codes_at = codes.storage_offset() + begin + layout.scales_bytes + first * size
+        return _Blocks(
+            scales.as_strided((count,), (1,), scales_at), codes.as_strided((count, size), (size, 1), codes_at)
+        )
+
+
+class _Memory:
+    """What this thread works on some blocks in.
+
+    Args:
+        room: memory of `_room`.
+        blocks: how many.
+        encoding: of the blocks.
+
+    Attributes:
+        values, work: fp32 [blocks, block].
+        halves: views of their halves, fp32 [blocks, block / 2].
+        half: fp32 [blocks, block / 2].
+        low, high: int8 [blocks, block / 2].
+    """
+
+    def __init__(self, room: torch.Tensor, blocks: int, encoding: Encoding) -> None:
+        block = encoding.block_numel
+        numel, most, size = blocks * block, 4 * len(room) // 11, (blocks, block // 2)
+        values, work, half, codes = room.split([most, most, most // 2, most // 4])
+        low, high = codes.view(torch.int8).split(most // 2)
+        self.values, self.work = values[:numel].view(blocks, block), work[:numel].view(blocks, block)
+        self.half = half[: numel // 2].view(size)
+        self.low, self.high = low[: numel // 2].view(size), high[: numel // 2].view(size)
+        self.halves = self.values.split(block // 2, 1), self.work.split(block // 2, 1)
+
+
+def _room(blocks: int, encoding: Encoding) -> torch.Tensor:
+    """This thread's memory for `_Memory`: no less than for any piece, so that all pieces use the same."""
+    return scratch(torch.float32, 11 * max(PIECE_NUMEL, blocks * encoding.block_numel) // 4)
 
 
 def _encode_blocks(
-    memory: _Memory, layout: EncodedLayout, shard: torch.Tensor, first: int, added: torch.Tensor | None
+    memory: _Memory, encoding: Encoding, into: _Blocks, added: torch.Tensor | None, *, keep: bool
 ) -> torch.Tensor | None:
-    """Encodes `memory.values` into a shard, from its block `first` on; which blocks are not finite, if one is not."""
-    encoding, work = layout.encoding, memory.work
-    peak = torch.amax(torch.abs(memory.values, out=work), 1)  # NaN where one is NaN
+    """Encodes `memory.values`; which blocks are not finite, if one is not.
+
+    Args:
+        memory: the values, in whose place codes are computed.
+        encoding: of the blocks.
+        into: what is written.
+        added: fractions of stochastic rounding, [blocks, block]; None: codes are rounded to nearest.
+        keep: leave the values as they are.
+    """
+    values, codes = memory.values, memory.work if keep else memory.values
+    peak = torch.maximum(values.amax(1), values.amin(1).neg_())  # NaN where one is NaN
     scale = peak / encoding.levels
     zero = scale < _SMALLEST_SCALE
     scale.masked_fill_(zero, 0.0)
     if encoding.scale_dtype is torch.bfloat16:  # rounded up
         scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
-    torch.mul(memory.values, scale.reciprocal().masked_fill_(zero, 0.0).unsqueeze(1), out=work)
+    torch.mul(values, scale.reciprocal().masked_fill_(zero, 0.0).unsqueeze(1), out=codes)
     bad = None
     if not math.isfinite(peak.amax().item()):
         bad = ~peak.isfinite()
-        work[bad], scale[bad] = 0.0, math.nan
+        codes[bad], scale[bad] = 0.0, math.nan
     if added is None:
-        work.round_()
+        codes.round_()
     else:
-        work.clamp_(-encoding.levels, encoding.levels).add_(added).floor_()
-    scales, codes = _stored(shard, layout, first, len(scale))
-    scales.copy_(scale if encoding.scale_dtype is torch.float32 else scale.view(torch.int16)[1::2])
+        codes.clamp_(-encoding.levels, encoding.levels).add_(added).floor_()
+    into.scales.copy_(scale if encoding.scale_dtype is torch.float32 else scale.view(torch.int16)[1::2])
     if encoding.bits == 4:
-        half = encoding.block_numel // 2
-        work = torch.add(work[:, :half], work[:, half:], alpha=16, out=memory.half)
-    codes.copy_(work)
+        low, high = memory.halves[keep]
+        codes = torch.add(low, high, alpha=16, out=memory.half)
+    into.codes.copy_(codes)
     return bad
 
 
-def _sum_blocks(shards: Sequence[torch.Tensor], layout: EncodedLayout, first: int, memory: _Memory) -> None:
-    """Decodes blocks of several encodings of one shard, from its block `first` on, and adds them up in their order."""
-    _decode_blocks(shards[0], layout, first, memory.values, memory.half)
-    for shard in shards[1:]:
-        _decode_blocks(shard, layout, first, memory.work, memory.half)
-        memory.values.add_(memory.work)
+def _sum_blocks(memory: _Memory, encoding: Encoding, contributions: Sequence[_Blocks]) -> None:
+    """Decodes blocks of several contributions into `memory.values`, and adds them up in their order."""
+    for nth, one in enumerate(contributions):
+        _decode_blocks(memory, encoding, one, work=nth > 0)
+        if nth:
+            memory.values.add_(memory.work)
 
 
-def _decode_blocks(
-    shard: torch.Tensor, layout: EncodedLayout, first: int, into: torch.Tensor, half: torch.Tensor
-) -> None:
-    scales, codes = _stored(shard, layout, first, len(into))
-    if layout.encoding.bits == 4:
-        low, high = into[:, : half.shape[1]], into[:, half.shape[1] :]
-        half.copy_(codes)
-        torch.mul(half, 1 / 16, out=high).round_().add_(0.0)  # a code has no negative zero
-        torch.add(half, high, alpha=-16, out=low)
+def _decode_blocks(memory: _Memory, encoding: Encoding, blocks: _Blocks, *, work: bool) -> torch.Tensor:
+    """Decodes blocks into `memory.values`, or into `memory.work`."""
+    values, scales = memory.work if work else memory.values, blocks.scales
+    if encoding.bits == 4:
+        low, high = memory.halves[work]
+        torch.add(blocks.codes, 8, out=memory.high).bitwise_right_shift_(4)
+        high.copy_(memory.high)
+        low.copy_(torch.sub(blocks.codes, memory.high, alpha=16, out=memory.low))
     else:
-        into.copy_(codes)
-    if layout.encoding.scale_dtype is torch.bfloat16:
+        values.copy_(blocks.codes)
+    if encoding.scale_dtype is torch.bfloat16:
         scales = scales.to(torch.int32).bitwise_left_shift_(16).view(torch.float32)
-    into.mul_(scales.unsqueeze(1))
+    return values.mul_(scales.unsqueeze(1))
 
 
-def _stored(shard: torch.Tensor, layout: EncodedLayout, first: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales (as int16 if they are bf16) and bytes of codes of some blocks, where they lie."""
-    encoding, last = layout.encoding, first + blocks
-    size = encoding.scale_dtype.itemsize
-    scales = shard[first * size : last * size].view(torch.float32 if size == 4 else torch.int16)
-    begin = layout.scales_bytes
-    codes = shard[begin + first * encoding.code_bytes : begin + last * encoding.code_bytes]
-    return scales, codes.view(torch.int8).view(blocks, encoding.code_bytes)
-
-
-def _lost(
-    memory: _Memory, layout: EncodedLayout, shard: torch.Tensor, first: int, residuals: Residuals
-) -> torch.Tensor:
+def _lost(memory: _Memory, encoding: Encoding, blocks: _Blocks, residuals: Residuals) -> torch.Tensor:
     """What the encoding has lost of `memory.values`, in their place."""
-    _decode_blocks(shard, layout, first, memory.work, memory.half)
-    return torch.sub(memory.values, memory.work, out=memory.values).mul_(residuals.weights[1])
+    decoded = _decode_blocks(memory, encoding, blocks, work=True)
+    return torch.sub(memory.values, decoded, out=memory.values).mul_(residuals.weights[1])
 
 
 class _Part(NamedTuple):
@@ -255,8 +299,18 @@ class _Pieces:
     def __init__(self, chunks: EncodedTable) -> None:
         self.chunks = chunks
         self.all = tuple(_cut(chunks))
-        # By piece and address of the memory, of which each thread has its own.
+        # By piece, and by address of the memory, of which each thread has its own.
+        self._memory: dict[tuple[int, int], _Memory] = {}
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def memory(self, piece: _Piece) -> _Memory:
+        """What this thread works on a piece in."""
+        encoding = self.chunks.layout.encoding
+        room = _room(piece.blocks, encoding)
+        key = piece.number, room.data_ptr()
+        if key not in self._memory:
+            self._memory[key] = _Memory(room, piece.blocks, encoding)
+        return self._memory[key]
 
     def gather(self, piece: _Piece, gradients: Gradients, values: torch.Tensor, change: Change) -> None:
         """Gradients as fp32, changed; zeros for padding and for those that are missing."""

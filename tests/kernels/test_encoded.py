@@ -301,4 +301,5 @@ def test_gradients_in_their_own_shapes(encoding: Encoding) -> None:
     back = torch.full_like(gradient, 9.0)
     cpu_encoded.decode([back], chunks, PointerTable(), bucket, torch.ones(1))
     assert_same(back.permute(0, 2, 3, 1).reshape(-1), flat)
-    assert (back - gradient).abs().max() < 0.3 and not torch.equal(flat, poison(120, torch.float32))
+    half_a_code = 0.5 * gradient.abs().max() / encoding.levels * 1.01  # int4 rounds scales up
+    assert (back - gradient).abs().max() <= half_a_code and not torch.equal(flat, poison(120, torch.float32))
