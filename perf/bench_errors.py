@@ -8,6 +8,7 @@ Errors are relative, of all elements in the L2 norm, against a mean in fp64:
     bf16, ring            16-bit elements added in 16 bits rank by rank, as Gloo's and NCCL's rings add; simulated
     bf16, fp32 sums       accumulation="fp32": contributions are rounded once, their sum once more
     int8, int4            encoded once; from three ranks on the sum of a shard once more
+    fp8 e4m3, fp8 e5m2    no wire of ours: as int8, in as many bytes, with elements in floating point
     ..., nodes of 8       contributions are added up in fp32 within a node, and the nodes' sums encoded in this way
 
 Of 131,072 normal values per rank; of Laplace's; of values of one sign; of gradients that two models have after a few
@@ -32,7 +33,7 @@ from records import demand
 from simulated_exchange import SimulatedExchange
 
 from fusedreduce.kernels import dispatch
-from fusedreduce.kernels.encodings import ENCODINGS, Encoding
+from fusedreduce.kernels.encodings import ENCODINGS, INT8, Encoding
 from fusedreduce.kernels.parts import Part
 
 Tensors = list[torch.Tensor]
@@ -42,6 +43,7 @@ NUMEL = 131_072  # a shard of 128 nodes is a multiple of 1,024 elements
 MODEL_STEPS, MODEL_RANKS = 50, 64
 RING, SUMS = "bf16, ring", "bf16, fp32 sums"
 IN_NODES = f", nodes of {NODE}"
+FP8: Mapping[str, torch.dtype] = {"fp8 e4m3": torch.float8_e4m3fn, "fp8 e5m2": torch.float8_e5m2}
 GAUSSIAN, LAPLACE, ONE_SIGN = "Gaussian", "Laplace", "one sign"
 LIMITS: Mapping[str, Mapping[str, float]] = {
     GAUSSIAN: {SUMS: 0.0025, "int8": 0.010, "int4": 0.155},
@@ -71,6 +73,24 @@ def exchanged(contributions: Sequence[Tensors], encoding: Encoding) -> Tensors:
     results = [torch.empty_like(one) for one in contributions[0]]
     SimulatedExchange(results, encoding, len(contributions)).mean(contributions, results, 1.0)
     return results
+
+
+def in_fp8(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Tensors:
+    """What comes back of blocks of fp8, whose scale makes a block's largest value the largest of fp8."""
+    found = []
+    for one in tensors:
+        blocks = torch.nn.functional.pad(one, (0, -one.numel() % INT8.block_numel)).view(-1, INT8.block_numel)
+        scale = (blocks.abs().amax(1, keepdim=True) / torch.finfo(dtype).max).clamp_min(torch.finfo().tiny)
+        found.append((blocks / scale).to(dtype).float().mul_(scale).view(-1)[: one.numel()])
+    return found
+
+
+def exchanged_in_fp8(contributions: Sequence[Tensors], dtype: torch.dtype) -> Tensors:
+    """The sum in fp32 of contributions in fp8, and from three on of that once more, as of those that are encoded."""
+    sums = in_fp8(contributions[0], dtype)
+    for one in contributions[1:]:
+        torch._foreach_add_(sums, in_fp8(one, dtype))
+    return sums if len(contributions) <= 2 else in_fp8(sums, dtype)
 
 
 def relative_error(sums: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
@@ -112,6 +132,7 @@ class Sums:
             # Two ranks' 16-bit elements are all-reduced, which rounds as often.
             found[SUMS] = accumulated(self.flat) if self.ranks > 2 else self.ring
             found |= {name: exchanged(self.flat, encoding) for name, encoding in ENCODINGS.items()}
+            found |= {name: exchanged_in_fp8(self.flat, dtype) for name, dtype in FP8.items()}
         if self.ranks > NODE:
             found |= {name + IN_NODES: exchanged(self.nodes, encoding) for name, encoding in ENCODINGS.items()}
         return {name: relative_error(sums, self.exact) for name, sums in found.items()}

@@ -12,6 +12,7 @@ BOTH, BF16 = "encode + decode", "pack + unpack, bf16"  # of bench_encoded.py
 # Of bench_errors.py.
 RING, SUMS, NODES = "bf16, ring", "bf16, fp32 sums", ", nodes of 8"
 FLAT_RANKS, NODE_RANKS = (2, 64), (16, 1024)
+FP8 = ("fp8 e4m3", "fp8 e5m2")
 COLOURS = {RING: "#b0b0b0", SUMS: "#2060a0", "int8": "#2e8b57", "int4": "#c06020"}
 SHOWN_RANKS = (2, 8, 64, 256, 1024)
 GPU_RANKS = 8
@@ -23,12 +24,12 @@ def errors(record: Record) -> Lines:
     lines = [
         [
             f"{row['case']}, {way}",
-            *(_largest(row, wire if wire == RING else wire + suffix, ranks) for wire in COLOURS),
+            *(_largest(row, wire if wire == RING else wire + suffix, ranks) for wire in (*COLOURS, *FP8)),
         ]
         for row in record["rows"]
         for way, suffix, ranks in ways
     ]
-    return table(["largest error of the mean", *COLOURS], lines)
+    return table(["largest error of the mean", *COLOURS, *FP8], lines)
 
 
 def _largest(row: Row, name: str, ranks: tuple[int, int]) -> str:

@@ -88,6 +88,23 @@ def test_sixteen_bits_are_rounded_once_each_and_their_sum_once() -> None:
     assert torch.equal(found, in_order.bfloat16())
 
 
+@pytest.mark.parametrize("dtype", bench_errors.FP8.values(), ids=bench_errors.FP8)
+def test_fp8_takes_the_nearest_number_that_it_has_times_the_scale_of_the_block(dtype: torch.dtype) -> None:
+    values = torch.cat([torch.zeros(256), *_values(2, 300)])
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    numbers = numbers[numbers.isfinite()]
+    (found,) = bench_errors.in_fp8([values], dtype)
+    for block, decoded in zip(values.split(256), found.split(256), strict=True):
+        scale = block.abs().max().double() / numbers.max()
+        least = (block.double()[:, None] - numbers * scale).abs().min(1).values
+        assert ((block.double() - decoded).abs() <= least + 1e-6 * scale * numbers.max()).all()
+    sums = bench_errors.exchanged_in_fp8([[values], [values]], dtype)
+    assert torch.equal(sums[0], found + found)
+    assert torch.equal(
+        bench_errors.exchanged_in_fp8([[values]] * 3, dtype)[0], bench_errors.in_fp8([found + found + found], dtype)[0]
+    )
+
+
 @pytest.mark.usefixtures("path")
 def test_errors_at_two_levels_and_of_one_sign_are_within_their_bounds() -> None:
     """Of 16 and 64 ranks; flat ones have tests of their own, and perf/bench_errors.py goes to 1,024."""
