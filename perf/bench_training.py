@@ -44,7 +44,7 @@ Cell = dict[str, Any]  # part, task, optimizer, seed, variant, ranks, steps; and
 
 
 def cells(asked: argparse.Namespace) -> list[Cell]:
-    """All that is to be run, one seed after the other."""
+    """All that is to be run, one seed of a task after the other."""
     return [
         {
             "part": part,
@@ -56,8 +56,8 @@ def cells(asked: argparse.Namespace) -> list[Cell]:
             "steps": QUICK_STEPS if asked.quick else TASKS[task].steps,
         }
         for part in asked.parts
-        for seed in range(asked.seeds)
         for task in asked.tasks
+        for seed in range(asked.seeds or TASKS[task].seeds)
         for optimizer in training_runs.OPTIMIZERS
         for variant in PARTS[part][0]
         if not asked.variants or any(text in variant for text in (*asked.variants, "native"))
@@ -167,14 +167,14 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
     parser.add_argument("--variants", nargs="+", metavar="TEXT", help="those whose name holds it, beside native")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, help="of every task (default: 10 of digits, 5 of the others)")
     parser.add_argument("--cells", type=Path, help="JSON lines: what is there is not run again")
     parser.add_argument("--quick", action="store_true", help="a few steps and two seeds: does everything run?")
     parser.add_record()
     asked = parser.parse_args()
     asked.rehearse |= asked.quick
     asked.seeds = 2 if asked.quick else asked.seeds
-    if asked.seeds < 2 or asked.ranks < 2:
+    if (asked.seeds or 2) < 2 or asked.ranks < 2:
         raise BenchError("a spread takes 2 seeds at least, and an exchange 2 ranks")
     if asked.ranks != 2 and SIMULATED in asked.parts:
         raise BenchError("what is simulated has 2 ranks: --parts exchanged")
@@ -189,8 +189,7 @@ def main() -> int:
     assert not missing, missing[0]
     made = rows(found)
     what = "training" if asked.ranks == 2 else f"training-{asked.ranks}-ranks"
-    settings = {"ranks": asked.ranks, "seeds": asked.seeds}
-    return report_tables.publish(asked, what, "cpu", rows=made, demands=demands(made), **settings)
+    return report_tables.publish(asked, what, "cpu", rows=made, demands=demands(made), ranks=asked.ranks)
 
 
 if __name__ == "__main__":
