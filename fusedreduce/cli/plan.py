@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,33 +15,45 @@ from fusedreduce.config import CAP_POLICIES, ENCODED_WIRES, WIRES, CapPolicy, Wi
 from fusedreduce.errors import TraceError
 from fusedreduce.planning import plan_file
 from fusedreduce.planning.bucketing import MIB, BucketCaps
-from fusedreduce.planning.cost_model import FREE, FS_PER_BYTE_AT_1_GBIT_S, FS_PER_NS, Costs, Linear
+from fusedreduce.planning.cost_model import FS_PER_BYTE_AT_1_GBIT_S, FS_PER_NS, Costs, Linear
 from fusedreduce.planning.plan import Plan, ready_plan, static_plan
 from fusedreduce.planning.planner import best_plan
 from fusedreduce.planning.simulation.clusters import Case
 from fusedreduce.planning.timeline import Problem, ready_order, timeline
 from fusedreduce.planning.torch_caps import TorchCaps, nearest
 from fusedreduce.trace.files import replace_text
-from fusedreduce.trace.problem import kinds, known_costs, problem, ready_times_ns, shares
+from fusedreduce.trace.problem import (
+    bucket_bytes,
+    exchanges_shards,
+    kinds,
+    known_copies,
+    known_costs,
+    problem,
+    ready_times_ns,
+    shares,
+)
 from fusedreduce.trace.problem import on_wire as trace_on_wire
 from fusedreduce.trace.reader import RankTrace, read
 from fusedreduce.trace.report import start_ns
 
-from . import simulate
+from . import simulate, wire_costs
 from .arguments import bucket_caps, writable
 from .columns import columns
 from .trace import beside, milliseconds
+from .wire_costs import KernelTable
 
 PLAN_FILE = "plan.json"
 _NOTES = """\
 In the model, ms since backward began: when the last collective ends, when the last gradient is reduced, and by how much
 that is later than the end of backward, packing included. recorded: the plan of the last recorded step."""
 _NOTES_ON_WIRES = """\
-In the model, ms since backward began, by each wire's plan of policy planned: when the last collective ends, when the
-last gradient is reduced, and by how much that is later than the end of backward, packing included. A collective costs
-what an all-reduce of as many bytes does; at int8 and int4 on three and more ranks, two latencies, though the second
-phase may begin late. Packing a gradient costs what it did in the recorded run: that int8 and int4 take longer to encode
-and decode, and the padding of their buckets, is not in the model."""
+In the model, ms since backward began, by each wire's plan of the policy with which it ends first: what packing and
+unpacking take in all; when the last collective ends; when the last gradient is reduced, which is what to compare; and
+by how much that is later than the end of backward, packing included. Bytes include what buckets are padded by at int8
+and int4. A collective costs what an all-reduce of as many bytes does; at int8 and int4 on three and more ranks, two
+latencies, though the second phase may begin late; adding up the shards counts as unpacking, or, if the recorded run
+exchanged shards, in its link. Copies are those of the recorded run, times the ratio of what the wires' kernels take,
+"""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -88,8 +102,14 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     asked = problem(traces, costs, caps.planned_limit_bytes, share=share)
     _check_times(parser, asked)
     if arguments.wires:
+        kernels = wire_costs.kernel_table(traces[0], costs)
+        # Fitted to a run that exchanged shards, the link is that of both phases, and of combining between them.
+        fitted = arguments.costs is None and exchanges_shards(traces[0])
+        if fitted:
+            costs = dataclasses.replace(costs, wire=dataclasses.replace(costs.wire, fixed_ns=costs.wire.fixed_ns // 2))
         print(f"fusedreduce plan: {_facts(traces, asked)}; {_link(costs.wire)}\n")
-        print(f"{_table_of_wires(traces, costs, caps)}\n\n{_NOTES_ON_WIRES}")
+        print(_table_of_wires(traces, costs, caps, kernels, combined=not fitted), end="\n\n")
+        print(textwrap.fill(_NOTES_ON_WIRES + kernels.source, 120))
         return 0
     out = writable(parser, arguments.out or beside(arguments.folder))
     plans = policies(traces, asked, caps, share=share)
@@ -105,30 +125,40 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 
 def on_wire(
-    traces: Sequence[RankTrace], wire: Wire, costs: Costs, caps: BucketCaps
-) -> tuple[Sequence[RankTrace], Problem]:
+    traces: Sequence[RankTrace],
+    wire: Wire,
+    costs: Costs,
+    caps: BucketCaps,
+    kernels: KernelTable,
+    *,
+    combined: bool = True,
+) -> tuple[Plan, Problem]:
     """The recorded run on another wire.
 
     Args:
         traces: of all ranks.
         wire: the wire.
-        costs: of the recorded run.
+        costs: of the recorded run, whose link is that of one collective.
         caps: limits of the buckets.
+        kernels: what those of each wire take.
+        combined: unpacking includes that this rank adds up its shards; False: the link does.
 
     Returns:
-        Its traces, and the planner's problem.
+        Its plan, and the planner's problem, with the padding of that plan's buckets.
     """
     sent = [trace_on_wire(trace, wire) for trace in traces]
-    before, after = (sum(one.wire_bytes for one in trace.parameters) for trace in (traces[0], sent[0]))
-
-    def as_recorded(copies: Linear) -> Linear:
-        return Linear(fixed_ns=copies.fixed_ns, fs_per_byte=round(copies.fs_per_byte * before / max(after, 1)))
-
-    link = costs.wire
-    if wire in ENCODED_WIRES and traces[0].ranks > 2:
-        link = Linear(fixed_ns=2 * link.fixed_ns, fs_per_byte=link.fs_per_byte)
-    other = Costs(wire=link, pack=as_recorded(costs.pack), unpack=as_recorded(costs.unpack))
-    return sent, problem(sent, other, caps.planned_limit_bytes)
+    first = sent[0]
+    before, after = (
+        (sum(one.wire_bytes for one in trace.parameters), kernels.of(trace)) for trace in (traces[0], first)
+    )
+    other = wire_costs.on_other_wire(
+        costs, before, after, phases=2 if exchanges_shards(first) else 1, combined=combined
+    )
+    asked = problem(sent, other, caps.planned_limit_bytes)
+    plans = policies(sent, asked, caps, share=shares(first))
+    rows = [(plan, _padded(plan, first, asked)) for plan in (plans.pop("planned"), *plans.values())]
+    # The planner knows no padding, by which among many ranks a small bucket is as large as a large one.
+    return min(rows, key=lambda row: timeline(*row).finish)
 
 
 def policies(traces: Sequence[RankTrace], asked: Problem, caps: BucketCaps, *, share: bool) -> dict[str, Plan]:
@@ -164,8 +194,7 @@ def torch_caps(plan: Plan, asked: Problem) -> TorchCaps:
 
 def _simulate(parser: argparse.ArgumentParser, arguments: argparse.Namespace, traces: Sequence[RankTrace]) -> int:
     """Simulates the recorded run on clusters, with their links and its own costs of packing and unpacking."""
-    known = known_costs(traces)
-    costs = Costs(wire=FREE, pack=known.pack, unpack=known.unpack) if known else Costs(wire=FREE)
+    costs = known_copies(traces)
     caps = arguments.cap_mb or traces[0].caps
     asked = problem(traces, costs, caps.planned_limit_bytes)
     _check_times(parser, asked)
@@ -183,8 +212,8 @@ def _check_times(parser: argparse.ArgumentParser, asked: Problem) -> None:
 
 def _costs(parser: argparse.ArgumentParser, given: str | None, traces: Sequence[RankTrace]) -> Costs:
     """The costs given by --costs, else those of the trace."""
-    known = known_costs(traces)
     if given is None:
+        known = known_costs(traces)
         if known is None:
             parser.error(
                 "the link's costs cannot be fitted to the trace (its buckets have fewer than two sizes): pass --costs"
@@ -197,7 +226,7 @@ def _costs(parser: argparse.ArgumentParser, given: str | None, traces: Sequence[
     except ValueError:
         parser.error(f"argument --costs: must be two numbers, latency in us and Gbit/s, such as 20,100; got {given!r}")
     link = Linear.of_link(latency_us, gbit_per_s)
-    return Costs(wire=link, pack=known.pack if known else FREE, unpack=known.unpack if known else FREE)
+    return dataclasses.replace(known_copies(traces), wire=link)
 
 
 def _facts(traces: Sequence[RankTrace], asked: Problem) -> str:
@@ -223,23 +252,30 @@ def _table(plans: Mapping[str, Plan], asked: Problem) -> str:
     return columns(headings, rows)
 
 
-def _table_of_wires(traces: Sequence[RankTrace], costs: Costs, caps: BucketCaps) -> str:
+def _table_of_wires(
+    traces: Sequence[RankTrace], costs: Costs, caps: BucketCaps, kernels: KernelTable, *, combined: bool
+) -> str:
     rows = []
     for wire in (*WIRES, *ENCODED_WIRES):
-        sent, asked = on_wire(traces, wire, costs, caps)
-        plan = policies(sent, asked, caps, share=shares(sent[0]))["planned"]
-        found = timeline(plan, asked)
-        times = [found.last_done, found.finish, found.finish - found.backward_end]
-        rows.append(
-            [
-                wire,
-                f"{sum(asked.wire_bytes) / MIB:.2f}",
-                str(len(plan)),
-                *(milliseconds(time_fs / FS_PER_NS) for time_fs in times),
-            ]
+        plan, asked = on_wire(traces, wire, costs, caps, kernels, combined=combined)
+        found, sent = timeline(plan, asked), sum(asked.wire_bytes)
+        copies = sum(
+            len(plan) * one.fixed_ns * FS_PER_NS + one.fs_per_byte * sent
+            for one in (asked.costs.pack, asked.costs.unpack)
         )
-    headings = [("", "wire"), ("on the wire", "MiB"), ("", "buckets")]
+        times = [copies, found.last_done, found.finish, found.finish - found.backward_end]
+        shown = (milliseconds(time_fs / FS_PER_NS) for time_fs in times)
+        rows.append([wire, f"{sent / MIB:.2f}", str(len(plan)), *shown])
+    headings = [("", "wire"), ("on the wire", "MiB"), ("", "buckets"), ("copies", "ms")]
     return columns([*headings, ("last collective", "ms"), ("finish", "ms"), ("exposed", "ms")], rows)
+
+
+def _padded(plan: Plan, trace: RankTrace, asked: Problem) -> Problem:
+    """`asked`, in which the first member of a bucket has its padding too."""
+    sizes = list(asked.wire_bytes)
+    for members in plan:
+        sizes[members[0]] += bucket_bytes(trace, members) - sum(asked.wire_bytes[number] for number in members)
+    return dataclasses.replace(asked, wire_bytes=tuple(sizes))
 
 
 def _for_torch(found: TorchCaps, plan: Plan, asked: Problem) -> str:

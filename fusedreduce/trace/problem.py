@@ -7,7 +7,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from ..config import ENCODED_WIRES, Wire
-from ..planning.cost_model import Costs, fit, fit_copy
+from ..kernels.encodings import ENCODINGS, EncodedLayout
+from ..planning.cost_model import FREE, Costs, fit, fit_copy
+from ..planning.layout import block_layout
 from ..planning.link_timing import busy_periods, collective_times, last_to_issue
 from ..planning.plan import ParameterKind
 from ..planning.timeline import MISSING_NS, Problem
@@ -66,6 +68,26 @@ def _sent(one: Parameter, wire: Wire) -> Parameter:
     return dataclasses.replace(one, wire="native", wire_bytes=0 if one.alone else one.size_bytes)
 
 
+def exchanges_shards(trace: RankTrace) -> bool:
+    """Whether most elements of the run travel in two collectives per bucket: shards, and then their sums."""
+    accumulated: tuple[Wire, ...] = ("bf16", "fp16") if trace.config.get("accumulation") == "fp32" else ()
+    numel = sum(one.numel for one in trace.parameters if one.wire in (*ENCODED_WIRES, *accumulated))
+    return trace.ranks > 2 and 2 * numel > sum(one.numel for one in trace.parameters)
+
+
+def bucket_bytes(trace: RankTrace, numbers: Sequence[int]) -> int:
+    """Bytes that a bucket of the parameters `numbers` has on the wire, with what encoded ones are padded by."""
+    members = [trace.parameters[number] for number in numbers]
+    found = sum(one.wire_bytes for one in members if one.wire not in ENCODINGS)
+    shards = 1 if trace.ranks <= 2 else trace.ranks
+    for wire, encoding in ENCODINGS.items():
+        numels = [one.numel for one in members if one.wire == wire]
+        align = encoding.shard_align
+        layout = block_layout(numels, block_numel=encoding.block_numel, shard_align=align, shards=shards)
+        found += EncodedLayout.of(encoding, layout.numel, shards).nbytes
+    return found
+
+
 def shares(trace: RankTrace) -> bool:
     """Whether the recorded run could have buckets of mixed dtypes: not under torch's DDP, nor with the native wire."""
     return trace.source != "hook" and any(one.wire != "native" for one in trace.parameters)
@@ -95,6 +117,27 @@ def ready_times_ns(trace: RankTrace) -> list[int]:
 
 def measured_costs(traces: Sequence[RankTrace]) -> Costs | None:
     """Fits the costs of the recorded buckets; None if they have fewer than two sizes, so that there is no line."""
+    wire, pack, unpack = _samples(traces)
+    link = fit(wire)
+    return None if link is None else Costs(wire=link, pack=fit_copy(pack), unpack=fit_copy(unpack))
+
+
+def known_costs(traces: Sequence[RankTrace]) -> Costs | None:
+    """The costs that ranks had agreed on, else those fitted to the recorded buckets; None: neither."""
+    return next((trace.costs for trace in traces if trace.costs is not None), None) or measured_costs(traces)
+
+
+def known_copies(traces: Sequence[RankTrace]) -> Costs:
+    """`known_costs` of packing and unpacking, which buckets of one size tell too; the link costs nothing."""
+    known = known_costs(traces)
+    if known is not None:
+        return Costs(wire=FREE, pack=known.pack, unpack=known.unpack)
+    _, pack, unpack = _samples(traces)
+    return Costs(wire=FREE, pack=fit_copy(pack), unpack=fit_copy(unpack))
+
+
+def _samples(traces: Sequence[RankTrace]) -> tuple[list[tuple[int, int]], ...]:
+    """(bytes, ns) of collectives, of packing and of unpacking."""
     wire: list[tuple[int, int]] = []
     pack: list[tuple[int, int]] = []
     unpack: list[tuple[int, int]] = []
@@ -109,13 +152,7 @@ def measured_costs(traces: Sequence[RankTrace]) -> Costs | None:
             if size is not None:
                 pack += [(size, one.launch_ns - one.pack_ns) for one in bucket]
                 unpack += [(size, max(one.end_ns - one.unpack_ns, 0)) for one in bucket]
-    link = fit(wire)
-    return None if link is None else Costs(wire=link, pack=fit_copy(pack), unpack=fit_copy(unpack))
-
-
-def known_costs(traces: Sequence[RankTrace]) -> Costs | None:
-    """The costs that ranks had agreed on, else those fitted to the recorded buckets; None: neither."""
-    return next((trace.costs for trace in traces if trace.costs is not None), None) or measured_costs(traces)
+    return wire, pack, unpack
 
 
 def _buckets_ready_ns(marks: StepMarks) -> Iterator[int]:
@@ -149,6 +186,5 @@ def _complete_buckets(
 def _bucket_bytes(trace: RankTrace, plan: int) -> list[int | None]:
     """Wire bytes per bucket; None for a sparse gradient's, whose cost says nothing about others."""
     return [
-        None if trace.parameters[numbers[0]].alone else sum(trace.parameters[number].wire_bytes for number in numbers)
-        for numbers in trace.plans[plan]
+        None if trace.parameters[numbers[0]].alone else bucket_bytes(trace, numbers) for numbers in trace.plans[plan]
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +14,16 @@ import pytest
 from cli.test_cli_trace import refused
 from support.traces import COSTS, FakeRun, edit
 
-from fusedreduce.cli import main, simulate
+from fusedreduce.cli import main, simulate, wire_costs
 from fusedreduce.cli import plan as command
+from fusedreduce.cli.wire_costs import Kernels, KernelTable
 from fusedreduce.config import ENCODED_WIRES, WIRES
 from fusedreduce.planning import plan_file
 from fusedreduce.planning.bucketing import MIB, BucketCaps, assign_by_size
 from fusedreduce.planning.cost_model import Costs, Linear
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.timeline import MISSING_NS, ready_order, timeline
-from fusedreduce.trace.problem import problem
+from fusedreduce.trace.problem import known_copies, problem
 from fusedreduce.trace.reader import read
 from fusedreduce.trace.recorder import group_text
 
@@ -208,6 +210,20 @@ def test_a_link_that_does_not_fit_has_to_be_given(tmp_path: Path, capsys: pytest
     assert main(["plan", str(tmp_path), "--costs", "20,10"]) == 0
 
 
+def wires_of(out: str) -> dict[str, list[float]]:
+    """The table of wires: MiB, buckets, copies, last collective, finish, exposed."""
+    cells = [line.split() for line in out.splitlines()]
+    return {row[0]: [float(cell) for cell in row[1:]] for row in cells if row and row[0] in (*WIRES, *ENCODED_WIRES)}
+
+
+@pytest.fixture
+def equal_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every wire's kernels take the same."""
+    table = KernelTable({wire: Kernels(1.0, 1.0) for wire in (*WIRES, *ENCODED_WIRES)}, "given by the test")
+    monkeypatch.setattr(wire_costs, "kernel_table", lambda trace, costs: table)
+
+
+@pytest.mark.usefixtures("equal_kernels")
 def test_wires_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a run at bf16 whose link decides: fewer bytes, an earlier end; the row of its own wire is that of the plan."""
     assert main(["plan", str(folder), "--costs", "20,0.1"]) == 0
@@ -216,23 +232,90 @@ def test_wires_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["plan", str(folder), "--wires", "--costs", "20,0.1"]) == 0
     out = capsys.readouterr().out
     assert "2 ranks, cpu, wrapper; 24 parameters" in out and "all-reduce 20.0 us and 0.10 Gbit/s" in out
-    cells = [line.split() for line in out.splitlines()]
-    names: tuple[str, ...] = (*WIRES, *ENCODED_WIRES)
-    rows = {row[0]: [float(cell) for cell in row[1:]] for row in cells if row and row[0] in names}
-    assert tuple(rows) == names
-    assert rows["bf16"][1:] == rows["fp16"][1:] == recorded
+    assert out.endswith("given by the test\n")
+    rows = wires_of(out)
+    assert tuple(rows) == (*WIRES, *ENCODED_WIRES)
+    for wire in ("bf16", "fp16"):
+        assert [rows[wire][1], *rows[wire][3:]] == recorded
     for larger, smaller in (("native", "bf16"), ("bf16", "int8"), ("int8", "int4")):
-        assert all(rows[larger][column] > rows[smaller][column] for column in (0, 2, 3, 4)), (larger, smaller)
-    numels = RUN.numels
-    assert rows["native"][0] == round(4 * sum(numels) / MIB, 2)
-    assert rows["int4"][0] == round(sum(-(-numel // 64) * 34 for numel in numels) / MIB, 2)
-    # Packing costs what it did: on a link without a cost only the copies are left, and as many in every row.
+        assert all(rows[larger][column] > rows[smaller][column] for column in (0, 3, 4, 5)), (larger, smaller)
+    assert rows["native"][0] == round(4 * sum(RUN.numels) / MIB, 2)
+    # Copies take what they did: on a link without a cost only they are left, and as many in every row.
     assert main(["plan", str(folder), "--wires", "--costs", "0,1000000", "--cap-mb", "0.01"]) == 0
-    out = capsys.readouterr().out
-    ends = {line.split()[4] for line in out.splitlines() if line.split()[:1] and line.split()[0] in WIRES}
-    assert len(ends) == 1 and not (folder / "plan.json").exists()
+    rows = wires_of(capsys.readouterr().out)
+    assert len({rows[wire][4] for wire in WIRES}) == 1 and not (folder / "plan.json").exists()
     refused(["plan", str(folder), "--wires", "--simulate"], "--wires and --simulate exclude each other", capsys)
     refused(["plan", "--wires"], "required: FOLDER", capsys)
+
+
+def test_copies_and_padding_decide_on_a_fast_link(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Encoding takes 3 times as long as the cast to bf16, decoding twice; one parameter a bucket."""
+    kernels = {wire: Kernels(1.0, 1.0) for wire in WIRES} | {wire: Kernels(3.0, 2.0) for wire in ENCODED_WIRES}
+    monkeypatch.setattr(wire_costs, "kernel_table", lambda trace, costs: KernelTable(kernels, ""))
+    assert main(["plan", str(folder), "--wires", "--costs", "0,1000000", "--cap-mb", "0.01"]) == 0
+    rows = wires_of(capsys.readouterr().out)
+    assert all(rows[wire][1] == LAYERS for wire in rows)
+    # 18 parameters of 4,000 elements are 16 blocks of 256 each, 6 of 20,000 are 79, padded to 80, in 260 bytes.
+    assert rows["int8"][0] == round((18 * 16 + 6 * 80) * 260 / MIB, 2)
+    # And 63 blocks of 64, padded to 64, and 313, padded to 320, in 34 bytes.
+    assert rows["int4"][0] == round((18 * 64 + 6 * 320) * 34 / MIB, 2)
+    # 1 us a bucket to pack, and 0.2 ns per element at bf16 both to pack and to unpack.
+    assert rows["bf16"][2] == round(1e-6 * (24_000 + 2 * 0.2 * 192_000), 3)
+    encoded_ns = (3 + 2) * 0.2 * 192_000 * (18 * 16 + 6 * 80) / (18 * 16 + 6 * 79)
+    assert rows["int8"][2] == round(1e-6 * (24_000 + encoded_ns), 3)
+    assert rows["int8"][4] > rows["bf16"][4], "copies outweigh what such a link saves"
+
+
+@pytest.mark.usefixtures("equal_kernels")
+def test_padding_grows_with_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Among 200 ranks a bucket has a multiple of 200 x 1,024 elements: all 192,000 in one, where bf16 has several."""
+    dataclasses.replace(RUN, ranks=200, lag=0.0, steps=1).write(tmp_path)
+    assert main(["plan", str(tmp_path), "--wires", "--costs", "0,1"]) == 0
+    rows = wires_of(capsys.readouterr().out)
+    assert rows["int8"][:2] == [round(800 * 260 / MIB, 2), 1] and rows["bf16"][1] > 1
+
+
+@pytest.mark.usefixtures("equal_kernels")
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_two_phases_have_two_latencies(wire: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of three ranks, with 2 us measured: a collective's at bf16; of both phases where the run had sent int8."""
+    blocks = [-(-numel // 256) for numel in RUN.numels]
+    run = dataclasses.replace(RUN, ranks=3)
+    run.write(tmp_path)
+
+    def as_int8(found: dict[str, Any]) -> None:
+        for parameter, count in zip(found["parameters"], blocks, strict=True):
+            parameter.update(wire="int8", wire_bytes=260 * count)
+
+    for rank in range(3 if wire == "int8" else 0):
+        edit(tmp_path, as_int8, rank)
+    assert main(["plan", str(tmp_path), "--wires"]) == 0
+    assert ("all-reduce 1.0 us" if wire == "int8" else "all-reduce 2.0 us") in capsys.readouterr().out
+    traces = read(tmp_path)
+    kernels = KernelTable({one: Kernels(1.0, 1.0) for one in (*WIRES, *ENCODED_WIRES)}, "")
+    found = {one: command.on_wire(traces, one, COSTS, traces[0].caps, kernels)[1].costs for one in (*WIRES, "int8")}
+    assert [costs.wire.fixed_ns for costs in found.values()] == [2_000, 2_000, 2_000, 4_000]
+
+
+def test_kernels_are_measured_end_to_end(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(folder), "--wires", "--costs", "0,1000000", "--cap-mb", "0.01"]) == 0
+    out = capsys.readouterr().out
+    rows = wires_of(out)
+    assert min(rows["int8"][2], rows["int4"][2]) > rows["bf16"][2] > 0
+    assert "measured here on one thread, in ns per float32 element: native" in out.replace("\n", " ")
+
+
+def test_buckets_of_one_size_tell_what_copies_cost(tmp_path: Path) -> None:
+    """No line fits their link, which --costs gives then; their copies took 1.8 us to pack, and 1 us to unpack."""
+    FakeRun(plan=((3, 2, 1, 0),), costs=None).write(tmp_path)
+    copies = known_copies(read(tmp_path))
+    assert copies == Costs(
+        wire=Linear(fixed_ns=0, fs_per_byte=0),
+        pack=Linear(fixed_ns=0, fs_per_byte=200_000),
+        unpack=Linear(fixed_ns=0, fs_per_byte=100_000),
+    )
 
 
 def test_a_simulation_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:

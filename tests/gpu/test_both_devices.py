@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import triton
-from cli import test_demo, test_doctor
+from cli import test_demo, test_doctor, test_wire_costs
 from gpu import (
     test_gpu,
     test_gpu_data_parallel,
@@ -33,6 +33,7 @@ from support.ranks import group_of_one
 from torch.autograd.graph import Node
 
 from fusedreduce.buckets.streams import Streams
+from fusedreduce.cli import wire_costs
 from fusedreduce.cli.variants import variants
 from fusedreduce.comm.local import operations
 from fusedreduce.comm.local.strategies import Ring
@@ -310,6 +311,11 @@ PLANTED = {
     "doctor: one wrong bit": Planted(
         test_doctor.test_the_kernels_leave_the_right_bits,
         replaced(dispatch, "unpack", test_doctor.flip(dispatch.unpack, 0)),
+    ),
+    "plan: nothing is unpacked": Planted(
+        test_wire_costs.test_gradients_of_every_dtype_are_measured,
+        replaced(wire_costs, "_stages", lambda *_, **__: {("bf16", "pack"): lambda: None}),
+        {"dtype": torch.float16},
     ),
     "server: one rank less": Planted(test_sync_server.test_eight_devices_on_one, ONE_RANK_LESS),
 }

@@ -20,12 +20,25 @@ from support.traces import COSTS, EPOCH_NS, FakeRun, check_chrome, edit
 from torch.profiler import profile
 
 from fusedreduce import ReduceConfig, Reducer
+from fusedreduce.buckets.exchanged import EncodedBucket
+from fusedreduce.buckets.phases import Phases
+from fusedreduce.config import Wire
 from fusedreduce.errors import TraceError
+from fusedreduce.kernels.encodings import ENCODINGS
 from fusedreduce.planning.bucketing import BucketCaps
 from fusedreduce.planning.plan import Plan
 from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.trace.chrome import chrome_trace, slices
-from fusedreduce.trace.problem import kinds, measured_costs, problem, ready_times_ns, shares
+from fusedreduce.trace.problem import (
+    bucket_bytes,
+    exchanges_shards,
+    kinds,
+    measured_costs,
+    on_wire,
+    problem,
+    ready_times_ns,
+    shares,
+)
 from fusedreduce.trace.reader import RankTrace, read
 from fusedreduce.trace.recorder import MARKS, BucketMarks, Recorder, StepMarks, group_text, stall_ns
 from fusedreduce.trace.report import Figures, figures, finish_ns, merge
@@ -500,6 +513,44 @@ class TestProblem:
     def test_one_size_says_nothing_of_the_link(self, tmp_path: Path) -> None:
         FakeRun(plan=((3, 2, 1, 0),)).write(tmp_path)
         assert measured_costs(read(tmp_path)) is None
+
+    @pytest.mark.parametrize("wire", ["int8", "int4"])
+    @pytest.mark.parametrize("ranks", [1, 2, 3, 64])
+    def test_encoded_buckets_count_with_their_padding(self, wire: Wire, ranks: int, tmp_path: Path) -> None:
+        """As the bucket itself says. In the hook's buckets others may lie beside."""
+        FakeRun(ranks=ranks, steps=0).write(tmp_path)
+        trace = on_wire(read(tmp_path)[0], wire)
+        numels, cpu = [one.numel for one in trace.parameters], torch.device("cpu")
+        shapes = [((numel,), (1,)) for numel in numels]
+        dtypes, phases = [torch.float32] * len(numels), Phases(Loopback(), cpu)
+        bucket = EncodedBucket(
+            numels, dtypes, ENCODINGS[wire], cpu, "bucket 0", shapes, ranks=ranks, phases=phases, lazy=False
+        )
+        assert bucket_bytes(trace, range(4)) == bucket.wire_bytes
+        beside = dataclasses.replace(trace.parameters[0], wire="native", wire_bytes=4_000)
+        mixed = dataclasses.replace(trace, parameters=(*trace.parameters, beside))
+        assert bucket_bytes(mixed, range(5)) == bucket.wire_bytes + 4_000
+
+    def test_costs_are_fitted_to_bytes_with_padding(self, tmp_path: Path) -> None:
+        """Of 64 ranks each of these buckets has 65,536 elements: they are of one size."""
+        FakeRun(ranks=64, lag=0.0, steps=1).write(tmp_path)
+        traces = read(tmp_path)
+        assert measured_costs(traces) is not None
+        assert measured_costs([on_wire(trace, "int8") for trace in traces]) is None
+
+    def test_shards_are_exchanged_where_most_elements_are_encoded(self, tmp_path: Path) -> None:
+        FakeRun(ranks=3, steps=0).write(tmp_path)
+        trace = read(tmp_path)[0]
+        assert [exchanges_shards(on_wire(trace, wire)) for wire in ("native", "bf16", "int8", "int4")] == [0, 0, 1, 1]
+        assert not exchanges_shards(dataclasses.replace(on_wire(trace, "int8"), ranks=2))
+        summed = dataclasses.replace(trace, config={**trace.config, "accumulation": "fp32"})
+        assert [exchanges_shards(on_wire(summed, wire)) for wire in ("native", "bf16", "int8")] == [0, 1, 1]
+        for number, expected in ((1, True), (3, False)):  # 2,000 of 5,000 elements are native, and 3,500
+            parameters = [
+                dataclasses.replace(one, wire="native" if at in (1, number) else "int8")
+                for at, one in enumerate(trace.parameters)
+            ]
+            assert exchanges_shards(dataclasses.replace(trace, parameters=tuple(parameters))) == expected
 
     def test_sparse_buckets_say_nothing_either(self, tmp_path: Path) -> None:
         FakeRun(plan=((3, 2), (1,), (0,)), ranks=1).write(tmp_path)

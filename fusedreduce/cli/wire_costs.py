@@ -1,0 +1,293 @@
+"""What copies cost on other wires than that of a recorded run, for `fusedreduce plan --wires`.
+
+The recorded costs of packing and unpacking are multiplied by what a wire's kernels take per element, divided by what
+those of the recorded wire take. That ratio is measured here, on the device type of the trace; where there is none, it
+is that of the bytes of memory that the kernels read and write. The costs per bucket (Python, a launch) stay as
+recorded.
+
+Example, fp32 gradients recorded at bf16, where packing took 0.1 ns per byte: 0.2 ns per element. If encoding to int8
+takes 3 times as long as the cast, that is 0.6 ns per element, and 0.59 ns for each of its 1.016 bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from fusedreduce.config import ENCODED_WIRES, WIRES, Wire, wire_dtype
+from fusedreduce.kernels import cpu, cpu_encoded, dispatch, encoded
+from fusedreduce.kernels.encoded_table import EncodedTable
+from fusedreduce.kernels.encodings import ENCODINGS
+from fusedreduce.kernels.table import ChunkTable, PointerTable
+from fusedreduce.planning.cost_model import Costs, Linear
+from fusedreduce.planning.layout import aligned_layout, block_layout
+from fusedreduce.trace.reader import RankTrace
+
+from .doctor_machine import seconds
+
+# So many that caches do not decide, as gradients of a whole model are in none, nor launches on a GPU.
+_NUMELS = {"cpu": 2**22, "cuda": 2**25}
+_CALLS = {"cpu": 1, "cuda": 8}
+_ROUNDS = 11
+_LEAST_NUMEL = 1024
+# Combining takes 1 + 1/W of what it does per contribution: more shards would change that by less than noise.
+_MOST_SHARDS = 8
+_DTYPES = {str(one).removeprefix("torch."): one for one in (torch.float64, torch.bfloat16, torch.float16)}
+_Call: TypeAlias = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What the kernels of one wire take per element of a gradient: ns, or bytes of memory.
+
+    Args:
+        pack: to pack, or to encode.
+        unpack: to unpack, or to decode as many contributions as every rank gets.
+        combine: on three and more ranks, to add up the contributions to this rank's shard, per element of the bucket.
+    """
+
+    pack: float
+    unpack: float
+    combine: float = 0.0
+
+
+_STAGES = tuple(field.name for field in dataclasses.fields(Kernels))
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """The kernels of every wire.
+
+    Args:
+        by_wire: what they take.
+        source: where that is from, as the end of a sentence.
+    """
+
+    by_wire: Mapping[Wire, Kernels]
+    source: str
+
+    def of(self, trace: RankTrace) -> Kernels:
+        """What an average element of the run takes; parameters may have different wires."""
+        rows = [(one.numel, self.by_wire[one.wire]) for one in trace.parameters if not one.alone]
+        rows = rows or [(1, self.by_wire["native"])]
+        numel = max(sum(count for count, _ in rows), 1)
+        return Kernels(*(sum(count * getattr(one, name) for count, one in rows) / numel for name in _STAGES))
+
+
+def kernel_table(trace: RankTrace, costs: Costs) -> KernelTable:
+    """Measures the kernels of every wire, for gradients like those of a trace; else counts the bytes that they move.
+
+    Args:
+        trace: of one rank.
+        costs: of the recorded run.
+    """
+    dtype, in_place = _dtype(trace), _in_place(trace, costs)
+    if trace.device != "cpu" and not (trace.device == "cuda" and torch.cuda.is_available()):
+        return _counted(trace, dtype, in_place, f"there is no {trace.device} device here")
+    numel = _NUMELS[trace.device]
+    dense = [one.numel for one in trace.parameters if not one.alone] or [numel]
+    # DDP's buckets are flat.
+    mean = numel if trace.source == "hook" else min(max(sum(dense) // len(dense), _LEAST_NUMEL), numel)
+    device = torch.device(trace.device)
+    try:
+        found = measured(device, dtype, [mean] * (numel // mean), trace.ranks, in_place=in_place)
+    except (torch.OutOfMemoryError, dispatch.UnsupportedPairError) as error:
+        return _counted(trace, dtype, in_place, f"the kernels do not run here: {type(error).__name__}")
+    shown = ", ".join(f"{wire} {_sum(one):.3g}" for wire, one in found.items())
+    where = "one thread" if trace.device == "cpu" else torch.cuda.get_device_name(device)
+    return KernelTable(found, f"measured here on {where}, in ns per {_name(dtype)} element: {shown}.")
+
+
+def counted(dtype: torch.dtype, ranks: int, *, in_place: bool) -> dict[Wire, Kernels]:
+    """Bytes of memory that each wire's kernels read and write per element.
+
+    Args:
+        dtype: of the gradients.
+        ranks: how many exchange them.
+        in_place: native gradients are their own wire.
+    """
+    own = dtype.itemsize
+    found: dict[Wire, Kernels] = {}
+    for wire in WIRES:
+        cast = (wire_dtype(wire) or dtype).itemsize
+        found[wire] = Kernels(own + cast, 0 if in_place and wire == "native" else cast + own)
+    for wire, (block_numel, block_bytes) in ENCODED_WIRES.items():
+        sent = block_bytes / block_numel
+        if ranks <= 2:
+            found[wire] = Kernels(own + sent, ranks * sent + own)
+        else:
+            found[wire] = Kernels(own + sent, sent + own, sent + sent / ranks)
+    return found
+
+
+def measured(
+    device: torch.device,
+    dtype: torch.dtype,
+    numels: Sequence[int],
+    ranks: int,
+    *,
+    in_place: bool,
+    rounds: int = _ROUNDS,
+    timer: Callable[[torch.device, _Call], float] = seconds,
+) -> dict[Wire, Kernels]:
+    """Measures each wire's kernels on one bucket, in turns; on CPU on one thread, as torchrun starts ranks.
+
+    Args:
+        device: where.
+        dtype: of the gradients.
+        numels: of the gradients.
+        ranks: how many would exchange them.
+        in_place: native gradients are their own wire.
+        rounds: of which the lower quartile counts: what else the machine does makes some of them longer.
+        timer: gives the seconds that a call takes.
+
+    Returns:
+        What the kernels take, in ns per element.
+    """
+    calls = _CALLS[device.type]
+    with _alone(device):
+        stages = _stages(device, dtype, numels, ranks, in_place=in_place)
+        for stage in stages.values():
+            stage()  # compiles, and reads the gradients once
+        times: dict[tuple[Wire, str], list[float]] = {key: [] for key in stages}
+        for _ in range(rounds):
+            for key, stage in stages.items():
+                times[key].append(timer(device, functools.partial(_repeat, stage, calls)))
+    elements = sum(numels) * calls
+    found: dict[Wire, dict[str, float]] = {}
+    for (wire, name), taken in times.items():
+        found.setdefault(wire, {"unpack": 0.0})[name] = 1e9 * sorted(taken)[rounds // 4] / elements
+    return {wire: Kernels(**by_stage) for wire, by_stage in found.items()}
+
+
+def on_other_wire(
+    costs: Costs, before: tuple[int, Kernels], after: tuple[int, Kernels], *, phases: int, combined: bool
+) -> Costs:
+    """The costs of a run on another wire.
+
+    Args:
+        costs: of the recorded run, whose link is that of one phase.
+        before: bytes of the recorded run on its wire, and what its kernels take.
+        after: those of the other wire.
+        phases: how many collectives a bucket takes, each with a latency of its own.
+        combined: unpacking includes what combining takes; False: the link does.
+    """
+    (bytes_before, ours), (bytes_after, theirs) = before, after
+    share = bytes_before / max(bytes_after, 1)
+    pack_rate = costs.pack.fs_per_byte * theirs.pack / ours.pack
+    unpack = theirs.unpack + (theirs.combine if combined else 0.0)
+    if ours.unpack:
+        unpack_rate = costs.unpack.fs_per_byte * unpack / ours.unpack
+    else:  # in place, where nothing is unpacked: at the pace of packing
+        unpack_rate = costs.pack.fs_per_byte * unpack / ours.pack
+    return Costs(
+        wire=Linear(fixed_ns=phases * costs.wire.fixed_ns, fs_per_byte=costs.wire.fs_per_byte),
+        pack=Linear(fixed_ns=costs.pack.fixed_ns, fs_per_byte=round(pack_rate * share)),
+        unpack=Linear(fixed_ns=costs.unpack.fixed_ns, fs_per_byte=round(unpack_rate * share)),
+    )
+
+
+def _counted(trace: RankTrace, dtype: torch.dtype, in_place: bool, reason: str) -> KernelTable:
+    found = counted(dtype, trace.ranks, in_place=in_place)
+    shown = ", ".join(f"{wire} {_sum(one):.4g}" for wire, one in found.items())
+    return KernelTable(found, f"counted, as {reason}, in bytes of memory per {_name(dtype)} element: {shown}.")
+
+
+def _sum(one: Kernels) -> float:
+    return one.pack + one.unpack + one.combine
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(trace: RankTrace) -> torch.dtype:
+    """That of most elements; of others than the kernels take, fp32."""
+    elements: Counter[str] = Counter()
+    for one in trace.parameters:
+        elements[one.group.partition(" ")[0]] += one.numel
+    return _DTYPES.get(elements.most_common(1)[0][0], torch.float32)
+
+
+def _in_place(trace: RankTrace, costs: Costs) -> bool:
+    """Whether native gradients are their own wire: in the hook, and where unpacking them took nothing (views)."""
+    recorded_native = all(one.wire == "native" for one in trace.parameters)
+    return trace.source == "hook" or (recorded_native and not costs.unpack.fs_per_byte)
+
+
+@contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """On this device, or on one thread of the CPU."""
+    threads = torch.get_num_threads()
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _repeat(call: _Call, times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+def _stages(
+    device: torch.device, dtype: torch.dtype, numels: Sequence[int], ranks: int, *, in_place: bool
+) -> dict[tuple[Wire, str], _Call]:
+    """The calls of every wire's kernels on the same gradients."""
+    source, result = (
+        torch.randn(sum(numels), device=device).to(dtype),
+        torch.empty(sum(numels), dtype=dtype, device=device),
+    )
+    gradients, results = source.split(list(numels)), result.split(list(numels))
+    kinds, shapes = [dtype] * len(numels), [((numel,), (1,)) for numel in numels]
+    divisor = float(max(ranks, 2))  # by 1, packing in place would be nothing
+    one = torch.ones(1, dtype=torch.float64 if dtype is torch.float64 else torch.float32, device=device)
+    # Not by `dispatch` on CPU: in Triton's interpreter a kernel takes seconds, while the cast to bf16 is torch's.
+    plain: Any = cpu if device.type == "cpu" else dispatch
+    blocks: Any = cpu_encoded if device.type == "cpu" else encoded
+    found: dict[tuple[Wire, str], _Call] = {}
+    for wire in WIRES:
+        sent = wire_dtype(wire) or dtype
+        if in_place and wire == "native":
+            flat = torch.zeros(sum(numels), dtype=dtype, device=device)
+            whole = ChunkTable([len(flat)], [0], [dtype], len(flat), shapes=[((len(flat),), (1,))])
+            found[wire, "pack"] = functools.partial(
+                plain.pack, [flat], whole, PointerTable(), flat, divisor, vouched=True
+            )
+            continue
+        layout = aligned_layout(numels, wire_itemsize_bytes=sent.itemsize)
+        chunks = ChunkTable(layout.numels, layout.offsets, kinds, layout.numel, shapes=shapes)
+        buffer = torch.zeros(layout.numel, dtype=sent, device=device)
+        found[wire, "pack"] = functools.partial(
+            plain.pack, gradients, chunks, PointerTable(), buffer, divisor, vouched=True
+        )
+        found[wire, "unpack"] = functools.partial(
+            plain.unpack, results, chunks, PointerTable(), buffer, one, vouched=True
+        )
+    for wire in ENCODED_WIRES:
+        encoding, shards = ENCODINGS[wire], 1 if ranks <= 2 else min(ranks, _MOST_SHARDS)
+        align = encoding.shard_align
+        layout = block_layout(numels, block_numel=encoding.block_numel, shard_align=align, shards=shards)
+        table = EncodedTable(layout.numels, layout.offsets, kinds, layout.numel, encoding, shards, shapes=shapes)
+        contributions = ranks if ranks <= 2 else 1
+        buckets = torch.zeros(contributions * table.layout.nbytes, dtype=torch.uint8, device=device)
+        bucket, total = buckets[: table.layout.nbytes], torch.empty_like(buckets[: table.layout.shard_bytes])
+        found[wire, "pack"] = functools.partial(
+            blocks.encode, gradients, table, PointerTable(), bucket, divisor, vouched=True
+        )
+        if ranks > 2:
+            found[wire, "combine"] = functools.partial(blocks.combine_encoded, bucket, table, total, vouched=True)
+        found[wire, "unpack"] = functools.partial(
+            blocks.decode, results, table, PointerTable(), buckets, one, vouched=True
+        )
+    return found

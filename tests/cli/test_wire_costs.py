@@ -1,0 +1,159 @@
+"""What copies cost on other wires: the ratio's arithmetic, the bytes that are counted, and how kernels are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.traces import COSTS, FakeRun
+
+from fusedreduce.cli import wire_costs
+from fusedreduce.cli.wire_costs import Kernels, KernelTable
+from fusedreduce.config import ENCODED_WIRES, WIRES, Wire
+from fusedreduce.kernels import dispatch
+from fusedreduce.planning.cost_model import Costs, Linear
+from fusedreduce.trace.reader import RankTrace, read
+from fusedreduce.trace.recorder import Parameter
+
+CPU = torch.device("cpu")
+FP32 = torch.float32
+
+
+def parameter(wire: Wire, numel: int, *, group: str = "float32 cpu", alone: bool = False) -> Parameter:
+    return Parameter(
+        name="p", numel=numel, ndim=2, size_bytes=4 * numel, wire=wire, wire_bytes=1, group=group, alone=alone
+    )
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> RankTrace:
+    FakeRun().write(tmp_path)
+    return read(tmp_path)[0]
+
+
+def test_copies_follow_the_kernels() -> None:
+    """1,000 elements at bf16: 0.1 ns per byte is 0.2 per element. Encoding takes 3 times as long, 0.6; decoding twice,
+    and combining half of the cast, 0.5 in all. int8 has 1,040 bytes.
+    """
+    before, after = (2_000, Kernels(1.0, 1.0)), (1_040, Kernels(3.0, 2.0, 0.5))
+    found = wire_costs.on_other_wire(COSTS, before, after, phases=2, combined=True)
+    assert found == Costs(
+        wire=Linear(fixed_ns=4_000, fs_per_byte=1_000_000),
+        pack=Linear(fixed_ns=1_000, fs_per_byte=576_923),  # 600 ns / 1,040
+        unpack=Linear(fixed_ns=0, fs_per_byte=480_769),  # 500 ns / 1,040
+    )
+    in_the_link = wire_costs.on_other_wire(COSTS, before, after, phases=1, combined=False)
+    assert in_the_link.unpack.fs_per_byte == 384_615 and in_the_link.wire == COSTS.wire  # 400 ns / 1,040
+    assert wire_costs.on_other_wire(COSTS, before, before, phases=1, combined=True) == COSTS
+
+
+def test_where_nothing_was_unpacked_unpacking_goes_at_the_pace_of_packing() -> None:
+    """Native in place, 4,000 bytes: packing 0.1 ns per byte where the kernel takes 2; unpacking bf16 takes it 1.5."""
+    costs = replace(COSTS, unpack=Linear(fixed_ns=7, fs_per_byte=0))
+    found = wire_costs.on_other_wire(
+        costs, (4_000, Kernels(2.0, 0.0)), (2_000, Kernels(1.5, 1.5)), phases=1, combined=True
+    )
+    assert found.pack.fs_per_byte == 150_000 and found.unpack == Linear(fixed_ns=7, fs_per_byte=150_000)
+
+
+def test_wires_by_parameter_count_by_their_elements(trace: RankTrace) -> None:
+    table = KernelTable({"native": Kernels(1.0, 2.0), "int8": Kernels(5.0, 4.0, 8.0)}, "")
+    mixed = (parameter("int8", 3_000), parameter("native", 1_000), parameter("native", 9_000, alone=True))
+    assert table.of(replace(trace, parameters=mixed)) == Kernels(4.0, 3.5, 6.0)
+    assert table.of(replace(trace, parameters=mixed[2:])) == Kernels(1.0, 2.0), "sparse ones alone"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "int8", "int4"), [(1, 10.03, 9.06), (2, 11.05, 9.59), (4, 11.05 + 1.02 / 4, 9.59 + 0.53 / 4)]
+)
+def test_bytes_are_those_of_the_tables_in_the_docs(ranks: int, int8: float, int4: float) -> None:
+    """docs/kernels.md and docs/design.md."""
+    found = wire_costs.counted(FP32, ranks, in_place=False)
+    sums = {wire: one.pack + one.unpack + one.combine for wire, one in found.items()}
+    assert sums == pytest.approx({"native": 16, "bf16": 12, "fp16": 12, "int8": int8, "int4": int4}, abs=0.01)
+    assert wire_costs.counted(FP32, ranks, in_place=True)["native"] == Kernels(8, 0)
+    assert wire_costs.counted(torch.bfloat16, ranks, in_place=False)["bf16"] == Kernels(4, 4)
+
+
+@pytest.mark.parametrize("missing", ["cuda", "xpu"])
+def test_bytes_are_counted_where_the_device_is_not(
+    missing: str, trace: RankTrace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = wire_costs.kernel_table(replace(trace, device=missing), COSTS)
+    assert found.by_wire == wire_costs.counted(FP32, 2, in_place=False)
+    assert found.source.startswith(f"counted, as there is no {missing} device here, in bytes of memory per float32 ")
+    assert "native 16, bf16 12, fp16 12, int8 11.05, int4 9.594." in found.source
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), dispatch.UnsupportedPairError()])
+def test_bytes_are_counted_where_kernels_do_not_run(
+    error: Exception, trace: RankTrace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(wire_costs, "measured", refuses)
+    found = wire_costs.kernel_table(trace, COSTS)
+    assert f"counted, as the kernels do not run here: {type(error).__name__}, in bytes" in found.source
+
+
+def test_what_is_measured_is_like_the_recorded_run(trace: RankTrace, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def measured(
+        device: torch.device, dtype: torch.dtype, numels: list[int], ranks: int, *, in_place: bool
+    ) -> dict[Wire, Kernels]:
+        asked.append((device.type, dtype, len(numels), numels[0], ranks, in_place))
+        return {"bf16": Kernels(1.0, 2.0)}
+
+    monkeypatch.setattr(wire_costs, "measured", measured)
+    found = wire_costs.kernel_table(trace, COSTS)
+    assert found.source == "measured here on one thread, in ns per float32 element: bf16 3."
+    wire_costs.kernel_table(replace(trace, source="hook"), COSTS)
+    sizes = (parameter("native", 6_000, group="bfloat16 cpu"), parameter("native", 2_000))
+    wire_costs.kernel_table(replace(trace, parameters=sizes), COSTS)
+    wire_costs.kernel_table(replace(trace, parameters=sizes), Costs(wire=COSTS.wire, pack=COSTS.pack))
+    assert asked == [
+        ("cpu", FP32, 2**22 // 1_250, 1_250, 2, False),
+        ("cpu", FP32, 1, 2**22, 2, True),  # DDP's flat buckets, which a native hook divides in place
+        ("cpu", torch.bfloat16, 2**22 // 4_000, 4_000, 2, False),
+        ("cpu", torch.bfloat16, 2**22 // 4_000, 4_000, 2, True),  # as views, whose unpacking took nothing
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 100])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_wires_take_turns_and_the_lower_quartile_counts(ranks: int, in_place: bool) -> None:
+    """By a clock whose n-th call takes n us; in the first round it is slow."""
+    threads, ticks = set(), list[int]()
+
+    def timer(device: torch.device, call: Callable[[], object]) -> float:
+        call()
+        threads.add(torch.get_num_threads())
+        ticks.append(len(ticks))
+        return 1e-6 * len(ticks) + (1.0 if len(ticks) == 1 else 0.0)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = wire_costs.measured(CPU, FP32, [500, 500], ranks, in_place=in_place, rounds=4, timer=timer)
+        assert threads == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    stages = 10 - in_place + 2 * (ranks > 2)
+    assert len(ticks) == 4 * stages and tuple(found) == (*WIRES, *ENCODED_WIRES)
+    # The second of four times. Of the first stage rounds took 1 s, and 1 + 1, 2, 3 x stages us, for 1,000 elements.
+    assert found["native"].pack == pytest.approx(1 + 2 * stages)
+    assert found["bf16"].pack == pytest.approx(3 - in_place + stages)
+    assert (found["native"].unpack == 0.0) == in_place
+    assert all((found[wire].combine > 0) == (ranks > 2) for wire in ENCODED_WIRES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_gradients_of_every_dtype_are_measured(dtype: torch.dtype, device: torch.device) -> None:
+    found = wire_costs.measured(device, dtype, [3_000], 3, in_place=False, rounds=1)
+    assert all(one.pack > 0 and one.unpack > 0 for one in found.values())
