@@ -142,7 +142,7 @@ class EncodedBucket(ExchangedBucket):
         keys: Sequence[int] | None = None,
         draws: BucketDraws | None = None,
     ) -> None:
-        self._ranks = ranks
+        self._ranks = self._added_up = ranks
         self.collectives = 1 if ranks <= 2 else 2
         self._phases = phases
         self._draws = draws or BucketDraws(None, None)
@@ -180,6 +180,8 @@ class EncodedBucket(ExchangedBucket):
             # Sums are of fp32, and a rank without inputs has no feedback.
             encoded.warm_up(self.device, encoding, stochastic=stochastic)
         self.chunks.places_on(self.device)
+        for contributions in {1, self._added_up}:
+            self.chunks.geometry(contributions, self.device)
 
     def pack(
         self,

@@ -45,7 +45,7 @@ class _State:
     Args:
         live: int64 [1], which copy is read.
         weights: fp32 [2], see `Residuals`.
-        dropped: int64 [1], how many residuals were.
+        dropped: int64 [2], how many residuals were: of parameters, and of sums, which another stream counts.
         begun: recorded when `weights` are those of a step: gradients come from several streams; None on CPU.
     """
 
@@ -124,7 +124,7 @@ class Feedback:
 
     def dropped(self) -> int:
         """How many residuals were dropped so far; the host waits for it."""
-        return sum(int(state.dropped) for state in self._on.values())
+        return sum(int(state.dropped.sum()) for state in self._on.values())
 
     # Checkpoints
 
@@ -202,7 +202,7 @@ class Feedback:
             others = list(self._on.values())
             live = others[0].live.to(device, copy=True) if others else torch.zeros(1, dtype=torch.int64, device=device)
             begun = torch.cuda.Event() if device.type == "cuda" else None
-            dropped = torch.zeros(1, dtype=torch.int64, device=device)
+            dropped = torch.zeros(2, dtype=torch.int64, device=device)
             self._on[device] = _State(live, torch.ones(2, device=device), dropped, begun)
         return self._on[device]
 
@@ -277,6 +277,7 @@ class BucketFeedback:
             self._sum = EncodedTable([numel], [0], [torch.float32], numel, layout.encoding, 1)
             self._sum.on(device)
             self._sum.places_on(device)
+            self._sum.geometry(layout.shards, device)
             self._pointers = PointerTable()
 
     def before_encode(self, gradients: Sequence[torch.Tensor | None], divisor: float) -> None:
@@ -286,7 +287,7 @@ class BucketFeedback:
         self._here = {slot for slot, one in enumerate(gradients) if one is not None}
         slots = sorted(self._here)
         copies = [[copy[slot] for slot in slots] for copy in self.of_parameters.copies]
-        self._drop(copies, [one for one in gradients if one is not None], divisor)
+        self._drop(copies, [one for one in gradients if one is not None], divisor, self._state.dropped[:1])
 
     def before_combine(self, received: torch.Tensor, total: torch.Tensor) -> None:
         """Called before the contributions `received` are added up; `total`: fp32 [shard_numel], overwritten."""
@@ -296,7 +297,7 @@ class BucketFeedback:
         # Where this rank has no gradient there may be none at all, and the sum is of residuals.
         parts = [part for part in self._parts if part.slot in self._here]
         copies = [[copy[0][part.begin : part.end] for part in parts] for copy in self.of_sum.copies]
-        self._drop(copies, [total[part.begin : part.end] for part in parts], 1.0)
+        self._drop(copies, [total[part.begin : part.end] for part in parts], 1.0, self._state.dropped[1:])
 
     def keep(self, slots: Collection[int]) -> None:
         """Called in a step that does not write the gradients of `slots`, because no rank has used them."""
@@ -319,10 +320,11 @@ class BucketFeedback:
                 copy[slot][of_parameter : of_parameter + end - begin].add_(of_sum[begin:end])
             of_sum.zero_()
 
-    def _drop(self, copies: Sequence[Tensors], values: Tensors, divisor: float) -> None:
-        """Zeroes those residuals that are larger than `MOST` times what they will be added to, `values` / `divisor`.
+    def _drop(self, copies: Sequence[Tensors], values: Tensors, divisor: float, dropped: torch.Tensor) -> None:
+        """Zeroes, and counts, those residuals that are larger than `MOST` times what they are added to.
 
-        Not where that is zero, which says nothing about ordinary gradients, nor where it is NaN.
+        That is `values` / `divisor`. Not where it is zero, which says nothing about ordinary gradients, nor where it
+        is NaN.
         """
         if not values:
             return
@@ -334,7 +336,7 @@ class BucketFeedback:
         large = (norms > limit) & (limit > 0)
         if not on_cuda and not bool(large.any()):
             return
-        self._state.dropped.add_(large.sum())
+        dropped.add_(large.sum())
         factors = list((~large).to(torch.float32).unbind())
         for one in copies:  # the other copy, if given, is overwritten in this step
             torch._foreach_mul_(one, factors)

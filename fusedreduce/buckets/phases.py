@@ -7,11 +7,15 @@
 Between two phases a rank adds up what it has received. Where the host has to wait for a phase, the moment at which the
 next one may be issued follows a clock, and differs between ranks. There each phase has a communicator of its own, on
 which only the buckets' order counts. On CPU those that may be issued without waiting are, as further buckets are
-launched, and the rest at the end of the step. With NCCL nothing has to wait: after the last bucket's first phase follow
-all second ones, then all third ones, so that phases among the same ranks share a communicator.
+launched, and the rest at the end of the step. Nothing waits for ever there: of what some rank has not issued yet, take
+the least by (phase, bucket). Only ranks at the end of their step wait, and for the phase before the least that they
+have not issued, which is smaller: all have issued it.
 
-Nothing waits for ever. Of what some rank has not issued yet, take the least by (phase, bucket). Only ranks at the end
-of their step wait, and for the phase before the least that they have not issued, which is smaller: all have issued it.
+With NCCL the host waits for no phase, and the order follows from that of the buckets alone: with a bucket's first phase
+go the second of the bucket before, the third of the one before that, and so on; with the last bucket's also the rest.
+Example, two phases: all-to-all 0, all-to-all 1, all-gather 0, all-to-all 2, all-gather 1, all-gather 2. So phases among
+the same ranks share a communicator. A side stream waits for the phase before and adds up, while backward goes on; it
+waits for what comes earlier in that order only, so nothing waits for ever.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -28,6 +32,7 @@ import torch
 from ..comm.nodes import node_of, peers_across
 from ..comm.protocol import Communicator, Pending
 from ..comm.waiting import collective_failed, wait_for
+from .streams import AsideStreams
 from .wire_table import WireTable
 
 # Of a phase: all ranks, those of this rank's node, or of each node the one with this rank's number within its node.
@@ -76,8 +81,8 @@ class Exchange:
     def __init__(self, phases: Sequence[Phase], label: str, device: torch.device) -> None:
         self.phases = phases
         self.label = label
+        self.device = device
         self.issued: list[Pending] = []
-        self._device = device
         self._told: list[Callable[[], None]] = []
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
@@ -123,7 +128,7 @@ class Exchange:
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """See `Pending`; may be asked for once, before the last phase is issued or after."""
         assert self._future is None
-        devices: list[int | str | torch.device] | None = [self._device] if self._device.type == "cuda" else None
+        devices: list[int | str | torch.device] | None = [self.device] if self.device.type == "cuda" else None
         self._future = torch.futures.Future(devices=devices)
         if self.complete:
             self._chain_future()
@@ -166,14 +171,16 @@ class Phases:
         self._made: dict[tuple[Among, int], Communicator] = {}  # by the ranks and, where each has its own, the phase
         self._is_stale = self._settled = False
         self._queues: tuple[deque[Exchange], ...] = tuple(deque() for _ in range(_MOST_PHASES))  # by the phase
+        self._aside = AsideStreams()
         self.due: list[Exchange] = []
         self.per_node = 1
         self.issued = self.issued_together = 0
         weakref.finalize(self, _shelved.extend, self._made.values()).atexit = False
+        weakref.finalize(self, self._aside.join).atexit = False
 
     @property
     def follow_at_once(self) -> bool:
-        """Whether phases follow the last bucket's first one, without a wait of the host."""
+        """Whether phases follow those of the next buckets, without a wait of the host."""
         return self._device.type == "cuda" and self._communicator.waits_in_backward(self._device)
 
     def is_open(self, wires: WireTable) -> bool:
@@ -235,7 +242,7 @@ class Phases:
         self.issued = self.issued_together = 0
 
     def start(self, phases: Sequence[Phase], label: str, device: torch.device) -> Exchange:
-        """Issues the first phase of a bucket, and of all buckets what may be issued without waiting.
+        """Issues the first phase of a bucket, and of the buckets before it what may be issued without waiting.
 
         Args:
             phases: see `Exchange`.
@@ -257,7 +264,7 @@ class Phases:
         return exchange
 
     def issue_all(self) -> None:
-        """Issues every phase that is due; waits for those before (on CUDA the current stream does).
+        """Issues every phase that is due; waits for those before (on CUDA a stream does, see `AsideStreams`).
 
         An exchange that fails stays due, and so do those behind it, whose phases peers may issue after its own.
 
@@ -276,20 +283,26 @@ class Phases:
         self._forget()
 
     def _issue_ready(self) -> None:
-        if self._device.type == "cpu":
-            for queue in self._queues:
-                while queue and queue[0].issued[-1].ready():
-                    self._issue_next(queue)
+        for queue in self._queues:
+            while queue and self._may_follow(queue):
+                self._issue_next(queue)
+
+    def _may_follow(self, queue: deque[Exchange]) -> bool:
+        """Whether the next phase of its first exchange may be issued now, in the middle of backward."""
+        if self.follow_at_once:
+            return len(queue) > 1
+        return self._device.type == "cpu" and queue[0].issued[-1].ready()
 
     def _issue_next(self, queue: deque[Exchange]) -> None:
         exchange = queue[0]
-        wait_for(exchange.issued[-1], lambda: exchange.text(len(exchange.issued) - 1), self._communicator)
-        communicator = self._communicator_of(exchange)
-        try:
-            exchange.begin_next(communicator)
-        except RuntimeError as error:
-            what = f"{exchange.text(len(exchange.issued))} could not be started"
-            raise collective_failed(what, self._communicator, error) from error
+        with self._aside.on(exchange.device) if self.follow_at_once else nullcontext():
+            wait_for(exchange.issued[-1], lambda: exchange.text(len(exchange.issued) - 1), self._communicator)
+            communicator = self._communicator_of(exchange)
+            try:
+                exchange.begin_next(communicator)
+            except RuntimeError as error:
+                what = f"{exchange.text(len(exchange.issued))} could not be started"
+                raise collective_failed(what, self._communicator, error) from error
         queue.popleft()
         self.issued += 1
         self.issued_together += communicator is self._communicator
@@ -303,6 +316,7 @@ class Phases:
         return self._communicator if (among, place) == _USERS else self._made[among, place]
 
     def _forget(self) -> None:
+        self._aside.join()
         self.due.clear()
         for queue in self._queues:
             queue.clear()

@@ -114,3 +114,28 @@ class Streams:
         finally:
             event.record(side)
             current.wait_event(event)
+
+
+class AsideStreams:
+    """A side stream per device, for what follows a collective in the middle of backward, which does not wait for it.
+
+    What is enqueued there is behind that collective, and so behind all that the collective is behind. Nothing waits for
+    the stream itself: a later collective is issued from it, and who waits for that is behind it. Where nobody will,
+    because a step is abandoned, `join` comes before memory that is used there may be given out again.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[torch.device, torch.cuda.Stream] = {}
+
+    def on(self, device: torch.device) -> AbstractContextManager[object]:
+        """Context in which the side stream of `device`, and that device, are current."""
+        if device not in self._made:
+            # Else a kernel of some us, for which a collective waits, would queue behind the blocks of backward's.
+            self._made[device] = torch.cuda.Stream(device, priority=-1)
+        return torch.cuda.stream(self._made[device])
+
+    def join(self) -> None:
+        """Makes each device's current stream wait for the side stream; not in a capture, whose memory is its own."""
+        if self._made and not torch.cuda.is_current_stream_capturing():
+            for device, side in self._made.items():
+                torch.cuda.current_stream(device).wait_stream(side)

@@ -49,7 +49,8 @@ class TwoLevelBucket(EncodedBucket):
     ) -> None:
         super().__init__(numels, dtypes, encoding, device, label, shapes, ranks=ranks, phases=phases, lazy=lazy)
         self.wire_dtype = self.compute_dtype
-        self._per_node, self._nodes = phases.per_node, ranks // phases.per_node
+        self._per_node = phases.per_node
+        self._nodes = self._added_up = ranks // phases.per_node
         self.collectives = len(two_levels(self._nodes))
         # Rows of data as of `chunks`, and in addition those of padding within blocks, which is on this wire.
         total, shard = self.layout.numel, self.chunks.shard_numel

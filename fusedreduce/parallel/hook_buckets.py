@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from ..buckets.bucket import Bucket
-from ..buckets.exchange import divisor_split
+from ..buckets.exchange import divisor_split, prepare
 from ..buckets.partly_encoded import PartlyEncodedBucket
 from ..buckets.phases import Phases
 from ..buckets.tensors import real_numel
@@ -71,7 +71,9 @@ def make_bucket(
     def part(wire: Wire, numels: Sequence[int]) -> Bucket:
         shapes = [((numel,), (1,)) for numel in numels]
         dtypes = [dtype] * len(numels)
-        return wire_bucket(wire, config, numels, dtypes, device, label, shapes, ranks=ranks, phases=weak, lazy=False)
+        made = wire_bucket(wire, config, numels, dtypes, device, label, shapes, ranks=ranks, phases=weak, lazy=False)
+        prepare(made)  # else a table's upload has the host wait for the collective that its stream waits for
+        return made
 
     if any(is_encoded):
         if not any(numel for numel, one in zip(numels, is_encoded, strict=True) if not one):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -10,22 +12,29 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.fake_cuda import FakeCuda
 from support.fake_streams import FakeWork
-from support.order_cases import AGREED, CASES, Case, layers, step, wrapped
+from support.leaf_steps import shadow_step
+from support.order_cases import AGREED, CASES, ONE_WEIGHT_MB, Case, layers, step, wrapped
 from support.order_check import Entry, Rule, Violation, check
+from torch import nn
 
-from fusedreduce import FusedHookState
+from fusedreduce import DistributedDataParallel, FusedHookState
 from fusedreduce.buckets import exchange, reduction
 from fusedreduce.buckets.bucket import Bucket
+from fusedreduce.buckets.feedback import BucketFeedback
+from fusedreduce.buckets.phases import Exchange
 from fusedreduce.buckets.stats.non_finite import FiniteCheck
-from fusedreduce.buckets.streams import Streams
+from fusedreduce.buckets.streams import AsideStreams, Streams
 from fusedreduce.comm import process_group
-from fusedreduce.comm.process_group import _ALL_GATHER, ProcessGroupCommunicator
+from fusedreduce.comm.process_group import _ALL_GATHER, _REDUCE_SCATTER, ProcessGroupCommunicator
 from fusedreduce.comm.protocol import Pieces
 from fusedreduce.kernels import dispatch, table, variants
 from fusedreduce.planning.layout import flat_layout
 from fusedreduce.reducer.scheduler import Scheduler
+
+IN_PHASES = [name for name, make in CASES.items() if make().ranks > 2]
 
 
 def fake_outline(patch: pytest.MonkeyPatch, name: str, **options: Any) -> list[tuple[str, str, int]]:
@@ -144,6 +153,72 @@ def test_what_a_steady_step_asks_of_cuda(monkeypatch: pytest.MonkeyPatch, wire: 
     assert ours == {"Streams.wait_for_packs": 1, **{one: times * buckets for one, times in per_bucket.items()}}
 
 
+def _waits_of_backward(trace: list[Entry]) -> set[str]:
+    """Who has a stream on which gradients are made wait, in a steady step, before the last of them is there."""
+    steady = next(index for index, entry in enumerate(trace) if entry.kind == "steady")
+    begins = [index for index, entry in enumerate(trace) if index > steady and entry.what == "operator ones_like"]
+    found = set[str]()
+    for begin, end in itertools.pairwise([*begins, len(trace)]):
+        last = max(index for index in range(begin, end) if trace[index].what in ("operator mm", "operator sum"))
+        streams = {entry.stream for entry in trace[begin:last] if entry.what == "operator mm"}
+        waits = (entry for entry in trace[begin:last] if entry.kind == "wait" and entry.stream in streams)
+        found |= {entry.where for entry in waits if entry.where}
+    return found
+
+
+# A bucket's last unpack, which the next step's pack is behind; gradients of other streams; weights of residuals.
+_WAITS_BEFORE_PACKING = {"bucket.py: wire", "streams.py: wait_for_gradients", "feedback.py: before_encode"}
+
+
+@pytest.mark.parametrize("name", IN_PHASES)
+def test_backward_waits_for_no_phase(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Nor does the host, in the first step either: an upload aside would have it wait for other ranks."""
+    trace = _recorded(monkeypatch, CASES[name]())
+    assert _waits_of_backward(trace) <= _WAITS_BEFORE_PACKING
+    waits = [entry for entry in trace if entry.kind == "wait" and entry.what in ("all_to_all_single", _REDUCE_SCATTER)]
+    (aside,) = {entry.stream for entry in waits if entry.where == "process_group.py: wait"}
+    assert not [entry for entry in trace if entry.kind in ("pageable", "block") and entry.stream == aside]
+
+
+@pytest.mark.parametrize(
+    ("name", "phases"),
+    [
+        ("int8 on four", 2),
+        ("int4 with feedback on four", 2),
+        ("bf16 added up in fp32", 2),
+        ("int8 in two levels on eight", 4),
+        ("hook int8 on four", 2),
+        ("hook int8 in two levels", 3),
+    ],
+)
+def test_later_phases_are_issued_as_further_buckets_are_launched(
+    monkeypatch: pytest.MonkeyPatch, name: str, phases: int
+) -> None:
+    """Phase p of a bucket with the first phase of the p-th bucket behind it, and the rest with the last one."""
+    started: list[Exchange] = []
+    issued: list[tuple[int, int]] = []
+    init, begin_next = Exchange.__init__, Exchange.begin_next
+
+    def made(self: Exchange, *given: Any) -> None:
+        init(self, *given)
+        started.append(self)
+
+    def begin(self: Exchange, communicator: Any) -> None:
+        assert torch._C._current_autograd_node() is not None, "not at the end of backward"
+        issued.append((started.index(self), len(self.issued)))
+        begin_next(self, communicator)
+
+    monkeypatch.setattr(Exchange, "__init__", made)
+    monkeypatch.setattr(Exchange, "begin_next", begin)
+    _recorded(monkeypatch, CASES[name]())
+    steps = [range(1), *(range(first, first + 4) for first in range(1, 25, 4))]  # the first has one bucket
+    assert issued == [
+        one
+        for buckets in steps
+        for one in sorted(itertools.product(buckets, range(phases)), key=lambda each: (sum(each), each[1]))
+    ]
+
+
 @pytest.mark.parametrize("name", AGREED)
 def test_a_gpus_trace_has_something_to_agree_with(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The outline with which a GPU's is compared is the same in every run, whatever queries say."""
@@ -241,6 +316,16 @@ def _blocking(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.Tensor, "copy_", lambda self, source, non_blocking=False: inner(self, source))
 
 
+def _counted_in_one_place(patch: pytest.MonkeyPatch) -> None:
+    """Residuals of parameters and of sums, which are dropped on two streams."""
+    inner = BucketFeedback._drop
+
+    def drop(self: BucketFeedback, copies: Any, values: Any, divisor: float, dropped: torch.Tensor) -> None:
+        inner(self, copies, values, divisor, self._state.dropped[:1])
+
+    patch.setattr(BucketFeedback, "_drop", drop)
+
+
 def _host_waits(patch: pytest.MonkeyPatch) -> None:
     inner = Streams.wait_for_packs
 
@@ -284,6 +369,9 @@ FAULTS: Mapping[str, Fault] = {
         "int8 on four",
         "order",
         ("combine_encoded", "all_to_all_single"),
+    ),
+    "what is added up aside is counted where packs count": Fault(
+        _counted_in_one_place, "int4 with feedback on four", "order", ("operator add_", "feedback.py: _drop")
     ),
     "a future of several collectives orders nothing": Fault(
         _ended_on_the_host, "hook int8", "order", ("decode", _ALL_GATHER)
@@ -359,3 +447,91 @@ def test_a_wire_is_not_packed_before_it_is_unpacked(monkeypatch: pytest.MonkeyPa
     packed_too_early = [one for one in found if "pack[" in one.sentence and "unpack[" in one.sentence]
     assert bool(packed_too_early) == forgets, _shown(found)
     assert forgets or not found, _shown(found)
+
+
+# Steps of other kinds
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks"),
+    [
+        ({"wire": "int8"}, 4),
+        ({"wire": "int8", "ranks_per_node": 2}, 8),
+        ({"wire": "bf16", "accumulation": "fp32"}, 4),
+        ({"wire": "int4", "error_feedback": True, "stochastic_rounding": True}, 4),
+    ],
+)
+def test_a_rank_without_inputs_issues_the_same(
+    monkeypatch: pytest.MonkeyPatch, config: Mapping[str, Any], ranks: int
+) -> None:
+    """In join: phases among them."""
+    cuda, begins = FakeCuda(monkeypatch, home=1, ranks=ranks), list[int]()
+    with cuda.recording():
+        model = wrapped(layers().to(cuda.device), config, cap_mb=ONE_WEIGHT_MB)
+        reducer: Any = model.reducer
+        optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 16).to(cuda.device)
+        for _ in range(3):
+            begins.append(len(cuda.trace))
+            step(model, optimizer, batch)
+            begins.append(len(cuda.trace))
+            shadow_step(reducer.reducer)
+        trace = cuda.trace
+    found = check(trace)
+    assert not found, _shown(found)
+    *_, ours, theirs = (
+        [entry.what for entry in trace[begin:end] if entry.kind == "issue"]
+        for begin, end in itertools.pairwise([*begins, len(trace)])
+    )
+    assert ours == theirs and len(ours) >= 8
+
+
+def _fail(model: nn.Module, batch: torch.Tensor) -> None:
+    """A backward that a hook ends when all but the last bucket are launched."""
+
+    def fails(_: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    first, *_ = model.parameters()
+    handle = first.register_hook(fails)
+    with pytest.raises(ZeroDivisionError):
+        model(batch).square().mean().backward()
+    handle.remove()
+
+
+def _abandoned(cuda: FakeCuda, leave: Callable[[DistributedDataParallel], object]) -> list[Violation]:
+    """Memory that phases still use is not given out again, whatever becomes of a model whose backward has failed."""
+    model = wrapped(layers().to(cuda.device), {"wire": "int8"}, cap_mb=ONE_WEIGHT_MB)
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 16).to(cuda.device)
+    for _ in range(2):
+        step(model, optimizer, batch)
+    _fail(model, batch)
+    optimizer.zero_grad()
+    leave(model)
+    torch.empty(1 << 10, device=cuda.device)
+    del model, optimizer
+    gc.collect()
+    torch.empty(1 << 10, device=cuda.device)
+    return check(cuda.trace)
+
+
+@pytest.mark.parametrize("joins", [True, False])
+@pytest.mark.parametrize(
+    "leave",
+    [
+        pytest.param(lambda model: model.reset(), id="reset"),
+        pytest.param(lambda model: model.reducer.reducer.close(), id="closed"),
+        pytest.param(lambda model: model._update_process_group(dist.group.WORLD), id="other ranks"),
+        pytest.param(lambda model: None, id="dropped"),
+    ],
+)
+def test_memory_of_a_step_that_is_abandoned(
+    monkeypatch: pytest.MonkeyPatch, leave: Callable[[DistributedDataParallel], object], joins: bool
+) -> None:
+    cuda = FakeCuda(monkeypatch, home=1, ranks=4)
+    if not joins:
+        monkeypatch.setattr(AsideStreams, "join", lambda self: None)
+    with cuda.recording():
+        found = _abandoned(cuda, leave)
+    early = [one for one in found if one.rule == "reuse" and "combine_encoded" in one.sentence]
+    assert bool(early) != joins, _shown(found)
+    assert not joins or not found, _shown(found)

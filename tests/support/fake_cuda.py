@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusedreduce.buckets import exchange
 from fusedreduce.buckets import gradient_table as gradients
+from fusedreduce.buckets.streams import AsideStreams
 from fusedreduce.comm.process_group import _ALL_GATHER, _REDUCE_SCATTER, ProcessGroupCommunicator
 from fusedreduce.kernels import (
     combine,
@@ -163,6 +164,14 @@ class FakeCuda(FakeMemory):
             finally:
                 self.index = index
 
+        join = AsideStreams.join
+
+        def joined(one: AsideStreams) -> None:
+            """Called by the collector too, maybe when these stand-ins are gone."""
+            made: Any = torch.cuda.Stream
+            if made is FakeStream:
+                join(one)
+
         fakes: dict[str, Any] = {
             "Stream": FakeStream,
             "Event": FakeEvent,
@@ -179,6 +188,7 @@ class FakeCuda(FakeMemory):
         }
         for name, fake in fakes.items():
             self._patch.setattr(torch.cuda, name, fake)
+        self._patch.setattr(AsideStreams, "join", joined)
         self._patch.setattr(FakeEvent, "comes", self._comes)
         self._patch.setattr(FakeFuture, "keep", staticmethod(self.keep), raising=False)
         self._patch.setattr(torch.futures, "Future", FakeFuture)

@@ -24,7 +24,7 @@ from fusedreduce import (
 from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from support.order_trace import Recorder
 
-_TWO_LAYERS_MB, _ONE_LAYER_MB = 0.002, 0.001
+_TWO_LAYERS_MB, _ONE_LAYER_MB, ONE_WEIGHT_MB = 0.002, 0.001, 0.0005
 _STEPS = 7
 _STEADY = 3
 # Plans are decided on before steps 14, 22 and 30, from what the ranks have measured: until then the host waits.
@@ -295,11 +295,13 @@ def _fused(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return AdamW(parameters, lr=1e-3, fused=True)
 
 
-def _hooked(*, views: bool = False, **options: Any) -> Callable[[nn.Module, Recorder], nn.Module]:
+def _hooked(
+    *, views: bool = False, cap_mb: float = _TWO_LAYERS_MB, **options: Any
+) -> Callable[[nn.Module, Recorder], nn.Module]:
     """torch's wrapper, with our hook."""
 
     def wrap(model: nn.Module, recorder: Recorder) -> nn.Module:
-        ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=_TWO_LAYERS_MB, gradient_as_bucket_view=views)
+        ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap_mb, gradient_as_bucket_view=views)
         ddp.register_comm_hook(FusedHookState(**options), recorder.comm_hook(fused_hook))
         return ddp
 
@@ -427,19 +429,21 @@ CASES: Mapping[str, Callable[[], Case]] = {
         wrap=_branched(_BF16, cap_mb=1, find_unused_parameters=True),
     ),
     "int8": lambda: Case(config={"wire": "int8", **_OBSERVED}),
-    "int8 on four": lambda: Case(config={"wire": "int8", **_OBSERVED}, ranks=4),
+    "int8 on four": lambda: Case(config={"wire": "int8", **_OBSERVED}, ranks=4, cap_mb=ONE_WEIGHT_MB),
     "int4 with feedback": lambda: Case(config=_FED_BACK, body=scaled(clip=True), optimizer=_fused),
-    "int4 with feedback on four": lambda: Case(config=_FED_BACK, body=clipped(), ranks=4),
+    "int4 with feedback on four": lambda: Case(config=_FED_BACK, body=clipped(), ranks=4, cap_mb=ONE_WEIGHT_MB),
     "int8 in two levels": lambda: Case(config={"wire": "int8", "ranks_per_node": 2}, ranks=4),
-    "int8 in two levels on eight": lambda: Case(config={"wire": "int8", "ranks_per_node": 2}, ranks=8),
-    "bf16 added up in fp32": lambda: Case(config={**_BF16, "accumulation": "fp32"}, ranks=4),
+    "int8 in two levels on eight": lambda: Case(
+        config={"wire": "int8", "ranks_per_node": 2}, ranks=8, cap_mb=ONE_WEIGHT_MB
+    ),
+    "bf16 added up in fp32": lambda: Case(config={**_BF16, "accumulation": "fp32"}, ranks=4, cap_mb=ONE_WEIGHT_MB),
     "streams, added up in fp32": lambda: Case(
         model=Branches, wrap=_branched({**_BF16, "accumulation": "fp32"}), ranks=4
     ),
     "streams, int8 on four": lambda: Case(model=Branches, wrap=_branched({"wire": "int8"}), ranks=4),
     "hook int8": lambda: Case(wrap=_hooked(wire="int8", views=True)),
-    "hook int8 on four": lambda: Case(wrap=_hooked(wire="int8", **_OBSERVED), ranks=4),
-    "hook int8 in two levels": lambda: Case(wrap=_hooked(wire="int8", ranks_per_node=2), ranks=4),
+    "hook int8 on four": lambda: Case(wrap=_hooked(wire="int8", cap_mb=ONE_WEIGHT_MB, **_OBSERVED), ranks=4),
+    "hook int8 in two levels": lambda: Case(wrap=_hooked(wire="int8", ranks_per_node=2, cap_mb=ONE_WEIGHT_MB), ranks=4),
     "hook bf16 added up in fp32": lambda: Case(wrap=_hooked(wire="bf16", accumulation="fp32"), ranks=4),
     "flushed": lambda: Case(config={**_OBSERVED, "sync_mode": BoundedStaleness(1)}, body=flushed),
 }
