@@ -278,6 +278,7 @@ class BucketFeedback:
             self._sum.on(device)
             self._sum.places_on(device)
             self._sum.geometry(layout.shards, device)
+            scalar(1.0, torch.float32, device)
             self._pointers = PointerTable()
 
     def before_encode(self, gradients: Sequence[torch.Tensor | None], divisor: float) -> None:
