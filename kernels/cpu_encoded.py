@@ -262,7 +262,8 @@ def _decode_blocks(memory: _Memory, encoding: Encoding, blocks: _Blocks, *, work
         values.copy_(blocks.codes)
     if encoding.scale_dtype is torch.bfloat16:
         scales = scales.to(torch.int32).bitwise_left_shift_(16).view(torch.float32)
-    return values.mul_(scales.unsqueeze(1))
+    values.mul_(scales.unsqueeze(1))
+    return values
 
 
 def _lost(memory: _Memory, encoding: Encoding, blocks: _Blocks, residuals: Residuals) -> torch.Tensor:

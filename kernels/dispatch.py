@@ -353,6 +353,22 @@ def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stat
         reduce_source_partials(sources, spans)
 
 
+@functools.cache
+def warm_up_combine(device: torch.device, dtype: torch.dtype) -> None:
+    """Compiles `combine` for contributions that are added one after another, once; does nothing on the torch path.
+
+    Args:
+        device: whose architecture is compiled for, with its index.
+        dtype: of the contributions.
+
+    Raises:
+        UnsupportedPairError: see `path_for`.
+    """
+    if path_for(device, (dtype,)) == "triton":
+        both = [torch.zeros(1, dtype=dtype, device=device) for _ in range(2)]
+        combine(both, both[:1], (Part(0, 1, ((0, 1),), 0),), 1.0, new_combine_tables())
+
+
 @contextmanager
 def count_launches() -> Iterator[list[Launch]]:
     """Counts every call of this module's functions in the process, on any thread, while the context is open.

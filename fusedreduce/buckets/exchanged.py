@@ -99,6 +99,11 @@ class AccumulatedBucket(ExchangedBucket):
         in_order = tuple((0, source) for source in range(1, ranks))
         self._parts = (Part(0, layout.numel // ranks, in_order, 0),)
 
+    def warm_up(self, *, stats: bool) -> None:
+        """See `Bucket.warm_up`."""
+        super().warm_up(stats=stats)
+        dispatch.warm_up_combine(self.device, self.wire_dtype)
+
     def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
         """See `Bucket.reduce`."""
         return self._exchange(wire, communicator, self._phases), wire

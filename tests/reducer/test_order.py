@@ -30,7 +30,7 @@ from fusedreduce.buckets.streams import AsideStreams, Streams
 from fusedreduce.comm import process_group
 from fusedreduce.comm.process_group import _ALL_GATHER, _REDUCE_SCATTER, ProcessGroupCommunicator
 from fusedreduce.comm.protocol import Pieces
-from fusedreduce.kernels import dispatch, table, variants
+from fusedreduce.kernels import dispatch, encoded, table, variants
 from fusedreduce.planning.layout import flat_layout
 from fusedreduce.reducer.scheduler import Scheduler
 
@@ -119,6 +119,21 @@ def test_kernels_are_compiled_once_and_where_this_process_trains(monkeypatch: py
             for wire in ("native", "bf16"):
                 wrapped(layers().to(cuda.device), {"wire": wire}, cap_mb=cap_mb)
             assert bool(launches) == (cap_mb == 1.0), "nothing that another plan's buckets would need is missing"
+
+
+@pytest.mark.parametrize(
+    ("config", "combines"),
+    [({"wire": "bf16", "accumulation": "fp32"}, "combine"), ({"wire": "int8"}, "combine_encoded")],
+)
+def test_what_adds_up_between_phases_is_compiled_with_the_buckets(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], combines: str
+) -> None:
+    """Not in the middle of backward, for which peers would wait in a collective."""
+    cuda = FakeCuda(monkeypatch, ranks=4)
+    encoded.warm_up.cache_clear()
+    with cuda.recording(), dispatch.count_launches() as launches:
+        wrapped(layers().to(cuda.device), config)
+        assert combines in {one.function for one in launches}
 
 
 def _callers(patch: pytest.MonkeyPatch, name: str) -> list[str]:

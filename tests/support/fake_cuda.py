@@ -91,7 +91,7 @@ class FakeCuda(FakeMemory):
                 yield
         finally:
             dist.destroy_process_group()
-            of_dispatch = dispatch._refuse_unsupported, dispatch.warm_up
+            of_dispatch = dispatch._refuse_unsupported, dispatch.warm_up, dispatch.warm_up_combine
             for cached in (exchange.scalar, gradients.index_of, variants._target_of, *of_dispatch):
                 cached.cache_clear()
 
