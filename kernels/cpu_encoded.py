@@ -195,7 +195,8 @@ class _Memory:
         numel, most, size = blocks * block, 4 * len(room) // 11, (blocks, block // 2)
         values, work, half, codes = room.split([most, most, most // 2, most // 4])
         low, high = codes.view(torch.int8).split(most // 2)
-        self.values, self.work = values[:numel].view(blocks, block), work[:numel].view(blocks, block)
+        self.values: torch.Tensor = values[:numel].view(blocks, block)
+        self.work: torch.Tensor = work[:numel].view(blocks, block)
         self.half = half[: numel // 2].view(size)
         self.low, self.high = low[: numel // 2].view(size), high[: numel // 2].view(size)
         self.halves = self.values.split(block // 2, 1), self.work.split(block // 2, 1)
@@ -283,13 +284,19 @@ class _Part(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Consecutive blocks of one shard, from its block `first` on; `full` if no element of them is padding."""
+    """Consecutive blocks of one shard, from its block `first` on.
+
+    Attributes:
+        slots: those of the parts, if these are consecutive slots as a whole, else None.
+        full: no element is padding.
+    """
 
     number: int
     shard: int
     first: int
     blocks: int
     parts: tuple[_Part, ...]
+    slots: slice | None
     rows: tuple[int, ...]
     full: bool
 
@@ -368,7 +375,9 @@ class _Pieces:
             if (gradient := gradients[slot]) is not None:
                 partials.first_non_finite[row] = first_non_finite(memory_of(gradient, begin, end), begin)
 
-    def _members(self, piece: _Piece, gradients: Gradients) -> list[torch.Tensor | None]:
+    def _members(self, piece: _Piece, gradients: Gradients) -> Gradients:
+        if piece.slots is not None:
+            return gradients[piece.slots]
         found: list[torch.Tensor | None] = []
         for slot, begin, end, _, whole in piece.parts:
             one = gradients[slot]
@@ -432,4 +441,7 @@ def _piece(chunks: EncodedTable, number: int, rows: Sequence[int], blocks: int) 
     parts = [part._replace(whole=known and part.end - part.begin == chunks.numels[part.slot]) for part in parts]
     shard, first = divmod(start // block, layout.shard_blocks)
     full = len(data) == len(rows) and sum(part.end - part.begin for part in parts) == blocks * block
-    return _Piece(number, shard, first, blocks, tuple(parts), tuple(data), full)
+    slots = None
+    if parts and all(part.whole for part in parts) and parts[-1].slot - parts[0].slot < len(parts):
+        slots = slice(parts[0].slot, parts[-1].slot + 1)
+    return _Piece(number, shard, first, blocks, tuple(parts), slots, tuple(data), full)
