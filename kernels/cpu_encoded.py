@@ -317,7 +317,8 @@ class _Pieces:
         room = _room(piece.blocks, encoding)
         key = piece.number, room.data_ptr()
         if key not in self._memory:
-            self._memory[key] = _Memory(room, piece.blocks, encoding)
+            with torch.inference_mode(False):  # a view in another dtype would be a tensor of that mode, and outlives it
+                self._memory[key] = _Memory(room, piece.blocks, encoding)
         return self._memory[key]
 
     def gather(self, piece: _Piece, gradients: Gradients, values: torch.Tensor, change: Change) -> None:

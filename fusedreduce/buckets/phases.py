@@ -316,10 +316,10 @@ class Phases:
         return self._communicator if (among, place) == _USERS else self._made[among, place]
 
     def _forget(self) -> None:
-        self._aside.join()
         self.due.clear()
         for queue in self._queues:
             queue.clear()
+        self._aside.join()
 
     def _nodes(self, wires: WireTable, asked: int | None) -> int:
         """Among how many ranks of a node encoded contributions are added up first."""

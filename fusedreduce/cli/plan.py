@@ -51,9 +51,9 @@ In the model, ms since backward began, by each wire's plan of the policy with wh
 unpacking take in all; when the last collective ends; when the last gradient is reduced, which is what to compare; and
 by how much that is later than the end of backward, packing included. Bytes include what buckets are padded by at int8
 and int4. A collective costs what an all-reduce of as many bytes does; at int8 and int4 on three and more ranks, two
-latencies, though the second phase may begin late; adding up the shards counts as unpacking, or, if the recorded run
-exchanged shards, in its link. Copies are those of the recorded run, times the ratio of what the wires' kernels take,
-"""
+latencies, though the second phase may begin late; adding up their shards counts as unpacking, or, if the recorded run
+exchanged shards on CPU, in its link. Copies are those of the recorded run, times the ratio of what the wires' kernels
+take, """
 
 
 def add_parser(subparsers: Any) -> None:
@@ -102,9 +102,10 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     asked = problem(traces, costs, caps.planned_limit_bytes, share=share)
     _check_times(parser, asked)
     if arguments.wires:
-        kernels = wire_costs.kernel_table(traces[0], costs)
-        # Fitted to a run that exchanged shards, the link is that of both phases, and of combining between them.
-        fitted = arguments.costs is None and exchanges_shards(traces[0])
+        kernels = wire_costs.kernel_table(traces[0])
+        # Fitted to a run that exchanged shards, the link is that of both phases, and of combining between them; but on
+        # CUDA traces time the first phase alone.
+        fitted = arguments.costs is None and exchanges_shards(traces[0]) and traces[0].device == "cpu"
         if fitted:
             costs = dataclasses.replace(costs, wire=dataclasses.replace(costs.wire, fixed_ns=costs.wire.fixed_ns // 2))
         print(f"fusedreduce plan: {_facts(traces, asked)}; {_link(costs.wire)}\n")

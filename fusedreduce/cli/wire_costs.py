@@ -1,12 +1,12 @@
 """What copies cost on other wires than that of a recorded run, for `fusedreduce plan --wires`.
 
-The recorded costs of packing and unpacking are multiplied by what a wire's kernels take per element, divided by what
+What packing and unpacking took in the run is multiplied by what a wire's kernels take per element, divided by what
 those of the recorded wire take. That ratio is measured here, on the device type of the trace; where there is none, it
 is that of the bytes of memory that the kernels read and write. The costs per bucket (Python, a launch) stay as
 recorded.
 
-Example, fp32 gradients recorded at bf16, where packing took 0.1 ns per byte: 0.2 ns per element. If encoding to int8
-takes 3 times as long as the cast, that is 0.6 ns per element, and 0.59 ns for each of its 1.016 bytes.
+Example, fp32 gradients recorded at bf16, where packing and unpacking took 0.1 ns per byte each: 0.4 ns per element. If
+the casts to and from bf16 take 1 ns here, and to encode and decode int8 3 and 2, those count as 1.2 and 0.8 ns.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from .doctor_machine import seconds
 _NUMELS = {"cpu": 2**22, "cuda": 2**25}
 _CALLS = {"cpu": 1, "cuda": 8}
 _ROUNDS = 11
+# Less of the rate of packing than that no copy takes: the wire was the gradients themselves, and nothing was unpacked.
+_LEAST_UNPACKING = 1 / 3
 _LEAST_NUMEL = 1024
 # Combining takes 1 + 1/W of what it does per contribution: more shards would change that by less than noise.
 _MOST_SHARDS = 8
@@ -81,43 +83,32 @@ class KernelTable:
         return Kernels(*(sum(count * getattr(one, name) for count, one in rows) / numel for name in _STAGES))
 
 
-def kernel_table(trace: RankTrace, costs: Costs) -> KernelTable:
-    """Measures the kernels of every wire, for gradients like those of a trace; else counts the bytes that they move.
-
-    Args:
-        trace: of one rank.
-        costs: of the recorded run.
-    """
-    dtype, in_place = _dtype(trace), _in_place(trace, costs)
+def kernel_table(trace: RankTrace) -> KernelTable:
+    """Measures the kernels of every wire, for gradients like those of a trace; else counts the bytes that they move."""
+    dtype = _dtype(trace)
     if trace.device != "cpu" and not (trace.device == "cuda" and torch.cuda.is_available()):
-        return _counted(trace, dtype, in_place, f"there is no {trace.device} device here")
+        return _counted(trace, dtype, f"there is no {trace.device} device here")
     numel = _NUMELS[trace.device]
     dense = [one.numel for one in trace.parameters if not one.alone] or [numel]
     # DDP's buckets are flat.
     mean = numel if trace.source == "hook" else min(max(sum(dense) // len(dense), _LEAST_NUMEL), numel)
     device = torch.device(trace.device)
     try:
-        found = measured(device, dtype, [mean] * (numel // mean), trace.ranks, in_place=in_place)
-    except (torch.OutOfMemoryError, dispatch.UnsupportedPairError) as error:
-        return _counted(trace, dtype, in_place, f"the kernels do not run here: {type(error).__name__}")
+        found = measured(device, dtype, [mean] * (numel // mean), trace.ranks)
+    except (RuntimeError, dispatch.UnsupportedPairError) as error:
+        return _counted(trace, dtype, f"the kernels do not run here: {type(error).__name__}")
     shown = ", ".join(f"{wire} {_sum(one):.3g}" for wire, one in found.items())
     where = "one thread" if trace.device == "cpu" else torch.cuda.get_device_name(device)
     return KernelTable(found, f"measured here on {where}, in ns per {_name(dtype)} element: {shown}.")
 
 
-def counted(dtype: torch.dtype, ranks: int, *, in_place: bool) -> dict[Wire, Kernels]:
-    """Bytes of memory that each wire's kernels read and write per element.
-
-    Args:
-        dtype: of the gradients.
-        ranks: how many exchange them.
-        in_place: native gradients are their own wire.
-    """
+def counted(dtype: torch.dtype, ranks: int) -> dict[Wire, Kernels]:
+    """Bytes of memory that each wire's kernels read and write per element of gradients of a dtype."""
     own = dtype.itemsize
     found: dict[Wire, Kernels] = {}
     for wire in WIRES:
         cast = (wire_dtype(wire) or dtype).itemsize
-        found[wire] = Kernels(own + cast, 0 if in_place and wire == "native" else cast + own)
+        found[wire] = Kernels(own + cast, cast + own)
     for wire, (block_numel, block_bytes) in ENCODED_WIRES.items():
         sent = block_bytes / block_numel
         if ranks <= 2:
@@ -133,7 +124,6 @@ def measured(
     numels: Sequence[int],
     ranks: int,
     *,
-    in_place: bool,
     rounds: int = _ROUNDS,
     timer: Callable[[torch.device, _Call], float] = seconds,
 ) -> dict[Wire, Kernels]:
@@ -144,7 +134,6 @@ def measured(
         dtype: of the gradients.
         numels: of the gradients.
         ranks: how many would exchange them.
-        in_place: native gradients are their own wire.
         rounds: of which the lower quartile counts: what else the machine does makes some of them longer.
         timer: gives the seconds that a call takes.
 
@@ -153,7 +142,7 @@ def measured(
     """
     calls = _CALLS[device.type]
     with _alone(device):
-        stages = _stages(device, dtype, numels, ranks, in_place=in_place)
+        stages = _stages(device, dtype, numels, ranks)
         for stage in stages.values():
             stage()  # compiles, and reads the gradients once
         times: dict[tuple[Wire, str], list[float]] = {key: [] for key in stages}
@@ -180,22 +169,23 @@ def on_other_wire(
         combined: unpacking includes what combining takes; False: the link does.
     """
     (bytes_before, ours), (bytes_after, theirs) = before, after
-    share = bytes_before / max(bytes_after, 1)
-    pack_rate = costs.pack.fs_per_byte * theirs.pack / ours.pack
+    link = Linear(fixed_ns=phases * costs.wire.fixed_ns, fs_per_byte=costs.wire.fs_per_byte)
+    if before == after:
+        return dataclasses.replace(costs, wire=link)
+    unpacked = costs.unpack.fs_per_byte > _LEAST_UNPACKING * costs.pack.fs_per_byte
+    # Of both stages together: a ratio of one alone would be of what is hardly there, where little was unpacked.
+    recorded = costs.pack.fs_per_byte + (costs.unpack.fs_per_byte if unpacked else 0)
+    pace = recorded * bytes_before / (ours.pack + (ours.unpack if unpacked else 0.0)) / max(bytes_after, 1)
     unpack = theirs.unpack + (theirs.combine if combined else 0.0)
-    if ours.unpack:
-        unpack_rate = costs.unpack.fs_per_byte * unpack / ours.unpack
-    else:  # in place, where nothing is unpacked: at the pace of packing
-        unpack_rate = costs.pack.fs_per_byte * unpack / ours.pack
     return Costs(
-        wire=Linear(fixed_ns=phases * costs.wire.fixed_ns, fs_per_byte=costs.wire.fs_per_byte),
-        pack=Linear(fixed_ns=costs.pack.fixed_ns, fs_per_byte=round(pack_rate * share)),
-        unpack=Linear(fixed_ns=costs.unpack.fixed_ns, fs_per_byte=round(unpack_rate * share)),
+        wire=link,
+        pack=Linear(fixed_ns=costs.pack.fixed_ns, fs_per_byte=round(pace * theirs.pack)),
+        unpack=Linear(fixed_ns=costs.unpack.fixed_ns, fs_per_byte=round(pace * unpack)),
     )
 
 
-def _counted(trace: RankTrace, dtype: torch.dtype, in_place: bool, reason: str) -> KernelTable:
-    found = counted(dtype, trace.ranks, in_place=in_place)
+def _counted(trace: RankTrace, dtype: torch.dtype, reason: str) -> KernelTable:
+    found = counted(dtype, trace.ranks)
     shown = ", ".join(f"{wire} {_sum(one):.4g}" for wire, one in found.items())
     return KernelTable(found, f"counted, as {reason}, in bytes of memory per {_name(dtype)} element: {shown}.")
 
@@ -214,12 +204,6 @@ def _dtype(trace: RankTrace) -> torch.dtype:
     for one in trace.parameters:
         elements[one.group.partition(" ")[0]] += one.numel
     return _DTYPES.get(elements.most_common(1)[0][0], torch.float32)
-
-
-def _in_place(trace: RankTrace, costs: Costs) -> bool:
-    """Whether native gradients are their own wire: in the hook, and where unpacking them took nothing (views)."""
-    recorded_native = all(one.wire == "native" for one in trace.parameters)
-    return trace.source == "hook" or (recorded_native and not costs.unpack.fs_per_byte)
 
 
 @contextmanager
@@ -241,7 +225,7 @@ def _repeat(call: _Call, times: int) -> None:
 
 
 def _stages(
-    device: torch.device, dtype: torch.dtype, numels: Sequence[int], ranks: int, *, in_place: bool
+    device: torch.device, dtype: torch.dtype, numels: Sequence[int], ranks: int
 ) -> dict[tuple[Wire, str], _Call]:
     """The calls of every wire's kernels on the same gradients."""
     source, result = (
@@ -258,13 +242,6 @@ def _stages(
     found: dict[tuple[Wire, str], _Call] = {}
     for wire in WIRES:
         sent = wire_dtype(wire) or dtype
-        if in_place and wire == "native":
-            flat = torch.zeros(sum(numels), dtype=dtype, device=device)
-            whole = ChunkTable([len(flat)], [0], [dtype], len(flat), shapes=[((len(flat),), (1,))])
-            found[wire, "pack"] = functools.partial(
-                plain.pack, [flat], whole, PointerTable(), flat, divisor, vouched=True
-            )
-            continue
         layout = aligned_layout(numels, wire_itemsize_bytes=sent.itemsize)
         chunks = ChunkTable(layout.numels, layout.offsets, kinds, layout.numel, shapes=shapes)
         buffer = torch.zeros(layout.numel, dtype=sent, device=device)

@@ -185,8 +185,8 @@ class HookTrace:
                     numel=one.numel(),
                     ndim=one.ndim,
                     size_bytes=one.numel() * one.element_size(),
-                    wire=self._config.one_wire,
-                    wire_bytes=wire_bytes(one, self._config.one_wire),
+                    wire=self._config.wire_of(one),
+                    wire_bytes=wire_bytes(one, self._config.wire_of(one)),
                     group=group_text(one.dtype, one.device),
                     alone=id(one) in self._sparse,
                 )

@@ -305,14 +305,16 @@ class ReducerBase:
         with self.cycle.lock:
             issued = self.pipeline.issued + self.pipeline.maker.phases.issued_together
             plan_state = f"{plan_hash(self.plan):016x} {self.rebuilt} {self.wires.state()}"
-            self.give_up_step()
+            self.cycle.refuse_closed()
             try:
                 same, rounds = self.cycle.failures.compare(
                     self.communicator, self._device, issued, self.pipeline.rounds, plan_state
                 )
             except FusedReduceError:
+                self.cycle.give_up()
                 self.cycle.state = ReducerState.LOST
                 raise
+            self.give_up_step()
             self.pipeline.rounds = rounds  # a rank that has raised alone has not ended the step that its peers have
             if not same:
                 self.wires.restart()

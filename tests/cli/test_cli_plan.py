@@ -220,7 +220,7 @@ def wires_of(out: str) -> dict[str, list[float]]:
 def equal_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every wire's kernels take the same."""
     table = KernelTable({wire: Kernels(1.0, 1.0) for wire in (*WIRES, *ENCODED_WIRES)}, "given by the test")
-    monkeypatch.setattr(wire_costs, "kernel_table", lambda trace, costs: table)
+    monkeypatch.setattr(wire_costs, "kernel_table", lambda trace: table)
 
 
 @pytest.mark.usefixtures("equal_kernels")
@@ -253,7 +253,7 @@ def test_copies_and_padding_decide_on_a_fast_link(
 ) -> None:
     """Encoding takes 3 times as long as the cast to bf16, decoding twice; one parameter a bucket."""
     kernels = {wire: Kernels(1.0, 1.0) for wire in WIRES} | {wire: Kernels(3.0, 2.0) for wire in ENCODED_WIRES}
-    monkeypatch.setattr(wire_costs, "kernel_table", lambda trace, costs: KernelTable(kernels, ""))
+    monkeypatch.setattr(wire_costs, "kernel_table", lambda trace: KernelTable(kernels, ""))
     assert main(["plan", str(folder), "--wires", "--costs", "0,1000000", "--cap-mb", "0.01"]) == 0
     rows = wires_of(capsys.readouterr().out)
     assert all(rows[wire][1] == LAYERS for wire in rows)

@@ -286,6 +286,18 @@ def test_nothing_at_all(encoding: Encoding) -> None:
 
 
 @encodings
+def test_what_is_kept_of_a_call_in_inference_mode_serves_later_ones(encoding: Encoding) -> None:
+    chunks, pointers, gradient = table_of((3000,), encoding), PointerTable(), torch.randn(3000)
+    bucket, result = torch.empty(chunks.layout.nbytes, dtype=torch.uint8), torch.empty(3000)
+    with torch.inference_mode():
+        cpu_encoded.encode([gradient], chunks, pointers, bucket, 1.0)
+        cpu_encoded.decode([result.clone()], chunks, pointers, bucket, torch.ones(1))
+    cpu_encoded.encode([gradient], chunks, pointers, bucket, 1.0)
+    cpu_encoded.decode([result], chunks, pointers, bucket, torch.ones(1))
+    assert (result - gradient).abs().max() <= 0.5 * gradient.abs().max() / encoding.levels * 1.01
+
+
+@encodings
 def test_gradients_in_their_own_shapes(encoding: Encoding) -> None:
     """Channels-last gradients travel in the order of memory; views of small ones are made once."""
     shape = (4, 3, 5, 2)

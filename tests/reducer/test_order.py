@@ -7,7 +7,7 @@ import gc
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +30,7 @@ from fusedreduce.buckets.streams import AsideStreams, Streams
 from fusedreduce.comm import process_group
 from fusedreduce.comm.process_group import _ALL_GATHER, _REDUCE_SCATTER, ProcessGroupCommunicator
 from fusedreduce.comm.protocol import Pieces
+from fusedreduce.errors import FusedReduceError
 from fusedreduce.kernels import dispatch, encoded, table, variants
 from fusedreduce.planning.layout import flat_layout
 from fusedreduce.reducer.scheduler import Scheduler
@@ -550,3 +551,54 @@ def test_memory_of_a_step_that_is_abandoned(
     early = [one for one in found if one.rule == "reuse" and "combine_encoded" in one.sentence]
     assert bool(early) != joins, _shown(found)
     assert not joins or not found, _shown(found)
+
+
+@pytest.mark.parametrize("config", [{"wire": "int8"}, {"wire": "bf16", "accumulation": "fp32"}], ids=["int8", "bf16"])
+def test_reset_compares_ranks_before_a_stream_waits_for_what_a_peer_may_not_have_issued(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
+    """A peer has raised before its second all-to-all, this rank after its third, so that a side stream waits for ever.
+    Uploads of new tables would have the host wait for that stream, and peers for this rank.
+    """
+    cuda = FakeCuda(monkeypatch, home=1, ranks=4, comes=False)
+    with cuda.recording():
+        model = wrapped(layers().to(cuda.device), config, cap_mb=ONE_WEIGHT_MB)
+        optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 16).to(cuda.device)
+        for _ in range(2):
+            step(model, optimizer, batch)
+            optimizer.zero_grad()
+        begun = len(cuda.trace)
+
+        def fails(_: torch.Tensor) -> None:
+            raise ZeroDivisionError
+
+        next(model.parameters()).register_hook(fails)
+        with pytest.raises(ZeroDivisionError):
+            model(batch).square().mean().backward()
+        issued = [one.number for one in cuda.trace[begun:] if one.what == "all_to_all_single" and one.kind == "issue"]
+        assert len(issued) == 3
+
+        def compare(_: object, prefix: str, key: str, text: str, device: torch.device) -> list[str]:
+            return [text, *[f"1 {text.partition(' ')[2]}"] * 3]
+
+        monkeypatch.setattr(ProcessGroupCommunicator, "_compare", compare)
+        with pytest.raises(FusedReduceError, match="different numbers"):
+            model.reset()
+    assert not _host_waits_for(cuda.trace, issued[1])
+
+
+def _host_waits_for(trace: Sequence[Entry], collective: int) -> list[str]:
+    """Waits of the host that never end if a collective does not."""
+    stuck, without_end, found = set(), set[int](), []
+    for one in trace:
+        if one.kind == "issue":
+            if one.number == collective or one.stream in stuck or one.beside in stuck:
+                without_end.add(one.number)
+                stuck.add(one.beside)
+        elif one.kind == "record":
+            (without_end.add if one.stream in stuck else without_end.discard)(one.number)
+        elif one.kind == "wait" and one.number in without_end:
+            stuck.add(one.stream)
+        elif one.kind in ("block", "pageable") and (one.number in without_end or one.stream in stuck):
+            found.append(str(one))
+    return found
