@@ -311,7 +311,11 @@ class ReducerBase:
                     self.communicator, self._device, issued, self.pipeline.rounds, plan_state
                 )
             except FusedReduceError:
+                # Not the rest of `give_up_step`, in which the host may wait for collectives that peers never issue.
                 self.cycle.give_up()
+                self.pipeline.mode.drop_steps()
+                for reduction in self.pipeline.buckets.reductions:
+                    reduction.drop_views()
                 self.cycle.state = ReducerState.LOST
                 raise
             self.give_up_step()

@@ -270,11 +270,12 @@ def test_what_the_page_says_of_training_is_so() -> None:
     for (part, case), variants in rows.items():
         for wire in ENCODINGS if part == "simulated" else ():
             assert variants[f"{wire}, feedback"]["of_nearest"] > -variants["native"]["spread"], case
-    assert "There AdamW is behind at 4 bits, however codes are rounded" in page and "it has caught up" in page
+    assert "There AdamW is behind at 4 bits, however codes are rounded" in page
+    assert "By the end that is within the seeds' spread" in page
     for name in ("int4", "int4, stochastic", "int4, feedback"):
         behind, caught_up = (rows["simulated", f"{task}, AdamW"][name] for task in ("digits, 100 steps", "digits"))
         assert behind["difference"] > max(0.01, 2 * behind["difference_error"])
-        assert caught_up["difference"] < 0.003
+        assert caught_up["difference"] < min(0.003, rows["simulated", "digits, AdamW"]["native"]["spread"])
     assert "No final loss there differs from that of `native` by more than the seeds' spread" in page
     assert "**`int4`** with SGD ends within that spread too" in page
     for (part, case), variants in rows.items():
