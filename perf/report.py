@@ -89,10 +89,10 @@ def _wires(found: Sequence[Record]) -> dict[str, str]:
 def _summary(found: Sequence[Record]) -> str:
     """What a reader decides by, a paragraph and some bullets per machine; and whether there was a GPU."""
     paragraphs = [] if found else [NOTHING]
-    by_device: dict[str, list[Record]] = {}
+    by_machine: dict[str, list[Record]] = {}
     for record in found:
-        by_device.setdefault(record["device"], []).append(record)
-    for mine in by_device.values():
+        by_machine.setdefault(record["hardware"], []).append(record)
+    for hardware, mine in by_machine.items():
         bullets: Lines = []
         used = []
         for record in mine:
@@ -101,7 +101,7 @@ def _summary(found: Sequence[Record]) -> str:
             used += [record] if lines else []
         if used:
             torchs = " and ".join(sorted({str(record["versions"]["torch"]) for record in used}))
-            paragraphs.append("\n".join([f"On {used[0]['hardware']}, torch {torchs}:", "", *bullets]))
+            paragraphs.append("\n".join([f"On {hardware}, torch {torchs}:", "", *bullets]))
     if all(record["device"] == "cpu" for record in found):
         paragraphs.append(NO_GPU)
     return "\n\n".join(paragraphs)

@@ -239,16 +239,18 @@ TABLES: Sequence[Shown] = (
 
 
 def summary(record: Record) -> Lines:
-    """A line per model: bf16 beside torch's best 16-bit hook, by rate."""
+    """A line per model: bf16 beside torch's best 16-bit hook, and that with bucket sizes tried, by rate."""
     lines = []
     for model in dict.fromkeys(row["case"] for row in record["rows"] if row["part"] == "steps"):
         words = [
             f"{rate_name(cell['rate_mbit'])} {_of(cell, BF16, cell['torch_best'].get('bf16'))}"
+            f" ({_of(cell, BF16, cell['torch_sized'].get('bf16'))})"
             for cell in cells(record)
             if cell["case"] == model and cell["not_published"] is None
         ]
         if words:
-            lines.append(f"a step of {model} at bf16, as a share of torch's best 16-bit hook's: {', '.join(words)}")
+            beside = "torch's best 16-bit hook's (with bucket sizes tried)"
+            lines.append(f"a step of {model} at bf16, as a share of {beside}: {', '.join(words)}")
     return lines
 
 

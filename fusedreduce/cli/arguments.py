@@ -52,7 +52,7 @@ def require(parser: argparse.ArgumentParser, *modules: str) -> None:
     """Ends the command with status 2 if a module of the demo extra cannot be imported."""
     missing = [name for name in modules if not _importable(name)]
     if missing:
-        parser.error(f"{' and '.join(missing)} cannot be imported: pip install 'fusedreduce[demo]'")
+        parser.error(f"{' and '.join(missing)} cannot be imported: pip install '.[demo]' in the clone")
 
 
 def _importable(name: str) -> bool:

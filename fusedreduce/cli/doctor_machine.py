@@ -172,7 +172,9 @@ def _of_versions(found: dict[str, str | None]) -> list[Finding]:
         return [Finding("ok", "versions", f"{shown}; this torch and triton are a tested pair")]
     return [
         Finding(
-            "note", "versions", f"{shown}; torch {pair[0]} with triton {pair[1]} is not tested here ({_pairs()} is)"
+            "note",
+            "versions",
+            f"{shown}; torch {pair[0]} with triton {pair[1]} is not the pair of our tests ({_pairs()})",
         )
     ]
 

@@ -501,7 +501,7 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, caps
         main(["demo"])
     assert exited.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "sklearn cannot be imported: pip install 'fusedreduce[demo]'" in line
+    assert "sklearn cannot be imported: pip install '.[demo]' in the clone" in line
 
 
 def test_ranks_share_no_image_and_epochs_differ() -> None:

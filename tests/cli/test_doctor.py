@@ -130,7 +130,10 @@ def test_a_kernel_that_does_not_compile_is_a_finding(monkeypatch: pytest.MonkeyP
     ("facts", "expected"),
     [
         (FACTS, [("ok", "a tested pair", ""), ("ok", "2 x A GPU (sm_90, 80 GiB); driver 580.95.05, NCCL 2.28.3", "")]),
-        (versions(triton="3.6.0"), [("note", "torch 2.13.0 with triton 3.6.0 is not tested here", ""), ("ok", "", "")]),
+        (
+            versions(triton="3.6.0"),
+            [("note", "torch 2.13.0 with triton 3.6.0 is not the pair of our tests", ""), ("ok", "", "")],
+        ),
         (FACTS | {"nccl": None}, [("ok", "", ""), ("broken", "NCCL missing", "install a torch with NCCL")]),
         (CPU, [("ok", "", ""), ("note", "Gloo in place of NCCL, on A CPU", "")]),
         (CPU | {"driver": "580.95"}, [("ok", "", ""), ("warning", "torch finds no GPU", "install a CUDA build")]),

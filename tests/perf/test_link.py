@@ -223,7 +223,8 @@ def test_the_page_has_ratios_the_bound_and_what_is_lost(tmp_path: Path) -> None:
         "resnet18 at 1000 Mbit/s, bf16: 500 ms, 1.04 of 'torch fp16_compress_hook', at most 432 ms"
     ]
     assert report_link.summary(made) == [
-        "a step of resnet18 at bf16, as a share of torch's best 16-bit hook's: 1 Gbit/s 1.04 **slower**"
+        "a step of resnet18 at bf16, as a share of torch's best 16-bit hook's (with bucket sizes tried): "
+        "1 Gbit/s 1.04 **slower** (1.04 **slower**)"
     ]
     assert report_plots.name_of(made) == "link.png" and report_plots.name_of({**made, "what": "link-train"}) is None
     pytest.importorskip("matplotlib")
