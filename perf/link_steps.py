@@ -19,7 +19,7 @@ import link_bound
 import step_training
 import torch
 import torch.distributed as dist
-from link_variants import CLOCKED, POWERSGD
+from link_variants import CLOCKED, ENCODED, POWERSGD
 from records import BenchError
 from step_training import Task, Training
 from step_variants import FLOOR, Variant
@@ -78,7 +78,7 @@ def measure(
 
     Args:
         model: see models.py.
-        variants: by name.
+        variants: by name; those that encode are left out where every parameter has one dimension, and travels native.
         rounds: in which each is timed once.
         link: for the bound.
         sent_bytes: reads the counter.
@@ -91,6 +91,8 @@ def measure(
     truth, new, _ = step_training.new_training(Task(model=model), torch.device("cpu"), dist.get_rank())
     clock = GradientClock()
     cases, trainings = {}, {}
+    encodes = any(parameter.ndim > 1 for parameter in truth.before)
+    variants = {name: one for name, one in variants.items() if encodes or name not in ENCODED}
     for name, variant in variants.items():
         trainings[name] = made = new(
             name, dataclasses.replace(variant, build=clock.attach) if name == CLOCKED else variant

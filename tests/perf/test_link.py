@@ -391,7 +391,17 @@ def allowed() -> None:
         pytest.skip(f"no network namespaces here: {error}")
 
 
-TINY = ["--models", "many:3x1000", "--rates", "1000", "--variants", "torch DDP, views", "ours bf16", "--rehearse"]
+TINY = [
+    "--models",
+    "many:3x1000",
+    "--rates",
+    "1000",
+    "--variants",
+    "torch DDP, views",
+    "ours bf16",
+    "ours int8",
+    "--rehearse",
+]
 
 
 def test_nothing_outlives_a_command_that_was_killed(allowed: None) -> None:
@@ -444,7 +454,7 @@ def test_a_tiny_run_leaves_its_record_and_nothing_else(allowed: None, tmp_path: 
     assert set(link["raw_mbit"]) == {str(size) for size in (65536, 2**20, 2**22, 2**24)}
     assert link["steady_mbit"] > 0 and link["congestion_control"]
     names = {"no DDP", "no DDP, clocked", "torch DDP, views", "torch DDP, batched copies, views", "ours bf16"}
-    assert {"no DDP", "no DDP, clocked", "torch DDP, views", "ours bf16"} <= set(one["variants"]) <= names
+    assert {"no DDP", "no DDP, clocked", "torch DDP, views", "ours bf16"} <= set(one["variants"]) <= names, "no int8"
     assert (one["case"], one["rate_mbit"], one["parameters"], one["elements"]) == ("many:3x1000", 1000, 3, 3000)
     assert all(len(row["samples_ms"]) == 2 for row in one["variants"].values())
     assert one["variants"]["no DDP"]["sent_bytes"] < 4 * 3000 < one["variants"]["torch DDP, views"]["sent_bytes"]
