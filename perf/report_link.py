@@ -34,7 +34,8 @@ HEADLINE_MBIT = 1000
 POWERSGD = ("torch PowerSGD rank 1", "torch PowerSGD rank 4")
 FAILED = "failed"
 TITLES = {"resnet18": "ResNet-18", "gpt2-7m": "GPT, 6.9 M parameters", "mlp-8m": "MLP, 8.4 M parameters"}
-TORCH_COLOUR, HOOK_COLOUR, OURS_COLOUR, BOUND_COLOUR = "#c9c9c9", "#8f8f8f", "#0072b2", "#d55e00"
+TORCH_COLOUR, HOOK_COLOUR, OURS_COLOUR = "#c9c9c9", "#8f8f8f", "#0072b2"
+INT8_COLOUR, BOUND_COLOUR = "#56b4e9", "#d55e00"
 
 
 def rate_name(rate_mbit: float | None, unlimited: str = "unlimited") -> str:
@@ -263,9 +264,11 @@ def headline(record: Record) -> Lines:
         if cell["rate_mbit"] == HEADLINE_MBIT and cell["not_published"] is None and None not in times:
             ours, native, hook, tried = (number(step_ms, 0) for step_ms in times)
             title = TITLES.get(cell["case"], cell["case"])
+            encoded = zip((8, 4), (_ms(cell, name) for name in ENCODED), strict=True)
+            fewer = [f"; at {bits} bits ours takes {number(step_ms, 0)}" for bits, step_ms in encoded if step_ms]
             lines.append(
                 f"{title}: **{ours} ms** a step, where torch's DDP takes {native}, its best 16-bit hook {hook}, "
-                f"and that with the best of several bucket sizes {tried}"
+                f"and that with the best of several bucket sizes {tried}{''.join(fewer)}"
             )
     return lines[:3]
 
@@ -289,7 +292,7 @@ def picture(record: Record) -> Callable[[Path], None] | None:
             panel.set_title(TITLES[model], fontsize=12, loc="left")
         panels[0][0].set_ylabel("ms per step, median", fontsize=11)
         handles, labels = panels[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=11)
+        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=11)
         figure.suptitle(
             f"Time of a training step by link speed, {record['ranks']} ranks on CPU, less is better",
             fontsize=13,
@@ -304,14 +307,15 @@ def picture(record: Record) -> Callable[[Path], None] | None:
 
 
 def _panel(panel: Any, shown: Sequence[Row]) -> None:
-    places, width = range(len(shown)), 0.27
+    places, width = range(len(shown)), 0.21
     bars = (
         ("torch DDP, fp32", TORCH_COLOUR, [_ms(cell, cell["torch_best"]["native"]) for cell in shown]),
         ("torch DDP, its best 16-bit hook", HOOK_COLOUR, [_ms(cell, cell["torch_best"]["bf16"]) for cell in shown]),
         ("fusedreduce, bf16", OURS_COLOUR, [_ms(cell, BF16) for cell in shown]),
+        ("fusedreduce, int8", INT8_COLOUR, [_ms(cell, ENCODED[0]) or 0.0 for cell in shown]),
     )
     for index, (label, colour, heights) in enumerate(bars):
-        panel.bar([place + (index - 1) * width for place in places], heights, width, color=colour, label=label)
+        panel.bar([place + (index - 1.5) * width for place in places], heights, width, color=colour, label=label)
     for place, cell in zip(places, shown, strict=True):
         bound = cell["bound_ms"]["bf16"]
         (line,) = panel.plot([place - 0.45, place + 0.45], [bound, bound], color=BOUND_COLOUR, linewidth=2)
@@ -319,7 +323,7 @@ def _panel(panel: Any, shown: Sequence[Row]) -> None:
             line.set_label("least possible with 16 bits")
         panel.annotate(
             f"{_ms(cell, BF16):.0f}",
-            (place + width, max(bars[1][2][place] or 0.0, bars[2][2][place] or 0.0, bound)),
+            (place + width / 2, max(bars[1][2][place] or 0.0, bars[2][2][place] or 0.0, bound)),
             ha="center",
             va="bottom",
             fontsize=9,
