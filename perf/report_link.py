@@ -265,10 +265,10 @@ def headline(record: Record) -> Lines:
             ours, native, hook, tried = (number(step_ms, 0) for step_ms in times)
             title = TITLES.get(cell["case"], cell["case"])
             encoded = zip((8, 4), (_ms(cell, name) for name in ENCODED), strict=True)
-            fewer = [f"; at {bits} bits ours takes {number(step_ms, 0)}" for bits, step_ms in encoded if step_ms]
+            fewer = ", ".join(f"{number(step_ms, 0)} at {bits} bits" for bits, step_ms in encoded if step_ms)
             lines.append(
                 f"{title}: **{ours} ms** a step, where torch's DDP takes {native}, its best 16-bit hook {hook}, "
-                f"and that with the best of several bucket sizes {tried}{''.join(fewer)}"
+                f"and that with the best of several bucket sizes {tried}" + (fewer and f"; ours takes {fewer}")
             )
     return lines[:3]
 
@@ -292,7 +292,9 @@ def picture(record: Record) -> Callable[[Path], None] | None:
             panel.set_title(TITLES[model], fontsize=12, loc="left")
         panels[0][0].set_ylabel("ms per step, median", fontsize=11)
         handles, labels = panels[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=11)
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=10, handlelength=1.2
+        )
         figure.suptitle(
             f"Time of a training step by link speed, {record['ranks']} ranks on CPU, less is better",
             fontsize=13,
@@ -310,7 +312,7 @@ def _panel(panel: Any, shown: Sequence[Row]) -> None:
     places, width = range(len(shown)), 0.21
     bars = (
         ("torch DDP, fp32", TORCH_COLOUR, [_ms(cell, cell["torch_best"]["native"]) for cell in shown]),
-        ("torch DDP, its best 16-bit hook", HOOK_COLOUR, [_ms(cell, cell["torch_best"]["bf16"]) for cell in shown]),
+        ("torch DDP, best 16-bit hook", HOOK_COLOUR, [_ms(cell, cell["torch_best"]["bf16"]) for cell in shown]),
         ("fusedreduce, bf16", OURS_COLOUR, [_ms(cell, BF16) for cell in shown]),
         ("fusedreduce, int8", INT8_COLOUR, [_ms(cell, ENCODED[0]) or 0.0 for cell in shown]),
     )
@@ -323,7 +325,7 @@ def _panel(panel: Any, shown: Sequence[Row]) -> None:
             line.set_label("least possible with 16 bits")
         panel.annotate(
             f"{_ms(cell, BF16):.0f}",
-            (place + width / 2, max(bars[1][2][place] or 0.0, bars[2][2][place] or 0.0, bound)),
+            (place + width / 2, max(*(heights[place] or 0.0 for _, _, heights in bars[1:]), bound)),
             ha="center",
             va="bottom",
             fontsize=9,

@@ -386,7 +386,7 @@ def test_the_readme_has_what_a_step_takes_at_1_gbit_and_hides_what_is_not_publis
     encoded = {**CELL["variants"], "ours bf16": counted, "ours int8": counted}
     for change, expected in (
         ({"rate_mbit": 1000}, said),
-        ({"rate_mbit": 1000, "variants": encoded}, f"{said}; at 8 bits ours takes 50"),
+        ({"rate_mbit": 1000, "variants": encoded}, f"{said}; ours takes 50 at 8 bits"),
         ({}, report.NOTHING),
         ({"rate_mbit": 1000, "not_published": "shared cores"}, report.NOTHING),
         ({"rate_mbit": 1000, "variants": wrong}, report.NOTHING),
