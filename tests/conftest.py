@@ -112,8 +112,10 @@ def _pool(world: int) -> Iterator[RankPool]:
     pool.close()
 
 
-def pytest_collection_finish() -> None:
-    """What has been imported stays: the garbage collector, a sixth of the time otherwise, need not look at it again."""
+@pytest.fixture(scope="module", autouse=True)
+def _objects_so_far() -> None:
+    """What has been imported and compiled stays, so the garbage collector need not look at it again: in a process that
+    has compiled models, a collection of everything takes a second."""
     gc.collect()
     gc.freeze()
 
