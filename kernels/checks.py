@@ -1,4 +1,4 @@
-"""Checks of arguments, before anything is read or written; shared by the kernels and the torch paths."""
+"""Checks of arguments, before anything is read or written: `dispatch` and `encoded` make them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 from torch.autograd.graph import increment_version
 
-from .checks import check_combine
 from .chunk import load_single, load_vector, round_once, store_single, store_vector
 from .parts import FOLD, PUSH, Part, depth, steps
 from .variants import TRITON_NAMES, Tuning, Variant, current_target, lanes, tuning_for
@@ -222,7 +221,6 @@ def combine(
     Args:
         tuning: launch shape; None: the architecture's.
     """
-    check_combine(tensors, outputs, parts)
     first, kept = tensors[0], tables if tables is not None else CombineTables()
     needed = max((depth(steps(part.adds, part.owner)) for part in parts), default=0)
     if not serves(parts):

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 
 from .blocks import decode_tile, encode_tile, load_kept, load_key, load_residuals, store_kept
-from .checks import check_combine_encoded
 from .encoded_table import EncodedTable, Residuals, launched, uploaded
 from .encodings import ENCODINGS, Encoding
 from .variants import (
@@ -126,7 +125,6 @@ def combine_encoded(
     *,
     residuals: Residuals | None = None,
     draw: torch.Tensor | None = None,
-    vouched: bool = False,
     tuning: Tuning | None = None,
 ) -> None:
     """Adds up the contributions to one shard, in one launch; arguments as for `kernels.encoded.combine_encoded`.
@@ -134,8 +132,6 @@ def combine_encoded(
     Args:
         tuning: launch shape; None: the architecture's.
     """
-    if not vouched:
-        check_combine_encoded(received, chunks, output, residuals, draw)
     layout, device = chunks.layout, output.device
     target = current_target(device)
     variant = combine_encoded_variant(

@@ -6,7 +6,7 @@
                               _foreach_copy_ from or to cached views (0.3 us each)
 
 A call of an operator costs 1 us, as does making a view: views are made once per pointer table. What is rare is left to
-`reference`: vouched=False, a layout without shapes, fp64 gradients packed into a 16-bit wire, another device.
+`reference`: a layout without shapes, fp64 gradients packed into a 16-bit wire, another device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import TypeAlias
 import torch
 
 from . import reference
-from .checks import check_combine, check_transfer, check_walk
 from .cpu_stats import find_faults, measure_gradients
 from .division import division
 from .parts import ADD, FOLD, PUSH, Part, Step, steps
@@ -41,15 +40,11 @@ def pack(
     wire: torch.Tensor,
     divisor: float,
     partials: SourcePartials | None = None,
-    *,
-    vouched: bool = False,
 ) -> None:
     """Flattens, divides and casts `gradients` into `wire`; arguments as for `kernels.dispatch.pack`."""
-    if not vouched:
-        check_transfer(gradients, chunks, pointers, wire, None, partials)
     rounds_twice = chunks.fp64 and wire.dtype is not torch.float64  # see reference.store_rounded
-    if not vouched or rounds_twice or not _is_served(gradients, chunks, wire):
-        reference.pack(gradients, chunks, pointers, wire, divisor, partials, vouched=True)
+    if rounds_twice or not _is_served(gradients, chunks, wire):
+        reference.pack(gradients, chunks, pointers, wire, divisor, partials)
         return
     scalar, exact = division(divisor, chunks.compute_dtype)  # a product is twice as fast in the cache
     change = None if scalar == 1.0 else (torch.mul if exact else torch.div, scalar)
@@ -71,14 +66,10 @@ def unpack(
     wire: torch.Tensor,
     scale: torch.Tensor,
     partials: Partials | None = None,
-    *,
-    vouched: bool = False,
 ) -> None:
     """Unflattens, scales and casts `wire` into `gradients`; arguments as for `kernels.dispatch.unpack`."""
-    if not vouched:
-        check_transfer(gradients, chunks, pointers, wire, scale, partials)
-    if not (vouched and _is_served(gradients, chunks, wire)):
-        reference.unpack(gradients, chunks, pointers, wire, scale, partials, vouched=True)
+    if not _is_served(gradients, chunks, wire):
+        reference.unpack(gradients, chunks, pointers, wire, scale, partials)
         return
     factor = scale.item()
     change = None if factor == 1.0 else (torch.mul, factor)
@@ -90,16 +81,12 @@ def unpack(
         measure_gradients(gradients, chunks, partials)
 
 
-def measure(
-    gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, partials: Partials, *, vouched: bool = False
-) -> None:
+def measure(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, partials: Partials) -> None:
     """Fills `partials` with statistics of gradients as they are; arguments as for `kernels.dispatch.measure`."""
-    if not vouched:
-        check_walk(gradients, chunks, pointers, None, partials)
     if partials.sums.device.type == "cpu":
         measure_gradients(gradients, chunks, partials)
     else:
-        reference.measure(gradients, chunks, pointers, partials, vouched=True)
+        reference.measure(gradients, chunks, pointers, partials)
 
 
 def scale(
@@ -108,14 +95,10 @@ def scale(
     pointers: PointerTable,
     factor: torch.Tensor,
     partials: Partials | None = None,
-    *,
-    vouched: bool = False,
 ) -> None:
     """Multiplies gradients by `factor`, in place; arguments as for `kernels.dispatch.scale`."""
-    if not vouched:
-        check_walk(gradients, chunks, pointers, factor, partials)
     if factor.device.type != "cpu" or chunks.shared:
-        reference.scale(gradients, chunks, pointers, factor, partials, vouched=True)
+        reference.scale(gradients, chunks, pointers, factor, partials)
         return
     present = [gradient.detach() for gradient in gradients if gradient is not None]
     if present:
@@ -134,14 +117,13 @@ def combine(
     if any(one.device.type != "cpu" for one in (*tensors, *outputs)):
         reference.combine(tensors, outputs, parts, scale)
         return
-    check_combine(tensors, outputs, parts)
     flat, written = [one.view(-1) for one in tensors], [one.view(-1) for one in outputs]
     for part in parts:
         _combine_part(flat, written, part, scale)
 
 
 def _is_served(gradients: Gradients, chunks: ChunkTable, wire: torch.Tensor) -> bool:
-    """Whether arguments that are vouched for are not left to `reference`."""
+    """Whether the arguments are not left to `reference`."""
     if wire.device.type != "cpu":
         return False
     # Of a shared buffer either all slots are there, or none.

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from . import reference_encoded
-from .checks import check_combine_encoded, check_decode, check_encode
 from .cpu import Change, copy_all
 from .cpu_stats import measure_gradients
 from .division import division
@@ -43,14 +42,11 @@ def encode(
     *,
     residuals: Residuals | None = None,
     draw: torch.Tensor | None = None,
-    vouched: bool = False,
 ) -> None:
     """Flattens, divides and encodes `gradients`; arguments as for `kernels.encoded.encode`."""
-    if not vouched:
-        check_encode(gradients, chunks, pointers, encoded, partials, residuals, draw)
     if encoded.device.type != "cpu":
         reference_encoded.encode(
-            gradients, chunks, pointers, encoded, divisor, partials, residuals=residuals, draw=draw, vouched=True
+            gradients, chunks, pointers, encoded, divisor, partials, residuals=residuals, draw=draw
         )
         return
     scalar, exact = division(divisor, torch.float32)
@@ -86,13 +82,10 @@ def combine_encoded(
     *,
     residuals: Residuals | None = None,
     draw: torch.Tensor | None = None,
-    vouched: bool = False,
 ) -> None:
     """Adds up the encoded contributions of a shard; arguments as for `kernels.encoded.combine_encoded`."""
-    if not vouched:
-        check_combine_encoded(received, chunks, output, residuals, draw)
     if output.device.type != "cpu":
-        reference_encoded.combine_encoded(received, chunks, output, residuals=residuals, draw=draw, vouched=True)
+        reference_encoded.combine_encoded(received, chunks, output, residuals=residuals, draw=draw)
         return
     layout, encoding, block = chunks.layout, chunks.layout.encoding, chunks.layout.encoding.block_numel
     contributions, stored = _Stored(received, layout), _Stored(output, layout)
@@ -125,14 +118,10 @@ def decode(
     encoded: torch.Tensor,
     scale: torch.Tensor,
     partials: Partials | None = None,
-    *,
-    vouched: bool = False,
 ) -> None:
     """Decodes, adds up, scales and unflattens; arguments as for `kernels.encoded.decode`."""
-    if not vouched:
-        check_decode(gradients, chunks, pointers, encoded, scale, partials)
     if encoded.device.type != "cpu":
-        reference_encoded.decode(gradients, chunks, pointers, encoded, scale, partials, vouched=True)
+        reference_encoded.decode(gradients, chunks, pointers, encoded, scale, partials)
         return
     layout, stored, pieces = chunks.layout, _Stored(encoded, chunks.layout), _pieces_of(chunks, pointers)
     factor = scale.item()

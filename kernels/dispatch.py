@@ -5,7 +5,7 @@
     CPU tensors under TRITON_INTERPRET=1       interpreter  the kernels, in Triton's interpreter (slow: for tests)
 
 The interpreter rounds fp32 -> bf16 by truncation, so a function that writes bf16 there takes the torch path: dispatch
-never leaves a wrong gradient. Signatures are those of the kernels' launchers.
+never leaves a wrong gradient. Arguments are checked here: what runs takes them, but for `vouched`, and checks nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from . import cpu, cpu_stats
+from . import cpu, cpu_stats, reference
+from .checks import check_combine, check_transfer, check_walk
 from .parts import Part
 from .support import unsupported
 from .table import ChunkTable, Partials, PointerTable, SourcePartials, SourceTotals, Spans, Totals
@@ -132,8 +133,10 @@ def pack(
         UnsupportedPairError: see `path_for`.
     """
     path = path_for(wire.device, (wire.dtype,), chunks.kinds)
-    function = cpu.pack if path == "torch" else _triton().pack.pack
-    call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials, vouched=vouched)
+    if not vouched:
+        check_transfer(gradients, chunks, pointers, wire, None, partials)
+    function = launcher(path, "pack", cpu.pack if vouched else reference.pack)
+    call("pack", path, function, gradients, chunks, pointers, wire, divisor, partials)
 
 
 def unpack(
@@ -165,8 +168,10 @@ def unpack(
         UnsupportedPairError: see `path_for`.
     """
     path = path_for(wire.device, chunks.kinds, (wire.dtype,))
-    function = cpu.unpack if path == "torch" else _triton().unpack.unpack
-    call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials, vouched=vouched)
+    if not vouched:
+        check_transfer(gradients, chunks, pointers, wire, scale, partials)
+    function = launcher(path, "unpack", cpu.unpack if vouched else reference.unpack)
+    call("unpack", path, function, gradients, chunks, pointers, wire, scale, partials)
 
 
 def measure(
@@ -193,8 +198,10 @@ def measure(
     """
     # dtypes as written, not read: the interpreter reads some numbers of bf16 wrongly too.
     path = path_for(partials.sums.device, chunks.kinds)
+    if not vouched:
+        check_walk(gradients, chunks, pointers, None, partials)
     function = cpu.measure if path == "torch" else _triton().walk.measure
-    call("measure", path, function, gradients, chunks, pointers, partials, vouched=vouched)
+    call("measure", path, function, gradients, chunks, pointers, partials)
 
 
 def scale(
@@ -222,8 +229,10 @@ def scale(
         UnsupportedPairError: see `path_for`.
     """
     path = path_for(factor.device, chunks.kinds)
+    if not vouched:
+        check_walk(gradients, chunks, pointers, factor, partials)
     function = cpu.scale if path == "torch" else _triton().walk.scale
-    call("scale", path, function, gradients, chunks, pointers, factor, partials, vouched=vouched)
+    call("scale", path, function, gradients, chunks, pointers, factor, partials)
 
 
 def new_combine_tables() -> CombineTables | None:
@@ -258,6 +267,7 @@ def combine(
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `path_for`.
     """
+    check_combine(tensors, outputs, parts)
     first = tensors[0]
     one_device = all(one.device == first.device for one in (*tensors, *outputs))
     if one_device and path_for(first.device, (first.dtype,)) == "triton" and _triton().combine.serves(parts):

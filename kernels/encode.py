@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 
 from .blocks import encode_tile, load_halves, load_kept, load_key, load_residuals, store_kept
-from .checks import check_encode
 from .chunk import DIVIDE, MULTIPLY, PADDING, ROW, apply_scalar, careful_gradient, load_row
 from .division import division
 from .encoded_table import EncodedTable, Residuals, launched, uploaded
@@ -222,7 +221,6 @@ def encode(
     *,
     residuals: Residuals | None = None,
     draw: torch.Tensor | None = None,
-    vouched: bool = False,
     tuning: Tuning | None = None,
 ) -> None:
     """Flattens, divides and encodes `gradients`, in one launch; arguments as for `kernels.encoded.encode`.
@@ -230,8 +228,6 @@ def encode(
     Args:
         tuning: launch shape; None: the architecture's.
     """
-    if not vouched:
-        check_encode(gradients, chunks, pointers, encoded, partials, residuals, draw)
     device = encoded.device
     target = current_target(device)
     number, exact = division(divisor, torch.float32)

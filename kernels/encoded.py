@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from . import cpu_encoded, dispatch
+from .checks import check_combine_encoded, check_decode, check_encode
 from .encoded_table import EncodedTable, Residuals
 from .encodings import Encoding
 from .table import Partials, PointerTable, SourcePartials
@@ -54,8 +55,10 @@ def encode(
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `dispatch.path_for`.
     """
-    options = {"residuals": residuals, "draw": draw, "vouched": vouched}
+    options = {"residuals": residuals, "draw": draw}
     path = dispatch.path_for(encoded.device, (encoded.dtype,), chunks.kinds)
+    if not vouched:
+        check_encode(gradients, chunks, pointers, encoded, partials, residuals, draw)
     function = dispatch.launcher(path, "encode", cpu_encoded.encode)
     dispatch.call("encode", path, function, gradients, chunks, pointers, encoded, divisor, partials, **options)
 
@@ -83,8 +86,10 @@ def combine_encoded(
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `dispatch.path_for`.
     """
-    options = {"residuals": residuals, "draw": draw, "vouched": vouched}
+    options = {"residuals": residuals, "draw": draw}
     path = dispatch.path_for(output.device, (output.dtype,))
+    if not vouched:
+        check_combine_encoded(received, chunks, output, residuals, draw)
     function = dispatch.launcher(path, "combine_encoded", cpu_encoded.combine_encoded)
     dispatch.call("combine_encoded", path, function, received, chunks, output, **options)
 
@@ -115,8 +120,10 @@ def decode(
         UnsupportedPairError: see `dispatch.path_for`.
     """
     path = dispatch.path_for(encoded.device, chunks.kinds, (encoded.dtype,))
+    if not vouched:
+        check_decode(gradients, chunks, pointers, encoded, scale, partials)
     function = dispatch.launcher(path, "decode", cpu_encoded.decode)
-    dispatch.call("decode", path, function, gradients, chunks, pointers, encoded, scale, partials, vouched=vouched)
+    dispatch.call("decode", path, function, gradients, chunks, pointers, encoded, scale, partials)
 
 
 @functools.cache

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch.autograd.graph import increment_version
 
-from .checks import check_transfer
 from .chunk import (
     DIVIDE,
     MULTIPLY,
@@ -101,7 +100,6 @@ def pack(
     divisor: float,
     partials: SourcePartials | None = None,
     *,
-    vouched: bool = False,
     tuning: Tuning | None = None,
 ) -> None:
     """Flattens, divides and casts `gradients` into `wire`, in one launch; arguments as for `kernels.dispatch.pack`.
@@ -109,8 +107,6 @@ def pack(
     Args:
         tuning: launch shape; None: the architecture's.
     """
-    if not vouched:
-        check_transfer(gradients, chunks, pointers, wire, None, partials)
     target = current_target(wire.device)
     number, exact = division(divisor, chunks.compute_dtype)
     with_stats, shape = partials is not None, tuning or tuning_for(target)

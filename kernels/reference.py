@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 import torch
 
-from .checks import check_combine, check_transfer, check_walk
 from .parts import Part
 from .table import ChunkTable, Partials, PointerTable, SourcePartials, SourceTotals, Spans, Totals, may_flush
 
@@ -30,12 +29,8 @@ def pack(
     wire: torch.Tensor,
     divisor: float,
     partials: SourcePartials | None = None,
-    *,
-    vouched: bool = False,
 ) -> None:
     """Flattens, divides and casts `gradients` into `wire`; arguments as for `kernels.dispatch.pack`."""
-    if not vouched:
-        check_transfer(gradients, chunks, pointers, wire, None, partials)
     by = torch.tensor(divisor, dtype=chunks.compute_dtype, device=wire.device)
     for row, (slot, begin, end, offset, _) in enumerate(chunks.rows.tolist()):
         packed = wire[offset : offset + end - begin]
@@ -55,12 +50,8 @@ def unpack(
     wire: torch.Tensor,
     scale: torch.Tensor,
     partials: Partials | None = None,
-    *,
-    vouched: bool = False,
 ) -> None:
     """Unflattens, scales and casts `wire` into `gradients`; arguments as for `kernels.dispatch.unpack`."""
-    if not vouched:
-        check_transfer(gradients, chunks, pointers, wire, scale, partials)
     for row, (slot, begin, end, offset, _) in enumerate(chunks.rows[: chunks.data_rows].tolist()):
         destination = _elements(gradients, slot, begin, end)
         if destination is not None:
@@ -69,12 +60,8 @@ def unpack(
             write_row(partials, row, begin, destination)
 
 
-def measure(
-    gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, partials: Partials, *, vouched: bool = False
-) -> None:
+def measure(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, partials: Partials) -> None:
     """Fills `partials` with statistics of gradients as they are; arguments as for `kernels.dispatch.measure`."""
-    if not vouched:
-        check_walk(gradients, chunks, pointers, None, partials)
     for row, (slot, begin, end, _, _) in enumerate(chunks.rows[: chunks.data_rows].tolist()):
         write_row(partials, row, begin, _elements(gradients, slot, begin, end))
 
@@ -85,12 +72,8 @@ def scale(
     pointers: PointerTable,
     factor: torch.Tensor,
     partials: Partials | None = None,
-    *,
-    vouched: bool = False,
 ) -> None:
     """Multiplies gradients by `factor`, in place; arguments as for `kernels.dispatch.scale`."""
-    if not vouched:
-        check_walk(gradients, chunks, pointers, factor, partials)
     for row, (slot, begin, end, _, _) in enumerate(chunks.rows[: chunks.data_rows].tolist()):
         values = _elements(gradients, slot, begin, end)
         if values is not None:
@@ -107,7 +90,6 @@ def combine(
     Arguments as for `kernels.dispatch.combine`. A partial sum is copied to the device of the tensor that it is added
     to; the current streams order these copies.
     """
-    check_combine(tensors, outputs, parts)
     compute = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
     for part in parts:
         terms = [one.view(-1)[part.begin : part.end] for one in tensors]

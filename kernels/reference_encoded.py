@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .checks import check_combine_encoded, check_decode, check_encode
 from .encoded_table import EncodedTable, Residuals
 from .encodings import EncodedLayout, Encoding
 from .philox import fractions
@@ -107,11 +106,8 @@ def encode(
     *,
     residuals: Residuals | None = None,
     draw: torch.Tensor | None = None,
-    vouched: bool = False,
 ) -> None:
     """Flattens, divides and encodes `gradients`; arguments as for `kernels.encoded.encode`."""
-    if not vouched:
-        check_encode(gradients, chunks, pointers, encoded, partials, residuals, draw)
     layout, block = chunks.layout, chunks.layout.encoding.block_numel
     by = torch.tensor(divisor, dtype=torch.float32)
     for row, (slot, begin, end, offset, _) in enumerate(chunks.rows.tolist()):
@@ -150,11 +146,8 @@ def combine_encoded(
     *,
     residuals: Residuals | None = None,
     draw: torch.Tensor | None = None,
-    vouched: bool = False,
 ) -> None:
     """Adds up the encoded contributions of a shard; arguments as for `kernels.encoded.combine_encoded`."""
-    if not vouched:
-        check_combine_encoded(received, chunks, output, residuals, draw)
     layout = chunks.layout
     if not layout.shard_blocks:
         return
@@ -179,12 +172,8 @@ def decode(
     encoded: torch.Tensor,
     scale: torch.Tensor,
     partials: Partials | None = None,
-    *,
-    vouched: bool = False,
 ) -> None:
     """Decodes, adds up, scales and unflattens; arguments as for `kernels.encoded.decode`."""
-    if not vouched:
-        check_decode(gradients, chunks, pointers, encoded, scale, partials)
     layout, block = chunks.layout, chunks.layout.encoding.block_numel
     buckets = encoded.view(-1, max(layout.nbytes, 1))
     for row, (slot, begin, end, offset, _) in enumerate(chunks.rows[: chunks.data_rows].tolist()):

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch.autograd.graph import increment_version
 
-from .checks import check_transfer
 from .chunk import FROM_WIRE, MULTIPLY, NOTHING, STORED, gradient_sums, load_place, load_row, walk_gradient
 from .table import ChunkTable, Partials, PointerTable
 from .variants import (
@@ -82,7 +81,6 @@ def unpack(
     scale: torch.Tensor,
     partials: Partials | None = None,
     *,
-    vouched: bool = False,
     tuning: Tuning | None = None,
 ) -> None:
     """Unflattens, scales and casts `wire` into `gradients`, in one launch; arguments as for `kernels.dispatch.unpack`.
@@ -90,8 +88,6 @@ def unpack(
     Args:
         tuning: launch shape; None: the architecture's.
     """
-    if not vouched:
-        check_transfer(gradients, chunks, pointers, wire, scale, partials)
     assert scale.dtype is chunks.compute_dtype  # a kept launch takes its type for granted
     target = current_target(wire.device)
     variant = unpack_variant(wire.dtype, chunks.fp64, partials is not None, tuning or tuning_for(target), target[0])

@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 from torch.autograd.graph import increment_version
 
-from .checks import check_walk
 from .chunk import IN_PLACE, MULTIPLY, NOTHING, READ, STORED, gradient_sums, load_row, walk_gradient
 from .table import ChunkTable, Partials, PointerTable
 from .variants import (
@@ -80,7 +79,6 @@ def measure(
     pointers: PointerTable,
     partials: Partials,
     *,
-    vouched: bool = False,
     tuning: Tuning | None = None,
 ) -> None:
     """Fills `partials` with statistics of `gradients`, in one launch; arguments as for `kernels.dispatch.measure`.
@@ -88,8 +86,6 @@ def measure(
     Args:
         tuning: launch shape; None: the architecture's.
     """
-    if not vouched:
-        check_walk(gradients, chunks, pointers, None, partials)
     device = partials.sums.device
     target = current_target(device)
     variant = walk_variant_of(chunks.fp64, False, True, tuning or tuning_for(target), target[0])
@@ -106,7 +102,6 @@ def scale(
     factor: torch.Tensor,
     partials: Partials | None = None,
     *,
-    vouched: bool = False,
     tuning: Tuning | None = None,
 ) -> None:
     """Multiplies `gradients` by `factor`, in place, in one launch; arguments as for `kernels.dispatch.scale`.
@@ -114,8 +109,6 @@ def scale(
     Args:
         tuning: launch shape; None: the architecture's.
     """
-    if not vouched:
-        check_walk(gradients, chunks, pointers, factor, partials)
     assert factor.dtype is chunks.compute_dtype  # a kept launch takes its type for granted
     target = current_target(factor.device)
     variant = walk_variant_of(chunks.fp64, True, partials is not None, tuning or tuning_for(target), target[0])

@@ -214,13 +214,13 @@ def _call(
     for bucket, chunks in zip(buckets, tables, strict=True):
         both = bucket.gradients, chunks, bucket.pointers, bucket.wire
         if work.device.type != "cuda" and direction == "pack":
-            cpu.pack(*both, work.divisor, vouched=True)
+            cpu.pack(*both, work.divisor)
         elif work.device.type != "cuda":
-            cpu.unpack(*both, work.one, vouched=True)
+            cpu.unpack(*both, work.one)
         elif direction == "pack":
-            pack_file.pack(*both, work.divisor, vouched=True, tuning=tuning)
+            pack_file.pack(*both, work.divisor, tuning=tuning)
         else:
-            unpack_file.unpack(*both, work.one, vouched=True, tuning=tuning)
+            unpack_file.unpack(*both, work.one, tuning=tuning)
 
 
 def ranking(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -239,18 +239,15 @@ def _stages(
     # Not by `dispatch` on CPU: in Triton's interpreter a kernel takes seconds, while the cast to bf16 is torch's.
     plain: Any = cpu if device.type == "cpu" else dispatch
     blocks: Any = cpu_encoded if device.type == "cpu" else encoded
+    more: dict[str, Any] = {} if device.type == "cpu" else {"vouched": True}
     found: dict[tuple[Wire, str], _Call] = {}
     for wire in WIRES:
         sent = wire_dtype(wire) or dtype
         layout = aligned_layout(numels, wire_itemsize_bytes=sent.itemsize)
         chunks = ChunkTable(layout.numels, layout.offsets, kinds, layout.numel, shapes=shapes)
         buffer = torch.zeros(layout.numel, dtype=sent, device=device)
-        found[wire, "pack"] = functools.partial(
-            plain.pack, gradients, chunks, PointerTable(), buffer, divisor, vouched=True
-        )
-        found[wire, "unpack"] = functools.partial(
-            plain.unpack, results, chunks, PointerTable(), buffer, one, vouched=True
-        )
+        found[wire, "pack"] = functools.partial(plain.pack, gradients, chunks, PointerTable(), buffer, divisor, **more)
+        found[wire, "unpack"] = functools.partial(plain.unpack, results, chunks, PointerTable(), buffer, one, **more)
     for wire in ENCODED_WIRES:
         encoding, shards = ENCODINGS[wire], 1 if ranks <= 2 else min(ranks, _MOST_SHARDS)
         align = encoding.shard_align
@@ -260,11 +257,9 @@ def _stages(
         buckets = torch.zeros(contributions * table.layout.nbytes, dtype=torch.uint8, device=device)
         bucket, total = buckets[: table.layout.nbytes], torch.empty_like(buckets[: table.layout.shard_bytes])
         found[wire, "pack"] = functools.partial(
-            blocks.encode, gradients, table, PointerTable(), bucket, divisor, vouched=True
+            blocks.encode, gradients, table, PointerTable(), bucket, divisor, **more
         )
         if ranks > 2:
-            found[wire, "combine"] = functools.partial(blocks.combine_encoded, bucket, table, total, vouched=True)
-        found[wire, "unpack"] = functools.partial(
-            blocks.decode, results, table, PointerTable(), buckets, one, vouched=True
-        )
+            found[wire, "combine"] = functools.partial(blocks.combine_encoded, bucket, table, total, **more)
+        found[wire, "unpack"] = functools.partial(blocks.decode, results, table, PointerTable(), buckets, one, **more)
     return found

@@ -1,4 +1,4 @@
-"""cpu.py bit for bit against the definition, slot by slot: whatever is vouched for, however a layout is divided."""
+"""cpu.py bit for bit against the definition, slot by slot: however a layout is divided."""
 
 from __future__ import annotations
 
@@ -57,23 +57,23 @@ def _packed_slot_by_slot(case: Case, guarded: list[Guarded | None]) -> torch.Ten
     return wire
 
 
-@given(cases(divisors()), st.booleans(), st.booleans(), st.integers(0, 3))
+@given(cases(divisors()), st.booleans(), st.integers(0, 3))
 @settings(max_examples=150)
-def test_pack_is_slot_by_slot_whatever_is_vouched_for(case: Case, vouched: bool, shaped: bool, seed: int) -> None:
+def test_pack_is_slot_by_slot_however_it_is_shaped(case: Case, shaped: bool, seed: int) -> None:
     shapes = [_shaped(numel, seed) for numel in case.numels]
     guarded = _gradients(case)
     chunks, pointers = _table(case, shapes if shaped else None), PointerTable()
     wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
     for _ in range(2):  # what the first call remembers must not change the second
         wire.inner.copy_(poison(chunks.wire_numel, case.wire))
-        cpu.pack(_as_shaped(guarded, shapes), chunks, pointers, wire.inner, case.scalar, vouched=vouched)
+        cpu.pack(_as_shaped(guarded, shapes), chunks, pointers, wire.inner, case.scalar)
         assert_same(wire.inner, _packed_slot_by_slot(case, guarded))
     wire.assert_edges_untouched()
 
 
-@given(cases((1.0, 0.5, 3.0)), st.booleans(), st.booleans(), st.integers(0, 3))
+@given(cases((1.0, 0.5, 3.0)), st.booleans(), st.integers(0, 3))
 @settings(max_examples=150)
-def test_unpack_is_slot_by_slot_whatever_is_vouched_for(case: Case, vouched: bool, shaped: bool, seed: int) -> None:
+def test_unpack_is_slot_by_slot_however_it_is_shaped(case: Case, shaped: bool, seed: int) -> None:
     shapes = [_shaped(numel, seed) for numel in case.numels]
     chunks = _table(case, shapes if shaped else None)
     wire = torch.full((chunks.wire_numel,), float("nan"), dtype=case.wire)
@@ -87,7 +87,7 @@ def test_unpack_is_slot_by_slot_whatever_is_vouched_for(case: Case, vouched: boo
     scale = torch.tensor([case.scalar], dtype=case.compute)
     pointers = PointerTable()
     for _ in range(2):
-        cpu.unpack(_as_shaped(guarded, shapes), chunks, pointers, wire, scale, vouched=vouched)
+        cpu.unpack(_as_shaped(guarded, shapes), chunks, pointers, wire, scale)
         for slot, one in enumerate(guarded):
             if one is not None:
                 one.assert_edges_untouched()
@@ -104,9 +104,9 @@ def _with_small_runs(case: Case, large: int, block: int, check: Callable[[], Non
         check()
 
 
-@given(cases(divisors()), st.sampled_from([1, 8, 100, 10**6]), st.sampled_from([16, 200, 10**6]), st.booleans())
+@given(cases(divisors()), st.sampled_from([1, 8, 100, 10**6]), st.sampled_from([16, 200, 10**6]))
 @settings(max_examples=150)
-def test_runs_of_any_length_give_the_same_wire(case: Case, large: int, block: int, vouched: bool) -> None:
+def test_runs_of_any_length_give_the_same_wire(case: Case, large: int, block: int) -> None:
     shapes = [_shaped(numel, 0) for numel in case.numels]
     guarded = _gradients(case)
     gradients = _as_shaped(guarded, shapes)
@@ -114,7 +114,7 @@ def test_runs_of_any_length_give_the_same_wire(case: Case, large: int, block: in
     def check() -> None:
         chunks = _table(case, shapes)
         wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
-        cpu.pack(gradients, chunks, PointerTable(), wire.inner, case.scalar, vouched=vouched)
+        cpu.pack(gradients, chunks, PointerTable(), wire.inner, case.scalar)
         wire.assert_edges_untouched()
         assert_same(wire.inner, _packed_slot_by_slot(case, guarded))
 
@@ -122,8 +122,7 @@ def test_runs_of_any_length_give_the_same_wire(case: Case, large: int, block: in
 
 
 @pytest.mark.parametrize("wire_dtype", FLOATS)
-@pytest.mark.parametrize("vouched", [False, True])
-def test_small_slots_before_between_and_after_large_ones(wire_dtype: torch.dtype, vouched: bool) -> None:
+def test_small_slots_before_between_and_after_large_ones(wire_dtype: torch.dtype) -> None:
     numels = (3, 0, runs.LARGE_NUMEL, 5, 0, 7, runs.LARGE_NUMEL - 1, 1, runs.RUN_NUMEL + 3, 0, 9)
     offsets, end = [], 0
     for slot, numel in enumerate(numels):
@@ -151,7 +150,7 @@ def test_small_slots_before_between_and_after_large_ones(wire_dtype: torch.dtype
         for missing in ((), (2,), (8,)):
             some = [None if slot in missing else gradient for slot, gradient in enumerate(guarded)]
             wire = Guarded.of(poison(chunks.wire_numel, wire_dtype), 1)
-            cpu.pack(_as_shaped(some, shapes), chunks, PointerTable(), wire.inner, 3.0, vouched=vouched)
+            cpu.pack(_as_shaped(some, shapes), chunks, PointerTable(), wire.inner, 3.0)
             wire.assert_edges_untouched()
             assert_same(wire.inner, _packed_slot_by_slot(one, some))
 
@@ -165,16 +164,15 @@ def test_views_follow_a_wire_that_has_moved() -> None:
         wire = torch.full((8,), float("nan"))
         kept.append(wire)
         gradients = [torch.full((4,), value), torch.full((3,), -value)]
-        cpu.pack(gradients, chunks, pointers, wire, 2.0, vouched=True)
+        cpu.pack(gradients, chunks, pointers, wire, 2.0)
         assert wire.tolist() == [value / 2] * 4 + [-value / 2] * 3 + [0.0]
-        cpu.unpack(gradients, chunks, pointers, wire.mul_(8), torch.tensor([1.0]), vouched=True)
+        cpu.unpack(gradients, chunks, pointers, wire.mul_(8), torch.tensor([1.0]))
         assert gradients[0].tolist() == [value * 4] * 4 and gradients[1].tolist() == [-value * 4] * 3
     assert kept[0].tolist() == [8.0] * 4 + [-8.0] * 3 + [0.0], "an old wire is not written to"
 
 
-@pytest.mark.parametrize("vouched", [False, True])
 @pytest.mark.parametrize("wire_dtype", FLOATS)
-def test_padding_of_every_length_is_zeros(wire_dtype: torch.dtype, vouched: bool) -> None:
+def test_padding_of_every_length_is_zeros(wire_dtype: torch.dtype) -> None:
     """Some of it is zeroed as a range, some by its indices: none is left out between the two."""
     lengths = [*range(140), 1000]
     offsets = np.cumsum([length + 2 for length in lengths]) - 2  # slots of two elements, each behind its padding
@@ -183,7 +181,7 @@ def test_padding_of_every_length_is_zeros(wire_dtype: torch.dtype, vouched: bool
     chunks = ChunkTable([2] * len(lengths), offsets.tolist(), [torch.float32] * len(lengths), numel, shapes=shapes)
     wire = torch.full((numel,), float("nan"), dtype=wire_dtype)
     gradients = [torch.full((2,), 6.0) for _ in lengths]
-    cpu.pack(gradients, chunks, PointerTable(), wire, 3.0, vouched=vouched)
+    cpu.pack(gradients, chunks, PointerTable(), wire, 3.0)
     expected = torch.zeros(numel, dtype=wire_dtype)
     for offset in offsets.tolist():
         expected[offset : offset + 2] = 2.0
@@ -202,9 +200,9 @@ def test_every_16_bit_number_is_divided_in_fp32_and_rounded_once(dtype: torch.dt
         wire = torch.empty_like(gradient)
         numel = gradient.numel()
         chunks = ChunkTable([numel], [0], [dtype], numel, shapes=[((numel,), (1,))])
-        cpu.pack([gradient], chunks, PointerTable(), wire, divisor, vouched=True)
+        cpu.pack([gradient], chunks, PointerTable(), wire, divisor)
         assert_same(wire, (gradient.float() / torch.tensor(divisor)).to(dtype))
-        cpu.unpack([wire], chunks, PointerTable(), gradient.clone(), torch.tensor([divisor]), vouched=True)
+        cpu.unpack([wire], chunks, PointerTable(), gradient.clone(), torch.tensor([divisor]))
         assert_same(wire, (gradient.float() * torch.tensor(divisor)).to(dtype))
         cpu.scale([wire.copy_(gradient)], chunks, PointerTable(), torch.tensor([0.1 * divisor]))
         assert_same(wire, (gradient.float() * torch.tensor(0.1 * divisor)).to(dtype))
@@ -216,10 +214,10 @@ def test_in_place_the_divisor_is_not_rounded_to_the_wires_dtype(dtype: torch.dty
     compute = torch.float64 if dtype is torch.float64 else torch.float32
     gradient = torch.randn(5000).to(dtype)
     chunks = ChunkTable([5000], [0], [dtype], 5000, shapes=[((5000,), (1,))])
-    for vouched in (False, True):
+    for pack in (reference.pack, cpu.pack):
         wire = gradient.clone()
         by = torch.tensor([divisor], dtype=compute)
-        cpu.pack([wire], chunks, PointerTable(), wire, divisor, vouched=vouched)
+        pack([wire], chunks, PointerTable(), wire, divisor)
         assert_same(wire, (gradient.to(compute) / by).to(dtype))
 
 
@@ -267,10 +265,10 @@ def test_small_gradients_of_any_shapes_are_packed_and_unpacked_slot_by_slot(
         if gradient is not None:
             expected[offset : offset + numel] = (gradient.float() / torch.tensor(by)).to(wire_dtype).reshape(-1)
     chunks, pointers = ChunkTable(numels, offsets, [dtype] * len(shapes), end + gaps[-1], shapes=shapes), PointerTable()
-    cpu.pack(gradients, chunks, pointers, wire.inner, by, vouched=True)
+    cpu.pack(gradients, chunks, pointers, wire.inner, by)
     wire.assert_edges_untouched()
     assert_same(wire.inner, expected)
-    cpu.unpack(gradients, chunks, pointers, wire.inner, torch.tensor([by]), vouched=True)
+    cpu.unpack(gradients, chunks, pointers, wire.inner, torch.tensor([by]))
     for gradient, offset, numel in zip(gradients, offsets, numels, strict=True):
         if gradient is not None:
             product = expected[offset : offset + numel].float() * torch.tensor(by)
@@ -287,11 +285,11 @@ def test_blocks_of_any_number_give_the_same(dtype: torch.dtype, wire_dtype: torc
         chunks = ChunkTable([numel, 20], [0, numel], [dtype] * 2, numel + 20, shapes=[((numel,), (1,)), ((20,), (1,))])
         wire, pointers = poison(numel + 20, wire_dtype), PointerTable()
         gradients = [values.clone(), values[:20].clone()]
-        for vouched in (True, False):
-            cpu.pack(gradients, chunks, pointers, wire.zero_(), by, vouched=vouched)
+        for pack in (cpu.pack, reference.pack):
+            pack(gradients, chunks, pointers, wire.zero_(), by)
             expected = (torch.cat([values, values[:20]]).float() / torch.tensor(by)).to(wire_dtype)
             assert_same(wire, expected)
-        cpu.unpack(gradients, chunks, pointers, wire, torch.tensor([by]), vouched=True)
+        cpu.unpack(gradients, chunks, pointers, wire, torch.tensor([by]))
         assert_same(torch.cat(gradients), (expected.float() * torch.tensor(by)).to(dtype))
 
 
@@ -304,9 +302,9 @@ def test_runs_that_grow_share_one_block_of_memory() -> None:
     gradients = [torch.full(size, 3.0) for size, _ in shapes]
     wire, pointers, by = torch.empty(offsets[-1], dtype=torch.bfloat16), PointerTable(), torch.tensor([3.0])
     for _ in range(2):
-        cpu.pack(gradients, chunks, pointers, wire, 3.0, vouched=True)
+        cpu.pack(gradients, chunks, pointers, wire, 3.0)
         assert torch.equal(wire, torch.ones_like(wire))
-        cpu.unpack(gradients, chunks, pointers, wire, by, vouched=True)
+        cpu.unpack(gradients, chunks, pointers, wire, by)
         assert all(bool((gradient == 3.0).all()) for gradient in gradients)
     staged = [block for block, _ in pointers.kept._staged.values()]
     assert len(staged) > 1 and len({block.untyped_storage().data_ptr() for block in staged}) == 1
@@ -319,8 +317,8 @@ def test_of_a_shared_buffer_slots_may_be_missing(missing: tuple[int, ...]) -> No
     gradients = [None if slot in missing else flat for slot in range(2)]
     for slot in missing:
         there[chunks.offsets[slot] :][: chunks.numels[slot]] = 0.0
-    cpu.pack(gradients, chunks, PointerTable(), wire, 2.0, vouched=True)
+    cpu.pack(gradients, chunks, PointerTable(), wire, 2.0)
     assert_same(wire, flat * there / 2)
     before = flat.clone()
-    cpu.unpack(gradients, chunks, PointerTable(), torch.full((5,), 7.0), torch.ones(1), vouched=True)
+    cpu.unpack(gradients, chunks, PointerTable(), torch.full((5,), 7.0), torch.ones(1))
     assert_same(flat, torch.where(there == 1.0, 7.0, before))

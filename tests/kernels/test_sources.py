@@ -22,9 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
 
 
-def quick_pack(
-    gradients: Any, chunks: ChunkTable, pointers: PointerTable, wire: torch.Tensor, *rest: Any, vouched: bool = True
-) -> None:
+def quick_pack(gradients: Any, chunks: ChunkTable, pointers: PointerTable, wire: torch.Tensor, *rest: Any) -> None:
     """`cpu.pack` as a reducer calls it; other calls are left to the reference."""
     shapes: list[Shape] | None = None if chunks.shared else [((numel,), (1,)) for numel in chunks.numels]
     begins = chunks.begins if chunks.shared else None
@@ -37,7 +35,7 @@ def quick_pack(
         chunk_numel=chunks.chunk_numel,
         shapes=shapes,
     )
-    cpu.pack(gradients, known, pointers, wire, *rest, vouched=True)
+    cpu.pack(gradients, known, pointers, wire, *rest)
 
 
 PACKS = [
@@ -61,9 +59,9 @@ def _values(case: Case) -> list[torch.Tensor | None]:
     return values
 
 
-@given(cases(DIVISORS), st.booleans(), st.sampled_from([1, 100, 10**6]), st.sampled_from([16, 200, 10**6]))
+@given(cases(DIVISORS), st.sampled_from([1, 100, 10**6]), st.sampled_from([16, 200, 10**6]))
 @settings(max_examples=150)
-def test_torch_path_finds_what_is_wrong_with_sources(case: Case, vouched: bool, large: int, block: int) -> None:
+def test_torch_path_finds_what_is_wrong_with_sources(case: Case, large: int, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "LARGE_NUMEL", large)
         patch.setattr(runs, "RUN_NUMEL", block)
@@ -75,7 +73,7 @@ def test_torch_path_finds_what_is_wrong_with_sources(case: Case, vouched: bool, 
         )
         wire = Guarded.of(poison(chunks.wire_numel, case.wire), case.wire_shift)
         pointers, partials = PointerTable(), new_source_partials(chunks.data_rows, CPU)
-        cpu.pack(gradients, chunks, pointers, wire.inner, case.scalar, partials, vouched=vouched)
+        cpu.pack(gradients, chunks, pointers, wire.inner, case.scalar, partials)
         wire.assert_edges_untouched()
         assert_source_partials(partials, expected_source_partials(gradients, wire.inner, chunks))
 
@@ -93,10 +91,10 @@ def test_the_kernel_finds_what_is_wrong_with_sources(case: Case) -> None:
     assert_source_partials(partials, expected_source_partials(gradients, wire, chunks))
 
 
-@given(st.sampled_from([torch.float64, *FLOATS]), st.sampled_from(FLOATS), st.integers(0, 2**30), st.booleans())
+@given(st.sampled_from([torch.float64, *FLOATS]), st.sampled_from(FLOATS), st.integers(0, 2**30))
 @settings(max_examples=1000)
 def test_a_source_is_never_missed_and_never_blamed_falsely(
-    dtype: torch.dtype, wire_dtype: torch.dtype, seed: int, vouched: bool
+    dtype: torch.dtype, wire_dtype: torch.dtype, seed: int
 ) -> None:
     """On the torch path; half of the examples are finite, though they may overflow on the wire."""
     if dtype is torch.float64 and wire_dtype is torch.float32:
@@ -116,7 +114,7 @@ def test_a_source_is_never_missed_and_never_blamed_falsely(
     shapes: list[Shape] = [((numel,), (1,)) for numel in numels]
     chunks = ChunkTable(numels, offsets, [dtype] * 6, sum(numels), shapes=shapes, chunk_numel=(700, 8192)[seed % 2])
     wire, partials = torch.empty(sum(numels), dtype=wire_dtype), new_source_partials(chunks.data_rows, CPU)
-    cpu.pack(gradients, chunks, PointerTable(), wire, 3.0, partials, vouched=vouched)
+    cpu.pack(gradients, chunks, PointerTable(), wire, 3.0, partials)
     for slot, wanted in enumerate(expected):
         found = partials.first_non_finite[chunks.first_rows[slot] : chunks.first_rows[slot + 1]]
         assert min((int(one) for one in found if one >= 0), default=-1) == wanted
@@ -167,8 +165,7 @@ def test_the_kernel_counts_what_bf16_flushes_by_the_limit_that_holds_on_a_gpu() 
 
 
 @pytest.mark.parametrize("pack", PACKS)
-@pytest.mark.parametrize("vouched", [False, True])
-def test_packed_in_place(pack: Any, vouched: bool) -> None:
+def test_packed_in_place(pack: Any) -> None:
     """The wire is the gradients: their first non-finite value is found in what was divided."""
     numels, offsets = (300, 40, runs.LARGE_NUMEL), (0, 300, 340)
     wire = torch.randn(340 + runs.LARGE_NUMEL) * 3e38
@@ -178,7 +175,7 @@ def test_packed_in_place(pack: Any, vouched: bool) -> None:
     shapes: list[Shape] = [((numel,), (1,)) for numel in numels]
     chunks = ChunkTable(numels, offsets, [torch.float32] * 3, len(wire), shapes=shapes)
     expected, partials = wire / torch.tensor(3.0), new_source_partials(chunks.data_rows, CPU)
-    pack(gradients, chunks, PointerTable(), wire, 3.0, partials, vouched=vouched)
+    pack(gradients, chunks, PointerTable(), wire, 3.0, partials)
     assert_same(wire, expected)
     assert partials.first_non_finite.tolist() == [17, -1, -1, 9001] and partials.flushed.tolist() == [0] * 4
 

@@ -70,9 +70,9 @@ def _scaled(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return reference.round_once(values.to(factor.dtype) * factor, values.dtype)
 
 
-@given(cases(SCALES), st.booleans(), st.sampled_from([1, 100, 10**6]), st.sampled_from([16, 200, 10**6]))
+@given(cases(SCALES), st.sampled_from([1, 100, 10**6]), st.sampled_from([16, 200, 10**6]))
 @settings(max_examples=100)
-def test_torch_path_sums_what_it_stores(case: Case, vouched: bool, large: int, block: int) -> None:
+def test_torch_path_sums_what_it_stores(case: Case, large: int, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "LARGE_NUMEL", large)
         patch.setattr(runs, "RUN_NUMEL", block)
@@ -90,18 +90,18 @@ def test_torch_path_sums_what_it_stores(case: Case, vouched: bool, large: int, b
         pointers, partials = PointerTable(), new_partials(chunks.data_rows, CPU)
         factor = torch.tensor([case.scalar], dtype=case.compute)
 
-        cpu.measure(shaped, chunks, pointers, partials, vouched=vouched)
+        cpu.measure(shaped, chunks, pointers, partials)
         assert_partials(partials, expected_partials(gradients, chunks))
 
         wanted = [None if one is None else _scaled(one, factor) for one in gradients]
-        cpu.scale(shaped, chunks, pointers, factor, partials, vouched=vouched)
+        cpu.scale(shaped, chunks, pointers, factor, partials)
         _assert_all_same(gradients, wanted)
         assert_partials(partials, expected_partials(gradients, chunks))
 
         wire = torch.full((chunks.wire_numel,), float("nan"), dtype=case.wire)  # between the slots too
         for slot, numel in enumerate(case.numels):
             wire[chunks.offsets[slot] :][:numel] = reference.round_once(case.values(slot), case.wire)
-        cpu.unpack(shaped, chunks, pointers, wire, factor, partials, vouched=vouched)
+        cpu.unpack(shaped, chunks, pointers, wire, factor, partials)
         for slot, one in enumerate(gradients):
             if one is not None:
                 part = wire[chunks.offsets[slot] :][: one.numel()].to(case.compute)
@@ -246,7 +246,7 @@ def test_the_first_non_finite_is_never_missed_and_never_false(dtype: torch.dtype
             expected[slot] = index if expected[slot] < 0 else min(index, expected[slot])
     chunks = ChunkTable(numels, np.cumsum([0, *numels[:-1]]).tolist(), [dtype] * 6, sum(numels), chunk_numel=chunk)
     partials = new_partials(chunks.data_rows, CPU)
-    cpu.measure(gradients, chunks, PointerTable(), partials, vouched=True)
+    cpu.measure(gradients, chunks, PointerTable(), partials)
     for slot, wanted in enumerate(expected):
         found = partials.first_non_finite[chunks.first_rows[slot] : chunks.first_rows[slot + 1]]
         assert min((int(one) for one in found if one >= 0), default=-1) == wanted
@@ -255,8 +255,7 @@ def test_the_first_non_finite_is_never_missed_and_never_false(dtype: torch.dtype
 @pytest.mark.parametrize("unpack", UNPACKS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 @pytest.mark.parametrize("factor", [1.0, 0.25])
-@pytest.mark.parametrize("vouched", [False, True])
-def test_unpack_in_place(unpack: Any, dtype: torch.dtype, factor: float, vouched: bool) -> None:
+def test_unpack_in_place(unpack: Any, dtype: torch.dtype, factor: float) -> None:
     """Gradients that are views of their own slots of the wire, and one that is not."""
     numels, offsets = (300, 5, 0, 2 * runs.LARGE_NUMEL, 77), (0, 304, 312, 312, 312 + 2 * runs.LARGE_NUMEL)
     wire = Guarded.of(torch.randn(offsets[-1] + 80).to(dtype))
@@ -267,7 +266,7 @@ def test_unpack_in_place(unpack: Any, dtype: torch.dtype, factor: float, vouched
         numels, offsets, [dtype] * 5, len(before), shapes=[((numel,), (1,)) for numel in numels], chunk_numel=4096
     )
     partials, scale = new_partials(chunks.data_rows, CPU), torch.tensor([factor], dtype=_compute(dtype))
-    unpack(gradients, chunks, PointerTable(), wire.inner, scale, partials, vouched=vouched)
+    unpack(gradients, chunks, PointerTable(), wire.inner, scale, partials)
     wire.assert_edges_untouched()
     for slot, (at, numel) in enumerate(zip(offsets, numels, strict=True)):
         assert_same(gradients[slot], _scaled(before[at : at + numel], scale))  # type: ignore[arg-type]
@@ -289,7 +288,7 @@ def test_slots_of_one_shared_buffer(scale: Any, begin: int) -> None:
     chunks = ChunkTable(numels, begins, [torch.float32] * 3, begin + 300, begins=begins, chunk_numel=64)
     partials, factor = new_partials(chunks.data_rows, CPU), torch.tensor([3.0])
     wanted = buffer * 3.0
-    scale([buffer] * 3, chunks, PointerTable(), factor, partials, vouched=True)
+    scale([buffer] * 3, chunks, PointerTable(), factor, partials)
     assert_same(buffer, wanted)
     assert_partials(partials, expected_partials(list(buffer.split(numels)), chunks))
     assert max(partials.first_non_finite.tolist()) == begin + 150
@@ -323,9 +322,9 @@ def test_the_number_of_threads_does_not_change_a_bit(dtype: torch.dtype) -> None
         for number in (1, 2, 4, 3):
             torch.set_num_threads(number)
             for run in (
-                lambda into: cpu.measure(gradients, chunks, PointerTable(), into, vouched=True),
+                lambda into: cpu.measure(gradients, chunks, PointerTable(), into),
                 lambda into: cpu.unpack(
-                    list(map(torch.empty_like, gradients)), chunks, PointerTable(), wire, factor, into, vouched=True
+                    list(map(torch.empty_like, gradients)), chunks, PointerTable(), wire, factor, into
                 ),
             ):
                 partials = new_partials(chunks.data_rows, CPU)
