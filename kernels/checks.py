@@ -8,11 +8,11 @@ import torch
 
 from .encoded_table import EncodedTable, Residuals
 from .parts import Part
-from .table import DTYPE_CODES, WIRE_DTYPES, ChunkTable, Partials, PointerTable, SourcePartials
+from .table import DTYPE_CODES, WIRE_DTYPES, ChunkTable, Gradients, Partials, PointerTable, SourcePartials
 
 
 def check_transfer(
-    gradients: Sequence[torch.Tensor | None],
+    gradients: Gradients,
     chunks: ChunkTable,
     pointers: PointerTable,
     wire: torch.Tensor,
@@ -51,7 +51,7 @@ def check_transfer(
 
 
 def check_walk(
-    gradients: Sequence[torch.Tensor | None],
+    gradients: Gradients,
     chunks: ChunkTable,
     pointers: PointerTable,
     factor: torch.Tensor | None,
@@ -113,7 +113,7 @@ def check_combine(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tenso
 
 
 def check_encode(
-    gradients: Sequence[torch.Tensor | None],
+    gradients: Gradients,
     chunks: EncodedTable,
     pointers: PointerTable,
     encoded: torch.Tensor,
@@ -185,7 +185,7 @@ def check_combine_encoded(
 
 
 def check_decode(
-    gradients: Sequence[torch.Tensor | None],
+    gradients: Gradients,
     chunks: EncodedTable,
     pointers: PointerTable,
     encoded: torch.Tensor,
@@ -265,7 +265,7 @@ def _check_draw(draw: torch.Tensor, device: torch.device) -> None:
         raise ValueError(f"draw must be torch.int64 of shape (4,), got {draw.dtype} of {tuple(draw.shape)}")
 
 
-def _check_count(gradients: Sequence[torch.Tensor | None], chunks: ChunkTable) -> None:
+def _check_count(gradients: Gradients, chunks: ChunkTable) -> None:
     if len(gradients) != len(chunks):
         raise ValueError(f"got {len(gradients)} gradients for a layout of {len(chunks)} slots")
 
@@ -311,9 +311,7 @@ def _check_partials(partials: Partials | SourcePartials, chunks: ChunkTable, dev
             )
 
 
-def _check_gradients(
-    gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, pointers: PointerTable, device: torch.device
-) -> None:
+def _check_gradients(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, device: torch.device) -> None:
     try:
         known = pointers.holds(gradients, chunks)
     except RuntimeError:  # a sparse or fake tensor has no address; the loop below names it
@@ -363,9 +361,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _check_overlap(
-    gradients: Sequence[torch.Tensor | None], chunks: ChunkTable, wire: torch.Tensor | None = None
-) -> None:
+def _check_overlap(gradients: Gradients, chunks: ChunkTable, wire: torch.Tensor | None = None) -> None:
     ranges = []
     for slot, gradient in enumerate(gradients):
         if gradient is not None and chunks.numels[slot] > 0:

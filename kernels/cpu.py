@@ -20,9 +20,8 @@ from . import reference
 from .cpu_stats import find_faults, measure_gradients
 from .division import division
 from .parts import ADD, FOLD, PUSH, Part, Step, steps
-from .reference import Gradients
 from .runs import BLOCK_NUMEL, Run, runs, scratch
-from .table import ChunkTable, Partials, PointerTable, SourcePartials
+from .table import ChunkTable, Gradients, Partials, PointerTable, SourcePartials
 
 # Elements of a block of combine, 512 KiB of fp32: two tensors of 25 MiB in 3.4 ms, in a quarter of it 5 ms (each costs
 # 10 us), in one piece 4.0 ms.

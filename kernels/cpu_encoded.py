@@ -22,9 +22,9 @@ from .division import division
 from .encoded_table import EncodedTable, Residuals
 from .encodings import EncodedLayout, Encoding
 from .philox import fractions
-from .reference import Gradients, first_non_finite, memory_of
+from .reference import first_non_finite, memory_of
 from .runs import scratch
-from .table import Partials, PointerTable, SourcePartials
+from .table import Gradients, Partials, PointerTable, SourcePartials
 
 # Elements of a piece: 1 MiB of fp32. In pieces of half the size encode and decode take a sixth longer, in those of
 # twice the size as long.

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .reference import Gradients, memory_of
+from .reference import memory_of
 from .runs import BLOCK_NUMEL, Run, runs, scratch
-from .table import ChunkTable, Partials, SourcePartials, SourceTotals, Spans, Totals, may_flush
+from .table import ChunkTable, Gradients, Partials, SourcePartials, SourceTotals, Spans, Totals, may_flush
 
 _LOOK_NUMEL = BLOCK_NUMEL // 2
 # Row sums of fp32 squares are accurate between these bounds: see SUM_LOWEST and SUM_HIGHEST of `kernels.chunk`.

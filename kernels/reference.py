@@ -17,9 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from .parts import Part
-from .table import ChunkTable, Partials, PointerTable, SourcePartials, SourceTotals, Spans, Totals, may_flush
-
-Gradients = Sequence[torch.Tensor | None]
+from .table import ChunkTable, Gradients, Partials, PointerTable, SourcePartials, SourceTotals, Spans, Totals, may_flush
 
 
 def pack(

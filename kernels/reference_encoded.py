@@ -18,8 +18,8 @@ import torch
 from .encoded_table import EncodedTable, Residuals
 from .encodings import EncodedLayout, Encoding
 from .philox import fractions
-from .reference import Gradients, first_non_finite, memory_of, store_rounded, write_row
-from .table import Partials, PointerTable, SourcePartials
+from .reference import first_non_finite, memory_of, store_rounded, write_row
+from .table import Gradients, Partials, PointerTable, SourcePartials
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 _SMALLEST_SCALE = np.float32(2.0**-126)

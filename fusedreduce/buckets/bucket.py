@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.protocol import Communicator, Pending
 from ..kernels import dispatch
-from ..kernels.table import ChunkTable, Partials, PointerTable, Shape, SourcePartials
+from ..kernels.table import ChunkTable, Gradients, Partials, PointerTable, Shape, SourcePartials
 from ..planning.layout import Layout
 
 
@@ -133,17 +133,9 @@ class Bucket:
         """Compiles the kernels that `pack` and `unpack` call; `stats`: those with statistics too."""
         dispatch.warm_up(self.device, self.wire_dtype, fp64=self.chunks.fp64, stats=stats)
 
-    def pack(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        wire: torch.Tensor,
-        divisor: float,
-        partials: SourcePartials | None,
-        *,
-        vouched: bool,
-    ) -> None:
+    def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
         """Writes this rank's contribution; arguments as of `dispatch.pack`."""
-        dispatch.pack(gradients, self.chunks, self.pointers, wire, divisor, partials, vouched=vouched)
+        dispatch.pack(gradients, self.chunks, self.pointers, wire, divisor, partials, vouched=True)
 
     def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
         """Starts to add contributions up.
@@ -178,16 +170,10 @@ class Bucket:
         return self.reduce(zeros, communicator)[0]
 
     def unpack(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        reduced: torch.Tensor,
-        scale: torch.Tensor,
-        partials: Partials | None,
-        *,
-        vouched: bool,
+        self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
     ) -> None:
         """Writes gradients from what `reduce` has returned; arguments as of `dispatch.unpack`."""
-        dispatch.unpack(gradients, self.chunks, self.pointers, reduced, scale, partials, vouched=vouched)
+        dispatch.unpack(gradients, self.chunks, self.pointers, reduced, scale, partials, vouched=True)
 
     def not_written(self, slots: Collection[int]) -> None:
         """Called in a step that does not write the gradients of `slots`, because no rank has used them."""

@@ -77,7 +77,6 @@ class DenseReduction(Reduction):
                 gradients if fit else [self._fitted(slot, gradient) for slot, gradient in enumerate(gradients)],
                 self._communicator,
                 divisor=divisor,
-                vouched=True,
                 partials=self.source,
             )
         self._packed = gradients
@@ -187,7 +186,7 @@ class DenseReduction(Reduction):
                 elif gradients[slot] is None:
                     fresh[slot] = _new_gradient(parameter, self._strides[slot])
                     into[slot] = as_real(fresh[slot])
-        exchange.finish(flight, into, scale=scale, partials=self.result, vouched=True)
+        exchange.finish(flight, into, scale=scale, partials=self.result)
         for slot, staged in self._staged.items():
             if into[slot] is not None:
                 gradient = gradients[slot]
@@ -221,7 +220,7 @@ class DenseReduction(Reduction):
             self.source.flushed.zero_()
             first = Partials(self._unused.sums, self._unused.peaks, self.source.first_non_finite)
             dispatch.measure(self._real_views(), self.bucket.chunks, self._view_pointers, first, vouched=True)
-        return exchange.start(self._flat, [wire], self._communicator, divisor=divisor, in_place=True, vouched=True)
+        return exchange.start(self._flat, [wire], self._communicator, divisor=divisor, in_place=True)
 
     def _fits(self, slot: int, gradient: torch.Tensor) -> bool:
         """Whether pack can read this gradient as it lies in memory."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ from ..comm.protocol import Communicator, Pending
 from ..comm.waiting import collective_failed
 from ..config import Op
 from ..errors import CollectiveError
-from ..kernels.table import Partials, SourcePartials
+from ..kernels.table import Gradients, Partials, SourcePartials
 from .bucket import Bucket, BucketState
 
 
@@ -68,37 +68,34 @@ def prepare(bucket: Bucket, *, stats: bool = False) -> None:
 
 def start(
     bucket: Bucket,
-    gradients: Sequence[torch.Tensor | None],
+    gradients: Gradients,
     communicator: Communicator,
     *,
-    divisor: float | None = None,
+    divisor: float,
     in_place: bool = False,
-    vouched: bool = False,
     partials: SourcePartials | None = None,
 ) -> InFlight:
     """Packs `gradients` and starts their all-reduce.
 
     Args:
         bucket: idle or checked out; its layout says what each gradient is.
-        gradients: one per slot, None where missing. Read before this returns (on CUDA: by the current stream).
+        gradients: one per slot, None where missing; their sizes, dtypes and memory layout are those of the slots. Read
+            before this returns (on CUDA: by the current stream).
         communicator: the ranks to average over.
-        divisor: what to divide by; None: the number of ranks.
+        divisor: what to divide by.
         in_place: the one gradient is flat and has the wire's dtype: it is the wire.
-        vouched: the caller guarantees the gradients' sizes, dtypes and memory layout.
         partials: where statistics of the packed gradients go; None: nowhere.
 
     Returns:
         The bucket in flight, for `finish`.
 
     Raises:
-        ValueError, TypeError: gradients do not fit the bucket; nothing has been written.
         CollectiveError: the collective could not be issued.
     """
     assert bucket.state in (BucketState.IDLE, BucketState.TAKEN), f"{bucket.label} is {bucket.state.value}"
     with _range("pack", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
         wire = _own_wire(gradients) if in_place else bucket.wire()
-        by = divisor or communicator.size
-        bucket.pack(gradients, wire, by, partials, vouched=vouched)
+        bucket.pack(gradients, wire, divisor, partials)
     bucket.state = BucketState.LAUNCHED
     issued_ns = time.perf_counter_ns()
     try:
@@ -117,11 +114,10 @@ def start(
 
 def finish(
     in_flight: InFlight,
-    gradients: Sequence[torch.Tensor | None] | None = None,
+    gradients: Gradients | None = None,
     *,
     scale: torch.Tensor | None = None,
     partials: Partials | None = None,
-    vouched: bool = False,
 ) -> torch.cuda.Event | None:
     """Unpacks the reduced wire into the gradients it was packed from; the collective must be done.
 
@@ -130,7 +126,6 @@ def finish(
         gradients: other tensors to unpack into, None where a slot is to be skipped; None: those that were packed.
         scale: what to multiply by, one element of the compute dtype on the device; None: one.
         partials: where statistics of the unpacked gradients go; None: nowhere.
-        vouched: as for `start`.
 
     Returns:
         On CUDA the event after which the gradients may be read by any stream; None on CPU.
@@ -141,7 +136,7 @@ def finish(
             with _range("unpack", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
                 by = scalar(1.0, bucket.compute_dtype, bucket.device) if scale is None else scale
                 into = in_flight.gradients if gradients is None else gradients
-                bucket.unpack(into, in_flight.wire, by, partials, vouched=vouched)
+                bucket.unpack(into, in_flight.wire, by, partials)
         event = bucket.unpacked()
     except BaseException:
         bucket.state = BucketState.FAILED
@@ -226,7 +221,7 @@ def _range(stage: str, bucket: Bucket) -> AbstractContextManager[object]:
 _NO_RANGE = nullcontext()
 
 
-def _own_wire(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+def _own_wire(gradients: Gradients) -> torch.Tensor:
     (gradient,) = gradients
     assert gradient is not None
     return gradient

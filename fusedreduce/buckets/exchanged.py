@@ -20,7 +20,7 @@ from ..kernels import dispatch, encoded
 from ..kernels.encoded_table import EncodedTable
 from ..kernels.encodings import Encoding
 from ..kernels.parts import Part
-from ..kernels.table import Partials, PointerTable, Shape, SourcePartials
+from ..kernels.table import Gradients, Partials, PointerTable, Shape, SourcePartials
 from ..planning.layout import aligned_layout, block_layout
 from .bucket import Bucket
 from .draws import BucketDraws
@@ -188,15 +188,7 @@ class EncodedBucket(ExchangedBucket):
         for contributions in {1, self._added_up}:
             self.chunks.geometry(contributions, self.device)
 
-    def pack(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        wire: torch.Tensor,
-        divisor: float,
-        partials: SourcePartials | None,
-        *,
-        vouched: bool,
-    ) -> None:
+    def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
         """See `Bucket.pack`."""
         self._feeds, residuals = self._feedback, None
         if self._feeds is not None:
@@ -211,7 +203,7 @@ class EncodedBucket(ExchangedBucket):
             partials,
             residuals=residuals,
             draw=self._draws.contribution,
-            vouched=vouched,
+            vouched=True,
         )
 
     def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
@@ -241,16 +233,10 @@ class EncodedBucket(ExchangedBucket):
         encoded.decode(slots, table, PointerTable(), reduced, torch.ones(1, device=self.device))
 
     def unpack(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        reduced: torch.Tensor,
-        scale: torch.Tensor,
-        partials: Partials | None,
-        *,
-        vouched: bool,
+        self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
     ) -> None:
         """See `Bucket.unpack`."""
-        encoded.decode(gradients, self.chunks, self.pointers, reduced, scale, partials, vouched=vouched)
+        encoded.decode(gradients, self.chunks, self.pointers, reduced, scale, partials, vouched=True)
 
     def not_written(self, slots: Collection[int]) -> None:
         """See `Bucket.not_written`."""

@@ -8,7 +8,7 @@ from itertools import compress
 import torch
 
 from ..comm.protocol import Communicator, Pending, Pieces
-from ..kernels.table import Partials, SourcePartials
+from ..kernels.table import Gradients, Partials, SourcePartials
 from .bucket import Bucket
 from .exchanged import ExchangedBucket
 
@@ -49,21 +49,13 @@ class PartlyEncodedBucket(ExchangedBucket):
         """See `Bucket.wire`: of the encoded part."""
         return self._encoded.wire()
 
-    def pack(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        wire: torch.Tensor,
-        divisor: float,
-        partials: SourcePartials | None,
-        *,
-        vouched: bool,
-    ) -> None:
+    def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
         """See `Bucket.pack`."""
         encoded, others = self._parts(gradients)
         rows = self.chunks.data_rows
         first, second = (None, None) if partials is None else (partials.part(0, rows), partials.part(rows, None))
-        self._encoded.pack(encoded, wire, divisor, first, vouched=vouched)
-        self._rest.pack(others, self._rest.wire(), divisor, second, vouched=vouched)
+        self._encoded.pack(encoded, wire, divisor, first)
+        self._rest.pack(others, self._rest.wire(), divisor, second)
 
     def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
         """See `Bucket.reduce`."""
@@ -74,27 +66,19 @@ class PartlyEncodedBucket(ExchangedBucket):
         return Pieces([pending, others], self.device, names), reduced
 
     def unpack(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        reduced: torch.Tensor,
-        scale: torch.Tensor,
-        partials: Partials | None,
-        *,
-        vouched: bool,
+        self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
     ) -> None:
         """See `Bucket.unpack`."""
         encoded, others = self._parts(gradients)
         rows = self.chunks.data_rows
         first, second = (None, None) if partials is None else (partials.part(0, rows), partials.part(rows, None))
-        self._encoded.unpack(encoded, reduced, scale, first, vouched=vouched)
-        self._rest.unpack(others, self._rest.wire(), scale, second, vouched=vouched)
+        self._encoded.unpack(encoded, reduced, scale, first)
+        self._rest.unpack(others, self._rest.wire(), scale, second)
 
     def unpacked(self) -> torch.cuda.Event | None:
         """See `Bucket.unpacked`."""
         self._encoded.unpacked()
         return self._rest.unpacked()
 
-    def _parts(
-        self, gradients: Sequence[torch.Tensor | None]
-    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+    def _parts(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         return list(compress(gradients, self._is_encoded)), list(compress(gradients, self._is_other))

@@ -20,7 +20,7 @@ from ..comm.protocol import Communicator, Pending, Pieces
 from ..kernels import dispatch, encoded
 from ..kernels.encoded_table import EncodedTable
 from ..kernels.encodings import Encoding
-from ..kernels.table import ChunkTable, Partials, PointerTable, Shape, SourcePartials
+from ..kernels.table import ChunkTable, Gradients, Partials, PointerTable, Shape, SourcePartials
 from .bucket import Bucket
 from .exchanged import EncodedBucket
 from .phases import Phase, Phases, two_levels
@@ -79,29 +79,15 @@ class TwoLevelBucket(EncodedBucket):
         for table in (self._of_sum, self._packed):
             table.on(self.device)
 
-    def pack(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        wire: torch.Tensor,
-        divisor: float,
-        partials: SourcePartials | None,
-        *,
-        vouched: bool,
-    ) -> None:
+    def pack(self, gradients: Gradients, wire: torch.Tensor, divisor: float, partials: SourcePartials | None) -> None:
         """See `Bucket.pack`."""
-        dispatch.pack(gradients, self._packed, self.pointers, wire, divisor, partials, vouched=vouched)
+        dispatch.pack(gradients, self._packed, self.pointers, wire, divisor, partials, vouched=True)
 
     def unpack(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        reduced: torch.Tensor,
-        scale: torch.Tensor,
-        partials: Partials | None,
-        *,
-        vouched: bool,
+        self, gradients: Gradients, reduced: torch.Tensor, scale: torch.Tensor, partials: Partials | None
     ) -> None:
         """See `Bucket.unpack`."""
-        encoded.decode(gradients, self.chunks, self._decode_pointers, reduced, scale, partials, vouched=vouched)
+        encoded.decode(gradients, self.chunks, self._decode_pointers, reduced, scale, partials, vouched=True)
 
     def reduce(self, wire: torch.Tensor, communicator: Communicator) -> tuple[Pending, torch.Tensor]:
         """See `Bucket.reduce`. What is returned holds one bucket, or of two nodes both."""

@@ -73,11 +73,11 @@ class Finish:
 
     def _unpack(self) -> torch.cuda.Event | None:
         if self.rows is None:
-            return exchange.finish(self.in_flight, scale=self.scale, vouched=True)
+            return exchange.finish(self.in_flight, scale=self.scale)
         if self.in_flight.in_place:
             self.rows.measure_result(self.in_flight.wire)
             return exchange.finish(self.in_flight)
-        return exchange.finish(self.in_flight, scale=self.scale, partials=self.rows.result, vouched=True)
+        return exchange.finish(self.in_flight, scale=self.scale, partials=self.rows.result)
 
 
 @dataclass(frozen=True, eq=False)

@@ -260,7 +260,6 @@ class HookReduction:
             communicator,
             divisor=communicator.size / ours.sent_split,
             in_place=in_place,
-            vouched=True,
             partials=sources,
         )
         pending = in_flight.pending

@@ -182,7 +182,7 @@ def _together(bucket: Bucket, local: Sequence[Sequence[torch.Tensor]]) -> list[t
     ranks, wires = len(local), []
     for gradients in local:
         wire = torch.empty(bucket.wire_numel, dtype=bucket.wire_dtype)
-        bucket.pack(gradients, wire, ranks / bucket.sent_split, None, vouched=False)
+        bucket.pack(gradients, wire, ranks / bucket.sent_split, None)
         wires.append(wire)
     assert isinstance(bucket, ExchangedBucket)
     if isinstance(bucket, EncodedBucket) and ranks == 2:
@@ -193,7 +193,7 @@ def _together(bucket: Bucket, local: Sequence[Sequence[torch.Tensor]]) -> list[t
         for rank, mine in enumerate(result.view(ranks, -1)):
             bucket._add_up(shards[:, rank].contiguous(), mine)
     means = [torch.full_like(one, math.nan) for one in local[0]]
-    bucket.unpack(means, result, scalar(1.0 / bucket.split, bucket.compute_dtype, CPU), None, vouched=False)
+    bucket.unpack(means, result, scalar(1.0 / bucket.split, bucket.compute_dtype, CPU), None)
     return means
 
 

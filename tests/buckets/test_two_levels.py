@@ -440,13 +440,13 @@ def _process(node: int, folder: str, steps: int) -> None:
             flights = []
             for bucket, gradient in zip(buckets, _large(10 * number + communicator.rank), strict=True):
                 wire = bucket.wire()
-                bucket.pack([gradient], wire, 4.0, None, vouched=False)
+                bucket.pack([gradient], wire, 4.0, None)
                 flights.append(bucket.reduce(wire, communicator))
             phases.issue_all()
             means = [torch.empty(numel) for numel in numels]
             for bucket, mean, (pending, result) in zip(buckets, means, flights, strict=True):
                 pending.wait()
-                bucket.unpack([mean], result, torch.ones(1), None, vouched=False)
+                bucket.unpack([mean], result, torch.ones(1), None)
             found.append(means)
         return found
 

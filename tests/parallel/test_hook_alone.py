@@ -252,7 +252,7 @@ def test_a_bucket_is_not_given_out_while_it_is_unpacked(monkeypatch: pytest.Monk
     cache, weight = BucketCache(), torch.ones(3)
     key = BucketKey(0, 3, torch.float32, torch.bfloat16, torch.device("cpu"))
     ours = cache.check_out(key, 64, [weight], _bucket_of_three)
-    in_flight = exchange.start(ours, [torch.ones(3)], Loopback())
+    in_flight = exchange.start(ours, [torch.ones(3)], Loopback(), divisor=1.0)
     in_flight.pending.wait()
     given_out, unpack = [], dispatch.unpack
 

@@ -446,7 +446,7 @@ def _two_streams_in_turns(cuda: FakeCuda) -> list[Violation]:
         bucket = Bucket(flat_layout(64), [gradient.dtype], torch.bfloat16, cuda.device, "a bucket")
         exchange.prepare(bucket)
         for _ in range(3):
-            in_flight = exchange.start(bucket, [gradient], ProcessGroupCommunicator())
+            in_flight = exchange.start(bucket, [gradient], ProcessGroupCommunicator(), divisor=1.0)
             with torch.cuda.stream(unpacks):
                 in_flight.pending.wait()
                 exchange.finish(in_flight)

@@ -50,7 +50,7 @@ def mean_in_two_levels(
         for shard, total in enumerate(result.view(ranks, -1)):
             encoded.combine_encoded(shards[:, shard].reshape(-1), bucket.chunks, total)
     mean = torch.full_like(first, math.nan)
-    bucket.unpack([mean], result, scalar(1.0, bucket.compute_dtype, CPU), None, vouched=False)
+    bucket.unpack([mean], result, scalar(1.0, bucket.compute_dtype, CPU), None)
     return mean
 
 
@@ -58,7 +58,7 @@ def _sums_of_node(bucket: TwoLevelBucket, gradients: Iterable[torch.Tensor], ran
     """The encoded sums of all shards of one node, in their order; its contributions are added up in fp32."""
     wires = [torch.empty(bucket.wire_numel, dtype=bucket.wire_dtype) for _ in range(2)]
     for place, gradient in enumerate(gradients):
-        bucket.pack([gradient], wires[min(place, 1)], ranks, None, vouched=False)
+        bucket.pack([gradient], wires[min(place, 1)], ranks, None)
         if place:
             wires[0] += wires[1]
     sums = torch.empty(bucket.chunks.layout.nbytes, dtype=torch.uint8)

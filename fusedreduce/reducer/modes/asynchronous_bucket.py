@@ -172,7 +172,7 @@ class AsynchronousBucket:
 
     def send(self, strip: Strip) -> InFlight:
         """Packs `strip` and starts its sum over all ranks; raises CollectiveError if that cannot be started."""
-        return exchange.start(self.bucket(), [strip.flat], self._communicator, divisor=self._divisor, vouched=True)
+        return exchange.start(self.bucket(), [strip.flat], self._communicator, divisor=self._divisor)
 
     def complete(self, in_flight: InFlight) -> None:
         """Waits for the sum; raises CollectiveError with the bucket's name."""
