@@ -50,33 +50,26 @@ def check_transfer(
         pointers.remember(gradients, chunks, wire)
 
 
-def check_walk(
-    gradients: Gradients,
-    chunks: ChunkTable,
-    pointers: PointerTable,
-    factor: torch.Tensor | None,
-    partials: Partials | None,
-) -> None:
+def check_walk(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, rest: Partials | torch.Tensor) -> None:
     """Raises if the arguments of measure or scale do not fit together, as `check_transfer` does.
 
     Args:
         gradients: P tensors; None: no gradient.
         chunks: the layout's table.
         pointers: the address table.
-        factor: of scale; None: measure.
-        partials: statistics; None: none (scale only).
+        rest: the partials of measure, or the factor of scale.
 
     Raises:
         ValueError: wrong count, size, device, layout, or memory that overlaps.
         TypeError: wrong dtype.
     """
     _check_count(gradients, chunks)
-    device = factor.device if factor is not None else partials.sums.device if partials is not None else None
-    assert device is not None
-    if factor is not None:
-        _check_scalar("factor", factor, chunks)
-    if partials is not None:
-        _check_partials(partials, chunks, device)
+    if isinstance(rest, Partials):
+        device = rest.sums.device
+        _check_partials(rest, chunks, device)
+    else:
+        device = rest.device
+        _check_scalar("factor", rest, chunks)
     _check_gradients(gradients, chunks, pointers, device)
     if not pointers.holds(gradients, chunks):
         _check_overlap(gradients, chunks)

@@ -88,22 +88,14 @@ def measure(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, pa
         reference.measure(gradients, chunks, pointers, partials)
 
 
-def scale(
-    gradients: Gradients,
-    chunks: ChunkTable,
-    pointers: PointerTable,
-    factor: torch.Tensor,
-    partials: Partials | None = None,
-) -> None:
+def scale(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, factor: torch.Tensor) -> None:
     """Multiplies gradients by `factor`, in place; arguments as for `kernels.dispatch.scale`."""
     if factor.device.type != "cpu" or chunks.shared:
-        reference.scale(gradients, chunks, pointers, factor, partials)
+        reference.scale(gradients, chunks, pointers, factor)
         return
     present = [gradient.detach() for gradient in gradients if gradient is not None]
     if present:
         torch._foreach_mul_(present, factor.reshape(()))  # a Python float would be rounded to 16 bits first
-    if partials is not None:
-        measure_gradients(gradients, chunks, partials)
 
 
 def combine(

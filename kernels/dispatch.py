@@ -199,7 +199,7 @@ def measure(
     # dtypes as written, not read: the interpreter reads some numbers of bf16 wrongly too.
     path = path_for(partials.sums.device, chunks.kinds)
     if not vouched:
-        check_walk(gradients, chunks, pointers, None, partials)
+        check_walk(gradients, chunks, pointers, partials)
     function = cpu.measure if path == "torch" else _triton().walk.measure
     call("measure", path, function, gradients, chunks, pointers, partials)
 
@@ -209,7 +209,6 @@ def scale(
     chunks: ChunkTable,
     pointers: PointerTable,
     factor: torch.Tensor,
-    partials: Partials | None = None,
     *,
     vouched: bool = False,
 ) -> None:
@@ -221,7 +220,6 @@ def scale(
         chunks: the layout's table, with the size and dtype of each gradient. Its wire offsets are not used.
         pointers: the address table of these gradients.
         factor: one element on the device, fp32 (fp64 for fp64 gradients).
-        partials: from `chunks.new_partials`, filled in the same launch from the values as stored; None: no statistics.
         vouched: skip the checks of arguments (3 us per gradient whose address is new); the caller has made them.
 
     Raises:
@@ -230,9 +228,9 @@ def scale(
     """
     path = path_for(factor.device, chunks.kinds)
     if not vouched:
-        check_walk(gradients, chunks, pointers, factor, partials)
+        check_walk(gradients, chunks, pointers, factor)
     function = cpu.scale if path == "torch" else _triton().walk.scale
-    call("scale", path, function, gradients, chunks, pointers, factor, partials)
+    call("scale", path, function, gradients, chunks, pointers, factor)
 
 
 def new_combine_tables() -> CombineTables | None:
@@ -280,7 +278,7 @@ def reduce_partials(partials: Partials, spans: Spans) -> Totals:
     """Adds partials of any number of launches up per parameter and in total.
 
     Args:
-        partials: fp64 and int64 [rows], as unpack, measure or scale filled them.
+        partials: fp64 and int64 [rows], as unpack or measure filled them.
         spans: int64 [1 + 2 P] on their device: P, then begin and end row of each parameter.
 
     Returns:
@@ -357,8 +355,7 @@ def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stat
             pack(gradients, chunks, PointerTable(), buffer, divisor, sources)
         unpack(gradients, chunks, PointerTable(), buffer, one, results)
         measure(gradients, chunks, PointerTable(), results)
-        for partials in (None, results):
-            scale(gradients, chunks, PointerTable(), one, partials)
+        scale(gradients, chunks, PointerTable(), one)
         reduce_partials(results, spans)
         reduce_source_partials(sources, spans)
 

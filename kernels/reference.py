@@ -64,20 +64,12 @@ def measure(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, pa
         write_row(partials, row, begin, _elements(gradients, slot, begin, end))
 
 
-def scale(
-    gradients: Gradients,
-    chunks: ChunkTable,
-    pointers: PointerTable,
-    factor: torch.Tensor,
-    partials: Partials | None = None,
-) -> None:
+def scale(gradients: Gradients, chunks: ChunkTable, pointers: PointerTable, factor: torch.Tensor) -> None:
     """Multiplies gradients by `factor`, in place; arguments as for `kernels.dispatch.scale`."""
-    for row, (slot, begin, end, _, _) in enumerate(chunks.rows[: chunks.data_rows].tolist()):
+    for slot, begin, end, _, _ in chunks.rows[: chunks.data_rows].tolist():
         values = _elements(gradients, slot, begin, end)
         if values is not None:
             store_rounded(values, values.to(chunks.compute_dtype) * factor)
-        if partials is not None:
-            write_row(partials, row, begin, values)
 
 
 def combine(

@@ -43,7 +43,7 @@ Spans: TypeAlias = torch.Tensor
 
 @dataclass(frozen=True)
 class Partials:
-    """Statistics from unpack, measure or scale, one entry per data row of the table.
+    """Statistics from unpack or measure, one entry per data row of the table.
 
     Args:
         sums: fp64 [rows], sums of squares of the values as stored.
@@ -243,7 +243,7 @@ class ChunkTable:
         return torch.from_numpy(np.concatenate([[len(self)], pairs.reshape(-1)])).to(device)
 
     def new_partials(self, device: torch.device) -> Partials:
-        """Uninitialised Partials for one launch of unpack, measure or scale, on `device`."""
+        """Uninitialised Partials for one launch of unpack or measure, on `device`."""
         return new_partials(self.data_rows, device)
 
     def new_source_partials(self, device: torch.device) -> SourcePartials:

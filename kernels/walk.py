@@ -1,11 +1,11 @@
 """Gradients as they are, through a table of addresses, in one launch: measured, or multiplied in place.
 
     measure:  sums[c], peaks[c], first_non_finite[c] of each chunk c
-    scale:    gradient[i] = round_to_gradient(gradient[i] * factor)      one rounding; the same statistics on request
+    scale:    gradient[i] = round_to_gradient(gradient[i] * factor)      one rounding
 
 fp32 arithmetic (fp64 for fp64). Shapes: P gradients of any sizes, factor one element. Bytes moved per element: gradient
-itemsize, read once (scale: and written once); plus 40 bytes of table per chunk, and 24 of partials. A missing gradient
-counts as zeros.
+itemsize, read once (scale: and written once); plus 40 bytes of table per chunk (measure: and 24 of partials). A missing
+gradient counts as zeros.
 
 Example: gradients [3.0, -4.0] (fp32) in one chunk -> sum 25, peak 4, first non-finite -1. gradients [3.0, -4.0] (bf16),
 factor 0.1 (fp32) -> [0.30078125, -0.400390625], the nearest of bf16.
@@ -48,7 +48,6 @@ def _walk_kernel(
     first_non_finite,
     FP64: tl.constexpr,
     SCALES: tl.constexpr,
-    STATS: tl.constexpr,
     TILE_BYTES: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -56,7 +55,7 @@ def _walk_kernel(
     program = tl.program_id(0).to(tl.int64)
     address, begin, count, offset, dtype = load_row(addresses, rows, program)
     WAY: tl.constexpr = IN_PLACE if SCALES else READ
-    WATCH: tl.constexpr = STORED if STATS else NOTHING
+    WATCH: tl.constexpr = NOTHING if SCALES else STORED
     if SCALES:
         factor = tl.load(scalar)
     else:
@@ -64,7 +63,7 @@ def _walk_kernel(
     sums, marks, edge_sums, edge_marks = walk_gradient(
         address, begin, address, count, factor, dtype, WAY, tl.float32, FP64, MULTIPLY, WATCH, TILE_BYTES, LANES
     )
-    if STATS:
+    if not SCALES:
         total, peak, first = gradient_sums(
             sums, marks, edge_sums, edge_marks, address, begin, count, dtype, FP64, LANES
         )
@@ -88,7 +87,7 @@ def measure(
     """
     device = partials.sums.device
     target = current_target(device)
-    variant = walk_variant_of(chunks.fp64, False, True, tuning or tuning_for(target), target[0])
+    variant = walk_variant_of(chunks.fp64, False, tuning or tuning_for(target), target[0])
     addresses = pointers.upload(gradients, device)
     if chunks.data_rows:
         variant.launch(chunks.data_rows, (addresses, chunks.on(device), None, *partials_of(partials)))
@@ -100,7 +99,6 @@ def scale(
     chunks: ChunkTable,
     pointers: PointerTable,
     factor: torch.Tensor,
-    partials: Partials | None = None,
     *,
     tuning: Tuning | None = None,
 ) -> None:
@@ -111,32 +109,30 @@ def scale(
     """
     assert factor.dtype is chunks.compute_dtype  # a kept launch takes its type for granted
     target = current_target(factor.device)
-    variant = walk_variant_of(chunks.fp64, True, partials is not None, tuning or tuning_for(target), target[0])
+    variant = walk_variant_of(chunks.fp64, True, tuning or tuning_for(target), target[0])
     addresses = pointers.upload(gradients, factor.device)
     if chunks.data_rows:
-        variant.launch(chunks.data_rows, (addresses, chunks.on(factor.device), factor, *partials_of(partials)))
+        variant.launch(chunks.data_rows, (addresses, chunks.on(factor.device), factor, None, None, None))
         pointers.launched()
         increment_version([gradient for gradient in gradients if gradient is not None])
 
 
 @functools.cache
-def walk_variant_of(fp64: bool, scales: bool, stats: bool, tuning: Tuning, backend: str) -> Variant:
-    """The compilation of scale or measure for mixed or fp64 gradients, with or without statistics."""
+def walk_variant_of(fp64: bool, scales: bool, tuning: Tuning, backend: str) -> Variant:
+    """The compilation of scale or measure for mixed or fp64 gradients."""
     scalar = {"scalar": "*fp64" if fp64 else "*fp32"}
     return walk_variant(
         "scale" if scales else "measure",
         _walk_kernel,
-        {**TABLES, **(scalar if scales else absent(scalar)), **(PARTIALS if stats else absent(PARTIALS))},
-        {"FP64": fp64, "SCALES": scales, "STATS": stats},
+        {**TABLES, **(scalar if scales else absent(scalar)), **(absent(PARTIALS) if scales else PARTIALS)},
+        {"FP64": fp64, "SCALES": scales},
         tuning,
         backend,
         branches=tuple((gradient, gradient if scales else None) for gradient in GRADIENTS[fp64]),
-        label=f"{'fp64' if fp64 else 'mixed'}{', stats' if scales and stats else ''}",
+        label="fp64" if fp64 else "mixed",
     )
 
 
 def variants(tuning: Tuning, backend: str) -> tuple[Variant, ...]:
     """All variants that this file can launch on one architecture."""
-    measures = [(fp64, False, True) for fp64 in (False, True)]
-    scalings = [(fp64, True, stats) for fp64 in (False, True) for stats in (False, True)]
-    return tuple(walk_variant_of(*kind, tuning, backend) for kind in (*measures, *scalings))
+    return tuple(walk_variant_of(fp64, scales, tuning, backend) for scales in (False, True) for fp64 in (False, True))

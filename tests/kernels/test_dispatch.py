@@ -109,7 +109,7 @@ def test_the_interpreter_neither_measures_nor_scales_bf16() -> None:
     chunks = ChunkTable([2], [0], [torch.bfloat16], 2)
     partials = chunks.new_partials(CPU)
     with dispatch.count_launches() as counted:
-        dispatch.scale([gradient], chunks, PointerTable(), torch.tensor([1.0 + 2.0**-8 + 2.0**-9]), partials)
+        dispatch.scale([gradient], chunks, PointerTable(), torch.tensor([1.0 + 2.0**-8 + 2.0**-9]))
         dispatch.measure([gradient], chunks, PointerTable(), partials)
     assert [one.path for one in counted] == ["torch", "torch"]
     assert gradient[0].item() == 1.0078125 and partials.peaks.tolist() == [1.0078125]

@@ -55,7 +55,7 @@ class Bucket:
         calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
             "pack": (pack.pack, (*both, self.wire, divisor, sources)),
             "unpack": (unpack.unpack, (*both, self.wire, self.scalar, partials)),
-            "scale": (walk.scale, (*both, self.scalar, partials)),
+            "scale": (walk.scale, (*both, self.scalar)),
         }
         if stats:
             calls["measure"] = walk.measure, (*both, self.partials)
@@ -72,7 +72,7 @@ class Bucket:
         expected = {
             "pack": [*tables, self.wire, *sources],
             "unpack": [*tables, self.wire, self.scalar, *partials],
-            "scale": [*tables, self.scalar, *partials],
+            "scale": [*tables, self.scalar],
         }
         if stats:
             expected["measure"] = [*tables, *partials]
