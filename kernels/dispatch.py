@@ -39,7 +39,7 @@ Path = Literal["triton", "interpreter", "torch"]
 
 
 class UnsupportedPairError(TypeError):
-    """This architecture cannot run the kernel for these dtypes."""
+    """This architecture cannot run the kernels."""
 
 
 @dataclass(frozen=True)
@@ -76,19 +76,18 @@ def launcher(path: Path, name: str, on_torch: Callable[..., Any]) -> Callable[..
     return function
 
 
-def path_for(device: torch.device, written: Collection[torch.dtype], read: Collection[torch.dtype] = ()) -> Path:
+def path_for(device: torch.device, written: Collection[torch.dtype]) -> Path:
     """The path that a function takes.
 
     Args:
         device: of the tensors.
         written: dtypes that the function writes.
-        read: dtypes that it reads.
 
     Returns:
         "triton", "interpreter" or "torch".
 
     Raises:
-        UnsupportedPairError: the kernels cannot be compiled for one of the dtypes on this GPU's architecture.
+        UnsupportedPairError: the kernels cannot be compiled for this GPU's architecture.
     """
     # Its interpreter is asked for before triton is imported, or by who has imported it.
     if device.type != "cuda" and "triton" not in sys.modules and "TRITON_INTERPRET" not in os.environ:
@@ -98,7 +97,7 @@ def path_for(device: torch.device, written: Collection[torch.dtype], read: Colle
         return "torch"
     interpreted = _triton().variants.interpreted()
     if device.type == "cuda" and not interpreted:  # the interpreter would read addresses on the host
-        _refuse_unsupported(device, frozenset((*written, *read)))
+        _refuse_unsupported(device)
         return "triton"
     if device.type == "cpu" and interpreted and torch.bfloat16 not in written:
         return "interpreter"
@@ -132,7 +131,7 @@ def pack(
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `path_for`.
     """
-    path = path_for(wire.device, (wire.dtype,), chunks.kinds)
+    path = path_for(wire.device, (wire.dtype,))
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, None, partials)
     function = launcher(path, "pack", cpu.pack if vouched else reference.pack)
@@ -167,7 +166,7 @@ def unpack(
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `path_for`.
     """
-    path = path_for(wire.device, chunks.kinds, (wire.dtype,))
+    path = path_for(wire.device, chunks.kinds)
     if not vouched:
         check_transfer(gradients, chunks, pointers, wire, scale, partials)
     function = launcher(path, "unpack", cpu.unpack if vouched else reference.unpack)
@@ -340,7 +339,7 @@ def warm_up(device: torch.device, wire: torch.dtype, *, fp64: bool = False, stat
         UnsupportedPairError: see `path_for`.
     """
     dtype = torch.float64 if fp64 else torch.float32
-    if path_for(device, (wire,), (dtype,)) != "triton":
+    if path_for(device, (wire,)) != "triton":
         return
     gradients = [torch.zeros(1, dtype=dtype, device=device)]
     chunks = ChunkTable([1], [0], [dtype], 1)
@@ -453,12 +452,11 @@ def call(name: str, path: Path, function: Callable[..., Any], *arguments: Any, *
 
 
 @functools.cache
-def _refuse_unsupported(device: torch.device, dtypes: frozenset[torch.dtype]) -> None:
+def _refuse_unsupported(device: torch.device) -> None:
     target = _triton().variants.current_target(device)
-    reason = unsupported(target, dtypes)
+    reason = unsupported(target)
     if reason is not None:
-        names = ", ".join(sorted(map(str, dtypes)))
-        raise UnsupportedPairError(f"{device} ({target[0]} {target[1]}) cannot run the kernels for {names}: {reason}")
+        raise UnsupportedPairError(f"{device} ({target[0]} {target[1]}) cannot run the kernels: {reason}")
 
 
 @functools.cache

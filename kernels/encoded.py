@@ -56,7 +56,7 @@ def encode(
         UnsupportedPairError: see `dispatch.path_for`.
     """
     options = {"residuals": residuals, "draw": draw}
-    path = dispatch.path_for(encoded.device, (encoded.dtype,), chunks.kinds)
+    path = dispatch.path_for(encoded.device, (encoded.dtype,))
     if not vouched:
         check_encode(gradients, chunks, pointers, encoded, partials, residuals, draw)
     function = dispatch.launcher(path, "encode", cpu_encoded.encode)
@@ -119,7 +119,7 @@ def decode(
         ValueError, TypeError: arguments that do not fit together; nothing is written then.
         UnsupportedPairError: see `dispatch.path_for`.
     """
-    path = dispatch.path_for(encoded.device, chunks.kinds, (encoded.dtype,))
+    path = dispatch.path_for(encoded.device, chunks.kinds)
     if not vouched:
         check_decode(gradients, chunks, pointers, encoded, scale, partials)
     function = dispatch.launcher(path, "decode", cpu_encoded.decode)
@@ -150,7 +150,7 @@ def warm_up(
         UnsupportedPairError: see `dispatch.path_for`.
     """
     dtype = torch.float64 if fp64 else torch.float32
-    if dispatch.path_for(device, (torch.uint8,), (dtype,)) != "triton":
+    if dispatch.path_for(device, (torch.uint8,)) != "triton":
         return
     chunks, pointers = EncodedTable([1], [0], [dtype], encoding.shard_align, encoding, 1), PointerTable()
     gradients = [torch.zeros(1, dtype=dtype, device=device)]

@@ -1,26 +1,20 @@
-"""Pairs of architecture and dtype that the kernels cannot be compiled for, as tried with Triton 3.7 and 3.6.
+"""Architectures that the kernels cannot be compiled for, as tried with Triton 3.7 and 3.6.
 
 Everything else compiles, for compute capabilities 6.0 to 12.1 (below 8.0 bf16 is rounded in integer arithmetic: to
 nearest even and keeping NaN, like the hardware from there on; the assembler of 3.6 does not know 11.0) and for AMD's
 gfx908, gfx90a, gfx942, gfx950 and RDNA.
-`dispatch` refuses listed pairs, `aot` reports them as unsupported.
+`dispatch` refuses those listed, `aot` reports them as unsupported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
-import torch
-
 _NO_CODE = "Triton generates no code for this architecture (of AMD's data-centre line it knows gfx908 and later)"
-# By Triton's (backend, architecture): a reason per dtype; None stands for every dtype.
-UNSUPPORTED: Mapping[tuple[str, int | str], Mapping[torch.dtype | None, str]] = {
-    ("hip", name): {None: _NO_CODE}
-    for name in ("gfx803", "gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c", "gfx940", "gfx941")
-}
+# Triton's (backend, architecture).
+UNSUPPORTED = frozenset(
+    ("hip", name) for name in ("gfx803", "gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c", "gfx940", "gfx941")
+)
 
 
-def unsupported(target: tuple[str, int | str], dtypes: Iterable[torch.dtype]) -> str | None:
-    """Why `target`, Triton's (backend, architecture), cannot run kernels on `dtypes`; None if it can."""
-    reasons = UNSUPPORTED.get(target, {})
-    return next((reasons[dtype] for dtype in (None, *dtypes) if dtype in reasons), None)
+def unsupported(target: tuple[str, int | str]) -> str | None:
+    """Why `target`, Triton's (backend, architecture), cannot run the kernels; None if it can."""
+    return _NO_CODE if target in UNSUPPORTED else None

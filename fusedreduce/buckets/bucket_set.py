@@ -167,7 +167,7 @@ class BucketSet:
         """The buckets' part of `Reducer.stats`."""
         packed = self.packed()
         buckets = [reduction.bucket for reduction in packed]
-        paths = [dispatch.path_for(one.device, (one.wire_dtype,), one.chunks.kinds) for one in buckets[:1]]
+        paths = [dispatch.path_for(one.device, (one.wire_dtype,)) for one in buckets[:1]]
         return {
             "buckets": len(self),
             "wire_bytes": sum(one.wire_bytes for one in buckets),

@@ -279,7 +279,7 @@ class HookReduction:
             self._counts["wire_bytes"] += ours.wire_bytes
             self._counts["wire_allocations"] += ours.allocations - allocations
             if ours.uses == 1:
-                self._path = dispatch.path_for(flat.device, (ours.wire_dtype,), (flat.dtype,))
+                self._path = dispatch.path_for(flat.device, (ours.wire_dtype,))
         return future
 
     def _start_sparse(

@@ -37,13 +37,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from .. import combine, combine_encoded, decode, encode, pack, stats, support, triton_versions, unpack, walk
-from ..variants import TRITON_NAMES, WARP_SIZE, Variant, interpreted, tuning_for
+from ..variants import WARP_SIZE, Variant, interpreted, tuning_for
 from .disassembly import parse_gcn, parse_sass
 from .record import RECORD, BranchRow, Place, Row, Table, compare, dump, load
 from .rules import BranchFigures, Violation, examine
@@ -105,12 +104,6 @@ def all_variants(target: Target) -> tuple[Variant, ...]:
     return (*walks, *stats.variants())
 
 
-def dtypes_of(variant: Variant) -> frozenset[torch.dtype]:
-    """Every dtype that a variant reads, writes or computes in."""
-    names = {kind.removeprefix("*") for kind in variant.signature.values()}.union(*variant.branches)
-    return frozenset(dtype for dtype, name in TRITON_NAMES.items() if name in names)
-
-
 def compile_variant(variant: Variant, target: Target) -> Any:
     """Triton's CompiledKernel; it uses the same entry of Triton's cache as a launch."""
     constexprs = {name: None for name, kind in variant.signature.items() if kind == "constexpr"}
@@ -127,12 +120,12 @@ def compile_variant(variant: Variant, target: Target) -> Any:
 
 def report(variant: Variant, target: Target) -> Report:
     """Compiles one variant for one architecture and judges its machine code."""
-    reason = support.unsupported(target.key, dtypes_of(variant))
+    reason = support.unsupported(target.key)
     if reason is not None:
         return Report(variant.label, target.name, unsupported=reason)
     try:
         compiled = compile_variant(variant, target)
-    except Exception as error:  # whatever the compiler raises: a pair that fails and is not listed fails the check
+    except Exception as error:  # whatever the compiler raises: what fails and is not listed fails the check
         return failed(variant, target, error)
     if target.key[0] == "cuda":
         disassembly, usage = _dump(compiled.asm["cubin"])
