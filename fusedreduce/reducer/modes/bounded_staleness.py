@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 
-from ...buckets.bucket_set import BucketSet
 from ...buckets.reduction import Reduction
-from ...comm.protocol import Communicator
 from ...config import FlushReport
 from ...errors import FusedReduceError
 from . import steps_in_flight
 from .gradient_stash import GradientStash
-from .mode import DelayedAverages, Ended, FlushRequest, Steps
+from .mode import DelayedAverages, Ended, FlushRequest, Mode, Steps
 from .steps_in_flight import StepInFlight
 
 NO_SYNC_WAITS = (
@@ -24,7 +22,7 @@ NO_SYNC_WAITS = (
 )
 
 
-class DelayedMode:
+class DelayedMode(Mode):
     """The part of a mode that keeps averages of earlier steps apart from the gradients of backwards.
 
     Args:
@@ -67,23 +65,12 @@ class BoundedStalenessMode(DelayedMode):
         stash, late: see `DelayedMode`.
     """
 
-    together = True
-
     def __init__(self, staleness: int, stash: GradientStash, late: DelayedAverages) -> None:
         super().__init__(stash, late)
         self._staleness = staleness
         self._in_flight: deque[StepInFlight] = deque()  # oldest first
 
     # Between steps
-
-    def open(self) -> None:
-        """Does nothing."""
-
-    def set_buckets(self, buckets: BucketSet) -> None:
-        """Does nothing: a step in flight keeps the buckets that it was launched in."""
-
-    def set_communicator(self, communicator: Communicator) -> None:
-        """Does nothing: `drop_steps` follows."""
 
     def drop_steps(self) -> None:
         """See `Mode`."""

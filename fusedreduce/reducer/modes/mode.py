@@ -96,8 +96,8 @@ class Steps(Protocol):
         ...
 
 
-class Mode(Protocol):
-    """One sync mode of one reducer. Called under the reducer's lock.
+class Mode:
+    """One sync mode of one reducer, here one in which nothing outlives a step. Called under the reducer's lock.
 
     Attributes:
         together: ranks are in the same step, and issue its collectives during backward in the order of the plan.
@@ -105,8 +105,8 @@ class Mode(Protocol):
             steps are watched.
     """
 
-    together: bool
-    delays: bool
+    together = True
+    delays = False
 
     # Between steps
 
@@ -116,33 +116,27 @@ class Mode(Protocol):
         Raises:
             CollectiveError: a rank did not come within the timeout, or they could not be connected.
         """
-        ...
 
     def set_buckets(self, buckets: BucketSet) -> None:
         """Switches to new buckets."""
-        ...
 
     def set_communicator(self, communicator: Communicator) -> None:
         """Switches to `communicator`. `drop_steps` must follow."""
-        ...
 
     def drop_steps(self) -> None:
         """Drops the steps in flight, and what belongs to a step that was abandoned (reset)."""
-        ...
 
     def release(self) -> None:
         """Drops what is in flight and closes the mode's own communicator (close, another mode). May be called twice."""
-        ...
 
     def stats(self) -> dict[str, int | str]:
         """The mode's part of `Reducer.stats`."""
-        ...
+        return {}
 
     # A step
 
     def hold_gradients(self) -> None:
         """Called when a backward begins, reduced or not: keeps averages of earlier steps apart from what it makes."""
-        ...
 
     def restore_gradients(self, *, local: bool = False) -> None:
         """Adds what `hold_gradients` has kept to `.grad`, at the end of a step.
@@ -150,7 +144,6 @@ class Mode(Protocol):
         Args:
             local: at the end of no_sync, unless its backwards have made gradients, which the next step reduces.
         """
-        ...
 
     def end_step(self, steps: Steps, launched: Sequence[Reduction]) -> Ended:
         """Ends a step whose gradients are all there and were not changed since they were packed.
@@ -165,25 +158,24 @@ class Mode(Protocol):
         Raises:
             CollectiveError: a peer died, left, or did not answer.
         """
-        ...
+        raise NotImplementedError
 
     def optimizer_steps(self) -> None:
         """Called before an optimizer of the parameters steps, where `delays`."""
-        ...
 
     # What is outstanding
 
     def pending(self) -> str:
         """What has not been applied, in words; empty: nothing."""
-        ...
+        return ""
 
     def flush(self, steps: Steps, asked: FlushRequest) -> FlushReport:
         """Applies all averages that are outstanding."""
-        ...
+        return FlushReport()
 
     def state_dict(self, steps: Steps) -> dict[str, Any]:
         """What is outstanding, for a checkpoint: plain values, tensors by parameter name. Waits for it."""
-        ...
+        raise NotImplementedError
 
     def load_state_dict(self, steps: Steps, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned; called when nothing is `pending`.
@@ -192,4 +184,4 @@ class Mode(Protocol):
             ValueError: `state` is of another model, number of ranks or mode; nothing has been changed.
             AttributeError, KeyError, TypeError: it is damaged; as before.
         """
-        ...
+        raise NotImplementedError
