@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from ..comm.protocol import Communicator
-from ..comm.waiting import collective_failed, wait_for
+from ..comm.waiting import naming_failure, wait_for
 from ..kernels import encoded
 from ..kernels.encoded_table import EncodedTable, Residuals
 from ..kernels.table import PointerTable
@@ -152,10 +152,8 @@ class Feedback:
         for number in sorted(self._copies):
             name, what = self._names[number], f"gathering the residuals of {self._names[number]}"
             mine = own[name].to(self._parameters[number].device)
-            try:
+            with naming_failure(what, communicator):
                 pending, rows = communicator.all_gather(mine.reshape(-1))
-            except RuntimeError as error:
-                raise collective_failed(what, communicator, error) from error
             wait_for(pending, what, communicator)
             found[name] = rows.reshape(communicator.size, *mine.shape).cpu()
         return found

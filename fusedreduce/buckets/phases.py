@@ -31,7 +31,7 @@ import torch
 
 from ..comm.nodes import node_of, peers_across
 from ..comm.protocol import Communicator, Pending
-from ..comm.waiting import collective_failed, wait_for
+from ..comm.waiting import collective_failed, naming_failure, wait_for
 from .streams import AsideStreams
 from .wire_table import WireTable
 
@@ -209,14 +209,12 @@ class Phases:
             self.close()
         self._communicator.check_exchange(self._device)
         before = self.per_node
-        try:
+        with naming_failure("the groups of phases could not be made", self._communicator):
             if not self._settled:
                 self.per_node, self._settled = self._nodes(wires, ranks_per_node), True
             for among, place in self._needed(wires):
                 if (among, place) not in self._made:
                     self._made[among, place] = self._split(among)
-        except RuntimeError as error:
-            raise collective_failed("the groups of phases could not be made", self._communicator, error) from error
         return self.per_node != before
 
     def restart(self) -> None:

@@ -20,7 +20,7 @@ import torch
 from ..comm.agreement import ranks_text
 from ..comm.numbers import on_device
 from ..comm.protocol import Communicator, Pending
-from ..comm.waiting import collective_failed, wait_for
+from ..comm.waiting import naming_failure, wait_for
 from ..errors import AgreementError
 
 _LAYOUTS = (torch.sparse_coo, torch.strided, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -176,10 +176,8 @@ class SparseKinds:
         """See `StepCollective`: the exchange of this step's kinds."""
         mine, self._mine = self._mine, {}
         numbers = [value for number in self.place for value in mine.get(number, _ABSENT)]
-        try:
+        with naming_failure(f"{_EXCHANGE} could not be started", self.communicator):
             pending, gathered = self.communicator.all_gather(on_device(numbers, torch.int64, self._device))
-        except RuntimeError as error:
-            raise collective_failed(f"{_EXCHANGE} could not be started", self.communicator, error) from error
         self._step = KindsOfStep(self, pending, gathered)
         return 1
 

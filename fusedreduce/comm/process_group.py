@@ -22,7 +22,7 @@ from .backend_support import BackendSupport
 from .nodes import agreed_per_node
 from .protocol import Pending, Pieces, ReduceOp, check_peer
 from .store_exchange import KeyPrefixes, StoreExchange
-from .waiting import collective_failed, wait_for
+from .waiting import naming_failure, wait_for
 
 REDUCE_OPS: Mapping[ReduceOp, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
@@ -208,10 +208,8 @@ class ProcessGroupCommunicator:
             what = "connecting the ranks for sums of sparse gradients"
             if self.lost:  # a second attempt would meet ranks of the first
                 raise CollectiveError(f"rank {self.rank}: {what}: the group is lost. {self.lost}")
-            try:
+            with naming_failure(what, self):
                 _sparse[self.group] = self._gloo_of_one_thread()
-            except RuntimeError as error:
-                raise collective_failed(what, self, error) from error
         return _Work(_sparse[self.group].allreduce([tensor]), (tensor,))
 
     def all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[Pending, torch.Tensor]:

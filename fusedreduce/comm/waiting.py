@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +55,17 @@ def wait_for(pending: Waits | torch.futures.Future[Any], what: str | Callable[[]
         named = what if isinstance(what, str) else what()
         named = f"{named} failed after {time.monotonic() - began_s:.1f} s"
         raise collective_failed(named, communicator, error) from error
+
+
+@contextmanager
+def naming_failure(what: str, communicator: Ranks, but: type[RuntimeError] | tuple[()] = ()) -> Iterator[None]:
+    """Makes a RuntimeError of what it encloses a `collective_failed` with `what`; those of class `but` stay."""
+    try:
+        yield
+    except but:
+        raise
+    except RuntimeError as error:
+        raise collective_failed(what, communicator, error) from error
 
 
 def collective_failed(what: str, communicator: Ranks, cause: BaseException) -> CollectiveError:

@@ -31,7 +31,7 @@ from ..comm.local.group import LocalCommunicator
 from ..comm.local.process_group import communicator_of
 from ..comm.protocol import Communicator, Pending
 from ..comm.stall_monitor import StallMonitor, stall_report_after_s
-from ..comm.waiting import collective_failed, wait_for
+from ..comm.waiting import naming_failure, wait_for
 from ..config import ENCODED_WIRES, ReduceConfig, wire_dtype
 from ..errors import CollectiveError, FusedReduceError
 from ..kernels import dispatch, encoded
@@ -300,15 +300,11 @@ class HookReduction:
         seen = {f"bucket {bucket.index()}": f"{buffer.numel()} elements of {buffer.dtype}"}
         if self.config.grad_stats:
             seen["arithmetic of grad_stats"] = dispatch.arithmetic(buffer.device)
-        try:
+        what = f"comparing options before the first all-reduce of {_describe(bucket)} failed"
+        with naming_failure(what, communicator, but=FusedReduceError):
             agree(communicator, "options of fused_hook", {**self.config.to_dict(), **seen}, buffer.device)
             if self._wires.has_two_phases(communicator.size):
                 self._open_phases(communicator, buffer.device)
-        except FusedReduceError:
-            raise
-        except RuntimeError as error:
-            what = f"comparing options before the first all-reduce of {_describe(bucket)} failed"
-            raise collective_failed(what, communicator, error) from error
 
     def _open_phases(self, communicator: Communicator, device: torch.device) -> None:
         """Opens the phases of the group's states; other ones, where a rank has collected all its earlier states."""

@@ -22,7 +22,7 @@ import torch
 from ..buckets.bucket_set import kind_of
 from ..buckets.wire_table import WireTable
 from ..comm.protocol import Communicator
-from ..comm.waiting import collective_failed
+from ..comm.waiting import naming_failure
 from ..config import Asynchronous, ReduceConfig, SyncMode, is_synchronous, wire_bytes
 from ..planning.bucketing import BucketCaps
 from ..planning.cost_model import Costs
@@ -226,11 +226,8 @@ class Plans:
                 return plan, 0
             return (self.scheduler.decide(plan) if self.measured else plan), 0
         order = torch.tensor(self._order, dtype=torch.int64).to(self._device)
-        try:
+        with naming_failure("broadcasting the order of readiness failed", self._communicator):
             self._communicator.broadcast(order, 0)
-        except RuntimeError as error:
-            what = "broadcasting the order of readiness failed"
-            raise collective_failed(what, self._communicator, error) from error
         self._order, self._recut = (), False
         self._follow(rebuilt=True)
         self.scheduler.learned(order.tolist())

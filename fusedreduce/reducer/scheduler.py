@@ -14,8 +14,8 @@ import torch
 
 from ..comm.numbers import on_device
 from ..comm.protocol import Communicator, Pending
-from ..comm.waiting import collective_failed, wait_for
-from ..errors import AgreementError, CollectiveError
+from ..comm.waiting import naming_failure, wait_for
+from ..errors import AgreementError
 from ..planning.plan import Plan
 from ..planning.readiness import Readiness
 from ..planning.schedule import PROBE_BYTES, Decision, Model, Schedule
@@ -77,10 +77,8 @@ class Scheduler:
         tensor = torch.zeros(PROBE_BYTES // 8, dtype=torch.int64, device=self._device)
         if looked is not None:
             looked.probe_issuing()
-        try:
+        with naming_failure("agreeing on a plan failed", self._communicator):
             pending = self._communicator.all_reduce(tensor, "max")
-        except RuntimeError as error:
-            raise self._failed(error) from error
         if looked is not None:
             looked.probe_issued(pending)
         self._pending.append(pending)
@@ -184,10 +182,8 @@ class Scheduler:
 
     def _start(self, numbers: Sequence[int]) -> torch.Tensor:
         tensor = on_device(numbers, torch.int64, self._device)
-        try:
+        with naming_failure("agreeing on a plan failed", self._communicator):
             self._pending.append(self._communicator.all_reduce(tensor, "max"))
-        except RuntimeError as error:
-            raise self._failed(error) from error
         return tensor
 
     def _read(self, numbers: torch.Tensor) -> list[int]:
@@ -196,9 +192,6 @@ class Scheduler:
             torch.cuda.current_stream(self._device).wait_event(self._waited)
         found: list[int] = numbers.tolist()
         return found
-
-    def _failed(self, error: RuntimeError) -> CollectiveError:
-        return collective_failed("agreeing on a plan failed", self._communicator, error)
 
 
 def _frozen() -> bool:

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.agreement import agree_on_parameters
 from ..comm.protocol import Communicator
-from ..comm.waiting import collective_failed
+from ..comm.waiting import naming_failure
 from ..config import ENCODED_WIRES, ReduceConfig, SyncMode, is_synchronous
 from ..errors import AgreementError
 from ..kernels import dispatch
@@ -205,14 +205,9 @@ def agree(
         AgreementError: they differ, or a rank had a problem; on every rank.
         CollectiveError: a peer did not answer.
     """
-    try:
+    with naming_failure("comparing model and settings across ranks failed", communicator, but=AgreementError):
         arithmetic = dispatch.arithmetic(device)
         return agree_on_parameters(communicator, descriptions, settings, device, problem, arithmetic, wires)
-    except AgreementError:
-        raise
-    except RuntimeError as error:
-        what = "comparing model and settings across ranks failed"
-        raise collective_failed(what, communicator, error) from error
 
 
 def enter(owner: Owner, parameters: Sequence[torch.Tensor], names: Sequence[str], *, exclusive: bool) -> bool:

@@ -23,7 +23,7 @@ from ..buckets.exchanged import EncodedBucket
 from ..buckets.reduction import Reduction
 from ..buckets.wire_table import WireTable
 from ..comm.protocol import Communicator, Pending
-from ..comm.waiting import collective_failed, wait_for
+from ..comm.waiting import naming_failure, wait_for
 from ..config import ReduceConfig, Wire
 from ..kernels import encoded
 from ..kernels.table import PointerTable
@@ -166,10 +166,8 @@ class WireSchedule:
         """See `StepCollective`: the exchange of what was measured, in a step that is measured."""
         if not self.measuring:
             return 0
-        try:
+        with naming_failure("comparing what encodings lose failed", self._communicator):
             self._pending = self._communicator.all_reduce(self._shared(), "max")
-        except RuntimeError as error:
-            raise collective_failed("comparing what encodings lose failed", self._communicator, error) from error
         return 1
 
     shadow = issue  # with no ratio of its own, which is the largest

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...comm.protocol import Communicator, Pending
-from ...comm.waiting import collective_failed, wait_for
+from ...comm.waiting import naming_failure, wait_for
 from ...config import ReduceConfig, Wire
 from ...kernels.table import Totals
 from ..grad_bucket import GradBucket
@@ -384,10 +384,8 @@ class GradStats:
     def _share(self, numbers: torch.Tensor) -> None:
         """Replaces `numbers`, fp64 and not negative, by all ranks' largest; as bits, which have the same order."""
         bits = numbers.abs().view(torch.int64)
-        try:
+        with naming_failure("agreeing on a norm failed", self._communicator):
             pending = self._communicator.all_reduce(bits, "max")
-        except RuntimeError as error:
-            raise collective_failed("agreeing on a norm failed", self._communicator, error) from error
         wait_for(pending, "agreeing on a norm", self._communicator)
         numbers.copy_(bits.view(torch.float64))
 

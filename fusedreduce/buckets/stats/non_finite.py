@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 
 from ...comm.protocol import Communicator, Pending
-from ...comm.waiting import collective_failed, wait_for
+from ...comm.waiting import naming_failure, wait_for
 from ...errors import NonFiniteGradientError, shortened
 from ...kernels.table import Totals
 
@@ -125,10 +125,8 @@ class FiniteCheck:
         Raises:
             CollectiveError: it could not be started.
         """
-        try:
+        with naming_failure(f"{_EXCHANGE} could not be started", self._communicator):
             self._in_flight = started = self._communicator.all_gather(first)
-        except RuntimeError as error:
-            raise collective_failed(f"{_EXCHANGE} could not be started", self._communicator, error) from error
         return started
 
     def complete(self, started: Started | None = None) -> None:

@@ -22,7 +22,7 @@ from ...buckets.bucket_set import BucketMaker, BucketSet
 from ...buckets.reduction import Members, Reduction
 from ...buckets.tensors import any_gradient, real_dtype
 from ...comm.protocol import Communicator
-from ...comm.waiting import collective_failed
+from ...comm.waiting import naming_failure
 from ...config import Asynchronous, FlushReport, ReduceConfig, Wire, wire_dtype
 from ...errors import AgreementError, CollectiveError
 from . import checkpoint
@@ -73,12 +73,9 @@ class AsynchronousMode(DelayedMode):
         """See `Mode`. It connects the ranks, so that no contribution has to wait for that within a backward."""
         if self._communicator is None:
             devices = dict.fromkeys(parameter.device for parameter in self._maker.parameters)
-            try:
+            with naming_failure("the asynchronous mode's own group could not be made", self._maker.communicator):
                 self._communicator = self._maker.communicator.apart(devices)
                 self._make()
-            except RuntimeError as error:
-                what = "the asynchronous mode's own group could not be made"
-                raise collective_failed(what, self._maker.communicator, error) from error
 
     def set_communicator(self, communicator: Communicator) -> None:
         """Drops what is in flight and switches to `communicator`. `open` must follow."""

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from ...buckets.tensors import memory_as_real, real_dtype
 from ...comm.agreement import CAPACITY_BYTES
 from ...comm.protocol import Communicator
-from ...comm.waiting import collective_failed, wait_for
+from ...comm.waiting import naming_failure, wait_for
 from ...errors import AgreementError, FusedReduceError
 
 # Elements that are averaged at a time: 16 MiB in fp32, of which five buffers are alive.
@@ -80,18 +80,14 @@ def equalize(
     """
     device = parameters[0].device
     states = list(_states(parameters, names, optimizers))
-    try:
+    what = "parameters and optimizer states could not be made equal on all ranks"
+    with naming_failure(what, communicator, but=FusedReduceError):
         _compare(states, communicator, device, problem)
         with torch.no_grad():
             drift = _average([parameter.detach() for parameter in parameters], communicator)
             _average([one.value for one in states if one.is_averaged], communicator)
             _largest([one for one in states if not one.is_averaged], communicator, device)
             broadcast(buffers, communicator)
-    except FusedReduceError:
-        raise
-    except RuntimeError as error:
-        what = "parameters and optimizer states could not be made equal on all ranks"
-        raise collective_failed(what, communicator, error) from error
     return drift
 
 
