@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from ..comm.protocol import Communicator, Pending
+from ..comm.protocol import Communicator, Pending, Pieces
 from ..kernels import dispatch, encoded
 from ..kernels.encoded_table import EncodedTable
 from ..kernels.encodings import Encoding
@@ -223,7 +223,7 @@ class EncodedBucket(ExchangedBucket):
         self._feeds = None
         wire = torch.zeros(self.wire_numel, dtype=self.wire_dtype, device=self.device)  # decodes to zeros
         pending, reduced = self.reduce(wire, communicator)
-        return _Decoded(pending, functools.partial(self.decode_flat, reduced, zeros))
+        return _Decoded(pending, self.device, functools.partial(self.decode_flat, reduced, zeros))
 
     def decode_flat(self, reduced: torch.Tensor, into: torch.Tensor) -> None:
         """Decodes the bucket, or buckets of two ranks, into fp32 [layout.numel]."""
@@ -251,28 +251,16 @@ class EncodedBucket(ExchangedBucket):
         encoded.combine_encoded(received, self.chunks, sum_of_shard, residuals=residuals, draw=self._draws.sum)
 
 
-class _Decoded:
+class _Decoded(Pieces):
     """A collective in flight whose result is decoded when it has been waited for."""
 
-    def __init__(self, pending: Pending, decode: Callable[[], None]) -> None:
-        self._pending = pending
+    def __init__(self, pending: Pending, device: torch.device, decode: Callable[[], None]) -> None:
+        super().__init__([pending], device)
         self._decode: Callable[[], None] | None = decode
-
-    def notify(self, done: Callable[[], None]) -> None:
-        """See `Pending`."""
-        self._pending.notify(done)
-
-    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """See `Pending`."""
-        return self._pending.future()
-
-    def ready(self) -> bool:
-        """See `Pending`."""
-        return self._pending.ready()
 
     def wait(self) -> None:
         """See `Pending`."""
-        self._pending.wait()
+        super().wait()
         decode, self._decode = self._decode, None
         if decode is not None:
             decode()
