@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from ..buckets.grad_bucket import GradBucket
-from ..buckets.stats.grad_stats import GradStats
+from ..buckets.stats.grad_stats import GradStats, Shadow
 from ..comm.waiting import wait_for
 from .pipeline import Pipeline
 from .plans import Plans
@@ -32,6 +32,7 @@ class JoinShadows:
         self._plans = plans
         self._wires = wires
         self._observed = observed
+        self._shadows: list[Shadow] = []
 
     def begin_step(self) -> list[GradBucket]:
         """Begins a step; call it after `Reducer.agree` and `Reducer.rebuild`.
@@ -42,7 +43,7 @@ class JoinShadows:
         self._pipeline.begin_round()
         if self._plans.measured:
             self._pipeline.issued += self._plans.scheduler.open_round(None)
-        self._observed.begin_shadow_step()
+        self._shadows = []
         return [reduction.shadow() for reduction in self._pipeline.buckets.reductions]
 
     def run(self, bucket: GradBucket) -> Callable[[], None]:
@@ -59,7 +60,7 @@ class JoinShadows:
         if pending is None:
             return _nothing
         self._pipeline.issued += 1
-        self._observed.add_shadow(bucket, pending)
+        self._shadows.append((bucket, pending))
 
         def complete() -> None:
             self._pipeline.maker.phases.issue_all()
@@ -98,7 +99,8 @@ class JoinShadows:
         plans.scheduler.complete()
         self._wires.complete()
         pipeline.close_round(None)
-        pipeline.issued += self._observed.end_shadow_step(pipeline.rounds)
+        shadows, self._shadows = self._shadows, []
+        pipeline.issued += self._observed.end_shadow_step(shadows, pipeline.rounds)
         self._observed.check()
 
 

@@ -79,7 +79,6 @@ class GradStats:
         self._checks = config.check_finite != "off"
         locate = functools.partial(_locate, names, [parameter.is_complex() for parameter in parameters])
         self._finite = FiniteCheck(locate, communicator, raises=config.check_finite == "raise")
-        self._shadows: list[Shadow] = []
         self.before_reading: Callable[[], None] = _nothing
 
     # What users ask
@@ -314,22 +313,13 @@ class GradStats:
         self._stamp = None
         self.units.added_here()
 
-    def begin_shadow_step(self) -> None:
-        """Begins a step in which this rank has no inputs and takes part with zeros (join)."""
-        self._shadows = []
-
-    def add_shadow(self, bucket: GradBucket, pending: Pending | torch.futures.Future[torch.Tensor]) -> None:
-        """Adds a bucket of zeros, and its reduction, which has been started."""
-        self._shadows.append((bucket, pending))
-
     def shadow(self) -> int:
         """See `StepCollective`."""
         self._finite.start_exchange(torch.full((2,), -1, dtype=torch.int64, device=self._parameters[0].device))
         return 1
 
-    def end_shadow_step(self, step: int) -> int:
-        """`end_step` for a rank without gradients; returns how many collectives this issued."""
-        shadows, self._shadows = self._shadows, []
+    def end_shadow_step(self, shadows: Sequence[Shadow], step: int) -> int:
+        """`end_step` for a rank that has taken part with `shadows` (join); returns how many collectives this issued."""
         issued = 0
         device = self._parameters[0].device
         self._finite.complete()
