@@ -53,8 +53,7 @@ class DenseReduction(Reduction):
         self._as_views = as_views
         self._flat: Bucket | None = None
         self._in_flight: InFlight | None = None
-        # Bounded staleness: other wires of the same layout, each with the views of it.
-        self._others: list[tuple[Bucket, GradientViews | None]] = []
+        self._others: list[Bucket] = []  # bounded staleness, which refuses views: other wires of the same layout
         self._packed: list[torch.Tensor | None] = []
         self._versions: list[int] = []
         self._complete = False  # every parameter had a gradient when the bucket was launched
@@ -139,14 +138,12 @@ class DenseReduction(Reduction):
         """Makes a free wire the next step's: another one, while that of the latest step is in flight."""
         if self.bucket.state is BucketState.IDLE:
             return
-        mine = self.bucket, self._views
-        for place, (bucket, views) in enumerate(self._others):
+        self._others.append(self.bucket)
+        for place, bucket in enumerate(self._others):
             if bucket.state is BucketState.IDLE:
-                self._others[place] = mine
-                self.bucket, self._views = bucket, views
+                self.bucket = self._others.pop(place)
                 return
-        self._others.append(mine)
-        self.bucket, self._views = self.bucket.twin(), None
+        self.bucket = self.bucket.twin()
 
     def apply(self, flight: InFlight, unused: Collection[int], unscaling: Unscaling) -> None:
         """Unpacks the sum of an earlier step into the gradients that are there by now, and new ones."""
@@ -198,7 +195,7 @@ class DenseReduction(Reduction):
     @property
     def allocations(self) -> int:
         """Wire buffers allocated so far."""
-        return self.bucket.allocations + sum(bucket.allocations for bucket, _ in self._others)
+        return self.bucket.allocations + sum(bucket.allocations for bucket in self._others)
 
     def shadow(self) -> GradBucket:
         """Zeros in place of this rank's gradients, as they lie on the wire once it is unpacked."""
