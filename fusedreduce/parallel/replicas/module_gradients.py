@@ -25,6 +25,7 @@ from ...comm.local.group import LocalGroup
 from ...config import ReduceConfig
 from ...errors import FusedReduceError
 from ...reducer import optimizer_hooks
+from ...reducer.modes.mode import DelayedAverages
 
 _NAMES_SHOWN = 4
 
@@ -73,20 +74,14 @@ def _task() -> int:
 
 
 @dataclass
-class DelayedSums:
+class DelayedSums(DelayedAverages):
     """What `.grad` holds, in modes with delayed averages.
 
     Attributes:
-        withheld: the latest backward left nothing in `.grad`: its averages come later.
-        landed_scale: the loss scale of the step whose averages were applied last.
-        flushed: number of steps that `flush` has applied.
         stepped: an optimizer has stepped since averages were applied.
         scales: loss scales of the steps in flight, in order.
     """
 
-    withheld: bool = False
-    landed_scale: LossScale | None = None
-    flushed: int = 0
     stepped: bool = False
     scales: deque[LossScale | None] = field(default_factory=deque)
 
