@@ -25,8 +25,8 @@ from fusedreduce.kernels import dispatch
 from fusedreduce.kernels.table import ChunkTable, PointerTable
 from fusedreduce.planning.bucketing import MIB, UNLIMITED_BYTES, BucketCaps
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear, fit_copy
-from fusedreduce.planning.simulation.simulate import policy_plans, simulate
-from fusedreduce.planning.timeline import Problem
+from fusedreduce.planning.simulation.simulate import policy_plans
+from fusedreduce.planning.timeline import Problem, timeline
 from fusedreduce.trace.problem import known_costs, problem
 from fusedreduce.trace.reader import read
 
@@ -157,7 +157,7 @@ def _copies(device: torch.device, dtype: torch.dtype) -> tuple[Linear, Linear]:
 
 
 def forecast(backward: Backward, costs: Mapping[str, Costs]) -> list[Row]:
-    """Simulates a step with each wire and policy.
+    """Computes the timeline of a step with each wire and policy.
 
     Args:
         backward: whose gradients are reduced.
@@ -173,7 +173,8 @@ def forecast(backward: Backward, costs: Mapping[str, Costs]) -> list[Row]:
         wire_bytes = tuple(round(size * share) for size in backward.problem.size_bytes)
         asked = dataclasses.replace(backward.problem, wire_bytes=wire_bytes, costs=costs[wire])
         plans = policy_plans(asked, backward.caps)
-        exposed = {name: simulate(asked, plans[name], 1)[0].exposed_ns / 1e6 for name in POLICIES}
+        ends = {name: timeline(plans[name], asked).finish for name in POLICIES}
+        exposed = {name: (end - max(asked.ready_fs)) / FS_PER_NS / 1e6 for name, end in ends.items()}
         total = sum(wire_bytes)
         rows.append(Row(wire, total / MIB, costs[wire].wire.fs(total) / FS_PER_NS / 1e6, exposed))
     return rows

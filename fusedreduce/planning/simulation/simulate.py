@@ -38,61 +38,17 @@ class Outcome:
     Args:
         alone: when backward would end without packing and communication.
         finish: when the last gradient holds its result.
-        stall: for how long each bucket was ready and waited for an earlier one that was not, summed over buckets.
-        hidden: the part of the collectives' time before this rank's backward ended.
-        wire: the collectives' time.
         done: per bucket, when its collective ended.
     """
 
     alone: Times
     finish: Times
-    stall: Times
-    hidden: Times
-    wire: int
     done: tuple[int, ...]
-
-    @property
-    def exposed(self) -> Times:
-        """How much later each rank ends than it would alone, including its wait for slower ranks."""
-        return self.finish - self.alone
 
     @property
     def exposed_ns(self) -> float:
         """How much communication adds to the step: how much later the last rank ends than the slowest would alone."""
         return float(self.finish.max() - self.alone.max()) / FS_PER_NS
-
-    @property
-    def overlap(self) -> float:
-        """The share of the collectives' time that backward hides, as the mean over ranks; 1 if there is none."""
-        return float(self.hidden.mean()) / self.wire if self.wire else 1.0
-
-
-def simulate(
-    problem: Problem,
-    plan: Plan,
-    ranks: int,
-    network: Network | None = None,
-    *,
-    noise: Noise = QUIET,
-    steps: int = 1,
-) -> list[Outcome]:
-    """Simulates one plan.
-
-    Args:
-        problem: from a model or a trace.
-        plan: buckets in launch order.
-        ranks: number of ranks.
-        network: which reduces; None: the problem's own line for the wire.
-        noise: how ranks differ.
-        steps: number of steps; without noise all are equal.
-
-    Returns:
-        One outcome per step.
-
-    Raises:
-        ValueError: there are no ranks or steps, times are too long to count in fs (over an hour), or the plan is empty.
-    """
-    return compare(problem, {"": plan}, ranks, network, noise=noise, steps=steps)[""]
 
 
 def compare(
@@ -104,7 +60,22 @@ def compare(
     noise: Noise = QUIET,
     steps: int = 1,
 ) -> dict[str, list[Outcome]]:
-    """Simulates several plans on the same steps; arguments as for `simulate`, outcomes by name of the plan."""
+    """Simulates several plans on the same steps.
+
+    Args:
+        problem: from a model or a trace.
+        plans: by name, buckets in launch order.
+        ranks: number of ranks.
+        network: which reduces; None: the problem's own line for the wire.
+        noise: how ranks differ.
+        steps: number of steps; without noise all are equal.
+
+    Returns:
+        By name of the plan, one outcome per step.
+
+    Raises:
+        ValueError: there are no ranks or steps, times are too long to count in fs (over an hour), or a plan is empty.
+    """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     choices = [problem.costs.wire] if network is None else list(lines(network, ranks).values())
@@ -202,23 +173,17 @@ def _step(problem: Problem, plan: Plan, ready_fs: Times, places: Sequence[int], 
     wires = [fastest_fs(choices, size) for size in sizes]
     if sum(packs) + sum(unpacks) + sum(wires) >= LONGEST_FS:
         raise ValueError(f"cannot simulate {sum(wires) / 1e15:.0f} s of collectives")
-    ready = ready_fs[:, last]
-    head = np.maximum.accumulate(ready, axis=1)
-    issued = head.max(axis=0) + np.cumsum(packs)
-    alone = ready_fs[:, -1]
-    backward_end = alone + sum(packs)
-    done, hidden, channel = [], np.zeros_like(alone), 0
+    issued = np.maximum.accumulate(ready_fs[:, last], axis=1).max(axis=0) + np.cumsum(packs)
+    done, channel = [], 0
     for issued_fs, wire in zip(issued.tolist(), wires, strict=True):
-        begin = max(channel, issued_fs)
-        channel = begin + wire
+        channel = max(channel, issued_fs) + wire
         done.append(channel)
-        hidden += np.minimum(np.maximum(backward_end - begin, 0), wire)
-    finish = backward_end + sum(unpacks)
-    behind = sum(unpacks)
+    alone, behind = ready_fs[:, -1], sum(unpacks)
+    finish = alone + sum(packs) + behind
     for done_fs, unpack in zip(done, unpacks, strict=True):
         finish = np.maximum(finish, done_fs + behind)
         behind -= unpack
-    return Outcome(alone, finish, (head - ready).sum(axis=1), hidden, sum(wires), tuple(done))
+    return Outcome(alone, finish, tuple(done))
 
 
 def _sizes(problem: Problem, plan: Plan) -> list[int]:
