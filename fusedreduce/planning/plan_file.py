@@ -5,28 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from .plan import Plan
 
 FORMAT = "fusedreduce-plan"
 VERSION = 1
 _HASH_BITS = 62  # so that the hash and its negative fit into an int64
-
-
-@dataclass(frozen=True)
-class SavedPlan:
-    """A plan that was loaded.
-
-    Args:
-        plan: parameter numbers by bucket, in launch order.
-        world_size: the number of ranks that it was made for.
-        wire: the wire that it was made for.
-    """
-
-    plan: Plan
-    world_size: int
-    wire: str
 
 
 def plan_hash(plan: Plan) -> int:
@@ -64,13 +48,16 @@ def dump(plan: Plan, *, names: Sequence[str], numels: Sequence[int], world_size:
     )
 
 
-def load(text: str, *, names: Sequence[str], numels: Sequence[int]) -> SavedPlan:
+def load(text: str, *, names: Sequence[str], numels: Sequence[int]) -> tuple[Plan, int]:
     """Reads a plan that `dump` wrote.
 
     Args:
         text: JSON.
         names: of the parameters that it will be used for.
         numels: their numbers of elements.
+
+    Returns:
+        The plan, and the number of ranks that it was made for.
 
     Raises:
         ValueError: it is not a plan, is damaged, of another version, or for another model.
@@ -91,7 +78,7 @@ def load(text: str, *, names: Sequence[str], numels: Sequence[int]) -> SavedPlan
     plan = _checked(buckets, len(names))
     if data.get("hash") != f"{plan_hash(plan):016x}":
         raise ValueError("this plan is damaged: its buckets do not have the hash that it names")
-    return SavedPlan(plan, world_size, wire)
+    return plan, world_size
 
 
 def _checked(buckets: object, count: int) -> Plan:

@@ -30,14 +30,12 @@ class TorchCaps:
         plan: what torch makes of them, if gradients become ready in the given order.
         kept: how many buckets of the wanted plan it has.
         exact: whether it has no others.
-        left: how many buckets never reach their limit; torch launches those last, in an order of its own.
     """
 
     caps_mb: tuple[float, ...]
     plan: Plan
     kept: int
     exact: bool
-    left: int
 
 
 def nearest(
@@ -83,7 +81,7 @@ def nearest(
         left = _left(made, sizes_bytes, groups, limits, frozenset(alone))
         new_cost = (cost(made) if cost else 0, len(made) - kept, left, len(caps_mb))
         if best is None or new_cost < best_cost:
-            best, best_cost = TorchCaps(caps_mb, made, kept, kept == len(made) == len(plan), left), new_cost
+            best, best_cost = TorchCaps(caps_mb, made, kept, kept == len(made) == len(plan)), new_cost
     assert best is not None
     return best
 
@@ -123,7 +121,7 @@ def _lists(rows: list[list[_Range]]) -> list[list[_Range]]:
 def _left(
     plan: Plan, sizes_bytes: Sequence[int], groups: Sequence[Hashable], limits: Sequence[int], alone: Collection[int]
 ) -> int:
-    """How many groups' last buckets do not reach their limit."""
+    """How many groups' last buckets do not reach their limit; torch launches those last, in an order of its own."""
     latest = {groups[bucket[0]]: bucket for bucket in plan if bucket[0] not in alone}
     counts = Counter(groups[bucket[0]] for bucket in plan if bucket[0] not in alone)
     return sum(

@@ -326,15 +326,15 @@ class Plans:
         """The given plan, if it was made for as many ranks."""
         if self._config.plan is None:
             return None
-        saved = load(self._config.plan, names=self._names, numels=self._numels)
+        plan, ranks = load(self._config.plan, names=self._names, numels=self._numels)
         size = self._communicator.size
-        if saved.world_size != size:
+        if ranks != size:
             _logger.warning(
                 "rank %d: ReduceConfig(plan=...) is for %d ranks, not %d: it is not used, and a plan is learned",
                 self._communicator.rank,
-                saved.world_size,
+                ranks,
                 size,
             )
             return None
-        check_groups(saved.plan, self.kinds, share=self._model.share)
-        return saved.plan
+        check_groups(plan, self.kinds, share=self._model.share)
+        return plan

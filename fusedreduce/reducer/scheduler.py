@@ -35,6 +35,7 @@ class Scheduler:
 
     Attributes:
         readiness: when this rank's gradients were ready in profiled steps.
+        schedule: its state: the round, and the costs that ranks have agreed on.
         due: what the current round is for.
         changes: plans that were adopted.
     """
@@ -43,8 +44,8 @@ class Scheduler:
         self.readiness = Readiness(len(model.kinds))
         self._communicator = communicator
         self._device = device
-        self._schedule = Schedule(model, replan_every)
-        self.due = self._schedule.due()
+        self.schedule = Schedule(model, replan_every)
+        self.due = self.schedule.due()
         self._looked: dict[int, StepProfile] = {}
         self._numbers: list[int] | None = None
         self._pending: list[Pending] = []
@@ -54,14 +55,9 @@ class Scheduler:
         self._waited: torch.cuda.Event | None = None
         self.changes = 0
 
-    @property
-    def schedule(self) -> Schedule:
-        """The state of the schedule: the round, and the costs that ranks have agreed on."""
-        return self._schedule
-
     def learned(self, order: Sequence[int]) -> None:
         """Notes rank 0's order of readiness in the first step, which every rank has received."""
-        self._schedule.arrival = tuple(order)
+        self.schedule.arrival = tuple(order)
 
     def open_round(self, looked: StepProfile | None) -> int:
         """Called before the first bucket: in a profiled step issues a small collective, to measure its latency.
@@ -119,8 +115,8 @@ class Scheduler:
         """
         if looked is not None and self.due.place is not None:
             self._looked[self.due.place] = looked
-        self._schedule.round += 1
-        self.due = self._schedule.due()
+        self.schedule.round += 1
+        self.due = self.schedule.due()
 
     def decide(self, plan: Plan) -> Plan:
         """Reads, before a step, the results of the last one's collectives.
@@ -136,8 +132,8 @@ class Scheduler:
         """
         if self._reduced is not None:
             reduced, self._reduced = self._reduced, None
-            self._decision = self._schedule.decide(self._read(reduced), plan)
-            self.due = self._schedule.due()
+            self._decision = self.schedule.decide(self._read(reduced), plan)
+            self.due = self.schedule.due()
         elif self._compared is not None:
             compared, self._compared = self._compared, None
             most, least, frozen = self._read(compared)
@@ -167,8 +163,8 @@ class Scheduler:
             model: what plans are made from now on.
         """
         self.readiness = Readiness(len(model.kinds))
-        self._schedule = Schedule(model, self._schedule.replan_every, arrival=self._schedule.arrival)
-        self.due = self._schedule.due()
+        self.schedule = Schedule(model, self.schedule.replan_every, arrival=self.schedule.arrival)
+        self.due = self.schedule.due()
         self._looked, self._numbers, self._pending = {}, None, []
         self._reduced = self._compared = self._decision = None
 
@@ -178,7 +174,7 @@ class Scheduler:
             self.readiness.add(one.ready_ns, one.device_ready_times_ns())
         steps = {place: one.step_times() for place, one in looked.items()}
         ready_ns = [int(value) for value in self.readiness.best()]
-        return self._schedule.numbers(ready_ns, steps, len(plan), frozen=_frozen())
+        return self.schedule.numbers(ready_ns, steps, len(plan), frozen=_frozen())
 
     def _start(self, numbers: Sequence[int]) -> torch.Tensor:
         tensor = on_device(numbers, torch.int64, self._device)

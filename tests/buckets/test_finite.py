@@ -328,7 +328,6 @@ def test_a_thousand_random_plantings_none_missed_none_false(setup: str) -> None:
             )
             assert _latest(reducer) == (expected if reduced else None)
             assert reducer.observed.found_non_finite().item() == bool(reduced)
-        assert reducer.observed.finite_check().steps == planted
         return [planted, clean]
 
     first, second = ThreadWorld(2).results(case)
@@ -473,7 +472,7 @@ def test_count_logs_where_it_concerns_and_goes_on(caplog: pytest.LogCaptureFixtu
             if communicator.rank == 1:
                 _plant(gradients[1], 17, math.nan)
             step(reducer, list(gradients))
-        return reducer.observed.finite_check().steps
+        return len(reducer.observed.finite_check().reports)
 
     with caplog.at_level(logging.INFO, logger="fusedreduce.buckets.stats.non_finite"):
         assert ThreadWorld(3).results(case) == [3, 3, 3]
@@ -491,7 +490,7 @@ def test_reports_are_kept_for_a_while_and_long_lists_are_cut() -> None:
         clear(parameters)
         step(reducer, [torch.full_like(one, math.nan) for one in parameters])
     found = reducer.observed.finite_check()
-    assert found.steps == 103 and [one.step for one in found.reports] == list(range(4, 104))
+    assert [one.step for one in found.reports] == list(range(4, 104))
     text = str(found.reports[-1])
     assert text.count("element 0") == 8 and "and 4 more" in text and len(found.reports[-1].culprits) == 12
 

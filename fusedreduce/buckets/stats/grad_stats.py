@@ -257,7 +257,7 @@ class GradStats:
 
     def begin_stale_write(self) -> None:
         """Called before the averages of an earlier step are written."""
-        self._by_products.begin_stale_write()
+        self._by_products.begin_step()
         self._collected = False
 
     def end_without_gradients(self) -> None:

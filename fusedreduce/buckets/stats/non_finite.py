@@ -97,7 +97,6 @@ class FiniteCheck:
         raises: raise at the end of the step.
 
     Attributes:
-        steps: number of steps with a report.
         reports: the latest ones.
     """
 
@@ -109,7 +108,6 @@ class FiniteCheck:
         self._gathered: torch.Tensor | None = None
         self._outcomes: deque[_Outcome] = deque()
         self._latest: NonFiniteReport | None = None
-        self.steps = 0
         self.reports: deque[NonFiniteReport] = deque(maxlen=_REPORTS_KEPT)
 
     def start_exchange(self, first: torch.Tensor) -> Started:
@@ -223,7 +221,6 @@ class FiniteCheck:
         if not culprits and not reduced:
             return None
         report = NonFiniteReport(outcome.step, tuple(culprits), reduced)
-        self.steps += 1
         self.reports.append(report)
         mine = self._communicator.rank
         concerned = mine == 0 or any(one.rank == mine for one in culprits)

@@ -48,12 +48,8 @@ class PartialStats:
         self._parts = [self._part(device, some) for device, some in devices.items()]
 
     def begin_step(self) -> None:
-        """Called before the rows of a new step are written."""
+        """Called before rows are written: of a new step, or those of unpack for an earlier one."""
         self._totals = self._source_totals = None
-
-    def begin_stale_write(self) -> None:
-        """Called before the rows of unpack are written for an earlier step."""
-        self._totals = None
 
     def end_step(self, left: Collection[int]) -> None:
         """Called when all rows are written; `left`: numbers of the parameters whose gradients were not written."""

@@ -46,11 +46,6 @@ class Workload:
     ready_ns: tuple[int, ...]
     forward_ns: int
 
-    @property
-    def compute_ns(self) -> int:
-        """Duration of forward and backward, without the optimizer."""
-        return self.forward_ns + max(self.ready_ns)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Model:

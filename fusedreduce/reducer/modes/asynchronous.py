@@ -41,9 +41,6 @@ class AsynchronousMode(DelayedMode):
         maker: what the reducer's buckets have in common.
         max_in_flight: number of contributions that may be in flight at once.
         stash, late: see `DelayedMode`.
-
-    Attributes:
-        skipped: steps that were not contributed, because a gradient was not finite under a loss scaler.
     """
 
     together = False
@@ -55,7 +52,6 @@ class AsynchronousMode(DelayedMode):
         self._members: list[Members] = []
         self._communicator: Communicator | None = None
         self._contributions: Contributions | None = None
-        self.skipped = 0
 
     # Between steps
 
@@ -115,9 +111,7 @@ class AsynchronousMode(DelayedMode):
         scale = observed.units.unscaling().scale
         if scale is not None:
             observed.table.multiply(scale.inverse)
-        if observed.units.attached and bool(observed.table.measure().total[2] > 0):
-            self.skipped += 1
-        else:
+        if not (observed.units.attached and bool(observed.table.measure().total[2] > 0)):
             contributions.end_of_step()
         return Ended(steps.rounds + 1, measured=False)
 

@@ -94,11 +94,6 @@ class AsynchronousBucket:
         self.put_bucket(self.bucket())  # a kernel is compiled now, not within backward
 
     @property
-    def wire_dtype(self) -> torch.dtype:
-        """Dtype of the wire."""
-        return self._wire_dtype
-
-    @property
     def wire_bytes(self) -> int:
         """Bytes of one contribution's collective, padding included."""
         return self._layout.numel * self._wire_dtype.itemsize
