@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from support.leaf_steps import CAPS, SCALER, clear, given, loss_scale, step
+from support.leaf_steps import CAPS, SCALER, clear, drawn, given, leaves, loss_scale, step
 from support.loopback import Loopback, ThreadWorld
 from support.wires import ENCODED, EXCHANGED, in_memory, reduced, settings
 
@@ -48,15 +48,9 @@ CPU = torch.device("cpu")
 SHAPES = ((7, 41), (3,), (2, 300), (16, 16), (0, 4), (300,), (5, 7), (1, 1031))
 
 
-def _parameters(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in SHAPES]
-
-
 def _gradients(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Whose elements, and blocks, are of different sizes."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
-    return [(one * 10.0 ** (index - 3)).to(dtype) for index, one in enumerate(drawn)]
+    return [(one * 10.0 ** (index - 3)).to(dtype) for index, one in enumerate(drawn(seed, SHAPES, torch.float64))]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +71,7 @@ def test_every_rank_gets_the_bytes_of_the_definition(wire: str, ranks: int) -> N
     steps = 3
 
     def case(communicator: Communicator) -> list[list[torch.Tensor | None]]:
-        parameters, found = _parameters(), []
+        parameters, found = leaves(SHAPES), []
         with Reducer(parameters, communicator, ReduceConfig(**settings(wire)), caps=CAPS) as reducer:
             for number in range(steps):
                 step(reducer, _gradients(10 * number + communicator.rank))
@@ -98,7 +92,7 @@ def test_every_rank_gets_the_bytes_of_the_definition(wire: str, ranks: int) -> N
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_gradients_of_other_dtypes(wire: str, ranks: int, dtype: torch.dtype) -> None:
     def case(communicator: Communicator) -> list[torch.Tensor | None]:
-        parameters = _parameters(dtype)
+        parameters = leaves(SHAPES, dtype)
         step(Reducer(parameters, communicator, ReduceConfig(**settings(wire))), _gradients(communicator.rank, dtype))
         return [one.grad for one in parameters]
 
@@ -118,7 +112,7 @@ def test_sums_divisors_and_loss_scales(wire: str, ranks: int, own: bool, op: Any
     scale = 2.0**6
 
     def case(communicator: Communicator) -> list[torch.Tensor | None]:
-        parameters = _parameters()
+        parameters = leaves(SHAPES)
         reducer = Reducer(parameters, communicator, ReduceConfig(op=op, **settings(wire)), caps=CAPS)
         reducer.observed.units.attach(SCALER)
         divisor = divisors[communicator.rank] if own else None
@@ -340,7 +334,7 @@ def test_nothing_is_read_before_it_has_been_waited_for(wire: str) -> None:
 @pytest.mark.parametrize("wire", EXCHANGED)
 def test_lazy_buffers_are_released_at_the_end_of_each_step(wire: str) -> None:
     def case(communicator: Communicator) -> None:
-        parameters = _parameters()
+        parameters = leaves(SHAPES)
         reducer = Reducer(parameters, communicator, ReduceConfig(**settings(wire)), lazy_bucket_allocation=True)
         for number in range(3):
             step(reducer, _gradients(number))
@@ -358,7 +352,7 @@ def test_lazy_buffers_are_released_at_the_end_of_each_step(wire: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_that_has_no_gradient_contributes_zeros(wire: str, ranks: int) -> None:
     def case(communicator: Communicator) -> list[torch.Tensor | None]:
-        parameters, config = _parameters(), ReduceConfig(**settings(wire))
+        parameters, config = leaves(SHAPES), ReduceConfig(**settings(wire))
         reducer = Reducer(parameters, communicator, config, caps=CAPS, find_unused_parameters=True)
         gradients: list[torch.Tensor | None] = list(_gradients(communicator.rank))
         gradients[2 + communicator.rank % 2] = None
@@ -397,7 +391,7 @@ def test_the_rank_and_element_that_was_not_finite_is_named(wire: str, ranks: int
     """The element itself, not the first one of its block, though all of that is NaN."""
 
     def case(communicator: Communicator) -> str:
-        parameters, gradients = _parameters(), _gradients(communicator.rank)
+        parameters, gradients = leaves(SHAPES), _gradients(communicator.rank)
         config = ReduceConfig(check_finite="raise", **settings(wire))
         reducer = Reducer(parameters, communicator, config, names=[f"p{n}" for n in range(len(SHAPES))], caps=CAPS)
         if communicator.rank == 1:
@@ -416,7 +410,7 @@ def test_the_rank_and_element_that_was_not_finite_is_named(wire: str, ranks: int
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_statistics_are_of_decoded_values(wire: str, ranks: int) -> None:
     def case(communicator: Communicator) -> list[float]:
-        parameters = _parameters()
+        parameters = leaves(SHAPES)
         config = ReduceConfig(grad_stats=True, **settings(wire))
         reducer = Reducer(parameters, communicator, config, caps=CAPS)
         for number in range(3):
@@ -437,7 +431,7 @@ def test_statistics_are_of_decoded_values(wire: str, ranks: int) -> None:
 def _different(first: dict[str, Any], other: dict[str, Any]) -> Callable[[Communicator], None]:
     def case(communicator: Communicator) -> None:
         config = ReduceConfig(**(other if communicator.rank == 1 else first))
-        step(Reducer(_parameters(), communicator, config), _gradients(0))
+        step(Reducer(leaves(SHAPES), communicator, config), _gradients(0))
 
     return case
 
@@ -492,7 +486,7 @@ def test_other_accumulations_and_other_modes_are_refused() -> None:
 
 @pytest.mark.parametrize("wire", EXCHANGED)
 def test_a_change_of_mode_and_a_comm_hook_are_refused_and_views_are_not_made(wire: str) -> None:
-    parameters = _parameters()
+    parameters = leaves(SHAPES)
     with pytest.warns(UserWarning, match="gradient_as_bucket_view=True has no effect with wire="):
         reducer = Reducer(
             parameters, Loopback([torch.clone]), ReduceConfig(**settings(wire)), gradient_as_bucket_view=True
@@ -562,7 +556,7 @@ def test_devices_of_a_sync_server(wire: str) -> None:
     server = SyncServer(3, config=ReduceConfig(**settings(wire)), timeout_s=20.0)
 
     def device(rank: int) -> list[list[torch.Tensor | None]]:
-        parameters, found = _parameters(), []
+        parameters, found = leaves(SHAPES), []
         mine = server.device(rank, [(f"p{number}", one) for number, one in enumerate(parameters)])
         for number in range(3):
             loss = given(parameters, _gradients(10 * number + rank))

@@ -26,6 +26,7 @@ from support.leaf_steps import (
     exact_norms,
     flat_real,
     given,
+    leaves,
     real_numel,
     shadow_step,
     sparse_like,
@@ -195,7 +196,7 @@ def test_norms_in_every_mode(wire: Wire, views: bool, option: str) -> None:
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
 def test_what_a_step_leaves_as_it_is_counts_too(wire: Wire, views: bool, skip: bool, zeroed: str) -> None:
     """Parameters that no rank used keep the gradient of an earlier step, which the optimizer will take."""
-    parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 70, 3, 20)]
+    parameters = leaves((5, 70, 3, 20))
     reducer = Reducer(
         parameters,
         Loopback((half,)),
@@ -231,7 +232,7 @@ def test_a_gradient_that_only_other_ranks_have(wire: Wire, views: bool) -> None:
     def other(mine: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(mine) if mine.dtype is torch.int32 else torch.full_like(mine, 0.25)
 
-    parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 70, 3, 20)]
+    parameters = leaves((5, 70, 3, 20))
     reducer = Reducer(
         parameters,
         Loopback((other,)),
@@ -251,7 +252,7 @@ def test_a_gradient_that_only_other_ranks_have(wire: Wire, views: bool) -> None:
 
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
 def test_a_gradient_that_is_taken_away_before_it_is_reduced(wire: Wire, views: bool) -> None:
-    parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 70, 3, 20)]
+    parameters = leaves((5, 70, 3, 20))
     parameters[1].register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
     reducer = Reducer(
         parameters, Loopback(PEERS), ReduceConfig(wire=wire, grad_stats=True), gradient_as_bucket_view=views
@@ -354,7 +355,7 @@ def test_by_products_follow_the_plan(policy: Policy, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
 def test_any_plan_gives_the_norms_and_one_plan_gives_the_same_bits_from_run_to_run(wire: Wire, views: bool) -> None:
-    parameters = [torch.zeros(numel, requires_grad=True) for numel in (3, 400, 5, 20_000, 1, 60, 7)]
+    parameters = leaves((3, 400, 5, 20_000, 1, 60, 7))
     gradients = [torch.randn_like(one) for one in parameters]
     draw = random.Random(1)
 
@@ -389,7 +390,7 @@ def test_any_plan_gives_the_norms_and_one_plan_gives_the_same_bits_from_run_to_r
 
 
 def test_by_products_are_collected_from_the_step_after_they_are_required() -> None:
-    parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 70)]
+    parameters = leaves((5, 70))
     reducer = Reducer(parameters, Loopback((half,)))
     observed = reducer.observed
     assert not observed.has_by_products() and float(observed.grad_norm()) == 0.0
@@ -420,7 +421,7 @@ def test_by_products_are_collected_from_the_step_after_they_are_required() -> No
 
 @pytest.mark.parametrize(("wire", "views"), TRAVELS)
 def test_what_is_launched_for_a_norm(wire: Wire, views: bool) -> None:
-    parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 70, 3, 20)]
+    parameters = leaves((5, 70, 3, 20))
     for stats in (False, True):
         with Reducer(
             parameters,
@@ -467,7 +468,7 @@ def test_other_norms_are_refused() -> None:
 
 
 def test_found_non_finite_is_a_new_zero_or_one_for_any_parameters() -> None:
-    parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 7, 3)]
+    parameters = leaves((5, 7, 3))
     reducer = Reducer(parameters, Loopback((half,)))
     reducer.observed.require()
     step(reducer, [torch.randn(5), torch.tensor([0.0, 1, 2, float("nan"), 4, 5, 6]), torch.randn(3)])
@@ -602,7 +603,7 @@ def test_ranks_that_do_not_compute_alike_end_with_one_norm(unlike: None, check: 
     def case(communicator: Communicator, offs: tuple[int, int, int]) -> list[list[int]]:
         _of_thread.off = offs[communicator.rank]
         generator = torch.Generator().manual_seed(communicator.rank)
-        parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 70, 3, 20)]
+        parameters = leaves((5, 70, 3, 20))
         reducer = Reducer(parameters, communicator, ReduceConfig(grad_stats=True, check_finite=check), caps=CAPS)
         found = []
         for number in range(8):
@@ -650,7 +651,7 @@ def test_the_largest_norm_wins_also_where_one_is_not_a_number(unlike: None) -> N
 def test_every_rank_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     def case(communicator: Communicator, wire: Wire, views: bool) -> list[list[int]]:
         generator = torch.Generator().manual_seed(communicator.rank)
-        parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 70, 3, 20_000, 1)]
+        parameters = leaves((5, 70, 3, 20_000, 1))
         reducer = Reducer(
             parameters,
             communicator,
@@ -675,7 +676,7 @@ def test_every_rank_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("change", ["multiplied", "replaced", "added to"])
 def test_gradients_that_were_changed_have_no_by_products_any_more(change: str) -> None:
     """As far as anybody can tell: by their versions, their identity, and backwards."""
-    parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 70)]
+    parameters = leaves((5, 70))
     reducer = Reducer(parameters, Loopback((half,)))
     reducer.observed.require()
     step(reducer, [torch.randn_like(one) for one in parameters])
@@ -695,7 +696,7 @@ def test_gradients_that_were_changed_have_no_by_products_any_more(change: str) -
 
 @pytest.mark.parametrize("check", ["off", "count"])
 def test_without_grad_stats_a_norm_is_of_now_whatever_else_is_collected(check: Any) -> None:
-    parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 70)]
+    parameters = leaves((5, 70))
     reducer = Reducer(parameters, Loopback((half,)), ReduceConfig(check_finite=check))
     step(reducer, [torch.randn_like(one) for one in parameters])
     for one in parameters:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.leaf_steps import CAPS, clear, copies, given, shadow_step, step
+from support.leaf_steps import CAPS, clear, copies, given, leaves, shadow_step, step
 from support.loopback import Loopback, LoopbackPending, ThreadRank, ThreadWorld
 from support.wires import EXCHANGED, reduced, settings
 
@@ -236,7 +236,7 @@ def test_a_reducer_issues_both_phases_in_the_order_of_the_plan(wire: str) -> Non
     """Whatever the order in which gradients become ready, and first phases end."""
     draw = random.Random(1)
     communicator = Scripted(draw)
-    parameters = [torch.zeros(shape, requires_grad=True) for shape in _shapes()]
+    parameters = leaves(_shapes())
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(lambda _: count.append(1))
     reducer = Reducer(parameters, communicator, ReduceConfig(policy="static", **settings(wire)), caps=CAPS)
@@ -268,7 +268,7 @@ def test_a_reducer_issues_both_phases_in_the_order_of_the_plan(wire: str) -> Non
 @pytest.mark.parametrize("wire", EXCHANGED)
 def test_reset_closes_the_communicator_of_second_phases_and_the_next_step_makes_another(wire: str) -> None:
     communicator = Scripted(random.Random(2))
-    parameters = [torch.zeros(shape, requires_grad=True) for shape in _shapes()]
+    parameters = leaves(_shapes())
     reducer = Reducer(parameters, communicator, ReduceConfig(policy="static", **settings(wire)), caps=CAPS)
     gradients = [torch.randn_like(one) for one in parameters]
     step(reducer, gradients)
@@ -301,7 +301,7 @@ def test_a_gradient_that_was_changed_on_one_rank_leaves_the_others_their_average
     """That rank has issued its second phases before it raises: its peers would wait for them."""
 
     def case(communicator: Communicator) -> list[torch.Tensor | None] | str:
-        parameters = [torch.zeros(shape, requires_grad=True) for shape in _shapes()]
+        parameters = leaves(_shapes())
         reducer = Reducer(parameters, communicator, ReduceConfig(wire="int8", policy="static"), caps=CAPS)
         gradients = [torch.full_like(one, communicator.rank + 1.0) for one in parameters]
         for _ in range(2):
@@ -333,7 +333,7 @@ def test_an_error_of_one_reducer_on_one_rank_leaves_its_peers_the_averages_of_an
     """Both end in the same backward: the other one's later phases are issued although the first one has raised."""
 
     def case(communicator: Communicator) -> str:
-        mine, other = [torch.zeros(shape, requires_grad=True) for shape in _shapes()], torch.zeros(4, 640)
+        mine, other = leaves(_shapes()), torch.zeros(4, 640)
         other.requires_grad_()
         first = Reducer(mine, communicator, ReduceConfig(policy="static"), caps=CAPS)
         second = Reducer([other], communicator, ReduceConfig(wire=wire, policy="static"))
@@ -425,7 +425,7 @@ def test_threads_that_see_first_phases_end_at_different_times(wire: str) -> None
     def case(communicator: Any) -> list[list[torch.Tensor]]:
         draw = random.Random(communicator.rank)
         slow = Slow(communicator._communicator, draw)
-        parameters, found = [torch.zeros(shape, requires_grad=True) for shape in _shapes()], []
+        parameters, found = leaves(_shapes()), []
         reducer = Reducer(parameters, slow, ReduceConfig(policy="static", **settings(wire)), caps=CAPS)
         for number in range(steps):
             generator = torch.Generator().manual_seed(100 * number + communicator.rank)
@@ -487,7 +487,7 @@ class Failing(Loopback):
 )
 def test_a_phase_that_fails_is_named_with_its_bucket(phase: str, when: str, text: str, wire: str) -> None:
     communicator = Failing(phase, when)
-    parameters = [torch.zeros(shape, requires_grad=True) for shape in _shapes()]
+    parameters = leaves(_shapes())
     names = [f"p{number}" for number in range(6)]
     config = ReduceConfig(policy="static", plan=None, **settings(wire))
     reducer = Reducer(parameters, communicator, config, names=names, caps=CAPS)

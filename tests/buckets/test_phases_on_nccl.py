@@ -10,7 +10,7 @@ import itertools
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.loopback import Loopback
+from support.stand_in_streams import within
 
 from fusedreduce.buckets.phases import ONE_LEVEL, Among, Phase, Phases, two_levels
 from fusedreduce.buckets.wire_table import WireTable
@@ -43,18 +44,9 @@ class Stream:
 def streams() -> Iterator[list[Stream]]:
     """The streams that are current, innermost last."""
     current = [Stream()]
-
-    @contextmanager
-    def use(stream: Stream) -> Iterator[None]:
-        current.append(stream)
-        try:
-            yield
-        finally:
-            current.pop()
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Stream", Stream)
-        patch.setattr(torch.cuda, "stream", use)
+        patch.setattr(torch.cuda, "stream", partial(within, current))
         patch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         yield current

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.leaf_steps import clear, given
 from support.loopback import Loopback
+from support.stand_in_streams import within
 
 from fusedreduce import Reducer
 from fusedreduce.buckets import bucket_set
@@ -60,19 +61,10 @@ class FakeEvent:
 def current(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
     """The stack of current streams; its last is current."""
     stack = [FakeStream()]
-
-    @contextmanager
-    def use(stream: FakeStream) -> Iterator[None]:
-        stack.append(stream)
-        try:
-            yield
-        finally:
-            stack.pop()
-
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stack[-1])
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "stream", use)
+    monkeypatch.setattr(torch.cuda, "stream", partial(within, stack))
     return stack
 
 

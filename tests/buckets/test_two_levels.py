@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from buckets.test_exchanged import SHAPES, _assert_bits, _gradients, _parameters
-from support.leaf_steps import CAPS, SCALER, clear, loss_scale, step
+from buckets.test_exchanged import SHAPES, _assert_bits, _gradients
+from support.leaf_steps import CAPS, SCALER, clear, leaves, loss_scale, step
 from support.loopback import Loopback, ThreadRank, ThreadWorld
 from support.many_ranks import mean_in_two_levels
 from support.wires import ENCODED, reduced_in_two_levels
@@ -53,7 +53,7 @@ def test_every_rank_gets_the_bytes_of_the_definition(wire: str, ranks: int, per_
     """In many steps, with buckets of another size from the middle on."""
 
     def case(communicator: Communicator) -> list[list[torch.Tensor | None]]:
-        parameters, found = _parameters(), []
+        parameters, found = leaves(SHAPES), []
         with Reducer(parameters, communicator, _config(wire, per_node), caps=CAPS) as reducer:
             for number in range(steps):
                 if number == steps // 2:
@@ -76,7 +76,7 @@ def test_every_rank_gets_the_bytes_of_the_definition(wire: str, ranks: int, per_
 @pytest.mark.parametrize("ranks", [4, 6])
 def test_gradients_of_other_dtypes(ranks: int, dtype: torch.dtype) -> None:
     def case(communicator: Communicator) -> list[torch.Tensor | None]:
-        parameters = _parameters(dtype)
+        parameters = leaves(SHAPES, dtype)
         step(Reducer(parameters, communicator, _config("int8", 2)), _gradients(communicator.rank, dtype))
         return [one.grad for one in parameters]
 
@@ -90,7 +90,7 @@ def test_divisors_loss_scales_and_sums() -> None:
     scale, divisors = 2.0**6, [2.5, 3.0, 4.5, 7.0]
 
     def case(communicator: Communicator) -> list[torch.Tensor | None]:
-        parameters = _parameters()
+        parameters = leaves(SHAPES)
         reducer = Reducer(parameters, communicator, _config("int8", 2, op="sum"), caps=CAPS)
         reducer.observed.units.attach(SCALER)
         divisor = divisors[communicator.rank]
@@ -155,7 +155,7 @@ def test_encoded_bytes_alone_cross_nodes(wire: str, ranks: int) -> None:
 @pytest.mark.parametrize("lazy", [False, True])
 def test_buffers_are_kept_or_released(lazy: bool) -> None:
     def case(communicator: Communicator) -> None:
-        parameters = _parameters()
+        parameters = leaves(SHAPES)
         reducer = Reducer(parameters, communicator, _config("int8", 2), caps=CAPS, lazy_bucket_allocation=lazy)
         for number in range(8):
             if number == 3:
@@ -177,7 +177,7 @@ def test_buffers_are_kept_or_released(lazy: bool) -> None:
 @pytest.mark.parametrize("ranks", [4, 6])
 def test_a_rank_that_has_no_gradient_contributes_zeros(ranks: int) -> None:
     def case(communicator: Communicator) -> list[torch.Tensor | None]:
-        parameters = _parameters()
+        parameters = leaves(SHAPES)
         reducer = Reducer(parameters, communicator, _config("int8", 2), caps=CAPS, find_unused_parameters=True)
         gradients: list[torch.Tensor | None] = list(_gradients(communicator.rank))
         gradients[2 + communicator.rank % 2] = None
@@ -197,7 +197,7 @@ def test_a_rank_that_has_no_gradient_contributes_zeros(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [4, 6])
 def test_what_is_not_finite_is_named_and_its_block_is_nan(ranks: int) -> None:
     def case(communicator: Communicator) -> tuple[str, torch.Tensor | None]:
-        parameters, gradients = _parameters(), _gradients(communicator.rank)
+        parameters, gradients = leaves(SHAPES), _gradients(communicator.rank)
         config = _config("int8", 2, check_finite="raise", grad_stats=True)
         reducer = Reducer(parameters, communicator, config, names=[f"p{n}" for n in range(len(SHAPES))], caps=CAPS)
         if communicator.rank == 1:
@@ -236,7 +236,7 @@ def test_nodes_are_those_that_ranks_are_told_unless_the_user_says_otherwise(
             return told
 
     def case(communicator: Any) -> bool:
-        parameters = _parameters()
+        parameters = leaves(SHAPES)
         reducer = Reducer(parameters, Told(communicator._communicator), _config("int8", asked))
         for number in range(2):
             step(reducer, _gradients(number))
@@ -248,7 +248,7 @@ def test_nodes_are_those_that_ranks_are_told_unless_the_user_says_otherwise(
 
 def test_nodes_that_are_not_possible_are_refused_on_every_rank() -> None:
     def case(communicator: Communicator) -> None:
-        step(Reducer(_parameters(), communicator, _config("int8", 3)), _gradients(0))
+        step(Reducer(leaves(SHAPES), communicator, _config("int8", 3)), _gradients(0))
 
     for error in ThreadWorld(4).run(case):
         assert isinstance(error, ValueError)
@@ -273,7 +273,7 @@ def test_what_is_of_single_contributions_has_one_level(option: str) -> None:
 
     def case(communicator: Any) -> bool:
         config = ReduceConfig(wire="int8", **{option: True})  # type: ignore[arg-type]
-        reducer = Reducer(_parameters(), Told(communicator._communicator), config)
+        reducer = Reducer(leaves(SHAPES), Told(communicator._communicator), config)
         step(reducer, _gradients(0))
         return TwoLevelBucket in _kinds(reducer)
 
@@ -287,7 +287,7 @@ def test_another_wire_and_two_ranks_have_one_level() -> None:
     ):
 
         def case(communicator: Communicator, config: ReduceConfig = config) -> bool:
-            reducer = Reducer(_parameters(), communicator, config)
+            reducer = Reducer(leaves(SHAPES), communicator, config)
             step(reducer, _gradients(0))
             return TwoLevelBucket in _kinds(reducer)
 
@@ -325,7 +325,7 @@ def test_rank_0_warns_where_all_ranks_exchange(caplog: pytest.LogCaptureFixture,
     warn_of_small_shards.cache_clear()
 
     def case(communicator: Communicator) -> None:
-        step(Reducer(_parameters(), communicator, _config("int8", per_node), caps=CAPS), _gradients(0))
+        step(Reducer(leaves(SHAPES), communicator, _config("int8", per_node), caps=CAPS), _gradients(0))
 
     ThreadWorld(4).results(case)
     assert caplog.text.count("two levels") == warned
@@ -336,7 +336,7 @@ def test_rank_0_warns_where_all_ranks_exchange(caplog: pytest.LogCaptureFixture,
 
 def test_reset_makes_other_communicators() -> None:
     def case(communicator: Communicator) -> None:
-        parameters = _parameters()
+        parameters = leaves(SHAPES)
         reducer = Reducer(parameters, communicator, _config("int8", 2), caps=CAPS)
         expected = _expected(0, 6, "int8", 2)
         for number in range(4):

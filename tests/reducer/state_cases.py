@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from support.leaf_steps import SHAPES, clear, given
+from support.leaf_steps import SHAPES, clear, given, leaves
 
 from fusedreduce import BucketCaps, CollectiveError, Reducer, Synchronous
 from fusedreduce.buckets.grad_bucket import GradBucket
@@ -65,7 +65,7 @@ class Rank:
 
     def build(self) -> None:
         """Builds another reducer, of parameters of its own."""
-        self.parameters = [torch.zeros(shape, requires_grad=True) for shape in SHAPES]
+        self.parameters = leaves(SHAPES)
         self.reducer = Reducer(self.parameters, self.connect(), caps=CAPS, **self.options)
         self.loss = None
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given as drawn_from
 from hypothesis import settings
 from hypothesis import strategies as st
-from support.leaf_steps import CAPS, assert_same, clear, copies, given, leaves, shadow_step, step
+from support.leaf_steps import CAPS, assert_same, clear, copies, drawn, given, leaves, shadow_step, step
 from support.loopback import Loopback, ThreadWorld, constant
 
 from fusedreduce import (
@@ -40,11 +40,6 @@ pytestmark = pytest.mark.usefixtures("path")
 # As large as the first three together, and as the largest alone.
 SMALL, LARGE = 156, 240
 FIXED_LINK = (1e6, 1.0)  # on such a link the optimum is one bucket, or as few as the cap allows
-
-
-def drawn(numels: Sequence[int], seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(numel, generator=generator) for numel in numels]
 
 
 def within(reducer: Reducer, cap_bytes: int) -> bool:
@@ -96,7 +91,7 @@ def test_gradients_do_not_depend_on_when_the_size_changes(data: st.DataObject) -
                         reducer.set_bucket_size(size)
                     if not accumulates:
                         clear(parameters)
-                    step(reducer, drawn(numels, 2 * number + communicator.rank), ready=order)
+                    step(reducer, drawn(2 * number + communicator.rank, numels), ready=order)
                     gradients.append(copies(parameters))
                     if changes:
                         used.append(reducer.plan)
@@ -125,7 +120,7 @@ def _sized(communicator: Communicator, **options: Any) -> Reducer:
 def _steps(reducer: Reducer, count: int, first: int = 0) -> None:
     for number in range(first, first + count):
         clear(reducer.parameters)
-        step(reducer, drawn([one.numel() for one in reducer.parameters], 2 * number + reducer.communicator.rank))
+        step(reducer, drawn(2 * number + reducer.communicator.rank, [one.numel() for one in reducer.parameters]))
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
@@ -403,8 +398,8 @@ def test_gradients_stay_where_buckets_are_built_anew(views: bool, kept: str) -> 
                 elif kept == "no_sync":
                     clear(reducer.parameters)
                     with reducer.no_sync():
-                        step(reducer, drawn(numels, 100 + 2 * number + rank))
-                step(reducer, drawn(numels, 2 * number + rank))
+                        step(reducer, drawn(100 + 2 * number + rank, numels))
+                step(reducer, drawn(2 * number + rank, numels))
             assert_same(copies(parameters), copies(alike), (number, size))
             if views:
                 wires = {one.grad.untyped_storage().data_ptr() for one in parameters if one.grad is not None}
@@ -426,7 +421,7 @@ def test_a_16_bit_wire_at_two_ranks(wire: Any) -> None:
                 changing.set_bucket_size(size)
             for reducer in (changing, same):
                 clear(reducer.parameters)
-                step(reducer, drawn(numels, 2 * number + communicator.rank))
+                step(reducer, drawn(2 * number + communicator.rank, numels))
             assert_same(copies(parameters), copies(alike), size)
             assert size is None or within(changing, size)
 
@@ -450,7 +445,7 @@ def test_steps_in_flight_land_from_the_buckets_they_were_launched_in(k: int) -> 
                     if size is not None:
                         reducer.set_bucket_size(size)
                     clear(parameters)
-                    step(reducer, drawn(numels, 2 * number + communicator.rank))
+                    step(reducer, drawn(2 * number + communicator.rank, numels))
                     landed.append(copies(parameters))
                     assert size is None or within(reducer, size)
                 clear(parameters)
@@ -551,7 +546,7 @@ def test_under_no_sync_it_takes_effect_with_the_next_step() -> None:
         plan = reducer.plan
         with reducer.no_sync():
             reducer.set_bucket_size(1)
-            loss = given(reducer.parameters, drawn([one.numel() for one in reducer.parameters], 5))
+            loss = given(reducer.parameters, drawn(5, [one.numel() for one in reducer.parameters]))
             reducer.prepare_for_backward(loss)
             loss.backward()
             assert reducer.plan == plan

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from parallel.test_hook_observed import Shown
-from support.leaf_steps import CAPS, Wire, clear, given
+from support.leaf_steps import CAPS, Wire, clear, given, leaves
 from support.loopback import Loopback
 from torch import nn
 
@@ -46,7 +46,7 @@ class Pair:
         self.communicators = (Loopback(), Loopback())
         self.reducers = [
             Reducer(
-                [torch.zeros(numel, requires_grad=True) for numel in NUMELS],
+                leaves(NUMELS),
                 communicator,
                 ReduceConfig(wire="bf16", sync_mode=mode),
                 caps=CAPS,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.leaf_steps import CAPS, SHAPES, clear, drawn, given, loss_scale, scaled, step
+from support.leaf_steps import CAPS, SHAPES, clear, drawn, given, launch, leaves, loss_scale, scaled, step
 from support.loopback import Call, Loopback, LoopbackPending, ThreadWorld
 from torch import nn
 from torch.optim import optimizer as optimizers
@@ -151,15 +151,8 @@ def _launched(config: ReduceConfig | None = None, **options: Any) -> tuple[Reduc
     communicator.may_wait = False
     parameters = [torch.randn(shape, requires_grad=True) for shape in SHAPES]
     reducer = Reducer(parameters, communicator, config, caps=CAPS, **options)
-    _backward(reducer)
+    launch(reducer)
     return reducer, communicator
-
-
-def _backward(reducer: Reducer, seed: int = 1) -> None:
-    loss = given(reducer.parameters, drawn(seed))
-    reducer.prepare_for_backward(loss)
-    loss.backward()
-    assert reducer.state is ReducerState.LAUNCHED
 
 
 def _mean_of(reducer: Reducer, communicator: Loopback, seed: int = 1) -> bool:
@@ -285,7 +278,7 @@ def test_a_gradient_that_was_changed_in_between_is_an_error(how: str) -> None:
         reducer.prepare_for_backward()
     reducer.reset()
     clear(reducer.parameters)
-    _backward(reducer, 2)
+    launch(reducer, 2)
     reducer.finalize()
     assert _mean_of(reducer, communicator, 2)
 
@@ -358,7 +351,7 @@ def test_a_launched_step_can_be_given_up(how: str) -> None:
     torch.optim.SGD(parameters, lr=0.0).step()
     if how in ("reset", "communicator"):
         clear(parameters)
-        _backward(reducer, 3)
+        launch(reducer, 3)
         reducer.finalize()
         assert _mean_of(reducer, communicator, 3)
 
@@ -546,7 +539,7 @@ def test_late_sums_of_two_reducers_of_a_rank_come_in_the_same_order_on_every_ran
 
 def test_a_rank_whose_outputs_reach_no_parameter_takes_part_with_zeros() -> None:
     def case(communicator: Communicator) -> list[torch.Tensor | None]:
-        parameters = [torch.zeros(shape, requires_grad=True) for shape in SHAPES]
+        parameters = leaves(SHAPES)
         with Reducer(parameters, communicator, caps=CAPS, find_unused_parameters=True) as reducer:
             for number in range(4):
                 clear(parameters)

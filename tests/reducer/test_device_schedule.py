@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.device_time import DEVICE, FakeGpu, FakeStream
-from support.leaf_steps import clear
+from support.leaf_steps import clear, leaves
 from support.loopback import Loopback, LoopbackPending, constant
 
 from fusedreduce import ReduceConfig, Reducer
@@ -117,7 +117,7 @@ def trained(gpu: FakeGpu, model: Model, monkeypatch: pytest.MonkeyPatch) -> Redu
 
     monkeypatch.setattr(dispatch, "pack", copy)
     monkeypatch.setattr(dispatch, "unpack", copy)
-    parameters = [torch.zeros(numel, requires_grad=True) for numel in model.numels]
+    parameters = leaves(model.numels)
     # Backward runs from the last to the first.
     takes_ns = [after - before for before, after in itertools.pairwise([0, *model.ready_ns[::-1]])][::-1]
     config = ReduceConfig(wire="bf16", policy="planned")

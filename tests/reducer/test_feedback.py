@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from support.leaf_steps import CAPS, SCALER, clear, leaves, loss_scale, shadow_step, step
+from support.leaf_steps import CAPS, SCALER, clear, drawn, leaves, loss_scale, shadow_step, step
 from support.loopback import Loopback, ThreadWorld
 from support.wires import ENCODED, settings
 
@@ -42,8 +42,7 @@ def _config(wire: str, **more: Any) -> ReduceConfig:
 
 
 def _gradients(rank: int, number: int, factor: float = 1.0) -> Tensors:
-    generator = torch.Generator().manual_seed(1000 * rank + number)
-    return [factor * torch.randn(shape, generator=generator) for shape in SHAPES]
+    return [factor * one for one in drawn(1000 * rank + number, SHAPES)]
 
 
 def _feedback(reducer: Reducer) -> Feedback:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given as cases
 from hypothesis import strategies as st
-from support.leaf_steps import CAPS, SHAPES, clear, drawn, given
+from support.leaf_steps import CAPS, SHAPES, clear, drawn, given, launch, leaves
 from support.loopback import Loopback
 
 from fusedreduce import (
@@ -43,17 +43,10 @@ def _manual(config: ReduceConfig | None = None, steps: int = 0, **options: Any) 
     reducer = Reducer(parameters, communicator, config, caps=CAPS, **options)
     reducer.require_manual_finalization(True)
     for seed in range(steps):
-        _backward(reducer, seed)
+        launch(reducer, seed)
         reducer.finalize_backward()
         clear(parameters)
     return reducer, communicator
-
-
-def _backward(reducer: Reducer, seed: int = 1) -> None:
-    loss = given(reducer.parameters, drawn(seed))
-    reducer.prepare_for_backward(loss)
-    loss.backward()
-    assert reducer.state is ReducerState.LAUNCHED
 
 
 def _is_local(reducer: Reducer, seed: int = 1) -> bool:
@@ -79,7 +72,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_backward_leaves_local_gradients_until_the_caller_ends_the_step(options: str, overlap: bool) -> None:
     reducer, communicator = _manual(ReduceConfig(overlap=overlap), **OPTIONS[options])
     for number in range(6):
-        _backward(reducer, number)
+        launch(reducer, number)
         assert communicator.under_way > 0 and reducer.steps == number
         assert _is_local(reducer, number)
         reducer.finalize_backward()
@@ -91,7 +84,7 @@ def test_backward_leaves_local_gradients_until_the_caller_ends_the_step(options:
 def test_views_hold_the_means_in_the_end() -> None:
     reducer, communicator = _manual(gradient_as_bucket_view=True)
     for number in range(4):
-        _backward(reducer, number)
+        launch(reducer, number)
         reducer.finalize_backward()
         assert _is_mean(reducer, communicator, number)
         reducer.zero_grad()
@@ -99,7 +92,7 @@ def test_views_hold_the_means_in_the_end() -> None:
 
 def test_an_explicit_finalize_ends_it_too() -> None:
     reducer, communicator = _manual()
-    _backward(reducer)
+    launch(reducer)
     reducer.finalize()
     assert _is_mean(reducer, communicator)
     with pytest.raises(FusedReduceError, match=NOTHING):
@@ -131,7 +124,7 @@ USES: dict[str, Callable[[Reducer], object]] = {
 def test_what_would_use_the_gradients_raises_and_changes_nothing(use: str, stats: bool) -> None:
     reducer, communicator = _manual(ReduceConfig(grad_stats=stats), steps=2)
     before = [one.detach().clone() for one in reducer.parameters]
-    _backward(reducer)
+    launch(reducer)
     under_way, issued = communicator.under_way, len(communicator.calls)
     with pytest.raises(FusedReduceError, match=UNFINALIZED):
         USES[use](reducer)
@@ -143,7 +136,7 @@ def test_what_would_use_the_gradients_raises_and_changes_nothing(use: str, stats
 
 def test_a_forward_without_synchronisation_raises_too() -> None:
     reducer, communicator = _manual()
-    _backward(reducer)
+    launch(reducer)
     with pytest.raises(FusedReduceError, match=UNFINALIZED), reducer.no_sync():
         reducer.prepare_for_backward()
     reducer.finalize_backward()
@@ -152,7 +145,7 @@ def test_a_forward_without_synchronisation_raises_too() -> None:
 
 def test_a_gradient_that_torch_has_cleared_meanwhile_is_an_error() -> None:
     reducer, _ = _manual()
-    _backward(reducer)
+    launch(reducer)
     torch.optim.SGD(reducer.parameters, lr=0.1).zero_grad()
     with pytest.raises(FusedReduceError, match="was replaced after it had been packed"):
         reducer.finalize_backward()
@@ -160,7 +153,7 @@ def test_a_gradient_that_torch_has_cleared_meanwhile_is_an_error() -> None:
     with pytest.raises(FusedReduceError, match="reset"):
         reducer.finalize_backward()
     reducer.reset()
-    _backward(reducer, 2)
+    launch(reducer, 2)
     reducer.finalize_backward()
 
 
@@ -206,7 +199,7 @@ def test_a_hook_ends_the_step_within_its_backward() -> None:
     with pytest.raises(FusedReduceError, match=NOTHING):
         reducer.finalize_backward()
     clear(reducer.parameters)
-    _backward(reducer, 5)
+    launch(reducer, 5)
     reducer.finalize_backward()
     assert _is_mean(reducer, communicator, 5)
 
@@ -229,7 +222,7 @@ def test_no_optimizer_takes_a_closure() -> None:
     before = [one.detach().clone() for one in reducer.parameters]
 
     def closure() -> float:
-        _backward(reducer)
+        launch(reducer)
         return 0.0
 
     with pytest.raises(FusedReduceError, match=r"step\(closure\) with manual finalization"):
@@ -239,7 +232,7 @@ def test_no_optimizer_takes_a_closure() -> None:
 
 def test_a_comm_hook_may_step_the_optimizer_of_its_bucket() -> None:
     communicator = Loopback()
-    parameters = [torch.zeros(shape, requires_grad=True) for shape in SHAPES]
+    parameters = leaves(SHAPES)
     reducer = Reducer(parameters, communicator, caps=CAPS)
     stepped = []
 
@@ -251,7 +244,7 @@ def test_a_comm_hook_may_step_the_optimizer_of_its_bucket() -> None:
     reducer.register_comm_hook(None, hook)
     reducer.require_manual_finalization(True)
     for number in range(3):
-        _backward(reducer, number)
+        launch(reducer, number)
         reducer.finalize_backward()
         clear(parameters)
     assert len(stepped) > 3
@@ -291,7 +284,7 @@ def test_a_finite_check_raises_where_the_step_ends() -> None:
 def test_a_peer_that_dies_in_between_is_raised_where_the_step_ends() -> None:
     reducer, communicator = _manual(steps=2)
     communicator.fail_wait = communicator.count("all_reduce")
-    _backward(reducer)
+    launch(reducer)
     with pytest.raises(CollectiveError, match="Connection closed"):
         reducer.finalize_backward()
     assert reducer.state is ReducerState.FAILED
@@ -391,7 +384,7 @@ def test_modes_with_delayed_averages_refuse_it() -> None:
     reducer, communicator = _manual(steps=1)
     with pytest.raises(ValueError, match="manual backward finalization exclude each other"):
         reducer.set_sync_mode(BoundedStaleness(1))
-    _backward(reducer)
+    launch(reducer)
     reducer.finalize_backward()
     assert _is_mean(reducer, communicator)
 
@@ -448,7 +441,7 @@ def test_lazy_wires_are_released_at_the_end_of_a_step(wire: Any, hook: bool) -> 
     runs: list[list[Any]] = []
     for lazy in (False, True):
         communicator = Loopback()
-        parameters = [torch.zeros(shape, requires_grad=True) for shape in SHAPES]
+        parameters = leaves(SHAPES)
         reducer = Reducer(parameters, communicator, ReduceConfig(wire=wire), caps=CAPS, lazy_bucket_allocation=lazy)
         if hook:
             reducer.register_comm_hook(communicator, _averaged)
@@ -479,7 +472,7 @@ def _alive(communicator: Loopback) -> list[torch.Tensor]:
 
 def test_lazy_wires_of_steps_in_flight() -> None:
     communicator = Loopback()
-    parameters = [torch.zeros(shape, requires_grad=True) for shape in SHAPES]
+    parameters = leaves(SHAPES)
     config = ReduceConfig(sync_mode=BoundedStaleness(2))
     reducer = Reducer(parameters, communicator, config, caps=CAPS, lazy_bucket_allocation=True)
     for number in range(6):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.leaf_steps import CAPS, SCALER, WIRE_DTYPES, Wire, clear, loss_scale, step
+from support.leaf_steps import CAPS, SCALER, WIRE_DTYPES, Wire, clear, drawn, leaves, loss_scale, step
 from support.loopback import Loopback, ThreadWorld, constant
 
 from fusedreduce import AgreementError, ReduceConfig, Reducer
@@ -18,15 +18,6 @@ from fusedreduce.comm.protocol import Communicator
 pytestmark = pytest.mark.usefixtures("path")
 
 SHAPES = ((3,), (5, 7), (1,), (0,), (40,))
-
-
-def _parameters(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in SHAPES]
-
-
-def _gradients(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES]
 
 
 def _reduced(local: Sequence[torch.Tensor], divisors: Sequence[float], wire: Wire, split: float) -> torch.Tensor:
@@ -49,12 +40,12 @@ def test_every_rank_gets_the_sum_over_each_ranks_divisor(wire: Wire, ranks: int,
     split = fp16_split(ranks, op) if wire == "fp16" else 1.0
 
     def case(communicator: Communicator) -> list[list[torch.Tensor | None]]:
-        parameters = _parameters()
+        parameters = leaves(SHAPES)
         found = []
         with Reducer(parameters, communicator, ReduceConfig(wire=wire, op=op), caps=CAPS) as reducer:
             for number in range(5):
                 divisor = divisors[communicator.rank] if own else None
-                step(reducer, _gradients(10 * number + communicator.rank), divisor=divisor)
+                step(reducer, drawn(10 * number + communicator.rank, SHAPES), divisor=divisor)
                 found.append([one.grad for one in parameters])
                 clear(parameters)
         return found
@@ -62,7 +53,7 @@ def test_every_rank_gets_the_sum_over_each_ranks_divisor(wire: Wire, ranks: int,
     for held in ThreadWorld(ranks).results(case):
         for number, gradients in enumerate(held):
             for index, gradient in enumerate(gradients):
-                local = [_gradients(10 * number + rank)[index] for rank in range(ranks)]
+                local = [drawn(10 * number + rank, SHAPES)[index] for rank in range(ranks)]
                 expected = _reduced(local, divisors, wire, split)
                 assert torch.equal(gradient, expected), (number, index)
 
@@ -76,15 +67,15 @@ def test_a_loss_scale_is_removed_once_and_the_split_of_an_fp16_wire_too(wire: Wi
     divisors = [float(ranks) if op == "mean" else 1.0] * ranks
 
     def case(communicator: Communicator) -> list[torch.Tensor | None]:
-        parameters = _parameters()
+        parameters = leaves(SHAPES)
         reducer = Reducer(parameters, communicator, ReduceConfig(wire=wire, op=op), caps=CAPS)
         reducer.observed.units.attach(SCALER)
-        step(reducer, _gradients(communicator.rank), scale=loss_scale(scale))
+        step(reducer, drawn(communicator.rank, SHAPES), scale=loss_scale(scale))
         return [one.grad for one in parameters]
 
     for held in ThreadWorld(ranks).results(case):
         for index, gradient in enumerate(held):
-            local = [_gradients(rank)[index] * scale for rank in range(ranks)]
+            local = [drawn(rank, SHAPES)[index] * scale for rank in range(ranks)]
             assert torch.equal(gradient, _reduced(local, divisors, wire, split) / scale), index
 
 
@@ -92,13 +83,13 @@ def test_weights_give_the_mean_over_all_samples() -> None:
     samples = [1, 5, 2]
 
     def case(communicator: Communicator) -> list[torch.Tensor]:
-        parameters = _parameters(torch.float64)
+        parameters = leaves(SHAPES, torch.float64)
         reducer = Reducer(parameters, communicator, ReduceConfig())
-        mean_loss = [one * 8 for one in _gradients(communicator.rank, torch.float64)]
+        mean_loss = [one * 8 for one in drawn(communicator.rank, SHAPES, torch.float64)]
         step(reducer, mean_loss, divisor=sum(samples) / samples[communicator.rank])
         return [one.grad for one in parameters if one.grad is not None]
 
-    ranks = [_gradients(rank, torch.float64) for rank in range(3)]
+    ranks = [drawn(rank, SHAPES, torch.float64) for rank in range(3)]
     exact = [sum(n * one[i] for n, one in zip(samples, ranks, strict=True)) for i in range(len(SHAPES))]
     for held in ThreadWorld(3).run(case):
         for gradient, expected in zip(held, exact, strict=True):
@@ -127,7 +118,7 @@ def test_large_gradients_have_it_too() -> None:
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("op", ["mean", "sum"])
 def test_large_gradients_are_divided_once_where_by_products_are_wanted(op: Any, views: bool) -> None:
-    parameters = [torch.zeros(numel, requires_grad=True) for numel in (5, 300_000)]
+    parameters = leaves((5, 300_000))
     reducer = Reducer(
         parameters,
         Loopback([constant(0.0)]),
@@ -175,7 +166,7 @@ def test_the_split_of_a_sum_is_the_least_power_of_two_that_holds_all_ranks(ranks
 
 @pytest.mark.parametrize("divisor", [0, 0.0, -1.0, math.inf, math.nan, True, "2", 1j])
 def test_a_divisor_that_is_none_is_refused_before_anything_happens(divisor: Any) -> None:
-    parameters, communicator = _parameters(), Loopback()
+    parameters, communicator = leaves(SHAPES), Loopback()
     reducer = Reducer(parameters, communicator)
     with pytest.raises(ValueError, match="divisor must be a positive number"):
         reducer.prepare_for_backward(divisor=divisor)
@@ -186,7 +177,7 @@ def test_a_divisor_that_is_none_is_refused_before_anything_happens(divisor: Any)
 def test_a_kept_view_that_no_rank_uses_is_not_summed_again(op: Any, divisor: float | None) -> None:
     def case(communicator: Communicator) -> None:
         rank = communicator.rank
-        parameters = _parameters()
+        parameters = leaves(SHAPES)
         reducer = Reducer(
             parameters,
             communicator,
@@ -195,35 +186,35 @@ def test_a_kept_view_that_no_rank_uses_is_not_summed_again(op: Any, divisor: flo
             find_unused_parameters=True,
             gradient_as_bucket_view=True,
         )
-        step(reducer, _gradients(rank), divisor=divisor)
+        step(reducer, drawn(rank, SHAPES), divisor=divisor)
         kept = parameters[1].grad
         assert kept is not None
         kept.fill_(rank + 1.0)
         for number in range(3):
             for one in (*parameters[:1], *parameters[2:]):
                 one.grad = None
-            gradients: list[torch.Tensor | None] = [*_gradients(2 * number + rank)]
+            gradients: list[torch.Tensor | None] = [*drawn(2 * number + rank, SHAPES)]
             gradients[1] = None
             step(reducer, gradients, divisor=divisor)
             assert parameters[1].grad is kept and torch.equal(kept, torch.full_like(kept, rank + 1.0))
-            expected = _gradients(2 * number)[4] + _gradients(2 * number + 1)[4]
+            expected = drawn(2 * number, SHAPES)[4] + drawn(2 * number + 1, SHAPES)[4]
             assert parameters[4].grad is not None and torch.equal(parameters[4].grad, expected)
         # Used on one rank, the other's kept gradient is part of the sum.
-        gradients = [*_gradients(rank)]
+        gradients = [*drawn(rank, SHAPES)]
         gradients[1] = gradients[1] if rank else None
         step(reducer, gradients, divisor=divisor)
-        assert torch.equal(kept, _gradients(1)[1] + 2.0 + 1.0)
+        assert torch.equal(kept, drawn(1, SHAPES)[1] + 2.0 + 1.0)
 
     for failure in ThreadWorld(2).run(case):
         assert failure is None, failure
 
 
 def test_a_comm_hook_divides_itself() -> None:
-    reducer = Reducer(_parameters(), Loopback())
+    reducer = Reducer(leaves(SHAPES), Loopback())
     reducer.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
     with pytest.raises(ValueError, match="exclude each other"):
         reducer.prepare_for_backward(divisor=2.0)
-    summing = Reducer(_parameters(), Loopback(), ReduceConfig(op="sum"))
+    summing = Reducer(leaves(SHAPES), Loopback(), ReduceConfig(op="sum"))
     with pytest.raises(ValueError, match="op='sum' and a comm hook exclude each other"):
         summing.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
 
@@ -237,7 +228,7 @@ def test_another_op_is_refused_with_those_there_are(op: Any) -> None:
 def test_ranks_with_different_ops_all_learn_of_it() -> None:
     def case(communicator: Communicator) -> None:
         op: Any = "sum" if communicator.rank == 1 else "mean"
-        Reducer(_parameters(), communicator, ReduceConfig(op=op)).prepare_for_backward()
+        Reducer(leaves(SHAPES), communicator, ReduceConfig(op=op)).prepare_for_backward()
 
     for error in ThreadWorld(2).run(case):
         assert isinstance(error, AgreementError) and "op" in str(error)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.leaf_steps import CAPS, assert_same, clear, copies, leaves, shadow_step, step
+from support.leaf_steps import CAPS, assert_same, clear, copies, drawn, leaves, shadow_step, step
 from support.loopback import ThreadWorld
 from support.wires import ENCODED, settings
 
@@ -31,8 +31,7 @@ def _config(wire: Any, **more: Any) -> ReduceConfig:
 
 
 def _gradients(rank: int, number: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * rank + number)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+    return drawn(1000 * rank + number, SHAPES)
 
 
 def _train(reducer: Reducer, numbers: Sequence[int]) -> list[list[torch.Tensor | None]]:

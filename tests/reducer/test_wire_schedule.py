@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.fake_driver import CHECKOUT
-from support.leaf_steps import CAPS, clear, leaves, shadow_step, step
+from support.leaf_steps import CAPS, clear, drawn, leaves, shadow_step, step
 from support.loopback import Loopback, ThreadWorld
 from support.wires import reduced
 
@@ -37,12 +37,11 @@ Gradients = Callable[[int, int], list[torch.Tensor]]
 
 
 def _gradients(number: int, rank: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * number + rank)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+    return drawn(100 * number + rank, SHAPES)
 
 
 def _reducer(communicator: Communicator, config: ReduceConfig, **options: Any) -> Reducer:
-    parameters = [torch.zeros(shape, requires_grad=True) for shape in SHAPES]
+    parameters = leaves(SHAPES)
     return Reducer(parameters, communicator, config, names=NAMES, **{"caps": CAPS, **options})
 
 

@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from support.leaf_steps import CAPS, step
+from support.leaf_steps import CAPS, drawn, leaves, step
 from support.loopback import Loopback, ThreadWorld
 from support.wires import reduced
 
@@ -45,21 +45,16 @@ SHAPES = ((7, 41), (300,), (2, 300), (5, 7), (513,), (16, 16), (3,))
 MIXED: dict[str, Wire] = {"a.*": "int8", "head.weight": "int4", "b.*": "bf16", "norm*": "fp16"}
 
 
-def _parameters(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in SHAPES]
-
-
 def _gradients(seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) * 10.0 ** (index - 3) for index, shape in enumerate(SHAPES)]
+    return [one * 10.0 ** (index - 3) for index, one in enumerate(drawn(seed, SHAPES))]
 
 
 def _reducer(communicator: Communicator, config: ReduceConfig, **options: Any) -> Reducer:
-    return Reducer(_parameters(), communicator, config, names=NAMES, caps=CAPS, **options)
+    return Reducer(leaves(SHAPES), communicator, config, names=NAMES, caps=CAPS, **options)
 
 
 def table(config: ReduceConfig, names: Sequence[str] = NAMES, **options: Any) -> tuple[Wire, ...]:
-    parameters = options.pop("parameters", None) or _parameters()
+    parameters = options.pop("parameters", None) or leaves(SHAPES)
     return WireTable.of(config, names, parameters, options.get("sparse") or [False] * len(names)).wires
 
 

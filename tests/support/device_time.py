@@ -6,12 +6,13 @@ The host takes no time to enqueue: streams wait for each other, never for the ho
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+
+from support.stand_in_streams import within
 
 DEVICE = torch.device("cuda", 0)
 
@@ -60,13 +61,8 @@ class FakeGpu:
         """A kernel on the current stream."""
         self.current.now_ns += time_ns
 
-    @contextmanager
-    def on(self, stream: FakeStream) -> Iterator[None]:
-        self.streams.append(stream)
-        try:
-            yield
-        finally:
-            self.streams.pop()
+    def on(self, stream: FakeStream) -> AbstractContextManager[None]:
+        return within(self.streams, stream)
 
     def event(self, enable_timing: bool = False) -> FakeEvent:
         return FakeEvent(self)

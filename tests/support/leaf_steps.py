@@ -11,6 +11,7 @@ import torch
 from fusedreduce import BucketCaps, Reducer
 from fusedreduce.buckets.grad_bucket import GradBucket
 from fusedreduce.buckets.loss_scale import LossScale
+from fusedreduce.reducer.state import ReducerState
 
 Wire = Literal["native", "bf16", "fp16"]
 # (wire, gradients are views): every way in which a dense bucket travels.
@@ -96,6 +97,12 @@ def loss_scale(value: float) -> LossScale:
     return LossScale.of(torch.tensor([value], dtype=torch.float32))
 
 
+def launch(reducer: Reducer, seed: int = 1) -> None:
+    """A step of gradients `drawn` by `seed`, whose end is to come."""
+    step(reducer, drawn(seed))
+    assert reducer.state is ReducerState.LAUNCHED
+
+
 def shadow_step(reducer: Reducer) -> None:
     """What torch's join does in place of a step of a rank that has no inputs any more."""
     reducer.check_finalized()
@@ -118,10 +125,12 @@ def leaves(
     return [torch.full(size, value, dtype=dtype, requires_grad=True) for size in sizes]
 
 
-def drawn(seed: int) -> list[torch.Tensor]:
-    """Random gradients of SHAPES."""
+def drawn(
+    seed: int, shapes: Sequence[int | tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """Random gradients."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
 
 
 def clear(parameters: Sequence[torch.Tensor]) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fusedreduce.buckets import bucket_set, streams
 from fusedreduce.kernels import dispatch
 from fusedreduce.reducer import parameter_hooks
 
+T = TypeVar("T")
 CUDA = torch.device("cuda", 0)
 _STREAM = "stand-in stream"
 
@@ -61,6 +63,16 @@ class Event:
 
 
 @contextmanager
+def within(stack: list[T], stream: T) -> Iterator[None]:
+    """Within: the stream is the last of the stack, which is the current one."""
+    stack.append(stream)
+    try:
+        yield
+    finally:
+        stack.pop()
+
+
+@contextmanager
 def stand_in_streams() -> Iterator[None]:
     """Within: torch.cuda has them, and a reduction takes the ways that it takes on CUDA."""
     stack = [Stream()]
@@ -69,14 +81,6 @@ def stand_in_streams() -> Iterator[None]:
     def make(device: torch.device = CUDA) -> Stream:
         made.append(Stream())
         return made[-1]
-
-    @contextmanager
-    def use(stream: Stream) -> Iterator[None]:
-        stack.append(stream)
-        try:
-            yield
-        finally:
-            stack.pop()
 
     def sleep(cycles: int) -> None:
         stack[-1].sleeps |= cycles > 0
@@ -125,7 +129,7 @@ def stand_in_streams() -> Iterator[None]:
         for name, stand_in in (
             ("Stream", make),
             ("Event", Event),
-            ("stream", use),
+            ("stream", partial(within, stack)),
             ("current_stream", lambda *_: stack[-1]),
             ("_sleep", sleep),
             ("synchronize", synchronize),
