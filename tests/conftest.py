@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,6 +48,14 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
         module: pytest.Module = NeedsHypothesis.from_parent(parent, path=module_path)
         return module
     return None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """What has been imported and compiled stays, so the garbage collector need not look at it again: in a process that
+    has compiled models, a collection of everything takes a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -112,21 +121,15 @@ def _pool(world: int) -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _objects_so_far() -> None:
-    """What has been imported and compiled stays, so the garbage collector need not look at it again: in a process that
-    has compiled models, a collection of everything takes a second."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--full`, which `make full` gives."""
     parser.addoption("--full", action="store_true", help="the longest tests too, and sweeps with all their examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before test files are imported: their settings ask for it."""
+    """Before test files are imported: their settings ask for `--full`. Tests send SIGINT, which a shell has its
+    background jobs ignore."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if hypothesis is not None:
         from support import sweep
 
