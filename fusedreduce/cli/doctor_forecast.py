@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,8 @@ import torch
 
 from fusedreduce.config import WIRES, wire_dtype
 from fusedreduce.errors import TraceError
+from fusedreduce.kernels import dispatch
+from fusedreduce.kernels.table import ChunkTable, PointerTable
 from fusedreduce.planning.bucketing import MIB, UNLIMITED_BYTES, BucketCaps
 from fusedreduce.planning.cost_model import FREE, FS_PER_NS, Costs, Linear, fit_copy
 from fusedreduce.planning.simulation.simulate import policy_plans
@@ -26,14 +30,14 @@ from fusedreduce.planning.timeline import Problem, timeline
 from fusedreduce.trace.problem import known_costs, problem
 from fusedreduce.trace.reader import read
 
-from .doctor_machine import Finding
-from .wire_costs import measured
+from .doctor_machine import Finding, seconds
 
 POLICIES = ("static", "planned")
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 _MOST_PARAMETERS, _LEAST_NUMEL = 100, 4096
 _MOST_NUMEL = 10**12
 _COPY_NUMELS = (2**16, 2**20)
+_COPY_TIMES = 9
 # The least gain, as a share of backward and exposed communication, for which another wire is recommended.
 WORTH = 0.05
 
@@ -132,14 +136,24 @@ def of_trace(folder: Path) -> Backward:
 
 def copy_costs(device: torch.device) -> dict[str, tuple[Linear, Linear]]:
     """Measures packing and unpacking of fp32 gradients on this device: by wire, linear costs by bytes on the wire."""
-    found = {numel: measured(device, torch.float32, [numel], 1, wires=WIRES) for numel in _COPY_NUMELS}
-    costs: dict[str, tuple[Linear, Linear]] = {}
-    for wire in WIRES:
-        itemsize = (wire_dtype(wire) or torch.float32).itemsize
-        rows = [(numel * itemsize, numel, found[numel][wire]) for numel in _COPY_NUMELS]
-        packs = fit_copy([(size, round(numel * one.pack)) for size, numel, one in rows])
-        costs[wire] = packs, fit_copy([(size, round(numel * one.unpack)) for size, numel, one in rows])
-    return costs
+    return {wire: _copies(device, wire_dtype(wire) or torch.float32) for wire in WIRES}
+
+
+def _copies(device: torch.device, dtype: torch.dtype) -> tuple[Linear, Linear]:
+    packs: list[tuple[int, int]] = []
+    unpacks: list[tuple[int, int]] = []
+    for numel in _COPY_NUMELS:
+        gradients = [torch.zeros(numel, device=device)]
+        chunks = ChunkTable((numel,), (0,), (torch.float32,), numel, shapes=[((numel,), (1,))])
+        pointers, wire = PointerTable(), torch.zeros(numel, dtype=dtype, device=device)
+        unit = torch.ones(1, device=device)
+        pack = functools.partial(dispatch.pack, gradients, chunks, pointers, wire, 1.0, vouched=True)
+        unpack = functools.partial(dispatch.unpack, gradients, chunks, pointers, wire, unit, vouched=True)
+        for samples, copy in ((packs, pack), (unpacks, unpack)):
+            copy()
+            took_s = statistics.median(seconds(device, copy) for _ in range(_COPY_TIMES))
+            samples.append((numel * dtype.itemsize, round(took_s * 1e9)))
+    return fit_copy(packs), fit_copy(unpacks)
 
 
 def forecast(backward: Backward, costs: Mapping[str, Costs]) -> list[Row]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -124,7 +124,6 @@ def measured(
     numels: Sequence[int],
     ranks: int,
     *,
-    wires: Collection[Wire] = (*WIRES, *ENCODED_WIRES),
     rounds: int = _ROUNDS,
     timer: Callable[[torch.device, _Call], float] = seconds,
 ) -> dict[Wire, Kernels]:
@@ -135,7 +134,6 @@ def measured(
         dtype: of the gradients.
         numels: of the gradients.
         ranks: how many would exchange them.
-        wires: whose kernels.
         rounds: of which the lower quartile counts: what else the machine does makes some of them longer.
         timer: gives the seconds that a call takes.
 
@@ -144,7 +142,7 @@ def measured(
     """
     calls = _CALLS[device.type]
     with _alone(device):
-        stages = _stages(device, dtype, numels, ranks, wires)
+        stages = _stages(device, dtype, numels, ranks)
         for stage in stages.values():
             stage()  # compiles, and reads the gradients once
         times: dict[tuple[Wire, str], list[float]] = {key: [] for key in stages}
@@ -227,9 +225,9 @@ def _repeat(call: _Call, times: int) -> None:
 
 
 def _stages(
-    device: torch.device, dtype: torch.dtype, numels: Sequence[int], ranks: int, wires: Collection[Wire]
+    device: torch.device, dtype: torch.dtype, numels: Sequence[int], ranks: int
 ) -> dict[tuple[Wire, str], _Call]:
-    """The calls of the wires' kernels on the same gradients."""
+    """The calls of every wire's kernels on the same gradients."""
     source, result = (
         torch.randn(sum(numels), device=device).to(dtype),
         torch.empty(sum(numels), dtype=dtype, device=device),
@@ -243,14 +241,14 @@ def _stages(
     blocks: Any = cpu_encoded if device.type == "cpu" else encoded
     more: dict[str, Any] = {} if device.type == "cpu" else {"vouched": True}
     found: dict[tuple[Wire, str], _Call] = {}
-    for wire in filter(wires.__contains__, WIRES):
+    for wire in WIRES:
         sent = wire_dtype(wire) or dtype
         layout = aligned_layout(numels, wire_itemsize_bytes=sent.itemsize)
         chunks = ChunkTable(layout.numels, layout.offsets, kinds, layout.numel, shapes=shapes)
         buffer = torch.zeros(layout.numel, dtype=sent, device=device)
         found[wire, "pack"] = functools.partial(plain.pack, gradients, chunks, PointerTable(), buffer, divisor, **more)
         found[wire, "unpack"] = functools.partial(plain.unpack, results, chunks, PointerTable(), buffer, one, **more)
-    for wire in filter(wires.__contains__, ENCODED_WIRES):
+    for wire in ENCODED_WIRES:
         encoding, shards = ENCODINGS[wire], 1 if ranks <= 2 else min(ranks, _MOST_SHARDS)
         align = encoding.shard_align
         layout = block_layout(numels, block_numel=encoding.block_numel, shard_align=align, shards=shards)

@@ -159,5 +159,4 @@ def test_wires_take_turns_and_the_lower_quartile_counts(ranks: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_gradients_of_every_dtype_are_measured(dtype: torch.dtype, device: torch.device) -> None:
     found = wire_costs.measured(device, dtype, [3_000], 3, rounds=1)
-    assert tuple(wire_costs.measured(device, dtype, [3_000], 3, wires=WIRES, rounds=1)) == tuple(WIRES)
     assert all(one.pack > 0 and one.unpack > 0 for one in found.values())
