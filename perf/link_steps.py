@@ -78,7 +78,7 @@ def measure(
 
     Args:
         model: see models.py.
-        variants: by name; those that encode are left out where every parameter has one dimension, and travels native.
+        variants: by name; those that encode are left out where nothing is encoded.
         rounds: in which each is timed once.
         link: for the bound.
         sent_bytes: reads the counter.
@@ -91,8 +91,10 @@ def measure(
     truth, new, _ = step_training.new_training(Task(model=model), torch.device("cpu"), dist.get_rank())
     clock = GradientClock()
     cases, trainings = {}, {}
-    encodes = any(parameter.ndim > 1 for parameter in truth.before)
-    variants = {name: one for name, one in variants.items() if encodes or name not in ENCODED}
+    for name, wire in ENCODED.items():
+        reduce = fusedreduce.ReduceConfig(wire=wire)
+        if all(reduce.wire_of(parameter) == "native" for parameter in truth.before):
+            variants = {other: one for other, one in variants.items() if other != name}
     for name, variant in variants.items():
         trainings[name] = made = new(
             name, dataclasses.replace(variant, build=clock.attach) if name == CLOCKED else variant

@@ -317,6 +317,15 @@ def test_the_pages_are_what_the_records_give() -> None:
     assert report.differences(report.latest_records(records.RESULTS)) == []
 
 
+def test_pages_say_that_no_gpu_has_run_a_step_while_no_record_is_of_one() -> None:
+    none = all(record["device"] == "cpu" for record in report.latest_records(records.RESULTS))
+    for page, said in (
+        ("README.md", "No GPU has run a training step yet"),
+        ("docs/limits.md", "No GPU has run a step yet"),
+    ):
+        assert (said in " ".join((records.CHECKOUT / page).read_text().split())) is none, page
+
+
 def test_every_benchmark_has_a_block_and_every_block_a_place() -> None:
     made = report.blocks([])
     assert set(made) == {*report.BLOCKS, *report.WIRES, report.MISSED, report.SUMMARY, report.HEADLINE}
