@@ -112,7 +112,7 @@ def scale(
     variant = walk_variant_of(chunks.fp64, True, tuning or tuning_for(target), target[0])
     addresses = pointers.upload(gradients, factor.device)
     if chunks.data_rows:
-        variant.launch(chunks.data_rows, (addresses, chunks.on(factor.device), factor, None, None, None))
+        variant.launch(chunks.data_rows, (addresses, chunks.on(factor.device), factor, *partials_of(None)))
         pointers.launched()
         increment_version([gradient for gradient in gradients if gradient is not None])
 

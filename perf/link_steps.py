@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from step_variants import FLOOR, Variant
 from torch import nn
 
 import fusedreduce
+from fusedreduce.config import Wire
 
 WARMUP_ROUNDS = 31  # our wrapper looks at its times up to step 28, and has its last plan from step 31 on
 SETTLING_ROUNDS = 4  # those of them in which the others take part, which rebuild buckets after the first step
@@ -91,11 +92,9 @@ def measure(
     truth, new, _ = step_training.new_training(Task(model=model), torch.device("cpu"), dist.get_rank())
     clock = GradientClock()
     cases, trainings = {}, {}
-    for name, wire in ENCODED.items():
-        reduce = fusedreduce.ReduceConfig(wire=wire)
-        if all(reduce.wire_of(parameter) == "native" for parameter in truth.before):
-            variants = {other: one for other, one in variants.items() if other != name}
     for name, variant in variants.items():
+        if name in ENCODED and not _encodes(ENCODED[name], truth.before):
+            continue
         trainings[name] = made = new(
             name, dataclasses.replace(variant, build=clock.attach) if name == CLOCKED else variant
         )
@@ -145,6 +144,12 @@ def measure(
         bytes=sent,
         bounds=bounds,
     )
+
+
+def _encodes(wire: Wire, parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether any of these parameters' gradients is encoded on `wire`."""
+    config = fusedreduce.ReduceConfig(wire=wire)
+    return any(config.wire_of(parameter) != "native" for parameter in parameters)
 
 
 def _record(trainings: Mapping[str, Training], folder: Path) -> None:
