@@ -96,8 +96,6 @@ MAY_WAIT: dict[str, set[str]] = {
     },
 }
 MAY_PRINT = ("fusedreduce/cli/", "fusedreduce/run/", "fusedreduce/kernels/aot/compile.py")
-# About 400 lines are what a file has room for; more than this is refused.
-MOST_LINES = 500
 # A file with fewer lines whose only importer is one other file belongs into that, unless it stands here: the reason.
 FEWEST_LINES_ALONE = 60
 SMALL_WITH_ONE_IMPORTER = {
@@ -195,15 +193,6 @@ def folders_import_one_way(sources: Sequence[Source]) -> list[str]:
         except CycleError as error:
             faults.append(f"{'/'.join(folder)}: imports go round: {' <- '.join(error.args[1])}")
     return faults
-
-
-def too_large(lines: Mapping[str, int]) -> list[str]:
-    """No file has more than MOST_LINES lines."""
-    return [
-        f"{path} has {count} lines, at most {MOST_LINES}: give a part with a role of its own a file"
-        for path, count in lines.items()
-        if count > MOST_LINES
-    ]
 
 
 def small_with_one_importer(sources: Sequence[Source], lines: Mapping[str, int]) -> dict[str, str]:
@@ -441,13 +430,12 @@ def test_imports_that_go_round_are_found(files: Mapping[str, str]) -> None:
     assert folders_import_one_way([Source(f"fusedreduce/{path}", ast.parse(code)) for path, code in files.items()])
 
 
-def test_files_are_neither_too_large_nor_too_small() -> None:
+def test_no_file_is_too_small() -> None:
     lines = {path: len(file.read_text().splitlines()) for path, file in package_files(".py").items()}
-    assert too_large(lines) == []
     assert set(small_with_one_importer(package_sources(), lines)) == set(SMALL_WITH_ONE_IMPORTER)
 
 
-def test_files_too_large_and_too_small_are_found() -> None:
+def test_files_too_small_are_found() -> None:
     files = {
         "comm/one.py": "from ..errors import shortened",
         "comm/part.py": "",
@@ -458,8 +446,6 @@ def test_files_too_large_and_too_small_are_found() -> None:
     sources = [Source(f"fusedreduce/{path}", ast.parse(code)) for path, code in files.items()]
     lines = {**dict.fromkeys((source.path for source in sources), 59), "fusedreduce/comm/one.py": 60}
     assert small_with_one_importer(sources, lines) == {"fusedreduce/comm/part.py": "fusedreduce/comm/two.py"}
-    assert too_large({"fusedreduce/comm/one.py": 500}) == []
-    assert len(too_large({"fusedreduce/comm/one.py": 501})) == 1
 
 
 def test_every_rule_is_shown_to_bite() -> None:
