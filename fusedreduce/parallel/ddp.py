@@ -31,6 +31,7 @@ from ..errors import FusedReduceError
 from ..planning.bucketing import BucketCaps
 from ..reducer import validation
 from ..reducer.reducer import Reducer
+from ..reducer.unused_parameters import contains_itself
 from .ddp_arguments import Arguments, features_in_use
 from .ddp_reports import ReducerReports
 from .logging_data import Logger
@@ -470,6 +471,9 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
                 reducer.outputs = output
             else:
                 reducer.reducer.cycle.watch_local_forward(output)
+        if (self.find_unused_parameters or self.static_graph) and contains_itself(output):
+            super()._post_forward(None)  # torch would walk through the output without end
+            return output
         return super()._post_forward(output)
 
 

@@ -6,7 +6,8 @@ Names, arguments and the order of calls are those of torch's private interface; 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,7 @@ class TorchReducer:
         self._joined = False
         self._logger = logger
         reducer.cycle.on_error = logger.set_error_and_log
+        reducer.cycle.trained = partial(_trained, self._ddp)
 
     # A step
 
@@ -70,7 +72,7 @@ class TorchReducer:
         """Called by torch after a synchronised forward, with outputs for find_unused_parameters only."""
         found, self.outputs = self.outputs, None
         try:
-            self.reducer.prepare_for_backward(outputs if found is None else found)
+            self.reducer.prepare_for_backward(outputs if outputs and found is None else found)
         except Exception as error:
             self._log(error)
             raise
@@ -174,6 +176,15 @@ class LocalJoin(Join):
         (ddp,) = self._joinables
         self._process_group, self._device = ddp.join_process_group, ddp.join_device
         self._rank = self._process_group.rank()
+
+
+def _trained(wrapper: weakref.ref[TorchDDP]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the wrapped module trains now and the wrapper was not told to leave alone, with names."""
+    ddp = wrapper()
+    if ddp is not None:
+        for name, parameter in ddp.module.named_parameters():
+            if parameter.requires_grad and name not in ddp.parameters_to_ignore:
+                yield name, parameter
 
 
 def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -70,18 +70,47 @@ class ParameterHooks:
                 "before you wrap it"
             )
 
+    def check_accumulators(self, numbers: Iterable[int], names: Sequence[str]) -> bool:
+        """Checks that gradients of some parameters would reach our hooks. (A conversion there and back is such a case.)
+
+        Args:
+            numbers: of the parameters.
+            names: of all parameters, for the message.
+
+        Returns:
+            Whether that can be said: not where parameters change their dtype during a step.
+
+        Raises:
+            FusedReduceError: a parameter has another AccumulateGrad node than the one that was hooked.
+        """
+        if self._dtypes is None:
+            return False
+        for index in numbers:
+            node = _accumulator_now(self._parameters[index])
+            if node is not None and node is not self.nodes[index]:
+                raise FusedReduceError(
+                    f"{names[index]} was converted, moved or set (and maybe back) since the model was wrapped, by "
+                    "which a parameter loses its hooks: its gradients are not reduced. Do that before you wrap the "
+                    "model, to a copy of it, or wrap it anew"
+                )
+        return True
+
     def remove(self) -> None:
         """Removes every hook for good; a second call does nothing."""
         self._finalizer()
 
 
 def _accumulator(parameter: torch.Tensor) -> Node:
-    with torch.enable_grad():
-        function = parameter.view_as(parameter).grad_fn
-    assert function is not None
-    node = function.next_functions[0][0]
+    node = _accumulator_now(parameter)
     assert node is not None
     return node
+
+
+def _accumulator_now(parameter: torch.Tensor) -> Node | None:
+    """The AccumulateGrad node of a parameter; None: it is frozen, or this runs under a transform of torch.func."""
+    with torch.inference_mode(False), torch.enable_grad():
+        function = parameter.view_as(parameter).grad_fn
+    return None if function is None else function.next_functions[0][0]
 
 
 def _hook(owner: weakref.ref[Any], index: int, on_gradient: Callable[[Any, int], None]) -> Callable[..., None]:

@@ -37,6 +37,7 @@ from .manual_finalization import ManualFinalization
 from .modes import asynchronous
 from .modes.mode import FlushRequest
 from .state import ReducerState
+from .unused_parameters import NOT_GIVEN
 
 
 class Reducer(ManualFinalization):
@@ -102,12 +103,15 @@ class Reducer(ManualFinalization):
                 self.agree()
                 self.rebuild()
 
-    def prepare_for_backward(self, outputs: object = None, *, divisor: float | None = None) -> None:
+    def prepare_for_backward(self, outputs: object = NOT_GIVEN, *, divisor: float | None = None) -> None:
         """Arms the hooks: the next backward is reduced. Call it after each forward; under `no_sync` it arms nothing.
 
         Args:
-            outputs: what the forward returned, or the loss: tensors in any pytree. Needed for static_graph, for
-                find_unused_parameters, and to distinguish a reentrant checkpoint from the backward around it.
+            outputs: what the forward returned, or the loss: tensors in lists, tuples, dicts, dataclasses, their
+                subclasses, and pytrees. For find_unused_parameters, and for the first step of static_graph, all are
+                looked through, and where there is no tensor the backward raises FusedReduceError at its first gradient.
+                Else the first 256 values are looked at, to distinguish a reentrant checkpoint from the backward around
+                it. Left out: every parameter counts as used.
             divisor: what this rank's gradients are divided by in this step; None: the number of ranks, or 1 with
                 ReduceConfig(op="sum"). Ranks may give different ones. Example: rank i has n_i of N samples, and its
                 loss is their mean: N / n_i on each rank gives the mean over all N samples.
@@ -118,7 +122,7 @@ class Reducer(ManualFinalization):
             ValueError: the divisor is not a positive number, or comes with a comm hook, which divides by itself, or
                 with Asynchronous; or static_graph=True without `outputs` in the first step.
             FusedReduceError: the last step is not finished (names the missing parameters) or has failed; a parameter
-                has changed its dtype or device; or a CUDA graph is being captured, which cannot contain steps.
+                was converted, moved or replaced; or a CUDA graph is being captured, which cannot contain steps.
             AgreementError: ranks have different models or settings (first call only), or have decided on different
                 plans; on every rank.
             UnsupportedWireError: the backend cannot sum the wire's dtype; on every rank.
@@ -130,7 +134,7 @@ class Reducer(ManualFinalization):
         with cycle.lock:
             if not cycle.in_forward():  # else `prepare_for_forward` has done so
                 cycle.check_finalized()
-            cycle.hooks.check_nodes(self.names)  # forward may have converted them
+            cycle.check_parameters()  # forward may have converted them
             if not self._sync:
                 cycle.disarm(outputs)
                 return

@@ -20,7 +20,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -40,9 +40,12 @@ from .plans import Plans
 from .recording import Recording
 from .state import ARMED, CLOSED, FAILED, IDLE, LAUNCHED, LOST
 from .step import Step, unfinalized_text, unfinished_text
-from .unused_parameters import tensors_in, unreachable
+from .unused_parameters import NOT_GIVEN, tensors_in, unreachable
 
 _logger = logging.getLogger(__name__)
+
+# Of an output that only says where a backward may begin, this many values are looked at.
+_LOOKED_AT = 256
 
 
 class StepCycle:
@@ -72,6 +75,7 @@ class StepCycle:
         shares_parameters: another reducer, of a nested wrapper, writes the same gradients.
         manual: `Reducer.finalize_backward` ends each step, and nothing else does.
         advises: the options are the user's choice, so warnings may suggest others.
+        trained: gives what the wrapped module trains now, with names, to compare with the parameters; None: not known.
         failures: the error that the latest step has failed with.
         on_error: called with the text of an error that a step has failed with.
     """
@@ -117,6 +121,9 @@ class StepCycle:
         self._warned_of_second = False
         self._several_devices = len(set(self._devices)) > 1  # autograd has a thread for each
         self._attentive = True  # a gradient of this step needs more than to be marked ready
+        self._opaque = ""  # type of an output in which no tensor was found, where the step needs them
+        self._watched = True  # an output was found at which a backward can begin
+        self.trained: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
         self.hooks = ParameterHooks(self, self._parameters, StepCycle.on_gradient)
         self._backward_hooks = BackwardHooks(self, StepCycle._backward_begins, StepCycle.end_backward)
         self.follow_communicator()
@@ -157,6 +164,11 @@ class StepCycle:
         self._counted = [0] * len(self._parameters)
         self._fires = None
 
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether gradients that come now are averaged, or accumulate on purpose (no_sync)."""
+        return self.state in (ARMED, LAUNCHED) or (self.state is IDLE and self.local_backward_expected)
+
     def refuse_closed(self) -> None:
         """Raises FusedReduceError if the reducer is closed."""
         if self.state is CLOSED:
@@ -181,9 +193,11 @@ class StepCycle:
         step = self.step
         broken = step.callbacks > 0 and not in_backward()
         if self.state is FAILED or (self.state is ARMED and (step.begun or broken)):
-            counting = self.counting()
+            missing = self._missing()
+            if self.state is ARMED:
+                self._check_hooked(missing)
             text = unfinished_text(
-                [index for index in step.missing() if not (counting and self._counted[index])],
+                missing,
                 self._names,
                 communicator.rank,
                 find_unused=self._find_unused,
@@ -199,9 +213,19 @@ class StepCycle:
         """Called before a forward; raises as `check_finalized`, or where a parameter has another dtype or device."""
         with self.lock:
             self.check_finalized()
-            self.hooks.check_nodes(self._names)
+            self.check_parameters()
             self._pipeline.times.forward_start = time.time_ns()
             self._forward_ns = time.perf_counter_ns()
+
+    def check_parameters(self) -> None:
+        """Checks before and after a forward that parameters still have our hooks, as far as that is quickly seen.
+
+        Raises:
+            FusedReduceError: names one that was converted, moved or replaced.
+        """
+        self.hooks.check_nodes(self._names)
+        if self.state is ARMED and not self._watched:  # the end of a backward, if there was one, was not seen
+            self._check_hooked(self._missing())
 
     def in_forward(self) -> bool:
         """Whether `begin_forward` was called since a step was last armed, ended, failed or given up."""
@@ -225,20 +249,26 @@ class StepCycle:
         """Called after a forward, when the last step is finished and the buckets are those of the plan.
 
         Args:
-            outputs: what it returned: tensors in any pytree.
+            outputs: what it returned, or NOT_GIVEN.
             divisor: this rank's own; None: the ranks that were counted, or the configured one.
 
         Raises:
             ValueError: static_graph without `outputs` in the first step.
+            FusedReduceError: a parameter that is unused now has lost its hook.
         """
         pipeline = self._pipeline
         forward_ns, self._forward_ns = self._forward_ns, MISSING_NS
         self.local_backward_expected = False
         self._observed.units.arm()
         self._observed.begin_forward(pipeline.buckets.reductions)
-        tensors = tensors_in(outputs)
+        if outputs is NOT_GIVEN and self.counting():
+            raise ValueError("static_graph=True needs the forward's outputs: call prepare_for_backward(outputs)")
+        decides = self.counting() or (self._find_unused and not self.static_graph and outputs is not NOT_GIVEN)
+        tensors = tensors_in(outputs, None if decides or pipeline.mode.delays else _LOOKED_AT)
+        self._opaque = "" if tensors or not decides else type(outputs).__name__
         self.unused_now = tuple(self._unused(tensors)) if self.static_graph or self._find_unused else ()
-        if not self._backward_hooks.watch(tensors):
+        self._watched = self._backward_hooks.watch(tensors)
+        if not self._watched:
             pipeline.mode.hold_gradients()
         profiled = self._plans.profiles() or self._recording.wants_step()
         pipeline.arm(profiled=profiled, watch=self.waits_in_backward, forward_ns=forward_ns, divisor=divisor)
@@ -278,9 +308,12 @@ class StepCycle:
         """Called when a backward of `step` has ended: ends the step, unless gradients are still to come."""
         pipeline = self._pipeline
         with self._noting_failures():
-            if self.state is not ARMED or self.step is not step or not step.begun:
+            if self.state is not ARMED or self.step is not step:
                 return
-            if self.static_graph and self.counting():
+            counting = step.begun and self.counting()
+            if counting or not step.all_ready():
+                self._check_hooked(self._missing())
+            if counting:
                 self._fires = list(self._counted)
                 step.make_all_ready()
             elif not step.all_ready():
@@ -392,6 +425,8 @@ class StepCycle:
                 if index in buckets.streams.unrecorded:
                     buckets.streams.record(index, self._devices[index])
                 if self.static_graph or self._find_unused:
+                    if self._opaque:
+                        raise FusedReduceError(self._opaque_text())
                     if self._parameters[index].grad is not None:
                         pipeline.used.mark(index)
                     if self.counting():
@@ -467,33 +502,68 @@ class StepCycle:
         if self.state is not IDLE:
             return
         self._observed.added_here()
-        if self.steps and not self.local_backward_expected and not self._warned_of_second:
+        if not self.steps or self.takes_gradients or self._warned_of_second:
+            return
+        if not validation.averaged_elsewhere(self, self._parameters[index]):
             self._warned_of_second = True
             warnings.warn(
                 f"rank {self._communicator.rank}: {self._names[index]} got a gradient after this step's gradients had "
                 "been averaged (a second backward through the same forward, or several forwards before one backward): "
-                "it was added on this rank only, so ranks now differ. Call forward before each backward, or use "
-                "no_sync() to accumulate",
+                "it was added on this rank only, so ranks now differ, unless something else averages it. Call forward "
+                "before each backward, or use no_sync() to accumulate",
                 stacklevel=2,
             )
 
     def _unused(self, outputs: Sequence[torch.Tensor]) -> list[int]:
         """Numbers of the parameters that a backward from `outputs` gives no gradient."""
         if self.static_graph:
-            if not outputs and self._fires is None:
-                raise ValueError("static_graph=True needs the forward's outputs: call prepare_for_backward(outputs)")
             return [index for index, one in enumerate(self._fires or ()) if one == 0]
         if not outputs:
             return []
         unused = unreachable(outputs, self.hooks.nodes)
-        if self.steps and tuple(unused) != self.last_unused:
-            self.unused_always_same = False
+        if tuple(unused) != self.last_unused:
+            self._check_hooked(sorted(set(unused).difference(self.last_unused)))
+            if self.steps:
+                self.unused_always_same = False
         if not unused and self.steps == 0 and self.advises:
             _logger.warning(
                 "find_unused_parameters=True was given, but no unused parameter was found in the first forward. The "
                 "search costs time in every iteration: turn it off if the model never has any"
             )
         return unused
+
+    def _opaque_text(self) -> str:
+        option = "static_graph" if self.static_graph else "find_unused_parameters"
+        return (
+            f"rank {self._communicator.rank}: {option}=True needs the tensors that forward has returned, and found "
+            f"none in its output, a {self._opaque}: which parameters are used is not known. Return a tensor, or a "
+            "list, tuple, dict or dataclass that holds them (with a Reducer: give them to prepare_for_backward), or "
+            f"leave {option}=True out, if every step uses every parameter"
+        )
+
+    def _missing(self) -> list[int]:
+        """Numbers of the parameters whose gradients have not come in the step that is armed."""
+        counting = self.counting()
+        return [index for index in self.step.missing() if not (counting and self._counted[index])]
+
+    def _check_hooked(self, missing: Sequence[int]) -> None:
+        """Checks that gradients that have not come would be seen: the model's parameters are those that were hooked.
+
+        Args:
+            missing: numbers of the parameters that have got none in this step.
+
+        Raises:
+            FusedReduceError: names the first parameter that is another one now.
+        """
+        if self.hooks.check_accumulators(missing, self._names) and self.trained is not None:
+            known = set(map(id, self._parameters))
+            for name, parameter in self.trained():
+                if id(parameter) not in known:
+                    raise FusedReduceError(
+                        f"{name} is trained now, and was not there, or required no gradient, when the model was "
+                        "wrapped: its gradients are not reduced. Load, replace, add and thaw parameters before you "
+                        "wrap the model, or wrap it anew"
+                    )
 
 
 def _hold_gradients(cycle: StepCycle) -> None:

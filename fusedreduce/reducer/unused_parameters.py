@@ -4,29 +4,76 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Final
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.profiler import record_function
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import SUPPORTED_NODES, tree_leaves
 
 from ..comm.numbers import on_device
 from ..comm.protocol import Communicator, Pending
 from ..comm.waiting import wait_for
 
+# In place of the outputs of a forward that the caller does not know.
+NOT_GIVEN: Final = object()
 
-def tensors_in(output: object) -> list[torch.Tensor]:
-    """Every tensor in a forward's output: the output itself, or within any pytree and dataclasses."""
-    if isinstance(output, torch.Tensor):
-        return [output]
+
+def tensors_in(output: object, limit: int | None = None) -> list[torch.Tensor]:
+    """The tensors in a forward's output: the output itself, or within containers, level by level.
+
+    Args:
+        output: anything. Containers are lists, tuples, dicts and dataclasses, with their subclasses, as torch's DDP
+            takes them, and registered pytree nodes. They may contain themselves.
+        limit: look at no more values than this, and pass over a container that raises; None: at all, and let it raise.
+
+    Returns:
+        Its tensors.
+    """
+    todo: list[object] = [output]
+    entered: set[int] = set()  # by id: `todo` keeps each value alive
     found: list[torch.Tensor] = []
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                found.extend(tensors_in(getattr(leaf, field.name, None)))
+    for value in todo:  # grows meanwhile
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif id(value) not in entered and (limit is None or len(todo) < limit):
+            entered.add(id(value))
+            try:
+                todo.extend(islice(_inner(value), None if limit is None else limit - len(todo)))
+            except Exception:
+                if limit is None:
+                    raise
     return found
+
+
+def contains_itself(output: object) -> bool:
+    """Whether a container in `output` is within itself, so that a recursive walk does not end."""
+    todo: list[tuple[object, bool]] = [(output, False)]
+    around: set[int] = set()  # containers that the walk is in
+    done: dict[int, object] = {}
+    while todo:
+        value, left = todo.pop()
+        if left:
+            around.discard(id(value))
+        elif id(value) in around:
+            return True
+        elif id(value) not in done and not isinstance(value, torch.Tensor) and (inner := [*_inner(value)]):
+            around.add(id(value))
+            done[id(value)] = value
+            todo += [(value, True), *((other, False) for other in inner)]
+    return False
+
+
+def _inner(value: object) -> Iterable[object]:
+    """The values in a container; none if it is not one."""
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return (getattr(value, field.name, None) for field in dataclasses.fields(value))
+    return tree_leaves(value, is_leaf=lambda node: node is not value) if type(value) in SUPPORTED_NODES else ()
 
 
 def unreachable(outputs: Iterable[torch.Tensor], nodes: Sequence[Node]) -> list[int]:

@@ -26,6 +26,11 @@ class Owner(Protocol):
     exclusive: bool
     shares_parameters: bool
 
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether gradients that come now are averaged, or accumulate on purpose."""
+        ...
+
 
 _ACCEPTED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32}
@@ -245,6 +250,11 @@ def enter(owner: Owner, parameters: Sequence[torch.Tensor], names: Sequence[str]
 def shared(owner: Owner, parameters: Sequence[torch.Tensor]) -> bool:
     """Whether another open reducer has one of `parameters` now."""
     return any(other is not owner for parameter in parameters for other in _owners.get(parameter, ()))
+
+
+def averaged_elsewhere(owner: Owner, parameter: torch.Tensor) -> bool:
+    """Whether another open reducer takes the gradient that `parameter` has got now."""
+    return any(other is not owner and other.takes_gradients for other in _owners.get(parameter, ()))
 
 
 def leave(owner: Owner, parameters: Sequence[torch.Tensor]) -> None:

@@ -105,7 +105,7 @@ class Boxed:
     """An output as a dataclass."""
 
     note: str
-    value: torch.Tensor
+    value: Any
 
 
 class Custom:
@@ -119,12 +119,48 @@ pytree.register_pytree_node(
     Custom, lambda box: ([box.value], None), lambda leaves, _: Custom(list(leaves)[0]), serialized_type_name="Custom"
 )
 Pair = collections.namedtuple("Pair", ["value", "nothing"])
+
+
+class NamedSubclass(Pair):
+    """Subclasses, into which torch's walk over outputs looks, and pytree's does not."""
+
+
+class DictSubclass(dict[str, Any]): ...
+
+
+class OrderedSubclass(collections.OrderedDict[str, Any]): ...
+
+
+class DefaultSubclass(collections.defaultdict[str, Any]): ...
+
+
+class ListSubclass(list[Any]): ...
+
+
+class TupleSubclass(tuple[Any, ...]): ...
+
+
+def _ring(value: torch.Tensor) -> dict[str, Any]:
+    output: dict[str, Any] = {"value": value}
+    output["all"] = [output]
+    return output
+
+
 CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
     "tensor": (lambda value: value, lambda output: output),
     "dataclass": (lambda value: Boxed("x", value), lambda output: output.value),
     "namedtuple": (lambda value: Pair(value, None), lambda output: output.value),
     "dict": (lambda value: {"a": [1, {"b": value}]}, lambda output: output["a"][1]["b"]),
     "custom": (Custom, lambda output: output.value),
+    "subclass of a namedtuple": (lambda value: NamedSubclass(value, None), lambda output: output.value),
+    "subclass of dict": (lambda value: DictSubclass(value=value), lambda output: output["value"]),
+    "subclass of OrderedDict": (lambda value: OrderedSubclass(value=value), lambda output: output["value"]),
+    "subclass of defaultdict": (lambda value: DefaultSubclass(None, value=value), lambda output: output["value"]),
+    "subclass of list": (lambda value: ListSubclass([value]), lambda output: output[0]),
+    "subclass of tuple": (lambda value: TupleSubclass([value]), lambda output: output[0]),
+    "subclass in a list": (lambda value: [DictSubclass(value=[value])], lambda output: output[0]["value"][0]),
+    "subclass in a dataclass": (lambda value: Boxed("x", TupleSubclass([value])), lambda output: output.value[0]),
+    "one that contains itself": (_ring, lambda output: output["all"][0]["value"]),
 }
 
 
@@ -144,6 +180,85 @@ def unused(rank: int, world: int, wire: str, container: str = "tensor", surface:
         assert layers[2].bias.grad is kept and kept.unique().tolist() == [rank]
         layers[2].bias.grad = None
         assert_averaged(ddp.module, local, wire)
+
+
+def static_graph_of_containers(rank: int, world: int, container: str) -> None:
+    """What is used is learned from the first step, whose end is seen through the output."""
+    pack, unpack = CONTAINERS[container]
+    ddp = wrapped(Branches(pack), static_graph=True, bucket_cap_mb=0.001)
+    for step in range(STEPS):
+        local = copy.deepcopy(ddp.module)
+        local.zero_grad()
+        loss_of(unpack(local((batch(rank, step), rank % 2)))).backward()
+        ddp.zero_grad()
+        loss_of(unpack(ddp((batch(rank, step), rank % 2)))).backward()
+        assert_averaged(ddp.module, local)
+
+
+class Opaque:
+    """An output into which neither torch's walk nor ours looks."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+def opaque_outputs(rank: int, world: int, option: str) -> None:
+    """Every rank is told in the backward itself, whichever parameters it has used; a forward alone is no error."""
+    options: dict[str, Any] = {option: True}
+    ddp = wrapped(Branches(Opaque), bucket_cap_mb=0.001, **options)
+    for step in range(3):
+        ddp((batch(rank, step), 0))
+    for step in range(2):
+        output = ddp((batch(rank, step), (rank + step) % 2))
+        with pytest.raises(fusedreduce.FusedReduceError, match=rf"rank {rank}: {option}=True needs .* an? Opaque: "):
+            loss_of(output.value).backward()
+        ddp.reset()
+        ddp.zero_grad()
+    ddp.module.pack = lambda value: value
+    local = copy.deepcopy(ddp.module)
+    loss_of(local((batch(rank, 9), rank % 2))).backward()
+    loss_of(ddp((batch(rank, 9), rank % 2))).backward()
+    assert_averaged(ddp.module, local)
+
+
+def converted_and_back(rank: int, world: int, kind: str) -> None:
+    """Between two steps, on every rank: the next backward raises on every rank, with no collective that waits."""
+    options: dict[str, Any] = {"search": {"find_unused_parameters": True}, "static": {"static_graph": True}}.get(
+        kind, {}
+    )
+    model: Any = mlp()
+    ddp = wrapped(model, "bf16" if kind == "bf16" else "native", **options)
+    for step in range(3):
+        ddp.zero_grad()
+        loss_of(ddp(batch(rank, step))).backward()
+    (model[2] if kind == "a part" else model).double().float()
+    with pytest.raises(
+        fusedreduce.FusedReduceError, match=r"\d\.weight was converted, moved or set \(and maybe back\)"
+    ):
+        loss_of(ddp(batch(rank, 3))).backward()
+    ddp = wrapped(model)
+    train_on(rank, ddp)
+
+
+def wrapped_again(rank: int, world: int) -> None:
+    """The old wrapper lives on, and hears of gradients that the new one averages."""
+    model, kept = mlp(), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            kept.append(wrapped(model))
+            train_on(rank, kept[-1])
+
+
+def train_on(rank: int, ddp: Any) -> None:
+    """Three steps, whose gradients are the mean."""
+    for step in range(3):
+        local = copy.deepcopy(ddp.module)
+        local.zero_grad()
+        ddp.zero_grad()
+        loss_of(local(batch(rank, step))).backward()
+        loss_of(ddp(batch(rank, step))).backward()
+        assert_averaged(ddp.module, local)
 
 
 def unused_views(rank: int, world: int) -> None:

@@ -29,13 +29,18 @@ from support.data_parallel_models import (
     CLASSES,
     FEATURES,
     Calls,
+    DefaultSubclass,
+    DictSubclass,
     Experts,
+    ListSubclass,
+    NamedSubclass,
     Pair,
     Record,
     Seen,
     Slotted,
     Stores,
     Tied,
+    TupleSubclass,
     batch,
     mlp,
 )
@@ -673,6 +678,11 @@ _nested = st.recursive(
         st.tuples(inner, inner),
         st.dictionaries(st.text(max_size=2), inner, max_size=3),
         st.builds(Pair, inner, inner),
+        st.builds(NamedSubclass, inner, inner),
+        st.lists(inner, max_size=3).map(ListSubclass),
+        st.lists(inner, max_size=3).map(TupleSubclass),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3).map(DictSubclass),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3).map(lambda found: DefaultSubclass(list, found)),
         st.builds(Record, inner, st.dictionaries(st.text(max_size=2), inner, max_size=2)),
     ),
     max_leaves=12,
@@ -687,6 +697,56 @@ def test_flatten_takes_apart_and_builds_again(value: object) -> None:
     assert again.shape == nested.shape
     assert len(again.leaves) == len(nested.leaves)
     assert all(one is other for one, other in zip(again.leaves, nested.leaves, strict=True))
+
+
+CONTAINERS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], Callable[[Any], Any]]] = {
+    "dict": (lambda a, b: DictSubclass(a=a, b=b), lambda box: (box["a"], box["b"])),
+    "defaultdict": (lambda a, b: DefaultSubclass(list, a=a, b=b), lambda box: (box["a"], box["b"])),
+    "list": (lambda a, b: ListSubclass([a, b]), tuple),
+    "tuple": (lambda a, b: TupleSubclass([a, b]), tuple),
+    "namedtuple": (NamedSubclass, tuple),
+    "in a dict": (lambda a, b: {"x": [DictSubclass(a=a, b=[b])]}, lambda box: (box["x"][0]["a"], box["x"][0]["b"][0])),
+    "in a dataclass": (lambda a, b: Record(a, DictSubclass(b=b)), lambda box: (box.logits, box.extra["b"])),
+}
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_subclasses_of_containers_are_scattered_and_gathered(build: Build, threads: bool, kind: str) -> None:
+    pack, unpack = CONTAINERS[kind]
+
+    def noted(box: Any) -> Any:
+        if kind in ("dict", "list", "tuple"):  # (copies of a defaultdict have no attributes, nor has what pytree knows)
+            box.note = "kept"
+        return box
+
+    def call(module: Calls, box: Any) -> Any:
+        first, second = unpack(box)
+        assert getattr(box, "note", "") == getattr(noted(copy.copy(box)), "note", ""), "an attribute is lost"
+        sizes.append(len(first))
+        return noted(pack(first * module.weight, second + module.weight))
+
+    sizes: list[int] = []
+    inputs, targets = batch(7)
+    module, alone = Calls(call), Calls(call)
+    mine, other = (each(noted(pack(inputs, targets))) for each in (build(module, 2, threads=threads), alone))
+    assert sorted(sizes) == [3, 4, 7]
+    assert type(mine) is type(other) and getattr(mine, "note", "") == getattr(other, "note", "")
+    for ours, theirs in zip(unpack(mine), unpack(other), strict=True):
+        assert torch.equal(ours, theirs)
+    for box in (mine, other):
+        sum(part.square().sum() for part in unpack(box)).backward()
+    _same(module, alone)
+
+
+def test_containers_without_tensors_are_handed_on_as_they_are(build: Build) -> None:
+    given = (DictSubclass(a=1), time.gmtime(0))
+
+    def call(module: Calls, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        assert others == given and list(map(type, others)) == list(map(type, given))
+        return x * module.weight
+
+    assert len(build(Calls(call))(torch.ones(4, 2, dtype=torch.float64), *given)) == 4
 
 
 @BOTH_WAYS
@@ -836,8 +896,12 @@ def test_bad_inputs(build: Build) -> None:
         dp(inputs, inputs[:5])
     with pytest.raises(ValueError, match="no tensor with dimensions"):
         dp(3)
-    with pytest.raises(TypeError, match="PackedSequence"):
-        dp(nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]))
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    for hidden in (packed, [packed], DictSubclass(x=[packed])):
+        with pytest.raises(TypeError, match="PackedSequence"):
+            dp(hidden)
+        with pytest.raises(TypeError, match="PackedSequence"):
+            dp.forward_parallel([hidden] * 3)
     with pytest.raises(ValueError, match="no dimension 1"):
         build(mlp(), 2, dim=1)(torch.ones(3, dtype=torch.float64))
     dp.close()

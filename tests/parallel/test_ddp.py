@@ -117,6 +117,25 @@ def test_unused_parameters_are_found_through_any_container(two: RankPool, contai
     two.run(ddp_cases.unused, "native", container)
 
 
+@pytest.mark.parametrize("container", ddp_cases.CONTAINERS)
+def test_a_static_graph_is_learned_through_any_container(two: RankPool, container: str) -> None:
+    two.run(ddp_cases.static_graph_of_containers, container)
+
+
+@pytest.mark.parametrize("kind", ["native", "bf16", "search", "static", "a part"])
+def test_a_model_that_was_converted_and_back_is_an_error_on_every_rank(two: RankPool, kind: str) -> None:
+    two.run(ddp_cases.converted_and_back, kind)
+
+
+def test_a_model_may_be_wrapped_again_while_the_old_wrapper_lives(two: RankPool) -> None:
+    two.run(ddp_cases.wrapped_again)
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_an_output_without_tensors_is_an_error_on_every_rank(two: RankPool, option: str) -> None:
+    two.run(ddp_cases.opaque_outputs, option)
+
+
 def test_unused_parameters_whose_gradients_are_views(three: RankPool) -> None:
     three.run(ddp_cases.unused_views)
 

@@ -445,6 +445,24 @@ def test_nobody_announced_leaves_a_gradient_as_it_is() -> None:
         group.server.run(case)
 
 
+class Output(dict[str, Any]): ...
+
+
+def test_what_is_announced_may_be_in_any_container() -> None:
+    """A device that uses one of its two parameters; in a subclass of dict, which pytree takes for a leaf."""
+    with Group(2) as group:
+
+        def case(device: SyncDevice) -> list[float | None]:
+            own = group.leaves[device.rank]
+            output = Output(all=[Output(loss=loss_of(own[device.rank], 2.0))])
+            device.announce(output)
+            output["all"][0]["loss"].backward()
+            device.sync()
+            return values(own)
+
+        assert group.server.run(case) == [[1.0, 1.0]] * 2
+
+
 @pytest.mark.parametrize(("op", "expected"), [("mean", 3.0), ("sum", 12.0)])
 def test_rows_0_8_0_23_k_of_n_devices_are_averaged_over_n(op: Any, expected: float) -> None:
     """Upstream: over k, on those k devices only."""

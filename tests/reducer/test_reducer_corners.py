@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -328,6 +330,35 @@ def test_wrapping_again_is_no_nesting(alone: None) -> None:
             ddp(torch.ones(2, 3)).sum().backward()
         assert not ddp._ours().cycle.shares_parameters
         del ddp
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_two_wrappers_of_one_model_warn_of_nothing(alone: None, in_turns: bool, accumulates: bool) -> None:
+    """What one averages, or adds up on purpose, reaches the hooks of the other too."""
+    model = nn.Linear(3, 4)
+    alike = copy.deepcopy(model)
+    wrappers = [fusedreduce.DistributedDataParallel(model) for _ in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(12):
+            ddp = wrappers[step % 2 if in_turns else step // 6]
+            for each, local in ((ddp, ddp.no_sync), (alike, nullcontext)):
+                each.zero_grad()
+                if accumulates:
+                    with local():
+                        each(torch.full((2, 3), float(step))).sum().backward()
+                each(torch.ones(2, 3)).sum().backward()
+            assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), alike.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def test_a_gradient_that_neither_of_two_wrappers_averages_is_warned_of(alone: None) -> None:
+    model = nn.Linear(3, 4)
+    wrappers = [fusedreduce.DistributedDataParallel(model) for _ in range(2)]
+    for ddp in wrappers:
+        ddp(torch.ones(2, 3)).sum().backward()
+    with pytest.warns(UserWarning, match="had been averaged .* so ranks now differ, unless something else averages it"):
+        model(torch.ones(2, 3)).sum().backward()
 
 
 def test_a_forward_under_torch_func(alone: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import threading
 from collections.abc import Callable
@@ -82,6 +83,36 @@ class Pair(NamedTuple):
 
     logits: torch.Tensor
     hidden: torch.Tensor
+
+
+class NamedSubclass(Pair):
+    """Containers that no pytree knows: subclasses with an attribute of their own."""
+
+    note = "class"
+
+
+class DictSubclass(dict[str, Any]):
+    """See `NamedSubclass`."""
+
+    note = "class"
+
+
+class DefaultSubclass(collections.defaultdict[str, Any]):
+    """See `NamedSubclass`."""
+
+    note = "class"
+
+
+class ListSubclass(list[Any]):
+    """See `NamedSubclass`."""
+
+    note = "class"
+
+
+class TupleSubclass(tuple[Any, ...]):
+    """See `NamedSubclass`."""
+
+    note = "class"
 
 
 @dataclasses.dataclass

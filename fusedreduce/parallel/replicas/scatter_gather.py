@@ -1,6 +1,6 @@
 """Scatters arguments over replicas, and gathers their outputs. Pure functions.
 
-Arguments and outputs may be any pytree, and dataclasses.
+Arguments and outputs may be any pytree, dataclasses, and subclasses of dict, list and tuple that hold a tensor.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +36,8 @@ class Nested:
 
 def flatten(value: object) -> Nested:
     """Takes a nested value apart into its leaves and its structure."""
-    outer, spec = tree_flatten(value)
-    parts = [_fields(leaf) for leaf in outer]
+    outer, spec = tree_flatten(value, is_leaf=_is_packed)
+    parts = [_taken_apart(leaf) for leaf in outer]
     if all(part is None for part in parts):
         return Nested(outer, lambda leaves: tree_unflatten(list(leaves), spec), spec)
     leaves: list[Any] = []
@@ -87,13 +87,12 @@ def samples_of(leaves: Sequence[object], names: Sequence[str], dim: int) -> int:
     return next(iter(found), 0)
 
 
-def refuse_packed(values: object) -> None:
+def refuse_packed(leaves: Iterable[object]) -> None:
     """Refuses packed sequences: tuples of tensors whose first dimension is no batch.
 
     Raises:
-        TypeError: `values` has one.
+        TypeError: one is among the leaves of the arguments.
     """
-    leaves, _ = tree_flatten(values, is_leaf=_is_packed)
     if any(map(_is_packed, leaves)):
         raise TypeError("a PackedSequence cannot be scattered: pass the padded batch, and pack in the module's forward")
 
@@ -114,8 +113,8 @@ def scattered(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, dim: in
         ValueError: no batched tensor, fewer samples than parts, or a tensor that `samples_of` refuses.
         TypeError: a packed sequence.
     """
-    refuse_packed((args, kwargs))
     nested = flatten((args, kwargs))
+    refuse_packed(nested.leaves)
     samples = samples_of(nested.leaves, [f"tensor {number}" for number in range(len(nested.leaves))], dim)
     if not any(map(is_batched, nested.leaves)):
         if parts == 1:
@@ -147,11 +146,13 @@ def one_each(inputs: Sequence[Any], dim: int) -> tuple[list[tuple[Nested, list[A
         ValueError: an input without samples, or with a tensor that `samples_of` refuses.
         TypeError: a packed sequence.
     """
-    refuse_packed(list(inputs))
     given: list[tuple[Nested, list[Any]]] = []
     samples: list[int] = []
     for number, one in enumerate(inputs):
-        nested = flatten((tuple(one) if isinstance(one, tuple | list) else (one,), {}))
+        nested = flatten(
+            (tuple(one) if isinstance(one, tuple | list) and type(one) is not PackedSequence else (one,), {})
+        )
+        refuse_packed(nested.leaves)
         names = [f"tensor {at} of input {number}" for at in range(len(nested.leaves))]
         batched = any(map(is_batched, nested.leaves))
         samples.append(samples_of(nested.leaves, names, dim) if batched else 1)
@@ -251,10 +252,38 @@ def warn_of_scalars(found: Sequence[Piece]) -> None:
         )
 
 
-def _fields(leaf: object) -> Nested | None:
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-        return None
-    instance: Any = leaf
+def _taken_apart(leaf: object) -> Nested | None:
+    """What pytree takes for a leaf, but is a dataclass or a container of a kind of its own; None: it is a leaf."""
+    if isinstance(leaf, dict | list | tuple) and not _is_packed(leaf):
+        return _contained(leaf)
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        return _fields(leaf)
+    return None
+
+
+def _contained(container: Any) -> Nested | None:
+    keys = list(container) if isinstance(container, dict) else range(len(container))
+    inner = flatten([container[key] for key in keys])
+    if not any(isinstance(leaf, torch.Tensor | PackedSequence) for leaf in inner.leaves):
+        return None  # such as a torch.Size
+
+    def rebuild(leaves: Sequence[Any]) -> Any:
+        values = inner.rebuild(leaves)
+        made: Any
+        if isinstance(container, tuple):
+            made = tuple.__new__(type(container), values)
+            if hasattr(container, "__dict__"):
+                vars(made).update(vars(container))
+            return made
+        made = copy.copy(container)
+        for key, value in zip(keys, values, strict=True):
+            made[key] = value
+        return made
+
+    return Nested(inner.leaves, rebuild, (type(container), tuple(keys), inner.shape))
+
+
+def _fields(instance: Any) -> Nested:
     names = [field.name for field in dataclasses.fields(instance)]
     inner = flatten([getattr(instance, name) for name in names])
 
