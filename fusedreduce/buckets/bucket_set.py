@@ -95,7 +95,7 @@ class BucketMaker:
             phases=self.phases,
             lazy=self.lazy,
             keys=numbers,
-            draws=None if self.draws is None else self.draws.of_bucket(members.index, members.device, rank),
+            draws=None if self.draws is None else self.draws.of_bucket(members.index, members.device),
         )
         if self.feedback is not None and isinstance(bucket, EncodedBucket):
             bucket.feed_back(self.feedback.of_bucket(numbers, bucket.chunks, rank))

@@ -2,7 +2,8 @@
 
 A draw is int64 [4]: seed, stream, step, and the bucket's index. The stream is 2 x rank for contributions, whose bits
 depend on parameter and element beside it, and not on the plan; and 2 x rank + 1 for sums of shards, which only their
-owner draws, by the bucket's index and the element of the shard. The step is a number of synchronised steps.
+owner draws, by the bucket's index and the element of the shard. The step is a number of synchronised steps, of this
+group of ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+
+from ..comm.protocol import Communicator
 
 
 class BucketDraws(NamedTuple):
@@ -30,20 +33,27 @@ class Draws:
     Args:
         seed: in [0, 2**32); the same on every rank.
         buckets: most that a plan has.
+        communicator: the ranks.
     """
 
-    def __init__(self, seed: int, buckets: int) -> None:
+    def __init__(self, seed: int, buckets: int, communicator: Communicator) -> None:
         self._seed = seed
         self._buckets = buckets
-        self._rows: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self.set_communicator(communicator)
 
-    def of_bucket(self, index: int, device: torch.device, rank: int) -> BucketDraws:
-        """The draws of the bucket at place `index` of the plan, on its device, of the process with this rank."""
-        rows = self._rows.get((device, rank))
+    def set_communicator(self, communicator: Communicator) -> None:
+        """Switches to `communicator`, in which this process may have another rank. Other buckets must follow."""
+        self._rank = communicator.rank
+        self._rows: dict[torch.device, torch.Tensor] = {}
+
+    def of_bucket(self, index: int, device: torch.device) -> BucketDraws:
+        """The draws of the bucket at place `index` of the plan, on its device."""
+        rows = self._rows.get(device)
         if rows is None:
+            rank = self._rank
             sums = ([self._seed, 2 * rank + 1, 0, bucket] for bucket in range(self._buckets))
             rows = torch.tensor([[self._seed, 2 * rank, 0, 0], *sums], dtype=torch.int64).to(device)
-            self._rows[device, rank] = rows
+            self._rows[device] = rows
         return BucketDraws(rows[0], rows[1 + index])
 
     def begin_step(self, step: int) -> None:

@@ -9,7 +9,9 @@ that torch's class builds and calls, `dist.Reducer` and `dist.Logger`, are repla
 
 from __future__ import annotations
 
+import functools
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -372,7 +374,7 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
         }
         if self._ours().has_comm_hook:
             raise RuntimeError("register_builtin_comm_hook or register_comm_hook can only be called once.")
-        self._ours().register_comm_hook(self.process_group, hooks[comm_hook_type])
+        self._ours().register_comm_hook(weakref.ref(self), functools.partial(_over_its_group, hooks[comm_hook_type]))
         assert self.logger is not None
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
@@ -475,6 +477,13 @@ class DistributedDataParallel(ReducerReports, TorchDDP):
             super()._post_forward(None)  # torch would walk through the output without end
             return output
         return super()._post_forward(output)
+
+
+def _over_its_group(hook: Callable[..., Any], alive: weakref.ref[DistributedDataParallel], bucket: object) -> Any:
+    """A built-in comm hook, over the process group that its wrapper has now."""
+    ddp = alive()
+    assert ddp is not None, "the wrapper's reducer calls this"
+    return hook(ddp.process_group, bucket)
 
 
 def uncompiled(module: object) -> object:

@@ -103,6 +103,8 @@ class HookReduction:
             self.buckets = BucketCache()
             self._agreed.clear()
             self._phases = {}
+            self._buckets_this_step = 0
+            self.trace = None  # which is of one group: no further step is recorded
             self.errors.clear()
             self.observed.set_communicator(self._communicator)
         if self.errors.out_of_step is not None:

@@ -102,8 +102,7 @@ class Logger:
         if static_graph:
             self._integers["static_graph"] = 1
         self._integers |= {
-            "world_size": reducer.communicator.size,
-            "rank": reducer.communicator.rank,
+            **self._ranks(),
             "iteration": 0,
             "num_parameter_tensors": len(parameters),
             "total_parameter_size_bytes": sum(one.numel() * one.element_size() for one in parameters),
@@ -174,7 +173,12 @@ class Logger:
         self._integers["iteration"] = self._reducer.steps
 
     def _get_ddp_logging_data(self) -> LoggingData:
-        return LoggingData(self._strings, self._integers)
+        return LoggingData(self._strings, {**self._integers, **self._ranks()})
+
+    def _ranks(self) -> dict[str, int]:
+        """Of the process group of now, which may have replaced the first one."""
+        communicator = self._reducer.communicator
+        return {"world_size": communicator.size, "rank": communicator.rank}
 
     def _set_comm_hook_name(self, name: str) -> None:
         self._strings["comm_hook"] = name

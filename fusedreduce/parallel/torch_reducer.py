@@ -160,10 +160,16 @@ class TorchReducer:
 
     def _reset_state(self) -> None:
         # The caller sets a new process group next. The old one may have failed, so nothing is compared over it.
+        self._joined = False
         self.reducer.give_up_step()
 
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
-        self.reducer.set_communicator(communicator_of(group))
+        communicator = communicator_of(group)
+        ddp: Any = self._ddp()
+        if ddp is not None:
+            ddp._reduce_agreed = None  # for a reducer that is made anew: these ranks have compared nothing yet
+            ddp._static_graph_delay_allreduce_enqueued = False  # the first step of a static graph ends once more
+        self.reducer.set_communicator(communicator)
 
     def _log(self, error: Exception) -> None:
         self._logger.set_error_and_log(str(error))

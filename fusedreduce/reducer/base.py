@@ -106,7 +106,7 @@ class ReducerBase:
             communicator=communicator,
             sparse_kinds=SparseKinds(numbers, self.names, self._device, communicator),
             phases=Phases(communicator, self._device),
-            draws=Draws(self.config.seed, count) if self.config.stochastic_rounding else None,
+            draws=Draws(self.config.seed, count, communicator) if self.config.stochastic_rounding else None,
             feedback=Feedback(self.parameters, self.names) if self.config.error_feedback else None,
             lazy=lazy_bucket_allocation and not self.has_views,
         )
@@ -357,14 +357,12 @@ class ReducerBase:
         with self.cycle.lock:
             self.cycle.refuse_closed()
             self.communicator = communicator
-            self.pipeline.set_communicator(communicator)
-            self.cycle.follow_communicator()
+            for holder in (self.pipeline, self.cycle, self._plans, self.wires, self.observed):
+                holder.set_communicator(communicator)
+            self._recording.end()
             self._attend_optimizers()
-            self.cycle.failures.restart_count()
-            self._plans.set_communicator(communicator)
-            self.wires.set_communicator(communicator)
-            self.observed.set_communicator(communicator)
             self.give_up_step()
+            self._plans.return_to_first()
             self._build_buckets(self._plans.first())
 
     def set_static_graph(self) -> None:

@@ -10,7 +10,7 @@ from ..errors import CollectiveError, FusedReduceError
 
 
 class Failures:
-    """The failure of one reducer. Called under its lock.
+    """The failure of one reducer over one communicator. Called under its lock.
 
     Attributes:
         text: class and message of the error; empty: nothing has failed.
@@ -29,10 +29,6 @@ class Failures:
     def clear_failure(self) -> None:
         """Clears the text, because the step was abandoned."""
         self.text = ""
-
-    def restart_count(self) -> None:
-        """Counts calls of reset() from zero, because another communicator was set."""
-        self._resets = 0
 
     def compare(
         self, communicator: Communicator, device: torch.device, issued: int, rounds: int, plan_state: str

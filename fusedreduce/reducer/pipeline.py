@@ -149,12 +149,11 @@ class Pipeline:
 
     def set_communicator(self, communicator: Communicator) -> None:
         """Switches to `communicator`. `drop_step` and `build_buckets` must follow."""
-        self.maker = dataclasses.replace(self.maker, communicator=communicator)
-        self.maker.sparse_kinds.set_communicator(communicator)
-        self.maker.phases.set_communicator(communicator)
-        self.used.set_communicator(communicator)
-        self.mode.set_communicator(communicator)
-        self.issued = 0
+        self.maker = maker = dataclasses.replace(self.maker, communicator=communicator)
+        for holder in (maker.sparse_kinds, maker.phases, maker.draws, self.used, self.mode):
+            if holder is not None:
+                holder.set_communicator(communicator)
+        self.issued = self.rounds = 0
 
     def set_mode(self, config: ReduceConfig, *, local: bool) -> None:
         """Switches to the sync mode of `config`, when no step is in flight.

@@ -111,7 +111,6 @@ class Plans:
         self._config = config
         self._device = parameters[0].device
         self._order: tuple[int, ...] = ()
-        self._recut = False  # the limits have changed since the plan in use was cut
         self._model = Model(
             kinds=self.kinds,
             wire_bytes=self._wire_bytes(),
@@ -134,7 +133,7 @@ class Plans:
         self.scheduler = Scheduler(self._model, self._config.replan_every, communicator, self._device)
         self._given = self._loaded()
         self._order = ()
-        self._follow(rebuilt=False)
+        self.return_to_first()
 
     def set_mode(self, mode: SyncMode) -> None:
         """Switches to a sync mode: delayed averages are not measured, and ranks in different steps learn no plan."""
@@ -181,7 +180,8 @@ class Plans:
         self.scheduler.restart(self._model)
 
     def return_to_first(self) -> None:
-        """Returns to the first plan, because ranks have different ones."""
+        """Returns to the first plan, because ranks may have different ones. `first` must follow."""
+        self._recut = False  # the limits have changed since the plan in use was cut
         self._follow(rebuilt=False)
 
     def first(self) -> Plan:

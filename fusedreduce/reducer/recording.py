@@ -27,10 +27,15 @@ class Recording:
         self._source = source
         self._recorded: list[tuple[int, Plan, StepProfile]] = []
         self._limit = 0
+        self._over = False  # before the context is left
 
     def wants_step(self) -> bool:
         """Whether another step would be kept, and so is to be profiled."""
-        return len(self._recorded) < self._limit
+        return len(self._recorded) < self._limit and not self._over
+
+    def end(self) -> None:
+        """Keeps no further step, because other ranks follow: a trace is of one group."""
+        self._over = self._limit > 0
 
     def keep(self, step: int, plan: Plan, looked: StepProfile) -> None:
         """Keeps a profiled step, if the limit is not reached."""
@@ -56,9 +61,13 @@ class Recording:
             yield
         finally:
             recorded, self._recorded, self._limit = self._recorded, [], 0
+            over, self._over = self._over, False
             # Here and not in each step, because on CUDA this waits for the GPU.
             for step, plan, looked in recorded:
                 seen = MISSING_NS not in looked.ready_ns
                 recorder.add(step, plan, looked.best_marks(), looked.ready_ns if seen else None)
-            scheduler = self._plans.scheduler
-            recorder.write(scheduler.schedule.costs, scheduler.readiness.best().tolist())
+            if over:
+                recorder.write(None)
+            else:
+                scheduler = self._plans.scheduler
+                recorder.write(scheduler.schedule.costs, scheduler.readiness.best().tolist())

@@ -113,7 +113,6 @@ class StepCycle:
         self.shares_parameters = validation.enter(self, self._parameters, self._names, exclusive=exclusive)
         self.manual = False
         self.advises = True
-        self.failures = Failures()
         self.on_error: Callable[[str], None] | None = None
         self._fires: list[int] | None = None  # static graph: how many gradients each parameter gets; None: not known
         self._counted = [0] * len(self._parameters)
@@ -126,16 +125,17 @@ class StepCycle:
         self.trained: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
         self.hooks = ParameterHooks(self, self._parameters, StepCycle.on_gradient)
         self._backward_hooks = BackwardHooks(self, StepCycle._backward_begins, StepCycle.end_backward)
-        self.follow_communicator()
+        self.set_communicator(maker.communicator)
         self.begin_step()
         self.ordered = self.step
 
     # Between steps
 
-    def follow_communicator(self) -> None:
-        """Switches to the pipeline's communicator."""
-        self._communicator: Communicator = self._pipeline.maker.communicator
-        self.waits_in_backward = all(map(self._communicator.waits_in_backward, set(self._devices)))
+    def set_communicator(self, communicator: Communicator) -> None:
+        """Switches to `communicator`. `give_up` must follow."""
+        self._communicator = communicator
+        self.waits_in_backward = all(map(communicator.waits_in_backward, set(self._devices)))
+        self.failures = Failures()
 
     def begin_step(self) -> None:
         """Begins with no gradient ready, in the pipeline's buckets. Parameters that were found unused will get none."""

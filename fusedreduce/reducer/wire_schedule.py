@@ -62,6 +62,7 @@ class WireSchedule:
         due: `advance` is to be called before the next step.
         counts: steps are to be counted.
         measuring: the current step, or the next one, is measured.
+        steps_at_16_bits: how many were taken since the reducer was built, over any ranks.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class WireSchedule:
         self._device = device
         self._measures = self._least_db is not None and bool(agreed.encoded)
         self.counts = self._measures or self._after > 0
+        self.steps_at_16_bits = 0
         self.set_communicator(communicator)
         self.table = self._table_of_now()
 
@@ -150,6 +152,7 @@ class WireSchedule:
         """Counts a step that all ranks have ended, this one maybe without inputs (join)."""
         if self._left:
             self._left -= 1
+            self.steps_at_16_bits += 1
             self.due = self._left == 0
         else:
             self._since += 1

@@ -160,7 +160,7 @@ def last_line(ended: Sequence[Ended]) -> str:
 def _sent_bytes(reducer: Reducer) -> int:
     """Bytes of all dense gradients of all steps: before and since `wire_after`."""
     agreed, now = reducer.wires.agreed, reducer.wires.table
-    before = min(reducer.steps, reducer.config.wire_after)
+    before = min(reducer.steps, reducer.wires.steps_at_16_bits)  # steps without inputs count among the latter alone
     _, at_16_bits = _bytes(reducer, agreed.with_bf16(agreed.encoded))
     return before * at_16_bits + (reducer.steps - before) * _bytes(reducer, now)[1]
 

@@ -137,7 +137,7 @@ def test_a_joined_rank_counts_its_steps_and_the_number_loads_on_any_number_of_ra
             draws = reducer.pipeline.maker.draws
             assert draws is not None
             reducer.pipeline.begin_round()
-            (contribution, of_sum) = draws.of_bucket(1, torch.device("cpu"), communicator.rank)
+            (contribution, of_sum) = draws.of_bucket(1, torch.device("cpu"))
             assert contribution is not None and of_sum is not None
             assert contribution.tolist() == [SEED, 2 * communicator.rank, 5, 0]
             assert of_sum.tolist() == [SEED, 2 * communicator.rank + 1, 5, 1]
@@ -162,8 +162,9 @@ def test_another_communicator_brings_another_rank() -> None:
             step(reducer, _gradients(other.rank, 2))
             return reducer.parameters[3].grad
 
+    # Whose steps are counted from 0, for all ranks alike, also one that is new.
     first, second = LocalGroup(2, timeout_s=30), LocalGroup(2, timeout_s=30)
-    expected = [_drawn(_gradients(rank, 2)[3], "int4", rank, 2, 3) for rank in range(2)]
+    expected = [_drawn(_gradients(rank, 2)[3], "int4", rank, 0, 3) for rank in range(2)]
     for gradient in first.run(lambda one: case(one, second.communicator(1 - one.rank))):
         assert torch.equal(gradient, expected[0] + expected[1])
 

@@ -80,6 +80,7 @@ class _Outcome:
     """The result of a step's check, on its way to the host."""
 
     step: int
+    rank: int  # of this process
     ranks: torch.Tensor  # int64 [W, 2]: parameter or -1, index
     count: torch.Tensor  # fp64 [1]: parameters that are not finite after the reduction
     first: torch.Tensor  # int64 [P], on the device: where
@@ -155,7 +156,7 @@ class FiniteCheck:
         gathered, self._gathered = self._gathered, None
         locate = locate or self._locate
         assert gathered is not None and locate is not None
-        count = totals.total[2:3]
+        count, mine = totals.total[2:3], self._communicator.rank
         if gathered.is_cuda and not self._raises:
             ranks, host_count = (torch.empty_like(one, device="cpu", pin_memory=True) for one in (gathered, count))
             ranks.copy_(gathered, non_blocking=True)
@@ -163,9 +164,11 @@ class FiniteCheck:
             known = torch.cuda.Event()
             # The copies are on the stream of what they read, whichever device is current here.
             known.record(torch.cuda.current_stream(gathered.device))
-            self._outcomes.append(_Outcome(step, ranks, host_count, totals.first_non_finite, known, excused, locate))
+            self._outcomes.append(
+                _Outcome(step, mine, ranks, host_count, totals.first_non_finite, known, excused, locate)
+            )
             return
-        self._outcomes.append(_Outcome(step, gathered, count, totals.first_non_finite, None, excused, locate))
+        self._outcomes.append(_Outcome(step, mine, gathered, count, totals.first_non_finite, None, excused, locate))
         latest = self.make_reports()
         self._latest = None if excused else latest
 
@@ -203,8 +206,8 @@ class FiniteCheck:
         return latest
 
     def drop_step(self) -> None:
-        """Drops the exchange of a step that was abandoned."""
-        self._in_flight = self._gathered = None
+        """Drops the exchange, and the report that is to be raised, of a step that was abandoned."""
+        self._in_flight = self._gathered = self._latest = None
 
     def set_communicator(self, communicator: Communicator) -> None:
         """Switches to `communicator`."""
@@ -222,8 +225,7 @@ class FiniteCheck:
             return None
         report = NonFiniteReport(outcome.step, tuple(culprits), reduced)
         self.reports.append(report)
-        mine = self._communicator.rank
-        concerned = mine == 0 or any(one.rank == mine for one in culprits)
+        concerned = outcome.rank == 0 or any(one.rank == outcome.rank for one in culprits)
         warned = concerned and not outcome.excused
-        _logger.log(logging.WARNING if warned else logging.INFO, "rank %d: %s", mine, report)
+        _logger.log(logging.WARNING if warned else logging.INFO, "rank %d: %s", outcome.rank, report)
         return report

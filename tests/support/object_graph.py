@@ -1,0 +1,128 @@
+"""What an object holds, its attributes and theirs: what it still refers to, and how it differs from another.
+
+Followed are attributes, slots, containers, closures, partial functions, bound methods, finalizers, and weak references
+too. Not followed: modules, classes, handles of torch's hooks (numbered for the whole process), and what a test names.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+_VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
+_NOT_FOLLOWED = (types.ModuleType, type, types.BuiltinFunctionType, RemovableHandle)
+_NOTHING = object()
+_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+
+
+def walk(root: object, leaf: Callable[[object], bool]) -> Iterator[tuple[str, object]]:
+    """Each object that `root` holds, by the shortest way to it, such as ".pipeline.maker.wires"; values more than once.
+
+    Args:
+        root: where to begin.
+        leaf: says of which objects nothing is followed: they are values too.
+    """
+    seen: set[int] = set()
+    held = []  # so that no address is used twice
+    waiting: deque[tuple[str, object]] = deque([("", root)])
+    while waiting:
+        path, found = waiting.popleft()
+        found = _behind(found)
+        if isinstance(found, _VALUES) or leaf(found):
+            yield path, found
+        elif id(found) not in seen:
+            seen.add(id(found))
+            held.append(found)
+            yield path, found
+            waiting.extend((path + name, child) for name, child in _children(found))
+
+
+def differences(one: object, other: object, leaf: Callable[[object], bool]) -> dict[str, tuple[str, str]]:
+    """By the shortest way, where two objects hold what is not alike; nothing that is behind that.
+
+    Args:
+        one: an object.
+        other: one of the same kind.
+        leaf: as of `walk`; compared by their texts.
+    """
+    seen: set[tuple[int, int]] = set()
+    held = []
+    found: dict[str, tuple[str, str]] = {}
+    waiting: deque[tuple[str, object, object]] = deque([("", one, other)])
+    while waiting:
+        path, here, there = waiting.popleft()
+        here, there = _behind(here), _behind(there)
+        texts = tuple(repr(each) if leaf(each) else _text(each) for each in (here, there))
+        if texts[0] != texts[1]:
+            found[path] = texts
+        elif (id(here), id(there)) not in seen and not isinstance(here, _VALUES) and not leaf(here):
+            seen.add((id(here), id(there)))
+            held.append((here, there))
+            mine, theirs = dict(_children(here)), dict(_children(there))
+            for name in dict.fromkeys([*mine, *theirs]):
+                waiting.append((path + name, mine.get(name, _NOTHING), theirs.get(name, _NOTHING)))
+    return found
+
+
+def _children(found: Any) -> Iterator[tuple[str, object]]:
+    if isinstance(found, _NOT_FOLLOWED):
+        return
+    if isinstance(found, weakref.finalize):
+        known: Any = weakref.finalize._registry.get(found)  # type: ignore[attr-defined]
+        if known is not None:
+            yield from ((".func", known.func), (".args", known.args), (".kwargs", known.kwargs))
+    elif isinstance(found, weakref.ReferenceType):
+        yield "()", found()
+    elif isinstance(found, Mapping):
+        for key, value in found.items():
+            yield f"[{key if isinstance(key, _VALUES) else type(key).__name__}]", value
+            yield f"[key {key if isinstance(key, _VALUES) else type(key).__name__}]", key
+    elif isinstance(found, list | tuple | set | frozenset | deque):
+        names = getattr(found, "_fields", None)
+        yield from ((f".{names[place]}" if names else f"[{place}]", value) for place, value in enumerate(found))
+    elif isinstance(found, functools.partial):
+        yield from ((".func", found.func), (".args", found.args), (".keywords", found.keywords))
+    elif isinstance(found, types.MethodType):
+        yield ".__self__", found.__self__
+    elif isinstance(found, types.FunctionType):
+        yield from ((f".{name}", cell.cell_contents) for name, cell in _cells(found))
+        yield ".__defaults__", found.__defaults__
+    elif isinstance(found, torch.Tensor):
+        return
+    yield from ((f".{name}", value) for name, value in vars(found).items()) if hasattr(found, "__dict__") else ()
+    for name in {name for cls in type(found).__mro__ for name in cls.__dict__.get("__slots__", ())}:
+        if not name.startswith("__") and hasattr(found, name):
+            yield f".{name}", getattr(found, name)
+
+
+def _cells(found: types.FunctionType) -> Iterator[tuple[str, types.CellType]]:
+    for name, cell in zip(found.__code__.co_freevars, found.__closure__ or (), strict=True):
+        if cell != types.CellType():
+            yield name, cell
+
+
+def _behind(found: Any) -> object:
+    """What a weak proxy stands for; anything else as it is."""
+    if isinstance(found, _PROXIES):
+        try:
+            return found.__repr__.__self__
+        except ReferenceError:
+            return None
+    return found
+
+
+def _text(found: object) -> str:
+    if isinstance(found, torch.Tensor):
+        values = found.tolist() if found.layout is torch.strided else ""
+        return f"{found.dtype} {tuple(found.shape)} {values}"
+    if found is _NOTHING:
+        return "nothing"
+    return repr(found) if isinstance(found, _VALUES) else type(found).__name__
