@@ -62,6 +62,8 @@ class SyncDevice:
             find_unused_parameters=True,
         )
         self.reducer.cycle.advises = False
+        # In a backward that waits when the server is closed: as every other call, it raises that.
+        self.reducer.cycle.on_error = lambda _: epochs.check_open()
         # A gradient accumulation node, and with it its hooks, lives only as long as it is referenced.
         self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
         self._handles = _hook(self, self._nodes)
@@ -76,8 +78,8 @@ class SyncDevice:
             outputs: the loss, or tensors in any pytree; None: this device produces no gradients, and calls `sync`.
 
         Raises:
-            FusedReduceError: the last epoch is not synced yet, or its backward was not completed; or this device is
-                closed.
+            FusedReduceError: the last epoch is not synced yet, or its backward was not completed; or this device or the
+                server is closed.
             CollectiveError: the epoch was given up by another device; or not all came in time (first epoch only).
             AgreementError: devices were given different models; raised on all of them.
             TypeError: outputs without a tensor.
@@ -114,7 +116,8 @@ class SyncDevice:
         """Ends the epoch: waits for the other devices, then every `.grad` holds the average.
 
         Raises:
-            FusedReduceError: no epoch has begun, or gradients that were announced have not been produced.
+            FusedReduceError: no epoch has begun, or gradients that were announced have not been produced; or the server
+                was closed, at whatever moment of the epoch.
             CollectiveError: the epoch was given up; names the device and its error. The next epoch can begin.
         """
         with self._epochs.lock:
@@ -135,14 +138,15 @@ class SyncDevice:
             if failed:  # the backward has raised this error already
                 self._raise(CollectiveError(str(error)))
             self._raise(self._incomplete() if reducer.state is ReducerState.ARMED else error)
-        if reducer.state is ReducerState.ARMED:
-            with self._epochs.lock:
+        with self._epochs.lock:
+            self._check_open()
+            if reducer.state is ReducerState.ARMED:
                 self._raise_if_given_up()
-            raise FusedReduceError(
-                f"device {self.rank}: sync() before the backward that was announced for epoch {self.epoch}, of "
-                f"{shortened(self._missing_gradients(), NAMES_SHOWN)}: call backward() first"
-            )
-        self.state = DeviceState.IDLE
+                raise FusedReduceError(
+                    f"device {self.rank}: sync() before the backward that was announced for epoch {self.epoch}, of "
+                    f"{shortened(self._missing_gradients(), NAMES_SHOWN)}: call backward() first"
+                )
+            self.state = DeviceState.IDLE
 
     def backward(self, loss: torch.Tensor | None) -> None:
         """Calls announce(loss), loss.backward() and sync().
@@ -206,8 +210,9 @@ class SyncDevice:
 
     def close(self) -> None:
         """Leaves the server, and removes the hooks. Devices that wait for this one raise. May be called twice."""
-        self._epochs.leave(self)
-        self.state = DeviceState.CLOSED
+        with self._epochs.lock:
+            self._epochs.leave(self)
+            self.state = DeviceState.CLOSED
         _remove(self._handles)
         self.reducer.close()
 
@@ -245,6 +250,7 @@ class SyncDevice:
             return
         name = self.reducer.names[index]
         if self.state is not DeviceState.ANNOUNCED:
+            self._check_open()
             raise FusedReduceError(
                 f"device {self.rank}: backward reached {name}, but no epoch has begun, so its gradient would not be "
                 "averaged: call announce(loss) before loss.backward(), or use no_sync() to keep gradients local"
@@ -258,11 +264,13 @@ class SyncDevice:
                 "announce every tensor that a backward of this epoch begins at"
             )
             with self._epochs.lock:
+                self._check_open()
                 # If everything that was announced has been launched, the others have their averages without this.
                 launched = bool(self._announced) and not self._missing_gradients() and self.reducer.config.overlap
                 self._abort_epoch(error, contributed=launched)
             raise error
         elif state is not ReducerState.FAILED:
+            self._check_open()
             raise FusedReduceError(
                 f"device {self.rank}: a second backward before sync(): epoch {self.epoch} has averaged {name} already. "
                 "Call sync() and announce() between two backwards"
@@ -317,8 +325,8 @@ class SyncDevice:
     def _raise(self, error: BaseException) -> NoReturn:
         """This device cannot finish its epoch: gives it up for all, and raises."""
         with self._epochs.lock:
-            if self.state is DeviceState.CLOSED:
-                raise CollectiveError(f"device {self.rank}: closed in epoch {self.epoch}. {error}") from error
+            if isinstance(error, FusedReduceError):
+                self._check_open()  # closed meanwhile by another thread, which is then why
             if self.state is DeviceState.ANNOUNCED:  # else a hook has done so
                 self._abort_epoch(error, contributed=self.contributed)
             if isinstance(error, CollectiveError):
@@ -339,7 +347,7 @@ class SyncDevice:
     def rejoin(self) -> None:
         """This device's caller knows of every epoch that was given up. Under the lock of the epochs."""
         self.epoch = max(self.epoch, self._epochs.generation.first - 1)
-        if self.epoch in self._epochs.failures:
+        if self.state is not DeviceState.CLOSED and self.epoch in self._epochs.failures:
             self.state = DeviceState.IDLE
 
 

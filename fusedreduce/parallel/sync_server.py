@@ -186,7 +186,10 @@ class SyncServer:
             raise
 
     def close(self) -> None:
-        """Closes every device; a device that waits in an epoch raises. May be called twice."""
+        """Closes every device. A device in an epoch raises what every later call does. May be called twice.
+
+        Example: `FusedReduceError: this SyncServer is closed: make a new one`, whether it waits or comes to it later.
+        """
         self._epochs.close()
         self._group.close()  # before the reducers, whose locks are held by those who wait
         for device in list(self._epochs.devices.values()):

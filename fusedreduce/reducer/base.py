@@ -391,7 +391,7 @@ class ReducerBase:
         Gradients that are views keep their buffer alive. A step in flight is abandoned, with a warning.
         """
         with self.cycle.lock:
-            abandons = self.state is ReducerState.LAUNCHED
+            abandons = self.state is ReducerState.LAUNCHED and self.cycle.advises
             self.cycle.state = ReducerState.CLOSED
             optimizer_hooks.leave(self)
             self.remove_hooks()

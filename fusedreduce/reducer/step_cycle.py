@@ -74,10 +74,10 @@ class StepCycle:
         local_backward_expected: the next backward is not reduced on purpose.
         shares_parameters: another reducer, of a nested wrapper, writes the same gradients.
         manual: `Reducer.finalize_backward` ends each step, and nothing else does.
-        advises: the options are the user's choice, so warnings may suggest others.
+        advises: the user has made this reducer, so warnings may name its options and calls.
         trained: gives what the wrapped module trains now, with names, to compare with the parameters; None: not known.
         failures: the error that the latest step has failed with.
-        on_error: called with the text of an error that a step has failed with.
+        on_error: called with the text of an error that a step has failed with; what it raises is raised in its place.
     """
 
     def __init__(

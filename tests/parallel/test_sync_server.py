@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
+import re
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from support.every_moment import TIMEOUT_S, Beside, announce_waits, at_line
 from support.on_device import own_stream, pick
 from support.sync_server_machine import (
     RAISES,
@@ -133,6 +137,12 @@ def caught(future: Future[Any]) -> str:
     return str(error)
 
 
+def told(future: Future[Any]) -> str:
+    """What a thread raised, class and message; empty: nothing."""
+    error = future.exception(TIMEOUT_S)
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
 def until_launched(device: SyncDevice) -> None:
     """Waits until another thread has started the collectives of the device's second epoch."""
     deadline = time.monotonic() + 20
@@ -168,7 +178,7 @@ def test_row_0_3_close_is_for_good_and_leaves_nothing_behind(threads: ThreadPool
         until_launched(group.devices[0])
         group.server.close()
         group.server.close()
-        assert "closed" in caught(waits)
+        assert told(waits) == CLOSED
         for device, own in zip(group.devices, group.leaves, strict=True):
             assert device.state is DeviceState.CLOSED
             device.close()
@@ -177,6 +187,120 @@ def test_row_0_3_close_is_for_good_and_leaves_nothing_behind(threads: ThreadPool
             assert values(own)[0] == 2.0
         with SyncServer(1) as again:
             again.device(0, named(group.leaves[0]))
+
+
+# Where a device can be while another thread closes the server.
+EPOCH = ("parallel/sync_", "reducer/step_cycle", "reducer/reducer", "reducer/backward_hooks", "comm/local/sequence")
+CLOSED = "FusedReduceError: this SyncServer is closed: make a new one"
+
+
+def in_one_call(device: SyncDevice, leaf: torch.Tensor) -> None:
+    device.backward(loss_of(leaf, 2.0))
+
+
+def by_hand(device: SyncDevice, leaf: torch.Tensor) -> None:
+    device.announce(loss := loss_of(leaf, 2.0))
+    loss.backward()
+    device.sync()
+
+
+def nothing(device: SyncDevice, leaf: torch.Tensor) -> None:
+    device.announce(None)
+    device.sync()
+
+
+@pytest.mark.filterwarnings("error::UserWarning")  # of a reducer, which its user has never seen
+@pytest.mark.parametrize("waits_in", ["backward", "sync"])
+@pytest.mark.parametrize("epoch", [in_one_call, by_hand, nothing])
+@pytest.mark.parametrize("others", ["are idle", "wait", "are idle in the first epoch"])
+def test_every_device_is_told_the_same_whenever_the_server_closes(
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    epoch: Callable[[SyncDevice, torch.Tensor], None],
+    others: str,
+    waits_in: str,
+) -> None:
+    """No CollectiveError, after which another epoch could be tried."""
+    if waits_in == "sync":
+        monkeypatch.setattr(LocalCommunicator, "waits_in_backward", lambda self, device: False)
+    waiting = announce_waits(monkeypatch)
+    for moment in itertools.count():
+        with Group(2) as group:
+            if "first" not in others:
+                group.works()
+            for own in group.leaves:
+                own[0].grad = None
+            waiting.clear()
+            first, second = group.devices
+            close = Beside(group.server.close, locks_of(group))
+            other = None
+            if others == "wait":
+                other = threads.submit(epoch, second, group.leaves[1][0])
+                assert waiting.wait(TIMEOUT_S)
+                waiting.clear()
+            where, mine = in_epoch(threads, moment, close, partial(epoch, first, group.leaves[0][0]), waiting)
+            close.end()
+            for found, own in ((mine, group.leaves[0]), (other, group.leaves[1])):
+                if found is not None and (text := told(found)) != CLOSED:
+                    assert text == "" and other is not None, (moment, where, text)
+                    assert values(own)[0] == (None if epoch is nothing else 2.0), (moment, where)
+            assert all(one.state is DeviceState.CLOSED for one in group.devices), (moment, where)
+        if not where:
+            break
+    assert moment > 20
+
+
+@pytest.mark.parametrize("epoch", [in_one_call, by_hand, nothing])
+def test_a_device_is_told_the_same_whenever_another_gives_up_or_closes(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, epoch: Callable[[SyncDevice, torch.Tensor], None]
+) -> None:
+    """A CollectiveError, in the epoch that the other does not come to."""
+    waiting = announce_waits(monkeypatch)
+    for moment in itertools.count():
+        with Group(2) as group:
+            group.works()
+            waiting.clear()
+            first, second = group.devices
+            if moment % 2:
+                ends, said = Beside(second.close, locks_of(group)), "device 1 (is|raised .* was) closed"
+            else:
+                abort = partial(second.abort, ZeroDivisionError("planted"))
+                ends, said = Beside(abort, locks_of(group)), "device 1 raised .*: planted"
+            where, mine = in_epoch(threads, moment, ends, partial(epoch, first, group.leaves[0][0]), waiting)
+            ends.end()
+            assert re.fullmatch(f"CollectiveError: .*{said}.*", told(mine)), (moment, where, told(mine))
+            if moment % 2:
+                group.devices[1] = group.start(1)
+            group.works()
+        if not where:
+            break
+    assert moment > 20
+
+
+def locks_of(group: Group) -> list[Any]:
+    """What a thread that closes a server or a device may wait for."""
+    return [group.server._epochs.lock, group.server._group.lock, *(one.reducer.cycle.lock for one in group.devices)]
+
+
+def in_epoch(
+    threads: ThreadPoolExecutor, moment: int, beside: Beside, epoch: Callable[[], None], waiting: threading.Event
+) -> tuple[list[str], Future[None]]:
+    """Runs an epoch in a thread, and `beside` at a moment of it; returns when it has ended, or waits for a device."""
+    where: list[str] = []
+
+    def case() -> None:
+        try:
+            with at_line(moment, EPOCH, beside.begin) as found:
+                try:
+                    epoch()
+                finally:
+                    where.extend(found)
+        finally:
+            waiting.set()
+
+    mine = threads.submit(case)
+    assert waiting.wait(TIMEOUT_S)
+    return where, mine
 
 
 def test_row_0_5_nothing_is_ignored_before_the_start_or_after_the_end() -> None:
@@ -370,6 +494,26 @@ def test_an_interrupt_of_the_caller_ends_a_run() -> None:
 
         with pytest.raises(KeyboardInterrupt):
             group.server.run(case)
+        group.works()
+
+
+def test_an_interrupt_that_does_not_wake_the_caller_ends_a_run() -> None:
+    """As one that reaches another thread, or that comes just before the caller begins to wait."""
+    until_s, unheard = time.monotonic() + TIMEOUT_S, list[int]()
+    with Group(2) as group:
+
+        def case(device: SyncDevice) -> None:
+            for epoch in itertools.count():
+                device.backward(loss_of(group.leaves[device.rank][0], 1.0))
+                if device.rank == 0 and epoch == 50:  # the caller waits by now
+                    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+                if time.monotonic() > until_s:
+                    unheard.append(device.rank)
+                    return
+
+        with pytest.raises(KeyboardInterrupt):
+            group.server.run(case)
+        assert not unheard
         group.works()
 
 

@@ -9,6 +9,8 @@ from typing import TypeVar
 from ...errors import CollectiveError
 
 T = TypeVar("T")
+# How often a caller that waits looks for interrupts: one that another thread gets, or that comes before, ends no wait.
+_POLL_S = 0.1
 
 
 def run_in_threads(
@@ -51,7 +53,8 @@ def run_in_threads(
         for thread in threads:
             thread.start()
         for end in ended:
-            end.wait()
+            while not end.wait(_POLL_S):
+                pass
     except BaseException as error:
         abort(None, error)
         for thread, end in zip(threads, ended, strict=True):
