@@ -222,7 +222,7 @@ def reset() -> None:
 
 def _end_with_group(peer_group: PeerGroup, why: str) -> None:
     """Ends a session whose LocalGroup was closed, or one of whose ranks gave up (LocalGroup.run, abort)."""
-    peer_group.abort(failed(PeerLost, f"the session is over, because its LocalGroup is: {why}"))
+    peer_group.abort(failed(PeerLost, f"the session is over: {why}"))
 
 
 def registry_and_caller(

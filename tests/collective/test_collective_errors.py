@@ -581,7 +581,7 @@ def test_closing_the_group_ends_the_session() -> None:
     def peer(number: int) -> str:
         return case(peers.register(number))
 
-    assert all("the group is closed" in str(one) for one in run_threads([lambda: peer(0), lambda: peer(1)]))
+    assert all("the LocalGroup is closed" in str(one) for one in run_threads([lambda: peer(0), lambda: peer(1)]))
 
 
 # The end.

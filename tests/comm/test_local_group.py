@@ -10,6 +10,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import local_cases
+from support.every_moment import TIMEOUT_S, Beside, announce_waits, at_line
 
 from fusedreduce.comm.agreement import agree
 from fusedreduce.comm.local import operations, sequence
@@ -559,9 +562,67 @@ def test_the_end_of_an_epoch_is_told_once_to_each_owner_that_lives(caplog: pytes
     group.on_epoch_end(owners["first"], lambda _, why: told.append(("first", why)))
     group.close()
     group.close()
-    assert told[1:] == [("first", "the group is closed")]
+    assert told[1:] == [("first", "the LocalGroup is closed")]
     with pytest.raises(CollectiveError, match="closed"):
         group.on_epoch_end(owners["first"], fails)
+
+
+@pytest.mark.parametrize("end", ["abort", "close"])
+@pytest.mark.parametrize("other", ["does not come", "has come"])
+def test_a_rank_is_told_the_same_whenever_another_ends_the_epoch(
+    monkeypatch: pytest.MonkeyPatch, end: str, other: str
+) -> None:
+    """In whatever it does: wait, issue, make another communicator. Each gives the reason, or the result before it."""
+    waiting = announce_waits(monkeypatch)
+    why = "rank 1 gave up: RuntimeError: stop" if end == "abort" else "the LocalGroup is closed"
+
+    def case() -> None:
+        try:
+            with at_line(moment, ["comm/local/"], ends.begin) as found:
+                try:
+                    first.all_reduce(tensors[0]).wait()
+                    first.apart().all_reduce(tensors[1]).wait()
+                    group.communicator(0).all_reduce(tensors[2]).wait()
+                finally:
+                    where.extend(found)
+        finally:
+            waiting.set()
+
+    for moment in itertools.count():
+        waiting.clear()
+        group, where = LocalGroup(2, timeout_s=60), list[str]()
+        first, second = group.communicator(0), group.communicator(1)
+        ends = Beside(partial(second.abort, RuntimeError("stop")) if end == "abort" else group.close, [group.lock])
+        tensors = [torch.ones(1) for _ in range(3)]
+        if other == "has come":
+            for communicator in (second, second.apart(), group.communicator(1)):
+                communicator.all_reduce(torch.ones(1))
+        with ThreadPoolExecutor(1) as pool:
+            mine = pool.submit(case)
+            assert waiting.wait(TIMEOUT_S)
+            ends.end()
+            error = mine.exception(TIMEOUT_S)
+        if not (other == "has come" and error is None):
+            assert type(error) is CollectiveError and why in str(error), (moment, where, error)
+        assert [one.item() for one in tensors] in ([1, 1, 1], [2, 1, 1], [2, 2, 1], [2, 2, 2])
+        if not where:
+            break
+    assert moment > 20
+
+
+def test_nobody_strays_into_the_next_epoch_while_this_one_is_given_up() -> None:
+    for moment in itertools.count():
+        group, made = LocalGroup(2, timeout_s=5), list[LocalCommunicator]()
+        first, _ = group.communicator(0), group.communicator(1)
+        asks = Beside(lambda: made.append(group.communicator(1)), [group.lock])  # noqa: B023
+        with at_line(moment, ["comm/local/"], asks.begin) as where:
+            first.abort(RuntimeError("stop"))
+        with pytest.raises(CollectiveError, match="rank 0 gave up: RuntimeError: stop"):
+            asks.end()
+            made[0].all_reduce(torch.ones(1))
+        if not where:
+            break
+    assert moment > 5
 
 
 def test_who_does_not_know_of_an_abort_does_not_stray_into_the_next_epoch() -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _CENTRALIZED = Centralized()
+_CLOSED = "the LocalGroup is closed"
 
 
 class LocalGroup:
@@ -184,8 +185,9 @@ class LocalGroup:
         """Closes the group: every collective in flight, and whatever is asked of it later, raises CollectiveError."""
         with self.lock:
             self._closed = True
-            epoch = self._epoch
-        epoch.end("the group is closed", None)
+            calls = self._epoch.end(_CLOSED, None)
+        for call in calls:
+            call()
 
     def __enter__(self) -> LocalGroup:
         return self
@@ -195,17 +197,20 @@ class LocalGroup:
     ) -> None:
         self.close()
 
-    def _begin_epoch_after(self, epoch: Epoch, rank: int) -> None:
-        """`rank` is about to end `epoch`: communicators that are made from now on belong to another one."""
-        with self.lock:
+    def _end_epoch(self, epoch: Epoch, rank: int, error: BaseException) -> None:
+        """`rank` gives up: ends `epoch`, and communicators that are made from now on belong to another one."""
+        with self.lock:  # for both: a rank that has not been told must find no new epoch while this one goes on
+            calls = epoch.end(f"rank {rank} gave up: {type(error).__name__}: {error}", error)
             if self._epoch is epoch and not self._closed:
                 self._epoch = Epoch(self)
                 self.unaware.update(dict.fromkeys(epoch.ranks, epoch))
-        epoch.acknowledge(rank)
+            epoch.acknowledge(rank)
+        for call in calls:
+            call()
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise CollectiveError("the LocalGroup is closed")
+            raise CollectiveError(_CLOSED)
 
 
 class LocalCommunicator:
@@ -264,9 +269,7 @@ class LocalCommunicator:
         Args:
             error: why; the ranks' CollectiveErrors name it, and have it as their cause.
         """
-        epoch = self._channel.epoch
-        self.group._begin_epoch_after(epoch, self._rank)
-        epoch.end(f"rank {self._rank} gave up: {type(error).__name__}: {error}", error)
+        self.group._end_epoch(self._channel.epoch, self._rank, error)
 
     def timeout_s(self, device: torch.device | None = None) -> float:
         """Seconds for which a rank waits for the others in a collective, on any device."""

@@ -7,6 +7,7 @@ group's lock guards everything here.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import weakref
@@ -101,29 +102,24 @@ class Epoch:
         """Has `call(owner, why)` called when the epoch ends; see `LocalGroup.on_epoch_end`. The lock must be held."""
         self._at_end[owner] = call
 
-    def end(self, problem: str, cause: BaseException | None) -> None:
-        """Ends the epoch: every collective of it that is not being performed raises from now on.
+    def end(self, problem: str, cause: BaseException | None) -> list[Callable[[], None]]:
+        """Ends the epoch: every collective of it that is not being performed raises from now on. The lock must be held.
 
         Args:
             problem: why; the first reason counts.
             cause: the error behind it.
+
+        Returns:
+            What the caller calls once it has released the lock.
         """
-        failed: list[Rendezvous] = []
-        with self.group.lock:
-            if self.problem:
-                return
-            self.problem, self.cause = problem, cause
-            for channel in list(self.channels):
-                failed += [one for one in channel.drop_incomplete() if one.abort(f"{one.name}: {problem}", cause)]
-            calls = list(self._at_end.items())
-            self._at_end.clear()
-        for rendezvous in failed:
-            rendezvous.run_callbacks()
-        for owner, call in calls:
-            try:
-                call(owner, problem)
-            except Exception:
-                _logger.exception("a callback at the end of an epoch failed (%s)", problem)
+        if self.problem:
+            return []
+        self.problem, self.cause = problem, cause
+        dropped = [one for channel in list(self.channels) for one in channel.drop_incomplete()]
+        calls = [one.run_callbacks for one in dropped if one.abort(f"{one.name}: {problem}", cause)]
+        calls += [functools.partial(_tell, owner, call, problem) for owner, call in self._at_end.items()]
+        self._at_end.clear()
+        return calls
 
 
 class Channel:
@@ -199,6 +195,13 @@ class Channel:
         if self.epoch.group.one_thread and missing and all(self.used_by.get(rank, me) == me for rank in missing):
             return f"{ranks_text(missing)} cannot arrive: the thread that waits drives them too"
         return ""
+
+
+def _tell(owner: OwnerT, call: Callable[[OwnerT, str], None], problem: str) -> None:
+    try:
+        call(owner, problem)
+    except Exception:
+        _logger.exception("a callback at the end of an epoch failed (%s)", problem)
 
 
 def _place_text(place: Place) -> str:
