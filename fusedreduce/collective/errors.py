@@ -29,7 +29,7 @@ class RegisterParamsMismatch(CollectiveSessionError, ValueError):
 
 
 class RegisterNotFirstOperation(CollectiveSessionError):
-    """An operation on a session that is finished, or was reset: register again. On the caller only."""
+    """An operation on a session that is finished: register again. On the caller only."""
 
 
 class MultipleUnregister(CollectiveSessionError):
@@ -41,7 +41,7 @@ class PendingOperations(CollectiveSessionError):
 
 
 class SessionReset(CollectiveSessionError):
-    """A peer, or `collective.reset`, ended the session while this peer was in an operation, or registered."""
+    """A peer, or `collective.reset`, ended the session, or the registration that this peer waits in: register again."""
 
 
 class PeerLost(CollectiveSessionError, CollectiveError):

@@ -241,12 +241,9 @@ class PeerGroup:
         )
 
     def _close(self, why: Verdict) -> None:
-        """Fails operations that were not started with `why`, and later ones, for which a reset is none of their own."""
-        assert why.error is not None
-        reset = why.error[0] == "SessionReset"
+        """Fails operations that were not started with `why`, and all later ones."""
         with self._changed:
-            if self.closed is None:
-                self.closed = failed("RegisterNotFirstOperation", why.error[1]) if reset else why
+            self.closed = self.closed or why
             for operation in self._operations.values():
                 if not operation.started and (operation.verdict is None or operation.verdict.error is not None):
                     operation.verdict = operation.verdict or why

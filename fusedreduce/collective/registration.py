@@ -58,6 +58,8 @@ class _Registration:
         with self.changed:
             self.epoch_ended = why
             self.changed.notify_all()
+        if self.peer_group is not None:
+            _end_with_group(self.peer_group, why)  # it may belong to the next epoch already
 
 
 class Registry:
@@ -195,6 +197,8 @@ class Registry:
                 self._changed.notify_all()
         if abandoned is not None and peer_group is not None:
             peer_group.abort(abandoned)
+        elif attempt.epoch_ended and peer_group is not None:
+            _end_with_group(peer_group, attempt.epoch_ended)
 
     def _disconnect(self) -> None:
         self._nodes.disconnect()
@@ -206,9 +210,9 @@ class Registry:
 def reset() -> None:
     """Ends every session and every registration of this process, whatever their state, so that peers may register anew.
 
-    Peers that wait in one raise SessionReset, on other nodes too; a later operation of such a session raises
-    RegisterNotFirstOperation. A peer that is connecting to other nodes to register raises after its timeout at the
-    latest; one that had not come to a registration which another node has reset raises SessionReset when it does.
+    Peers that wait in one raise SessionReset, on other nodes too, and so does every later operation of such a session.
+    A peer that is connecting to other nodes to register raises after its timeout at the latest; one that had not come
+    to a registration which another node has reset raises SessionReset when it does.
     """
     why = failed("SessionReset", "collective.reset() was called: the session is over, register again")
     with _lock:

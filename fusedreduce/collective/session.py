@@ -124,8 +124,8 @@ class Session:
             UnsupportedDType, InvalidArgument: a peer's arguments cannot be used; on every peer.
             KindMismatch: peers called different operations; on every peer.
             PeerLost: peers did not call it in time, died, or called `finish`; on every peer.
-            SessionReset: a peer called `reset`.
-            RegisterNotFirstOperation: this session is finished, or was reset; on the caller only.
+            SessionReset: a peer called `reset`, at whatever moment; on every peer, now and in later operations.
+            RegisterNotFirstOperation: this session is finished; on the caller only.
         """
         return _present(self.all_reduce_async(tensor, op).wait())
 
@@ -187,7 +187,7 @@ class Session:
             PendingOperations: a peer has operations that it never waited for; on every peer, and the session goes on.
             PeerLost: peers did not call it in time, or called other operations; on every peer.
             MultipleUnregister: this session is finished already; on the caller only.
-            RegisterNotFirstOperation: it was reset; on the caller only.
+            SessionReset: a peer called `reset`.
         """
         if self._finished:
             raise MultipleUnregister(f"peer {self.peer} has finished this session already")
@@ -205,7 +205,7 @@ class Session:
     def reset(self) -> None:
         """Ends the session for all peers, whatever its state; does nothing if it has ended already.
 
-        Peers that are in an operation raise SessionReset, and all peers may register again.
+        Whatever peers are in, or call later, raises SessionReset, and all peers may register again.
         """
         self._peer_group.abort(
             failed("SessionReset", f"peer {self.peer} called reset(): the session is over, register again")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.collective_cases import (
+    JOIN_S,
     TIMEOUT_S,
     Peers,
     caught,
@@ -25,6 +29,7 @@ from support.collective_cases import (
     settles,
     values,
 )
+from support.every_moment import Beside, announce_waits, at_line
 
 from fusedreduce.collective import (
     AllReduceOperationMismatch,
@@ -54,9 +59,11 @@ from fusedreduce.collective import (
     UnsupportedDType,
     peer_group,
     register,
+    registration,
     reset,
 )
 from fusedreduce.collective.errors import BY_NAME
+from fusedreduce.collective.node_collectives import NodePending
 from fusedreduce.collective.registration import Registry, _alone
 from fusedreduce.collective.transport import Transport
 from fusedreduce.collective.verdicts import (
@@ -612,12 +619,12 @@ def test_reset_is_heard_by_those_who_wait_and_all_may_register_again(peers: Peer
                 time.sleep(0.1)
                 session.reset()
                 error = caught(lambda: session.all_reduce(torch.ones(1)))
-                assert type(error) is RegisterNotFirstOperation
+                assert type(error) is SessionReset
                 return "", str(error)
             handle = session.all_reduce_async(torch.ones(1))
             error = caught(lambda: session.reduce(torch.ones(1)))
             assert type(error) is SessionReset and str(caught(handle.wait)) == str(error)
-            assert type(caught(lambda: session.broadcast(None))) is RegisterNotFirstOperation
+            assert type(caught(lambda: session.broadcast(None))) is SessionReset
             return str(error), ""
 
         began = time.monotonic()
@@ -632,9 +639,111 @@ def test_reset_is_heard_by_those_who_wait_and_all_may_register_again(peers: Peer
     assert peers.run(again) == [None] * peers.total
 
 
+_ENDS = {
+    "reset": (SessionReset, "peer 1 called reset(): the session is over, register again"),
+    "reset of all": (SessionReset, "collective.reset() was called: the session is over, register again"),
+    "close": (PeerLost, "the session is over: the LocalGroup is closed"),
+    "abort": (PeerLost, "the session is over: rank 1 gave up: RuntimeError: stop"),
+}
+
+
+@pytest.mark.parametrize(("end", "nodes"), [*((end, 1) for end in _ENDS), ("reset", 2)])
+@pytest.mark.parametrize("other", ["does not come", "has come"])
+def test_a_peer_is_told_the_same_whenever_another_ends_the_session(
+    monkeypatch: pytest.MonkeyPatch, end: str, nodes: int, other: str
+) -> None:
+    """Waiting, deciding, between two calls: the class does not depend on where it was."""
+    waiting = announce_waits(monkeypatch, (StoreExchange, "wait_for_verdict"), (NodePending, "wait"))
+    kind, text = _ENDS[end]
+
+    def calls(session: Session) -> None:
+        try:
+            with at_line(moment, ["fusedreduce/collective/"], ends.begin) as found:
+                try:
+                    results.append(session.all_reduce(torch.ones(1)))
+                    results.append(session.reduce(torch.ones(1)))
+                    results.append(session.broadcast(None))
+                    session.finish()
+                finally:
+                    where.extend(found)
+        finally:
+            waiting.set()
+
+    for moment in itertools.count(step=5 if nodes > 1 else 1):  # nodes connect anew each time
+        peers, where, results = Peers(2 // nodes, nodes), list[str](), list[torch.Tensor | None]()
+        first, second = run_threads([lambda: peers.register(0), lambda: peers.register(1)])  # noqa: B023
+        locks = [first._peer_group._changed, *(one.lock for one in peers.groups if one is not None)]
+        ends = Beside(_ending(end, second, peers.groups[0]), locks)
+        if other == "has come":
+            second.all_reduce_async(torch.ones(1))
+            second.reduce_async(torch.ones(1))
+            second.broadcast_async(torch.ones(1))
+        waiting.clear()
+        with ThreadPoolExecutor(1) as pool:
+            mine = pool.submit(calls, first)
+            assert waiting.wait(TIMEOUT_S)
+            ends.end()
+            error = mine.exception(TIMEOUT_S)
+        for found in (error, caught(lambda: first.all_reduce(torch.ones(1))), caught(second.finish)):  # noqa: B023
+            assert type(found) is kind and str(found) == text, (moment, where, found)
+        assert [one.item() for one in results if one is not None] == [2.0, 2.0, 1.0][: len(results)]
+        if not where:
+            break
+    assert moment > 20
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_peers_that_register_are_told_the_same_whenever_their_group_ends(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """All of them, or none: then their first operation is told."""
+    waiting = announce_waits(monkeypatch)
+
+    def registers(peer: int) -> None:
+        try:
+            with at_line(moment, ["fusedreduce/collective/"] if peer == 0 else [], ends.begin) as found:
+                try:
+                    sessions.append(peers.register(peer))
+                finally:
+                    where.extend(found)
+        finally:
+            waiting.set()
+
+    for moment in itertools.count():
+        peers, where, sessions = Peers(2), list[str](), list[Session]()
+        group: Any = peers.groups[0]
+        made = group.communicators()[1]
+        locks = [group.lock, registration._registry(group)._changed]
+        ends = Beside(group.close if end == "close" else partial(made.abort, RuntimeError("stop")), locks)
+        waiting.clear()
+        with ThreadPoolExecutor(2) as pool:
+            futures = [pool.submit(registers, 1)]
+            assert waiting.wait(TIMEOUT_S)
+            futures.append(pool.submit(registers, 0))
+            errors = [one.exception(JOIN_S) for one in futures]
+        if where:
+            ends.end()
+        else:
+            assert errors == [None, None]
+            break
+        if sessions:  # made before the end, or beside it
+            errors += [caught(lambda: one.all_reduce(torch.ones(1))) for one in sessions]  # noqa: B023
+        said = "the LocalGroup is closed" if end == "close" else "rank 1 gave up: RuntimeError: stop"
+        assert len(sessions) in (0, 2) and len(errors) == 2 + len(sessions)
+        assert all(type(one) is PeerLost and said in str(one) for one in errors[-2:]), (moment, where, errors)
+    assert moment > 20
+
+
+def _ending(end: str, session: Session, group: Any) -> Callable[[], None]:
+    """What ends the session, for peer 1's session and its LocalGroup."""
+    if end == "abort":
+        return partial(group.communicators()[1].abort, RuntimeError("stop"))
+    return {"reset": session.reset, "reset of all": reset}.get(end) or group.close  # type: ignore[no-any-return]
+
+
 def test_all_may_reset_at_once(peers: Peers) -> None:
     def case(session: Session) -> None:
-        with contextlib.suppress(RegisterNotFirstOperation):  # another was quicker
+        with contextlib.suppress(SessionReset):  # another was quicker
             session.all_reduce_async(torch.ones(1))
         session.reset()
         session.reset()
@@ -654,7 +763,7 @@ def test_a_reset_of_the_module_ends_all_sessions_and_the_next_ones_are_new(peers
         good(session)
         error = caught(lambda: session.all_reduce(torch.ones(1)) if number else session.broadcast(torch.ones(1)))
         assert type(error) is SessionReset
-        assert type(caught(lambda: session.reduce(torch.ones(1)))) is RegisterNotFirstOperation
+        assert type(caught(lambda: session.reduce(torch.ones(1)))) is SessionReset
         return str(error)
 
     def of_the_other(number: int) -> str:
@@ -746,9 +855,7 @@ def test_leaving_by_an_exception_tells_the_others(peers: Peers) -> None:
     results = run_threads([lambda n=n: peer(n) for n in range(peers.total)])  # type: ignore[misc]
     assert isinstance(results[0], KeyError)
     # What was raised inside `with` was caught there, and then finish() finds the session gone.
-    assert all(
-        isinstance(one, RegisterNotFirstOperation) and "peer 0 called reset()" in str(one) for one in results[1:]
-    )
+    assert all(isinstance(one, SessionReset) and "peer 0 called reset()" in str(one) for one in results[1:])
 
 
 # Registering.

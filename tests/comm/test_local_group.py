@@ -611,6 +611,10 @@ def test_a_rank_is_told_the_same_whenever_another_ends_the_epoch(
 
 
 def test_nobody_strays_into_the_next_epoch_while_this_one_is_given_up() -> None:
+    def first_collective(asks: Beside, made: list[LocalCommunicator]) -> None:
+        asks.end()
+        made[0].all_reduce(torch.ones(1))
+
     for moment in itertools.count():
         group, made = LocalGroup(2, timeout_s=5), list[LocalCommunicator]()
         first, _ = group.communicator(0), group.communicator(1)
@@ -618,8 +622,7 @@ def test_nobody_strays_into_the_next_epoch_while_this_one_is_given_up() -> None:
         with at_line(moment, ["comm/local/"], asks.begin) as where:
             first.abort(RuntimeError("stop"))
         with pytest.raises(CollectiveError, match="rank 0 gave up: RuntimeError: stop"):
-            asks.end()
-            made[0].all_reduce(torch.ones(1))
+            first_collective(asks, made)
         if not where:
             break
     assert moment > 5

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from fusedreduce.comm.local.rendezvous import Rendezvous
-
 TIMEOUT_S = 60.0  # only a net
 
 
@@ -28,13 +26,14 @@ class Beside:
         self._call = call
         self._locks = locks
         self._begun = threading.Lock()
+        self._thread = threading.Thread(target=self._run)
         self._ended = threading.Event()
         self.error: BaseException | None = None
 
     def begin(self) -> None:
         """Begins the call, unless that was done, and waits for its end where it cannot wait for this thread."""
         if self._begun.acquire(blocking=False):
-            threading.Thread(target=self._run).start()
+            self._thread.start()
             if not any(one._is_owned() for one in self._locks):
                 self._wait()
 
@@ -42,6 +41,7 @@ class Beside:
         """Begins the call, unless that was done, and waits for its end; raises what it has raised."""
         self.begin()
         self._wait()
+        self._thread.join()
         if self.error is not None:
             raise self.error
 
@@ -91,25 +91,25 @@ def at_line(number: int, parts: Sequence[str], act: Callable[[], object]) -> Ite
         sys.settrace(before)
 
 
-class _Announced(threading.Condition):
-    """A condition that says when somebody begins to wait for it, whose lock is then still held."""
+def announce_waits(monkeypatch: pytest.MonkeyPatch, *others: tuple[type, str]) -> threading.Event:
+    """Returns an event that is set whenever another thread than the main one begins to wait.
 
-    def __init__(self, lock: threading.RLock, waits: threading.Event) -> None:
-        super().__init__(lock)
-        self._waits = waits
+    Args:
+        monkeypatch: pytest's.
+        others: what waits beside conditions: class and name of the method.
+    """
+    waits = threading.Event()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        self._waits.set()
-        return super().wait(timeout)
+    def announcing(owner: type, name: str) -> None:
+        known = getattr(owner, name)
 
+        def wait(*arguments: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                waits.set()  # a condition's lock is still held: who changes what it waits for comes when it waits
+            return known(*arguments)
 
-def announce_waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Returns an event that is set whenever a rank of a LocalGroup begins to wait for others in a collective."""
-    waits, known = threading.Event(), Rendezvous.__post_init__
+        monkeypatch.setattr(owner, name, wait)
 
-    def made(self: Rendezvous) -> None:
-        known(self)
-        self.changed = _Announced(self.lock, waits)
-
-    monkeypatch.setattr(Rendezvous, "__post_init__", made)
+    for owner, name in ((threading.Condition, "wait"), *others):
+        announcing(owner, name)
     return waits
