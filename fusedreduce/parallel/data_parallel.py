@@ -140,6 +140,9 @@ class DataParallel(nn.Module):
 
         Empty if nothing is trained, and if gradients are added in place: with all replicas on one device, wire
         "native", the synchronous mode and no statistics.
+
+        Raises:
+            ValueError: after close().
         """
         peers = self._current().peers
         return () if peers.adds_up else tuple(peers.reducers)
@@ -151,7 +154,6 @@ class DataParallel(nn.Module):
         Raises:
             ValueError: no parameter requires a gradient; or after close().
         """
-        self._check_open()
         real = self._current().real
         if real is None:
             raise ValueError("no parameter of this DataParallel requires a gradient")
@@ -230,8 +232,9 @@ class DataParallel(nn.Module):
             set_to_none: set `.grad` to None; False: fill with zeros.
         """
         super().zero_grad(set_to_none)
-        if self._engine is not None:
-            self._engine.drop_gradients()
+        engine = self._engine
+        if engine is not None:
+            engine.drop_gradients()
 
     def set_sync_mode(self, mode: SyncMode) -> None:
         """Changes the mode from the next backward on. Call `flush` first.
@@ -323,14 +326,21 @@ class DataParallel(nn.Module):
     # Lifecycle
 
     def close(self) -> None:
-        """Ends the threads and frees the replicas; the module stays as it is. May be called twice."""
-        self._closed = True
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.release()
-        workers, self._workers = self._workers, None
-        if workers is not None:
-            workers.stop_threads()
+        """Ends the threads and frees the replicas; the module stays as it is. May be called twice.
+
+        Waits for a forward, backward or flush of another thread; those that wait for their turn raise.
+
+        Raises:
+            FusedReduceError: called by a replica, within its forward or backward.
+        """
+        with self._turns.lock_for(self._workers, again=True):
+            self._closed = True
+            if self._engine is not None:
+                self._engine.release()
+            self._engine = None
+            if self._workers is not None:
+                self._workers.stop_threads()
+            self._workers = None
 
     def __enter__(self) -> DataParallel:
         return self
@@ -351,7 +361,6 @@ class DataParallel(nn.Module):
 
     def _exclusive_use(self, *, again: bool = False) -> AbstractContextManager[bool]:
         """Context manager to hold while using the replicas; `again` for forward, which checkpoints run in backward."""
-        self._check_open()
         return self._turns.lock_for(self._workers, again=again)
 
     def _check_open(self) -> None:
@@ -375,6 +384,8 @@ class DataParallel(nn.Module):
         return self._engine
 
     def _current(self) -> Engine:
+        """The engine. Whoever has waited for a turn asks for it then: another thread may have called close()."""
+        self._check_open()
         if self._workers is not None and not self._workers.are_here():
             self._workers = self._engine = None  # this process was forked, without the threads
         return self._make_engine() if self._engine is None else self._engine

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import os
 import pickle
 import random
@@ -44,6 +45,7 @@ from support.data_parallel_models import (
     batch,
     mlp,
 )
+from support.every_moment import Beside, at_line
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -1123,12 +1125,53 @@ def test_calls_within_itself_are_errors_and_no_deadlocks(build: Build) -> None:
         stale.flush(step=lambda: stale(batch(6)[0]))
 
 
-def test_backward_after_close_is_an_error(build: Build) -> None:
-    dp = build(mlp())
+@BOTH_SUMS
+def test_backward_after_close_is_an_error(build: Build, reduce: ReduceConfig | None) -> None:
+    dp = build(mlp(), reduce=reduce)
     loss = _mse(dp, *batch(6))
     dp.close()
-    with pytest.raises(FusedReduceError, match="closed"):
+    another = build(dp.module, reduce=reduce)  # has the parameters now
+    with pytest.raises(FusedReduceError, match="this DataParallel is closed: its outputs"):
         loss.backward()
+    for use in (lambda: dp.reducers, lambda: dp.gradients, dp.flush, dp.reduce_state_dict):
+        with pytest.raises(ValueError, match="this DataParallel is closed: make a new one"):
+            use()
+    _mse(another, *batch(6)).backward()
+
+
+@BOTH_WAYS
+@BOTH_SUMS
+def test_close_at_any_moment_of_a_step(build: Build, threads: bool, reduce: ReduceConfig | None) -> None:
+    """It waits for what runs; what comes later raises. Nothing is made anew."""
+    module, other = mlp(), mlp()
+    inputs, targets = batch(6)
+    _mse(other, inputs, targets).backward()
+    before = threading.active_count()
+    for moment in itertools.count():
+        module.zero_grad()
+        dp = build(module, threads=threads, reduce=reduce)
+        closes = Beside(dp.close, [dp._turns._lock])
+        said = list[str]()
+        with at_line(moment, ["parallel/data_parallel", "replicas/engine", "replicas/autograd"], closes.begin) as where:
+            try:
+                loss = _mse(dp, inputs, targets)
+                loss.backward()
+            except (ValueError, FusedReduceError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        closes.end()
+        if said:
+            assert said[0] in (
+                "ValueError: this DataParallel is closed: make a new one of its .module",
+                "FusedReduceError: this DataParallel is closed: its outputs cannot be run backward any more",
+            ), (moment, where, said)
+            assert all(one.grad is None for one in module.parameters())
+        else:
+            _same(module, other)
+        assert dp._engine is None and dp._workers is None, (moment, where)
+        assert threading.active_count() == before, (moment, where)
+        if not where:
+            break
+    assert moment > 20
 
 
 # A process of its own forks: in a child of one with a long history torch crashes now and then.

@@ -159,6 +159,7 @@ class Engine:
         Raises:
             Exception: the error of a replica's backward or of the reduction. All gradients are dropped then.
         """
+        self._workers.refuse_closed()  # before reducers are made anew, whose parameters may have another owner by now
         if self._begun:
             self._abort(None)
         scale = self._scaling.running()

@@ -81,8 +81,7 @@ class Workers:
         """
         settings = ThreadSettings()
         with self._lock:
-            if self.closed:
-                raise FusedReduceError("this DataParallel is closed: its outputs cannot be run backward any more")
+            self.refuse_closed()
             self._wait_until_idle()
             self._share(torch.get_num_threads())
             if len(self._queues) > 1:
@@ -97,6 +96,11 @@ class Workers:
                 round_.wait_until_ended()
                 raise
         return round_.results()
+
+    def refuse_closed(self) -> None:
+        """Raises FusedReduceError after stop_threads()."""
+        if self.closed:
+            raise FusedReduceError("this DataParallel is closed: its outputs cannot be run backward any more")
 
     def wait_until_idle(self) -> None:
         """Waits for jobs that still run after a second interrupt ended the wait for them."""
