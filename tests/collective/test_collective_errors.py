@@ -738,7 +738,7 @@ def _ending(end: str, session: Session, group: Any) -> Callable[[], None]:
     """What ends the session, for peer 1's session and its LocalGroup."""
     if end == "abort":
         return partial(group.communicators()[1].abort, RuntimeError("stop"))
-    return {"reset": session.reset, "reset of all": reset}.get(end) or group.close  # type: ignore[no-any-return]
+    return {"reset": session.reset, "reset of all": reset}.get(end) or group.close
 
 
 def test_all_may_reset_at_once(peers: Peers) -> None:
