@@ -157,8 +157,8 @@ class SyncServer:
 
         Raises:
             FusedReduceError: not every device has been started, or the server is closed.
-            BaseException: the first error of a device, after all threads have ended. The epoch is given up for the
-                others; their own errors are added as notes.
+            BaseException: the first error that a device raised of its own, after all threads have ended. The epoch is
+                given up for the others; their own errors are added as notes.
         """
         with self._epochs.lock:
             self._epochs.check_open()

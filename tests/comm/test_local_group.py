@@ -751,6 +751,32 @@ def test_an_interrupt_of_the_caller_ends_a_run() -> None:
     assert group.run(lambda communicator: communicator.rank) == [0, 1]
 
 
+def test_who_is_told_of_an_error_first_does_not_hide_it() -> None:
+    """A rank may tell the others, by `abort`, before it raises; which of their threads ends first is no matter."""
+    told = threading.Event()
+
+    def case(communicator: LocalCommunicator) -> None:
+        if communicator.rank == 1:
+            communicator.all_reduce(torch.ones(1)).wait()
+        error = ZeroDivisionError("mine")
+        communicator.abort(error)
+        assert told.wait(TIMEOUT_S)
+        raise error
+
+    group = LocalGroup(2, timeout_s=60)
+    known = LocalCommunicator.abort
+
+    def abort(self: LocalCommunicator, error: BaseException) -> None:
+        known(self, error)
+        if self.rank == 1:
+            told.set()  # its own error is noted by now
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError, match="mine") as raised:
+        patch.setattr(LocalCommunicator, "abort", abort)
+        group.run(case)
+    assert not getattr(raised.value, "__notes__", [])
+
+
 def test_a_closed_group_refuses_everything() -> None:
     with LocalGroup(2, timeout_s=30) as group:
         communicator = group.communicator(0)

@@ -518,7 +518,7 @@ def test_an_interrupt_that_does_not_wake_the_caller_ends_a_run() -> None:
 
 
 def test_an_interrupt_between_two_epochs_ends_a_run() -> None:
-    meet, last = threading.Barrier(2), [-1, -1]
+    meet, last, until_s = threading.Barrier(2), [-1, -1], time.monotonic() + TIMEOUT_S
     with Group(2) as group:
 
         def case(device: SyncDevice) -> None:
@@ -529,7 +529,9 @@ def test_an_interrupt_between_two_epochs_ends_a_run() -> None:
                     meet.wait(20)
                     if device.rank == 0:
                         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-                    time.sleep(0.3)  # the caller gives the next epoch up
+                    while not group.server._epochs.failures:  # the caller gives the next epoch up
+                        assert time.monotonic() < until_s
+                        time.sleep(1e-3)
 
         with pytest.raises(KeyboardInterrupt):
             group.server.run(case)

@@ -139,8 +139,8 @@ class LocalGroup:
             What each rank's call returned, in rank order.
 
         Raises:
-            BaseException: the first error that a rank raised, once all threads have ended: it ends the epoch, so no
-                other rank waits for that one. Errors that others raised of their own are added as notes.
+            BaseException: the first error that a rank raised of its own, once all threads have ended: it ends the
+                epoch, so no other rank waits for that one. Errors that others raised of their own are added as notes.
         """
         with self.lock:
             communicators = self.communicators()

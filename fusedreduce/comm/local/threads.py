@@ -28,8 +28,9 @@ def run_in_threads(
         What each case returned, in order.
 
     Raises:
-        BaseException: the first error that a peer raised, once all threads have ended. Other errors than
-            CollectiveError that other peers raised are added as notes.
+        BaseException: the first error that a peer raised, once all threads have ended: the first that is no
+            CollectiveError, if there is one, since that may be what another raises because of it. Others of these are
+            added as notes.
     """
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []
@@ -66,9 +67,9 @@ def run_in_threads(
             if thread.ident is not None:
                 thread.join()
     if errors:
-        _, first = errors[0]
-        for number, other in errors[1:]:
-            if not isinstance(other, CollectiveError):
-                first.add_note(f"{peer} {number} raised {type(other).__name__}: {other}")
+        own = [one for one in errors if not isinstance(one[1], CollectiveError)] or errors[:1]
+        first = own[0][1]
+        for number, other in own[1:]:
+            first.add_note(f"{peer} {number} raised {type(other).__name__}: {other}")
         raise first
     return [results[number] for number in range(len(cases))]
