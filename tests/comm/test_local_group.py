@@ -751,7 +751,7 @@ def test_an_interrupt_of_the_caller_ends_a_run() -> None:
     assert group.run(lambda communicator: communicator.rank) == [0, 1]
 
 
-def test_who_is_told_of_an_error_first_does_not_hide_it() -> None:
+def test_who_is_told_of_an_error_first_does_not_hide_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank may tell the others, by `abort`, before it raises; which of their threads ends first is no matter."""
     told = threading.Event()
 
@@ -771,8 +771,8 @@ def test_who_is_told_of_an_error_first_does_not_hide_it() -> None:
         if self.rank == 1:
             told.set()  # its own error is noted by now
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError, match="mine") as raised:
-        patch.setattr(LocalCommunicator, "abort", abort)
+    monkeypatch.setattr(LocalCommunicator, "abort", abort)
+    with pytest.raises(ZeroDivisionError, match="mine") as raised:
         group.run(case)
     assert not getattr(raised.value, "__notes__", [])
 
