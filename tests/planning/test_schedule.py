@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fusedreduce.config import Policy
 from fusedreduce.planning.bucketing import BucketCaps
+from fusedreduce.planning.cost_model import Costs, Linear
 from fusedreduce.planning.link_timing import CollectiveTimes, busy_periods, collective_times, last_to_issue
 from fusedreduce.planning.plan import ParameterKind, Plan, ready_plan
 from fusedreduce.planning.schedule import BucketTimes, Model, Schedule, StepTimes
@@ -51,16 +52,29 @@ def first_plan(of: Model) -> Plan:
 
 
 def costing(fixed_ns: int, ns_per_byte: int, plan: Plan, of: Model) -> StepTimes:
-    """A step whose collectives cost exactly that."""
+    """A step whose collectives cost exactly that; packing 10 ns and 2 a byte, unpacking 4 and 5."""
     sizes = [sum(of.wire_bytes[number] for number in members) for members in plan]
     began = [10**6 * place for place in range(len(plan))]
     ended = [at + fixed_ns + ns_per_byte * size for at, size in zip(began, sizes, strict=True)]
-    rows = [BucketTimes(wire, 10, 4) for wire in collective_times(began, ended)]
+    rows = [
+        BucketTimes(wire, 10 + 2 * size, 4 + 5 * size)
+        for wire, size in zip(collective_times(began, ended), sizes, strict=True)
+    ]
     return StepTimes(rows, stall_ns=0, backward_ns=1000)
 
 
 def three(step: StepTimes) -> dict[int, StepTimes]:
-    return dict.fromkeys(range(3), step)
+    """Three steps of which `step` is the median: everything took 3 ns longer in the first, and 2 less in the last."""
+    return {0: _later(step, 3), 1: step, 2: _later(step, -2)}
+
+
+def _later(step: StepTimes, by_ns: int) -> StepTimes:
+    rows = []
+    for row in step.buckets:
+        assert row is not None
+        wire = CollectiveTimes(row.wire.since_first_ns + by_ns, row.wire.queued_ns + by_ns)
+        rows.append(BucketTimes(wire, row.pack_ns + by_ns, row.unpack_ns + by_ns))
+    return dataclasses.replace(step, buckets=rows, backward_ns=step.backward_ns + by_ns)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +117,8 @@ def test_the_link_is_learned_from_what_was_measured_and_the_shortest_rank_counts
     assert decision.costs is not None
     assert (decision.costs.wire.fixed_ns, decision.costs.wire.fs_per_byte) == (500, 3_000_000)
     assert decision.costs == schedule.costs
-    # 10 ns each, whatever the size.
-    assert [(one.fixed_ns, one.fs_per_byte) for one in (decision.costs.pack, decision.costs.unpack)] == [
-        (10, 0),
-        (4, 0),
-    ]
+    assert decision.costs.pack == Linear(fixed_ns=10, fs_per_byte=2_000_000)
+    assert decision.costs.unpack == Linear(fixed_ns=4, fs_per_byte=5_000_000)
 
 
 def test_a_rank_without_anything_to_say_changes_nothing() -> None:
@@ -218,8 +229,11 @@ def test_a_sparse_gradient_hides_its_own_busy_period_only() -> None:
     schedule = Schedule(of, 0)
     schedule.decide(schedule.numbers([0, 1, 2], three(costing(500, 3, plan, of)), 3), plan)
     assert schedule.costs is not None
-    assert (schedule.costs.wire.fixed_ns, schedule.costs.wire.fs_per_byte) == (500, 3_000_000)
-    assert schedule.costs.pack.fixed_ns == 10
+    assert schedule.costs == Costs(
+        wire=Linear(fixed_ns=500, fs_per_byte=3_000_000),
+        pack=Linear(fixed_ns=10, fs_per_byte=2_000_000),
+        unpack=Linear(fixed_ns=4, fs_per_byte=5_000_000),
+    )
 
 
 def test_static_is_tried_with_rank_0s_order() -> None:

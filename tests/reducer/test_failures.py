@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -28,7 +29,10 @@ from fusedreduce import AgreementError, BucketCaps, CollectiveError, FusedReduce
 from fusedreduce.buckets.stats.non_finite import NonFiniteReport
 from fusedreduce.comm.agreement import agree_on_parameters
 from fusedreduce.comm.protocol import Communicator
+from fusedreduce.config import BoundedStaleness
 from fusedreduce.kernels import dispatch
+from fusedreduce.planning.plan import Plan
+from fusedreduce.planning.plan_file import dump
 from fusedreduce.reducer.state import ReducerState
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -357,32 +361,69 @@ def test_other_strides_and_sparse_flags_are_another_model() -> None:
     assert "strides (3, 1)" in str(errors[0]) and "strides (1, 2)" in str(errors[0]) and "sparse" in str(errors[0])
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"config": ReduceConfig(wire="bf16")}, "parameter 0"),
-        ({"config": ReduceConfig(overlap=False)}, "overlap"),
-        ({"config": ReduceConfig(policy="static")}, "policy"),
-        ({"config": ReduceConfig(cap_policy="strict")}, "cap_policy"),
-        ({"caps": BucketCaps(first_bytes=5)}, "first_bucket_bytes"),
-        ({"caps": BucketCaps(cap_bytes=5)}, "bucket_cap_bytes"),
-        ({"caps": BucketCaps(listed_bytes=(5, 6))}, "bucket_caps_bytes"),
-        ({"caps": BucketCaps(planned_bytes=5)}, "planned_bytes"),
-        ({"find_unused_parameters": True}, "find_unused_parameters"),
-        ({"static_graph": True}, "static_graph"),
-        ({"gradient_as_bucket_view": True}, "gradient_as_bucket_view"),
-        ({"skip_unused_buckets": True}, "skip_unused_buckets"),
-    ],
-)
-def test_other_settings_on_another_rank_are_named_everywhere(options: dict[str, Any], name: str) -> None:
+def _saved(plan: Plan) -> str:
+    names = [f"parameter {index}" for index in range(3)]
+    return dump(plan, names=names, numels=[3, 4, 5], world_size=3, wire="native")
+
+
+# By field of ReduceConfig: what every rank has besides, and what one rank has there that the others have not.
+FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "wire": ({}, {"wire": {"* 1": "bf16"}}),
+    "wire_after": ({"wire": "int8"}, {"wire_after": 3}),
+    "least_sqnr_db": ({"wire": "int8"}, {"least_sqnr_db": 20.5}),
+    "accumulation": ({"wire": "bf16"}, {"accumulation": "fp32"}),
+    "stochastic_rounding": ({"wire": "int8"}, {"stochastic_rounding": True}),
+    "seed": ({}, {"seed": 1}),
+    "error_feedback": ({"wire": "int8"}, {"error_feedback": True}),
+    "op": ({}, {"op": "sum"}),
+    "stall_report_s": ({}, {"stall_report_s": 2.5}),
+    "overlap": ({}, {"overlap": False}),
+    "policy": ({}, {"policy": "static"}),
+    "cap_policy": ({}, {"cap_policy": "strict"}),
+    "replan_every": ({}, {"replan_every": 999}),
+    "link": ({"link": (50.0, 25.0)}, {"link": (25.0, 50.0)}),
+    "plan": ({"plan": _saved(((1, 0), (2,)))}, {"plan": _saved(((2,), (1, 0)))}),
+    "grad_stats": ({}, {"grad_stats": True}),
+    "check_finite": ({"check_finite": "count"}, {"check_finite": "raise"}),
+    "sync_mode": ({"sync_mode": BoundedStaleness(1)}, {"sync_mode": BoundedStaleness(2)}),
+    "ranks_per_node": ({}, {"ranks_per_node": 1}),
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "first_bucket_bytes": {"caps": BucketCaps(first_bytes=5)},
+    "bucket_cap_bytes": {"caps": BucketCaps(cap_bytes=5)},
+    "bucket_caps_bytes": {"caps": BucketCaps(listed_bytes=(5, 6))},
+    "planned_bytes": {"caps": BucketCaps(planned_bytes=5)},
+    "find_unused_parameters": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+    "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+    "skip_unused_buckets": {"skip_unused_buckets": True},
+}
+
+
+def _settings(name: str, odd: bool) -> dict[str, Any]:
+    if name in OTHERS:
+        return OTHERS[name] if odd else {}
+    shared, other = FIELDS[name]
+    return {"config": ReduceConfig(**{**shared, **(other if odd else {})})}
+
+
+@pytest.mark.parametrize("name", [*FIELDS, *OTHERS])
+def test_other_settings_on_another_rank_are_named_everywhere(name: str) -> None:
+    """Whatever the setting: peers that are ranks of their own say what they have, and not what this rank sends."""
+
     def case(communicator: Communicator) -> None:
-        parameters = drawn(((3,),))
-        mine = options if communicator.rank == 1 else {}
+        parameters = drawn(((3,), (4,), (5,)))
+        mine = _settings(name, communicator.rank == 1)
         Reducer(parameters, communicator, **mine).prepare_for_backward(loss_with(parameters, parameters))
 
     errors = ThreadWorld(3).run(case)
     assert all(isinstance(error, AgreementError) for error in errors) and len(set(map(str, errors))) == 1
-    assert f" {name}: " in str(errors[0]) and "ranks 0, 2" in str(errors[0]) and "rank 1" in str(errors[0])
+    told = "parameter 1" if name == "wire" else name
+    assert f" {told}: " in str(errors[0]) and "ranks 0, 2" in str(errors[0]) and "rank 1" in str(errors[0])
+
+
+def test_no_field_is_left_out_of_what_ranks_compare() -> None:
+    assert set(FIELDS) == {one.name for one in dataclasses.fields(ReduceConfig)}
 
 
 def test_long_lists_of_caps_are_compared_too() -> None:

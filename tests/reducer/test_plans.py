@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from fusedreduce.planning.cost_model import Costs, Linear
 from fusedreduce.planning.plan import ParameterKind, Plan, ready_plan, static_plan
 from fusedreduce.planning.plan_file import dump, load, plan_hash
 from fusedreduce.planning.readiness import Readiness
-from fusedreduce.planning.schedule import head_of_line_ns
+from fusedreduce.planning.schedule import Decision, Schedule, head_of_line_ns
 from fusedreduce.planning.timeline import MISSING_NS
 from fusedreduce.reducer.plans import Forecast
 
@@ -240,39 +242,34 @@ def test_a_plan_that_was_given_is_looked_at_anew_in_another_group() -> None:
         assert reducer.plan == plan
 
 
-def test_a_peer_with_another_plan_is_an_error_on_every_rank() -> None:
-    communicator = Loopback()
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("largest", [False, True], ids=["least", "largest"])
+def test_ranks_that_decide_on_different_plans_all_raise(
+    monkeypatch: pytest.MonkeyPatch, odd: int, largest: bool
+) -> None:
+    """Whichever rank it is, and whether its hash is the largest or the least: an error of some ranks only leaves them
+    in the next collective without the others."""
+    plans: list[Plan] = sorted([((0,), (2,), (1,)), ((0,), (1,), (2,))], key=plan_hash, reverse=largest)
+    decide, apart = Schedule.decide, threading.local()
 
-    def other(rank: int, mine: bytes) -> bytes:
-        settings = json.loads(mine)
-        return json.dumps({**settings, "plan": "another"} if "plan" in settings else settings).encode()
+    def decides(self: Schedule, reduced: Sequence[int], plan: Plan) -> Decision:
+        return dataclasses.replace(decide(self, reduced, plan), plan=plans[apart.rank != odd])
 
-    communicator.payload = other
-    reducer = Reducer(parameters(torch.float32), communicator, ReduceConfig(plan=saved(((0,),), 1)))
-    with pytest.raises(AgreementError, match="plan: .*another"):
-        reducer.prepare_for_backward()
+    monkeypatch.setattr(Schedule, "decide", decides)
 
+    def case(communicator: Communicator) -> None:
+        apart.rank = communicator.rank
+        given = parameters(*[torch.float32] * 3)
+        with Reducer(given, communicator, caps=BucketCaps(cap_bytes=12)) as reducer:
+            train(reducer, given, 16)
 
-def test_ranks_that_decide_on_different_plans_raise() -> None:
-    """A bit flips on its way: hash and negative hash no longer belong together."""
-    communicator = Loopback()
-    given = parameters(torch.float32, torch.float32)
-    reducer = Reducer(given, communicator, caps=BucketCaps(cap_bytes=12))
-    communicator.numbers = lambda mine: mine + (mine.numel() == 3)
-    with pytest.raises(AgreementError, match="different plans from the same numbers"):
-        train(reducer, given, 16)
-
-
-@pytest.mark.parametrize("theirs", [-1, 1])
-def test_a_rank_raises_whether_its_hash_is_the_largest_or_the_least(theirs: int) -> None:
-    """An error of some ranks only leaves them in the next collective without the others."""
-    communicator = Loopback()
-    given = parameters(torch.float32, torch.float32)
-    reducer = Reducer(given, communicator, caps=BucketCaps(cap_bytes=12))
-    other = torch.tensor([theirs, -theirs, 0])
-    communicator.numbers = lambda mine: mine + other if mine.numel() == 3 else mine
-    with pytest.raises(AgreementError, match="different plans from the same numbers"):
-        train(reducer, given, 16)
+    errors = ThreadWorld(3).run(case)
+    least, most = sorted(map(plan_hash, plans))
+    for rank, error in enumerate(errors):
+        own = plan_hash(plans[rank != odd])
+        assert isinstance(error, AgreementError), error
+        assert f"rank {rank}: ranks have decided on different plans from the same numbers" in str(error)
+        assert f"hash {own:016x} on this rank, {least:016x} to {most:016x} over all" in str(error)
 
 
 ROUNDS = 38  # four looks at the plan, with replan_every=8
