@@ -99,8 +99,8 @@ class Epochs(Generic[D]):
             self._closed = True
 
     def begin_generation(self) -> None:
-        """The epochs that nobody has begun use new communicators."""
-        self.generation = Generation(self._group.communicators(), self._last_epoch + 1)
+        """The epochs that nobody has begun use new communicators, also while some are still in those before."""
+        self.generation = Generation(self._group.communicators(apart=True), self._last_epoch + 1)
 
     def check_startable(self, rank: int) -> None:
         """Before a device is made: one of this rank is not started; if it was, the others get new communicators.

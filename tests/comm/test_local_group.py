@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -678,6 +678,29 @@ def test_communicators_made_together_are_nobody_elses() -> None:
     group.close()
     with pytest.raises(CollectiveError, match="closed"):
         group.communicators()
+
+
+def test_communicators_apart_outlive_the_end_of_others_and_not_the_group() -> None:
+    group = LocalGroup(2, timeout_s=30)
+    one, first, second = group.communicator(0), *(group.communicators(apart=True) for _ in range(2))
+
+    def works(together: Sequence[Communicator]) -> None:
+        pending = together[0].all_reduce(torch.ones(1))
+        together[1].all_reduce(torch.ones(1)).wait()
+        pending.wait()
+
+    first[1].abort(RuntimeError("stop"))
+    with pytest.raises(CollectiveError, match="rank 1 gave up: RuntimeError: stop"):
+        first[0].all_reduce(torch.ones(1))
+    works(second)
+    works([one, group.communicator(1)])
+    one.abort(RuntimeError("another"))
+    works(second)
+    waits = second[0].all_reduce(torch.ones(1))
+    group.close()
+    for ended in (waits.wait, lambda: second[1].all_reduce(torch.ones(1))):
+        with pytest.raises(CollectiveError, match="closed"):
+            ended()
 
 
 def test_who_is_interrupted_before_it_performs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

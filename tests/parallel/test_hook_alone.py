@@ -175,6 +175,25 @@ def test_what_every_rank_refuses_leaves_ddp_as_it_was(alone: None, monkeypatch: 
     assert ddp.module.weight.grad.eq(2).all()
 
 
+@pytest.mark.parametrize("kind", ["dense", "sparse", "empty"])
+def test_a_comparison_that_breaks_off_may_be_this_ranks_alone(
+    alone: None, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Its peers may have got through and all-reduce by now: what differs on every rank is not all that can go wrong."""
+    buffer = {"dense": torch.ones(3), "sparse": torch.eye(3).to_sparse(), "empty": torch.empty(0)}[kind]
+
+    def gone(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    state = fusedreduce.FusedHookState()
+    with monkeypatch.context() as patch:
+        patch.setattr(ProcessGroupCommunicator, "all_gather_bytes", gone)
+        with pytest.raises(fusedreduce.CollectiveError, match="comparing options before the first all-reduce of bucke"):
+            _hook(state, buffer)
+    with pytest.raises(fusedreduce.FusedReduceError, match="an earlier reduction failed on this rank.*Connection clos"):
+        _hook(state, buffer)
+
+
 def test_a_new_process_group_ends_being_out_of_step() -> None:
     state = fusedreduce.FusedHookState()
     for _ in range(2):

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from parallel import hook_observed_cases as cases
-from support.ranks import RankPool, group_of_one
+from support.ranks import RankPool, fake_group, group_of_one
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fusedreduce
 from fusedreduce.buckets.exchange import fp16_split
@@ -288,8 +286,7 @@ def test_telling_the_ranks_fails(two: RankPool) -> None:
 
 def test_an_fp16_wire_divides_in_two_powers_of_two() -> None:
     """Eight ranks, of which seven have nothing: 1e-6 / 8 is below fp16's smallest number, 1e-6 / 2 is not."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    try:
+    with fake_group(8):
         assert fp16_split(8) == 4.0
         for stats in (False, True):
             state = fusedreduce.FusedHookState(wire="fp16", grad_stats=stats)
@@ -299,17 +296,12 @@ def test_an_fp16_wire_divides_in_two_powers_of_two() -> None:
                 mean = fusedreduce.fused_hook(state, bucket).wait()
                 assert mean.dtype is dtype
                 assert mean.tolist() == [2.0**-26 if expected else 0.0] * 5
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("wire", ["native", "fp16"])
 def test_fp16_gradients_are_divided_once_where_they_are_the_wire(wire: Any) -> None:
     """Nothing is unpacked there that could take a split off again."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    try:
+    with fake_group(8):
         bucket: Any = Shown(0, [torch.full((5,), 16.0, dtype=torch.float16)], last=True)
         mean = fusedreduce.fused_hook(fusedreduce.FusedHookState(wire=wire), bucket).wait()
         assert mean.dtype is torch.float16 and mean.tolist() == [16.0 / 8] * 5
-    finally:
-        dist.destroy_process_group()

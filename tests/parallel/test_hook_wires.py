@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import torch
 from parallel import hook_cases, hook_wire_cases
 from parallel.test_faults import survivors_raise
 from parallel.test_hook_alone import FakeBucket
-from support.ranks import RankPool, group_of_one
+from parallel.test_hook_observed import Shown
+from support.ranks import RankPool, fake_group, group_of_one
 from support.wires import EXCHANGED, settings
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fusedreduce
+from fusedreduce.comm.process_group import ProcessGroupCommunicator
 from fusedreduce.config import ENCODED_WIRES
 
 
@@ -140,6 +143,44 @@ def test_a_buffer_that_is_not_that_of_its_parameters_is_refused(wire: str) -> No
             fusedreduce.fused_hook(state, FakeBucket(buffer, torch.ones(30, 30)))  # type: ignore[arg-type]
         assert buffer.eq(1.0).all()
         assert fusedreduce.fused_hook(state, FakeBucket(buffer, torch.ones(40, 25))).wait().numel() == 1000  # type: ignore[arg-type]
+
+
+class OfAGroupThatIsGone:
+    """An exchange that its peers have not taken part in."""
+
+    def notify(self, done: Callable[[], None]) -> None:
+        """Nobody is told."""
+
+    def ready(self) -> bool:
+        return False
+
+    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return torch.futures.Future()
+
+    def wait(self) -> None:
+        raise RuntimeError("the peers of the old group are gone")
+
+
+@pytest.mark.parametrize("wire", EXCHANGED)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_new_group_is_not_told_of_exchanges_that_the_old_one_left_open(
+    monkeypatch: pytest.MonkeyPatch, wire: str, ranks: int
+) -> None:
+    """A backward that raised midway on every rank; then they, or the one that is left, go on with the same state."""
+    monkeypatch.setattr(ProcessGroupCommunicator, "apart", lambda self, *_: ProcessGroupCommunicator(self.group))
+    state, weight = fusedreduce.FusedHookState(**settings(wire)), torch.ones(40, 25)
+
+    def show(*, last: bool) -> torch.futures.Future[torch.Tensor]:
+        bucket: Any = Shown(0, [weight], last=last)
+        return fusedreduce.fused_hook(state, bucket)
+
+    with fake_group(3), monkeypatch.context() as patch:
+        show(last=True).wait()
+        patch.setattr(ProcessGroupCommunicator, "all_to_all", lambda *_: OfAGroupThatIsGone())
+        show(last=False)
+    with fake_group(ranks):
+        for _ in range(3):
+            assert show(last=True).wait().isfinite().all()
 
 
 @pytest.mark.parametrize("wire", EXCHANGED)

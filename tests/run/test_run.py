@@ -212,6 +212,13 @@ def test_options_of_flags_and_environment(tmp_path: Path) -> None:
     assert options.read({}) == options.Options(ReduceConfig(), fallback=False, quiet=False)
 
 
+@pytest.mark.parametrize(("words", "value"), [(("1", "true", "yes", "on"), True), (("0", "false", "no", "off"), False)])
+def test_a_switch_means_the_same_in_capitals(words: tuple[str, ...], value: bool) -> None:
+    for text in (spelt for word in words for spelt in (word, word.upper(), word.title())):
+        found = options.read({"FUSEDREDUCE_QUIET": text, "FUSEDREDUCE_OVERLAP": text})
+        assert (found.quiet, found.config.overlap) == (value, value), text
+
+
 def test_a_flag_that_is_for_one_wire_goes_with_that_wire() -> None:
     """Each is checked with those before it."""
     for config, given in (

@@ -100,17 +100,30 @@ def group_of_one(device_type: str = "cpu") -> Iterator[None]:
     """A group of this process alone: on a GPU NCCL's, on CPU torch's fake backend: Gloo's threads may abort a process
     that destroys its group or ends, with plain DDP too, and this process runs all the other tests."""
     import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if device_type != "cuda":
+        with fake_group(1):
+            yield
+        return
     with tempfile.TemporaryDirectory(prefix="fusedreduce-ranks-") as folder:
-        if device_type == "cuda":
-            dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        else:
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
             yield
         finally:
             dist.destroy_process_group()
+
+
+@contextmanager
+def fake_group(world: int) -> Iterator[None]:
+    """A group in which this process is rank 0, and the others send nothing: torch's fake backend."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -77,6 +78,7 @@ class LocalGroup:
         self._closed = False
         self._together = 0
         self._epoch = Epoch(self)
+        self._apart: weakref.WeakSet[Epoch] = weakref.WeakSet()  # beside that one
 
     def communicator(self, rank: int) -> LocalCommunicator:
         """A new communicator for `rank`; the n-th that each rank makes in an epoch share a channel.
@@ -102,10 +104,13 @@ class LocalGroup:
                 self.unaware[rank].check(f"rank {rank} cannot make a communicator", rank)
             return LocalCommunicator(self, self._epoch.roots.next_of(rank, tuple(range(self.size))), rank)
 
-    def communicators(self) -> list[LocalCommunicator]:
+    def communicators(self, *, apart: bool = False) -> list[LocalCommunicator]:
         """A communicator for every rank, on a channel of their own: for a caller that drives or hands out all ranks.
 
         They do not count among those of `communicator`, and no rank is told by `communicator` that their epoch ended.
+
+        Args:
+            apart: in an epoch of their own, which no abort of others ends, and whose end no others notice.
 
         Returns:
             The communicators, in rank order.
@@ -115,7 +120,11 @@ class LocalGroup:
         """
         with self.lock:
             self._refuse_closed()
-            channel = Channel(self._epoch, f"together {self._together}", tuple(range(self.size)))
+            epoch = self._epoch
+            if apart:
+                epoch = Epoch(self)
+                self._apart.add(epoch)
+            channel = Channel(epoch, f"together {self._together}", tuple(range(self.size)))
             self._together += 1
             return [LocalCommunicator(self, channel, rank) for rank in range(self.size)]
 
@@ -185,7 +194,7 @@ class LocalGroup:
         """Closes the group: every collective in flight, and whatever is asked of it later, raises CollectiveError."""
         with self.lock:
             self._closed = True
-            calls = self._epoch.end(_CLOSED, None)
+            calls = [call for epoch in (self._epoch, *self._apart) for call in epoch.end(_CLOSED, None)]
         for call in calls:
             call()
 
